@@ -1,0 +1,40 @@
+"""What can go wrong when KV moves.
+
+    TransferError                    base; the pull failed, the prompt can be recomputed
+    ├── PeerLost                     the owner of the memory is gone (restart, crash, cut link)
+    ├── PeerRefused                  the handshake failed: wrong token, version, model or layout
+    ├── LeaseLost                    the lease expired, was released, or belongs to another epoch
+    ├── DigestMismatch               bytes arrived that are not the bytes the owner computed
+    ├── TransferTimeout              the deadline passed; bytes may still land until the read settles
+    └── TransportUnavailable         a backend cannot work here (module missing, probe failed)
+
+Every message says what happened, to which peer or lease, and what the reader may do.
+"""
+
+
+class TransferError(Exception):
+    """A transfer did not deliver; the target blocks hold nothing usable."""
+
+
+class PeerLost(TransferError):
+    """The owner died, restarted under a new incarnation, or its link is cut."""
+
+
+class PeerRefused(TransferError):
+    """The peer answered but does not accept us, or its KV does not fit ours."""
+
+
+class LeaseLost(TransferError):
+    """The owner no longer keeps these blocks for us: nothing read so far may be trusted."""
+
+
+class DigestMismatch(TransferError):
+    """The bytes that arrived differ from those the owner computed."""
+
+
+class TransferTimeout(TransferError):
+    """The deadline passed. The target blocks stay quarantined until the read has settled."""
+
+
+class TransportUnavailable(TransferError):
+    """This backend cannot work in this process or for this pair."""

@@ -1,0 +1,61 @@
+"""Where a KV number lives: the shape of one rank's block pool.
+
+One pool, one registration per rank, ordered `[block, kv_head, layer, k|v, slot, head_dim]`: a whole block is one
+contiguous range over all layers, and a tensor-parallel head slice of a block is still one contiguous range.
+Knows shapes and bytes; knows no device and no transport.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+ORDER = "block,kv_head,layer,kv,slot,head_dim"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The KV of one rank. `layers` and `heads` are half-open ranges of the whole model's layers and KV heads.
+
+    `model` names the weights (a content hash or a hub revision): KV of other weights is never compatible.
+    """
+
+    model: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens (slots) a block
+    dtype: str = "float32"
+    layers: tuple[int, int] = (0, -1)
+    heads: tuple[int, int] = (0, -1)
+    order: str = ORDER
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"KV dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        for name, total in (("layers", self.num_layers), ("heads", self.num_kv_heads)):
+            start, stop = getattr(self, name)
+            stop = total if stop == -1 else stop
+            if not 0 <= start < stop <= total:
+                raise ValueError(f"{name} {start}..{stop} lie outside the model's {total}")
+            object.__setattr__(self, name, (start, stop))
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of one block: [kv_head, layer, k|v, slot, head_dim]."""
+        local_heads, local_layers = self.heads[1] - self.heads[0], self.layers[1] - self.layers[0]
+        return (local_heads, local_layers, 2, self.block_size, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        heads, layers, two, slots, dim = self.shape
+        return heads * layers * two * slots * dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two ranks whose KV describes the same numbers, however it is sharded."""
+        facts = (self.model, self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype, self.order)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,112 @@
+"""What a prefill leaves behind for a decode, and who the two sides are.
+
+Plain frozen records that travel through Ray, gRPC-free sockets (msgpack) and tests alike. Nothing here does I/O.
+"""
+
+from dataclasses import dataclass
+
+from kvtransfer.layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAddress:
+    """One rank's registered pool and every way to reach it.
+
+    `transports` maps a backend's name to its opaque address bytes, in the owner's order of preference.
+    """
+
+    rank: int
+    layout: KVLayout
+    num_blocks: int
+    transports: tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HostIdentity:
+    """Same boot id: one host. Same pid namespace too: one process may read the memory of the other."""
+
+    boot_id: str
+    pid_namespace: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """A worker as another worker sees it. `incarnation` is new for every start: a restart is a new peer."""
+
+    worker: str
+    incarnation: str
+    host: str
+    control_port: int
+    identity: HostIdentity
+    shards: tuple[ShardAddress, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTicket:
+    """A growing or finished prompt's KV, held for one reader under a lease.
+
+    `blocks` are the owner's block ids of the whole prompt, in order; the same ids on every shard.
+    Block i may be read once the ready watermark (see `Progress`) has passed i.
+    """
+
+    lease: str
+    epoch: int
+    owner: PeerAddress
+    blocks: tuple[int, ...]
+    num_tokens: int
+    ttl_s: float  # a duration, not a date: clocks of two hosts never meet
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Answer to a watch: how far the KV under a lease is computed.
+
+    `digests[shard][i]` belongs to block `first_block + i` of the ticket; `ready_blocks` is the watermark, counted
+    in blocks; `finished` means that the watermark will not move again.
+    """
+
+    ready_blocks: int
+    first_block: int
+    digests: tuple[tuple[int, ...], ...]
+    finished: bool
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """All a decode needs to go on where a prefill stopped."""
+
+    ticket: TransferTicket
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """What preflight found for one pair (reader <- owner): the chosen path and its measured quality."""
+
+    reader: str
+    owner: str
+    transport: str
+    path: str  # e.g. "UCX cma/memory", "tcp 127.0.0.1:41233", "in-process copy"
+    latency_s: float
+    bytes_per_s: float
+    skipped: tuple[str, ...] = ()  # "nixl: no CMA between the two (other pid namespace)", ...
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """One finished pull. `busy_s` counts the time reads were in flight, `digest_s` the time spent on checking."""
+
+    lease: str
+    transport: str
+    path: str
+    num_blocks: int
+    num_bytes: int
+    num_reads: int
+    num_descriptors: int
+    reused_blocks: int  # prefix blocks the reader already had
+    digests_verified: int
+    busy_s: float
+    digest_s: float
+    elapsed_s: float

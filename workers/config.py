@@ -1,0 +1,91 @@
+"""The configuration of one worker: small frozen types, composed. Read once at the edge; knows no file format."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How many ranks share a layer (tensor) and how many stages share the layers (pipeline)."""
+
+    tensor: int = 1
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tensor < 1 or self.pipeline < 1:
+            raise ValueError(f"parallel: tensor {self.tensor} and pipeline {self.pipeline} must be at least 1")
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes and bounds of one engine.
+
+    `kv_blocks` blocks of `block_size` tokens are allocated once. `max_batch_tokens` is the token budget of a step:
+    decodes first, prompt chunks fill the rest. `staging_blocks` bounds how many blocks may be promised to prompts whose
+    KV has not arrived (0: half the pool). `max_waiting` bounds the queue.
+    """
+
+    block_size: int = 16
+    kv_blocks: int = 512
+    max_batch_tokens: int = 512
+    max_running: int = 32
+    max_waiting: int = 1024
+    max_model_len: int | None = None  # None: the model's own context length
+    staging_blocks: int = 0
+    prefix_caching: bool = True
+    dtype: str = "float32"
+    device: str = "auto"  # "auto", "cpu", "cuda:0", ...
+    threads: int = 0  # 0: as many as the worker was given CPUs
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "kv_blocks", "max_batch_tokens", "max_running", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"engine.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_running > self.max_batch_tokens:
+            raise ValueError(
+                f"engine.max_running ({self.max_running}) is above engine.max_batch_tokens ({self.max_batch_tokens}): "
+                "a step could not advance every running sequence"
+            )
+        if not 0 <= self.staging_blocks <= self.kv_blocks:
+            raise ValueError(f"engine.staging_blocks is {self.staging_blocks}; it must lie between 0 and kv_blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """How KV moves. `backends` in order of preference; each pair takes the first that passes its probe."""
+
+    backends: tuple[str, ...] = ("nixl", "tcp")
+    digest: bool = True
+    lease_s: float = 10.0  # the owner frees a held prompt this long after the last sign of its reader
+    read_timeout_s: float = 30.0  # bound of one read
+    quarantine_s: float = 60.0  # an unsettled read past this fences the backend
+    host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        known = ("nixl", "tcp", "memory", "modelled")
+        for name in self.backends:
+            if name not in known:
+                raise ValueError(f"transfer.backends: {name!r} is not one of {', '.join(known)}")
+        if not self.backends:
+            raise ValueError("transfer.backends is empty; name at least one of " + ", ".join(known))
+        for name in ("lease_s", "read_timeout_s", "quarantine_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"transfer.{name} is {getattr(self, name)}; it must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Everything one worker needs to start. `secret` is the cluster's: peers without it are refused."""
+
+    name: str
+    pool: str
+    model: str
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    executor: str = "torch"  # "torch" (a real model) or "modelled" (CostModel seconds, no compute)
+    secret: str = ""
+    cpus: int = 1

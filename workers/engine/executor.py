@@ -1,0 +1,56 @@
+"""The port between the engine and whatever computes: one rank, a gang of ranks, or a model of one.
+
+Implementations live in `workers.executor`. All methods are called from one event loop.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtransfer.layout import KVLayout
+from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
+from kvtransfer.transport import PullOrder, Read
+from workers.engine.step import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the rest of the worker must know of the loaded model."""
+
+    name: str
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    layout: KVLayout  # of the whole model, unsharded
+    num_parameters: int
+    weight_bytes: int
+
+
+class Executor(Protocol):
+    """`depth` plans may be in flight at once: 1 for one rank, the number of stages for a pipeline."""
+
+    depth: int
+    facts: ModelFacts
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        """Run one plan. Not cancellable: a step that began ends."""
+        ...
+
+    def shards(self) -> tuple[ShardAddress, ...]:
+        """The registered pool of each rank."""
+        ...
+
+    async def connect(self, peer: PeerAddress) -> LinkReport:
+        """Make every rank meet the peer's ranks, probe with one real block, and measure. Errors: `TransferError`."""
+        ...
+
+    def pull(self, order: PullOrder) -> Read:
+        """Start a checked read. A digest that differs fails `done` with `DigestMismatch`."""
+        ...
+
+    async def forget(self, incarnation: str) -> None:
+        """Drop a dead peer."""
+        ...
+
+    async def close(self) -> None:
+        """Finish the step and the reads in flight, then free the memory."""
+        ...

@@ -1,0 +1,56 @@
+"""What a worker refuses or reports.
+
+    WorkerError
+    ├── InvalidRequest          the request can never work as written (field, what to do)
+    ├── ModelError              a model that is missing, truncated, or of an unknown architecture
+    ├── Overloaded              no room now; try another worker or later (retry_after_s)
+    ├── UnknownSequence         no such sequence here: finished, cancelled, or lost in a restart
+    ├── LegFailed               a sequence ended without finishing; the prompt can be recomputed elsewhere
+    └── WorkerClosed            the worker is shutting down
+
+All of them survive pickling: `args` are the constructor's arguments.
+"""
+
+
+class WorkerError(Exception):
+    """Base of all that a worker tells its caller."""
+
+
+class InvalidRequest(WorkerError):
+    """Bad input. `field` names what is wrong, the message says what to do."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(field, message)
+        self.field = field
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+
+class ModelError(WorkerError):
+    """The model cannot be loaded; the message says which file and what to do."""
+
+
+class Overloaded(WorkerError):
+    """The worker has no room for this now."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class UnknownSequence(WorkerError):
+    """The worker does not hold this sequence."""
+
+
+class LegFailed(WorkerError):
+    """This leg of a request failed in a way that another worker may well survive."""
+
+
+class WorkerClosed(WorkerError):
+    """The worker is closing and takes nothing new."""

@@ -1,0 +1,188 @@
+"""A request as workers see it: token ids, how to sample, and what comes back.
+
+Knows no text (the gateway encodes and decodes), no device and no clock. Everything here crosses processes.
+"""
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from kvtransfer.ticket import TransferReport, TransferTicket
+from workers.errors import InvalidRequest
+from workers.stats import WorkerStats
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Raises `InvalidRequest` naming the field.
+
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 mean "off". `seed` None lets the
+    gateway draw one: a draw depends on (seed, position) only, so a request that is moved or recomputed goes on with
+    the same tokens. `logprobs` None gives none, 0 the chosen token's, k also the k best. `stop` strings are matched
+    on text, hence in the gateway; workers ignore them.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise InvalidRequest(f"sampling.{name}", f"is {getattr(self, name)!r}; it must be {rule}")
+
+        # Comparisons are written so that NaN fails them.
+        need(0.0 <= self.temperature <= 100.0, "temperature", "between 0 (greedy) and 100")
+        need(self.top_k >= 0, "top_k", "0 (off) or a positive number of tokens")
+        need(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1 (off)")
+        need(0.0 <= self.min_p <= 1.0, "min_p", "between 0 (off) and 1")
+        need(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "above 0 and at most 100; 1 is off")
+        need(self.seed is None or 0 <= self.seed < 2**64, "seed", "an unsigned 64-bit number")
+        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        need(self.min_tokens >= 0, "min_tokens", "0 or more")
+        need(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"at most max_tokens ({self.max_tokens})",
+        )
+        need(len(self.stop) <= 16 and all(self.stop), "stop", "at most 16 strings, none of them empty")
+        need(all(token >= 0 for token in self.stop_token_ids), "stop_token_ids", "token ids, 0 or more")
+        need(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20")
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """The promise wanted: time to first token, time per output token after it, and the class's name."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    class_name: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One attempt at one request. `generated` are tokens the client already has from an earlier attempt.
+
+    `reply_to` names the subscriber (see `Worker.subscribe`) that gets the outputs.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    slo: SLO = field(default_factory=SLO)
+    generated: tuple[int, ...] = ()
+    attempt: int = 0
+    reply_to: str = ""
+    session: str = ""
+
+    @property
+    def key(self) -> str:
+        """Unique for each attempt: what workers file this under, so that a late event of a dead attempt hits nobody."""
+        return f"{self.id}/{self.attempt}"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.generated)
+
+    def retry(self, generated: tuple[int, ...]) -> "Request":
+        """The next attempt, going on after `generated`."""
+        return replace(self, generated=generated, attempt=self.attempt + 1)
+
+
+class FinishReason(Enum):
+    EOS = "eos"
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the probabilities before temperature and filters: the chosen token's and the best ones'."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LegTiming:
+    """Durations of one leg on its worker's clock. They follow one another without a gap.
+
+    Prefill leg: `wait_s` 0, `queue_s` arrival to first step, `compute_s` first step to first token.
+    Decode leg: `wait_s` decode call to KV arrival, `queue_s` to its first step, `compute_s` to its last token.
+    """
+
+    wait_s: float
+    queue_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokensOut:
+    """Tokens that one sequence got in one step. `first_position` counts output tokens from 0, over all attempts.
+
+    `timing` comes with the first token of a prefill leg and with the last of any leg.
+    """
+
+    key: str
+    first_position: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    timing: LegTiming | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TicketOut:
+    """The first chunk of a held prompt is under way: its blocks are known and a reader may start."""
+
+    key: str
+    ticket: TransferTicket
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedOut:
+    """All KV of the sequence lies in this worker's pool, verified."""
+
+    key: str
+    report: TransferReport
+
+
+@dataclass(frozen=True, slots=True)
+class FailedOut:
+    """The leg ended without finishing. `retryable`: another attempt may succeed."""
+
+    key: str
+    reason: str
+    retryable: bool
+
+
+Output = TokensOut | TicketOut | FetchedOut | FailedOut
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """All that one worker has to say to one subscriber after one step (or, when idle, as a heartbeat)."""
+
+    worker: str
+    incarnation: str
+    outputs: tuple[Output, ...]
+    stats: WorkerStats
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A decode worker's promise: blocks for the whole prompt. `cached_tokens` need not be moved."""
+
+    key: str
+    incarnation: str
+    num_blocks: int
+    cached_tokens: int
