@@ -1,0 +1,88 @@
+"""What a dispatcher tells a door about one request, in order: Accepted, Delta..., Completed. Errors are raised.
+
+ClusterError
+├── Rejected        admission refused or no worker in time (retry_after_s)
+├── Unservable      the request can never work here (too long for the context or the pools)
+├── DeadlinePassed  the caller's deadline; `phase` says where it passed
+└── AttemptsSpent   every attempt failed; the last reason is in the message
+"""
+
+from dataclasses import dataclass
+
+from cluster.ledger import LatencyLedger
+from kvtransfer.ticket import TransferReport
+from workers.request import FinishReason, TokenLogprobs
+
+
+class ClusterError(Exception):
+    """A request ended without finishing."""
+
+
+class Rejected(ClusterError):
+    """No room, or nobody to serve it, within the allowed wait."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Unservable(ClusterError):
+    """Retrying cannot help; the message says which bound is broken."""
+
+
+class DeadlinePassed(ClusterError):
+    """The caller's deadline came first."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__(phase)
+        self.phase = phase
+
+    def __str__(self) -> str:
+        return f"the deadline passed during {self.phase}"
+
+
+class AttemptsSpent(ClusterError):
+    """Workers kept failing under this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Workers are chosen and the decode side has promised its blocks. Sent again after a recovery (attempt > 0)."""
+
+    request_id: str
+    attempt: int
+    prompt_tokens: int
+    prefill_worker: str
+    decode_worker: str
+    reason: str
+    predicted_ttft_s: float | None = None
+    predicted_tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens. `first_position` counts output tokens from 0; no position is ever sent twice."""
+
+    tokens: tuple[int, ...]
+    first_position: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The end. `transfers` has one report for each hand-off (none when colocated, several after recoveries)."""
+
+    finish: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    attempts: int
+    ledger: LatencyLedger
+    transfers: tuple[TransferReport, ...]
+
+
+Event = Accepted | Delta | Completed

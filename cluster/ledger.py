@@ -1,0 +1,79 @@
+"""Where a request's time went: durations that sum to TTFT and to the total, by construction.
+
+The dispatcher laps a `Stopwatch` on one clock: at every instant the request is in exactly one phase. What a worker
+measured on its own clock only *divides* a lap; what is left of the lap is the named remainder for the wire.
+All durations are integer nanoseconds, so sums are exact. Pure: the clock is handed in.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+PHASES = (
+    "admission",  # decoding and checking the request in the gateway
+    "route",  # the policy's choice, and waiting for a worker to choose
+    "reserve",  # until the decode worker promised its blocks
+    "prefill_queue",  # in the prefill worker, before the first step
+    "prefill_compute",  # first step to first token
+    "prefill_wire",  # the rest of the prefill call: calls, pickling, event loops
+    "transfer_wait",  # what overlap did not hide: decode asked, KV still on its way
+    "decode_queue",  # KV there, waiting for a step
+    "decode_compute",  # first decode step to last token
+    "decode_wire",  # the rest of the decode phase
+    "recovery",  # a worker died or refused; waiting to try again
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyLedger:
+    """`first` parts sum to `ttft_ns`, `first` and `rest` together to `total_ns`. Every part is 0 or more."""
+
+    first: tuple[tuple[str, int], ...]
+    rest: tuple[tuple[str, int], ...]
+    ttft_ns: int
+    total_ns: int
+
+    def check(self) -> None:
+        """Raise AssertionError unless the ledger balances."""
+        assert all(name in PHASES and ns >= 0 for name, ns in self.first + self.rest)
+        assert sum(ns for _, ns in self.first) == self.ttft_ns
+        assert self.ttft_ns + sum(ns for _, ns in self.rest) == self.total_ns
+
+
+class Stopwatch:
+    """Laps of one request. Owned by its dispatcher coroutine."""
+
+    def __init__(self, now_ns: Callable[[], int]) -> None:
+        self._now_ns = now_ns
+        self._started = self._mark = now_ns()
+        self._parts: dict[str, int] = {}
+        self._first: dict[str, int] | None = None
+        self._first_ns = 0
+
+    def lap(self, phase: str, parts: tuple[tuple[str, float], ...] = ()) -> None:
+        """End the current lap. `parts` are (phase, seconds) measured inside it by other clocks; `phase` gets the rest.
+
+        Should clocks disagree so that the parts exceed the lap, the last parts are cut: nothing is ever negative.
+        """
+        now = self._now_ns()
+        left = now - self._mark
+        self._mark = now
+        for name, seconds in parts:
+            ns = min(left, max(0, round(seconds * 1e9)))
+            self._parts[name] = self._parts.get(name, 0) + ns
+            left -= ns
+        self._parts[phase] = self._parts.get(phase, 0) + left
+
+    def first_token(self) -> None:
+        """Everything lapped so far was time to first token. Only the first call counts."""
+        if self._first is None:
+            self._first, self._parts = self._parts, {}
+            self._first_ns = self._mark - self._started
+
+    def ledger(self) -> LatencyLedger:
+        """The books up to the last lap."""
+        first = self._first if self._first is not None else self._parts
+        rest = self._parts if self._first is not None else {}
+        total = self._mark - self._started
+        ttft = self._first_ns if self._first is not None else total
+        ordered = [tuple((name, parts[name]) for name in PHASES if name in parts) for parts in (first, rest)]
+        return LatencyLedger(ordered[0], ordered[1], ttft, total)

@@ -1,0 +1,53 @@
+"""Composition: a specification becomes a running cluster. The one place that puts runtime, controller and doors together.
+
+Knows who is built in which order and who closes whom; knows no scheduling and no wire format.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.events import Event
+from cluster.spec import ClusterSpec
+from cluster.view import ClusterView, ModelView
+from workers.request import Request
+
+Progress = Callable[[str], None]
+
+
+class RequestDispatcher(Protocol):
+    """What a door needs of the dispatcher."""
+
+    def generate(self, request: Request, *, deadline_s: float | None = None) -> AsyncIterator[Event]:
+        """Run one request. Closing the iterator cancels it on both workers. Errors: `cluster.events`."""
+        ...
+
+    @property
+    def view(self) -> ClusterView:
+        """The latest picture of the cluster, statistics included."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayContext:
+    """What one gateway process hands to its door."""
+
+    name: str
+    spec: ClusterSpec
+    model: ModelView
+    dispatcher: RequestDispatcher
+
+
+class Door(Protocol):
+    """A server in front of a dispatcher."""
+
+    async def open(self) -> str:
+        """Listen; answer the endpoint "host:port". A port in use is an OSError that says so."""
+        ...
+
+    async def close(self, grace_s: float) -> None:
+        """Refuse new requests, let running ones end for `grace_s`, then cut them."""
+        ...
+
+
+DoorFactory = Callable[[GatewayContext], Door]

@@ -1,0 +1,189 @@
+"""The cluster as its operator describes it: YAML, the chart's `cluster:` block and these types are one shape.
+
+Knows keys, defaults and bounds; knows no runtime. A wrong key or value is one `SpecError` that names the path and the
+nearest right key.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from workers.config import EngineConfig, ParallelConfig, TransferConfig
+
+
+class SpecError(ValueError):
+    """The specification cannot be used; the message says where and what to write instead."""
+
+
+class Role(Enum):
+    """What a pool is for. Workers themselves can do all three."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What Ray must set aside for one worker. `custom` are Ray custom resources, such as {prefill: 1}."""
+
+    cpu: float = 1
+    gpu: float = 0
+    custom: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.cpu < 0 or self.gpu < 0 or any(amount <= 0 for amount in self.custom.values()):
+            raise ValueError("cpu and gpu must not be negative and custom amounts must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """A group of equal workers."""
+
+    name: str
+    role: Role
+    replicas: int = 1
+    model: str | None = None  # None: the cluster's
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    resources: Resources = field(default_factory=Resources)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
+            raise ValueError(f"name {self.name!r} must be lower-case letters, digits and dashes, at most 42")
+        if not 0 <= self.replicas <= 1024:
+            raise ValueError(f"replicas is {self.replicas}; it must lie between 0 and 1024")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySpec:
+    """The doors. `max_requests` bounds the requests in flight in one gateway; one more is refused."""
+
+    replicas: int = 1
+    host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    max_requests: int = 256
+    max_prompt_bytes: int = 8 << 20
+    default_max_tokens: int = 512
+    placement_timeout_s: float = 60.0  # how long a request may wait for a worker or a reservation
+    max_attempts: int = 6
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.grpc_port <= 65535:
+            raise ValueError(f"grpc_port is {self.grpc_port}; it must lie between 0 (any free port) and 65535")
+        for name in ("replicas", "max_requests", "max_prompt_bytes", "default_max_tokens", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not self.placement_timeout_s > 0:
+            raise ValueError(f"placement_timeout_s is {self.placement_timeout_s}; it must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSpec:
+    """A worker speaks at least every `heartbeat_s`; one that is silent for `dead_after_s` is given up and replaced."""
+
+    heartbeat_s: float = 0.25
+    dead_after_s: float = 2.0
+    start_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.heartbeat_s < self.dead_after_s:
+            raise ValueError(
+                f"heartbeat_s ({self.heartbeat_s}) must be above 0 and below dead_after_s ({self.dead_after_s})"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """One model served by pools of workers behind gateways."""
+
+    model: str
+    pools: tuple[PoolSpec, ...]
+    name: str = "diptych"
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    gateway: GatewaySpec = field(default_factory=GatewaySpec)
+    health: HealthSpec = field(default_factory=HealthSpec)
+    executor: str = "torch"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
+            raise ValueError(f"name {self.name!r} must be lower-case letters, digits and dashes, at most 42")
+        names = [pool.name for pool in self.pools]
+        if len(set(names)) != len(names):
+            raise ValueError(f"pools: names must differ, got {', '.join(names)}")
+        if self.executor not in ("torch", "modelled"):
+            raise ValueError(f"executor {self.executor!r} is neither torch nor modelled")
+        roles = {pool.role for pool in self.pools}
+        if not roles:
+            raise ValueError("pools is empty; name one mixed pool, or a prefill and a decode pool")
+        if Role.MIXED not in roles and roles != {Role.PREFILL, Role.DECODE}:
+            missing = ({Role.PREFILL, Role.DECODE} - roles).pop().value
+            raise ValueError(f"pools: there is no {missing} pool (and no mixed one), so no request could finish")
+        models = {pool.model or self.model for pool in self.pools}
+        if len(models) > 1:
+            raise ValueError(f"pools: all must serve one model, got {', '.join(sorted(models))}")
+
+    def with_model(self, model: str) -> "ClusterSpec":
+        return replace(self, model=model, pools=tuple(replace(pool, model=None) for pool in self.pools))
+
+
+def load_spec(path: str | Path) -> ClusterSpec:
+    """Read a YAML file. Raises `SpecError`."""
+    import yaml
+
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror}); give the path of a cluster YAML file") from None
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+    try:
+        return parse_spec(document)
+    except SpecError as error:
+        raise SpecError(f"{path}: {error}") from None
+
+
+def parse_spec(document: object) -> ClusterSpec:
+    """Build the spec from plain dicts, lists and scalars. Raises `SpecError`."""
+    if not isinstance(document, dict):
+        raise SpecError("is empty or not a mapping; it must at least have model and pools")
+    import msgspec
+
+    _refuse_unknown_keys(document, ClusterSpec, "")
+    try:
+        return msgspec.convert(document, ClusterSpec)
+    except msgspec.ValidationError as error:
+        raise SpecError(_readable(str(error))) from None
+
+
+def _refuse_unknown_keys(value: object, expected: Any, path: str) -> None:
+    """Walk value and type together; msgspec would ignore a misspelt key, we name it and its nearest neighbour."""
+    options = [option for option in get_args(expected) if is_dataclass(option)]
+    if isinstance(value, list) and options:
+        for index, item in enumerate(value):
+            _refuse_unknown_keys(item, options[0], f"{path}[{index}]")
+        return
+    kind = options[0] if options else expected
+    if not (is_dataclass(kind) and isinstance(value, dict)):
+        return
+    hints = get_type_hints(kind)
+    known = [each.name for each in fields(kind)]
+    for key, item in value.items():
+        where = f"{path}.{key}" if path else str(key)
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
+            raise SpecError(f"{where}: unknown key; {hint}")
+        _refuse_unknown_keys(item, hints[key], where)
+
+
+def _readable(message: str) -> str:
+    """msgspec writes "Expected `int`, got `str` - at `$.pools[0].replicas`"; we put the place first."""
+    text, _, place = message.partition(" - at `$")
+    place = place.rstrip("`").lstrip(".")
+    return f"{place}: {text.replace('`', '')}" if place else text.replace("`", "")

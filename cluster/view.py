@@ -1,0 +1,62 @@
+"""An immutable picture of the cluster: who is there and how they are doing. What policies look at."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cluster.spec import Role
+from kvtransfer.ticket import LinkReport
+from workers.stats import WorkerStats
+
+
+class WorkerState(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker. `capacity_tokens`: the longest sequence its pool can hold; `age_s`: since it last spoke."""
+
+    name: str
+    pool: str
+    role: Role
+    state: WorkerState
+    incarnation: str = ""
+    node: str = ""
+    pid: int = 0
+    restarts: int = 0
+    capacity_tokens: int = 0
+    age_s: float = 0.0
+    memory_bytes: int = 0
+    detail: str = ""
+    stats: WorkerStats = field(default_factory=WorkerStats)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """What gateways must know of the served model."""
+
+    name: str
+    folder: str
+    context_length: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """`revision` grows with every change of membership or state; statistics alone do not change it."""
+
+    revision: int
+    name: str
+    model: ModelView | None
+    workers: tuple[WorkerView, ...]
+    links: tuple[LinkReport, ...] = ()
+
+    def ready(self, *roles: Role) -> tuple[WorkerView, ...]:
+        return tuple(worker for worker in self.workers if worker.state is WorkerState.READY and worker.role in roles)
+
+    def linked(self, owner: str, reader: str) -> bool:
+        """Whether preflight let KV flow from owner to reader."""
+        return any(link.owner == owner and link.reader == reader for link in self.links)
