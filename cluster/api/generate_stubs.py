@@ -1,0 +1,35 @@
+"""Makes the Python stubs beside the .proto files: `python -m cluster.api.generate_stubs`. Needs grpcio-tools."""
+
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2] / "proto"
+
+
+def generate(target: Path = ROOT) -> list[Path]:
+    """Write `*_pb2.py`, `*_pb2.pyi` and, for services, `*_pb2_grpc.py` under `target`. Answers the written files."""
+    from grpc_tools import protoc
+
+    sources = sorted(ROOT.glob("diptych/v1/*.proto"))
+    includes = [str(ROOT), str(files("grpc_tools") / "_proto"), str(_common_protos())]
+    for source in sources:
+        outputs = [f"--python_out={target}", f"--pyi_out={target}"]
+        if "\nservice " in source.read_text():
+            outputs.append(f"--grpc_python_out={target}")
+        arguments = ["protoc", *(f"-I{path}" for path in includes), *outputs, str(source)]
+        if protoc.main(arguments) != 0:
+            raise RuntimeError(f"protoc refused {source}; its complaint stands above")
+    return sorted(target.glob("diptych/v1/*_pb2*.py*"))
+
+
+def _common_protos() -> Path:
+    """The folder that holds google/rpc/*.proto (they come with googleapis-common-protos)."""
+    from google.rpc import status_pb2
+
+    return Path(status_pb2.__file__).parents[2]
+
+
+if __name__ == "__main__":
+    for path in generate():
+        sys.stdout.write(f"{path.relative_to(ROOT.parent)}\n")

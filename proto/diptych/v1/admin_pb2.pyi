@@ -1,0 +1,143 @@
+import datetime
+
+from diptych.v1 import common_pb2 as _common_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
+    WORKER_STATE_STARTING: _ClassVar[WorkerState]
+    WORKER_STATE_READY: _ClassVar[WorkerState]
+    WORKER_STATE_DRAINING: _ClassVar[WorkerState]
+    WORKER_STATE_DEAD: _ClassVar[WorkerState]
+WORKER_STATE_UNSPECIFIED: WorkerState
+WORKER_STATE_STARTING: WorkerState
+WORKER_STATE_READY: WorkerState
+WORKER_STATE_DRAINING: WorkerState
+WORKER_STATE_DEAD: WorkerState
+
+class GetClusterRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetClusterResponse(_message.Message):
+    __slots__ = ("revision", "name", "model", "workers", "links", "gateway")
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    name: str
+    model: Model
+    workers: _containers.RepeatedCompositeFieldContainer[Worker]
+    links: _containers.RepeatedCompositeFieldContainer[Link]
+    gateway: Gateway
+    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("name", "context_length", "vocab_size")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    context_length: int
+    vocab_size: int
+    def __init__(self, name: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+
+class Worker(_message.Message):
+    __slots__ = ("name", "pool", "role", "state", "incarnation", "node", "pid", "restarts", "capacity_tokens", "age", "memory_bytes", "detail", "stats")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    pool: str
+    role: _common_pb2.PoolRole
+    state: WorkerState
+    incarnation: str
+    node: str
+    pid: int
+    restarts: int
+    capacity_tokens: int
+    age: _duration_pb2.Duration
+    memory_bytes: int
+    detail: str
+    stats: WorkerStats
+    def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memory_bytes: _Optional[int] = ..., detail: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ...) -> None: ...
+
+class WorkerStats(_message.Message):
+    __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases")
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    queued_tokens: int
+    waiting: int
+    running: int
+    reserved: int
+    leases: int
+    free_blocks: int
+    cached_blocks: int
+    quarantined_blocks: int
+    total_blocks: int
+    steps: int
+    step_time: _duration_pb2.Duration
+    preemptions: int
+    expired_leases: int
+    def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ...) -> None: ...
+
+class Link(_message.Message):
+    __slots__ = ("reader", "owner", "transport", "path", "latency", "bytes_per_second", "skipped")
+    READER_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    reader: str
+    owner: str
+    transport: str
+    path: str
+    latency: _duration_pb2.Duration
+    bytes_per_second: float
+    skipped: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, reader: _Optional[str] = ..., owner: _Optional[str] = ..., transport: _Optional[str] = ..., path: _Optional[str] = ..., latency: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., bytes_per_second: _Optional[float] = ..., skipped: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Gateway(_message.Message):
+    __slots__ = ("name", "active_requests", "max_requests")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    active_requests: int
+    max_requests: int
+    def __init__(self, name: _Optional[str] = ..., active_requests: _Optional[int] = ..., max_requests: _Optional[int] = ...) -> None: ...
