@@ -3,7 +3,7 @@
 Knows who is built in which order and who closes whom; knows no scheduling and no wire format.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,13 +18,30 @@ Progress = Callable[[str], None]
 class RequestDispatcher(Protocol):
     """What a door needs of the dispatcher."""
 
-    def generate(self, request: Request, *, deadline_s: float | None = None) -> AsyncIterator[Event]:
-        """Run one request. Closing the iterator cancels it on both workers. Errors: `cluster.events`."""
+    def generate(
+        self, request: Request, *, deadline_s: float | None = None, admission_s: float = 0.0
+    ) -> AsyncGenerator[Event, None]:
+        """Run one request. Closing the iterator, or cancelling the task that waits on it, cancels it on both workers.
+
+        `deadline_s` counts from now. `admission_s` has passed already, in the gateway; it opens the ledger.
+        Errors: `cluster.events`.
+        """
+        ...
+
+    def finish(self, request_id: str) -> None:
+        """The door has seen enough (a stop string): the next event of `generate` is Completed(STOP), books balanced.
+
+        Does nothing when the request is not running.
+        """
         ...
 
     @property
     def view(self) -> ClusterView:
         """The latest picture of the cluster, statistics included."""
+        ...
+
+    async def view_after(self, revision: int) -> ClusterView:
+        """Wait for a view whose revision is above `revision`; at once when it is here already."""
         ...
 
 
