@@ -115,7 +115,8 @@ class TokenLogprobs:
 class LegTiming:
     """Durations of one leg on its worker's clock. They follow one another without a gap.
 
-    Prefill leg: `wait_s` 0, `queue_s` arrival to first step, `compute_s` first step to first token.
+    To the first token of a prompt computed here: `queue_s` arrival to first step, `compute_s` first step to token.
+    From there to the last token of the same leg: `compute_s` alone.
     Decode leg: `wait_s` decode call to KV arrival, `queue_s` to its first step, `compute_s` to its last token.
     """
 
@@ -128,7 +129,7 @@ class LegTiming:
 class TokensOut:
     """Tokens that one sequence got in one step. `first_position` counts output tokens from 0, over all attempts.
 
-    `timing` comes with the first token of a prefill leg and with the last of any leg.
+    `timing` comes with the first token of a prompt computed here and with the last token of any leg.
     """
 
     key: str

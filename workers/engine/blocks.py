@@ -1,0 +1,138 @@
+"""The pool of KV blocks: who holds which, and which hold a prefix worth keeping.
+
+    free ──allocate──> held (references > 0) ──free, last reference──> free, or cached when its content has a name
+      ^                                                                  │
+      └────────────────────── evicted, oldest first ─────────────────────┘
+
+Several owners may hold one block: sequences that share a prefix, a lease that keeps it for a reader, a transfer that
+may still write into it. It is free only when all of them let go. Knows ids and counts; knows no memory and no clock.
+"""
+
+import heapq
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+
+class OutOfBlocks(Exception):
+    """Fewer free blocks than asked for."""
+
+
+def prefix_hashes(tokens: Sequence[int], block_size: int, known: Sequence[bytes] = ()) -> list[bytes]:
+    """A name for each full block: equal names mean equal tokens from position 0 on.
+
+    `known` are the names of the first blocks, as computed before.
+    """
+    hashes = list(known)
+    for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
+        parent = hashes[-1] if hashes else b""
+        content = struct.pack(f"<{block_size}I", *tokens[start : start + block_size])
+        hashes.append(blake2b(parent + content, digest_size=16).digest())
+    return hashes
+
+
+class BlockPool:
+    """Owned by one Engine. The first `reserved` block ids belong to preflight and are never handed out."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, reserved: int = 0, prefix_caching: bool = True) -> None:
+        if num_blocks <= reserved:
+            raise ValueError(f"a pool of {num_blocks} blocks has none left beside its {reserved} reserved ones")
+        self.block_size = block_size
+        self.num_blocks = num_blocks - reserved
+        self._first = reserved
+        self._prefix_caching = prefix_caching
+        self._references = [0] * num_blocks
+        self._clean = list(range(reserved, num_blocks))  # a heap: lowest ids first, so that runs are adjacent
+        self._cached: OrderedDict[int, bytes] = OrderedDict()  # unreferenced but reusable, oldest first
+        self._names: dict[int, bytes] = {}  # block -> content name, referenced or not
+        self._blocks: dict[bytes, int] = {}  # content name -> block
+        self.digests: dict[int, tuple[int, ...]] = {}  # full named block -> digest on each rank
+
+    @property
+    def num_free(self) -> int:
+        return len(self._clean) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one reference each, in ascending order. Raises `OutOfBlocks` and changes nothing."""
+        if count > self.num_free:
+            raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} free")
+        taken = [heapq.heappop(self._clean) for _ in range(min(count, len(self._clean)))]
+        while len(taken) < count:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+            taken.append(block)
+        for block in taken:
+            self._references[block] = 1
+        return sorted(taken)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference to blocks that are held."""
+        for block in blocks:
+            assert self._references[block] > 0, f"block {block} is shared but nobody holds it"
+            self._references[block] += 1
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """One reference less. The tail goes first, so that of an idle prefix the head survives longest."""
+        for block in reversed(blocks):
+            assert self._references[block] > 0, f"block {block} is freed twice"
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            if block in self._names:
+                self._cached[block] = self._names[block]
+            else:
+                heapq.heappush(self._clean, block)
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known prefix, with one more reference each."""
+        found = []
+        for name in hashes:
+            block = self._blocks.get(name)
+            if block is None:
+                break
+            self._cached.pop(block, None)
+            self._references[block] += 1
+            found.append(block)
+        return found
+
+    def name(self, block: int, content: bytes) -> None:
+        """A held block is now full and computed; `content` names it. The first block of a name keeps it."""
+        assert self._references[block] > 0, f"block {block} is named but nobody holds it"
+        if self._prefix_caching and content not in self._blocks and block not in self._names:
+            self._blocks[content] = block
+            self._names[block] = content
+
+    def is_named(self, block: int) -> bool:
+        return block in self._names
+
+    def clear_cache(self) -> None:
+        """Forget every prefix nobody holds."""
+        while self._cached:
+            block, _ = self._cached.popitem()
+            self._forget(block)
+            heapq.heappush(self._clean, block)
+
+    def _forget(self, block: int) -> None:
+        del self._blocks[self._names.pop(block)]
+        self.digests.pop(block, None)
+
+    def check(self, held: Iterable[Sequence[int]] = ()) -> None:
+        """Prove the invariants; `held` are the block lists of every owner. Raises AssertionError."""
+        expected = [0] * len(self._references)
+        for blocks in held:
+            for block in blocks:
+                expected[block] += 1
+        assert expected == self._references, "references differ from what the owners hold"
+        free = sorted([*self._clean, *self._cached])
+        assert free == [b for b in range(self._first, len(expected)) if not expected[b]], "free list differs"
+        assert len(self._names) == len(self._blocks) and all(self._blocks[n] == b for b, n in self._names.items())
+        assert set(self.digests) <= set(self._names), "a digest outlived its block's name"

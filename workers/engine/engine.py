@@ -1,0 +1,318 @@
+"""The engine: sequences, blocks and leases of one worker, as plain synchronous state.
+
+    plan = engine.schedule(now)          # what to compute, or None
+    engine.commit(plan, result, now)     # what came out
+    outputs = engine.drain()             # what to tell whom
+
+Time is an argument. Touched only from its worker's event loop; knows no device, no I/O and no peer.
+"""
+
+from workers.config import EngineConfig
+from workers.engine.blocks import BlockPool, prefix_hashes
+from workers.engine.leases import LeaseBook
+from workers.engine.scheduler import Scheduler, Slice
+from workers.engine.sequence import Lease, Sequence, State
+from workers.engine.step import Chunk, StepPlan, StepResult
+from workers.errors import InvalidRequest, Overloaded, UnknownSequence
+from workers.request import (
+    FailedOut,
+    LegTiming,
+    Request,
+    Reservation,
+    TokenLogprobs,
+    TokensOut,
+)
+from workers.stats import WorkerStats
+
+Told = TokensOut | FailedOut | Lease  # a Lease: a held prompt got its blocks, its reader may start
+
+
+class Engine:
+    """Owned by one Worker. `reserved` leading blocks of the pool are left to preflight."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        context_length: int,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        lease_s: float,
+        reserved: int = 0,
+        digest: bool = True,
+    ) -> None:
+        self.pool = BlockPool(
+            config.kv_blocks, config.block_size, reserved=reserved, prefix_caching=config.prefix_caching
+        )
+        self.capacity_tokens = self.pool.num_blocks * config.block_size
+        self.max_length = min(context_length, config.max_model_len or context_length, self.capacity_tokens)
+        self._config = config
+        self._staging = config.staging_blocks or max(1, self.pool.num_blocks // 2)
+        self._eos = eos_token_ids
+        self._vocab_size = vocab_size
+        self._scheduler = Scheduler(config, self.pool)
+        self._sequences: dict[str, Sequence] = {}
+        self._transfers: list[tuple[int, ...]] = []  # blocks into which bytes may still land
+        self.leases = LeaseBook(self.pool, lease_s, digest=digest)
+        self._told: list[Told] = []
+        self._steps = 0
+        self._step_s = 0.0
+
+    # ---- taking requests ---------------------------------------------------------------------------------------
+
+    def add(self, request: Request, now_s: float, *, hold: bool) -> None:
+        """Queue a prompt. `hold`: stop after the first token and keep the KV under a lease.
+
+        Raises `InvalidRequest` or `Overloaded`.
+        """
+        self._admissible(request)
+        if len(self._scheduler.waiting) >= self._config.max_waiting:
+            raise Overloaded(f"{len(self._scheduler.waiting)} prompts wait already", retry_after_s=1.0)
+        sequence = Sequence(request, now_s, hold=hold, max_length=self.max_length)
+        self._sequences[request.key] = sequence
+        self._scheduler.waiting.append(sequence)
+
+    def reserve(self, request: Request, now_s: float) -> Reservation:
+        """Promise blocks for a prompt that another worker computes. Raises `InvalidRequest` or `Overloaded`."""
+        self._admissible(request)
+        sequence = Sequence(request, now_s, max_length=self.max_length, state=State.RESERVED)
+        total = -(-request.num_tokens // self.pool.block_size)
+        staged = self._staged_blocks()
+        # An empty staging area takes one prompt of any size: the budget is a brake, not a bound on length.
+        if staged and staged + total > self._staging:
+            raise Overloaded(f"{staged} of {self._staging} staging blocks are promised", retry_after_s=0.1)
+        if self._num_active() >= self._config.max_running:
+            raise Overloaded(f"all {self._config.max_running} decode slots are taken", retry_after_s=0.1)
+        sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size)
+        shared = self.pool.match(sequence.hashes)
+        # One block for each running decode stays free, so that a promise does not preempt anybody at once.
+        if total - len(shared) + len(self._scheduler.running) > self.pool.num_free:
+            self.pool.free(shared)
+            raise Overloaded(f"{total} blocks wanted, {self.pool.num_free} free", retry_after_s=0.1)
+        sequence.blocks = shared + self.pool.allocate(total - len(shared))
+        sequence.num_named = len(shared)
+        sequence.cached_tokens = len(shared) * self.pool.block_size
+        self._sequences[request.key] = sequence
+        return Reservation(request.key, "", len(sequence.blocks), sequence.cached_tokens)
+
+    def _admissible(self, request: Request) -> None:
+        if request.key in self._sequences:
+            raise InvalidRequest("request.id", f"{request.key!r} is already running here")
+        if not request.prompt:
+            raise InvalidRequest("prompt", "is empty; give at least one token")
+        if request.num_tokens >= self.max_length:
+            raise InvalidRequest(
+                "prompt",
+                f"has {request.num_tokens} tokens; with one token of answer it must fit {self.max_length} "
+                f"(context length and KV pool of this worker)",
+            )
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self._vocab_size:
+            raise InvalidRequest("prompt", f"holds a token id outside the vocabulary (0..{self._vocab_size - 1})")
+
+    def _staged_blocks(self) -> int:
+        return sum(len(s.blocks) for s in self._sequences.values() if s.state is State.RESERVED)
+
+    def _num_active(self) -> int:
+        """Sequences that hold or were promised a decode slot."""
+        return len(self._scheduler.running) + sum(s.state is State.RESERVED for s in self._sequences.values())
+
+    # ---- the decode leg ----------------------------------------------------------------------------------------
+
+    def reserved(self, key: str) -> Sequence:
+        """The reserved sequence of this key. Raises `UnknownSequence`."""
+        sequence = self._sequences.get(key)
+        if sequence is None or sequence.state is not State.RESERVED:
+            raise UnknownSequence(f"{key} holds no reservation here; it ended or the worker restarted")
+        return sequence
+
+    def fetched(self, key: str, now_s: float) -> None:
+        """All KV of the prompt is in the reserved blocks, verified."""
+        sequence = self.reserved(key)
+        sequence.num_computed = sequence.request.num_tokens
+        self._name_blocks(sequence)
+        sequence.fetched = True
+        self._start_if_ready(sequence, now_s)
+
+    def decode(self, key: str, first_token: int, now_s: float) -> None:
+        """The prefill's token is known: go on after it as soon as the KV is here."""
+        sequence = self.reserved(key)
+        if sequence.decode_called_s is not None:
+            raise InvalidRequest("request.id", f"{key} is already decoding")
+        sequence.tokens.append(first_token)
+        sequence.decode_called_s = now_s
+        self._start_if_ready(sequence, now_s)
+
+    def _start_if_ready(self, sequence: Sequence, now_s: float) -> None:
+        if sequence.fetched and sequence.decode_called_s is not None:
+            sequence.state = State.RUNNING
+            sequence.ready_s = now_s
+            self._scheduler.running.append(sequence)
+
+    def transfer_begins(self, blocks: tuple[int, ...]) -> None:
+        """Bytes may land in these blocks until `transfer_settled`, whatever becomes of their sequence."""
+        self.pool.share(blocks)
+        self._transfers.append(blocks)
+
+    def transfer_settled(self, blocks: tuple[int, ...]) -> None:
+        self._transfers.remove(blocks)
+        self.pool.free(blocks)
+
+    # ---- stepping ----------------------------------------------------------------------------------------------
+
+    def schedule(self, now_s: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute."""
+        slices = self._scheduler.schedule()
+        if not slices:
+            return None
+        chunks, digests = [], []
+        for each in slices:
+            if each.admitted and each.sequence.hold:
+                self._told.append(self.leases.hold(each.sequence, now_s))
+            chunks.append(self._chunk(each, now_s))
+            if each.sequence.hold:
+                digests += self.leases.undigested(each.sequence, each.sequence.num_computed + each.count)
+        self._steps += 1
+        # A block shared by two held prompts is digested once.
+        return StepPlan(self._steps, tuple(chunks), tuple(dict.fromkeys(digests)))
+
+    def _chunk(self, each: Slice, now_s: float) -> Chunk:
+        sequence, first = each.sequence, each.sequence.num_computed
+        stop = first + each.count
+        sequence.in_flight = True
+        if sequence.first_step_s is None:
+            sequence.first_step_s = now_s
+        return Chunk(
+            key=sequence.key,
+            tokens=tuple(sequence.tokens[first:stop]),
+            first_position=first,
+            blocks=tuple(sequence.blocks[: -(-stop // self.pool.block_size)]),
+            draw=sequence.draw(self._eos) if stop == len(sequence.tokens) else None,
+        )
+
+    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
+        """Take in what a step computed."""
+        self._step_s = result.seconds if not self._step_s else 0.8 * self._step_s + 0.2 * result.seconds
+        digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
+        for chunk, token, logprobs in zip(plan.chunks, result.tokens, result.logprobs, strict=True):
+            sequence = self._sequences[chunk.key]
+            sequence.in_flight = False
+            sequence.num_computed = chunk.context
+            if sequence.doomed:
+                self._end(sequence)
+                continue
+            self._name_blocks(sequence)
+            if sequence.hold:
+                self.leases.advance(sequence, digests)
+            if token is not None:
+                self._append(sequence, token, logprobs, now_s)
+
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
+        sequence.tokens.append(token)
+        finish = sequence.finish_reason(self._eos)
+        ended = finish is not None or sequence.hold
+        first = sequence.decode_called_s is None and sequence.first_token_s is None
+        self._told.append(
+            TokensOut(
+                key=sequence.key,
+                first_position=sequence.num_output - 1,
+                tokens=(token,),
+                logprobs=(logprobs,) if logprobs is not None else (),
+                finish=finish,
+                timing=self._timing(sequence, now_s) if ended or first else None,
+                cached_tokens=sequence.cached_tokens,
+            )
+        )
+        if first:
+            sequence.first_token_s = now_s
+        if sequence.hold:
+            self.leases.finish(sequence.key)
+        if ended:
+            self._end(sequence)
+
+    def _timing(self, sequence: Sequence, now_s: float) -> LegTiming:
+        """To the first token of a prompt computed here, or from there to the end, or of a decode leg."""
+        assert sequence.first_step_s is not None, "a token came out of a step that never began"
+        if sequence.first_token_s is not None:
+            return LegTiming(0.0, 0.0, now_s - sequence.first_token_s)
+        if sequence.decode_called_s is None or sequence.ready_s is None:
+            return LegTiming(0.0, sequence.first_step_s - sequence.arrival_s, now_s - sequence.first_step_s)
+        return LegTiming(
+            wait_s=sequence.ready_s - sequence.decode_called_s,
+            queue_s=sequence.first_step_s - sequence.ready_s,
+            compute_s=now_s - sequence.first_step_s,
+        )
+
+    def _name_blocks(self, sequence: Sequence) -> None:
+        """Offer newly full blocks to the prefix index."""
+        full = sequence.num_computed // self.pool.block_size
+        if full > sequence.num_named:
+            tokens = sequence.tokens[: full * self.pool.block_size]
+            sequence.hashes = prefix_hashes(tokens, self.pool.block_size, sequence.hashes)
+            for index in range(sequence.num_named, full):
+                self.pool.name(sequence.blocks[index], sequence.hashes[index])
+            sequence.num_named = full
+
+    # ---- endings -----------------------------------------------------------------------------------------------
+
+    def abort(self, key: str) -> bool:
+        """End a sequence and the lease of its KV; False when neither is here. Nothing more is told about it."""
+        leased = self.leases.drop(key)
+        sequence = self._sequences.get(key)
+        if sequence is None or sequence.doomed:
+            return leased
+        if sequence.in_flight:
+            sequence.doomed = True
+        else:
+            self._end(sequence)
+        return True
+
+    def fail(self, key: str, reason: str, *, retryable: bool) -> None:
+        """Abort, and tell the subscriber why."""
+        if key in self._sequences:
+            self._told.append(FailedOut(key, reason, retryable))
+        self.abort(key)
+
+    def expire(self, now_s: float) -> None:
+        """Reclaim leases whose reader has gone silent; a prompt still being computed for one of them fails."""
+        for lease in self.leases.expire(now_s):
+            self.fail(lease.key, "its reader went silent and the lease expired", retryable=True)
+
+    def _end(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        self.pool.free(sequence.blocks)
+        sequence.state = State.FINISHED
+        del self._sequences[sequence.key]
+
+    # ---- looking in --------------------------------------------------------------------------------------------
+
+    def drain(self) -> list[Told]:
+        """What happened since the last call, in order."""
+        told, self._told = self._told, []
+        return told
+
+    def stats(self) -> WorkerStats:
+        sequences = self._sequences.values()
+        return WorkerStats(
+            queued_tokens=sum(len(s.tokens) - s.num_computed for s in sequences if s.state is not State.RESERVED),
+            waiting=len(self._scheduler.waiting),
+            running=len(self._scheduler.running),
+            reserved=sum(s.state is State.RESERVED for s in sequences),
+            leases=len(self.leases),
+            free_blocks=self.pool.num_free,
+            cached_blocks=self.pool.num_cached,
+            quarantined_blocks=len({block for blocks in self._transfers for block in blocks}),
+            total_blocks=self.pool.num_blocks,
+            steps=self._steps,
+            step_s=self._step_s,
+            preemptions=self._scheduler.preemptions,
+            expired_leases=self.leases.expired,
+        )
+
+    def check(self) -> None:
+        """Prove that every block is accounted for. Raises AssertionError."""
+        self.pool.check(
+            [*(s.blocks for s in self._sequences.values()), *self._transfers, *(x.blocks for x in self.leases)]
+        )
+        queued = [*self._scheduler.waiting, *self._scheduler.running]
+        assert all(self._sequences[s.key] is s for s in queued), "a queue holds a sequence that ended"
+        assert len(queued) == sum(s.state is not State.RESERVED for s in self._sequences.values())

@@ -1,0 +1,116 @@
+"""The leases of one engine: whose KV is kept for which reader, how far it is computed, and until when.
+
+A new hold of the same key gets a higher epoch, which fences every reader of the older one. Pure: time is an argument.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from kvtransfer.errors import LeaseLost
+from kvtransfer.ticket import Progress
+from workers.engine.blocks import BlockPool
+from workers.engine.sequence import Lease, Sequence
+
+
+class LeaseBook:
+    """Owned by an Engine. A lease holds one reference to each of its blocks."""
+
+    def __init__(self, pool: BlockPool, ttl_s: float, *, digest: bool) -> None:
+        self.expired = 0
+        self._pool = pool
+        self._ttl_s = ttl_s
+        self._digest = digest
+        self._leases: dict[str, Lease] = {}
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases.values())
+
+    def hold(self, sequence: Sequence, now_s: float) -> Lease:
+        """Keep the blocks of an admitted prompt for a reader."""
+        self.drop(sequence.key)
+        self._epoch += 1
+        blocks = tuple(sequence.blocks)
+        self._pool.share(blocks)
+        lease = Lease(sequence.key, self._epoch, blocks, len(sequence.tokens), self._ttl_s, now_s + self._ttl_s)
+        self._leases[lease.key] = lease
+        self._advance_known(lease, sequence)
+        return lease
+
+    def undigested(self, sequence: Sequence, computed: int) -> list[int]:
+        """Blocks of a held sequence to digest once `computed` of its tokens have their KV."""
+        lease = self._leases.get(sequence.key)
+        if lease is None or not self._digest:
+            return []
+        return list(lease.blocks[len(lease.digests) : self._ready(sequence, computed)])
+
+    def advance(self, sequence: Sequence, digests: Mapping[int, tuple[int, ...]]) -> None:
+        """Move the watermark behind what is computed. `digests` are those of the step just done."""
+        lease = self._leases.get(sequence.key)
+        if lease is None:
+            return
+        for block in lease.blocks[len(lease.digests) : self._ready(sequence, sequence.num_computed)]:
+            known = digests.get(block, ())
+            lease.digests.append(known)
+            if known and self._pool.is_named(block):
+                self._pool.digests[block] = known
+
+    def _advance_known(self, lease: Lease, sequence: Sequence) -> None:
+        """Prefix blocks that were shared and digested before are ready at once."""
+        for block in lease.blocks[: self._ready(sequence, sequence.num_computed)]:
+            known = self._pool.digests.get(block, ())
+            if self._digest and not known:
+                return
+            lease.digests.append(known)
+
+    def _ready(self, sequence: Sequence, computed: int) -> int:
+        """Blocks whose KV is complete; the last, partial one only when the whole prompt is."""
+        if computed >= sequence.request.num_tokens:
+            return -(-sequence.request.num_tokens // self._pool.block_size)
+        return computed // self._pool.block_size
+
+    def finish(self, key: str) -> None:
+        """The prompt is computed: the watermark will not move again."""
+        if key in self._leases:
+            self._leases[key].finished = True
+
+    def progress(self, key: str, epoch: int, have: int, now_s: float) -> Progress:
+        """Where the watermark stands for a reader that has `have` blocks; extends the lease. Raises `LeaseLost`."""
+        lease = self._valid(key, epoch)
+        lease.deadline_s = now_s + lease.ttl_s
+        fresh = lease.digests[have:]
+        ranks = tuple(zip(*fresh, strict=True)) if fresh and fresh[0] else ()
+        return Progress(len(lease.digests), have, ranks, lease.finished, lease.ttl_s)
+
+    def release(self, key: str, epoch: int) -> None:
+        """The reader is done; proves that the lease held until now. Raises `LeaseLost`."""
+        self._valid(key, epoch)
+        self.drop(key)
+
+    def drop(self, key: str) -> bool:
+        """End a lease, if there is one."""
+        lease = self._leases.pop(key, None)
+        if lease is not None:
+            self._pool.free(lease.blocks)
+        return lease is not None
+
+    def expire(self, now_s: float) -> list[Lease]:
+        """End every lease past its deadline and answer them. Renewals break any order, so all are looked at."""
+        late = [lease for lease in self._leases.values() if lease.deadline_s <= now_s]
+        for lease in late:
+            self.drop(lease.key)
+        self.expired += len(late)
+        return late
+
+    def next_deadline_s(self) -> float | None:
+        return min((lease.deadline_s for lease in self._leases.values()), default=None)
+
+    def _valid(self, key: str, epoch: int) -> Lease:
+        lease = self._leases.get(key)
+        if lease is None:
+            raise LeaseLost(f"no lease {key}: it expired, was released, or its worker restarted; prefill again")
+        if lease.epoch != epoch:
+            raise LeaseLost(f"lease {key} is in epoch {lease.epoch}, the reader asks for {epoch}; prefill again")
+        return lease

@@ -1,0 +1,104 @@
+"""One attempt at one request inside an engine, and the lease under which its KV is kept for a reader."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from workers.engine.step import Draw
+from workers.request import FinishReason, Request
+
+
+class State(Enum):
+    """
+    add ──> WAITING ──> RUNNING ──> FINISHED
+               ^           │ preempted
+               └───────────┘
+    reserve ──> RESERVED ──> RUNNING        (KV fetched and first token known)
+    """
+
+    WAITING = "waiting"
+    RESERVED = "reserved"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Owned by its Engine. Tokens at positions below `num_computed` have their KV in `blocks`."""
+
+    request: Request
+    arrival_s: float
+    hold: bool = False  # stop after the first token and keep the KV for a reader
+    max_length: int = 0
+    state: State = State.WAITING
+    tokens: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    num_named: int = 0  # leading blocks already offered to the prefix index
+    in_flight: bool = False
+    doomed: bool = False  # aborted while in flight: ends when the step does
+    cached_tokens: int = 0
+    fetched: bool = False
+    decode_called_s: float | None = None
+    ready_s: float | None = None  # KV and first token both here
+    first_step_s: float | None = None
+    first_token_s: float | None = None  # of a prompt computed here
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.request.prompt, *self.request.generated]
+
+    @property
+    def key(self) -> str:
+        return self.request.key
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def is_decoding(self) -> bool:
+        """All but the newest token have their KV, and at least one token came out of a step or a hand-off."""
+        return self.num_computed == len(self.tokens) - 1 and self.num_computed >= self.request.num_tokens
+
+    def draw(self, end_tokens: tuple[int, ...]) -> Draw:
+        """How to sample the next token."""
+        params = self.request.sampling
+        assert params.seed is not None, "the gateway fixes the seed before a request reaches a worker"
+        return Draw(
+            params=params,
+            seed=params.seed,
+            position=len(self.tokens),
+            history=tuple(self.tokens) if params.repetition_penalty != 1.0 else (),
+            banned=(*end_tokens, *params.stop_token_ids) if self.num_output < params.min_tokens else (),
+        )
+
+    def finish_reason(self, end_tokens: tuple[int, ...]) -> FinishReason | None:
+        """Whether the newest token ends the sequence."""
+        params = self.request.sampling
+        token = self.tokens[-1]
+        if token in params.stop_token_ids:
+            return FinishReason.STOP
+        if token in end_tokens and not params.ignore_eos:
+            return FinishReason.EOS
+        if params.max_tokens is not None and self.num_output >= params.max_tokens:
+            return FinishReason.LENGTH
+        if len(self.tokens) >= self.max_length:
+            return FinishReason.LENGTH
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Blocks of a growing or finished prompt, kept for one reader. Owned by the Engine.
+
+    `digests[i]` are block i's digests, one for each rank; their number is the ready watermark.
+    """
+
+    key: str
+    epoch: int
+    blocks: tuple[int, ...]
+    num_tokens: int
+    ttl_s: float
+    deadline_s: float
+    digests: list[tuple[int, ...]] = field(default_factory=list)
+    finished: bool = False
