@@ -1,0 +1,211 @@
+"""Text around tokens: prompts become token ids, token ids become text that is never half a character, and ends at a
+stop string wherever the tokens' borders lie.
+
+Pure but for the tokenizer it is handed; knows no cluster and no wire.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.events import Delta
+from workers.errors import InvalidRequest
+from workers.request import SamplingParams, TokenLogprobs
+
+
+class Detokenizer(Protocol):
+    """One answer's tokens on their way to text."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that is certain now; the bytes of an unfinished character wait."""
+        ...
+
+    def flush(self) -> str:
+        """The end: what still waits and can be shown."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """What a gateway needs of a model's tokenizer. `encode_chat` raises `InvalidRequest` when messages do not fit."""
+
+    def encode(self, text: str) -> Sequence[int]: ...
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]: ...
+
+    def detokenizer(self) -> Detokenizer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text to go on from."""
+
+    text: str
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text.encode(errors="surrogatepass"))
+
+    def encode(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        if not self.text:
+            raise InvalidRequest("prompt.text", "is empty; give at least one character")
+        return tuple(tokenizer.encode(self.text))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids to go on from, taken as they are."""
+
+    tokens: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * len(self.tokens)
+
+    def encode(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        if not self.tokens:
+            raise InvalidRequest("prompt.tokens", "is empty; give at least one token id")
+        return self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """(role, content) messages, rendered by the model's chat template, to be answered by the assistant."""
+
+    messages: tuple[tuple[str, str], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len((role + content).encode(errors="surrogatepass")) for role, content in self.messages)
+
+    def encode(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        if not self.messages:
+            raise InvalidRequest("prompt.chat", "has no messages; give at least one of role user")
+        for index, (role, content) in enumerate(self.messages):
+            if not role or not content:
+                missing = "role" if not role else "content"
+                raise InvalidRequest(f"prompt.chat.messages[{index}].{missing}", "is empty; every message needs both")
+        return tuple(tokenizer.encode_chat(self.messages))
+
+
+GenerationInput = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New tokens and the text that became certain with them. `first_position` counts output tokens from 0.
+
+    Text may trail the tokens; the last delta may be text alone.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    first_position: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @staticmethod
+    def join(deltas: Iterable["TextDelta"]) -> "TextDelta":
+        """Neighbouring deltas as one; of none, the empty one."""
+        parts = list(deltas)
+        return TextDelta(
+            "".join(part.text for part in parts),
+            tuple(token for part in parts for token in part.tokens),
+            parts[0].first_position if parts else 0,
+            tuple(logprob for part in parts for logprob in part.logprobs),
+        )
+
+
+class StopStrings:
+    """Finds the stop string that ends first (of those, the longest), over any cutting of the text into pieces.
+
+        text so far      … the answer is 42.\\n\\nQu
+        stop             \\n\\nQuestion
+        given out        … the answer is 42.          held back: \\n\\nQu
+
+    Held back is the longest end of the text that is a beginning of a stop string, so a stop string is never
+    given out in part. Owned by one `TextStream`.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+
+    def push(self, piece: str, armed: bool = True) -> tuple[str, bool]:
+        """(text to give out, whether a stop string was found). Unarmed, a stop string that ends here passes as text."""
+        text = self._held + piece
+        end_start = self._first_stop(text) if armed else None
+        if end_start is not None:
+            self._held = ""
+            return text[: end_start[1]], True
+        keep = self._open_end(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """No more text will come: what was held back is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_stop(self, text: str) -> tuple[int, int] | None:
+        """(end, start) of the first stop string that ends in the new piece; older ones were passed while unarmed."""
+        found = []
+        for stop in self._stops:
+            start = text.find(stop, max(0, len(self._held) - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), start))
+        return min(found, default=None)
+
+    def _open_end(self, text: str) -> int:
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[len(text) - length :]
+            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+class TextStream:
+    """One answer from token deltas to text deltas. Once `stopped`, a stop string has ended it.
+
+    A stop string or stop token counts when it is complete at output token `min_tokens` or later. A stop token has no
+    text. Owned by the request's pump.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, sampling: SamplingParams) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(sampling.stop)
+        self._has_stops = bool(sampling.stop)
+        self._stop_tokens = frozenset(sampling.stop_token_ids)
+        self._min_tokens = sampling.min_tokens
+        self.num_tokens = 0
+        self.stopped = False
+
+    def push(self, delta: Delta) -> TextDelta | None:
+        """The text these tokens made certain. Tokens after the one that completed a stop string are dropped."""
+        if self.stopped:
+            return None
+        text = self._text_with_stops(delta.tokens) if self._has_stops else self._text(delta.tokens)
+        used = self.num_tokens - delta.first_position
+        return TextDelta(text, delta.tokens[:used], delta.first_position, delta.logprobs[:used])
+
+    def flush(self) -> TextDelta | None:
+        """The last text, when there is some still."""
+        if self.stopped:
+            return None
+        text, self.stopped = self._stops.push(self._detokenizer.flush(), self.num_tokens >= self._min_tokens)
+        text += self._stops.flush()
+        return TextDelta(text, (), self.num_tokens) if text else None
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        self.num_tokens += len(tokens)
+        is_stop = tokens and tokens[-1] in self._stop_tokens and self.num_tokens >= self._min_tokens
+        return self._detokenizer.push(tokens[:-1] if is_stop else tokens)
+
+    def _text_with_stops(self, tokens: Sequence[int]) -> str:
+        pieces = []
+        for token in tokens:
+            text = self._text((token,))
+            piece, self.stopped = self._stops.push(text, self.num_tokens >= self._min_tokens)
+            pieces.append(piece)
+            if self.stopped:
+                break
+        return "".join(pieces)
