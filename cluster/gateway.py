@@ -18,12 +18,10 @@ from dataclasses import replace
 from cluster.events import Accepted, ClusterError, Completed, Delta, Event, Rejected, Unservable
 from cluster.serving import GatewayContext
 from cluster.spec import Role
-from cluster.text import GenerationInput, TextDelta, TextStream, Tokenizer
+from cluster.text import GenerationInput, TextDelta, TextEvent, TextStream, Tokenizer
 from cluster.view import ClusterView
 from workers.errors import InvalidRequest
 from workers.request import SLO, FinishReason, Request, SamplingParams
-
-TextEvent = Accepted | TextDelta | Completed
 
 THREAD_ABOVE_BYTES = 4096  # about a millisecond of tokenising; longer prompts must not hold up the others' tokens
 LONGEST_STOP = 1024  # characters; looking for a held-back beginning costs the square of it
@@ -183,9 +181,7 @@ class Gateway:
         except Exception as error:  # the outbox raises it in the door's task
             outbox.fail(error)
 
-    def _pass_on(
-        self, event: Accepted | Delta | Completed, text: TextStream, outbox: "Outbox", request_id: str
-    ) -> None:
+    def _pass_on(self, event: Event, text: TextStream, outbox: "Outbox", request_id: str) -> None:
         match event:
             case Accepted():
                 outbox.put(event)
@@ -276,11 +272,5 @@ def servable(view: ClusterView) -> bool:
 
 def _longest_sequence(view: ClusterView, role: Role) -> int | None:
     """The longest sequence that a worker of this role holds; None while none has told its capacity."""
-    return max(
-        (
-            worker.capacity_tokens
-            for worker in view.workers
-            if worker.role in (role, Role.MIXED) and worker.capacity_tokens
-        ),
-        default=None,
-    )
+    told = (worker.capacity_tokens for worker in view.workers if worker.role in (role, Role.MIXED))
+    return max((tokens for tokens in told if tokens > 0), default=None)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.events import Delta
+from cluster.events import Accepted, Completed, Delta
 from workers.errors import InvalidRequest
 from workers.request import SamplingParams, TokenLogprobs
 
@@ -112,6 +112,9 @@ class TextDelta:
             parts[0].first_position if parts else 0,
             tuple(logprob for part in parts for logprob in part.logprobs),
         )
+
+
+TextEvent = Accepted | TextDelta | Completed
 
 
 class StopStrings:

@@ -1,0 +1,123 @@
+"""The cluster's view to protobuf and back. Pure."""
+
+from diptych.v1 import admin_pb2, common_pb2
+
+from cluster.api.messages import duration_of, seconds
+from cluster.spec import Role
+from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
+from kvtransfer.ticket import LinkReport
+from workers.stats import WorkerStats
+
+ROLES = {
+    Role.PREFILL: common_pb2.POOL_ROLE_PREFILL,
+    Role.DECODE: common_pb2.POOL_ROLE_DECODE,
+    Role.MIXED: common_pb2.POOL_ROLE_MIXED,
+}
+ROLES_FROM = {value: role for role, value in ROLES.items()}
+STATES = {
+    WorkerState.STARTING: admin_pb2.WORKER_STATE_STARTING,
+    WorkerState.READY: admin_pb2.WORKER_STATE_READY,
+    WorkerState.DRAINING: admin_pb2.WORKER_STATE_DRAINING,
+    WorkerState.DEAD: admin_pb2.WORKER_STATE_DEAD,
+}
+STATES_FROM = {value: state for state, value in STATES.items()}
+SAME_NAME = (
+    "queued_tokens",
+    "waiting",
+    "running",
+    "reserved",
+    "leases",
+    "free_blocks",
+    "cached_blocks",
+    "quarantined_blocks",
+    "total_blocks",
+    "steps",
+    "preemptions",
+    "expired_leases",
+)
+
+
+def view_message(view: ClusterView, gateway: admin_pb2.Gateway) -> admin_pb2.GetClusterResponse:
+    message = admin_pb2.GetClusterResponse(
+        revision=view.revision,
+        name=view.name,
+        workers=[_worker_message(worker) for worker in view.workers],
+        links=[_link_message(link) for link in view.links],
+        gateway=gateway,
+    )
+    if view.model is not None:
+        message.model.name = view.model.name
+        message.model.context_length = view.model.context_length
+        message.model.vocab_size = view.model.vocab_size
+    return message
+
+
+def view_from(message: admin_pb2.GetClusterResponse) -> ClusterView:
+    """The model's folder is the server's affair and stays empty."""
+    told = message.model
+    model = ModelView(told.name, "", told.context_length, told.vocab_size) if message.HasField("model") else None
+    workers = tuple(_worker_from(worker) for worker in message.workers)
+    return ClusterView(message.revision, message.name, model, workers, tuple(map(_link_from, message.links)))
+
+
+def _worker_message(worker: WorkerView) -> admin_pb2.Worker:
+    stats = admin_pb2.WorkerStats(**{name: getattr(worker.stats, name) for name in SAME_NAME})
+    stats.step_time.CopyFrom(duration_of(worker.stats.step_s))
+    return admin_pb2.Worker(
+        name=worker.name,
+        pool=worker.pool,
+        role=ROLES[worker.role],
+        state=STATES[worker.state],
+        incarnation=worker.incarnation,
+        node=worker.node,
+        pid=worker.pid,
+        restarts=worker.restarts,
+        capacity_tokens=worker.capacity_tokens,
+        age=duration_of(worker.age_s),
+        memory_bytes=worker.memory_bytes,
+        detail=worker.detail,
+        stats=stats,
+    )
+
+
+def _worker_from(message: admin_pb2.Worker) -> WorkerView:
+    same = {name: getattr(message.stats, name) for name in SAME_NAME}
+    return WorkerView(
+        name=message.name,
+        pool=message.pool,
+        role=ROLES_FROM[message.role],
+        state=STATES_FROM[message.state],
+        incarnation=message.incarnation,
+        node=message.node,
+        pid=message.pid,
+        restarts=message.restarts,
+        capacity_tokens=message.capacity_tokens,
+        age_s=seconds(message.age),
+        memory_bytes=message.memory_bytes,
+        detail=message.detail,
+        stats=WorkerStats(step_s=seconds(message.stats.step_time), **same),
+    )
+
+
+def _link_message(link: LinkReport) -> admin_pb2.Link:
+    return admin_pb2.Link(
+        reader=link.reader,
+        owner=link.owner,
+        transport=link.transport,
+        path=link.path,
+        latency=duration_of(link.latency_s),
+        bytes_per_second=link.bytes_per_s,
+        skipped=link.skipped,
+    )
+
+
+def _link_from(message: admin_pb2.Link) -> LinkReport:
+    return LinkReport(
+        reader=message.reader,
+        owner=message.owner,
+        transport=message.transport,
+        path=message.path,
+        latency_s=seconds(message.latency),
+        bytes_per_s=message.bytes_per_second,
+        skipped=tuple(message.skipped),
+    )

@@ -1,0 +1,252 @@
+"""Our types to protobuf and back. Pure: no call, no clock, no text.
+
+`..._message` makes a message, `..._from` reads one. Bad input is `InvalidRequest` naming the message's field.
+"""
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from diptych.v1 import common_pb2, inference_pb2
+from google.protobuf.duration_pb2 import Duration
+
+from cluster.events import Accepted, Completed
+from cluster.ledger import LatencyLedger
+from cluster.text import ChatPrompt, GenerationInput, TextDelta, TextEvent, TextPrompt, TokenPrompt
+from kvtransfer.ticket import TransferReport
+from workers.errors import InvalidRequest
+from workers.request import SLO, FinishReason, SamplingParams, TokenLogprobs
+
+FINISH = {
+    FinishReason.EOS: common_pb2.FINISH_REASON_EOS,
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+FINISH_FROM = {value: reason for reason, value in FINISH.items()}
+SCALARS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens", "min_tokens")
+FLAGS = ("ignore_eos", "logprobs")
+
+
+class SamplingOptions(TypedDict, total=False):
+    """What a caller may say about sampling; what is left out is the server's choice. See `SamplingParams`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int
+
+
+def duration(ns: int) -> Duration:
+    message = Duration()
+    message.FromNanoseconds(ns)
+    return message
+
+
+def duration_of(seconds: float) -> Duration:
+    return duration(round(seconds * 1e9))
+
+
+def seconds(message: Duration) -> float:
+    return message.ToNanoseconds() / 1e9
+
+
+def prompt_from(request: inference_pb2.GenerateRequest) -> GenerationInput:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(request.text)
+        case "tokens":
+            return TokenPrompt(tuple(request.tokens.ids))
+        case "chat":
+            return ChatPrompt(tuple((each.role, each.content) for each in request.chat.messages))
+        case _:
+            raise InvalidRequest("prompt", "is missing; give one of text, tokens or chat")
+
+
+def sampling_from(message: inference_pb2.Sampling) -> SamplingParams:
+    given = {name: getattr(message, name) for name in SCALARS + FLAGS if message.HasField(name)}
+    return SamplingParams(**given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids))
+
+
+def sampling_message(options: SamplingOptions) -> inference_pb2.Sampling:
+    """Raises `InvalidRequest` for a value that no field can hold."""
+    message = inference_pb2.Sampling()
+    for name, value in options.items():
+        if value is None:
+            continue
+        try:
+            if name in ("stop", "stop_token_ids"):
+                getattr(message, name).extend([value] if isinstance(value, str) else value)
+            else:
+                setattr(message, name, value)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidRequest(f"sampling.{name}", f"cannot be {value!r} ({error})") from None
+    return message
+
+
+def slo_from(message: inference_pb2.Slo) -> SLO:
+    def promise(name: str) -> float | None:
+        return seconds(getattr(message, name)) if message.HasField(name) else None
+
+    return SLO(promise("time_to_first_token"), promise("time_per_output_token"), message.class_name or "default")
+
+
+def slo_message(slo: SLO) -> inference_pb2.Slo:
+    return inference_pb2.Slo(
+        class_name=slo.class_name,
+        time_to_first_token=None if slo.ttft_s is None else duration_of(slo.ttft_s),
+        time_per_output_token=None if slo.tpot_s is None else duration_of(slo.tpot_s),
+    )
+
+
+def event_message(event: TextEvent) -> inference_pb2.GenerateResponse:
+    match event:
+        case Accepted():
+            return inference_pb2.GenerateResponse(accepted=_accepted_message(event))
+        case TextDelta():
+            return inference_pb2.GenerateResponse(delta=delta_message(event))
+        case Completed():
+            return inference_pb2.GenerateResponse(completed=_completed_message(event))
+
+
+def events_from(message: inference_pb2.GenerateResponse) -> list[TextEvent]:
+    """One event; for a Completed that carries the whole output, that as a delta and then the end."""
+    match message.WhichOneof("event"):
+        case "accepted":
+            return [_accepted_from(message.accepted)]
+        case "delta":
+            return [_delta_from(message.delta)]
+        case "completed":
+            output = [_delta_from(message.completed.output)] if message.completed.HasField("output") else []
+            return [*output, _completed_from(message.completed)]
+        case _:
+            return []  # an event of a newer server
+
+
+def _accepted_message(event: Accepted) -> inference_pb2.Accepted:
+    return inference_pb2.Accepted(
+        request_id=event.request_id,
+        attempt=event.attempt,
+        prompt_tokens=event.prompt_tokens,
+        prefill_worker=event.prefill_worker,
+        decode_worker=event.decode_worker,
+        reason=event.reason,
+        predicted_time_to_first_token=None if event.predicted_ttft_s is None else duration_of(event.predicted_ttft_s),
+        predicted_time_per_output_token=None if event.predicted_tpot_s is None else duration_of(event.predicted_tpot_s),
+    )
+
+
+def _accepted_from(message: inference_pb2.Accepted) -> Accepted:
+    def predicted(name: str) -> float | None:
+        return seconds(getattr(message, name)) if message.HasField(name) else None
+
+    return Accepted(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        prompt_tokens=message.prompt_tokens,
+        prefill_worker=message.prefill_worker,
+        decode_worker=message.decode_worker,
+        reason=message.reason,
+        predicted_ttft_s=predicted("predicted_time_to_first_token"),
+        predicted_tpot_s=predicted("predicted_time_per_output_token"),
+    )
+
+
+def delta_message(delta: TextDelta) -> inference_pb2.Delta:
+    message = inference_pb2.Delta(text=delta.text, token_ids=delta.tokens, first_position=delta.first_position)
+    for logprobs in delta.logprobs:
+        top = [inference_pb2.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top]
+        message.logprobs.add(chosen=logprobs.chosen, top=top)
+    return message
+
+
+def _delta_from(message: inference_pb2.Delta) -> TextDelta:
+    logprobs = tuple(
+        TokenLogprobs(each.chosen, tuple((top.token_id, top.logprob) for top in each.top)) for each in message.logprobs
+    )
+    return TextDelta(message.text, tuple(message.token_ids), message.first_position, logprobs)
+
+
+def _completed_message(event: Completed) -> inference_pb2.Completed:
+    return inference_pb2.Completed(
+        finish_reason=FINISH[event.finish],
+        usage=common_pb2.Usage(
+            prompt_tokens=event.prompt_tokens,
+            completion_tokens=event.completion_tokens,
+            cached_prompt_tokens=event.cached_tokens,
+        ),
+        attempts=event.attempts,
+        ledger=_ledger_message(event.ledger),
+        transfers=[_transfer_message(report) for report in event.transfers],
+    )
+
+
+def _completed_from(message: inference_pb2.Completed) -> Completed:
+    return Completed(
+        finish=FINISH_FROM[message.finish_reason],
+        prompt_tokens=message.usage.prompt_tokens,
+        completion_tokens=message.usage.completion_tokens,
+        cached_tokens=message.usage.cached_prompt_tokens,
+        attempts=message.attempts,
+        ledger=_ledger_from(message.ledger),
+        transfers=tuple(_transfer_from(report) for report in message.transfers),
+    )
+
+
+def _ledger_message(ledger: LatencyLedger) -> common_pb2.LatencyLedger:
+    def parts(named: tuple[tuple[str, int], ...]) -> list[common_pb2.LedgerPart]:
+        return [common_pb2.LedgerPart(phase=phase, duration=duration(ns)) for phase, ns in named]
+
+    return common_pb2.LatencyLedger(
+        first=parts(ledger.first),
+        rest=parts(ledger.rest),
+        time_to_first_token=duration(ledger.ttft_ns),
+        total=duration(ledger.total_ns),
+    )
+
+
+def _ledger_from(message: common_pb2.LatencyLedger) -> LatencyLedger:
+    first, rest = (
+        tuple((part.phase, part.duration.ToNanoseconds()) for part in parts) for parts in (message.first, message.rest)
+    )
+    return LatencyLedger(first, rest, message.time_to_first_token.ToNanoseconds(), message.total.ToNanoseconds())
+
+
+def _transfer_message(report: TransferReport) -> common_pb2.TransferReport:
+    return common_pb2.TransferReport(
+        lease=report.lease,
+        transport=report.transport,
+        path=report.path,
+        blocks=report.num_blocks,
+        bytes=report.num_bytes,
+        reads=report.num_reads,
+        descriptors=report.num_descriptors,
+        reused_blocks=report.reused_blocks,
+        digests_verified=report.digests_verified,
+        busy=duration_of(report.busy_s),
+        digest_time=duration_of(report.digest_s),
+        elapsed=duration_of(report.elapsed_s),
+    )
+
+
+def _transfer_from(message: common_pb2.TransferReport) -> TransferReport:
+    return TransferReport(
+        lease=message.lease,
+        transport=message.transport,
+        path=message.path,
+        num_blocks=message.blocks,
+        num_bytes=message.bytes,
+        num_reads=message.reads,
+        num_descriptors=message.descriptors,
+        reused_blocks=message.reused_blocks,
+        digests_verified=message.digests_verified,
+        busy_s=seconds(message.busy),
+        digest_s=seconds(message.digest_time),
+        elapsed_s=seconds(message.elapsed),
+    )
