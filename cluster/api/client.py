@@ -1,0 +1,242 @@
+"""The public client: a running cluster over gRPC, in our own types. Every failed call is one `DiptychError`.
+
+async with DiptychClient("127.0.0.1:50051") as client:
+    async for event in client.generate("The sea is", max_tokens=32):
+        if isinstance(event, TextDelta):
+            print(event.text, end="")
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Unpack
+
+import grpc
+from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.api.admin_messages import view_from
+from cluster.api.errors import DiptychError
+from cluster.api.messages import SamplingOptions, events_from, sampling_message, slo_message
+from cluster.api.server import INFERENCE, KEEPALIVE, MESSAGE_SIZES
+from cluster.api.statuses import error_from, error_of_call
+from cluster.events import Accepted, Completed
+from cluster.text import TextDelta, TextEvent
+from cluster.view import ClusterView
+from workers.errors import InvalidRequest
+from workers.request import SLO
+
+Prompt = str | Sequence[int]
+Messages = Sequence[tuple[str, str]]  # (role, content)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer. `accepted` is the last one, so it names the workers that finished the request."""
+
+    output: TextDelta
+    accepted: Accepted
+    completed: Completed
+
+    @property
+    def text(self) -> str:
+        return self.output.text
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """The view of the gateway that answered, and that gateway's load."""
+
+    view: ClusterView
+    gateway: str
+    active_requests: int
+    max_requests: int
+
+
+class DiptychClient:
+    """One connection. Make it inside a running event loop and close it, best with `async with`."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint.removeprefix("grpc://")
+        options: list[tuple[str, Any]] = [*MESSAGE_SIZES, *KEEPALIVE]
+        if self.endpoint.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]"):
+            options.append(("grpc.enable_http_proxy", 0))  # no proxy can reach this very machine
+        self._channel = grpc.aio.insecure_channel(self.endpoint, options=options)
+        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    async def __aenter__(self) -> "DiptychClient":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends what still runs on this connection."""
+        await self._channel.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        model: str = "",
+        session: str = "",
+        slo: SLO | None = None,
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncGenerator[TextEvent, None]:
+        """Go on from text or token ids. Closing the iterator cancels the request in the cluster."""
+        request = self._request(prompt, None, request_id, model, session, slo, sampling)
+        return self._stream(request, timeout_s)
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        request_id: str = "",
+        model: str = "",
+        session: str = "",
+        slo: SLO | None = None,
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncGenerator[TextEvent, None]:
+        """Answer (role, content) messages. Closing the iterator cancels the request in the cluster."""
+        request = self._request(None, messages, request_id, model, session, slo, sampling)
+        return self._stream(request, timeout_s)
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        model: str = "",
+        session: str = "",
+        slo: SLO | None = None,
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Answer:
+        """As `generate`, in one piece."""
+        request = self._request(prompt, None, request_id, model, session, slo, sampling)
+        request.response_mode = inference_pb2.RESPONSE_MODE_WHOLE
+        return _answer([event async for event in self._stream(request, timeout_s)])
+
+    async def batch(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncGenerator[tuple[int, Answer | DiptychError], None]:
+        """(index, answer) as they finish. A prompt that fails gives its error; the others go on."""
+        batch = inference_pb2.GenerateBatchRequest()
+        for prompt in prompts:
+            request = self._request(prompt, None, "", model, "", None, sampling)
+            request.response_mode = inference_pb2.RESPONSE_MODE_WHOLE
+            batch.requests.append(request)
+        events: dict[int, list[TextEvent]] = {}
+        async for message in self._messages(self._inference.GenerateBatch(batch, timeout=timeout_s)):
+            if message.HasField("error"):
+                yield message.index, error_from(message.error)
+                continue
+            heard = events.setdefault(message.index, [])
+            heard.extend(events_from(message.response))
+            if isinstance(heard[-1], Completed):
+                yield message.index, _answer(heard)
+
+    async def cancel(self, request_id: str) -> bool:
+        """End a request by its id. False: no such request ran in that gateway."""
+        with self._errors():
+            answer = await self._inference.Cancel(inference_pb2.CancelRequest(request_id=request_id))
+        return bool(answer.was_running)
+
+    async def status(self, *, timeout_s: float = 10.0) -> ClusterStatus:
+        """One look at the cluster."""
+        with self._errors():
+            message = await self._admin.GetCluster(admin_pb2.GetClusterRequest(), timeout=timeout_s)
+        gateway = message.gateway
+        return ClusterStatus(view_from(message), gateway.name, gateway.active_requests, gateway.max_requests)
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Return when workers for both phases are ready; the server itself may still be starting."""
+        request = health_pb2.HealthCheckRequest(service=INFERENCE)
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for answer in self._messages(self._health.Watch(request, wait_for_ready=True)):
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+        except TimeoutError:
+            raise DiptychError("DEADLINE_EXCEEDED", f"{self.endpoint} was not ready after {timeout_s:g} s") from None
+        raise DiptychError("UNAVAILABLE", f"{self.endpoint} is shutting down")
+
+    def _request(
+        self,
+        prompt: Prompt | None,
+        messages: Messages | None,
+        request_id: str,
+        model: str,
+        session: str,
+        slo: SLO | None,
+        sampling: SamplingOptions,
+    ) -> inference_pb2.GenerateRequest:
+        """Raises `DiptychError` for what cannot even be written down."""
+        try:
+            request = inference_pb2.GenerateRequest(
+                request_id=request_id,
+                model=model,
+                session_id=session,
+                sampling=sampling_message(sampling),
+                slo=None if slo is None else slo_message(slo),
+            )
+        except InvalidRequest as error:
+            raise DiptychError("INVALID_ARGUMENT", str(error), field=error.field) from None
+        try:
+            if messages is not None:
+                request.chat.SetInParent()
+                for role, content in messages:
+                    request.chat.messages.add(role=role, content=content)
+            elif isinstance(prompt, str):
+                request.text = prompt
+            else:
+                request.tokens.SetInParent()
+                request.tokens.ids.extend(prompt or ())
+        except (TypeError, ValueError) as error:
+            raise DiptychError("INVALID_ARGUMENT", f"prompt: {error}", field="prompt") from None
+        return request
+
+    async def _stream(
+        self, request: inference_pb2.GenerateRequest, timeout_s: float | None
+    ) -> AsyncGenerator[TextEvent, None]:
+        async for message in self._messages(self._inference.Generate(request, timeout=timeout_s)):
+            for event in events_from(message):
+                yield event
+
+    async def _messages(self, call: Any) -> AsyncIterator[Any]:
+        """The call's messages; whatever ends this iterator early cancels the call."""
+        try:
+            with self._errors():
+                async for message in call:
+                    yield message
+        finally:
+            call.cancel()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as failure:
+            raise error_of_call(failure, self.endpoint) from None
+
+
+def _answer(events: Sequence[TextEvent]) -> Answer:
+    accepted = [event for event in events if isinstance(event, Accepted)]
+    if not accepted or not isinstance(events[-1], Completed):
+        raise DiptychError("DATA_LOSS", "the server's answer ended without its Completed message")
+    output = TextDelta.join(event for event in events if isinstance(event, TextDelta))
+    return Answer(output, accepted[-1], events[-1])

@@ -1,0 +1,117 @@
+"""The gRPC door: a server with the inference, admin, health and reflection services over one gateway.
+
+Knows ports and server options; knows no request.
+"""
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Callable
+
+import grpc
+from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cluster.api.health import HealthService
+from cluster.api.services import AdminService, InferenceService
+from cluster.gateway import Gateway
+from cluster.serving import GatewayContext
+from cluster.text import Tokenizer
+
+MAX_MESSAGE_BYTES = 64 << 20
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+MESSAGE_SIZES = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+
+
+class GrpcDoor:
+    """A `Door`. Owned by its gateway process; `load_tokenizer` runs in a thread while the door opens."""
+
+    def __init__(self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer]) -> None:
+        self._context = context
+        self._load_tokenizer = load_tokenizer
+        self._server: grpc.aio.Server | None = None
+        self._health: HealthService | None = None
+
+    async def open(self) -> str:
+        """Listen; answer "host:port". Raises OSError when the port cannot be had, ModelError without a tokenizer."""
+        spec = self._context.spec.gateway
+        tokenizer = await asyncio.to_thread(self._load_tokenizer)
+        gateway = Gateway(self._context, tokenizer)
+        server = grpc.aio.server(options=_options(spec.max_requests))
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(gateway), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._context, gateway), server)
+        self._health = HealthService(self._context.dispatcher, ("", INFERENCE), (ADMIN, health.SERVICE_NAME))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        port = _bind(server, spec.host, spec.grpc_port)
+        await server.start()
+        self._server = server
+        return _address(spec.host, port)
+
+    async def close(self, grace_s: float) -> None:
+        """Refuse new requests, let running ones end for `grace_s`, then cut them. Safe to call twice, or unopened."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        assert self._health is not None
+        self._health.close()
+        await server.stop(grace_s)
+
+
+def open_door(context: GatewayContext) -> GrpcDoor:
+    """The `DoorFactory`: a door with the served model's own tokenizer. Module-level, so that it pickles by name."""
+
+    def load() -> Tokenizer:
+        from workers.tokenizer import ModelTokenizer
+
+        return ModelTokenizer(context.model.folder)
+
+    return GrpcDoor(context, load)
+
+
+def _options(max_requests: int) -> list[tuple[str, int]]:
+    return [
+        *MESSAGE_SIZES,
+        *KEEPALIVE,
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # else a client's keepalive counts as an attack
+        ("grpc.max_concurrent_streams", max_requests + 64),  # on each connection; room for health, admin, refusals
+        ("grpc.so_reuseport", 0),  # a second server on the port is a mistake to report, not a load balancer
+    ]
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    try:
+        bound = server.add_insecure_port(_address(host, port))
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        number, reason = _why_not(host, port)
+        raise OSError(number, f"cannot listen on {_address(host, port)} ({reason}); choose another gateway.grpc_port")
+    return bound
+
+
+def _why_not(host: str, port: int) -> tuple[int, str]:
+    """grpc does not tell why a bind failed; the same bind on a plain socket does."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError as error:
+        return error.errno or errno.EADDRNOTAVAIL, error.strerror or str(error)
+    return errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,141 @@
+"""The two gRPC services over a gateway: messages in, messages out, errors as statuses.
+
+A handler is a plain coroutine that writes, not a generator: a client that goes away cancels it wherever it waits, and
+the request's iterator is closed before the handler ends.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from grpc_status import rpc_status
+
+from cluster.api.admin_messages import view_message
+from cluster.api.messages import delta_message, event_message, prompt_from, sampling_from, slo_from
+from cluster.api.statuses import status_of
+from cluster.events import Completed
+from cluster.gateway import Gateway, servable
+from cluster.serving import GatewayContext
+from cluster.text import TextDelta
+from workers.errors import InvalidRequest
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+BATCH_AT_ONCE = 64  # requests of one batch in flight; the rest wait for these, so one batch cannot fill the gateway
+LONGEST_BATCH = 4096
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """Owned by the door."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        try:
+            async with aclosing(responses(self._gateway, request, deadline_of(context))) as messages:
+                async for message in messages:
+                    await context.write(message)
+        except Exception as error:
+            await self._abort(context, error)
+
+    async def GenerateBatch(self, request: inference_pb2.GenerateBatchRequest, context: Context) -> None:
+        try:
+            if not 0 < len(request.requests) <= LONGEST_BATCH:
+                rule = f"a batch has 1 to {LONGEST_BATCH}"
+                raise InvalidRequest("requests", f"has {len(request.requests)} requests; {rule}")
+            await self._batch(request, context, deadline_of(context))
+        except Exception as error:
+            await self._abort(context, error)
+
+    async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
+        return inference_pb2.CancelResponse(was_running=self._gateway.cancel(request.request_id))
+
+    async def _batch(
+        self, batch: inference_pb2.GenerateBatchRequest, context: Context, deadline_s: float | None
+    ) -> None:
+        places = asyncio.Semaphore(BATCH_AT_ONCE)
+        writing = asyncio.Lock()  # one write at a time; meanwhile each request's deltas join in its outbox
+        clock = asyncio.get_running_loop()
+        started_s = clock.time()
+
+        async def write(index: int, **result: Any) -> None:
+            async with writing:
+                await context.write(inference_pb2.GenerateBatchResponse(index=index, **result))
+
+        async def one(index: int, request: inference_pb2.GenerateRequest) -> None:
+            async with places:
+                left_s = None if deadline_s is None else deadline_s - (clock.time() - started_s)
+                try:
+                    async with aclosing(responses(self._gateway, request, left_s)) as messages:
+                        async for message in messages:
+                            await write(index, response=message)
+                except Exception as error:
+                    await write(index, error=status_of(error, servable(self._gateway.view)))
+
+        async with asyncio.TaskGroup() as group:
+            for index, request in enumerate(batch.requests):
+                group.create_task(one(index, request))
+
+    async def _abort(self, context: Context, error: Exception) -> None:
+        status = status_of(error, servable(self._gateway.view))
+        await context.abort_with_status(rpc_status.to_status(status))
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """Owned by the door."""
+
+    def __init__(self, context: GatewayContext, gateway: Gateway) -> None:
+        self._context = context
+        self._gateway = gateway
+
+    async def GetCluster(self, request: admin_pb2.GetClusterRequest, context: Context) -> admin_pb2.GetClusterResponse:
+        gateway = admin_pb2.Gateway(
+            name=self._context.name,
+            active_requests=self._gateway.active,
+            max_requests=self._context.spec.gateway.max_requests,
+        )
+        return view_message(self._gateway.view, gateway)
+
+
+async def responses(
+    gateway: Gateway, request: inference_pb2.GenerateRequest, deadline_s: float | None
+) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    """The messages of one request, in the mode it asks for. Closing the iterator cancels the request."""
+    whole = _is_whole(request)
+    events = gateway.generate(
+        prompt_from(request),
+        sampling_from(request.sampling),
+        slo=slo_from(request.slo),
+        request_id=request.request_id,
+        deadline_s=deadline_s,
+        session=request.session_id,
+        model=request.model,
+    )
+    deltas: list[TextDelta] = []
+    async with aclosing(events):
+        async for event in events:
+            if whole and isinstance(event, TextDelta):
+                deltas.append(event)
+                continue
+            message = event_message(event)
+            if whole and isinstance(event, Completed):
+                message.completed.output.CopyFrom(delta_message(TextDelta.join(deltas)))
+            yield message
+
+
+def _is_whole(request: inference_pb2.GenerateRequest) -> bool:
+    mode = request.response_mode
+    if mode not in inference_pb2.ResponseMode.values():
+        raise InvalidRequest("response_mode", f"{mode} is unknown; give RESPONSE_MODE_DELTAS or RESPONSE_MODE_WHOLE")
+    return mode == inference_pb2.RESPONSE_MODE_WHOLE
+
+
+def deadline_of(context: Context) -> float | None:
+    """Seconds until this request must end; a little before the call's own deadline, so that the answer which names
+    the phase still reaches the client. None: the client set no deadline."""
+    left_s = context.time_remaining()
+    return None if left_s is None else left_s - min(0.05, 0.1 * left_s)

@@ -1,0 +1,113 @@
+"""Errors as gRPC statuses with google.rpc details, and back. The one table of which error is which code.
+
+Every status carries ErrorInfo with a stable `reason` and the domain "diptych"; bad input also BadRequest naming the
+field, and what may work later also RetryInfo.
+"""
+
+import logging
+import secrets
+
+import grpc
+from google.protobuf.any_pb2 import Any
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from cluster.api.errors import DiptychError
+from cluster.api.messages import duration_of, seconds
+from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
+from cluster.gateway import DuplicateRequest, RequestCancelled, UnknownModel
+from workers.errors import InvalidRequest
+
+logger = logging.getLogger(__name__)
+
+DOMAIN = "diptych"
+LONGEST_MESSAGE = 1000  # characters; statuses travel in HTTP/2 trailers, which end at 8 KB
+ATTEMPTS_RETRY_S = 1.0  # about as long as a dead worker takes to be replaced
+
+
+def status_of(error: Exception, ready: bool) -> status_pb2.Status:
+    """The status for an error of the gateway. `ready`: whether workers for both phases are there now.
+
+    What nobody foresaw becomes INTERNAL with an id; the log has the traceback under it.
+    """
+    code = grpc.StatusCode
+    match error:
+        case InvalidRequest():
+            return _status(code.INVALID_ARGUMENT, "INVALID_REQUEST", error, field=(error.field, error.message))
+        case Unservable():
+            return _status(code.INVALID_ARGUMENT, "TOO_LONG", error, field=("prompt", str(error)))
+        case Rejected() if ready:
+            return _status(code.RESOURCE_EXHAUSTED, "NO_ROOM", error, retry_s=error.retry_after_s)
+        case Rejected():
+            return _status(code.UNAVAILABLE, "NO_WORKERS", error, retry_s=error.retry_after_s)
+        case DeadlinePassed():
+            return _status(code.DEADLINE_EXCEEDED, "DEADLINE", error, phase=error.phase)
+        case AttemptsSpent():
+            return _status(code.UNAVAILABLE, "ATTEMPTS_SPENT", error, retry_s=ATTEMPTS_RETRY_S)
+        case UnknownModel():
+            return _status(code.NOT_FOUND, "UNKNOWN_MODEL", error)
+        case DuplicateRequest():
+            return _status(code.ALREADY_EXISTS, "DUPLICATE_REQUEST", error)
+        case RequestCancelled():
+            return _status(code.CANCELLED, "CANCELLED", error)
+    error_id = secrets.token_hex(4)
+    logger.error("internal error %s", error_id, exc_info=error)
+    return _status(code.INTERNAL, "INTERNAL", f"an unexpected error; the server's log has it under {error_id}")
+
+
+def _status(
+    code: grpc.StatusCode,
+    reason: str,
+    error: Exception | str,
+    *,
+    field: tuple[str, str] | None = None,
+    retry_s: float | None = None,
+    phase: str | None = None,
+) -> status_pb2.Status:
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)
+    if phase is not None:
+        info.metadata["phase"] = phase
+    details: list[Message] = [info]
+    if field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field[0], description=_short(field[1]))
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if retry_s is not None:
+        details.append(error_details_pb2.RetryInfo(retry_delay=duration_of(retry_s)))
+    packed = []
+    for detail in details:
+        packed.append(Any())
+        packed[-1].Pack(detail)
+    return status_pb2.Status(code=code.value[0], message=_short(str(error)), details=packed)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 2] + " …"
+
+
+def error_from(status: status_pb2.Status) -> DiptychError:
+    """The client's error for a status with details."""
+    names = {code.value[0]: code.name for code in grpc.StatusCode}
+    error = DiptychError(names.get(status.code, "UNKNOWN"), status.message)
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        bad = error_details_pb2.BadRequest()
+        retry = error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            error.reason = info.reason
+        elif detail.Unpack(bad) and bad.field_violations:
+            error.field = bad.field_violations[0].field
+        elif detail.Unpack(retry):
+            error.retry_after_s = seconds(retry.retry_delay)
+    return error
+
+
+def error_of_call(failure: grpc.aio.AioRpcError, endpoint: str) -> DiptychError:
+    """The client's error for a failed call; one that never reached the server says so."""
+    status = rpc_status.from_call(failure)
+    if status is not None:
+        return error_from(status)
+    details = failure.details() or "no details"
+    if failure.code() is grpc.StatusCode.UNAVAILABLE:
+        details = f"nothing answers at {endpoint} ({details}); is the cluster up, and is this its endpoint?"
+    return DiptychError(failure.code().name, details)
