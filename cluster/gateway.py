@@ -10,6 +10,7 @@ ClusterError (`cluster.events`)
 
 import asyncio
 import secrets
+import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -73,7 +74,7 @@ class Gateway:
         `deadline_s` counts from now. Closing the iterator cancels the request on its workers. Errors:
         `cluster.events`, `InvalidRequest`, and those above.
         """
-        started_s = asyncio.get_running_loop().time()
+        arrived_ns = time.monotonic_ns()
         self._check_model(model)
         request_id = request_id or f"req-{secrets.token_hex(8)}"
         running = self._enter(request_id)
@@ -81,7 +82,7 @@ class Gateway:
             tokens = await self._encode(prompt)
             sampling = self._resolve(sampling, len(tokens))
             request = Request(request_id, tokens, sampling, slo or SLO(), session=session)
-            running.pump = asyncio.create_task(self._pump(request, running.outbox, started_s, deadline_s))
+            running.pump = asyncio.create_task(self._pump(request, running.outbox, arrived_ns, deadline_s))
             while (event := await running.outbox.take()) is not None:
                 yield event
         finally:
@@ -167,13 +168,12 @@ class Gateway:
                 room = min(room, longest - num_prompt)
         return room
 
-    async def _pump(self, request: Request, outbox: "Outbox", started_s: float, deadline_s: float | None) -> None:
+    async def _pump(self, request: Request, outbox: "Outbox", arrived_ns: int, deadline_s: float | None) -> None:
         """Move events from the dispatcher to the outbox, as fast as they come; the door fetches at its own pace."""
         text = TextStream(self._tokenizer.detokenizer(), request.sampling)
         try:
-            admission_s = asyncio.get_running_loop().time() - started_s
-            left_s = None if deadline_s is None else deadline_s - admission_s
-            running = self._context.dispatcher.generate(request, deadline_s=left_s, admission_s=admission_s)
+            left_s = None if deadline_s is None else deadline_s - (time.monotonic_ns() - arrived_ns) / 1e9
+            running = self._context.dispatcher.generate(request, deadline_s=left_s, arrived_ns=arrived_ns)
             async with aclosing(running) as events:
                 async for event in events:
                     self._pass_on(event, text, outbox, request.id)

@@ -1,9 +1,9 @@
-"""Composition: a specification becomes a running cluster. The one place that puts runtime, controller and doors together.
+"""Composition: a specification becomes a running cluster. The one place that joins runtime, controller and doors.
 
 Knows who is built in which order and who closes whom; knows no scheduling and no wire format.
 """
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,11 +19,12 @@ class RequestDispatcher(Protocol):
     """What a door needs of the dispatcher."""
 
     def generate(
-        self, request: Request, *, deadline_s: float | None = None, admission_s: float = 0.0
+        self, request: Request, *, deadline_s: float | None = None, arrived_ns: int | None = None
     ) -> AsyncGenerator[Event, None]:
         """Run one request. Closing the iterator, or cancelling the task that waits on it, cancels it on both workers.
 
-        `deadline_s` counts from now. `admission_s` has passed already, in the gateway; it opens the ledger.
+        `deadline_s` counts from now. `arrived_ns` (of `time.monotonic_ns`) is when the gateway took the request; the
+        ledger begins there.
         Errors: `cluster.events`.
         """
         ...
@@ -40,8 +41,8 @@ class RequestDispatcher(Protocol):
         """The latest picture of the cluster, statistics included."""
         ...
 
-    async def view_after(self, revision: int) -> ClusterView:
-        """Wait for a view whose revision is above `revision`; at once when it is here already."""
+    def view_change(self) -> Awaitable[object]:
+        """Done after the first change of membership or state that follows this call (the call, not its await)."""
         ...
 
 

@@ -7,8 +7,8 @@ async with DiptychClient("127.0.0.1:50051") as client:
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Unpack
@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.api.admin_messages import view_from
 from cluster.api.errors import DiptychError
 from cluster.api.messages import SamplingOptions, events_from, sampling_message, slo_message
-from cluster.api.server import INFERENCE, KEEPALIVE, MESSAGE_SIZES
 from cluster.api.statuses import error_from, error_of_call
+from cluster.api.wire import INFERENCE, KEEPALIVE, MESSAGE_SIZES
 from cluster.events import Accepted, Completed
 from cluster.text import TextDelta, TextEvent
 from cluster.view import ClusterView
@@ -141,14 +141,15 @@ class DiptychClient:
             request.response_mode = inference_pb2.RESPONSE_MODE_WHOLE
             batch.requests.append(request)
         events: dict[int, list[TextEvent]] = {}
-        async for message in self._messages(self._inference.GenerateBatch(batch, timeout=timeout_s)):
-            if message.HasField("error"):
-                yield message.index, error_from(message.error)
-                continue
-            heard = events.setdefault(message.index, [])
-            heard.extend(events_from(message.response))
-            if isinstance(heard[-1], Completed):
-                yield message.index, _answer(heard)
+        async with aclosing(self._messages(self._inference.GenerateBatch(batch, timeout=timeout_s))) as messages:
+            async for message in messages:
+                if message.HasField("error"):
+                    yield message.index, error_from(message.error)
+                    continue
+                heard = events.setdefault(message.index, [])
+                heard.extend(events_from(message.response))
+                if heard and isinstance(heard[-1], Completed):
+                    yield message.index, _answer(heard)
 
     async def cancel(self, request_id: str) -> bool:
         """End a request by its id. False: no such request ran in that gateway."""
@@ -167,8 +168,11 @@ class DiptychClient:
         """Return when workers for both phases are ready; the server itself may still be starting."""
         request = health_pb2.HealthCheckRequest(service=INFERENCE)
         try:
-            async with asyncio.timeout(timeout_s):
-                async for answer in self._messages(self._health.Watch(request, wait_for_ready=True)):
+            async with (
+                asyncio.timeout(timeout_s),
+                aclosing(self._messages(self._health.Watch(request, wait_for_ready=True))) as answers,
+            ):
+                async for answer in answers:
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         return
         except TimeoutError:
@@ -213,11 +217,12 @@ class DiptychClient:
     async def _stream(
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[TextEvent, None]:
-        async for message in self._messages(self._inference.Generate(request, timeout=timeout_s)):
-            for event in events_from(message):
-                yield event
+        async with aclosing(self._messages(self._inference.Generate(request, timeout=timeout_s))) as messages:
+            async for message in messages:
+                for event in events_from(message):
+                    yield event
 
-    async def _messages(self, call: Any) -> AsyncIterator[Any]:
+    async def _messages(self, call: Any) -> AsyncGenerator[Any, None]:
         """The call's messages; whatever ends this iterator early cancels the call."""
         try:
             with self._errors():

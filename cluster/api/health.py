@@ -38,15 +38,19 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         told: int | None = None
+        closing = asyncio.ensure_future(self._closing.wait())
         while True:
-            revision = self._dispatcher.view.revision
-            status = self._status(request.service)
-            if status != told:
-                await context.write(Response(status=status))
-                told = status
-            if self._closing.is_set():
-                return
-            await self._change(revision)
+            change = asyncio.ensure_future(self._dispatcher.view_change())  # before the look: nothing falls in between
+            try:
+                status = self._status(request.service)
+                if status != told:
+                    await context.write(Response(status=status))
+                    told = status
+                if self._closing.is_set():
+                    return
+                await asyncio.wait((change, closing), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                change.cancel()
 
     def _status(self, service: str) -> int:
         if service not in self._following + self._steady:
@@ -55,15 +59,3 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         if serving and not self._closing.is_set():
             return int(Response.SERVING)
         return int(Response.NOT_SERVING)
-
-    async def _change(self, revision: int) -> None:
-        """Wait for a newer view or for the end."""
-        waits = [
-            asyncio.ensure_future(self._dispatcher.view_after(revision)),
-            asyncio.ensure_future(self._closing.wait()),
-        ]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()

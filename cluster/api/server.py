@@ -10,28 +10,16 @@ import socket
 from collections.abc import Callable
 
 import grpc
-from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from diptych.v1 import admin_pb2_grpc, inference_pb2_grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.api.health import HealthService
 from cluster.api.services import AdminService, InferenceService
+from cluster.api.wire import ADMIN, INFERENCE, KEEPALIVE, MESSAGE_SIZES
 from cluster.gateway import Gateway
 from cluster.serving import GatewayContext
 from cluster.text import Tokenizer
-
-MAX_MESSAGE_BYTES = 64 << 20
-KEEPALIVE = (
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
-MESSAGE_SIZES = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-)
-INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
 
 class GrpcDoor:
