@@ -58,11 +58,16 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class ReadStats:
-    """What one read did. `seconds` is the time from its start on the wire to its end, without waiting in a queue."""
+    """What one read did. `seconds` is the time from its start on the wire to its end, without waiting in a queue.
+
+    A checked pull also says how many digests it compared, and the seconds that took.
+    """
 
     num_bytes: int
     num_descriptors: int
     seconds: float
+    num_digests: int = 0
+    digest_seconds: float = 0.0
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""The transports. Each is one file; `kvtransfer.open` is the only place that chooses among them."""
+"""The ways bytes can move, one file each. Nobody but `kvtransfer.open` chooses among them."""

@@ -1,0 +1,86 @@
+"""One read between the event loop that asked for it and whatever moves its bytes.
+
+    flying ──> landed   (done = stats)          ──> settled
+       ├─────> failed   (done = error)          ──> settled
+       └─────> overdue  (done = TransferTimeout) ··> settled, when the backend knows that nothing lands any more
+
+Loop-side methods run on the loop; `post` is the one door for other threads.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from kvtransfer.errors import TransferTimeout
+from kvtransfer.transport import Copy, Read, ReadStats
+
+
+class Flight:
+    """A read's futures and deadline. Owned by its backend until `settle`."""
+
+    def __init__(
+        self, peer: str, copies: tuple[Copy, ...], deadline_s: float, overdue: "Callable[[Flight], None] | None" = None
+    ) -> None:
+        self.peer = peer
+        self.copies = copies
+        self.num_bytes = sum(copy.num_bytes for copy in copies)
+        self._loop = asyncio.get_running_loop()
+        self._overdue = overdue
+        self.deadline_s = deadline_s
+        self.begun = False  # both belong to the backend, under its lock: a flight either begins
+        self.abandoned = False  # or is abandoned before it did, and then no byte of it can land
+        self.read = Read(self._loop.create_future(), self._loop.create_future())
+        self.read.done.add_done_callback(_observe)
+        self._timer = self._loop.call_later(deadline_s, self._expire)
+
+    def land(self, seconds: float) -> None:
+        """Every byte is here: done and settled."""
+        if not self.read.done.done():
+            self.read.done.set_result(ReadStats(self.num_bytes, len(self.copies), seconds))
+        self.settle()
+
+    def fail(self, error: Exception) -> None:
+        """The read is lost, but bytes may still land: `settle` follows."""
+        self._timer.cancel()
+        if not self.read.done.done():
+            self.read.done.set_exception(error)
+
+    def crash(self, error: Exception) -> None:
+        """The read is lost and nothing lands any more."""
+        self.fail(error)
+        self.settle()
+
+    def settle(self) -> None:
+        self._timer.cancel()
+        if not self.read.settled.done():
+            self.read.settled.set_result(None)
+
+    def post(self, action: Callable[..., None], *arguments: object) -> None:
+        """Run a method of this flight on the loop, from another thread."""
+        call_loop(self._loop, action, *arguments)
+
+    def _expire(self) -> None:
+        self.fail(
+            TransferTimeout(
+                f"{self.num_bytes} bytes from {self.peer} did not arrive within {self.deadline_s} s: the target "
+                "blocks stay quarantined until the read settles; compute the prompt again or ask another owner"
+            )
+        )
+        if self._overdue:
+            self._overdue(self)
+
+
+def call_loop(loop: asyncio.AbstractEventLoop, action: Callable[..., None], *arguments: object) -> None:
+    """call_soon_threadsafe that tolerates a loop which has ended: then nobody is left to be told."""
+    if loop.is_closed():
+        return
+    try:
+        loop.call_soon_threadsafe(action, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+
+
+def _observe(done: "asyncio.Future[ReadStats]") -> None:
+    """Mark the error as seen: whoever cancelled the pull will not come back for it."""
+    if not done.cancelled():
+        done.exception()

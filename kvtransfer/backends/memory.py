@@ -1,0 +1,69 @@
+"""Copies between pools of one process: the reference in tests, and the path of workers that share a process.
+
+Knows the pools that joined the same `SharedMemory`; knows no thread and no socket. A read is over before it returns.
+"""
+
+import asyncio
+import uuid
+
+from kvtransfer.backends.flight import Flight
+from kvtransfer.copies import refuse_outside
+from kvtransfer.errors import PeerLost, TransferError, TransportUnavailable
+from kvtransfer.ticket import ShardAddress
+from kvtransfer.transport import Copy, Read, Region
+
+
+class SharedMemory:
+    """The pools of one process that may read each other. Owned by whoever starts the workers."""
+
+    def __init__(self) -> None:
+        self.regions: dict[str, Region] = {}
+
+
+class MemoryTransport:
+    """`Transport` by plain memory copies inside one process."""
+
+    name = "memory"
+
+    def __init__(self, region: Region, shared: SharedMemory) -> None:
+        self._region = region
+        self._shared = shared
+        self._key = uuid.uuid4().hex
+        self._peers: dict[str, str] = {}
+        shared.regions[self._key] = region
+
+    def address(self) -> bytes:
+        return self._key.encode()
+
+    async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:
+        key = dict(shard.transports)[self.name].decode(errors="replace")
+        if key not in self._shared.regions:
+            raise TransportUnavailable(f"{peer} lives in another process: memory is not shared with it")
+        self._peers[peer] = key
+        return "in-process copy"
+
+    def read(self, peer: str, copies: tuple[Copy, ...], *, deadline_s: float) -> Read:
+        flight = Flight(peer, copies, deadline_s)
+        begun = asyncio.get_running_loop().time()
+        try:
+            self._copy(peer, copies)
+        except (TransferError, ValueError) as error:
+            flight.crash(error)
+        else:
+            flight.land(asyncio.get_running_loop().time() - begun)
+        return flight.read
+
+    def _copy(self, peer: str, copies: tuple[Copy, ...]) -> None:
+        source = self._shared.regions.get(self._peers.get(peer, ""))
+        if source is None:
+            raise PeerLost(f"{peer} is not connected: connect to its present incarnation first")
+        refuse_outside(copies, source.num_bytes, self._region.num_bytes)
+        for copy in copies:
+            self._region.bytes(copy.target, copy.num_bytes)[:] = source.bytes(copy.source, copy.num_bytes)
+
+    async def forget(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+
+    async def close(self) -> None:
+        self._peers.clear()
+        self._shared.regions.pop(self._key, None)

@@ -1,0 +1,96 @@
+"""A transport that moves time instead of bytes, for simulation.
+
+Knows a link's latency and bandwidth; touches no memory, no thread and no clock but the event loop's, so it runs
+under virtual time. Reads over one link queue behind each other, as they would on a wire.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from kvtransfer.backends.flight import Flight
+from kvtransfer.copies import refuse_outside
+from kvtransfer.errors import PeerLost, TransferError, TransferTimeout
+from kvtransfer.ticket import ShardAddress
+from kvtransfer.transport import Copy, Read, Region
+
+
+@dataclass(frozen=True, slots=True)
+class LinkModel:
+    """Seconds of one read: latency_s + bytes / bytes_per_s."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: int) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(slots=True)
+class _Wire:
+    """One owner's link to us: its size and the turn of its reads."""
+
+    source_bytes: int
+    turn: asyncio.Lock
+
+
+class ModelledTransport:
+    """`Transport` whose reads take modelled seconds. At the deadline a read stops and settles at once."""
+
+    name = "modelled"
+
+    def __init__(self, region: Region, model: LinkModel) -> None:
+        self._region = region
+        self._model = model
+        self._wires: dict[str, _Wire] = {}
+        self._flights: dict[Flight, asyncio.Task[None]] = {}
+
+    def address(self) -> bytes:
+        return b"modelled"
+
+    async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:
+        if self._model.latency_s > deadline_s:
+            await asyncio.sleep(deadline_s)
+            raise TransferTimeout(f"{peer} did not answer within {deadline_s} s")
+        await asyncio.sleep(self._model.latency_s)
+        self._wires.setdefault(peer, _Wire(shard.num_blocks * shard.layout.block_bytes, asyncio.Lock()))
+        return f"modelled ({self._model.latency_s * 1e6:.0f} us, {self._model.bytes_per_s / 1e9:.2f} GB/s)"
+
+    def read(self, peer: str, copies: tuple[Copy, ...], *, deadline_s: float) -> Read:
+        flight = Flight(peer, copies, deadline_s, overdue=self._stop)
+        wire = self._wires.get(peer)
+        if wire is None:
+            flight.crash(PeerLost(f"{peer} is not connected: connect to its present incarnation first"))
+            return flight.read
+        try:
+            refuse_outside(copies, wire.source_bytes, self._region.num_bytes)
+        except (TransferError, ValueError) as error:
+            flight.crash(error)
+            return flight.read
+        self._flights[flight] = asyncio.get_running_loop().create_task(self._fly(flight, wire))
+        return flight.read
+
+    async def _fly(self, flight: Flight, wire: _Wire) -> None:
+        try:
+            async with wire.turn:
+                seconds = self._model.seconds(flight.num_bytes) if flight.copies else 0.0
+                await asyncio.sleep(seconds)
+                flight.land(seconds)
+        finally:
+            self._flights.pop(flight, None)
+            flight.settle()
+
+    def _stop(self, flight: Flight) -> None:
+        task = self._flights.pop(flight, None)
+        if task:
+            task.cancel()
+            flight.settle()  # a task cancelled before its first turn never reaches its own end
+
+    async def forget(self, peer: str) -> None:
+        self._wires.pop(peer, None)
+        for flight in [flight for flight in self._flights if flight.peer == peer]:
+            flight.fail(PeerLost(f"{peer} was given up while {flight.num_bytes} bytes were on their way"))
+            self._stop(flight)
+
+    async def close(self) -> None:
+        for peer in list(self._wires):
+            await self.forget(peer)

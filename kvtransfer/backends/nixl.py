@@ -1,0 +1,65 @@
+"""KV over NIXL on UCX: memory to memory between processes of one host (CMA), or over RDMA and NVLink.
+
+Reads only. A NIXL read cannot be cancelled: one that outlives its deadline stays quarantined until it is over, and
+past `quarantine_s` the whole agent is destroyed and made anew, because nothing less keeps late bytes out. Then
+`address` changes, and every peer must be connected again. UCX installs exit handlers that can crash a process on
+hosts with rdma-core: leave such a process by `os._exit` after `close`.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from kvtransfer.backends.flight import Flight
+from kvtransfer.backends.nixl_agent import NixlAddress, NixlAgent, load_nixl
+from kvtransfer.backends.nixl_pump import NixlPump
+from kvtransfer.errors import PeerLost
+from kvtransfer.ticket import HostIdentity, ShardAddress
+from kvtransfer.transport import Copy, Read, Region
+
+
+class NixlTransport:
+    """`Transport` over one NIXL agent. Raises `TransportUnavailable` when NIXL cannot work in this process."""
+
+    name = "nixl"
+
+    def __init__(self, region: Region, *, identity: HostIdentity, quarantine_s: float) -> None:
+        api = load_nixl()
+        self._flights: set[Flight] = set()
+        self._pump = NixlPump(lambda: NixlAgent(api, region, identity), region.num_bytes, quarantine_s)
+        try:
+            self._pump.submit(self._pump.start).result()
+        except BaseException:
+            self._pump.submit(self._pump.stop)
+            raise
+
+    def address(self) -> bytes:
+        return self._pump.address
+
+    async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:
+        address = NixlAddress.parse(dict(shard.transports)[self.name])
+        await self._launch(Flight(peer, (), deadline_s, self._pump.abandon), lambda f: self._pump.meet(f, address)).done
+        return await asyncio.wrap_future(self._pump.submit(lambda: self._pump.path(peer)))
+
+    def read(self, peer: str, copies: tuple[Copy, ...], *, deadline_s: float) -> Read:
+        return self._launch(Flight(peer, copies, deadline_s, self._pump.abandon), self._pump.read)
+
+    def _launch(self, flight: Flight, begin: Callable[[Flight], None]) -> Read:
+        self._flights.add(flight)
+        flight.read.settled.add_done_callback(lambda _: self._flights.discard(flight))
+        self._pump.submit(lambda: begin(flight))
+        return flight.read
+
+    async def forget(self, peer: str) -> None:
+        self._give_up([flight for flight in self._flights if flight.peer == peer])
+        await asyncio.wrap_future(self._pump.submit(lambda: self._pump.forget(peer)))
+
+    async def close(self) -> None:
+        if self._pump.thread.is_alive():
+            self._give_up(list(self._flights))
+            self._pump.submit(self._pump.stop)
+            await asyncio.to_thread(self._pump.thread.join)
+
+    def _give_up(self, flights: list[Flight]) -> None:
+        for flight in flights:
+            flight.fail(PeerLost(f"{flight.peer} was given up while {flight.num_bytes} bytes were on their way"))
+            self._pump.abandon(flight)

@@ -1,0 +1,240 @@
+"""One NIXL agent: a registration of the whole pool, the peers it met, and reads from them.
+
+Blocking and single-threaded: `kvtransfer.backends.nixl` calls it from one thread. An agent never changes its name or
+its registration; whoever wants a fence destroys it and makes another.
+"""
+
+import hashlib
+import importlib
+import os
+import uuid
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvtransfer.backends import ucx_report
+from kvtransfer.errors import PeerLost, PeerRefused, TransportUnavailable
+from kvtransfer.host import rdma_devices, read_process_memory
+from kvtransfer.ticket import HostIdentity
+from kvtransfer.transport import Copy, Region
+
+FRAME_VERSION = 1
+MODULES = ("nixl", "nixl_cu13", "nixl_cu12")  # the meta package first: it matches torch's CUDA version
+TASTE_BYTES = 64
+
+
+class NixlAddress(msgspec.Struct, frozen=True):
+    """What travels in a shard's address. NIXL trusts its metadata blindly, so ours says how long and what it is."""
+
+    version: int
+    metadata: bytes
+    metadata_digest: bytes
+    base: int
+    num_bytes: int
+    block_bytes: int
+    device: str
+    fabrics: tuple[str, ...]
+    identity: HostIdentity
+
+    @classmethod
+    def parse(cls, data: bytes) -> "NixlAddress":
+        try:
+            address = msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise PeerRefused(f"the peer's NIXL address cannot be read: {error}") from error
+        if address.version != FRAME_VERSION or hashlib.sha256(address.metadata).digest() != address.metadata_digest:
+            raise PeerRefused("the peer's NIXL address is damaged or of another version")
+        return address
+
+
+@dataclass(slots=True, eq=False)
+class Met:
+    """A peer that this agent knows: its agent's name and the prepared list of its blocks."""
+
+    name: str
+    address: NixlAddress
+    path: str
+    blocks: Any
+
+
+def load_nixl() -> ModuleType:
+    """The first NIXL that imports here. Raises `TransportUnavailable`."""
+    reasons = []
+    with ucx_report.environment():
+        for name in MODULES:
+            try:
+                return importlib.import_module(name + "._api")
+            except ImportError as error:
+                reasons.append(f"{name}: {error}")
+    raise TransportUnavailable("no NIXL module imports (pip install 'diptych[nixl]'): " + "; ".join(reasons))
+
+
+def fabrics(device: str) -> tuple[str, ...]:
+    """Fabrics beyond this host over which a one-sided read is safe."""
+    modules = os.environ.get("UCX_MODULES", "")
+    rdma = bool(rdma_devices()) and not (modules.startswith("^") and "ib" in modules[1:].split(","))
+    return (("rdma",) if rdma else ()) + (("cuda",) if device.startswith("cuda") else ())
+
+
+class NixlAgent:
+    """Owned by the transport's thread. `destroy` is the fence: afterwards no byte of an old read can land."""
+
+    def __init__(self, api: ModuleType, region: Region, identity: HostIdentity) -> None:
+        self._region = region
+        self._identity = identity
+        self._memory, self._device = ("DRAM", 0) if region.device == "cpu" else ("VRAM", _ordinal(region.device))
+        self.lost: type[Exception] = api.nixlBind.nixlRemoteDisconnectError
+        self._paths: dict[str, str] = {}
+        self._taste = np.zeros(TASTE_BYTES, np.uint8)
+        with ucx_report.environment():
+            config = api.nixl_agent_config(enable_prog_thread=True, backends=[])
+            self._agent: Any = api.nixl_agent(f"diptych-{uuid.uuid4().hex}", config)
+            self._agent.create_backend("UCX", {})
+        self._registered = [
+            self._agent.register_memory([(region.address, region.num_bytes, self._device, "")], self._memory),
+            self._agent.register_memory([(self._taste.ctypes.data, TASTE_BYTES, 0, "")], "DRAM"),
+        ]
+        size = region.layout.block_bytes
+        rows = _rows(region.address, size, region.num_blocks, self._device)
+        self._blocks: Any = self._agent.prep_xfer_dlist("", rows, mem_type=self._memory)
+
+    def address(self) -> bytes:
+        metadata = bytes(self._agent.get_agent_metadata())
+        return msgspec.msgpack.encode(
+            NixlAddress(
+                version=FRAME_VERSION,
+                metadata=metadata,
+                metadata_digest=hashlib.sha256(metadata).digest(),
+                base=self._region.address,
+                num_bytes=self._region.num_bytes,
+                block_bytes=self._region.layout.block_bytes,
+                device=self._region.device,
+                fabrics=fabrics(self._region.device),
+                identity=self._identity,
+            )
+        )
+
+    def meet(self, peer: str, address: NixlAddress) -> Met:
+        """Learn a peer's metadata, provided that a read cannot go over emulated TCP. Raises when there is no door."""
+        door_for(self._identity, self._region.device, address)
+        try:
+            name = self._agent.add_remote_agent(address.metadata).decode()
+            memory, device = ("DRAM", 0) if address.device == "cpu" else ("VRAM", _ordinal(address.device))
+            count = address.num_bytes // address.block_bytes
+            rows = _rows(address.base, address.block_bytes, count, device)
+            blocks = self._agent.prep_xfer_dlist(name, rows, mem_type=memory)
+        except self.lost as error:
+            raise PeerLost(f"{peer} was gone before we met it") from error
+        except Exception as error:
+            raise PeerRefused(f"NIXL does not take the metadata of {peer}: {error}") from error
+        return Met(name, address, "", blocks)
+
+    def taste(self, met: Met) -> Any:
+        """Start a tiny read of the peer's first bytes into memory of our own, so that UCX must choose a path."""
+        memory, device = ("DRAM", 0) if met.address.device == "cpu" else ("VRAM", _ordinal(met.address.device))
+        local = self._agent.get_xfer_descs([(self._taste.ctypes.data, TASTE_BYTES, 0)], mem_type="DRAM")
+        remote = self._agent.get_xfer_descs([(met.address.base, TASTE_BYTES, device)], mem_type=memory)
+        return self._agent.initialize_xfer("READ", local, remote, met.name, b"")
+
+    def judge(self, met: Met, said_before: int) -> str:
+        """The path in words, from what UCX reported during the taste. Raises when it would read over TCP."""
+        door = door_for(self._identity, self._region.device, met.address)
+        paths = ucx_report.read_paths(said_before)
+        if any(path.startswith("tcp") or "emulation" in path for path in paths):
+            raise TransportUnavailable(f"UCX would read over {', '.join(paths)}, which can crash the owner")
+        if paths:
+            self._paths[door] = f"UCX {', '.join(paths)} ({door})"
+        return self._paths.get(door, f"UCX ({door}; UCX did not report its path)")
+
+    def prepare(self, met: Met, copies: tuple[Copy, ...]) -> Any:
+        """A read's handle, not yet posted. Whole blocks go by index, anything else by address."""
+        size = self._region.layout.block_bytes
+        if size == met.address.block_bytes and all(
+            not (copy.source % size or copy.target % size or copy.num_bytes % size) for copy in copies
+        ):
+            sources = _indices([copy.source for copy in copies], copies, size)
+            targets = _indices([copy.target for copy in copies], copies, size)
+            return self._agent.make_prepped_xfer("READ", self._blocks, targets, met.blocks, sources, b"")
+        memory, device = ("DRAM", 0) if met.address.device == "cpu" else ("VRAM", _ordinal(met.address.device))
+        local = [(self._region.address + copy.target, copy.num_bytes, self._device) for copy in copies]
+        remote = [(met.address.base + copy.source, copy.num_bytes, device) for copy in copies]
+        return self._agent.initialize_xfer(
+            "READ",
+            self._agent.get_xfer_descs(local, mem_type=self._memory),
+            self._agent.get_xfer_descs(remote, mem_type=memory),
+            met.name,
+            b"",
+        )
+
+    def post(self, handle: Any) -> bool:
+        """Start it. True: the bytes are here already. Over CMA the whole copy happens in this call."""
+        return _over(self._agent.transfer(handle))
+
+    def poll(self, handle: Any) -> bool:
+        return _over(self._agent.check_xfer_state(handle))
+
+    def leave(self, met: Met) -> None:
+        """Forget a peer that has no read in flight."""
+        met.blocks.release()
+        self._agent.remove_remote_agent(met.name)
+
+    def destroy(self, met: list[Met], *, idle: bool) -> None:
+        """Let go of every reference. `idle`: nothing is in flight, so the memory can be deregistered in good order."""
+        for peer in met:
+            peer.blocks.release()
+        self._blocks.release()
+        if idle:
+            for registered in self._registered:
+                self._agent.deregister_memory(registered)
+        self._agent.agent = None
+        del self._agent, self._blocks
+
+
+def door_for(ours: HostIdentity, device: str, theirs: NixlAddress) -> str:
+    """Why a one-sided read is safe between the two. Raises `TransportUnavailable` when nothing makes it so."""
+    shared = sorted(set(fabrics(device)) & set(theirs.fabrics))
+    if shared:
+        return f"{' and '.join(shared)} on both sides"
+    them = theirs.identity
+    if not ours.boot_id or ours.boot_id != them.boot_id:
+        raise TransportUnavailable("another host, and no RDMA or CUDA fabric on both sides")
+    if ours.pid_namespace != them.pid_namespace:
+        raise TransportUnavailable("same host, but another pid namespace: no process may read the other's memory")
+    chosen = os.environ.get("UCX_TLS", "all")
+    names = chosen.lstrip("^").split(",")
+    if ("cma" in names) if chosen.startswith("^") else not {"all", "cma", "sm", "shm"} & set(names):
+        raise TransportUnavailable(f"UCX_TLS={chosen} forbids CMA: UCX would read over TCP")
+    try:
+        read_process_memory(them.pid, theirs.base, 1)
+    except OSError as error:
+        raise TransportUnavailable(f"same host, but CMA is not allowed: {error.strerror}") from error
+    return "same host"
+
+
+def _over(state: str) -> bool:
+    if state == "ERR":
+        raise RuntimeError("NIXL reports a failed transfer")
+    return state == "DONE"
+
+
+def _ordinal(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
+
+
+def _rows(base: int, size: int, count: int, device: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":
+    rows = np.empty((count, 3), np.uint64)  # [block, (address, length, device)]
+    rows[:, 0] = base + np.arange(count, dtype=np.uint64) * np.uint64(size)
+    rows[:, 1] = size
+    rows[:, 2] = device
+    return rows
+
+
+def _indices(offsets: list[int], copies: tuple[Copy, ...], size: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
+    runs = [
+        np.arange(offset // size, (offset + copy.num_bytes) // size, dtype=np.int32)
+        for offset, copy in zip(offsets, copies, strict=True)
+    ]
+    return np.concatenate(runs)

@@ -1,0 +1,212 @@
+"""KV over our own TCP sockets: the path that works between any two hosts.
+
+Taken whenever TCP is the only common fabric, because a one-sided read emulated over TCP can take the owner down with a
+dying reader. One connection and one thread for each owner we read from; the thread receives straight into the pool,
+outside the GIL and off the event loop. The fence is the socket: once it is cut and its thread has left the read,
+nothing can land.
+"""
+
+import asyncio
+import contextlib
+import queue
+import socket
+import threading
+import time
+from itertools import islice
+
+import msgspec
+
+from kvtransfer.backends import tcp_wire
+from kvtransfer.backends.flight import Flight, call_loop
+from kvtransfer.backends.tcp_owner import TcpOwner
+from kvtransfer.copies import refuse_outside
+from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout
+from kvtransfer.ticket import ShardAddress
+from kvtransfer.transport import Copy, Read, Region
+
+
+class TcpAddress(msgspec.Struct, frozen=True):
+    """What `TcpTransport.address` packs."""
+
+    host: str
+    port: int
+
+
+class TcpTransport:
+    """`Transport` over our own sockets. `host` is the address of ours that peers can reach."""
+
+    name = "tcp"
+
+    def __init__(self, region: Region, *, host: str, secret: bytes, incarnation: str) -> None:
+        self._region = region
+        self._host = host
+        self._secret = secret
+        self._owner = TcpOwner(region, host, secret, incarnation)
+        self._links: dict[str, _Link] = {}
+
+    def address(self) -> bytes:
+        return msgspec.msgpack.encode(TcpAddress(self._host, self._owner.port))
+
+    async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:
+        link = self._links.get(peer)
+        if link is None:
+            try:
+                address = msgspec.msgpack.decode(dict(shard.transports)[self.name], type=TcpAddress)
+            except msgspec.MsgspecError as error:
+                raise PeerRefused(f"{peer} sent no usable TCP address: {error}") from error
+            source_bytes = shard.num_blocks * shard.layout.block_bytes
+            link = self._links[peer] = _Link(peer, address, source_bytes, self._region, self._secret)
+        try:
+            await link.submit(Flight(peer, (), deadline_s, overdue=link.abandon)).done
+        except BaseException:
+            if self._links.get(peer) is link:
+                await self.forget(peer)
+            raise
+        return f"tcp {link.address.host}:{link.address.port}"
+
+    def read(self, peer: str, copies: tuple[Copy, ...], *, deadline_s: float) -> Read:
+        link = self._links.get(peer)
+        flight = Flight(peer, copies, deadline_s, overdue=link.abandon if link else None)
+        try:
+            if link is None:
+                raise PeerLost(f"{peer} is not connected: connect to its present incarnation first")
+            refuse_outside(copies, link.source_bytes, self._region.num_bytes)
+        except (TransferError, ValueError) as error:
+            flight.crash(error)
+            return flight.read
+        if not copies:
+            flight.land(0.0)
+            return flight.read
+        return link.submit(flight)
+
+    async def forget(self, peer: str) -> None:
+        link = self._links.pop(peer, None)
+        if link:
+            await link.close()
+
+    async def close(self) -> None:
+        for peer in list(self._links):
+            await self.forget(peer)
+        await asyncio.to_thread(self._owner.close)
+
+
+class _Link:
+    """The reader's end: one owner, one thread, one connection, dialled again after it broke.
+
+    `_lock` guards the moment at which a flight becomes the current one: a deadline must cut the socket only under
+    its own flight, never under the next.
+    """
+
+    def __init__(self, peer: str, address: TcpAddress, source_bytes: int, region: Region, secret: bytes) -> None:
+        self.address = address
+        self.source_bytes = source_bytes
+        self._peer = peer
+        self._region = region
+        self._secret = secret
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._flights: set[Flight] = set()
+        self._jobs: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._current: Flight | None = None
+        self._socket: socket.socket | None = None
+        threading.Thread(target=self._run, name=f"kv-tcp-read-{peer[:12]}", daemon=True).start()
+
+    def submit(self, flight: Flight) -> Read:
+        self._flights.add(flight)
+        flight.read.settled.add_done_callback(lambda _: self._flights.discard(flight))
+        self._jobs.put(flight)
+        return flight.read
+
+    def abandon(self, flight: Flight) -> None:
+        """Stop a flight: cut the socket under it, or never start it. The thread settles what it had begun."""
+        with self._lock:
+            flight.abandoned = True
+            if flight is self._current:
+                if self._socket:
+                    with contextlib.suppress(OSError):  # not connected yet: the dial has its own time limit
+                        self._socket.shutdown(socket.SHUT_RDWR)
+                return
+        flight.settle()
+
+    async def close(self) -> None:
+        for flight in tuple(self._flights):
+            flight.fail(PeerLost(f"{self._peer} was given up while {flight.num_bytes} bytes were on their way"))
+            self.abandon(flight)
+        self._jobs.put(None)
+        await asyncio.shield(self._ended)
+
+    def _run(self) -> None:
+        while (flight := self._jobs.get()) is not None:
+            with self._lock:
+                if flight.abandoned:
+                    continue
+                self._current = flight
+            begun = time.perf_counter()
+            error = self._attempt(flight)
+            with self._lock:
+                self._current = None
+            if error:
+                self._hang_up()
+                flight.post(flight.crash, error)
+            else:
+                flight.post(flight.land, time.perf_counter() - begun)
+        self._hang_up()
+        call_loop(self._loop, _resolve, self._ended)
+
+    def _attempt(self, flight: Flight) -> Exception | None:
+        """Fetch it. The thread outlives every failure: the error travels to whoever awaits the read."""
+        where = f"{self._peer} at {self.address.host}:{self.address.port}"
+        try:
+            link = self._socket or self._dial(flight)
+            self._fetch(link, flight)
+        except TimeoutError as error:
+            return TransferTimeout(f"{where} did not answer within {flight.deadline_s} s: {error}")
+        except OSError as error:
+            return PeerLost(f"{where} is gone: {error}; compute the prompt again or ask another owner")
+        except Exception as error:
+            return error
+        return None
+
+    def _dial(self, flight: Flight) -> socket.socket:
+        found = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, place = found[0]
+        link = socket.socket(family, kind, protocol)
+        with self._lock:
+            self._socket = link
+            link.settimeout(0.001 if flight.abandoned else flight.deadline_s)
+        link.connect(place)
+        tcp_wire.tune(link)
+        tcp_wire.greet_owner(link, self._secret, self._peer)
+        link.settimeout(None)  # from here on the event loop's deadline cuts the socket
+        return link
+
+    def _fetch(self, link: socket.socket, flight: Flight) -> None:
+        remaining = iter(flight.copies)
+        while batch := tuple(islice(remaining, tcp_wire.MAX_RANGES)):
+            if flight.abandoned:
+                raise ConnectionError("the read was given up")
+            tcp_wire.send_request(link, _ranges(batch))
+            tcp_wire.receive_data(link, [self._region.bytes(copy.target, copy.num_bytes) for copy in batch])
+
+    def _hang_up(self) -> None:
+        with self._lock:
+            link, self._socket = self._socket, None
+        if link:
+            link.close()
+
+
+def _ranges(copies: tuple[Copy, ...]) -> tcp_wire.Ranges:
+    """What to ask for: neighbours in the owner's pool become one range, however they scatter in ours."""
+    ranges: list[tuple[int, int]] = []
+    for copy in copies:
+        if ranges and sum(ranges[-1]) == copy.source:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + copy.num_bytes)
+        else:
+            ranges.append((copy.source, copy.num_bytes))
+    return tuple(ranges)
+
+
+def _resolve(ended: "asyncio.Future[None]") -> None:
+    if not ended.done():
+        ended.set_result(None)

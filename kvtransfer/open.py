@@ -1,0 +1,102 @@
+"""Which backends exist, which work here, and how they are opened: the one place that chooses.
+
+Everything else sees a `TransportSet`.
+"""
+
+from dataclasses import dataclass
+
+from kvtransfer.backends.memory import MemoryTransport, SharedMemory
+from kvtransfer.backends.modelled import LinkModel, ModelledTransport
+from kvtransfer.errors import TransportUnavailable
+from kvtransfer.host import host_identity
+from kvtransfer.links import BackendHealth, TransportSet
+from kvtransfer.probe import RESERVED_BLOCKS, stamp_probe_block
+from kvtransfer.transport import Region, Transport
+
+__all__ = [
+    "BACKENDS",
+    "RESERVED_BLOCKS",
+    "LinkModel",
+    "SharedMemory",
+    "TransportSet",
+    "host_identity",
+    "open_transports",
+    "stamp_probe_block",
+]
+
+BACKENDS = ("memory", "nixl", "tcp")  # what moves bytes, in order of preference
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """What a backend may ask for when it is opened."""
+
+    region: Region
+    incarnation: str
+    host: str
+    secret: bytes
+    quarantine_s: float
+    shared: SharedMemory | None
+    model: LinkModel | None
+
+
+def open_transports(
+    region: Region,
+    backends: tuple[str, ...] = BACKENDS,
+    *,
+    incarnation: str,
+    secret: bytes,
+    host: str,
+    quarantine_s: float = 60.0,
+    rank: int = 0,
+    shared: SharedMemory | None = None,
+    model: LinkModel | None = None,
+) -> TransportSet:
+    """Open `backends`, in this order of preference, over one rank's pool, and stamp its probe block.
+
+    `host` is our address that peers can reach; `quarantine_s` bounds how long an unfinished read may hold its target
+    blocks. A backend that cannot work here is left out, and `doctor` says why. `modelled` moves no bytes, so it
+    cannot be mixed with the others. Raises `TransportUnavailable` when nothing is left.
+    """
+    moves_bytes = "modelled" not in backends
+    if not moves_bytes and len(backends) > 1:
+        raise ValueError("the modelled backend moves no bytes: it cannot stand beside one that does")
+    opening = _Opening(region, incarnation, host, secret, quarantine_s, shared, model)
+    if moves_bytes and region.device == "cpu":
+        stamp_probe_block(region, incarnation)
+    opened: list[Transport] = []
+    health: list[BackendHealth] = []
+    for name in backends:
+        try:
+            opened.append(_open(name, opening))
+        except TransportUnavailable as error:
+            health.append(BackendHealth(name, False, str(error)))
+        else:
+            health.append(BackendHealth(name, True))
+    if not opened:
+        reasons = "; ".join(f"{each.backend}: {each.reason}" for each in health)
+        raise TransportUnavailable(f"no transport works here: {reasons}")
+    return TransportSet(region, rank, incarnation, tuple(opened), tuple(health), moves_bytes=moves_bytes)
+
+
+def _open(name: str, opening: _Opening) -> Transport:
+    region = opening.region
+    if name == "memory":
+        if opening.shared is None:
+            raise TransportUnavailable("no other worker shares this process")
+        return MemoryTransport(region, opening.shared)
+    if name == "modelled":
+        if opening.model is None:
+            raise TransportUnavailable("no link model was given")
+        return ModelledTransport(region, opening.model)
+    if name == "tcp":
+        from kvtransfer.backends.tcp import TcpTransport
+
+        if region.device != "cpu":
+            raise TransportUnavailable(f"the pool lies on {region.device}: sockets read host memory only")
+        return TcpTransport(region, host=opening.host, secret=opening.secret, incarnation=opening.incarnation)
+    if name == "nixl":
+        from kvtransfer.backends.nixl import NixlTransport
+
+        return NixlTransport(region, identity=host_identity(), quarantine_s=opening.quarantine_s)
+    raise ValueError(f"transport backend {name!r} is not one of {', '.join((*BACKENDS, 'modelled'))}")

@@ -1,0 +1,174 @@
+"""One prompt's KV from its owner to us: watch the watermark, read behind it, release the lease.
+
+    watch ──> more blocks ready ──> read them (a few reads at once) ─┐
+      ^──────────────────────────────────────────────────────────────┤
+                                   finished, all read ──> release ──> report
+
+Knows the order of things; knows no socket and frees no block: whoever owns the target blocks frees them when the reads
+that it handed out have settled, which may be after the pull failed or was cancelled.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from kvtransfer.errors import PeerRefused, TransferError
+from kvtransfer.ticket import LinkReport, Progress, TransferReport, TransferTicket
+from kvtransfer.transport import PullOrder, Read, ReadStats
+
+READS_AT_ONCE = 2  # one on the wire, one in the digest check
+LONGEST_WATCH_S = 10.0
+HEARTBEATS_PER_TTL = 3
+
+
+class LeaseClient(Protocol):
+    """What a pull needs of a `ControlClient`."""
+
+    async def watch(self, lease: str, epoch: int, have_blocks: int, timeout_s: float) -> Progress: ...
+
+    async def release(self, lease: str, epoch: int) -> None: ...
+
+
+async def pull(
+    client: LeaseClient,
+    reader: Callable[[PullOrder], Read],
+    ticket: TransferTicket,
+    target_blocks: tuple[int, ...],
+    *,
+    link: LinkReport,
+    read_timeout_s: float,
+    skip_blocks: int = 0,
+) -> TransferReport:
+    """Bring ticket.blocks[skip_blocks:] into `target_blocks`, pairwise; the first `skip_blocks` are here already.
+
+    Returns when every byte has arrived, its digest agreed, and the owner confirmed that the lease held to the end.
+    Raises a `TransferError` otherwise: then the target blocks hold nothing usable. On failure and on cancel the reads
+    in flight are left to settle. The lease is kept alive while reads run, and not released on failure.
+    """
+    wanted = len(ticket.blocks) - skip_blocks
+    if wanted < 0 or wanted != len(target_blocks):
+        raise ValueError(f"{len(target_blocks)} target blocks cannot take {wanted} of the ticket {ticket.lease}")
+    run = _Pull(client, reader, ticket, target_blocks, skip_blocks, read_timeout_s)
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    await run.follow()
+    await client.release(ticket.lease, ticket.epoch)
+    return TransferReport(
+        lease=ticket.lease,
+        transport=link.transport,
+        path=link.path,
+        num_blocks=wanted,
+        num_bytes=sum(stats.num_bytes for stats in run.landed),
+        num_reads=len(run.landed),
+        num_descriptors=sum(stats.num_descriptors for stats in run.landed),
+        reused_blocks=skip_blocks,
+        digests_verified=sum(stats.num_digests for stats in run.landed),
+        busy_s=run.busy_s,
+        digest_s=sum(stats.digest_seconds for stats in run.landed),
+        elapsed_s=loop.time() - begun,
+    )
+
+
+class _Pull:
+    """The state of one pull: what is ready, what is asked for, what has landed. Counts blocks of the ticket."""
+
+    def __init__(
+        self,
+        client: LeaseClient,
+        reader: Callable[[PullOrder], Read],
+        ticket: TransferTicket,
+        target_blocks: tuple[int, ...],
+        skip_blocks: int,
+        read_timeout_s: float,
+    ) -> None:
+        self._client = client
+        self._reader = reader
+        self._ticket = ticket
+        self._targets = target_blocks
+        self._skip = skip_blocks
+        self._read_timeout_s = read_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._ready = skip_blocks
+        self._asked = skip_blocks
+        self._digests: list[tuple[int, ...]] = []  # [shard][block - self._asked]
+        self._finished = skip_blocks == len(ticket.blocks)
+        self._flying: set[asyncio.Future[ReadStats]] = set()
+        self._busy_since = 0.0
+        self.busy_s = 0.0
+        self.landed: list[ReadStats] = []
+
+    async def follow(self) -> None:
+        """Watch and read until all blocks are here."""
+        watch: asyncio.Task[Progress] | None = None
+        ttl_s = self._ticket.ttl_s
+        beat = self._loop.time()
+        try:
+            while self._asked < len(self._ticket.blocks) or self._flying:
+                period_s = min(LONGEST_WATCH_S, ttl_s / HEARTBEATS_PER_TTL)
+                due_s = beat + period_s - self._loop.time() if self._finished else 0.0
+                if watch is None and due_s <= 0:
+                    beat = self._loop.time()
+                    watch = self._loop.create_task(self._watch(period_s))
+                waiting: set[asyncio.Future[ReadStats] | asyncio.Task[Progress]] = {*self._flying}
+                if watch:
+                    waiting.add(watch)
+                await asyncio.wait(waiting, timeout=None if watch else due_s, return_when=asyncio.FIRST_COMPLETED)
+                self._collect()
+                if watch and watch.done():
+                    ttl_s = self._take(watch.result())
+                    watch = None
+                self._ask()
+        finally:
+            if watch:
+                watch.cancel()
+                watch.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the first error counts
+
+    async def _watch(self, timeout_s: float) -> Progress:
+        return await self._client.watch(self._ticket.lease, self._ticket.epoch, self._ready, timeout_s)
+
+    def _take(self, progress: Progress) -> float:
+        """Move the watermark and keep the new digests; answers the lease's time to live."""
+        fresh = progress.ready_blocks - self._ready
+        total = len(self._ticket.blocks)
+        if progress.first_block > self._ready or progress.ready_blocks > total:
+            raise PeerRefused(
+                f"{self._ticket.lease}: the owner reports blocks {progress.first_block}..{progress.ready_blocks} of "
+                f"{total} when asked from {self._ready} on"
+            )
+        if progress.finished and progress.ready_blocks < total:
+            raise TransferError(
+                f"{self._ticket.lease}: the owner stopped after {progress.ready_blocks} of {total} blocks"
+            )
+        if fresh > 0:
+            known = self._ready - progress.first_block
+            new = [shard[known : known + fresh] for shard in progress.digests]
+            if any(len(shard) != fresh for shard in new) or (self._digests and len(new) != len(self._digests)):
+                raise PeerRefused(f"{self._ticket.lease}: the owner sent no digests for some of its blocks")
+            self._digests = [old + added for old, added in zip(self._digests or [()] * len(new), new, strict=True)]
+            self._ready = progress.ready_blocks
+        self._finished = progress.finished
+        return progress.ttl_s
+
+    def _ask(self) -> None:
+        """Start one read of all that is ready, if there is room for a read."""
+        if self._asked == self._ready or len(self._flying) >= READS_AT_ONCE:
+            return
+        order = PullOrder(
+            peer=self._ticket.owner.incarnation,
+            source_blocks=self._ticket.blocks[self._asked : self._ready],
+            target_blocks=self._targets[self._asked - self._skip : self._ready - self._skip],
+            digests=tuple(self._digests),
+            deadline_s=self._read_timeout_s,
+        )
+        if not self._flying:
+            self._busy_since = self._loop.time()
+        self._flying.add(self._reader(order).done)
+        self._asked, self._digests = self._ready, []
+
+    def _collect(self) -> None:
+        """Take in the reads that ended. Raises the first failure."""
+        for done in [done for done in self._flying if done.done()]:
+            self._flying.discard(done)
+            self.landed.append(done.result())
+            if not self._flying:
+                self.busy_s += self._loop.time() - self._busy_since

@@ -1,0 +1,127 @@
+"""Real pools, owners in a second process, and readers that can be killed: what the transfer tests are made of."""
+
+import asyncio
+import multiprocessing as mp
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from kvtransfer.host import host_identity
+from kvtransfer.layout import KVLayout
+from kvtransfer.links import TransportSet
+from kvtransfer.open import open_transports
+from kvtransfer.ticket import PeerAddress
+from kvtransfer.transport import Copy, Region
+
+SECRET = b"the secret of the test cluster"
+LAYOUT = KVLayout("test-model", num_layers=4, num_kv_heads=2, head_dim=16, block_size=16)  # 16 KiB blocks
+LARGE = KVLayout("test-model", num_layers=8, num_kv_heads=4, head_dim=64, block_size=64)  # 1 MiB blocks
+NUM_BLOCKS = 64
+
+
+def block_bytes_of(block: int, layout: KVLayout = LAYOUT) -> bytes:
+    """What an owner's block holds in these tests."""
+    return np.random.default_rng(block).bytes(layout.block_bytes)
+
+
+def make_region(layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS, *, filled: bool = False) -> Region:
+    array = np.zeros(num_blocks * layout.block_bytes, np.uint8)
+    region = Region(layout, num_blocks, array.ctypes.data, array)
+    if filled:
+        for block in range(num_blocks):
+            region.bytes(block * layout.block_bytes, layout.block_bytes)[:] = block_bytes_of(block, layout)
+    return region
+
+
+def block_of(region: Region, block: int) -> bytes:
+    size = region.layout.block_bytes
+    return bytes(region.bytes(block * size, size))
+
+
+def whole_blocks(*pairs: tuple[int, int], size: int = LAYOUT.block_bytes) -> tuple[Copy, ...]:
+    """One unmerged copy for each (source block, target block)."""
+    return tuple(Copy(source * size, target * size, size) for source, target in pairs)
+
+
+def open_set(region: Region, backends: tuple[str, ...], incarnation: str, **options: Any) -> TransportSet:
+    options = {"secret": SECRET, "host": "127.0.0.1", "incarnation": incarnation, **options}
+    return open_transports(region, backends, **options)
+
+
+def address_of(opened: TransportSet, incarnation: str) -> PeerAddress:
+    return PeerAddress("worker-" + incarnation, incarnation, "127.0.0.1", 0, host_identity(), (opened.shard(),))
+
+
+@dataclass
+class Child:
+    """A process of ours: `ask` it things, `end` it."""
+
+    process: Any
+    pipe: Connection
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def ask(self, *request: object) -> Any:
+        self.pipe.send(request)
+        return self.hear()
+
+    def hear(self) -> Any:
+        assert self.pipe.poll(30), "the child process does not answer"
+        return self.pipe.recv()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def start(target: Any, *arguments: object) -> Child:
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    return Child(process, ours)
+
+
+def start_owner(
+    backend: str, incarnation: str, layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS
+) -> tuple[Child, PeerAddress]:
+    child = start(own, backend, incarnation, layout, num_blocks)
+    return child, child.hear()
+
+
+def own(pipe: Connection, backend: str, incarnation: str, layout: KVLayout, num_blocks: int) -> None:
+    """An owner: opens its pool and sends its address, then answers until the pipe closes."""
+    region = make_region(layout, num_blocks, filled=True)
+    opened = open_set(region, (backend,), incarnation)
+    pipe.send(address_of(opened, incarnation))
+    while True:
+        try:
+            request = pipe.recv()
+        except EOFError:
+            return
+        if request == ("damage",):
+            region.bytes()[5 * layout.block_bytes + 7] ^= 1
+        pipe.send("alive")
+
+
+def read_for_ever(pipe: Connection, backend: str, peer: PeerAddress) -> None:
+    """A reader that reads until it is killed; says when it has begun."""
+    asyncio.run(_read_for_ever(pipe, backend, peer))
+
+
+async def _read_for_ever(pipe: Connection, backend: str, peer: PeerAddress) -> None:
+    layout, count = peer.shards[0].layout, peer.shards[0].num_blocks
+    region = make_region(layout, count)
+    opened = open_set(region, (backend,), "reader-to-die")
+    await opened.connect(peer)
+    transport = opened._transports[0]
+    pairs = [(block, count + 1 - block) for block in range(2, count)]
+    copies = whole_blocks(*pairs, size=layout.block_bytes)
+    pipe.send("reading")
+    while True:
+        await transport.read(peer.incarnation, copies, deadline_s=30).done
