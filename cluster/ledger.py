@@ -42,9 +42,9 @@ class LatencyLedger:
 class Stopwatch:
     """Laps of one request. Owned by its dispatcher coroutine."""
 
-    def __init__(self, now_ns: Callable[[], int]) -> None:
+    def __init__(self, now_ns: Callable[[], int], started_ns: int | None = None) -> None:
         self._now_ns = now_ns
-        self._started = self._mark = now_ns()
+        self._started = self._mark = now_ns() if started_ns is None else started_ns
         self._parts: dict[str, int] = {}
         self._first: dict[str, int] | None = None
         self._first_ns = 0

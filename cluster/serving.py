@@ -1,18 +1,31 @@
-"""Composition: a specification becomes a running cluster. The one place that joins runtime, controller and doors.
+"""Composition: a specification becomes a running cluster, with its doors open.
 
-Knows who is built in which order and who closes whom; knows no scheduling and no wire format.
+The one place that puts runtime, controller, dispatchers and doors together. Knows who is built in which order and who
+closes whom; knows no scheduling and no wire format.
 """
 
+import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from cluster.controller import Controller
+from cluster.dispatcher import Dispatcher
 from cluster.events import Event
+from cluster.members import Membership
+from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
 from cluster.spec import ClusterSpec
-from cluster.view import ClusterView, ModelView
+from cluster.view import ClusterView, ModelView, WorkerState
 from workers.request import Request
 
+logger = logging.getLogger(__name__)
+
 Progress = Callable[[str], None]
+
+KEEP_ALIVE_S = 2.0
+ORPHAN_AFTER_S = 20.0  # a cluster whose server vanished without a word stops by itself
+CLOSE_GRACE_S = 2.0
 
 
 class RequestDispatcher(Protocol):
@@ -24,8 +37,7 @@ class RequestDispatcher(Protocol):
         """Run one request. Closing the iterator, or cancelling the task that waits on it, cancels it on both workers.
 
         `deadline_s` counts from now. `arrived_ns` (of `time.monotonic_ns`) is when the gateway took the request; the
-        ledger begins there.
-        Errors: `cluster.events`.
+        ledger begins there. Errors: `cluster.events`.
         """
         ...
 
@@ -69,3 +81,166 @@ class Door(Protocol):
 
 
 DoorFactory = Callable[[GatewayContext], Door]
+
+
+class GatewayService:
+    """One gateway process: a dispatcher behind a door."""
+
+    def __init__(
+        self, name: str, spec: ClusterSpec, model: ModelView, controller: ServiceHandle, door: DoorFactory
+    ) -> None:
+        async def watch_members(revision: int, timeout_s: float) -> Membership:
+            membership: Membership = await controller.call("members", revision, timeout_s, timeout_s=timeout_s + 5.0)
+            return membership
+
+        self._dispatcher = Dispatcher(spec, model, watch_members, name)
+        self._door = door(GatewayContext(name, spec, model, self._dispatcher))
+
+    async def open(self) -> str:
+        await self._dispatcher.start()
+        return await self._door.open()
+
+    async def view(self) -> ClusterView:
+        return self._dispatcher.view
+
+    async def close(self, grace_s: float) -> None:
+        await self._door.close(grace_s)
+        await self._dispatcher.close()
+
+
+class Serving:
+    """A running cluster. Owned by whoever called `serve`; `close` takes everything down."""
+
+    def __init__(self, spec: ClusterSpec, runtime: Runtime) -> None:
+        self.spec = spec
+        self.runtime = runtime
+        self.endpoints: list[str] = []
+        self._controller: ServiceHandle | None = None
+        self._gateways: list[ServiceHandle] = []
+        self._keeping: asyncio.Task[None] | None = None
+        self._closed = asyncio.Event()
+
+    @property
+    def endpoint(self) -> str:
+        return self.endpoints[0]
+
+    async def view(self) -> ClusterView:
+        """What the first gateway sees."""
+        view: ClusterView = await self._gateways[0].call("view")
+        return view
+
+    async def wait_closed(self) -> None:
+        """Until `close`, or until the controller is gone for good."""
+        await self._closed.wait()
+
+    async def open(self, door: DoorFactory, progress: Progress) -> None:
+        spec = self.spec
+        orphan_after_s = ORPHAN_AFTER_S if self.runtime.name == "ray" else None
+        self._controller = await self.runtime.start_service(
+            "controller", make_controller, spec, self.runtime, orphan_after_s
+        )
+        await self._controller.call("begin")
+        self._keeping = asyncio.ensure_future(self._keep_alive())
+        replicas = sum(pool.replicas for pool in spec.pools)
+        progress(f"starting {replicas} worker{'s' * (replicas != 1)}: loading {spec.model}")
+        model = await self._ready(progress)
+        for index in range(spec.gateway.replicas):
+            name = f"gateway-{index}"
+            gateway = await self.runtime.start_service(name, GatewayService, name, spec, model, self._controller, door)
+            self._gateways.append(gateway)
+            self.endpoints.append(await gateway.call("open"))
+        for link in (await self.view()).links:
+            progress(
+                f"{link.owner} -> {link.reader}: {link.transport}, {link.path}, "
+                f"{link.bytes_per_s / 1e9:.2f} GB/s, {link.latency_s * 1e6:.0f} us"
+            )
+
+    async def _ready(self, progress: Progress) -> ModelView:
+        """Wait for the workers, telling each one's state as it changes."""
+        controller = self._controller
+        assert controller is not None
+        deadline_s = asyncio.get_running_loop().time() + self.spec.health.start_timeout_s
+        told: dict[str, WorkerState] = {}
+        while True:
+            model: ModelView | None = await controller.call("ready", 1.0)
+            membership: Membership = await controller.call("members", 0, 1.0)
+            for member in membership.members:
+                if told.get(member.view.name) is not member.view.state:
+                    told[member.view.name] = member.view.state
+                    detail = member.view.detail or (f"pid {member.view.pid}" if member.view.pid else "")
+                    progress(f"{member.view.name}: {member.view.state.value}{f' ({detail})' if detail else ''}")
+            if model is not None:
+                return model
+            if asyncio.get_running_loop().time() > deadline_s:
+                waiting = ", ".join(name for name, state in told.items() if state is not WorkerState.READY)
+                raise RuntimeUnavailable(
+                    f"{waiting} not ready within health.start_timeout_s ({self.spec.health.start_timeout_s:.0f} s)"
+                )
+
+    async def _keep_alive(self) -> None:
+        assert self._controller is not None
+        silent_since: float | None = None
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                await self._controller.call("keep_alive")
+                silent_since = None
+            except WorkerGone as error:
+                silent_since = silent_since or loop.time()
+                if loop.time() - silent_since > ORPHAN_AFTER_S:
+                    logger.error("the controller is gone: %s", error)
+                    self._closed.set()
+                    return
+            await asyncio.sleep(KEEP_ALIVE_S)
+
+    async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
+        """Doors first, then workers, then the controller. What does not answer is killed."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+        await asyncio.gather(*(self._end(gateway, "close", grace_s) for gateway in self._gateways))
+        if self._controller is not None:
+            await self._end(self._controller, "stop")
+        await self.runtime.close()
+        self._closed.set()
+
+    async def _end(self, service: ServiceHandle, method: str, *args: Any) -> None:
+        try:
+            await service.call(method, *args, timeout_s=3 * CLOSE_GRACE_S)
+        except WorkerGone as error:
+            logger.warning("a service did not close in time: %s", error)
+        await self.runtime.stop_service(service)
+
+
+def make_controller(spec: ClusterSpec, runtime: Runtime, orphan_after_s: float | None) -> Controller:
+    return Controller(spec, runtime, orphan_after_s=orphan_after_s)
+
+
+async def serve(
+    spec: ClusterSpec, *, door: DoorFactory, runtime: str | Runtime = "ray", progress: Progress = lambda line: None
+) -> Serving:
+    """Bring a cluster up. On any error everything that was started is taken down again.
+
+    Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
+    """
+    serving = Serving(spec, await open_runtime(spec, runtime, progress))
+    try:
+        await serving.open(door, progress)
+    except BaseException:
+        await serving.close(0.0)
+        raise
+    return serving
+
+
+async def open_runtime(spec: ClusterSpec, runtime: str | Runtime, progress: Progress) -> Runtime:
+    """The runtime of this name; "ray" joins the cluster of RAY_ADDRESS, or starts one here."""
+    if not isinstance(runtime, str):
+        return runtime
+    if runtime == "local":
+        from cluster.runtime.local import LocalRuntime
+
+        return LocalRuntime()
+    if runtime == "ray":
+        from cluster.runtime.ray import open_ray
+
+        return await open_ray(spec, progress)
+    raise RuntimeUnavailable(f"runtime {runtime!r} is neither ray nor local")

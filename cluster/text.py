@@ -4,7 +4,7 @@ stop string wherever the tokens' borders lie.
 Pure but for the tokenizer it is handed; knows no cluster and no wire.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,11 +26,11 @@ class Detokenizer(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What a gateway needs of a model's tokenizer. `encode_chat` raises `InvalidRequest` when messages do not fit."""
+    """What a gateway needs of a model's tokenizer (`workers.tokenizer` has it). Raises `InvalidRequest`."""
 
     def encode(self, text: str) -> Sequence[int]: ...
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]: ...
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]: ...
 
     def detokenizer(self) -> Detokenizer: ...
 
@@ -84,7 +84,9 @@ class ChatPrompt:
             if not role or not content:
                 missing = "role" if not role else "content"
                 raise InvalidRequest(f"prompt.chat.messages[{index}].{missing}", "is empty; every message needs both")
-        return tuple(tokenizer.encode_chat(self.messages))
+        return tuple(
+            tokenizer.apply_chat_template([{"role": role, "content": content} for role, content in self.messages])
+        )
 
 
 GenerationInput = TextPrompt | TokenPrompt | ChatPrompt

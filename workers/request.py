@@ -113,11 +113,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class LegTiming:
-    """Durations of one leg on its worker's clock. They follow one another without a gap.
+    """Durations of one leg on its worker's clock, up to now. They follow one another without a gap.
 
     To the first token of a prompt computed here: `queue_s` arrival to first step, `compute_s` first step to token.
-    From there to the last token of the same leg: `compute_s` alone.
-    Decode leg: `wait_s` decode call to KV arrival, `queue_s` to its first step, `compute_s` to its last token.
+    After it, in the same leg: `compute_s` alone, counted from that token.
+    Decode leg: `wait_s` decode call to KV arrival, `queue_s` to its first step, `compute_s` to its newest token.
     """
 
     wait_s: float
@@ -127,17 +127,18 @@ class LegTiming:
 
 @dataclass(frozen=True, slots=True)
 class TokensOut:
-    """Tokens that one sequence got in one step. `first_position` counts output tokens from 0, over all attempts.
+    """New tokens of one sequence. `first_position` counts output tokens from 0, over all attempts.
 
-    `timing` comes with the first token of a prompt computed here and with the last token of any leg.
+    `prefilled`: the first token of a prompt that this worker computed; `timing` then is that of the prefill.
     """
 
     key: str
     first_position: int
     tokens: tuple[int, ...]
+    timing: LegTiming
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
-    timing: LegTiming | None = None
+    prefilled: bool = False
     cached_tokens: int = 0
 
 
@@ -171,10 +172,14 @@ Output = TokensOut | TicketOut | FetchedOut | FailedOut
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """All that one worker has to say to one subscriber after one step (or, when idle, as a heartbeat)."""
+    """All that one worker has to say to one subscriber since the last bundle; when idle, a heartbeat.
+
+    `number` counts a subscriber's bundles from 1. The next poll acknowledges it; until then it is sent again.
+    """
 
     worker: str
     incarnation: str
+    number: int
     outputs: tuple[Output, ...]
     stats: WorkerStats
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvtransfer.ticket import PeerAddress
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
@@ -24,3 +26,26 @@ class WorkerStats:
     step_s: float = 0.0  # moving average of the latest steps
     preemptions: int = 0
     expired_leases: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Who a worker is, told once it is ready. `capacity_tokens`: the longest sequence it can hold."""
+
+    name: str
+    pool: str
+    node: str
+    pid: int
+    peer: PeerAddress
+    model: str
+    model_folder: str
+    context_length: int
+    vocab_size: int
+    capacity_tokens: int
+    memory_bytes: int
+    transports: tuple[str, ...]
+    notes: tuple[str, ...] = ()  # such as why a backend is not there
+
+    @property
+    def incarnation(self) -> str:
+        return self.peer.incarnation

@@ -218,7 +218,8 @@ class Engine:
                 tokens=(token,),
                 logprobs=(logprobs,) if logprobs is not None else (),
                 finish=finish,
-                timing=self._timing(sequence, now_s) if ended or first else None,
+                timing=self._timing(sequence, now_s),
+                prefilled=first,
                 cached_tokens=sequence.cached_tokens,
             )
         )

@@ -1,0 +1,205 @@
+"""One attempt at a request on chosen workers: the way from reservation to last token, as one coroutine.
+
+    split       reserve(D) ─> prefill(P) ─ ticket ─> fetch(D) ─ first token ─> decode(D) ─ tokens ─>
+    colocated   generate(W) ─ tokens ─>
+
+Whatever goes wrong raises `AttemptFailed` (another attempt may do) or lets a caller's error through; whatever is still
+held on either side is released behind. Knows no policy.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from cluster.events import Rejected, Unservable
+from cluster.ledger import Stopwatch
+from cluster.line import Heard, Inbox, Line, LineLost
+from cluster.runtime.interface import WorkerGone
+from kvtransfer.ticket import TransferReport
+from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError
+from workers.request import FailedOut, FetchedOut, FinishReason, LegTiming, Request, TicketOut, TokensOut
+
+CANCEL_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
+
+
+class AttemptFailed(Exception):
+    """This attempt is over without a finish; `worker` is where it failed."""
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(worker, reason)
+        self.worker = worker
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.worker}: {self.reason}"
+
+
+class Attempt:
+    """Owned by its dispatcher coroutine. `prefill` and `decode` are one line when colocated."""
+
+    def __init__(
+        self,
+        request: Request,
+        prefill: Line,
+        decode: Line,
+        watch: Stopwatch,
+        tokens: Callable[[TokensOut], None],
+        background: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._request = request
+        self._prefill = prefill
+        self._decode = decode
+        self._watch = watch
+        self._tokens = tokens
+        self._background = background
+        self._inbox: Inbox = asyncio.Queue()
+        self._held: dict[str, Line] = {}  # lines on which something of ours may still be held
+        self._latest: LegTiming | None = None
+        self._first_came = False
+        self.transfer: TransferReport | None = None
+        self.cached_tokens = 0
+        self.phase = "reserve"
+
+    # ---- the two ways ------------------------------------------------------------------------------------------
+
+    async def reserve(self, timeout_s: float) -> None:
+        """Split only: have the decode worker promise blocks. Raises `Rejected` when it has no room in time."""
+        self._hold(self._decode)
+        try:
+            await self._call(self._decode, self._decode.handle.reserve(self._request, timeout_s))
+        except Overloaded as error:
+            self._watch.lap("reserve")
+            raise Rejected(f"{self._decode.name}: {error}", error.retry_after_s) from None
+        self._watch.lap("reserve")
+
+    async def run(self) -> FinishReason:
+        """To the last token."""
+        self.phase = "prefill"
+        self._hold(self._prefill)
+        handle = self._prefill.handle
+        split = self._prefill is not self._decode
+        try:
+            await self._call(self._prefill, handle.prefill(self._request) if split else handle.generate(self._request))
+        except Overloaded as error:
+            raise Rejected(f"{self._prefill.name}: {error}", error.retry_after_s) from None
+        while True:
+            heard = await self._inbox.get()
+            finish = await self._take(heard)
+            if finish is not None:
+                return finish
+
+    async def _take(self, heard: Heard) -> FinishReason | None:
+        output = heard.output
+        if isinstance(output, LineLost):
+            if heard.worker not in self._held:
+                return None  # it had done its part
+            raise AttemptFailed(heard.worker, f"the worker was lost ({output.reason})")
+        if isinstance(output, FailedOut):
+            raise AttemptFailed(heard.worker, output.reason)
+        if isinstance(output, TicketOut):
+            await self._call(self._decode, self._decode.handle.fetch(output.key, output.ticket))
+            return None
+        if isinstance(output, FetchedOut):
+            self.transfer = output.report
+            self.phase = "decode" if self._first_came else "prefill"
+            self._release_prefill_when_done()
+            return None
+        return await self._take_tokens(output)
+
+    async def _take_tokens(self, output: TokensOut) -> FinishReason | None:
+        self._latest = output.timing
+        if output.prefilled:
+            self._first_came = True
+            self.cached_tokens = output.cached_tokens
+            self.close_lap()
+            self.phase = "decode" if self.transfer or self._prefill is self._decode else "transfer"
+            self._latest = None
+        self._tokens(output)
+        if output.finish is not None:
+            if not output.prefilled:
+                self.close_lap()
+            if not output.prefilled or self._prefill is self._decode:
+                self._held.pop(self._decode.name, None)
+            return output.finish
+        if output.prefilled and self._prefill is not self._decode:
+            await self._call(self._decode, self._decode.handle.decode(output.key, output.tokens[-1]))
+            self._release_prefill_when_done()
+        return None
+
+    def _release_prefill_when_done(self) -> None:
+        """Bytes and first token are both here: the prefill side holds nothing of ours, and may die in peace."""
+        if self.transfer is not None and self._first_came:
+            self._held.pop(self._prefill.name, None)
+            self._prefill.leave(self._request.key)
+
+    # ---- the books ---------------------------------------------------------------------------------------------
+
+    def close_lap(self) -> None:
+        """Book the time since the last lap, divided as the worker measured it."""
+        timing = self._latest
+        if self.phase in ("reserve", "prefill") and not self._first_came:
+            self._watch.lap("reserve" if self.phase == "reserve" else "prefill_wire")
+        elif self.phase == "prefill":
+            assert timing is not None, "a first token always carries its timing"
+            parts = (("prefill_queue", timing.queue_s), ("prefill_compute", timing.compute_s))
+            self._watch.lap("prefill_wire", parts)
+            self._watch.first_token()
+        elif timing is None:
+            self._watch.lap("decode_wire")
+        else:
+            self._watch.lap(
+                "decode_wire",
+                (
+                    ("transfer_wait", timing.wait_s),
+                    ("decode_queue", timing.queue_s),
+                    ("decode_compute", timing.compute_s),
+                ),
+            )
+
+    # ---- calls and release -------------------------------------------------------------------------------------
+
+    def _hold(self, line: Line) -> None:
+        if line.name not in self._held:
+            self._held[line.name] = line
+            tokens = self._request.num_tokens if line is self._prefill else 0
+            line.join(self._request.key, self._inbox, tokens)
+
+    async def _call(self, line: Line, call: Coroutine[Any, Any, T]) -> T:
+        """A call that fails with its worker, or outlives it, fails the attempt; a caller's mistake is the caller's."""
+        calling, ended = asyncio.ensure_future(call), asyncio.ensure_future(line.ended.wait())
+        try:
+            await asyncio.wait({calling, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                raise AttemptFailed(line.name, f"the worker was lost ({line.lost})")
+            return calling.result()
+        except (WorkerGone, WorkerClosed, UnknownSequence) as error:
+            raise AttemptFailed(line.name, f"{type(error).__name__}: {error}") from None
+        except InvalidRequest as error:
+            raise Unservable(str(error)) from None
+        except Overloaded:
+            raise
+        except WorkerError as error:
+            raise AttemptFailed(line.name, str(error)) from None
+        finally:
+            calling.cancel()
+            ended.cancel()
+
+    def release(self) -> None:
+        """Let both sides drop what they still hold; does not wait."""
+        for line in (self._prefill, self._decode):
+            line.leave(self._request.key)
+        for line in self._held.values():
+            if line.lost is None:
+                self._background(_cancel(line, self._request.key))
+        self._held.clear()
+
+
+async def _cancel(line: Line, key: str) -> None:
+    """Best effort: a worker that cannot be told has died, or will drop us as a silent subscriber."""
+    try:
+        async with asyncio.timeout(CANCEL_TIMEOUT_S):
+            await line.handle.cancel(key)
+    except (WorkerGone, WorkerError, TimeoutError):
+        return

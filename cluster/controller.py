@@ -1,0 +1,142 @@
+"""The controller: which workers there shall be, which there are, and which pairs may move KV.
+
+It keeps every replica alive, introduces new workers to their peers (preflight), and publishes the membership as a
+long poll. Requests do not pass through it: gateways go on with the last membership while it is away.
+"""
+
+import asyncio
+import logging
+import secrets
+
+from cluster.members import Member, Membership
+from cluster.pool import Keeper
+from cluster.runtime.interface import Runtime, WorkerGone, WorkerHandle, WorkerOrder
+from cluster.spec import ClusterSpec, PoolSpec, Role
+from cluster.view import ModelView, WorkerState
+from kvtransfer.errors import TransferError
+from kvtransfer.ticket import LinkReport
+from workers.config import WorkerConfig
+from workers.errors import WorkerError
+from workers.stats import WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2.0
+
+
+class Controller:
+    """One for each cluster. Owns the keepers."""
+
+    def __init__(self, spec: ClusterSpec, runtime: Runtime, *, orphan_after_s: float | None = None) -> None:
+        self._spec = spec
+        self._runtime = runtime
+        self._secret = secrets.token_hex(16)
+        self._revision = 0
+        self._links: dict[tuple[str, str], LinkReport] = {}  # (owner, reader)
+        self._changed = asyncio.Event()
+        self._introducing = asyncio.Lock()
+        self._orphan_after_s = orphan_after_s
+        self._orphan_timer: asyncio.TimerHandle | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._keepers = [
+            Keeper(pool, self._order(pool, index), runtime, spec.health.start_timeout_s, self._introduce, self._bump)
+            for pool in spec.pools
+            for index in range(pool.replicas)
+        ]
+
+    async def begin(self) -> None:
+        """Start all workers; does not wait for them."""
+        for keeper in self._keepers:
+            keeper.begin()
+        await self.keep_alive()
+
+    async def keep_alive(self) -> None:
+        """Whoever serves this cluster calls in; when it has been away for `orphan_after_s`, everything is stopped."""
+        if self._orphan_timer is not None:
+            self._orphan_timer.cancel()
+        if self._orphan_after_s is not None:
+            self._orphan_timer = asyncio.get_running_loop().call_later(self._orphan_after_s, self._orphaned)
+
+    def _orphaned(self) -> None:
+        logger.warning("nobody has called in for %.0f s: the cluster is stopped", self._orphan_after_s or 0.0)
+        self._stopping = asyncio.ensure_future(self.stop())
+
+    async def stop(self) -> None:
+        """End every worker."""
+        if self._orphan_timer is not None:
+            self._orphan_timer.cancel()
+        await asyncio.gather(*(keeper.end(STOP_GRACE_S) for keeper in self._keepers))
+
+    async def ready(self, timeout_s: float) -> ModelView | None:
+        """The model's facts once every worker is ready, None when that takes longer.
+
+        Raises what made a worker impossible (`ModelError`, `RuntimeUnavailable`).
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not all(keeper.view.state is WorkerState.READY for keeper in self._keepers):
+                    for keeper in self._keepers:
+                        if keeper.fatal is not None:
+                            raise keeper.fatal
+                    await self._changed.wait()
+        except TimeoutError:
+            return None
+        infos = [keeper.info for keeper in self._keepers if keeper.info is not None]
+        return self._model(infos[0])
+
+    def _model(self, info: WorkerInfo) -> ModelView:
+        return ModelView(self._spec.model, info.model_folder, info.context_length, info.vocab_size)
+
+    async def members(self, revision: int, timeout_s: float) -> Membership:
+        """The membership once it is newer than `revision`, or as it is after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._revision <= revision:
+                    await self._changed.wait()
+        except TimeoutError:
+            pass  # unchanged is an answer too
+        members = tuple(Member(keeper.view, keeper.handle) for keeper in self._keepers)
+        return Membership(self._revision, members, tuple(self._links.values()))
+
+    def _bump(self) -> None:
+        self._revision += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _order(self, pool: PoolSpec, index: int) -> WorkerOrder:
+        config = WorkerConfig(
+            name=f"{pool.name}-{index}",
+            pool=pool.name,
+            model=pool.model or self._spec.model,
+            engine=pool.engine,
+            parallel=pool.parallel,
+            transfer=self._spec.transfer,
+            executor=self._spec.executor,
+            secret=self._secret,
+            cpus=max(1, int(pool.resources.cpu)),
+        )
+        return WorkerOrder(config, pool.resources, self._spec.health.heartbeat_s, self._spec.health.dead_after_s)
+
+    # ---- preflight ---------------------------------------------------------------------------------------------
+
+    async def _introduce(self, new: Keeper) -> None:
+        """Let the new worker and every ready peer of the other phase move one block before traffic does."""
+        async with self._introducing:  # one at a time, or two newcomers would both miss each other
+            self._links = {pair: link for pair, link in self._links.items() if new.name not in pair}
+            peers = [peer for peer in self._keepers if peer is not new and peer.introduced]
+            pairs = [(new, peer) for peer in peers] + [(peer, new) for peer in peers]
+            await asyncio.gather(*(self._link(owner, reader) for owner, reader in pairs if _may_move(owner, reader)))
+            new.introduced = True
+
+    async def _link(self, owner: Keeper, reader: Keeper) -> None:
+        assert owner.info is not None and reader.handle is not None, "only started workers are introduced"
+        handle: WorkerHandle = reader.handle
+        try:
+            async with asyncio.timeout(self._spec.transfer.read_timeout_s):
+                self._links[owner.name, reader.name] = await handle.connect(owner.info.peer)
+        except (TransferError, WorkerGone, WorkerError, TimeoutError) as error:
+            logger.error("no KV can move from %s to %s: %s", owner.name, reader.name, error or "preflight timed out")
+
+
+def _may_move(owner: Keeper, reader: Keeper) -> bool:
+    return owner.pool.role is not Role.DECODE and reader.pool.role is not Role.PREFILL

@@ -1,0 +1,276 @@
+"""The dispatcher: one coroutine is a request's whole life, from placement through recoveries to the last token.
+
+It owns the request's cancel scope, its deadline, its ledger and the tokens already sent. Workers that die cost an
+attempt, never a token: the next attempt gets the prompt plus what the client already has, and draws the same tokens.
+Knows the policy as a function and workers as lines; knows no text and no wire.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cluster.attempt import Attempt, AttemptFailed
+from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
+from cluster.ledger import Stopwatch
+from cluster.line import Line
+from cluster.members import Membership
+from cluster.policy.placement import Placement, place
+from cluster.runtime.interface import WorkerGone
+from cluster.spec import ClusterSpec
+from cluster.view import ClusterView, ModelView, WorkerState
+from kvtransfer.ticket import TransferReport
+from workers.request import FinishReason, Request, TokensOut
+
+logger = logging.getLogger(__name__)
+
+WatchMembers = Callable[[int, float], Awaitable[Membership]]  # (known revision, timeout_s), a long poll
+WATCH_S = 10.0
+
+
+@dataclass(slots=True)
+class _Life:
+    """One request's locals, seen also by `finish`."""
+
+    request: Request
+    watch: Stopwatch
+    emit: Callable[[Event], None]
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: list[int] = field(default_factory=list)
+    transfers: list[TransferReport] = field(default_factory=list)
+    cached_tokens: int = 0
+    phase: str = "queueing"
+
+
+class Dispatcher:
+    """Owned by one gateway. `start` before use, `close` after."""
+
+    def __init__(self, spec: ClusterSpec, model: ModelView, watch_members: WatchMembers, name: str = "gateway") -> None:
+        self._spec = spec
+        self._model = model
+        self._watch_members = watch_members
+        self._subscriber = f"{name}-{uuid.uuid4().hex[:8]}"
+        self._membership = Membership(0)
+        self._lines: dict[str, Line] = {}
+        self._changed = asyncio.Event()
+        self._lives: dict[str, _Life] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Learn the members, and follow them from now on."""
+        self._take_membership(await self._watch_members(0, WATCH_S))
+        self._following = asyncio.ensure_future(self._follow())
+
+    async def close(self) -> None:
+        """End everything still running."""
+        if self._following is not None:
+            self._following.cancel()
+        if self._background:
+            await asyncio.wait(self._background, timeout=1.0)
+        await asyncio.gather(*(line.close() for line in self._lines.values()))
+
+    # ---- requests --------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, request: Request, *, deadline_s: float | None = None, arrived_ns: int | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """Run one request: Accepted, Delta..., Completed. Closing the iterator ends it on every worker.
+
+        `arrived_ns` (of `time.monotonic_ns`) lets the ledger count what the gateway did before.
+        Errors: `cluster.events`.
+        """
+        events: asyncio.Queue[Event | None] = asyncio.Queue()  # bounded by the request's own tokens
+        watch = Stopwatch(time.monotonic_ns, arrived_ns)
+        life = _Life(replace(request, reply_to=self._subscriber), watch, events.put_nowait)
+        if request.id in self._lives:
+            raise Unservable(f"request id {request.id!r} is already running here")
+        self._lives[request.id] = life
+        task = asyncio.ensure_future(self._live(life, deadline_s))
+        task.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            while (event := await events.get()) is not None:
+                yield event
+            await task
+        finally:
+            self._lives.pop(request.id, None)
+            task.cancel()
+            await asyncio.wait([task])
+
+    def finish(self, request_id: str) -> None:
+        """The caller has all it wants (a stop string): the next event is Completed(STOP). Unknown ids are ignored."""
+        if (life := self._lives.get(request_id)) is not None:
+            life.stop.set()
+
+    async def _live(self, life: _Life, deadline_s: float | None) -> None:
+        bound = asyncio.timeout(deadline_s)
+        try:
+            async with bound:
+                finish = await self._attempts(life)
+        except TimeoutError:
+            if bound.expired():
+                raise DeadlinePassed(life.phase) from None
+            raise
+        life.emit(
+            Completed(
+                finish=finish,
+                prompt_tokens=len(life.request.prompt),
+                completion_tokens=len(life.sent),
+                cached_tokens=life.cached_tokens,
+                attempts=life.request.attempt + 1,
+                ledger=life.watch.ledger(),
+                transfers=tuple(life.transfers),
+            )
+        )
+
+    async def _attempts(self, life: _Life) -> FinishReason:
+        life.watch.lap("admission")
+        while True:
+            try:
+                return await self._attempt(life)
+            except AttemptFailed as failure:
+                spent = life.request.attempt + 1
+                logger.warning("request %s, attempt %d failed at %s", life.request.id, spent, failure)
+                if spent >= self._spec.gateway.max_attempts:
+                    raise AttemptsSpent(f"{spent} attempts failed, the last at {failure}") from None
+                life.request = life.request.retry(tuple(life.sent))
+                life.phase = "recovery"
+
+    async def _attempt(self, life: _Life) -> FinishReason:
+        placement = await self._place(life)
+        lines = self._lines[placement.prefill], self._lines[placement.decode]
+        attempt = Attempt(
+            life.request, *lines, life.watch, lambda output: self._on_tokens(life, output), self._in_background
+        )
+        try:
+            if not placement.colocated:
+                life.phase = "queueing"
+                await attempt.reserve(self._spec.gateway.placement_timeout_s)
+            life.emit(
+                Accepted(
+                    request_id=life.request.id,
+                    attempt=life.request.attempt,
+                    prompt_tokens=len(life.request.prompt),
+                    prefill_worker=placement.prefill,
+                    decode_worker=placement.decode,
+                    reason=placement.reason,
+                )
+            )
+            return await self._run_or_stop(life, attempt)
+        finally:
+            life.phase = attempt.phase
+            attempt.release()
+            if attempt.transfer is not None:
+                life.transfers.append(attempt.transfer)
+            life.cached_tokens = max(life.cached_tokens, attempt.cached_tokens)
+
+    async def _run_or_stop(self, life: _Life, attempt: Attempt) -> FinishReason:
+        """The attempt's end, or STOP as soon as the caller asks for it. Open laps are closed either way."""
+        running = asyncio.ensure_future(attempt.run())
+        stopping = asyncio.ensure_future(life.stop.wait())
+        try:
+            await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done() and running.exception() is None:
+                return running.result()
+            attempt.close_lap()
+            if running.done():
+                return running.result()  # raises
+            return FinishReason.STOP
+        finally:
+            running.cancel()
+            stopping.cancel()
+            await asyncio.wait({running, stopping})
+
+    def _on_tokens(self, life: _Life, output: TokensOut) -> None:
+        assert output.first_position == len(life.sent), (
+            f"request {life.request.id}: token {output.first_position} came after {len(life.sent)} tokens"
+        )
+        life.sent.extend(output.tokens)
+        life.emit(Delta(output.tokens, output.first_position, output.logprobs))
+
+    async def _place(self, life: _Life) -> Placement:
+        """Wait for workers that can serve the request. Raises `Rejected` when none came in time."""
+        limit_s = self._spec.gateway.placement_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while (placement := place(self.view, life.request, self._sent())) is None:
+                    self._refuse_unservable(life.request)
+                    await self._changed.wait()
+        except TimeoutError:
+            raise Rejected(f"no healthy worker within {limit_s:.0f} s", retry_after_s=5.0) from None
+        life.watch.lap("recovery" if life.request.attempt else "route")
+        return placement
+
+    def _refuse_unservable(self, request: Request) -> None:
+        capacities = [member.view.capacity_tokens for member in self._membership.members if member.view.capacity_tokens]
+        if capacities and request.num_tokens >= max(capacities):
+            raise Unservable(
+                f"prompt: has {request.num_tokens} tokens; the largest worker holds {max(capacities)} with the answer"
+            )
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # ---- the picture -----------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> ClusterView:
+        """Membership as published, statistics as last heard; a worker whose line is lost counts as dead."""
+        now = asyncio.get_running_loop().time()
+        workers = []
+        for member in self._membership.members:
+            view, line = member.view, self._lines.get(member.view.name)
+            if line is not None and line.view.incarnation == view.incarnation:
+                view = replace(view, stats=line.stats, age_s=now - line.heard_s)
+                if line.lost is not None and view.state is WorkerState.READY:
+                    view = replace(view, state=WorkerState.DEAD, detail=line.lost)
+            workers.append(view)
+        return ClusterView(
+            self._membership.revision, self._spec.name, self._model, tuple(workers), self._membership.links
+        )
+
+    def view_change(self) -> Awaitable[object]:
+        """Done after the next change of membership or state; statistics alone are none."""
+        return self._changed.wait()
+
+    def _sent(self) -> dict[str, Any]:
+        return {name: line.sent for name, line in self._lines.items()}
+
+    async def _follow(self) -> None:
+        """Keep the membership fresh. Without a controller the last known one stays in force."""
+        while True:
+            try:
+                self._take_membership(await self._watch_members(self._membership.revision, WATCH_S))
+            except WorkerGone as error:
+                logger.warning("the controller does not answer (%s); keeping the last membership", error)
+                await asyncio.sleep(1.0)
+
+    def _take_membership(self, membership: Membership) -> None:
+        self._membership = membership
+        ready = {
+            member.view.name: member
+            for member in membership.members
+            if member.handle is not None and member.view.state is WorkerState.READY
+        }
+        for name, line in list(self._lines.items()):
+            member = ready.get(name)
+            if member is None or member.view.incarnation != line.view.incarnation:
+                if line.lost is None:
+                    line.hang_up("the controller took it out")
+                self._in_background(line.close())
+                del self._lines[name]
+        for name, member in ready.items():
+            if name not in self._lines and member.handle is not None:
+                self._lines[name] = Line(
+                    member.view, member.handle, self._subscriber, self._spec.health.dead_after_s, self._pulse
+                )
+        self._pulse()
+
+    def _pulse(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

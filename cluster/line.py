@@ -1,0 +1,105 @@
+"""One gateway's line to one incarnation of one worker: polls its bundles, sorts outputs to attempts, notices its death.
+
+A worker that is silent for `dead_after_s`, or whose process is gone, ends the line: every attempt on it gets `LineLost`
+at once, and nobody places on it again. Knows no policy and no request.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.policy.placement import Sent
+from cluster.runtime.interface import WorkerGone, WorkerHandle
+from cluster.view import WorkerView
+from workers.errors import WorkerError
+from workers.request import Output
+from workers.stats import WorkerStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LineLost:
+    """The worker at the other end of a line is gone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Something that reached an attempt's inbox, and from which worker."""
+
+    worker: str
+    output: Output | LineLost
+
+
+Inbox = asyncio.Queue[Heard]  # bounded by its request's own tokens: each adds at most one entry
+
+
+class Line:
+    """Owned by a Dispatcher. `changed` is called when the line ends."""
+
+    def __init__(
+        self, view: WorkerView, handle: WorkerHandle, subscriber: str, silence_s: float, changed: Callable[[], None]
+    ) -> None:
+        self.view = view
+        self.handle = handle
+        self.stats: WorkerStats = view.stats
+        self.sent = Sent()
+        self.lost: str | None = None
+        self.ended = asyncio.Event()
+        self._subscriber = subscriber
+        self._silence_s = silence_s
+        self._changed = changed
+        self._inboxes: dict[str, Inbox] = {}
+        self.heard_s = asyncio.get_running_loop().time()
+        self._listening = asyncio.ensure_future(self._listen())
+
+    @property
+    def name(self) -> str:
+        return self.view.name
+
+    def join(self, key: str, inbox: Inbox, prompt_tokens: int) -> None:
+        """From now on, outputs for `key` go to `inbox`."""
+        self._inboxes[key] = inbox
+        self.sent = Sent(self.sent.prompt_tokens + prompt_tokens, self.sent.sequences + 1)
+        if self.lost is not None:
+            inbox.put_nowait(Heard(self.name, LineLost(self.lost)))
+
+    def leave(self, key: str) -> None:
+        self._inboxes.pop(key, None)
+
+    async def close(self) -> None:
+        self._listening.cancel()
+        await asyncio.wait([self._listening])
+
+    async def _listen(self) -> None:
+        received = 0
+        while True:
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    bundle = await self.handle.poll(self._subscriber, received)
+            except (WorkerGone, WorkerError) as error:
+                return self.hang_up(f"{type(error).__name__}: {error}")
+            except TimeoutError:
+                return self.hang_up(f"it was silent for {self._silence_s:.1f} s")
+            if bundle.incarnation != self.view.incarnation:
+                return self.hang_up("it restarted")
+            self.heard_s = asyncio.get_running_loop().time()
+            received = bundle.number
+            self.stats = bundle.stats
+            self.sent = Sent()
+            for output in bundle.outputs:
+                inbox = self._inboxes.get(output.key)
+                if inbox is not None:
+                    inbox.put_nowait(Heard(self.name, output))
+
+    def hang_up(self, reason: str) -> None:
+        """End the line; every attempt on it learns why."""
+        logger.warning("worker %s is lost: %s", self.name, reason)
+        self.lost = reason
+        self.ended.set()
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(Heard(self.name, LineLost(reason)))
+        self._changed()

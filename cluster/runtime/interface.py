@@ -1,0 +1,88 @@
+"""The port to whatever runs workers and services.
+
+A runtime starts, restarts and stops; it does not decide. Handles may be kept, compared by name and, under Ray, sent to
+other processes. A call to a process that died, or that does not answer in time, raises `WorkerGone`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cluster.spec import Resources
+from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
+from workers.config import WorkerConfig
+from workers.request import Bundle, Request, Reservation
+from workers.stats import WorkerInfo
+
+
+class WorkerGone(Exception):
+    """The worker's process died, is restarting, or does not answer."""
+
+
+class RuntimeUnavailable(Exception):
+    """The runtime cannot be reached or cannot place what is asked; the message says what to do."""
+
+
+class WorkerHandle(Protocol):
+    """A `workers.worker.Worker`, wherever it lives. See there for each verb."""
+
+    async def start(self) -> WorkerInfo: ...
+    async def info(self) -> WorkerInfo: ...
+    async def connect(self, peer: PeerAddress) -> LinkReport: ...
+    async def reserve(self, request: Request, timeout_s: float) -> Reservation: ...
+    async def prefill(self, request: Request) -> None: ...
+    async def generate(self, request: Request) -> None: ...
+    async def fetch(self, key: str, ticket: TransferTicket) -> None: ...
+    async def decode(self, key: str, first_token: int) -> None: ...
+    async def cancel(self, key: str) -> None: ...
+    async def poll(self, subscriber: str, received: int) -> Bundle: ...
+    async def check(self) -> None: ...
+
+
+class ServiceHandle(Protocol):
+    """An object of ours in some process: the controller, a gateway."""
+
+    async def call(self, method: str, *args: Any, timeout_s: float = 30.0) -> Any:
+        """Call an async method. Raises `WorkerGone` when the service is gone or silent, or what the method raised."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOrder:
+    """One worker to run: what it is, what it needs, and how often it must speak."""
+
+    config: WorkerConfig
+    resources: Resources
+    heartbeat_s: float
+    dead_after_s: float
+
+
+class Runtime(Protocol):
+    """Starts and stops processes."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
+        """Place a worker. It may still be loading: await its `start`. Raises `RuntimeUnavailable`."""
+        ...
+
+    async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle) -> WorkerHandle:
+        """Replace a worker that died, or that must die because it is silent or unfit."""
+        ...
+
+    async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
+        """Close a worker, killing it after `grace_s`."""
+        ...
+
+    async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
+        """Run `factory(*args)` as a long-lived object; `factory` is importable by name."""
+        ...
+
+    async def stop_service(self, handle: ServiceHandle) -> None:
+        """End it without asking."""
+        ...
+
+    async def close(self) -> None:
+        """Leave; a runtime that was started for us ends."""
+        ...

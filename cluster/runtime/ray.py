@@ -1,0 +1,283 @@
+"""Workers and services as Ray actors. The only file of the cluster that imports Ray.
+
+Actors are named, detached and restartable, so that no single process is the owner of all others: workers outlive a
+controller's crash, a restarted controller finds them by name, and whoever serves takes all of them down at the end (or
+the controller does, when its server vanished). Each worker sits in a placement group of its own.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RaySystemError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone, WorkerHandle, WorkerOrder
+from cluster.spec import ClusterSpec
+from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
+from workers.build import build_worker
+from workers.request import Bundle, Request, Reservation
+from workers.stats import WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "diptych"
+CALL_TIMEOUT_S = 10.0
+PLACE_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 30.0
+LOCAL_STORE_BYTES = 100 * 1024 * 1024  # KV and tokens never pass through the object store
+
+
+async def _await(reference: Any, timeout_s: float) -> Any:
+    """A call's answer; every way of not answering is `WorkerGone`, and what the method raised is raised as it was."""
+
+    async def answer() -> Any:
+        return await reference
+
+    try:
+        return await asyncio.wait_for(answer(), timeout_s)
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else error from None
+    except (RayActorError, RaySystemError, GetTimeoutError) as error:
+        raise WorkerGone(str(error).strip().splitlines()[0]) from None
+    except TimeoutError:
+        raise WorkerGone(f"no answer within {timeout_s:.1f} s") from None
+
+
+class _WorkerActor:
+    """The process of one worker. Ray builds it again after a death: a new worker, with a new incarnation."""
+
+    def __init__(self, order: WorkerOrder) -> None:
+        self._worker = build_worker(order.config, heartbeat_s=order.heartbeat_s)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await getattr(self._worker, method)(*args)
+
+
+class _ServiceActor:
+    """The process of one service."""
+
+    def __init__(self, factory: Callable[..., Any], *args: Any) -> None:
+        self._factory = factory
+        self._args = args
+        self._target: Any = None
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if self._target is None:  # built on the event loop, where it may start tasks
+            self._target = self._factory(*self._args)
+        return await getattr(self._target, method)(*args)
+
+
+@dataclass(frozen=True)
+class RayWorker:
+    """A worker in an actor; travels between processes. See `workers.worker.Worker` for each verb."""
+
+    name: str
+    actor: Any
+    dead_after_s: float
+
+    def _call(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Coroutine[Any, Any, Any]:
+        return _await(self.actor.call.remote(method, *args), timeout_s)
+
+    async def start(self) -> WorkerInfo:
+        info: WorkerInfo = await self._call("start", timeout_s=24 * 3600.0)  # bounded by the caller's start timeout
+        return info
+
+    async def info(self) -> WorkerInfo:
+        info: WorkerInfo = await self._call("info")
+        return info
+
+    async def connect(self, peer: PeerAddress) -> LinkReport:
+        report: LinkReport = await self._call("connect", peer, timeout_s=60.0)
+        return report
+
+    async def reserve(self, request: Request, timeout_s: float) -> Reservation:
+        reservation: Reservation = await self._call("reserve", request, timeout_s, timeout_s=timeout_s + CALL_TIMEOUT_S)
+        return reservation
+
+    async def prefill(self, request: Request) -> None:
+        await self._call("prefill", request)
+
+    async def generate(self, request: Request) -> None:
+        await self._call("generate", request)
+
+    async def fetch(self, key: str, ticket: TransferTicket) -> None:
+        await self._call("fetch", key, ticket)
+
+    async def decode(self, key: str, first_token: int) -> None:
+        await self._call("decode", key, first_token)
+
+    async def cancel(self, key: str) -> None:
+        await self._call("cancel", key)
+
+    async def poll(self, subscriber: str, received: int) -> Bundle:
+        bundle: Bundle = await self._call("poll", subscriber, received, timeout_s=self.dead_after_s)
+        return bundle
+
+    async def check(self) -> None:
+        await self._call("check")
+
+
+@dataclass(frozen=True)
+class RayService:
+    """A service in an actor."""
+
+    name: str
+    actor: Any
+
+    async def call(self, method: str, *args: Any, timeout_s: float = 30.0) -> Any:
+        return await _await(self.actor.call.remote(method, *args), timeout_s)
+
+
+@dataclass(frozen=True)
+class RayRuntime:
+    """Sends to other processes: holds names only. `owns_ray`: this process started the local Ray and ends it."""
+
+    cluster: str
+    owns_ray: bool = False
+    name: str = "ray"
+
+    async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
+        name = f"{self.cluster}/{order.config.name}"
+        with contextlib.suppress(ValueError):  # not there yet: the usual case
+            return RayWorker(name, ray.get_actor(name, NAMESPACE), order.dead_after_s)
+        group = await self._place(name, order)
+        options: dict[str, Any] = {
+            "name": name,
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "max_restarts": -1,
+            "max_concurrency": 10_000,
+            "num_cpus": order.resources.cpu,
+            "num_gpus": order.resources.gpu,
+            "resources": order.resources.custom,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0),
+        }
+        actor = ray.remote(_WorkerActor).options(**options).remote(order)
+        return RayWorker(name, actor, order.dead_after_s)
+
+    async def _place(self, name: str, order: WorkerOrder) -> PlacementGroup:
+        resources = order.resources
+        bundle = {"CPU": resources.cpu, "GPU": resources.gpu, **resources.custom}
+        bundle = {kind: amount for kind, amount in bundle.items() if amount} or {"CPU": 0.001}
+        group = placement_group([bundle], strategy="PACK", name=name, lifetime="detached")
+        try:
+            await asyncio.wait_for(_ready(group), PLACE_TIMEOUT_S)
+        except TimeoutError:
+            remove_placement_group(group)
+            there = _listed(ray.available_resources())  # type: ignore[no-untyped-call]
+            wanted = _listed(bundle)
+            raise RuntimeUnavailable(
+                f"no node has room for {name}: it needs {{{wanted}}}, free in the whole cluster are {{{there}}}; "
+                "lower pools[].resources or add nodes"
+            ) from None
+        return group
+
+    async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle) -> WorkerHandle:
+        """Ray restarts an actor that died; one that lives but is unfit is killed, and then restarted."""
+        assert isinstance(handle, RayWorker)
+        try:
+            await _await(handle.actor.__ray_ready__.remote(), 0.5)
+        except WorkerGone:
+            logger.info("worker %s is down", handle.name)
+        ray.kill(handle.actor, no_restart=False)
+        return handle
+
+    async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
+        assert isinstance(handle, RayWorker)
+        with contextlib.suppress(WorkerGone):
+            await _await(handle.actor.call.remote("close"), grace_s)
+        ray.kill(handle.actor)
+        with contextlib.suppress(ValueError):
+            remove_placement_group(ray.util.get_placement_group(handle.name))
+
+    async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
+        options: dict[str, Any] = {
+            "name": f"{self.cluster}/{name}",
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "max_concurrency": 10_000,
+            "num_cpus": 0,
+        }
+        try:
+            actor = ray.remote(_ServiceActor).options(**options).remote(factory, *args)
+        except ValueError:
+            raise RuntimeUnavailable(
+                f"a cluster called {self.cluster!r} is already served on this Ray; "
+                "stop it first, or give this one another name"
+            ) from None
+        return RayService(name, actor)
+
+    async def stop_service(self, handle: ServiceHandle) -> None:
+        assert isinstance(handle, RayService)
+        ray.kill(handle.actor)
+
+    async def close(self) -> None:
+        if self.owns_ray:
+            await asyncio.to_thread(ray.shutdown)
+
+
+def _listed(resources: dict[str, float]) -> str:
+    return ", ".join(f"{kind}: {amount:g}" for kind, amount in sorted(resources.items()) if ":" not in kind)
+
+
+async def _ready(group: PlacementGroup) -> None:
+    await group.ready()
+
+
+async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRuntime:
+    """Join the Ray of RAY_ADDRESS, or start one on this machine. Raises `RuntimeUnavailable`."""
+    address = os.environ.get("RAY_ADDRESS")
+    if ray.is_initialized():
+        return RayRuntime(spec.name)
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
+    if address:
+        progress(f"joining Ray at {address}")
+        options["address"] = address
+    else:
+        progress("starting Ray on this machine")
+        _settle_auth()
+        options |= {
+            "include_dashboard": False,
+            "num_cpus": _cpus(spec),
+            "resources": _custom_resources(spec),
+            "object_store_memory": LOCAL_STORE_BYTES,
+            "_node_ip_address": "127.0.0.1",
+        }
+    try:
+        await asyncio.wait_for(asyncio.to_thread(ray.init, **options), CONNECT_TIMEOUT_S * 3)
+    except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+        where = f"Ray at {address}" if address else "a local Ray"
+        reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        raise RuntimeUnavailable(
+            f"{where} cannot be reached: {reason}; check RAY_ADDRESS and RAY_AUTH_MODE, or unset RAY_ADDRESS"
+        ) from None
+    return RayRuntime(spec.name, owns_ray=not address)
+
+
+def _settle_auth() -> None:
+    """A Ray of our own gets a token of its own, so that it neither reads nor writes one in the user's home."""
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def _cpus(spec: ClusterSpec) -> int:
+    """As many as the pools ask for: on one machine they share what there is."""
+    wanted = sum(pool.resources.cpu * pool.replicas for pool in spec.pools)
+    return max(os.cpu_count() or 1, int(-(-wanted // 1)))
+
+
+def _custom_resources(spec: ClusterSpec) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for pool in spec.pools:
+        for kind, amount in pool.resources.custom.items():
+            totals[kind] = totals.get(kind, 0.0) + amount * pool.replicas
+    return totals

@@ -1,0 +1,73 @@
+"""What one subscriber has not yet taken: outputs wait here for its next poll, acknowledged like a one-place window.
+
+A bundle that was sent but not acknowledged is sent again, so a lost answer loses no token. Owned by a Worker; knows no
+transport. Bounded by the subscriber's own requests: each adds at most its tokens.
+"""
+
+import asyncio
+from dataclasses import replace
+
+from workers.request import Output, TokensOut
+
+
+class Mailbox:
+    """Outputs for one subscriber."""
+
+    def __init__(self, now_s: float) -> None:
+        self.last_poll_s = now_s
+        self.polling = 0
+        self._fresh: list[Output] = []
+        self._sent: tuple[Output, ...] = ()
+        self._number = 0
+        self._arrived = asyncio.Event()
+        self._turn = asyncio.Lock()  # a poll given up by its caller may still be waiting when the next one comes
+
+    def put(self, output: Output) -> None:
+        """Add an output; tokens of one sequence that nobody fetched yet become one output."""
+        last = self._fresh[-1] if self._fresh else None
+        if isinstance(output, TokensOut) and isinstance(last, TokensOut) and _adjacent(last, output):
+            self._fresh[-1] = _merged(last, output)
+        else:
+            self._fresh.append(output)
+        self._arrived.set()
+
+    def pulse(self) -> None:
+        """Let a waiting poll answer now."""
+        self._arrived.set()
+
+    async def take(self, received: int, wait_s: float) -> tuple[int, tuple[Output, ...]]:
+        """The next bundle's number and outputs; empty after `wait_s`. `received` is the last number that arrived."""
+        async with self._turn:
+            if received < self._number and self._sent:
+                return self._number, self._sent
+            if not self._fresh:
+                await self._wait(wait_s)
+            self._sent, self._fresh = tuple(self._fresh), []
+            self._number += 1
+            return self._number, self._sent
+
+    async def _wait(self, wait_s: float) -> None:
+        self._arrived.clear()
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._arrived.wait()
+        except TimeoutError:
+            return  # nothing came: an empty bundle is the heartbeat
+
+
+def _adjacent(last: TokensOut, new: TokensOut) -> bool:
+    return (
+        last.key == new.key
+        and not last.prefilled
+        and last.finish is None
+        and last.first_position + len(last.tokens) == new.first_position
+    )
+
+
+def _merged(last: TokensOut, new: TokensOut) -> TokensOut:
+    return replace(
+        new,
+        first_position=last.first_position,
+        tokens=last.tokens + new.tokens,
+        logprobs=last.logprobs + new.logprobs,
+    )

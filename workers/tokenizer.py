@@ -1,0 +1,126 @@
+"""Text to token ids and back, by the tokenizer of a model folder.
+
+Knows vocabularies and chat templates; knows no model and no torch (importing this takes about a second, and leaves
+torch out). The gateway owns one; workers see token ids only.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jinja2
+from transformers import PreTrainedTokenizerFast
+
+from workers.errors import InvalidRequest, ModelError
+
+# What a decoder shows for bytes that are no character, or not yet one.
+_REPLACEMENT = "\ufffd"
+# A character has at most four bytes: an answer that shows none after this many tokens is not waiting for one.
+_PATIENCE_TOKENS = 16
+
+
+class Tokenizer:
+    """Immutable after construction; safe to share between requests."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `ModelError` when the folder has no usable tokenizer."""
+        if not (folder / "tokenizer.json").is_file():
+            raise ModelError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
+        try:
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # the Rust side raises bare Exception for a damaged file
+            raise ModelError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
+        self._backend = self._tokenizer.backend_tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows, special ones included; the model's own vocabulary may be padded beyond."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        eos: int | None = self._tokenizer.eos_token_id
+        return eos
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of plain text. Raises `InvalidRequest` for text that is no Unicode (lone surrogates)."""
+        try:
+            return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (UnicodeError, TypeError) as error:
+            raise InvalidRequest("prompt", f"is not valid Unicode text ({error}); send UTF-8") from error
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation, each message with "role" and "content", up to where the answer begins.
+
+        Raises `InvalidRequest`: no messages, a malformed one, no template, or one that the template rejects.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequest("messages", "this model has no chat template; send a plain prompt instead")
+        if not messages:
+            raise InvalidRequest("messages", "is empty; send at least one message")
+        for index, message in enumerate(messages):
+            if not all(isinstance(message.get(part), str) for part in ("role", "content")):
+                raise InvalidRequest(f"messages[{index}]", "needs a text 'role' and a text 'content'")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
+        assert isinstance(text, str)
+        return self.encode(text, add_special_tokens=False)  # the template has written them already
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of all tokens at once. Ids outside the vocabulary give nothing."""
+        return str(self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> "Detokenizer":
+        """A fresh one for one answer."""
+        return Detokenizer(self, skip_special_tokens)
+
+
+class Detokenizer:
+    """The text of one answer, as it grows. Never gives half a character; owned by the answer's stream.
+
+    A token's text depends on its neighbours (a leading space, the bytes of one emoji), so a window of tokens is
+    decoded twice, without and with the new ones, and the difference is what they say:
+
+        … given …  | window: decoded before | new tokens |
+                   └ text already given ────┘└─ pushed ──┘
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []  # tokens whose text serves as context, then those not given yet
+        self._given = 0  # how many of the window have been given
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that became certain with these tokens; it may be empty."""
+        text = ""
+        for token in tokens:
+            self._window.append(token)
+            text += self._advance(final=False)
+        return text
+
+    def flush(self) -> str:
+        """What is left when the answer ends: bytes that never became a character show as U+FFFD."""
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
+        before = self._decode(self._window[: self._given])
+        now = self._decode(self._window)
+        waiting = now.endswith(_REPLACEMENT) or len(now) <= len(before)
+        if waiting and not final and len(self._window) - self._given < _PATIENCE_TOKENS:
+            return ""
+        self._window = self._window[self._given :]
+        self._given = len(self._window)
+        return now[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)

@@ -1,0 +1,414 @@
+"""A worker: one engine, one executor, one control port, and the calls that a dispatcher makes.
+
+The async shell around the engine. It translates calls into engine verbs, runs fetches, answers the readers of its
+leases, and keeps a mailbox for each subscriber. Role-agnostic: prefill, decode and colocated legs are the same code.
+
+    reserve -> fetch -> decode      a decode leg        prefill      a prefill leg, KV held for a reader
+    generate                        both on one worker  cancel       ends any of them, at any time, twice if you like
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+
+import psutil
+
+from kvtransfer.control import ControlClient, ControlServer
+from kvtransfer.errors import TransferError
+from kvtransfer.open import RESERVED_BLOCKS, host_identity
+from kvtransfer.pull import pull
+from kvtransfer.ticket import LinkReport, PeerAddress, Progress, TransferTicket
+from kvtransfer.transport import PullOrder, Read
+from workers.config import WorkerConfig
+from workers.engine.engine import Engine, Told
+from workers.engine.executor import Executor
+from workers.engine.pump import Pump
+from workers.engine.sequence import Lease
+from workers.errors import Overloaded, UnknownSequence, WorkerClosed, WorkerError
+from workers.mailbox import Mailbox
+from workers.request import Bundle, FailedOut, FetchedOut, Output, Request, Reservation, TicketOut, TokensOut
+from workers.stats import WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+ExecutorFactory = Callable[[WorkerConfig, str], Awaitable[Executor]]  # (config, incarnation)
+
+REMEMBERED_CANCELS = 4096  # a cancel may overtake the call that it cancels
+SUBSCRIBER_TIMEOUT_S = 10.0  # a gateway that has not polled for this long is gone, and its requests with it
+SWEEP_S = 0.5
+
+
+class Worker:
+    """Owned by its process (a Ray actor) or its test. Every method runs on one event loop."""
+
+    def __init__(self, config: WorkerConfig, open_executor: ExecutorFactory, *, heartbeat_s: float = 0.25) -> None:
+        self.config = config
+        self.incarnation = uuid.uuid4().hex
+        self._open_executor = open_executor
+        self._heartbeat_s = heartbeat_s
+        self._starting: asyncio.Task[WorkerInfo] | None = None
+        self._failure: str | None = None
+        self._closed = False
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._routes: dict[str, str] = {}  # sequence key -> subscriber
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self._reservations: deque[tuple[Request, asyncio.Future[Reservation]]] = deque()
+        self._fetches: dict[str, asyncio.Task[None]] = {}
+        self._clients: dict[str, asyncio.Task[ControlClient]] = {}
+        self._links: dict[str, asyncio.Task[LinkReport]] = {}
+        self._progressed = asyncio.Event()
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    # ---- life ------------------------------------------------------------------------------------------------
+
+    async def start(self) -> WorkerInfo:
+        """Load the model and open the control port; repeated calls answer the same. Errors: `ModelError`."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> WorkerInfo:
+        transfer = self.config.transfer
+        self._executor = await self._open_executor(self.config, self.incarnation)
+        facts = self._executor.facts
+        self.engine = Engine(
+            self.config.engine,
+            context_length=facts.context_length,
+            eos_token_ids=facts.eos_token_ids,
+            vocab_size=facts.vocab_size,
+            lease_s=transfer.lease_s,
+            reserved=RESERVED_BLOCKS,
+            digest=transfer.digest,
+        )
+        self._control = ControlServer(_LeaseDesk(self), self._peer_now, self.config.secret.encode())
+        self._port = await self._control.start(transfer.host)
+        self._pump = Pump(self.engine, self._executor, self._deliver, self._now_s)
+        self._pumping = asyncio.ensure_future(self._pump.run())
+        self._pumping.add_done_callback(self._pump_ended)
+        return self._info()
+
+    def _peer_now(self) -> PeerAddress:
+        """How others reach us; a transport that was rebuilt has a new address."""
+        host, shards = self.config.transfer.host, self._executor.shards()
+        return PeerAddress(self.config.name, self.incarnation, host, self._port, host_identity(), shards)
+
+    def _info(self) -> WorkerInfo:
+        peer = self._peer_now()
+        facts = self._executor.facts
+        return WorkerInfo(
+            name=self.config.name,
+            pool=self.config.pool,
+            node=socket.gethostname(),
+            pid=os.getpid(),
+            peer=peer,
+            model=facts.name,
+            model_folder=self.config.model,
+            context_length=facts.context_length,
+            vocab_size=facts.vocab_size,
+            capacity_tokens=self.engine.max_length,
+            memory_bytes=psutil.Process().memory_info().rss,
+            transports=tuple(name for name, _ in peer.shards[0].transports),
+        )
+
+    async def info(self) -> WorkerInfo:
+        """Like `start`, with the memory of now."""
+        await self.start()
+        return self._info()
+
+    def _pump_ended(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = f"the engine stopped: {type(error).__name__}: {error}"
+            logger.error("worker %s: %s", self.config.name, self._failure, exc_info=error)
+            for mailbox in self._mailboxes.values():
+                mailbox.pulse()
+
+    async def close(self) -> None:
+        """End every sequence and fetch, then free the memory once no byte can land in it."""
+        self._closed = True
+        if self._starting is None:
+            return
+        await asyncio.wait([self._starting])
+        if self._starting.cancelled() or self._starting.exception() is not None:
+            return
+        for key in list(self._routes):
+            self._forget(key)
+        for task in self._fetches.values():
+            task.cancel()
+        self._pump.stop()
+        await asyncio.wait([self._pumping, *self._fetches.values()])
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for mailbox in self._mailboxes.values():
+            mailbox.pulse()
+        for opening in self._clients.values():
+            if opening.done() and not opening.cancelled() and opening.exception() is None:
+                await opening.result().close()
+            opening.cancel()
+        await self._control.close()
+        await self._executor.close()
+
+    # ---- the calls of a dispatcher ---------------------------------------------------------------------------
+
+    async def prefill(self, request: Request) -> None:
+        """Compute the prompt and its next token, and hold the KV for a reader. Outputs: TicketOut, TokensOut."""
+        self._accept(request)
+        self._add(request, hold=True)
+
+    async def generate(self, request: Request) -> None:
+        """Compute the prompt and decode, all here. Outputs: TokensOut."""
+        self._accept(request)
+        self._add(request, hold=False)
+
+    async def reserve(self, request: Request, timeout_s: float) -> Reservation:
+        """Wait, first come first served, for blocks and a slot. Raises `Overloaded` after `timeout_s`."""
+        self._accept(request)
+        future: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        entry = (request, future)
+        self._reservations.append(entry)
+        self._grant()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            raise Overloaded(f"no decode slot or blocks within {timeout_s:.1f} s", retry_after_s=1.0) from None
+        finally:
+            if entry in self._reservations:
+                self._reservations.remove(entry)
+                self._grant()
+
+    async def fetch(self, key: str, ticket: TransferTicket) -> None:
+        """Pull a held prompt's KV into the reserved blocks, behind its watermark. Outputs: FetchedOut or FailedOut."""
+        self.engine.reserved(key)
+        if key in self._fetches:
+            raise WorkerError(f"{key} is being fetched already")
+        task = asyncio.ensure_future(self._fetch(key, ticket))
+        self._fetches[key] = task
+        task.add_done_callback(lambda _: self._fetches.pop(key, None))
+
+    async def decode(self, key: str, first_token: int) -> None:
+        """Go on after the prefill's token as soon as the KV is here. Outputs: TokensOut."""
+        self.engine.decode(key, first_token, self._now_s())
+        self._changed()
+
+    async def cancel(self, key: str) -> None:
+        """End whatever this worker does for the key and free what it holds. Always succeeds."""
+        self._cancelled[key] = None
+        while len(self._cancelled) > REMEMBERED_CANCELS:
+            self._cancelled.popitem(last=False)
+        for request, future in self._reservations:
+            if request.key == key and not future.done():
+                future.set_exception(UnknownSequence(f"{key} was cancelled while it waited for a reservation"))
+        if (task := self._fetches.get(key)) is not None:
+            task.cancel()
+        self._forget(key)
+        self._changed()
+
+    async def poll(self, subscriber: str, received: int) -> Bundle:
+        """The next bundle for this subscriber, after at most a heartbeat. `received`: the last bundle that arrived."""
+        now = self._now_s()
+        mailbox = self._mailboxes.setdefault(subscriber, Mailbox(now))
+        mailbox.polling += 1
+        try:
+            number, outputs = await mailbox.take(received, self._heartbeat_s)
+        finally:
+            mailbox.polling -= 1
+            mailbox.last_poll_s = self._now_s()
+        if self._failure is not None:
+            raise WorkerError(self._failure)
+        if self._closed:
+            raise WorkerClosed(f"worker {self.config.name} is closing")
+        return Bundle(self.config.name, self.incarnation, number, outputs, self.engine.stats())
+
+    async def connect(self, peer: PeerAddress) -> LinkReport:
+        """Preflight: meet an owner, move one real block with its digest, measure. Errors: `TransferError`."""
+        await self._client(peer)
+        return await self._link(peer)
+
+    async def check(self) -> None:
+        """Prove that every block is accounted for. Raises AssertionError."""
+        self.engine.check()
+
+    # ---- inside ----------------------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _accept(self, request: Request) -> None:
+        if self._closed or self._failure is not None:
+            raise WorkerClosed(f"worker {self.config.name} takes no more requests ({self._failure or 'closing'})")
+        if request.key in self._cancelled:
+            raise UnknownSequence(f"{request.key} was cancelled before it began")
+
+    def _add(self, request: Request, *, hold: bool) -> None:
+        self.engine.add(request, self._now_s(), hold=hold)
+        self._routes[request.key] = request.reply_to
+        self._changed()
+
+    def _changed(self) -> None:
+        """The engine's state changed: reservations may fit now, the pump may have work."""
+        self._grant()
+        self._deliver(self.engine.drain())
+        self._pump.wake()
+
+    def _grant(self) -> None:
+        """Hand out reservations in the order they were asked for; the first that does not fit blocks the rest."""
+        while self._reservations:
+            request, future = self._reservations[0]
+            if not future.done():
+                try:
+                    future.set_result(self.engine.reserve(request, self._now_s()))
+                    self._routes[request.key] = request.reply_to
+                except Overloaded:
+                    return
+                except WorkerError as error:
+                    future.set_exception(error)
+            self._reservations.popleft()
+
+    def _forget(self, key: str) -> None:
+        self._routes.pop(key, None)
+        self.engine.abort(key)
+
+    def _deliver(self, told: list[Told]) -> None:
+        """Put the engine's outputs into mailboxes, wake the readers of leases, and let freed blocks be reserved."""
+        for each in told:
+            output: Output = self._ticket(each) if isinstance(each, Lease) else each
+            self._post(output)
+        self._progressed.set()
+        self._progressed = asyncio.Event()
+        self._grant()
+        self._arm()
+
+    def _ticket(self, lease: Lease) -> TicketOut:
+        ticket = TransferTicket(lease.key, lease.epoch, self._peer_now(), lease.blocks, lease.num_tokens, lease.ttl_s)
+        return TicketOut(lease.key, ticket)
+
+    def _post(self, output: Output) -> None:
+        subscriber = self._routes.get(output.key)
+        if subscriber is None:
+            return  # cancelled meanwhile
+        self._mailboxes.setdefault(subscriber, Mailbox(self._now_s())).put(output)
+        if isinstance(output, FailedOut) or (isinstance(output, TokensOut) and output.finish is not None):
+            del self._routes[output.key]
+
+    # ---- fetching ----------------------------------------------------------------------------------------------
+
+    async def _fetch(self, key: str, ticket: TransferTicket) -> None:
+        transfer = self.config.transfer
+        try:
+            sequence = self.engine.reserved(key)
+            if ticket.num_tokens != sequence.request.num_tokens:
+                raise TransferError(f"the ticket holds {ticket.num_tokens} tokens, {key} has {len(sequence.tokens)}")
+            client = await self._client(ticket.owner)
+            link = await self._link(ticket.owner)
+            skip_blocks = sequence.cached_tokens // self.config.engine.block_size
+            report = await pull(
+                client,
+                self._read,
+                ticket,
+                tuple(sequence.blocks[skip_blocks:]),
+                link=link,
+                read_timeout_s=transfer.read_timeout_s,
+                skip_blocks=skip_blocks,
+            )
+            self.engine.fetched(key, self._now_s())
+            self._post(FetchedOut(key, report))
+        except (TransferError, UnknownSequence) as error:
+            self.engine.fail(key, f"{type(error).__name__}: {error}", retryable=True)
+        except Exception as error:
+            logger.exception("worker %s: fetch of %s", self.config.name, key)
+            self.engine.fail(key, f"unexpected {type(error).__name__}: {error}", retryable=True)
+        self._changed()
+
+    def _read(self, order: PullOrder) -> Read:
+        read = self._executor.pull(order)
+        self.engine.transfer_begins(order.target_blocks)
+        read.settled.add_done_callback(lambda _: self._settled(order.target_blocks))
+        return read
+
+    def _settled(self, blocks: tuple[int, ...]) -> None:
+        self.engine.transfer_settled(blocks)
+        self._changed()
+
+    async def _client(self, peer: PeerAddress) -> ControlClient:
+        """The control connection to this incarnation; opened once, by whoever comes first."""
+        opening = self._clients.get(peer.incarnation)
+        if opening is None or (opening.done() and opening.exception() is not None):
+            opening = asyncio.ensure_future(
+                ControlClient.connect(
+                    peer.host,
+                    peer.control_port,
+                    self.config.secret.encode(),
+                    expected_incarnation=peer.incarnation,
+                    deadline_s=self.config.transfer.read_timeout_s,
+                    on_lost=lambda: self._lost(peer.incarnation),
+                )
+            )
+            self._clients[peer.incarnation] = opening
+        return await asyncio.shield(opening)
+
+    async def _link(self, peer: PeerAddress) -> LinkReport:
+        linking = self._links.get(peer.incarnation)
+        if linking is None or (linking.done() and linking.exception() is not None):
+            linking = asyncio.ensure_future(self._executor.connect(peer))
+            self._links[peer.incarnation] = linking
+        return await asyncio.shield(linking)
+
+    def _lost(self, incarnation: str) -> None:
+        """The control connection broke: that incarnation is dead to us, and so is its memory."""
+        self._clients.pop(incarnation, None)
+        if self._links.pop(incarnation, None) is not None and not self._closed:
+            self._forgetting = asyncio.ensure_future(self._executor.forget(incarnation))
+
+    # ---- reclaim -----------------------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        """Sweep while there is something that can expire."""
+        if self._sweeper is None and (len(self.engine.leases) or self._routes) and not self._closed:
+            self._sweeper = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        self._sweeper = None
+        now = self._now_s()
+        self.engine.expire(now)
+        for subscriber, mailbox in list(self._mailboxes.items()):
+            if mailbox.polling or now - mailbox.last_poll_s < SUBSCRIBER_TIMEOUT_S:
+                continue
+            logger.warning("worker %s: subscriber %s went silent; its requests end", self.config.name, subscriber)
+            del self._mailboxes[subscriber]
+            for key in [key for key, owner in self._routes.items() if owner == subscriber]:
+                if (task := self._fetches.get(key)) is not None:
+                    task.cancel()
+                self._forget(key)
+        self._changed()
+
+
+class _LeaseDesk:
+    """Answers the readers of this worker's leases (the `LeaseSource` port of kvtransfer.control)."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def watch(self, lease: str, epoch: int, have: int, timeout_s: float) -> Progress:
+        """Answer when the watermark passed `have`, or the prompt is done, or after `timeout_s`."""
+        worker = self._worker
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            progressed = worker._progressed
+            progress = worker.engine.leases.progress(lease, epoch, have, loop.time())
+            if progress.ready_blocks > have or progress.finished or loop.time() >= deadline:
+                return progress
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await progressed.wait()
+            except TimeoutError:
+                pass  # answer with what there is; the reader asks again
+
+    def release(self, lease: str, epoch: int) -> None:
+        """The reader has everything. Raises `LeaseLost`."""
+        self._worker.engine.leases.release(lease, epoch)
+        self._worker._changed()
