@@ -1,0 +1,106 @@
+"""The block pool: nobody gets a block twice, nothing is lost, prefixes are found and evicted in order."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random owners allocate, share, name and free; a model of plain lists says who holds what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(14, 4, reserved=2)
+        self.held: list[list[int]] = []
+
+    @rule(count=st.integers(0, 14))
+    def allocate(self, count: int) -> None:
+        free = self.pool.num_free
+        try:
+            blocks = self.pool.allocate(count)
+        except OutOfBlocks:
+            assert count > free
+            assert self.pool.num_free == free
+            return
+        assert len(blocks) == count and sorted(set(blocks)) == blocks and all(block >= 2 for block in blocks)
+        assert not {b for held in self.held for b in held} & set(blocks)
+        self.held.append(blocks)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.sampled_from(self.held))
+        self.pool.share(blocks)
+        self.held.append(list(blocks))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.held) - 1))
+        self.pool.free(self.held.pop(index))
+
+    @precondition(lambda self: any(self.held))
+    @rule(data=st.data(), content=st.integers(0, 5))
+    def name(self, data: st.DataObject, content: int) -> None:
+        blocks = data.draw(st.sampled_from([blocks for blocks in self.held if blocks]))
+        self.pool.name(data.draw(st.sampled_from(blocks)), bytes([content]))
+
+    @rule(contents=st.lists(st.integers(0, 5), max_size=3))
+    def match(self, contents: list[int]) -> None:
+        self.held.append(self.pool.match([bytes([content]) for content in contents]))
+
+    @rule()
+    def clear(self) -> None:
+        self.pool.clear_cache()
+        assert self.pool.num_cached == 0
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.pool.check(self.held)
+        assert self.pool.num_free + self.pool.num_used == self.pool.num_blocks
+
+
+TestPool = PoolMachine.TestCase
+
+
+def test_freed_blocks_come_back_in_ascending_runs() -> None:
+    pool = BlockPool(12, 4, reserved=2)
+    first = pool.allocate(6)
+    pool.free(first[3:])
+    pool.free(first[:3])
+    assert pool.allocate(6) == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_named_block_is_found_until_it_is_evicted() -> None:
+    pool = BlockPool(4, 4)
+    names = prefix_hashes(range(8), 4)
+    blocks = pool.allocate(2)
+    for block, name in zip(blocks, names, strict=True):
+        pool.name(block, name)
+    pool.free(blocks)
+    assert pool.num_cached == 2
+    assert pool.match(names) == blocks
+    pool.free(blocks)
+    other = pool.allocate(3)  # two were clean; the third evicts the tail first, so the head stays usable
+    assert pool.match(names) == blocks[:1]
+    pool.free(blocks[:1])
+    pool.free(other)
+    pool.check()
+
+
+def test_equal_prefixes_have_equal_names_and_a_change_renames_all_that_follows() -> None:
+    one = prefix_hashes([1, 2, 3, 4, 5, 6, 7, 8, 9], 4)
+    two = prefix_hashes([1, 2, 3, 4, 5, 6, 7, 9], 4)
+    assert len(one) == 2 and one[0] == two[0] and one[1] != two[1]
+    assert prefix_hashes([9, 2, 3, 4, 5, 6, 7, 8], 4)[1] != one[1]
+    assert prefix_hashes([1, 2, 3, 4, 5, 6, 7, 8], 4, one[:1]) == one
+
+
+def test_freeing_twice_is_caught() -> None:
+    pool = BlockPool(4, 4)
+    blocks = pool.allocate(1)
+    pool.free(blocks)
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free(blocks)

@@ -1,0 +1,270 @@
+"""The engine: batching, hand-off, leases, preemption and endings, block for block."""
+
+import pytest
+from driving import VOCAB, engine, next_token, request, result, step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.errors import LeaseLost
+from workers.engine.sequence import Lease
+from workers.errors import InvalidRequest, Overloaded, UnknownSequence
+from workers.request import FailedOut, FinishReason, TokensOut
+
+
+def tokens_of(told: list, key: str) -> list[int]:
+    return [token for each in told if isinstance(each, TokensOut) and each.key == key for token in each.tokens]
+
+
+def run_to_end(subject, now_s: float = 0.0) -> list:
+    told = []
+    while True:
+        plan, more = step(subject, now_s)
+        told += more
+        if plan is None:
+            return told
+
+
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
+    subject = engine()
+    subject.add(request("a", tuple(range(1, 41)), max_tokens=2), 0.0, hold=False)
+    plans = []
+    while (plan := step(subject)[0]) is not None:
+        plans.append(plan)
+    assert [plan.num_tokens for plan in plans] == [16, 16, 8, 1]
+    assert [chunk.draw is not None for plan in plans for chunk in plan.chunks] == [False, False, True, True]
+
+
+def test_decodes_go_first_and_prompts_fill_the_budget() -> None:
+    subject = engine(max_batch_tokens=8)
+    subject.add(request("a", (1, 2, 3)), 0.0, hold=False)
+    step(subject)
+    subject.add(request("b", tuple(range(1, 21))), 0.0, hold=False)
+    plan, _ = step(subject)
+    assert [(chunk.key, len(chunk.tokens)) for chunk in plan.chunks] == [("a/0", 1), ("b/0", 7)]
+
+
+def test_positions_count_up_and_the_last_token_says_why() -> None:
+    subject = engine()
+    subject.add(request("a", (5, 6, 7), max_tokens=5), 0.0, hold=False)
+    outputs = [each for each in run_to_end(subject) if isinstance(each, TokensOut)]
+    assert [each.first_position for each in outputs] == [0, 1, 2, 3, 4]
+    assert [each.tokens[0] for each in outputs] == [next_token("a/0", 3 + n) for n in range(5)]
+    assert [each.finish for each in outputs] == [None] * 4 + [FinishReason.LENGTH]
+    assert outputs[0].prefilled and not any(each.prefilled for each in outputs[1:])
+
+
+def test_a_held_prompt_keeps_its_blocks_until_its_reader_releases_them() -> None:
+    subject = engine()
+    subject.add(request("a", tuple(range(1, 11))), 0.0, hold=True)
+    _, told = step(subject)
+    lease = next(each for each in told if isinstance(each, Lease))
+    assert len(lease.blocks) == 3 and subject.stats().leases == 1
+    progress = subject.leases.progress("a/0", lease.epoch, 0, 1.0)
+    assert progress.finished and progress.ready_blocks == 3
+    assert progress.digests == (tuple(block * 1000 for block in lease.blocks),)
+    subject.leases.release("a/0", lease.epoch)
+    subject.check()
+    assert subject.stats().free_blocks == subject.stats().total_blocks
+
+
+def test_the_watermark_moves_with_every_chunk() -> None:
+    subject = engine(max_batch_tokens=8)
+    subject.add(request("a", tuple(range(1, 21))), 0.0, hold=True)
+    _, told = step(subject)
+    lease = next(each for each in told if isinstance(each, Lease))
+    ready = [subject.leases.progress("a/0", lease.epoch, 0, 0.0).ready_blocks]
+    for _ in range(2):
+        step(subject)
+        ready.append(subject.leases.progress("a/0", lease.epoch, 0, 0.0).ready_blocks)
+    assert ready == [2, 4, 5]
+
+
+def test_an_expired_lease_returns_its_blocks_and_fences_its_reader() -> None:
+    subject = engine()
+    subject.add(request("a", tuple(range(1, 11))), 0.0, hold=True)
+    _, told = step(subject)
+    epoch = next(each for each in told if isinstance(each, Lease)).epoch
+    subject.expire(9.9)
+    subject.leases.progress("a/0", epoch, 0, 9.9)  # a heartbeat
+    subject.expire(19.8)
+    assert subject.stats().leases == 1
+    subject.expire(20.0)
+    subject.check()
+    assert subject.stats().leases == 0 and subject.stats().expired_leases == 1
+    with pytest.raises(LeaseLost):
+        subject.leases.release("a/0", epoch)
+
+
+def test_a_lease_that_expires_under_its_prompt_fails_the_leg() -> None:
+    subject = engine(max_batch_tokens=8)
+    subject.add(request("a", tuple(range(1, 21))), 0.0, hold=True)
+    step(subject)
+    subject.expire(60.0)
+    assert [type(each) for each in subject.drain()] == [FailedOut]
+    subject.check()
+    assert subject.stats().free_blocks == subject.stats().total_blocks
+
+
+def test_a_new_hold_of_the_same_key_fences_the_old_reader() -> None:
+    subject = engine()
+    subject.add(request("a", (1, 2, 3, 4, 5)), 0.0, hold=True)
+    _, told = step(subject)
+    old = next(each for each in told if isinstance(each, Lease)).epoch
+    subject.add(request("a", (1, 2, 3, 4, 5)), 0.0, hold=True)
+    _, told = step(subject)
+    new = next(each for each in told if isinstance(each, Lease)).epoch
+    assert new > old
+    with pytest.raises(LeaseLost, match="epoch"):
+        subject.leases.progress("a/0", old, 0, 0.0)
+
+
+def test_a_decode_leg_begins_when_kv_and_first_token_are_both_there() -> None:
+    subject = engine()
+    subject.reserve(request("a", (1, 2, 3, 4, 5), max_tokens=3), 0.0)
+    assert step(subject)[0] is None
+    subject.decode("a/0", 77, 1.0)
+    assert step(subject)[0] is None
+    subject.fetched("a/0", 3.0)
+    plan, told = step(subject, 4.0)
+    assert plan.chunks[0].tokens == (77,) and plan.chunks[0].first_position == 5
+    assert (told[0].timing.wait_s, told[0].timing.queue_s) == (2.0, 1.0)
+    assert told[0].first_position == 1
+    assert run_to_end(subject, 5.0)[-1].finish is FinishReason.LENGTH
+    assert subject.stats().free_blocks == subject.stats().total_blocks
+
+
+def test_the_prefix_a_decode_worker_already_has_is_not_moved_again() -> None:
+    subject = engine()
+    subject.reserve(request("a", tuple(range(1, 13))), 0.0)
+    subject.fetched("a/0", 0.0)
+    subject.abort("a/0")
+    again = subject.reserve(request("b", (*range(1, 9), 500, 501)), 0.0)
+    assert again.cached_tokens == 8 and again.num_blocks == 3
+
+
+def test_a_promise_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    subject = engine(staging_blocks=4)
+    subject.reserve(request("a", tuple(range(1, 13))), 0.0)
+    with pytest.raises(Overloaded):
+        subject.reserve(request("b", tuple(range(1, 13))), 0.0)
+    subject.check()
+    subject.abort("a/0")
+    subject.reserve(request("b", tuple(range(1, 13))), 0.0)
+
+
+def test_blocks_of_an_aborted_fetch_stay_quarantined_until_it_settles() -> None:
+    subject = engine()
+    subject.reserve(request("a", tuple(range(1, 13))), 0.0)
+    blocks = tuple(subject.reserved("a/0").blocks)
+    subject.transfer_begins(blocks)
+    subject.abort("a/0")
+    subject.check()
+    assert subject.stats().quarantined_blocks == 3
+    assert subject.stats().free_blocks == subject.stats().total_blocks - 3
+    subject.transfer_settled(blocks)
+    subject.check()
+    assert subject.stats().free_blocks == subject.stats().total_blocks
+
+
+def test_an_abort_in_mid_step_waits_for_the_step() -> None:
+    subject = engine()
+    subject.add(request("a", (1, 2, 3)), 0.0, hold=False)
+    plan = subject.schedule(0.0)
+    assert subject.abort("a/0")
+    assert subject.stats().free_blocks < subject.stats().total_blocks
+    subject.commit(plan, result(plan), 0.0)
+    subject.check()
+    assert subject.drain() == [] and subject.stats().free_blocks == subject.stats().total_blocks
+    assert not subject.abort("a/0")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"), [((), "prompt"), (tuple(range(1, 200)), "prompt"), ((1, VOCAB), "prompt"), ((-1,), "prompt")]
+)
+def test_impossible_prompts_are_refused(prompt: tuple[int, ...], field: str) -> None:
+    subject = engine()
+    for take in (lambda r: subject.add(r, 0.0, hold=False), lambda r: subject.reserve(r, 0.0)):
+        with pytest.raises(InvalidRequest) as caught:
+            take(request("a", prompt))
+        assert caught.value.field == field
+    subject.check()
+
+
+def test_calls_about_unknown_sequences_say_so() -> None:
+    subject = engine()
+    with pytest.raises(UnknownSequence):
+        subject.decode("nobody/0", 1, 0.0)
+    with pytest.raises(UnknownSequence):
+        subject.fetched("nobody/0", 0.0)
+    assert not subject.abort("nobody/0")
+
+
+def test_a_resumed_request_counts_on_from_what_the_client_has() -> None:
+    subject = engine()
+    subject.add(request("a", (1, 2, 3), max_tokens=5, generated=(8, 9), attempt=1), 0.0, hold=False)
+    outputs = run_to_end(subject)
+    assert [each.first_position for each in outputs] == [2, 3, 4]
+    assert outputs[-1].finish is FinishReason.LENGTH
+
+
+def test_out_of_blocks_the_youngest_is_preempted_and_still_gets_the_same_tokens() -> None:
+    subject = engine(kv_blocks=10, max_batch_tokens=16)  # 8 usable blocks of 4
+    for index in range(3):
+        subject.add(request(f"r{index}", (1 + index,) * 5, max_tokens=10), float(index), hold=False)
+    told = run_to_end(subject)
+    assert subject.stats().preemptions > 0
+    for index in range(3):
+        key = f"r{index}/0"
+        assert tokens_of(told, key) == [next_token(key, 5 + n) for n in range(10)]
+        assert [e.first_position for e in told if e.key == key] == list(range(10))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_happens_no_block_is_lost_and_no_token_doubled(data: st.DataObject) -> None:
+    subject = engine(kv_blocks=data.draw(st.integers(8, 34)), max_batch_tokens=data.draw(st.integers(8, 20)))
+    now, count, told, reading = 0.0, 0, [], []
+    for _ in range(data.draw(st.integers(5, 60))):
+        now += data.draw(st.sampled_from([0.0, 0.1, 3.0]))
+        action = data.draw(
+            st.sampled_from(["add", "hold", "reserve", "step", "step", "step", "abort", "fetch", "expire"])
+        )
+        key = f"r{data.draw(st.integers(0, max(0, count - 1)))}/0"
+        if action in ("add", "hold", "reserve"):
+            length = data.draw(st.integers(1, 24))
+            made = request(f"r{count}", tuple(data.draw(st.integers(1, 2)) for _ in range(length)))
+            count += 1
+            try:
+                subject.reserve(made, now) if action == "reserve" else subject.add(made, now, hold=action == "hold")
+            except (Overloaded, InvalidRequest):
+                count -= 1
+        elif action == "step":
+            told += step(subject, now)[1]
+        elif action == "abort":
+            subject.abort(key)
+        elif action == "expire":
+            subject.expire(now)
+        elif action == "fetch":
+            try:
+                blocks = tuple(subject.reserved(key).blocks)
+                subject.transfer_begins(blocks)
+                reading.append(blocks)
+                if data.draw(st.booleans()):
+                    subject.fetched(key, now)
+                    subject.decode(key, 5, now)
+            except (UnknownSequence, InvalidRequest):
+                pass
+            if reading and data.draw(st.booleans()):
+                subject.transfer_settled(reading.pop(0))
+        subject.check()
+    for blocks in reading:
+        subject.transfer_settled(blocks)
+    for index in range(count):
+        subject.abort(f"r{index}/0")
+    subject.expire(now + 100.0)
+    told += run_to_end(subject, now)
+    subject.check()
+    assert subject.stats().free_blocks == subject.stats().total_blocks
+    for key in {each.key for each in told if isinstance(each, TokensOut)}:
+        positions = [each.first_position for each in told if isinstance(each, TokensOut) and each.key == key]
+        assert positions == list(range(positions[0], positions[0] + len(positions)))

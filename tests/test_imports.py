@@ -1,0 +1,123 @@
+"""Imports only point down. This test walks the syntax trees; the picture is in docs/design.md."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Lowest first: a module may import from its own layer and from the layers below.
+LAYERS = [
+    ["kvtransfer.layout", "kvtransfer.errors", "kvtransfer.challenge"],
+    ["kvtransfer.ticket"],
+    ["kvtransfer.transport", "kvtransfer.host"],
+    ["kvtransfer.copies", "kvtransfer.backends", "kvtransfer.digest", "kvtransfer.leases", "kvtransfer.control_wire"],
+    ["kvtransfer.probe", "kvtransfer.links", "kvtransfer.control", "kvtransfer.pull"],
+    ["kvtransfer.open", "kvtransfer.doctor"],
+    ["workers.request", "workers.config", "workers.stats", "workers.errors"],
+    ["workers.ops"],
+    ["workers.model", "workers.engine", "workers.costs", "workers.tokenizer", "workers.mailbox"],
+    ["workers.executor", "workers.worker"],
+    ["workers.build"],
+    ["cluster.spec"],
+    ["cluster.runtime", "cluster.view", "cluster.ledger"],
+    ["cluster.pool", "cluster.policy", "cluster.members", "cluster.events"],
+    ["cluster.line"],
+    ["cluster.attempt"],
+    ["cluster.dispatcher", "cluster.controller"],
+    ["cluster.serving"],
+    ["cluster.text", "cluster.gateway"],
+    ["cluster.api", "cluster.sim", "cluster.bench"],
+    ["cluster.cli"],
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# What only some rooms may load, however deep inside a function.
+HEAVY = {
+    "torch": ("workers.ops", "workers.model", "workers.executor", "kvtransfer.backends", "cluster.cli.doctor"),
+    "ray": ("cluster.runtime.ray", "workers.executor.gang", "cluster.cli"),
+    "grpc": ("cluster.api",),
+    "nixl_cu12": ("kvtransfer.backends",),
+}
+PURE = ("workers.engine", "cluster.policy")
+IMPURE = {"time", "random", "secrets", "socket", "threading", "torch", "numpy"}
+
+
+def modules() -> list[tuple[str, ast.Module]]:
+    found = []
+    for package in ("kvtransfer", "workers", "cluster"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = list(path.relative_to(ROOT).with_suffix("").parts)
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found.append((name, ast.parse(path.read_text())))
+    return found
+
+
+def imports(tree: ast.Module) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def room(name: str) -> str | None:
+    """The layer entry that a dotted name falls under."""
+    parts = name.split(".")
+    return next((key for n in range(len(parts), 1, -1) if (key := ".".join(parts[:n])) in RANK), None)
+
+
+def below(name: str, rooms: tuple[str, ...]) -> bool:
+    return any(name == each or name.startswith(each + ".") for each in rooms)
+
+
+MODULES = modules()
+
+
+@pytest.mark.parametrize(("name", "tree"), MODULES, ids=[name for name, _ in MODULES])
+def test_imports_point_down(name: str, tree: ast.Module) -> None:
+    if "." not in name:
+        assert not [each for each in imports(tree) if room(each)], f"the package {name} imports its own modules"
+        return
+    here = room(name)
+    assert here is not None, f"{name} has no place in LAYERS"
+    for imported in imports(tree):
+        there = room(imported)
+        assert there is None or RANK[there] <= RANK[here], f"{name} imports {imported}, which lies above it"
+
+
+@pytest.mark.parametrize(("name", "tree"), MODULES, ids=[name for name, _ in MODULES])
+def test_heavy_libraries_stay_in_their_rooms(name: str, tree: ast.Module) -> None:
+    for imported in imports(tree):
+        top = imported.split(".")[0]
+        assert top not in HEAVY or below(name, HEAVY[top]), f"{name} imports {top}"
+        if below(name, PURE):
+            assert top not in IMPURE, f"{name} is pure but imports {top}"
+
+
+@pytest.mark.parametrize(("name", "tree"), MODULES, ids=[name for name, _ in MODULES])
+def test_cluster_sees_of_kvtransfer_only_the_ticket(name: str, tree: ast.Module) -> None:
+    if not name.startswith("cluster.") or below(name, ("cluster.cli", "cluster.bench")):
+        return
+    allowed = ("kvtransfer.ticket", "kvtransfer.errors")
+    for imported in imports(tree):
+        assert not imported.startswith("kvtransfer.") or below(imported, allowed), f"{name} imports {imported}"
+        if imported.startswith("workers.build"):
+            assert below(name, ("cluster.runtime",)), f"{name} imports workers.build"
+
+
+def test_proto_is_not_a_package() -> None:
+    assert not (ROOT / "proto" / "__init__.py").exists(), "a package called proto would shadow proto-plus"
+
+
+def test_importing_cluster_loads_nothing_heavy() -> None:
+    probe = (
+        "import sys, cluster, cluster.spec, cluster.view, cluster.policy.placement;"
+        "print([name for name in ('torch', 'ray', 'grpc', 'numpy', 'transformers') if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert out.stdout.strip() == "[]"
