@@ -97,6 +97,13 @@ class Gateway:
         running.cancel(RequestCancelled(f"request {request_id} was cancelled by its caller"))
         return True
 
+    async def close(self) -> None:
+        """Cut what still runs; returns when the dispatcher has let go of all of it."""
+        running = list(self._active.values())
+        for each in running:
+            each.cancel(RequestCancelled("the gateway was closed"))
+        await asyncio.gather(*(each.close() for each in running))
+
     def _check_model(self, model: str) -> None:
         served = self._context.model.name
         if model not in ("", served):

@@ -1,10 +1,9 @@
 """The cluster's view to protobuf and back. Pure."""
 
-from diptych.v1 import admin_pb2, common_pb2
-
 from cluster.api.messages import duration_of, seconds
 from cluster.spec import Role
 from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
+from diptych.v1 import admin_pb2, common_pb2
 from kvtransfer.ticket import LinkReport
 from workers.stats import WorkerStats
 

@@ -14,17 +14,17 @@ from types import TracebackType
 from typing import Any, Unpack
 
 import grpc
-from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.api.admin_messages import view_from
 from cluster.api.errors import DiptychError
+from cluster.api.failures import error_from, error_of_call
 from cluster.api.messages import SamplingOptions, events_from, sampling_message, slo_message
-from cluster.api.statuses import error_from, error_of_call
 from cluster.api.wire import INFERENCE, KEEPALIVE, MESSAGE_SIZES
 from cluster.events import Accepted, Completed
 from cluster.text import TextDelta, TextEvent
 from cluster.view import ClusterView
+from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from workers.errors import InvalidRequest
 from workers.request import SLO
 

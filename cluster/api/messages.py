@@ -6,12 +6,12 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
-from diptych.v1 import common_pb2, inference_pb2
 from google.protobuf.duration_pb2 import Duration
 
 from cluster.events import Accepted, Completed
 from cluster.ledger import LatencyLedger
 from cluster.text import ChatPrompt, GenerationInput, TextDelta, TextEvent, TextPrompt, TokenPrompt
+from diptych.v1 import common_pb2, inference_pb2
 from kvtransfer.ticket import TransferReport
 from workers.errors import InvalidRequest
 from workers.request import SLO, FinishReason, SamplingParams, TokenLogprobs

@@ -8,9 +8,9 @@ import errno
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
-from diptych.v1 import admin_pb2_grpc, inference_pb2_grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -20,6 +20,7 @@ from cluster.api.wire import ADMIN, INFERENCE, KEEPALIVE, MESSAGE_SIZES
 from cluster.gateway import Gateway
 from cluster.serving import GatewayContext
 from cluster.text import Tokenizer
+from diptych.v1 import admin_pb2_grpc, inference_pb2_grpc
 
 
 class GrpcDoor:
@@ -30,12 +31,13 @@ class GrpcDoor:
         self._load_tokenizer = load_tokenizer
         self._server: grpc.aio.Server | None = None
         self._health: HealthService | None = None
+        self._gateway: Gateway | None = None
 
     async def open(self) -> str:
         """Listen; answer "host:port". Raises OSError when the port cannot be had, ModelError without a tokenizer."""
         spec = self._context.spec.gateway
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
-        gateway = Gateway(self._context, tokenizer)
+        gateway = self._gateway = Gateway(self._context, tokenizer)
         server = grpc.aio.server(options=_options(spec.max_requests))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(gateway), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._context, gateway), server)
@@ -53,18 +55,19 @@ class GrpcDoor:
         server, self._server = self._server, None
         if server is None:
             return
-        assert self._health is not None
+        assert self._health is not None and self._gateway is not None
         self._health.close()
         await server.stop(grace_s)
+        await self._gateway.close()
 
 
 def open_door(context: GatewayContext) -> GrpcDoor:
     """The `DoorFactory`: a door with the served model's own tokenizer. Module-level, so that it pickles by name."""
 
     def load() -> Tokenizer:
-        from workers.tokenizer import ModelTokenizer
+        from workers.tokenizer import Tokenizer as ModelTokenizer
 
-        return ModelTokenizer(context.model.folder)
+        return ModelTokenizer(Path(context.model.folder))
 
     return GrpcDoor(context, load)
 

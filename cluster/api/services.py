@@ -10,7 +10,6 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
-from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from grpc_status import rpc_status
 
 from cluster.api.admin_messages import view_message
@@ -20,6 +19,7 @@ from cluster.events import Completed
 from cluster.gateway import Gateway, servable
 from cluster.serving import GatewayContext
 from cluster.text import TextDelta
+from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from workers.errors import InvalidRequest
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses with google.rpc details, and back. The one table of which error is which code.
+"""Errors as gRPC statuses with google.rpc details. The one table of which error is which code.
 
 Every status carries ErrorInfo with a stable `reason` and the domain "diptych"; bad input also BadRequest naming the
 field, and what may work later also RetryInfo.
@@ -11,10 +11,8 @@ import grpc
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
-from cluster.api.errors import DiptychError
-from cluster.api.messages import duration_of, seconds
+from cluster.api.messages import duration_of
 from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
 from cluster.gateway import DuplicateRequest, RequestCancelled, UnknownModel
 from workers.errors import InvalidRequest
@@ -83,31 +81,3 @@ def _status(
 
 def _short(text: str) -> str:
     return text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 2] + " …"
-
-
-def error_from(status: status_pb2.Status) -> DiptychError:
-    """The client's error for a status with details."""
-    names = {code.value[0]: code.name for code in grpc.StatusCode}
-    error = DiptychError(names.get(status.code, "UNKNOWN"), status.message)
-    for detail in status.details:
-        info = error_details_pb2.ErrorInfo()
-        bad = error_details_pb2.BadRequest()
-        retry = error_details_pb2.RetryInfo()
-        if detail.Unpack(info):
-            error.reason = info.reason
-        elif detail.Unpack(bad) and bad.field_violations:
-            error.field = bad.field_violations[0].field
-        elif detail.Unpack(retry):
-            error.retry_after_s = seconds(retry.retry_delay)
-    return error
-
-
-def error_of_call(failure: grpc.aio.AioRpcError, endpoint: str) -> DiptychError:
-    """The client's error for a failed call; one that never reached the server says so."""
-    status = rpc_status.from_call(failure)
-    if status is not None:
-        return error_from(status)
-    details = failure.details() or "no details"
-    if failure.code() is grpc.StatusCode.UNAVAILABLE:
-        details = f"nothing answers at {endpoint} ({details}); is the cluster up, and is this its endpoint?"
-    return DiptychError(failure.code().name, details)

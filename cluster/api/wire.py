@@ -1,0 +1,16 @@
+"""What server and client must agree on: service names and channel options."""
+
+from diptych.v1 import admin_pb2, inference_pb2
+
+MAX_MESSAGE_BYTES = 64 << 20
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+MESSAGE_SIZES = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name

@@ -1,0 +1,149 @@
+"""A dispatcher and a tokenizer for doors under test: deterministic, no workers, every byte is a token."""
+
+import asyncio
+import codecs
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+
+from cluster.events import Accepted, Completed, Delta, Event
+from cluster.ledger import Stopwatch
+from cluster.serving import GatewayContext
+from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
+from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
+from kvtransfer.ticket import LinkReport, TransferReport
+from workers.request import FinishReason, Request, TokenLogprobs
+from workers.stats import WorkerStats
+
+MODEL = ModelView("bytes", "", context_length=8192, vocab_size=256)
+REPORT = TransferReport("lease-1", "memory", "in-process copy", 3, 4096, 1, 3, 1, 3, 0.002, 0.001, 0.003)
+LINK = LinkReport("decode-0", "prefill-0", "memory", "in-process copy", 1e-4, 2e9, ("nixl: not installed",))
+
+
+class ByteDetokenizer:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return self._decoder.decode(bytes(tokens))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class ByteTokenizer:
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        return self.encode("".join(f"<{message['role']}>{message['content']}\n" for message in messages))
+
+    def detokenizer(self) -> ByteDetokenizer:
+        return ByteDetokenizer()
+
+
+def counting(request: Request) -> bytes:
+    """Letters without end."""
+    most = request.sampling.max_tokens or 0
+    return bytes(ord("a") + index % 26 for index in range(most))
+
+
+class FakeDispatcher:
+    """Answers with `script(request)`, `step_s` after each token; `hold` stops it before its first token.
+
+    `error` is raised instead of an answer. `running` and `closed` tell what became of each request.
+    """
+
+    def __init__(self, script: Callable[[Request], bytes] = counting, step_s: float = 0.0, chunk: int = 1) -> None:
+        self.script = script
+        self.step_s = step_s
+        self.chunk = chunk
+        self.error: Exception | None = None
+        self.hold: asyncio.Event | None = None
+        self.requests: list[Request] = []
+        self.running: set[str] = set()
+        self.produced: dict[str, int] = {}
+        self.deadlines: list[float | None] = []
+        self._stops: dict[str, asyncio.Event] = {}
+        self._changed = asyncio.Event()
+        self._view = view()
+
+    async def generate(
+        self, request: Request, *, deadline_s: float | None = None, arrived_ns: int | None = None
+    ) -> AsyncGenerator[Event, None]:
+        watch = Stopwatch(time.monotonic_ns, arrived_ns)
+        self.requests.append(request)
+        self.deadlines.append(deadline_s)
+        self.running.add(request.id)
+        stop = self._stops[request.id] = asyncio.Event()
+        try:
+            watch.lap("admission")
+            if self.error is not None:
+                raise self.error
+            yield Accepted(request.id, 0, len(request.prompt), "prefill-0", "decode-0", "the only pair", 0.5, None)
+            if self.hold is not None:
+                await self.hold.wait()
+            tokens = self.script(request)[: request.sampling.max_tokens]
+            sent = 0
+            while sent < len(tokens) and not stop.is_set():
+                part = tuple(tokens[sent : sent + self.chunk])
+                yield Delta(part, sent, self._logprobs(request, part))
+                sent += len(part)
+                self.produced[request.id] = sent
+                await asyncio.sleep(self.step_s)
+                watch.lap("prefill_compute" if sent == len(part) else "decode_compute")
+                watch.first_token()
+            finish = FinishReason.STOP if stop.is_set() else FinishReason.LENGTH
+            yield Completed(finish, len(request.prompt), sent, 16, 1, watch.ledger(), (REPORT,))
+        finally:
+            self.running.discard(request.id)
+
+    def finish(self, request_id: str) -> None:
+        self._stops[request_id].set()
+
+    @property
+    def view(self) -> ClusterView:
+        return self._view
+
+    @view.setter
+    def view(self, view: ClusterView) -> None:
+        self._view = view
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def view_change(self) -> Awaitable[object]:
+        return self._changed.wait()
+
+    @staticmethod
+    def _logprobs(request: Request, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+        if request.sampling.logprobs is None:
+            return ()
+        top = tuple((rank, -1.0 - rank) for rank in range(request.sampling.logprobs))
+        return tuple(TokenLogprobs(-token / 256, top) for token in tokens)
+
+
+def view(state: WorkerState = WorkerState.READY, revision: int = 1, capacity_tokens: int = 4096) -> ClusterView:
+    """One prefill and one decode worker, in this state."""
+    workers = tuple(
+        WorkerView(
+            f"{role.value}-0",
+            role.value,
+            role,
+            state,
+            f"{role.value}-0.1",
+            "node-a",
+            4711,
+            capacity_tokens=capacity_tokens,
+            age_s=0.25,
+            stats=WorkerStats(total_blocks=256, free_blocks=200, steps=7, step_s=0.01),
+        )
+        for role in (Role.PREFILL, Role.DECODE)
+    )
+    return ClusterView(revision, "test", MODEL, workers, (LINK,))
+
+
+def gateway_context(dispatcher: FakeDispatcher, **gateway: int | str) -> GatewayContext:
+    """On any free port of the loopback, unless told otherwise."""
+    pools = (PoolSpec("prefill", Role.PREFILL), PoolSpec("decode", Role.DECODE))
+    options: dict[str, int | str] = {"grpc_port": 0} | gateway
+    spec = ClusterSpec("bytes", pools, gateway=GatewaySpec(**options))  # type: ignore[arg-type]
+    return GatewayContext("gateway-0", spec, MODEL, dispatcher)

@@ -1,0 +1,104 @@
+"""Health, reflection, opening and closing."""
+
+import asyncio
+import pickle
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from cluster.api.client import DiptychClient
+from cluster.api.errors import DiptychError
+from cluster.api.server import GrpcDoor, open_door
+from cluster.api.wire import ADMIN, INFERENCE
+from cluster.events import Completed
+from cluster.view import WorkerState
+from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def health_of(endpoint: str, service: str) -> int:
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+        return int(answer.status)
+
+
+async def test_health_follows_the_workers(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+    assert [await health_of(client.endpoint, name) for name in ("", INFERENCE, ADMIN)] == [SERVING] * 3
+    dispatcher.view = view(WorkerState.DEAD, revision=2)
+    assert [await health_of(client.endpoint, name) for name in ("", INFERENCE)] == [NOT_SERVING] * 2
+    assert await health_of(client.endpoint, ADMIN) == SERVING
+
+
+async def test_an_unknown_service_is_not_found(client: DiptychClient) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health_of(client.endpoint, "no.such.Service")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_watching_health_tells_each_change_and_the_end(dispatcher: FakeDispatcher) -> None:
+    door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
+    endpoint = await door.open()
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=INFERENCE))
+        told = aiter(watch)
+        assert (await anext(told)).status == SERVING
+        dispatcher.view = view(WorkerState.STARTING, revision=2)
+        assert (await anext(told)).status == NOT_SERVING
+        dispatcher.view = view(WorkerState.READY, revision=3)
+        assert (await anext(told)).status == SERVING
+        async with asyncio.timeout(2):  # a watcher does not use up the grace
+            closing = asyncio.ensure_future(door.close(30.0))
+            assert (await anext(told)).status == NOT_SERVING
+            await closing
+
+
+async def test_wait_ready_waits_for_the_workers(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+    dispatcher.view = view(WorkerState.STARTING, revision=2)
+    with pytest.raises(DiptychError, match=r"was not ready after 0\.1 s"):
+        await client.wait_ready(0.1)
+    waiting = asyncio.ensure_future(client.wait_ready(5.0))
+    dispatcher.view = view(WorkerState.READY, revision=3)
+    await waiting
+
+
+async def test_reflection_lists_the_services(client: DiptychClient) -> None:
+    async with grpc.aio.insecure_channel(client.endpoint) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        answer = await anext(aiter(call))
+    names = {service.name for service in answer.list_services_response.service}
+    assert {INFERENCE, ADMIN, "grpc.health.v1.Health"} <= names
+
+
+async def test_close_lets_running_requests_end(dispatcher: FakeDispatcher) -> None:
+    dispatcher.step_s = 0.02
+    door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
+    async with DiptychClient(await door.open()) as client:
+        events = client.generate("hello", max_tokens=20)
+        await anext(events)
+        closing = asyncio.ensure_future(door.close(10.0))
+        last = [event async for event in events][-1]
+        assert isinstance(last, Completed) and last.completion_tokens == 20
+        await closing
+        with pytest.raises(DiptychError) as caught:
+            await client.complete("hello")
+        assert caught.value.code == "UNAVAILABLE"
+
+
+async def test_close_cuts_what_outlasts_the_grace(dispatcher: FakeDispatcher) -> None:
+    dispatcher.hold = asyncio.Event()
+    door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
+    async with DiptychClient(await door.open()) as client:
+        events = client.generate("hello")
+        await anext(events)
+        async with asyncio.timeout(3):
+            await door.close(0.2)
+        assert not dispatcher.running
+
+
+def test_the_factory_travels_by_name() -> None:
+    assert pickle.loads(pickle.dumps(open_door)) is open_door

@@ -1,0 +1,164 @@
+"""Every refusal and failure: its code, its details, and a sentence that says what to do."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from cluster.api.client import DiptychClient
+from cluster.api.errors import DiptychError
+from cluster.api.server import GrpcDoor
+from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
+from cluster.view import WorkerState
+from tests.api.conftest import OpenClient
+from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
+
+
+async def failure(client: DiptychClient, prompt: Any = "hello", **options: Any) -> DiptychError:
+    with pytest.raises(DiptychError) as caught:
+        await client.complete(prompt, **options)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field", "words"),
+    [
+        ("", {}, "prompt.text", ["empty"]),
+        ([], {}, "prompt.tokens", ["empty"]),
+        ([1, 256], {}, "prompt.tokens[1]", ["256", "255"]),
+        ("a" * 9000, {}, "prompt", ["9000", "8192"]),
+        ("a" * 5000, {}, "prompt", ["5000", "4096"]),
+        ("hello", {"max_tokens": 4092}, "sampling.max_tokens", ["4092", "4091"]),
+        ("hello", {"max_tokens": 0}, "sampling.max_tokens", ["at least 1"]),
+        ("hello", {"temperature": -1.0}, "sampling.temperature", ["-1.0", "0 (greedy)"]),
+        ("hello", {"temperature": float("nan")}, "sampling.temperature", ["nan"]),
+        ("hello", {"min_tokens": 5, "max_tokens": 4}, "sampling.min_tokens", ["max_tokens (4)"]),
+        ("hello", {"stop": [""]}, "sampling.stop", ["empty"]),
+        ("hello", {"stop": ["x" * 1025]}, "sampling.stop", ["1024"]),
+        ("hello", {"stop_token_ids": [999]}, "sampling.stop_token_ids[0]", ["999", "255"]),
+        ("hello", {"seed": -1}, "sampling.seed", ["-1"]),
+        ("hello", {"top_k": "many"}, "sampling.top_k", ["many"]),
+        ("hello", {"request_id": "a/b"}, "request_id", ["a/b"]),
+    ],
+)
+async def test_bad_input_names_its_field(
+    client: DiptychClient, prompt: Any, options: dict[str, Any], field: str, words: list[str]
+) -> None:
+    error = await failure(client, prompt, **options)
+    assert (error.code, error.field) == ("INVALID_ARGUMENT", field)
+    assert all(word in str(error) for word in words), str(error)
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "prompt.chat"),
+        ([("", "hi")], "prompt.chat.messages[0].role"),
+        ([("user", "")], "prompt.chat.messages[0].content"),
+    ],
+)
+async def test_bad_messages_name_their_place(client: DiptychClient, messages: list[Any], field: str) -> None:
+    with pytest.raises(DiptychError) as caught:
+        await anext(client.chat(messages))
+    assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", field)
+
+
+async def test_a_prompt_of_too_many_bytes_is_not_even_tokenised(open_client: OpenClient) -> None:
+    error = await failure(await open_client(max_prompt_bytes=10), "a" * 11)
+    assert error.field == "prompt" and "11 bytes" in str(error)
+
+
+async def test_unknown_model(client: DiptychClient) -> None:
+    error = await failure(client, model="gpt-17")
+    assert (error.code, error.reason) == ("NOT_FOUND", "UNKNOWN_MODEL")
+    assert "'bytes'" in str(error)
+    assert (await client.complete("hello", model="bytes", max_tokens=1)).text == "a"
+
+
+async def test_one_id_runs_once(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+    dispatcher.step_s = 0.01
+    events = client.generate("hello", request_id="mine", max_tokens=4000)
+    await anext(events)
+    assert (await failure(client, request_id="mine")).code == "ALREADY_EXISTS"
+    await events.aclose()
+
+
+async def test_a_full_gateway_says_when_to_come_back(open_client: OpenClient, dispatcher: FakeDispatcher) -> None:
+    dispatcher.step_s = 0.01
+    client = await open_client(max_requests=1)
+    events = client.generate("hello", max_tokens=4000)
+    await anext(events)
+    error = await failure(client)
+    assert (error.code, error.retry_after_s, error.reason) == ("RESOURCE_EXHAUSTED", 1.0, "NO_ROOM")
+    await events.aclose()
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "reason", "retry_after_s"),
+    [
+        (Rejected("all decode workers are full", 2.5), "RESOURCE_EXHAUSTED", "NO_ROOM", 2.5),
+        (Unservable("the prompt is too long"), "INVALID_ARGUMENT", "TOO_LONG", None),
+        (AttemptsSpent("6 attempts failed; the last: worker gone"), "UNAVAILABLE", "ATTEMPTS_SPENT", 1.0),
+        (DeadlinePassed("prefill"), "DEADLINE_EXCEEDED", "DEADLINE", None),
+    ],
+)
+async def test_cluster_errors_have_their_code_and_details(
+    client: DiptychClient,
+    dispatcher: FakeDispatcher,
+    raised: Exception,
+    code: str,
+    reason: str,
+    retry_after_s: float | None,
+) -> None:
+    dispatcher.error = raised
+    error = await failure(client)
+    assert (error.code, error.reason, error.retry_after_s) == (code, reason, retry_after_s)
+    assert error.message == str(raised)
+
+
+async def test_no_worker_in_time_is_unavailable(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+    dispatcher.view = view(WorkerState.STARTING)
+    dispatcher.error = Rejected("no prefill worker was ready within 60 s", 1.0)
+    error = await failure(client)
+    assert (error.code, error.reason, error.retry_after_s) == ("UNAVAILABLE", "NO_WORKERS", 1.0)
+
+
+async def test_the_deadline_reaches_the_dispatcher_a_little_early(
+    client: DiptychClient, dispatcher: FakeDispatcher
+) -> None:
+    await client.complete("hello", max_tokens=1, timeout_s=10.0)
+    await client.complete("hello", max_tokens=1)
+    assert dispatcher.deadlines[0] is not None and 9.0 < dispatcher.deadlines[0] < 9.96
+    assert dispatcher.deadlines[1] is None
+
+
+async def test_a_call_past_its_deadline_is_cancelled(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+    dispatcher.step_s = 0.05
+    error = await failure(client, max_tokens=4000, timeout_s=0.3)
+    assert error.code == "DEADLINE_EXCEEDED"
+
+
+async def test_the_unexpected_is_logged_under_the_id_the_client_sees(
+    client: DiptychClient, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    dispatcher.error = ZeroDivisionError("secret detail")
+    with caplog.at_level(logging.ERROR):
+        error = await failure(client)
+    assert error.code == "INTERNAL" and "secret detail" not in str(error)
+    error_id = error.message.split()[-1]
+    assert any(error_id in record.getMessage() and record.exc_info for record in caplog.records)
+
+
+async def test_nobody_at_the_endpoint_is_one_clear_sentence() -> None:
+    async with DiptychClient("127.0.0.1:1") as client:
+        error = await failure(client)
+    assert error.code == "UNAVAILABLE"
+    assert error.message.startswith("nothing answers at 127.0.0.1:1")
+
+
+async def test_a_port_in_use_is_an_oserror_that_says_so(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+    port = int(client.endpoint.rpartition(":")[2])
+    door = GrpcDoor(gateway_context(dispatcher, grpc_port=port), ByteTokenizer)
+    with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{port} \(Address already in use\)"):
+        await door.open()
+    await door.close(0)

@@ -1,0 +1,55 @@
+"""The schema: stubs are fresh, and every type survives the trip over the wire."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.api.generate_stubs import ROOT, generate
+from cluster.api.messages import event_message, events_from
+from cluster.events import Accepted, Completed
+from cluster.ledger import PHASES, LatencyLedger
+from cluster.text import TextDelta, TextEvent
+from kvtransfer.ticket import TransferReport
+from workers.request import FinishReason, TokenLogprobs
+
+COUNT = st.integers(0, 2**32 - 1)
+SECONDS = st.integers(0, 10**13).map(lambda ns: ns / 1e9)
+REAL = st.floats(allow_nan=False, allow_infinity=False)
+PARTS = st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 10**15)), max_size=5).map(tuple)
+LOGPROBS = st.builds(TokenLogprobs, REAL, st.lists(st.tuples(COUNT, REAL), max_size=3).map(tuple))
+WORD = st.text(max_size=12)
+TRANSFERS = st.builds(
+    TransferReport, WORD, WORD, WORD, COUNT, COUNT, COUNT, COUNT, COUNT, COUNT, SECONDS, SECONDS, SECONDS
+)
+TOKENS = st.lists(COUNT, max_size=5).map(tuple)
+EVENTS = st.one_of(
+    st.builds(Accepted, WORD, COUNT, COUNT, WORD, WORD, WORD, st.none() | SECONDS, st.none() | SECONDS),
+    st.builds(TextDelta, WORD, TOKENS, COUNT, st.lists(LOGPROBS, max_size=3).map(tuple)),
+    st.builds(
+        Completed,
+        st.sampled_from(FinishReason),
+        COUNT,
+        COUNT,
+        COUNT,
+        COUNT,
+        st.builds(LatencyLedger, PARTS, PARTS, st.integers(0, 10**15), st.integers(0, 10**15)),
+        st.lists(TRANSFERS, max_size=2).map(tuple),
+    ),
+)
+
+
+@given(EVENTS)
+def test_events_survive_the_wire(event: TextEvent) -> None:
+    message = event_message(event)
+    assert events_from(type(message).FromString(message.SerializeToString())) == [event]
+
+
+def test_committed_stubs_are_what_the_schema_makes(tmp_path: Path) -> None:
+    pytest.importorskip("grpc_tools")
+    made = generate(tmp_path)
+    committed = sorted(ROOT.glob("diptych/v1/*_pb2*.py*"))
+    assert [path.name for path in made] == [path.name for path in committed]
+    for fresh, old in zip(made, committed, strict=True):
+        assert fresh.read_text() == old.read_text(), f"{old.name} is stale; run python -m cluster.api.generate_stubs"
