@@ -91,9 +91,6 @@ class ControlServer:
                 await self._serve(channel)
         except (*BROKEN, TimeoutError) as error:
             logger.debug("a reader's control connection ended: %s", error)
-        except asyncio.CancelledError:
-            if self._server and self._server.is_serving():
-                raise
         finally:
             self._connections.discard(task)
             await channel.close()

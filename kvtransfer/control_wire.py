@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 FRAME_BYTES = 16 << 20  # digests of a million-token prompt fit
 STRANGER_BYTES = 4096  # before the handshake
+LINGER_S = 1.0
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -99,9 +100,13 @@ class Channel:
         await self._writer.drain()
 
     async def close(self) -> None:
+        """Send what is written, for a moment, then hang up whatever the peer does."""
         self._writer.close()
         try:
-            await self._writer.wait_closed()
+            async with asyncio.timeout(LINGER_S):
+                await self._writer.wait_closed()
+        except TimeoutError:
+            self._writer.transport.abort()
         except OSError as error:
             logger.debug("the connection was broken already: %s", error)
 

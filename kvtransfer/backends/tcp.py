@@ -48,12 +48,15 @@ class TcpTransport:
         return msgspec.msgpack.encode(TcpAddress(self._host, self._owner.port))
 
     async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:
+        try:
+            address = msgspec.msgpack.decode(dict(shard.transports)[self.name], type=TcpAddress)
+        except msgspec.MsgspecError as error:
+            raise PeerRefused(f"{peer} sent no usable TCP address: {error}") from error
         link = self._links.get(peer)
+        if link and link.address != address:
+            await self.forget(peer)
+            link = None
         if link is None:
-            try:
-                address = msgspec.msgpack.decode(dict(shard.transports)[self.name], type=TcpAddress)
-            except msgspec.MsgspecError as error:
-                raise PeerRefused(f"{peer} sent no usable TCP address: {error}") from error
             source_bytes = shard.num_blocks * shard.layout.block_bytes
             link = self._links[peer] = _Link(peer, address, source_bytes, self._region, self._secret)
         try:

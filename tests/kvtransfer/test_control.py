@@ -1,0 +1,213 @@
+"""The lease protocol: who may speak, what a watch answers, and what a release proves."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvtransfer.control import ControlClient, ControlServer
+from kvtransfer.errors import LeaseLost, PeerLost, PeerRefused, TransferError, TransferTimeout
+from kvtransfer.host import host_identity
+from kvtransfer.leases import MemoryLeases
+from kvtransfer.ticket import PeerAddress, Progress, ShardAddress
+from tests.kvtransfer.peers import LAYOUT, SECRET
+
+SHARD = ShardAddress(0, LAYOUT, 64, (("tcp", b"\x00\xff"),))
+PEER = PeerAddress("prefill-0", "life-1", "127.0.0.1", 0, host_identity(), (SHARD,))
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.leases = MemoryLeases()
+        self.server = ControlServer(self.leases, lambda: PEER, SECRET)
+        self.port = 0
+        self.clients: list[ControlClient] = []
+
+    async def meet(self, **options: object) -> ControlClient:
+        options = {"secret": SECRET, "expected_incarnation": "life-1", **options}
+        client = await ControlClient.connect("127.0.0.1", self.port, **options)  # type: ignore[arg-type]
+        self.clients.append(client)
+        return client
+
+
+@pytest.fixture
+async def owner() -> AsyncIterator[Owner]:
+    made = Owner()
+    made.port = await made.server.start("127.0.0.1")
+    made.leases.grant("lease", epoch=3)
+    yield made
+    for client in made.clients:
+        await client.close()
+    await made.server.close()
+
+
+async def test_the_handshake_brings_the_owners_full_address(owner: Owner) -> None:
+    assert (await owner.meet()).peer == PEER
+    assert (await owner.meet(expected_incarnation=None)).peer == PEER
+
+
+async def test_a_wrong_secret_is_refused(owner: Owner) -> None:
+    with pytest.raises(PeerRefused, match="secret"):
+        await owner.meet(secret=b"another")
+
+
+async def test_an_earlier_incarnation_is_lost(owner: Owner) -> None:
+    with pytest.raises(PeerLost, match="life-1 now"):
+        await owner.meet(expected_incarnation="life-0")
+
+
+async def test_an_owner_that_cannot_prove_the_secret_is_refused() -> None:
+    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from kvtransfer.control_wire import Channel, Hello, Welcome
+
+        channel = Channel(reader, writer)
+        channel.send(Hello(1, bytes(32)))
+        await channel.receive(4096)
+        channel.send(Welcome(bytes(32), PEER))
+
+    server = await asyncio.start_server(pretend, "127.0.0.1", 0)
+    with pytest.raises(PeerRefused, match="secret"):
+        await ControlClient.connect("127.0.0.1", server.sockets[0].getsockname()[1], SECRET)
+    server.close()
+
+
+async def test_nobody_at_the_port_is_a_lost_peer() -> None:
+    with pytest.raises(PeerLost):
+        await ControlClient.connect("127.0.0.1", 1, SECRET)
+
+
+async def test_an_owner_that_says_nothing_times_out() -> None:
+    server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(5), "127.0.0.1", 0)
+    with pytest.raises(TransferTimeout):
+        await ControlClient.connect("127.0.0.1", server.sockets[0].getsockname()[1], SECRET, deadline_s=0.2)
+    server.close()
+
+
+async def test_a_watch_answers_when_the_watermark_moves(owner: Owner) -> None:
+    client = await owner.meet()
+    watch = asyncio.create_task(client.watch("lease", 3, 0, timeout_s=10))
+    await asyncio.sleep(0.05)
+    assert not watch.done()
+    owner.leases.advance("lease", ((2**64 - 1, 7),))
+    assert await watch == Progress(2, 0, ((2**64 - 1, 7),), False, 30.0)
+
+
+async def test_a_watch_answers_at_once_when_more_is_ready_or_all_is_finished(owner: Owner) -> None:
+    client = await owner.meet()
+    owner.leases.advance("lease", ((1, 2, 3),))
+    assert (await client.watch("lease", 3, 1, timeout_s=10)).digests == ((2, 3),)
+    owner.leases.finish("lease")
+    assert (await client.watch("lease", 3, 3, timeout_s=10)).finished
+
+
+async def test_a_watch_without_news_answers_at_its_timeout(owner: Owner) -> None:
+    client = await owner.meet()
+    assert await client.watch("lease", 3, 0, timeout_s=0.05) == Progress(0, 0, ((),), False, 30.0)
+
+
+async def test_every_watch_is_a_heartbeat(owner: Owner) -> None:
+    client = await owner.meet()
+    for _ in range(3):
+        await client.watch("lease", 3, 0, timeout_s=0)
+    assert owner.leases.heartbeats("lease") == 3
+
+
+async def test_watches_of_many_leases_share_a_connection(owner: Owner) -> None:
+    client = await owner.meet()
+    for name in ("a", "b"):
+        owner.leases.grant(name)
+    watches = [asyncio.create_task(client.watch(name, 1, 0, timeout_s=10)) for name in ("a", "b")]
+    await asyncio.sleep(0.05)
+    owner.leases.advance("b", ((5,),))
+    assert (await watches[1]).digests == ((5,),)
+    assert not watches[0].done()
+    owner.leases.advance("a", ((6,),))
+    assert (await watches[0]).digests == ((6,),)
+
+
+async def test_another_epoch_fences_an_older_reader(owner: Owner) -> None:
+    client = await owner.meet()
+    with pytest.raises(LeaseLost, match="epoch 3"):
+        await client.watch("lease", 2, 0, timeout_s=1)
+    with pytest.raises(LeaseLost, match="epoch 3"):
+        await client.release("lease", 2)
+
+
+async def test_a_lease_is_released_once(owner: Owner) -> None:
+    client = await owner.meet()
+    await client.release("lease", 3)
+    assert owner.leases.released == ["lease"]
+    with pytest.raises(LeaseLost):
+        await client.release("lease", 3)
+
+
+async def test_an_expiring_lease_ends_its_watch(owner: Owner) -> None:
+    client = await owner.meet()
+    watch = asyncio.create_task(client.watch("lease", 3, 0, timeout_s=10))
+    await asyncio.sleep(0.05)
+    owner.leases.expire("lease")
+    with pytest.raises(LeaseLost, match="expired"):
+        await watch
+
+
+async def test_a_cut_connection_loses_all_waiting_calls_at_once(owner: Owner) -> None:
+    lost: list[str] = []
+    client = await owner.meet(on_lost=lambda: lost.append("lost"))
+    watches = [asyncio.create_task(client.watch("lease", 3, 0, timeout_s=30)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    await asyncio.wait_for(owner.server.close(), 2)
+    results = await asyncio.wait_for(asyncio.gather(*watches, return_exceptions=True), 2)
+    assert [type(result) for result in results] == [PeerLost] * 3
+    assert lost == ["lost"]
+    with pytest.raises(PeerLost):
+        await client.watch("lease", 3, 0, timeout_s=1)
+
+
+async def test_a_hung_owner_times_out(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtransfer import control
+
+    async def hang(*request: object) -> Progress:
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    monkeypatch.setattr(control, "GRACE_S", 0.1)
+    monkeypatch.setattr(owner.leases, "watch", hang)
+    client = await owner.meet()
+    with pytest.raises(TransferTimeout):
+        await client.watch("lease", 3, 0, timeout_s=0.1)
+
+
+async def test_a_bug_in_the_owners_leases_is_an_error_not_a_hang(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(owner.leases, "release", lambda lease, epoch: 1 / 0)
+    client = await owner.meet()
+    with pytest.raises(TransferError, match="ZeroDivisionError"):
+        await client.release("lease", 3)
+
+
+async def test_closing_a_client_does_not_call_it_lost(owner: Owner) -> None:
+    lost: list[str] = []
+    client = await owner.meet(on_lost=lambda: lost.append("lost"))
+    await client.close()
+    assert lost == []
+
+
+async def test_garbage_does_not_hurt_the_server(owner: Owner) -> None:
+    for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\x00\x00\x00\x05hello", os.urandom(300)):
+        reader, writer = await asyncio.open_connection("127.0.0.1", owner.port)
+        writer.write(garbage)
+        writer.write_eof()
+        await asyncio.wait_for(reader.read(), 2)
+        writer.close()
+    client = await owner.meet()
+    assert (await client.watch("lease", 3, 0, timeout_s=0)).ready_blocks == 0
+
+
+async def test_garbage_after_the_handshake_ends_only_that_connection(owner: Owner) -> None:
+    bad, good = await owner.meet(), await owner.meet()
+    bad._channel._writer.write(b"\x00\x00\x00\x04\xde\xad\xbe\xef")
+    with pytest.raises(PeerLost):
+        await bad.watch("lease", 3, 0, timeout_s=5)
+    assert (await good.watch("lease", 3, 0, timeout_s=0)).ready_blocks == 0

@@ -1,0 +1,263 @@
+"""What happens when one side dies, hangs, or talks nonsense in the middle of a read."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvtransfer.backends import tcp_owner
+from kvtransfer.errors import PeerLost, TransferTimeout
+from kvtransfer.ticket import PeerAddress
+from kvtransfer.transport import Read
+from tests.kvtransfer.conftest import need
+from tests.kvtransfer.peers import (
+    LARGE,
+    Child,
+    block_bytes_of,
+    block_of,
+    make_region,
+    open_set,
+    read_for_ever,
+    start,
+    start_owner,
+    whole_blocks,
+)
+
+BLOCKS = 96
+SCATTERED = whole_blocks(*((block, BLOCKS + 1 - block) for block in range(2, BLOCKS)), size=LARGE.block_bytes)
+
+processes = pytest.mark.parametrize("backend", ["tcp", "nixl"])
+
+
+async def start_large_owner(backend: str) -> tuple[Child, PeerAddress]:
+    need(backend)
+    return await asyncio.to_thread(start_owner, backend, f"large-{backend}", LARGE, BLOCKS)
+
+
+@processes
+async def test_a_killed_owner_is_lost_and_the_reader_survives(backend: str) -> None:
+    child, peer = await start_large_owner(backend)
+    reader = open_set(make_region(LARGE, BLOCKS), (backend,), "reader")
+    await reader.connect(peer)
+    transport = reader._transports[0]
+    asyncio.get_running_loop().call_later(0.05, child.process.kill)
+    begun = time.monotonic()
+    with pytest.raises(PeerLost):
+        while time.monotonic() < begun + 10:
+            read = transport.read(peer.incarnation, SCATTERED, deadline_s=10)
+            await read.done
+    await asyncio.wait_for(read.settled, 2)
+    assert time.monotonic() - begun < 2.5
+    child.end()
+    other, address = await start_large_owner(backend)  # and the reader goes on with another owner
+    await reader.connect(PeerAddress("w", "large-" + backend, "127.0.0.1", 0, address.identity, address.shards))
+    await transport.read(address.incarnation, whole_blocks((7, 8), size=LARGE.block_bytes), deadline_s=10).done
+    other.end()
+    await reader.close()
+
+
+@processes
+async def test_a_killed_reader_leaves_the_owner_alive(backend: str) -> None:
+    child, peer = await start_large_owner(backend)
+    for delay_s in (0.02, 0.1):
+        victim = await asyncio.to_thread(start, read_for_ever, backend, peer)
+        await asyncio.to_thread(victim.hear)
+        await asyncio.sleep(delay_s)
+        victim.end()
+    assert child.ask("still there?") == "alive"
+    reader = open_set(make_region(LARGE, BLOCKS), (backend,), "reader")
+    await reader.connect(peer)
+    await reader.close()
+    assert child.process.is_alive()
+    child.end()
+
+
+async def test_a_stopped_owner_times_out_settles_and_no_late_byte_lands() -> None:
+    child, peer = await start_large_owner("tcp")
+    region = make_region(LARGE, BLOCKS)
+    reader = open_set(region, ("tcp",), "reader")
+    await reader.connect(peer)
+    transport = reader._transports[0]
+    read = transport.read(peer.incarnation, SCATTERED, deadline_s=0.3)
+    os.kill(child.pid, signal.SIGSTOP)
+    behind = transport.read(peer.incarnation, SCATTERED, deadline_s=0.3)
+    for each in (read, behind):
+        with pytest.raises(TransferTimeout):
+            await each.done
+        await asyncio.wait_for(each.settled, 1)
+    canary = b"\xa5" * region.num_bytes
+    region.bytes()[:] = canary
+    os.kill(child.pid, signal.SIGCONT)
+    await asyncio.sleep(0.5)
+    assert bytes(region.bytes()) == canary
+    await transport.read(peer.incarnation, whole_blocks((7, 8), size=LARGE.block_bytes), deadline_s=10).done
+    assert block_of(region, 8) == block_bytes_of(7, LARGE)
+    child.end()
+    await reader.close()
+
+
+async def test_a_stopped_owner_is_still_read_over_cma() -> None:
+    child, peer = await start_large_owner("nixl")
+    region = make_region(LARGE, BLOCKS)
+    reader = open_set(region, ("nixl",), "reader")
+    await reader.connect(peer)
+    os.kill(child.pid, signal.SIGSTOP)
+    await reader._transports[0].read(peer.incarnation, SCATTERED, deadline_s=5).done
+    assert block_of(region, 8) == block_bytes_of(BLOCKS + 1 - 8, LARGE)
+    child.end()
+    await reader.close()
+
+
+async def test_forgetting_an_owner_ends_its_reads_at_once() -> None:
+    child, peer = await start_large_owner("tcp")
+    reader = open_set(make_region(LARGE, BLOCKS), ("tcp",), "reader")
+    await reader.connect(peer)
+    os.kill(child.pid, signal.SIGSTOP)
+    read = reader._transports[0].read(peer.incarnation, SCATTERED, deadline_s=30)
+    await asyncio.wait_for(reader.forget(peer.incarnation), 2)
+    with pytest.raises(PeerLost):
+        await read.done
+    assert read.settled.done()
+    child.end()
+    await reader.close()
+
+
+def test_garbage_does_not_hurt_a_tcp_owner(tcp_owner: tuple[Child, PeerAddress]) -> None:
+    child, peer = tcp_owner
+    _, port = msgspec.msgpack.decode(dict(peer.shards[0].transports)["tcp"]).values()
+    for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(200), b"DKV1" + bytes(68) + b"\xff\xff", bytes(5000)):
+        with socket.create_connection(("127.0.0.1", port)) as link:
+            link.sendall(garbage)
+            link.shutdown(socket.SHUT_WR)
+            link.settimeout(5)
+            try:
+                while link.recv(4096):
+                    pass
+            except ConnectionError:
+                pass  # the owner hung up on us, as it should
+    assert child.ask("still there?") == "alive"
+
+
+async def test_connections_beyond_the_limit_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_owner, "MAX_CONNECTIONS", 3)
+    owner = tcp_owner.TcpOwner(make_region(), "127.0.0.1", b"secret", "owner")
+    links = [await asyncio.open_connection("127.0.0.1", owner.port) for _ in range(5)]
+    greetings = [await reader.read(4) for reader, _ in links]
+    assert greetings == [b"DKV1"] * 3 + [b""] * 2
+    for _, writer in links:
+        writer.close()
+    await asyncio.to_thread(owner.close)
+    assert owner.num_connections == 0
+
+
+class StuckAgent:
+    """Stands for a NIXL agent whose reads never end."""
+
+    lost = ConnectionError
+    made = 0
+    destroyed = 0
+
+    def __init__(self) -> None:
+        StuckAgent.made += 1
+
+    def address(self) -> bytes:
+        return b"agent %d" % StuckAgent.made
+
+    def destroy(self, met: object, *, idle: bool) -> None:
+        assert not idle
+        StuckAgent.destroyed += 1
+
+    def prepare(self, met: object, copies: object) -> "StuckAgent":
+        return self
+
+    def post(self, handle: object) -> bool:
+        return False
+
+    poll = post
+
+    def release(self) -> None:
+        pass
+
+
+async def test_a_read_that_never_ends_is_fenced_by_a_new_agent() -> None:
+    from types import SimpleNamespace
+
+    from kvtransfer.backends.flight import Flight
+    from kvtransfer.backends.nixl_pump import NixlPump
+
+    pump = NixlPump(StuckAgent, 100, quarantine_s=0.3)  # type: ignore[arg-type]
+    pump.submit(pump.start).result()
+    pump._met["owner"] = SimpleNamespace(address=SimpleNamespace(num_bytes=100))  # type: ignore[assignment]
+    flight = Flight("owner", whole_blocks((0, 0), size=10), 0.2, pump.abandon)
+    read: Read = flight.read
+    pump.submit(lambda: pump.read(flight))
+    with pytest.raises(TransferTimeout):
+        await read.done
+    assert not read.settled.done(), "bytes may still land"
+    await asyncio.wait_for(read.settled, 2)
+    await asyncio.wait_for(asyncio.wrap_future(pump.submit(lambda: None)), 1)  # the thread goes on
+    assert (StuckAgent.made, StuckAgent.destroyed, pump._met) == (2, 1, {})
+    assert pump.address == b"agent 2"
+    pump._agent = None
+    pump.submit(pump.stop)
+    pump.thread.join(2)
+
+
+async def test_a_rebuilt_agent_meets_its_peers_anew_under_another_address(
+    nixl_owner: tuple[Child, PeerAddress],
+) -> None:
+    peer = nixl_owner[1]
+    region = make_region()
+    reader = open_set(region, ("nixl",), "reader")
+    await reader.connect(peer)
+    pump = reader._transports[0]._pump  # type: ignore[attr-defined]
+    before = reader.shard()
+    await asyncio.wrap_future(pump.submit(pump._fence))
+    assert reader.shard() != before
+    with pytest.raises(PeerLost, match="connect"):
+        await reader._transports[0].read(peer.incarnation, whole_blocks((2, 2)), deadline_s=5).done
+    await reader.connect(peer)
+    await reader._transports[0].read(peer.incarnation, whole_blocks((2, 9)), deadline_s=5).done
+    assert block_of(region, 9) == block_bytes_of(2)
+    await reader.close()
+
+
+QUIET_STORY = """
+import asyncio
+from tests.kvtransfer.peers import *
+
+async def story():
+    child, peer = start_owner("nixl", "owner")
+    reader = open_set(make_region(), ("nixl",), "reader")
+    print((await reader.connect(peer)).path)
+    child.end()
+    try:
+        await reader._transports[0].read("owner", whole_blocks((2, 2)), deadline_s=5).done
+    except Exception as error:
+        print(type(error).__name__)
+    await reader.close()
+
+if __name__ == "__main__":
+    asyncio.run(story())
+"""
+
+
+def test_nixl_says_nothing_and_leaves_cleanly_when_its_owner_dies(tmp_path: Path) -> None:
+    need("nixl")
+    script = tmp_path / "story.py"
+    script.write_text(QUIET_STORY)
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=60, cwd=Path.cwd()
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    path, error = done.stdout.splitlines()
+    assert path == "UCX cma/memory (same host)"
+    assert error == "PeerLost"

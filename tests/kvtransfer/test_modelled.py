@@ -1,0 +1,104 @@
+"""The modelled transport spends virtual time, and nothing else."""
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from kvtransfer.errors import PeerLost, TransferTimeout
+from kvtransfer.links import TransportSet
+from kvtransfer.open import LinkModel
+from kvtransfer.transport import PullOrder, Region
+from tests.kvtransfer.peers import LAYOUT, address_of, open_set
+
+MODEL = LinkModel(latency_s=0.5, bytes_per_s=LAYOUT.block_bytes)  # a block a second
+
+
+class _Jump(selectors.SelectSelector):
+    """Never waits: tells its loop how long it would have."""
+
+    waited: Callable[[float], None]
+
+    def select(self, timeout: float | None = None) -> Any:
+        assert timeout is not None, "deadlock: nothing is left to wait for"
+        self.waited(timeout)
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        selector = _Jump()
+        super().__init__(selector)
+        self.now = 0.0
+        selector.waited = self._jump
+
+    def _jump(self, seconds: float) -> None:
+        self.now += max(0.0, seconds)
+
+    def time(self) -> float:
+        return self.now
+
+
+def run(story: Callable[[TransportSet], Coroutine[Any, Any, float]]) -> float:
+    """Tell the story to a connected set; answers what it returns."""
+
+    async def tell() -> float:
+        region = Region(LAYOUT, 64, address=0, owner=None)
+        owner, reader = (open_set(region, ("modelled",), name, model=MODEL) for name in ("owner", "reader"))
+        report = await reader.connect(address_of(owner, "owner"), deadline_s=1e6)
+        assert report.latency_s == pytest.approx(0.5, rel=0.1)
+        assert report.bytes_per_s == pytest.approx(MODEL.bytes_per_s, rel=0.1)
+        try:
+            return await story(reader)
+        finally:
+            await reader.close()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(tell())
+
+
+def order(num_blocks: int, deadline_s: float = 100.0) -> PullOrder:
+    blocks = tuple(range(2, 2 + num_blocks))
+    return PullOrder("owner", blocks, blocks, (tuple(blocks),), deadline_s)
+
+
+async def seconds_until(*futures: "asyncio.Future[Any]") -> float:
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    await asyncio.gather(*futures, return_exceptions=True)
+    return loop.time() - begun
+
+
+def test_a_read_takes_its_latency_and_its_bytes() -> None:
+    assert run(lambda reader: seconds_until(reader.pull(order(10)).done)) == pytest.approx(10.5)
+
+
+def test_reads_over_one_link_queue_behind_each_other() -> None:
+    async def story(reader: TransportSet) -> float:
+        return await seconds_until(*(reader.pull(order(2)).done for _ in range(3)))
+
+    assert run(story) == pytest.approx(7.5)
+
+
+def test_a_deadline_ends_a_modelled_read() -> None:
+    async def story(reader: TransportSet) -> float:
+        read = reader.pull(order(10, deadline_s=4.0))
+        spent_s = await seconds_until(read.done, read.settled)
+        assert isinstance(read.done.exception(), TransferTimeout)
+        return spent_s
+
+    assert run(story) == pytest.approx(4.0)
+
+
+def test_forgetting_the_owner_loses_its_reads_at_once() -> None:
+    async def story(reader: TransportSet) -> float:
+        read = reader.pull(order(10))
+        await asyncio.sleep(1.0)
+        await reader.forget("owner")
+        spent_s = await seconds_until(read.done, read.settled)
+        assert isinstance(read.done.exception(), PeerLost)
+        return spent_s
+
+    assert run(story) == pytest.approx(0.0)

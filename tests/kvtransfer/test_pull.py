@@ -1,0 +1,209 @@
+"""A prompt's way from its owner to its reader: overlap, digests, and what a lost lease costs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from kvtransfer.control import ControlClient, ControlServer
+from kvtransfer.digest import digest_blocks
+from kvtransfer.errors import DigestMismatch, LeaseLost, PeerLost, PeerRefused, TransferError
+from kvtransfer.leases import MemoryLeases
+from kvtransfer.pull import pull
+from kvtransfer.ticket import LinkReport, Progress, TransferReport, TransferTicket
+from kvtransfer.transport import PullOrder, Read, ReadStats
+from tests.kvtransfer.peers import SECRET, address_of, block_bytes_of, block_of, make_region, open_set
+
+BLOCKS = (10, 11, 12, 30, 31, 5)
+TARGETS = (40, 41, 42, 43, 44, 45)
+
+
+class Story:
+    """An owner with leases and a reader connected to it, over tcp and a real control connection."""
+
+    async def begin(self) -> None:
+        self.theirs, self.ours = make_region(filled=True), make_region()
+        self.owner = open_set(self.theirs, ("tcp",), "owner")
+        self.reader = open_set(self.ours, ("tcp",), "reader")
+        self.leases = MemoryLeases()
+        self.server = ControlServer(self.leases, lambda: address_of(self.owner, "owner"), SECRET)
+        port = await self.server.start("127.0.0.1")
+        self.client = await ControlClient.connect("127.0.0.1", port, SECRET)
+        self.link = await self.reader.connect(self.client.peer)
+        self.ticket = TransferTicket("lease", 1, self.client.peer, BLOCKS, 90, ttl_s=30.0)
+        self.leases.grant("lease")
+        self.begun: asyncio.Queue[tuple[PullOrder, Read]] = asyncio.Queue()
+
+    async def end(self) -> None:
+        await self.client.close()
+        await self.server.close()
+        await self.reader.close()
+        await self.owner.close()
+
+    def read(self, order: PullOrder) -> Read:
+        read = self.reader.pull(order)
+        self.begun.put_nowait((order, read))
+        return read
+
+    def compute(self, *blocks: int) -> None:
+        self.leases.advance("lease", (digest_blocks(self.theirs, blocks),))
+
+    def pull(self, skip_blocks: int = 0, **options: object) -> "asyncio.Task[TransferReport]":
+        options = {"link": self.link, "read_timeout_s": 5.0, "skip_blocks": skip_blocks, **options}
+        targets = TARGETS[skip_blocks:]
+        return asyncio.create_task(pull(self.client, self.read, self.ticket, targets, **options))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def story() -> AsyncIterator[Story]:
+    made = Story()
+    await made.begin()
+    yield made
+    await made.end()
+
+
+async def test_a_finished_prompt_arrives_in_one_checked_read(story: Story) -> None:
+    story.compute(*BLOCKS)
+    story.leases.finish("lease")
+    report = await story.pull()
+    assert [block_of(story.ours, target) for target in TARGETS] == [block_bytes_of(block) for block in BLOCKS]
+    assert (report.num_blocks, report.num_reads, report.digests_verified) == (6, 1, 6)
+    assert report.num_bytes == 6 * story.ours.layout.block_bytes
+    assert report.num_descriptors == 3
+    assert (report.transport, report.reused_blocks) == ("tcp", 0)
+    assert 0 < report.busy_s <= report.elapsed_s
+    assert story.leases.released == ["lease"]
+
+
+async def test_chunks_are_read_while_later_chunks_still_compute(story: Story) -> None:
+    task = story.pull()
+    for chunk in (BLOCKS[:2], BLOCKS[2:5]):
+        story.compute(*chunk)
+        order, read = await story.begun.get()
+        assert order.source_blocks == chunk
+        await read.done
+        assert not task.done()
+    story.compute(*BLOCKS[5:])
+    story.leases.finish("lease")
+    assert (await task).num_reads == 3
+    assert [block_of(story.ours, target) for target in TARGETS] == [block_bytes_of(block) for block in BLOCKS]
+
+
+async def test_a_prefix_that_is_here_already_is_not_read(story: Story) -> None:
+    story.compute(*BLOCKS)
+    story.leases.finish("lease")
+    report = await story.pull(skip_blocks=4)
+    assert (report.num_blocks, report.reused_blocks) == (2, 4)
+    assert not any(block_of(story.ours, TARGETS[0]))
+
+
+async def test_a_prompt_that_is_here_whole_is_released_without_a_read(story: Story) -> None:
+    report = await story.pull(skip_blocks=6)
+    assert (report.num_reads, report.num_bytes) == (0, 0)
+    assert story.leases.released == ["lease"]
+
+
+async def test_a_corrupted_byte_is_a_digest_mismatch_and_nothing_is_released(story: Story) -> None:
+    story.compute(*BLOCKS)
+    story.theirs.bytes()[30 * story.theirs.layout.block_bytes] ^= 1
+    with pytest.raises(DigestMismatch, match="owner's block 30"):
+        await story.pull()
+    assert story.leases.released == []
+
+
+async def test_a_lease_that_expires_before_the_end_loses_the_pull(story: Story) -> None:
+    task = story.pull()
+    story.compute(*BLOCKS[:3])
+    await asyncio.sleep(0.05)
+    story.leases.expire("lease")
+    with pytest.raises(LeaseLost):
+        await task
+
+
+async def test_a_lease_lost_after_the_last_read_loses_the_pull(story: Story) -> None:
+    story.compute(*BLOCKS)
+
+    def read(order: PullOrder) -> Read:
+        made = story.reader.pull(order)
+        made.done.add_done_callback(lambda _: story.leases.expire("lease"))
+        return made
+
+    with pytest.raises(LeaseLost):
+        await pull(story.client, read, story.ticket, TARGETS, link=story.link, read_timeout_s=5.0)
+
+
+async def test_an_older_epoch_is_fenced(story: Story) -> None:
+    story.ticket = replace(story.ticket, epoch=0)
+    with pytest.raises(LeaseLost, match="epoch"):
+        await story.pull()
+
+
+async def test_an_owner_that_goes_away_loses_the_pull_at_once(story: Story) -> None:
+    task = story.pull()
+    await asyncio.sleep(0.05)
+    await story.server.close()
+    with pytest.raises(PeerLost):
+        await asyncio.wait_for(task, 2)
+
+
+async def test_a_failed_read_ends_the_pull_while_a_watch_waits(story: Story) -> None:
+    task = story.pull()
+    await story.owner.close()
+    story.compute(*BLOCKS[:2])
+    with pytest.raises(PeerLost):
+        await asyncio.wait_for(task, 2)
+
+
+async def test_cancelling_a_pull_leaves_its_reads_to_settle(story: Story) -> None:
+    task = story.pull()
+    story.compute(*BLOCKS[:2])
+    _, read = await story.begun.get()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.wait_for(read.settled, 2)
+    assert not read.done.cancelled()
+
+
+async def test_an_owner_that_stops_short_loses_the_pull(story: Story) -> None:
+    story.compute(*BLOCKS[:3])
+    story.leases.finish("lease")
+    with pytest.raises(TransferError, match="3 of 6"):
+        await story.pull()
+
+
+class SlowOwner:
+    """A lease client whose prompt is finished; counts the heartbeats."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.watches = 0
+
+    async def watch(self, lease: str, epoch: int, have_blocks: int, timeout_s: float) -> Progress:
+        self.watches += 1
+        return self.progress
+
+    async def release(self, lease: str, epoch: int) -> None:
+        pass
+
+
+async def test_heartbeats_go_on_while_a_long_read_runs(story: Story) -> None:
+    loop = asyncio.get_running_loop()
+    read = Read(loop.create_future(), loop.create_future())
+    loop.call_later(0.35, read.done.set_result, ReadStats(1, 1, 0.35))
+    client = SlowOwner(Progress(6, 0, (), True, ttl_s=0.3))
+    ticket = replace(story.ticket, ttl_s=0.3)
+    await pull(client, lambda order: read, ticket, TARGETS, link=story.link, read_timeout_s=5.0)
+    assert 3 <= client.watches <= 5, "about one for each third of the lease's 0.3 s"
+
+
+async def test_an_owner_that_reports_nonsense_is_refused(story: Story) -> None:
+    for progress in (
+        Progress(7, 0, ((1,) * 7,), True, 30.0),
+        Progress(6, 2, ((1,) * 4,), True, 30.0),
+        Progress(6, 0, ((1, 2),), True, 30.0),
+    ):
+        with pytest.raises(PeerRefused):
+            await pull(SlowOwner(progress), story.read, story.ticket, TARGETS, link=LinkReport(*["x"] * 4, 0.0, 0.0),
+                       read_timeout_s=1)  # fmt: skip
