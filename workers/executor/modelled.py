@@ -1,0 +1,159 @@
+"""An executor that sleeps instead of computing: seconds by a cost model, tokens by a formula that tests can repeat.
+
+Knows costs, plans and transports, needs no model and no torch. With the modelled transport it starts no thread and
+touches no memory, so a whole cluster of them runs under a virtual clock; with one that moves bytes it fills its blocks
+with a pattern that follows from the tokens, so that digests and copies mean something.
+"""
+
+import asyncio
+import zlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.digest import digest_blocks
+from kvtransfer.layout import DTYPE_BYTES, KVLayout
+from kvtransfer.links import TransportSet
+from kvtransfer.open import LinkModel, SharedMemory, open_transports
+from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
+from kvtransfer.transport import PullOrder, Read, Region
+from workers.config import WorkerConfig
+from workers.costs import CostModel
+from workers.engine.executor import ModelFacts
+from workers.engine.step import Chunk, Draw, StepPlan, StepResult
+from workers.request import TokenLogprobs
+
+
+def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, ...] = ()) -> int:
+    """The token that a modelled worker draws at the absolute `position`: of the request, whatever the attempt.
+
+    Passes over the tokens in `never` (the end tokens, so that a modelled answer ends by its length).
+    """
+    request_id = key.rpartition("/")[0] or key
+    token = (zlib.crc32(request_id.encode()) + position * 7919) % vocab_size
+    for _ in range(vocab_size):
+        if token not in never:
+            break
+        token = (token + 1) % vocab_size
+    return token
+
+
+def modelled_facts(
+    block_size: int = 16, vocab_size: int = 1000, context_length: int = 4096, layout: KVLayout | None = None
+) -> ModelFacts:
+    """A model that needs no weights; its KV takes 16 bytes a token unless `layout` says otherwise."""
+    layout = layout or KVLayout("modelled", num_layers=1, num_kv_heads=1, head_dim=2, block_size=block_size)
+    return ModelFacts("modelled", vocab_size, context_length, (0,), layout, num_parameters=0, weight_bytes=0)
+
+
+class ModelledExecutor:
+    """`Executor` by arithmetic. Without `fill` nothing is written, and digests are zeros that nobody compares."""
+
+    depth = 1
+
+    def __init__(
+        self, facts: ModelFacts, cost: CostModel, transports: TransportSet, region: Region, fill: bool
+    ) -> None:
+        self.facts = facts
+        self._cost = cost
+        self._transports = transports
+        self._region = region
+        self._pattern = _Pattern(region) if fill else None
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        seconds = step_seconds(self._cost, plan)
+        await asyncio.sleep(seconds)
+        digests = (0,) * len(plan.digest_blocks)
+        if self._pattern:
+            for chunk in plan.chunks:
+                self._pattern.write(chunk)
+            digests = digest_blocks(self._region, plan.digest_blocks)
+        tokens = tuple(self._token(chunk) for chunk in plan.chunks)
+        logprobs = tuple(_logprobs(chunk.draw) for chunk in plan.chunks)
+        return StepResult(plan.number, tokens, logprobs, (digests,), seconds)
+
+    def shards(self) -> tuple[ShardAddress, ...]:
+        return (self._transports.shard(),)
+
+    async def connect(self, peer: PeerAddress) -> LinkReport:
+        return await self._transports.connect(peer)
+
+    def pull(self, order: PullOrder) -> Read:
+        return self._transports.pull(order)
+
+    async def forget(self, incarnation: str) -> None:
+        await self._transports.forget(incarnation)
+
+    async def close(self) -> None:
+        await self._transports.close()
+
+    def _token(self, chunk: Chunk) -> int | None:
+        if chunk.draw is None:
+            return None
+        never = self.facts.eos_token_ids + chunk.draw.banned
+        return modelled_token(chunk.key, chunk.draw.position, self.facts.vocab_size, never)
+
+
+def open_modelled(
+    config: WorkerConfig,
+    facts: ModelFacts,
+    cost: CostModel,
+    incarnation: str,
+    shared: SharedMemory | None = None,
+) -> ModelledExecutor:
+    """A modelled worker with real transports over a small real pool, or with the modelled one at the cost's speed."""
+    if facts.layout.block_size != config.engine.block_size:
+        raise ValueError(
+            f"{config.name}: engine.block_size is {config.engine.block_size}, the modelled KV has "
+            f"{facts.layout.block_size} tokens a block"
+        )
+    region = _region(facts.layout, config.engine.kv_blocks)
+    transports = open_transports(
+        region,
+        config.transfer.backends,
+        incarnation=incarnation,
+        secret=config.secret.encode(),
+        host=config.transfer.host,
+        quarantine_s=config.transfer.quarantine_s,
+        shared=shared,
+        model=LinkModel(cost.transfer_latency_s, 1 / max(cost.transfer_byte_s, 1e-15)),
+    )
+    return ModelledExecutor(facts, cost, transports, region, fill="modelled" not in config.transfer.backends)
+
+
+def step_seconds(cost: CostModel, plan: StepPlan) -> float:
+    """What the cost model says of this plan. A chunk of one token that draws is a decode."""
+    decodes = [chunk for chunk in plan.chunks if chunk.draw and len(chunk.tokens) == 1]
+    prefills = [chunk for chunk in plan.chunks if not (chunk.draw and len(chunk.tokens) == 1)]
+    return cost.mixed_seconds(
+        ((len(chunk.tokens), chunk.first_position) for chunk in prefills),
+        len(decodes),
+        sum(chunk.context for chunk in decodes),
+    )
+
+
+class _Pattern:
+    """What stands for K and V: a number from (token, position), told apart by head, layer and dimension."""
+
+    def __init__(self, region: Region) -> None:
+        heads, layers, two, slots, dim = region.layout.shape
+        kind = {4: np.uint32, 2: np.uint16}[DTYPE_BYTES[region.layout.dtype]]
+        self._blocks = np.frombuffer(region.bytes(), kind).reshape(region.num_blocks, heads, layers, two, slots, dim)
+        self._ramp = np.arange(heads * layers * two * dim).reshape(heads, layers, two, dim)
+
+    def write(self, chunk: Chunk) -> None:
+        slots = self._blocks.shape[4]
+        for position, token in enumerate(chunk.tokens, chunk.first_position):
+            numbers: NDArray[np.int64] = self._ramp + token * 65_537 + position * 31
+            block = chunk.blocks[position // slots]
+            self._blocks[block, :, :, :, position % slots] = numbers.astype(self._blocks.dtype)
+
+
+def _region(layout: KVLayout, num_blocks: int) -> Region:
+    # Zeroed lazily by the system: a pool that nobody writes costs no memory, whatever its size.
+    memory = np.zeros(num_blocks * layout.block_bytes, np.uint8)
+    return Region(layout, num_blocks, memory.ctypes.data, memory)
+
+
+def _logprobs(draw: Draw | None) -> TokenLogprobs | None:
+    return None if draw is None or draw.params.logprobs is None else TokenLogprobs(chosen=0.0)

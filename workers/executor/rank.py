@@ -1,0 +1,118 @@
+"""One rank: weights, KV memory, transports, and the one thread that computes.
+
+Owns the memory and its order of release. Knows one step at a time; knows no queue and no lease. The event loop calls,
+the compute thread works; torch is never entered from two threads, and block digests are taken where the blocks were
+written.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from kvtransfer.digest import digest_blocks, digest_bytes
+from kvtransfer.links import TransportSet
+from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
+from kvtransfer.transport import PullOrder, Read
+from workers.engine.step import StepPlan
+from workers.executor.inputs import step_inputs
+from workers.executor.kv_pool import KVPool
+from workers.executor.sampler import sample
+from workers.model.llama import Llama
+from workers.request import TokenLogprobs
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """What one rank made of a plan; see `StepResult` for the order."""
+
+    tokens: tuple[int | None, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+    digests: tuple[int, ...]
+    seconds: float
+
+
+class ComputeThread:
+    """A thread with its own number of torch threads. Calls run one after another, in the order in which they came."""
+
+    def __init__(self, name: str, torch_threads: int) -> None:
+        # OpenMP counts threads per calling thread: setting it anywhere else would not reach this one.
+        self._pool = ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(torch_threads,))
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """The result of `work`. A caller that is cancelled stops waiting; the work itself ends in its own time."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def close(self) -> None:
+        """Returns when everything that was begun has ended."""
+        await self.run(lambda: None)
+        self._pool.shutdown()
+
+
+class Rank:
+    """Closed by its executor: transports first, so that no byte lands any more, then the thread, then the memory."""
+
+    def __init__(self, model: Llama, pool: KVPool, transports: TransportSet, thread: ComputeThread) -> None:
+        self._model = model
+        self._pool = pool
+        self._transports = transports
+        self._thread = thread
+
+    async def execute(self, plan: StepPlan) -> RankStep:
+        return await self._thread.run(lambda: compute(self._model, self._pool, plan))
+
+    def shard(self) -> ShardAddress:
+        return self._transports.shard()
+
+    async def connect(self, peer: PeerAddress) -> LinkReport:
+        return await self._transports.connect(peer)
+
+    def pull(self, order: PullOrder) -> Read:
+        """As `TransportSet.pull`; the blocks of a failed read are zeroed before it counts as settled."""
+        read = self._transports.pull(order)
+        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def settle(_: "asyncio.Future[None]") -> None:
+            arrived = read.done.done() and not read.done.cancelled() and read.done.exception() is None
+            if not arrived:
+                self._pool.scrub(order.target_blocks)
+            if not settled.done():
+                settled.set_result(None)
+
+        read.settled.add_done_callback(settle)
+        return Read(read.done, settled)
+
+    async def forget(self, incarnation: str) -> None:
+        await self._transports.forget(incarnation)
+
+    async def close(self) -> None:
+        await self._transports.close()
+        await self._thread.close()
+
+
+@torch.inference_mode()
+def compute(model: Llama, pool: KVPool, plan: StepPlan) -> RankStep:
+    """Run the plan on the calling thread: KV of every chunk into the pool, one token for every chunk that draws."""
+    begun = time.perf_counter()
+    layout = pool.region.layout
+    tokens: list[int | None] = [None] * len(plan.chunks)
+    logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
+    if plan.chunks:
+        inputs = step_inputs(plan, layout.block_size, model.device)
+        logits = model.forward(inputs.tokens, inputs.positions, inputs.rows, inputs.batch, pool.blocks)
+        for chunk, token, logprob in zip(inputs.drawn, *sample(logits, inputs.draws), strict=True):
+            tokens[chunk], logprobs[chunk] = token, logprob
+    digests = _digests(pool, plan.digest_blocks)
+    return RankStep(tuple(tokens), tuple(logprobs), digests, time.perf_counter() - begun)
+
+
+def _digests(pool: KVPool, blocks: tuple[int, ...]) -> tuple[int, ...]:
+    if pool.region.device == "cpu":
+        return digest_blocks(pool.region, blocks)
+    return tuple(digest_bytes(pool.blocks[block].cpu().view(torch.uint8).numpy().data.cast("B")) for block in blocks)

@@ -1,0 +1,123 @@
+"""The executor with one rank: a real model in this process.
+
+Composes folder, model, pool and transports, and adapts the rank to the `Executor` port. Knows no schedule.
+"""
+
+import torch
+
+from kvtransfer.layout import KVLayout
+from kvtransfer.open import SharedMemory, open_transports
+from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
+from kvtransfer.transport import PullOrder, Read
+from workers.config import WorkerConfig
+from workers.engine.executor import ModelFacts
+from workers.engine.step import StepPlan, StepResult
+from workers.errors import ModelError
+from workers.executor.kv_pool import KVPool, allocate_pool
+from workers.executor.rank import ComputeThread, Rank
+from workers.model.config import DTYPES, ModelConfig, read_model_config
+from workers.model.folder import ModelFolder, content_id, count_parameters
+from workers.model.llama import Llama
+from workers.model.load import load_llama
+
+
+class SoloExecutor:
+    """`Executor` over one `Rank`. Close it, or its memory and sockets stay."""
+
+    depth = 1
+
+    def __init__(self, facts: ModelFacts, rank: Rank) -> None:
+        self.facts = facts
+        self._rank = rank
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        step = await self._rank.execute(plan)
+        return StepResult(plan.number, step.tokens, step.logprobs, (step.digests,), step.seconds)
+
+    def shards(self) -> tuple[ShardAddress, ...]:
+        return (self._rank.shard(),)
+
+    async def connect(self, peer: PeerAddress) -> LinkReport:
+        return await self._rank.connect(peer)
+
+    def pull(self, order: PullOrder) -> Read:
+        return self._rank.pull(order)
+
+    async def forget(self, incarnation: str) -> None:
+        await self._rank.forget(incarnation)
+
+    async def close(self) -> None:
+        await self._rank.close()
+
+
+async def open_solo(
+    config: WorkerConfig, folder: ModelFolder, incarnation: str, shared: SharedMemory | None = None
+) -> SoloExecutor:
+    """Load the model, allocate its KV and open its transports, off the event loop.
+
+    `shared` joins workers of one process for the "memory" backend. Raises `ModelError` (model or memory),
+    `TransportUnavailable` (no backend works).
+    """
+    if config.parallel.world_size != 1:
+        raise ValueError(f"{config.name}: one rank cannot hold {config.parallel.world_size}; use the gang executor")
+    device = _device(config.engine.device)
+    thread = ComputeThread(f"{config.name}-compute", config.engine.threads or config.cpus)
+    try:
+        facts, model, pool = await thread.run(lambda: _load(config, folder, device))
+        transports = open_transports(
+            pool.region,
+            config.transfer.backends,
+            incarnation=incarnation,
+            secret=config.secret.encode(),
+            host=config.transfer.host,
+            quarantine_s=config.transfer.quarantine_s,
+            shared=shared,
+        )
+    except BaseException:
+        await thread.close()
+        raise
+    return SoloExecutor(facts, Rank(model, pool, transports, thread))
+
+
+def model_facts(
+    folder: ModelFolder, model: ModelConfig, block_size: int, kv_dtype: str, dtype_bytes: int
+) -> ModelFacts:
+    """What the worker must know of the folder's model when its KV is cut into such blocks."""
+    layout = KVLayout(
+        model=content_id(folder),
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=block_size,
+        dtype=kv_dtype,
+    )
+    num_parameters = count_parameters(folder)
+    return ModelFacts(
+        name=folder.name,
+        vocab_size=model.vocab_size,
+        context_length=model.context_length,
+        eos_token_ids=model.eos_token_ids,
+        layout=layout,
+        num_parameters=num_parameters,
+        weight_bytes=num_parameters * dtype_bytes,
+    )
+
+
+def _load(config: WorkerConfig, folder: ModelFolder, device: torch.device) -> tuple[ModelFacts, Llama, KVPool]:
+    """`engine.dtype` is the KV's; weights follow it on a GPU and are float32 on a CPU."""
+    if config.engine.dtype not in DTYPES:
+        raise ModelError(f"engine.dtype {config.engine.dtype!r} is not one of {', '.join(DTYPES)}")
+    dtype: torch.dtype = getattr(torch, config.engine.dtype)
+    shape = read_model_config(folder.path)
+    model = load_llama(folder, device, dtype)
+    facts = model_facts(folder, shape, config.engine.block_size, config.engine.dtype, model.dtype.itemsize)
+    return facts, model, allocate_pool(facts.layout, config.engine.kv_blocks, device)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"engine.device {name!r} is not a device: {str(error).splitlines()[0]}") from error

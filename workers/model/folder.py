@@ -1,0 +1,119 @@
+"""A model folder in hub layout, and the headers of its safetensors files.
+
+Knows file names, sizes and headers, and proves that the weights are all there before anybody maps them. Knows no torch:
+the header format is eight bytes of length, that much JSON, then the numbers.
+"""
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.errors import ModelError
+from workers.model.config import read_json, read_model_config
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+_DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A folder with config.json, safetensors weights (single or sharded) and a tokenizer. `name` is what was asked."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor in a safetensors file. `start` counts bytes from the file's beginning."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+def check_folder(folder: ModelFolder) -> None:
+    """Raise `ModelError` with one clear line unless the folder is complete and of a known architecture."""
+    if not folder.path.is_dir():
+        raise ModelError(f"{folder.path} is not a folder")
+    read_model_config(folder.path)
+    if not (folder.path / "tokenizer.json").is_file():
+        raise ModelError(f"{folder.path} has no tokenizer.json; save the model's fast tokenizer there")
+    for path in weight_files(folder.path):
+        read_header(path)
+
+
+def weight_files(path: Path) -> tuple[Path, ...]:
+    """The safetensors files of a folder, each once, in order of name. Raises `ModelError` when one is missing."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise ModelError(f"{index} has no weight_map")
+        files = tuple(path / name for name in sorted(set(shards.values())))
+    else:
+        files = (path / "model.safetensors",)
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{file} is missing: the folder has no complete safetensors weights")
+    return files
+
+
+def read_header(path: Path) -> tuple[TensorEntry, ...]:
+    """The tensors of a safetensors file, checked against its size: a truncated file raises `ModelError`."""
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if file_bytes < 8 or length > file_bytes - 8:
+            raise ModelError(f"{path} is truncated or is no safetensors file ({file_bytes} bytes); fetch it again")
+        try:
+            header = json.loads(file.read(length))
+            entries = tuple(
+                _entry(name, fields, base=8 + length) for name, fields in header.items() if name != "__metadata__"
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{path} has a damaged safetensors header ({error}); fetch it again") from error
+    wanted_bytes = max((entry.start + entry.num_bytes for entry in entries), default=8 + length)
+    if file_bytes < wanted_bytes:
+        raise ModelError(f"{path} is truncated: {file_bytes} bytes of {wanted_bytes}; fetch it again")
+    return entries
+
+
+def count_parameters(folder: ModelFolder) -> int:
+    """Numbers in all tensors of the folder; a tied head counts once."""
+    return sum(math.prod(entry.shape) for path in weight_files(folder.path) for entry in read_header(path))
+
+
+def content_id(folder: ModelFolder) -> str:
+    """A short id of the weights, equal on every machine that holds them, cheap at any size.
+
+    Hashes the computation's shape, every file's header and size, and evenly spaced samples of its bytes: it tells
+    models and revisions apart; it is no defence against somebody who edits a file on purpose.
+    """
+    digest = hashlib.sha256(repr(astuple(read_model_config(folder.path))).encode())
+    for path in weight_files(folder.path):
+        entries = sorted(read_header(path), key=lambda entry: entry.name)
+        digest.update(repr([astuple(entry) for entry in entries]).encode())
+        file_bytes = path.stat().st_size
+        digest.update(file_bytes.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES):
+                offset = sample * max(0, file_bytes - _SAMPLE_BYTES) // (_SAMPLES - 1)
+                digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, offset))
+    return digest.hexdigest()[:16]
+
+
+def _entry(name: str, fields: dict[str, Any], base: int) -> TensorEntry:
+    start, stop = fields["data_offsets"]
+    shape = tuple(fields["shape"])
+    num_bytes = math.prod(shape) * _DTYPE_BYTES.get(fields["dtype"], 1)
+    if stop - start < num_bytes:
+        raise ValueError(f"{name} spans {stop - start} bytes, its shape needs {num_bytes}")
+    return TensorEntry(name, fields["dtype"], shape, base + start, stop - start)

