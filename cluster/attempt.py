@@ -25,12 +25,13 @@ T = TypeVar("T")
 
 
 class AttemptFailed(Exception):
-    """This attempt is over without a finish; `worker` is where it failed."""
+    """This attempt is over without a finish; `worker` is where it failed, `corrupt` that its KV was."""
 
-    def __init__(self, worker: str, reason: str) -> None:
+    def __init__(self, worker: str, reason: str, *, corrupt: bool = False) -> None:
         super().__init__(worker, reason)
         self.worker = worker
         self.reason = reason
+        self.corrupt = corrupt
 
     def __str__(self) -> str:
         return f"{self.worker}: {self.reason}"
@@ -60,7 +61,7 @@ class Attempt:
         self._first_came = False
         self.transfer: TransferReport | None = None
         self.cached_tokens = 0
-        self.phase = "reserve"
+        self.phase = "queueing"
 
     # ---- the two ways ------------------------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ class Attempt:
                 return None  # it had done its part
             raise AttemptFailed(heard.worker, f"the worker was lost ({output.reason})")
         if isinstance(output, FailedOut):
-            raise AttemptFailed(heard.worker, output.reason)
+            raise AttemptFailed(heard.worker, output.reason, corrupt=output.corrupt)
         if isinstance(output, TicketOut):
             await self._call(self._decode, self._decode.handle.fetch(output.key, output.ticket))
             return None
@@ -139,8 +140,8 @@ class Attempt:
     def close_lap(self) -> None:
         """Book the time since the last lap, divided as the worker measured it."""
         timing = self._latest
-        if self.phase in ("reserve", "prefill") and not self._first_came:
-            self._watch.lap("reserve" if self.phase == "reserve" else "prefill_wire")
+        if not self._first_came:
+            self._watch.lap("reserve" if self.phase == "queueing" else "prefill_wire")
         elif self.phase == "prefill":
             assert timing is not None, "a first token always carries its timing"
             parts = (("prefill_queue", timing.queue_s), ("prefill_compute", timing.compute_s))

@@ -7,6 +7,7 @@ long poll. Requests do not pass through it: gateways go on with the last members
 import asyncio
 import logging
 import secrets
+from dataclasses import replace
 
 from cluster.members import Member, Membership
 from cluster.pool import Keeper
@@ -133,7 +134,8 @@ class Controller:
         handle: WorkerHandle = reader.handle
         try:
             async with asyncio.timeout(self._spec.transfer.read_timeout_s):
-                self._links[owner.name, reader.name] = await handle.connect(owner.info.peer)
+                link = await handle.connect(owner.info.peer)
+            self._links[owner.name, reader.name] = replace(link, owner=owner.name, reader=reader.name)
         except (TransferError, WorkerGone, WorkerError, TimeoutError) as error:
             logger.error("no KV can move from %s to %s: %s", owner.name, reader.name, error or "preflight timed out")
 

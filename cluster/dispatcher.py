@@ -136,7 +136,7 @@ class Dispatcher:
                 logger.warning("request %s, attempt %d failed at %s", life.request.id, spent, failure)
                 if spent >= self._spec.gateway.max_attempts:
                     raise AttemptsSpent(f"{spent} attempts failed, the last at {failure}") from None
-                life.request = life.request.retry(tuple(life.sent))
+                life.request = life.request.retry(tuple(life.sent), fresh=failure.corrupt)
                 life.phase = "recovery"
 
     async def _attempt(self, life: _Life) -> FinishReason:
@@ -147,7 +147,6 @@ class Dispatcher:
         )
         try:
             if not placement.colocated:
-                life.phase = "queueing"
                 await attempt.reserve(self._spec.gateway.placement_timeout_s)
             life.emit(
                 Accepted(

@@ -104,7 +104,8 @@ class Channel:
         self._writer.close()
         try:
             async with asyncio.timeout(LINGER_S):
-                await self._writer.wait_closed()
+                # Shielded: the stream has one future for all who wait, and a cancelled one would fail the others.
+                await asyncio.shield(self._writer.wait_closed())
         except TimeoutError:
             self._writer.transport.abort()
         except OSError as error:

@@ -71,7 +71,8 @@ class SLO:
 class Request:
     """One attempt at one request. `generated` are tokens the client already has from an earlier attempt.
 
-    `reply_to` names the subscriber (see `Worker.subscribe`) that gets the outputs.
+    `fresh`: trust no cached KV of this prompt, an earlier attempt found it corrupt. `reply_to` names the subscriber
+    (see `Worker.poll`) that gets the outputs.
     """
 
     id: str
@@ -80,6 +81,7 @@ class Request:
     slo: SLO = field(default_factory=SLO)
     generated: tuple[int, ...] = ()
     attempt: int = 0
+    fresh: bool = False
     reply_to: str = ""
     session: str = ""
 
@@ -92,9 +94,9 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.generated)
 
-    def retry(self, generated: tuple[int, ...]) -> "Request":
+    def retry(self, generated: tuple[int, ...], *, fresh: bool) -> "Request":
         """The next attempt, going on after `generated`."""
-        return replace(self, generated=generated, attempt=self.attempt + 1)
+        return replace(self, generated=generated, attempt=self.attempt + 1, fresh=self.fresh or fresh)
 
 
 class FinishReason(Enum):
@@ -160,11 +162,11 @@ class FetchedOut:
 
 @dataclass(frozen=True, slots=True)
 class FailedOut:
-    """The leg ended without finishing. `retryable`: another attempt may succeed."""
+    """The leg ended without finishing; another attempt may succeed. `corrupt`: bytes were not as digested."""
 
     key: str
     reason: str
-    retryable: bool
+    corrupt: bool = False
 
 
 Output = TokensOut | TicketOut | FetchedOut | FailedOut

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 import psutil
 
 from kvtransfer.control import ControlClient, ControlServer
-from kvtransfer.errors import TransferError
+from kvtransfer.errors import DigestMismatch, TransferError
 from kvtransfer.open import RESERVED_BLOCKS, host_identity
 from kvtransfer.pull import pull
 from kvtransfer.ticket import LinkReport, PeerAddress, Progress, TransferTicket
@@ -30,7 +30,7 @@ from workers.engine.pump import Pump
 from workers.engine.sequence import Lease
 from workers.errors import Overloaded, UnknownSequence, WorkerClosed, WorkerError
 from workers.mailbox import Mailbox
-from workers.request import Bundle, FailedOut, FetchedOut, Output, Request, Reservation, TicketOut, TokensOut
+from workers.request import Bundle, FetchedOut, Output, Request, Reservation, TicketOut
 from workers.stats import WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Worker:
             self._sweeper.cancel()
         for mailbox in self._mailboxes.values():
             mailbox.pulse()
-        for opening in self._clients.values():
+        for opening in list(self._clients.values()):
             if opening.done() and not opening.cancelled() and opening.exception() is None:
                 await opening.result().close()
             opening.cancel()
@@ -277,6 +277,9 @@ class Worker:
         for each in told:
             output: Output = self._ticket(each) if isinstance(each, Lease) else each
             self._post(output)
+        for each in told:
+            if not self.engine.holds(each.key):
+                self._routes.pop(each.key, None)
         self._progressed.set()
         self._progressed = asyncio.Event()
         self._grant()
@@ -291,8 +294,6 @@ class Worker:
         if subscriber is None:
             return  # cancelled meanwhile
         self._mailboxes.setdefault(subscriber, Mailbox(self._now_s())).put(output)
-        if isinstance(output, FailedOut) or (isinstance(output, TokensOut) and output.finish is not None):
-            del self._routes[output.key]
 
     # ---- fetching ----------------------------------------------------------------------------------------------
 
@@ -317,10 +318,11 @@ class Worker:
             self.engine.fetched(key, self._now_s())
             self._post(FetchedOut(key, report))
         except (TransferError, UnknownSequence) as error:
-            self.engine.fail(key, f"{type(error).__name__}: {error}", retryable=True)
+            corrupt = isinstance(error, DigestMismatch)
+            self.engine.fail(key, f"{type(error).__name__}: {error}", corrupt=corrupt)
         except Exception as error:
             logger.exception("worker %s: fetch of %s", self.config.name, key)
-            self.engine.fail(key, f"unexpected {type(error).__name__}: {error}", retryable=True)
+            self.engine.fail(key, f"unexpected {type(error).__name__}: {error}")
         self._changed()
 
     def _read(self, order: PullOrder) -> Read:

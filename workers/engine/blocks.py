@@ -111,6 +111,16 @@ class BlockPool:
             self._blocks[content] = block
             self._names[block] = content
 
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """Take these names away, because their content is in doubt; who holds the blocks keeps them."""
+        for name in hashes:
+            block = self._blocks.get(name)
+            if block is None:
+                continue
+            self._forget(block)
+            if self._cached.pop(block, None) is not None:
+                heapq.heappush(self._clean, block)
+
     def is_named(self, block: int) -> bool:
         return block in self._names
 

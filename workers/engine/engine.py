@@ -84,6 +84,8 @@ class Engine:
         if self._num_active() >= self._config.max_running:
             raise Overloaded(f"all {self._config.max_running} decode slots are taken", retry_after_s=0.1)
         sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size)
+        if request.fresh:
+            self.pool.forget(sequence.hashes)
         shared = self.pool.match(sequence.hashes)
         # One block for each running decode stays free, so that a promise does not preempt anybody at once.
         if total - len(shared) + len(self._scheduler.running) > self.pool.num_free:
@@ -267,16 +269,16 @@ class Engine:
             self._end(sequence)
         return True
 
-    def fail(self, key: str, reason: str, *, retryable: bool) -> None:
+    def fail(self, key: str, reason: str, *, corrupt: bool = False) -> None:
         """Abort, and tell the subscriber why."""
         if key in self._sequences:
-            self._told.append(FailedOut(key, reason, retryable))
+            self._told.append(FailedOut(key, reason, corrupt))
         self.abort(key)
 
     def expire(self, now_s: float) -> None:
         """Reclaim leases whose reader has gone silent; a prompt still being computed for one of them fails."""
         for lease in self.leases.expire(now_s):
-            self.fail(lease.key, "its reader went silent and the lease expired", retryable=True)
+            self.fail(lease.key, "its reader went silent and the lease expired")
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
@@ -290,6 +292,10 @@ class Engine:
         """What happened since the last call, in order."""
         told, self._told = self._told, []
         return told
+
+    def holds(self, key: str) -> bool:
+        """Whether a sequence of this key is alive here (its lease may outlive it)."""
+        return key in self._sequences
 
     def stats(self) -> WorkerStats:
         sequences = self._sequences.values()

@@ -104,6 +104,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Blocks for all tokens the sequence has, known prefixes shared. One block a running decode stays free."""
         sequence.hashes = prefix_hashes(sequence.tokens, self._pool.block_size, sequence.hashes)
+        if sequence.request.fresh:
+            self._pool.forget(sequence.hashes)
         # At least one token is computed, for its logits.
         usable = (len(sequence.tokens) - 1) // self._pool.block_size
         shared = self._pool.match(sequence.hashes[:usable])

@@ -1,0 +1,122 @@
+"""A whole cluster in this process, with modelled or real workers, for tests that look inside."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from cluster.dispatcher import Dispatcher
+from cluster.events import Completed, Delta, Event
+from cluster.runtime.interface import WorkerOrder
+from cluster.runtime.local import LocalRuntime
+from cluster.serving import GatewayContext, serve
+from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
+from kvtransfer.open import SharedMemory
+from workers.build import build_worker
+from workers.config import EngineConfig, TransferConfig
+from workers.costs import CostModel
+from workers.request import Request, SamplingParams
+from workers.worker import Worker
+
+FAST = CostModel(0.001, 0.00002, 0.0, 0.0005, 0.0, 0.0, 0.0)
+VOCAB = 1000
+
+
+def split_spec(
+    prefills: int = 1, decodes: int = 1, *, backends: tuple[str, ...] = ("memory",), **engine: int
+) -> ClusterSpec:
+    config = EngineConfig(**({"kv_blocks": 130, "max_batch_tokens": 64, "max_running": 16} | engine))
+    return ClusterSpec(
+        model="modelled",
+        executor="modelled",
+        pools=(
+            PoolSpec("prefill", Role.PREFILL, prefills, engine=config),
+            PoolSpec("decode", Role.DECODE, decodes, engine=config),
+        ),
+        transfer=TransferConfig(backends=backends, lease_s=2.0),
+        gateway=GatewaySpec(placement_timeout_s=5.0),
+        health=HealthSpec(heartbeat_s=0.05, dead_after_s=1.0),
+    )
+
+
+def mixed_spec(workers: int = 1, **engine: int) -> ClusterSpec:
+    split = split_spec(**engine)
+    return replace(split, pools=(PoolSpec("mixed", Role.MIXED, workers, engine=split.pools[0].engine),))
+
+
+class Cluster:
+    """A dispatcher and the workers behind it."""
+
+    def __init__(self, dispatcher: Dispatcher, runtime: LocalRuntime) -> None:
+        self.dispatcher = dispatcher
+        self.runtime = runtime
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        return self.runtime.workers
+
+    async def run(self, request: Request, **options: float) -> list[Event]:
+        return [event async for event in self.dispatcher.generate(request, **options)]
+
+    async def settle(self, timeout_s: float = 5.0) -> None:
+        """Wait until every worker is empty, then prove that nothing leaked."""
+        async with asyncio.timeout(timeout_s):
+            while any(_busy(worker) for worker in self.workers.values()):
+                await asyncio.sleep(0.01)
+        for worker in self.workers.values():
+            worker.engine.check()
+            stats = worker.engine.stats()
+            assert stats.free_blocks == stats.total_blocks, f"{worker.config.name} leaked: {stats}"
+            assert not worker._routes and not worker._fetches and not worker._reservations
+
+
+def _busy(worker: Worker) -> bool:
+    stats = worker.engine.stats()
+    return bool(stats.free_blocks != stats.total_blocks or stats.running or stats.waiting or stats.reserved)
+
+
+@asynccontextmanager
+async def cluster(
+    spec: ClusterSpec, cost: CostModel = FAST, build: Callable[[WorkerOrder], Worker] | None = None
+) -> AsyncIterator[Cluster]:
+    shared = SharedMemory()
+
+    def build_here(order: WorkerOrder) -> Worker:
+        return build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=cost)
+
+    runtime = LocalRuntime(build or build_here)
+    dispatchers: list[Dispatcher] = []
+    serving = await serve(spec, runtime=runtime, door=lambda context: _Door(context, dispatchers))
+    try:
+        yield Cluster(dispatchers[0], runtime)
+    finally:
+        await serving.close()
+
+
+class _Door:
+    """No server: hands the dispatcher to the test."""
+
+    def __init__(self, context: GatewayContext, dispatchers: list[Dispatcher]) -> None:
+        assert isinstance(context.dispatcher, Dispatcher)
+        dispatchers.append(context.dispatcher)
+
+    async def open(self) -> str:
+        return "nowhere:0"
+
+    async def close(self, grace_s: float) -> None:
+        """Nothing listens."""
+
+
+def request(name: str, length: int = 20, *, max_tokens: int = 8, first: int = 1, **sampling: object) -> Request:
+    params = SamplingParams(**({"temperature": 0.0, "seed": 7, "max_tokens": max_tokens} | sampling))  # type: ignore[arg-type]
+    return Request(name, tuple((first + index) % (VOCAB - 1) + 1 for index in range(length)), params)
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    return [token for event in events if isinstance(event, Delta) for token in event.tokens]
+
+
+def completed(events: list[Event]) -> Completed:
+    last = events[-1]
+    assert isinstance(last, Completed), f"the stream ended with {last}"
+    return last

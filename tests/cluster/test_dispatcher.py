@@ -1,0 +1,246 @@
+"""The dispatcher over real workers with modelled seconds: hand-off, books, cancel, deadlines, recovery."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from local import cluster, completed, mixed_spec, request, split_spec, tokens_of
+
+from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Delta, Rejected, Unservable
+from cluster.spec import Role
+from workers.costs import CostModel
+from workers.executor.modelled import modelled_token
+from workers.request import FinishReason
+
+SLOW = CostModel(0.02, 0.002, 0.0, 0.001, 0.0, 0.0, 0.0)
+
+
+def expected(name: str, length: int, count: int) -> list[int]:
+    return [modelled_token(f"{name}/0", length + n, 1000, (0,)) for n in range(count)]
+
+
+@pytest.mark.parametrize("backends", [("memory",), ("tcp",), ("nixl", "tcp")])
+async def test_a_request_goes_through_both_workers_and_leaves_nothing_behind(backends: tuple[str, ...]) -> None:
+    async with cluster(split_spec(backends=backends)) as subject:
+        events = await subject.run(request("a", 50))
+        assert isinstance(events[0], Accepted)
+        assert (events[0].prefill_worker, events[0].decode_worker) == ("prefill-0", "decode-0")
+        assert tokens_of(events) == expected("a", 50, 8)
+        end = completed(events)
+        assert end.finish is FinishReason.LENGTH and (end.prompt_tokens, end.completion_tokens) == (50, 8)
+        (report,) = end.transfers
+        assert report.num_blocks == 4 and report.digests_verified == 4
+        assert report.transport == "memory" if backends == ("memory",) else report.transport in backends
+        end.ledger.check()
+        await subject.settle()
+
+
+async def test_a_mixed_worker_serves_alone() -> None:
+    async with cluster(mixed_spec()) as subject:
+        events = await subject.run(request("a", 50))
+        assert tokens_of(events) == expected("a", 50, 8)
+        assert completed(events).transfers == ()
+        completed(events).ledger.check()
+        await subject.settle()
+
+
+async def test_one_wanted_token_is_not_handed_over() -> None:
+    async with cluster(split_spec()) as subject:
+        events = await subject.run(request("a", 50, max_tokens=1))
+        assert tokens_of(events) == expected("a", 50, 1) and completed(events).transfers == ()
+        await subject.settle()
+
+
+async def test_many_requests_at_once_all_get_their_own_tokens_and_balanced_books() -> None:
+    async with cluster(split_spec(2, 2, backends=("nixl", "tcp"))) as subject:
+        draw = random.Random(5)
+        wanted = {f"r{n}": (draw.randint(1, 300), draw.randint(1, 40)) for n in range(40)}
+        runs = await asyncio.gather(
+            *(subject.run(request(name, length, max_tokens=count)) for name, (length, count) in wanted.items())
+        )
+        for (name, (length, count)), events in zip(wanted.items(), runs, strict=True):
+            assert tokens_of(events) == expected(name, length, count)
+            completed(events).ledger.check()
+        await subject.settle()
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 200), st.integers(1, 20)), min_size=1, max_size=12),
+    mixed=st.booleans(),
+)
+def test_the_parts_of_every_ledger_are_positive_and_sum_exactly(shapes: list[tuple[int, int]], mixed: bool) -> None:
+    async def run() -> None:
+        async with cluster(mixed_spec() if mixed else split_spec()) as subject:
+            runs = await asyncio.gather(
+                *(subject.run(request(f"r{n}", length, max_tokens=count)) for n, (length, count) in enumerate(shapes))
+            )
+            for events in runs:
+                ledger = completed(events).ledger
+                ledger.check()
+                assert ledger.ttft_ns > 0
+                assert {"prefill_queue", "prefill_compute", "prefill_wire"} <= dict(ledger.first).keys()
+            await subject.settle()
+
+    asyncio.run(run())
+
+
+async def test_a_shared_prefix_is_moved_once() -> None:
+    async with cluster(split_spec()) as subject:
+        first = completed(await subject.run(request("a", 64)))
+        second = completed(await subject.run(request("b", 64)))
+        assert first.transfers[0].num_blocks == 4
+        assert (second.transfers[0].reused_blocks, second.transfers[0].num_blocks) == (4, 0)
+        assert second.cached_tokens > 0
+        await subject.settle()
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+async def test_closing_the_stream_frees_both_sides(after: int) -> None:
+    async with cluster(split_spec(), SLOW) as subject:
+        stream = subject.dispatcher.generate(request("a", 120, max_tokens=500))
+        seen = 0
+        async for event in stream:
+            if isinstance(event, Accepted) and after == 0:
+                break
+            seen += isinstance(event, Delta)
+            if after and seen >= after:
+                break
+        await stream.aclose()
+        await subject.settle()
+
+
+async def test_finish_ends_with_balanced_books() -> None:
+    async with cluster(split_spec(), SLOW) as subject:
+        events = []
+        async for event in subject.dispatcher.generate(request("a", 20, max_tokens=500)):
+            events.append(event)
+            if isinstance(event, Delta) and event.first_position >= 3:
+                subject.dispatcher.finish("a")
+        end = completed(events)
+        assert end.finish is FinishReason.STOP
+        end.ledger.check()
+        assert dict(end.ledger.rest)["decode_compute"] > 0
+        await subject.settle()
+
+
+@pytest.mark.parametrize(
+    ("phase", "length", "deadline_s", "engine"),
+    [("queueing", 400, 0.3, {"kv_blocks": 40}), ("prefill", 800, 0.2, {}), ("decode", 20, 0.6, {})],
+)
+async def test_a_deadline_says_where_it_passed_and_frees_both_sides(
+    phase: str, length: int, deadline_s: float, engine: dict[str, int]
+) -> None:
+    async with cluster(split_spec(**engine), SLOW) as subject:
+        blocker = None
+        if phase == "queueing":
+            blocker = subject.dispatcher.generate(request("blocker", 400, max_tokens=100))
+            await anext(blocker)
+        with pytest.raises(DeadlinePassed) as caught:
+            await subject.run(request("a", length, max_tokens=500, first=400), deadline_s=deadline_s)
+        assert caught.value.phase == phase
+        if blocker is not None:
+            await blocker.aclose()
+        await subject.settle()
+
+
+async def test_a_prompt_beyond_every_pool_is_unservable() -> None:
+    async with cluster(split_spec(kv_blocks=20)) as subject:
+        with pytest.raises(Unservable, match="300 tokens"):
+            await subject.run(request("a", 300))
+        await subject.settle()
+
+
+async def test_a_request_nobody_can_take_in_time_is_rejected_with_a_time_to_retry() -> None:
+    spec = split_spec()
+    spec = replace(spec, gateway=replace(spec.gateway, placement_timeout_s=0.3))
+    async with cluster(spec, SLOW) as subject:
+        running = [subject.dispatcher.generate(request(f"b{n}", 20, max_tokens=2000)) for n in range(16)]
+        for stream in running:
+            await anext(stream)
+        with pytest.raises(Rejected) as caught:
+            await subject.run(request("late", 20))
+        assert caught.value.retry_after_s > 0
+        for stream in running:
+            await stream.aclose()
+        await subject.settle()
+
+
+@pytest.mark.parametrize(("victim", "after_s"), [("prefill-0", 0.2), ("prefill-0", 0.5), ("decode-0", 0.7)])
+async def test_when_a_worker_dies_the_same_tokens_go_on_elsewhere(victim: str, after_s: float) -> None:
+    async with cluster(split_spec(2, 2), SLOW) as subject:
+        streams = [asyncio.ensure_future(subject.run(request(f"r{n}", 60 + n, max_tokens=30))) for n in range(10)]
+        await asyncio.sleep(after_s)
+        await subject.workers[victim].close()
+        runs = await asyncio.gather(*streams)
+        assert any(completed(events).attempts > 1 for events in runs)
+        for n, events in enumerate(runs):
+            assert tokens_of(events) == expected(f"r{n}", 60 + n, 30)
+            completed(events).ledger.check()
+        await subject.settle()
+
+
+async def test_without_a_decode_pool_a_prefill_worker_serves_alone() -> None:
+    async with cluster(split_spec(), SLOW) as subject:
+        stream = asyncio.ensure_future(subject.run(request("a", 60, max_tokens=60)))
+        await asyncio.sleep(0.5)
+        await subject.workers["decode-0"].close()
+        events = await stream
+        assert tokens_of(events) == expected("a", 60, 60)
+        chosen = [(each.prefill_worker, each.decode_worker) for each in events if isinstance(each, Accepted)]
+        assert len(chosen) == 2 and chosen[0] == ("prefill-0", "decode-0")
+        await subject.settle()
+
+
+async def test_a_dead_worker_comes_back_as_a_new_incarnation() -> None:
+    async with cluster(split_spec()) as subject:
+        before = {worker.name: worker.incarnation for worker in subject.dispatcher.view.workers}
+        await subject.workers["decode-0"].close()
+        async with asyncio.timeout(10):
+            while not (
+                len(subject.dispatcher.view.ready(Role.DECODE)) == 1
+                and subject.dispatcher.view.ready(Role.DECODE)[0].incarnation != before["decode-0"]
+            ):
+                await asyncio.sleep(0.02)
+        assert subject.dispatcher.view.linked("prefill-0", "decode-0")
+        events = await subject.run(request("a", 40))
+        assert len(completed(events).transfers) == 1
+        await subject.settle()
+
+
+async def test_corrupted_kv_is_noticed_and_recomputed() -> None:
+    async with cluster(split_spec()) as subject:
+        executor = subject.workers["prefill-0"]._executor
+        honest, lies = executor.execute, 1
+
+        async def lying(plan):
+            nonlocal lies
+            result = await honest(plan)
+            if plan.digest_blocks and lies:
+                lies -= 1
+                result = replace(result, digests=tuple(tuple(d ^ 1 for d in rank) for rank in result.digests))
+            return result
+
+        executor.execute = lying
+        events = await subject.run(request("a", 40))
+        assert tokens_of(events) == expected("a", 40, 8)
+        assert completed(events).attempts == 2
+        await subject.settle()
+
+
+async def test_attempts_are_bounded() -> None:
+    async with cluster(split_spec()) as subject:
+        executor = subject.workers["prefill-0"]._executor
+        honest = executor.execute
+
+        async def lying(plan):
+            result = await honest(plan)
+            return replace(result, digests=tuple(tuple(d ^ 1 for d in rank) for rank in result.digests))
+
+        executor.execute = lying
+        with pytest.raises(AttemptsSpent, match="DigestMismatch"):
+            await subject.run(request("a", 40))
+        await subject.settle()
