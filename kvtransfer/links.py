@@ -52,7 +52,8 @@ class _Link:
 class TransportSet:
     """Owns the transports of one rank. Close it before the region's memory goes.
 
-    `moves_bytes` is False for modelled transports: there is nothing to compare then.
+    `verifies` is False where bytes cannot be compared: none move (modelled), or the pool lies on a device. A pull's
+    stats then count no digests.
     """
 
     def __init__(
@@ -63,17 +64,18 @@ class TransportSet:
         transports: tuple[Transport, ...],
         health: tuple[BackendHealth, ...],
         *,
-        moves_bytes: bool = True,
+        verifies: bool = True,
     ) -> None:
         self._region = region
         self._rank = rank
         self._incarnation = incarnation
         self._transports = transports
         self._health = health
-        self._moves_bytes = moves_bytes
+        self._verifies = verifies
         self._links: dict[str, _Link] = {}
         self._reports: dict[str, LinkReport] = {}
         self._scratch = asyncio.Lock()  # the scratch block serves one probe at a time
+        self._meeting: dict[str, asyncio.Lock] = {}  # one preflight of a peer at a time
         self._pulls: set[asyncio.Task[None]] = set()
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
         self._reads = self._failures = self._num_bytes = 0
@@ -93,31 +95,21 @@ class TransportSet:
     def stats(self) -> TransportStats:
         return TransportStats(len(self._links), self._reads, len(self._pulls), self._num_bytes, self._failures)
 
+    def check(self) -> None:
+        """Prove the invariants: a report for every link, and nothing unsettled that is not counted."""
+        assert self._links.keys() == self._reports.keys()
+        assert all(not task.done() for task in self._pulls)
+
     async def connect(self, peer: PeerAddress, *, reader: str = "", deadline_s: float = PROBE_S) -> LinkReport:
         """Find the best path to the peer's rank that holds our shard, prove it with real bytes, measure it.
 
-        `deadline_s` bounds each step. Raises `PeerRefused` when no rank of the peer fits ours, else the gravest of
-        what the transports raised. On cancel the link is not used.
+        `deadline_s` bounds each step. Connecting again measures again, and leaves pulls in flight alone. Raises
+        `PeerRefused` when no rank of the peer fits ours, else the gravest of what the transports raised. On cancel
+        a new link is not used.
         """
         index, shard = self._counterpart(peer)
-        offered = {name for name, _ in shard.transports}
-        skipped = [f"{health.backend}: {health.reason}" for health in self._health if not health.ok]
-        errors: list[TransferError] = []
-        for transport in self._transports:
-            if transport.name not in offered:
-                skipped.append(f"{transport.name}: {peer.worker} does not offer it")
-                continue
-            try:
-                report = await self._preflight(transport, peer, shard, deadline_s)
-            except TransferError as error:
-                errors.append(error)
-                skipped.append(f"{transport.name}: {error}")
-                continue
-            report = replace(report, reader=reader, skipped=tuple(skipped))
-            self._links[peer.incarnation] = _Link(transport, shard, index)
-            self._reports[peer.incarnation] = report
-            return report
-        raise _gravest(errors)(f"no transport reaches {peer.worker} ({peer.incarnation}): " + "; ".join(skipped))
+        async with self._meeting.setdefault(peer.incarnation, asyncio.Lock()):
+            return await self._choose(peer, index, shard, reader, deadline_s)
 
     def pull(self, order: PullOrder) -> Read:
         """Read whole blocks from a connected peer and check them. Every failure comes through the futures."""
@@ -133,6 +125,7 @@ class TransportSet:
         """Drop a peer that is gone. Pulls from it end with `PeerLost`."""
         self._links.pop(incarnation, None)
         self._reports.pop(incarnation, None)
+        self._meeting.pop(incarnation, None)
         await asyncio.gather(*(transport.forget(incarnation) for transport in self._transports))
 
     async def close(self) -> None:
@@ -154,6 +147,28 @@ class TransportSet:
                 return index, shard
         raise PeerRefused(f"no rank of {peer.worker} holds what ours holds; " + "; ".join(reasons or ["it has none"]))
 
+    async def _choose(
+        self, peer: PeerAddress, index: int, shard: ShardAddress, reader: str, deadline_s: float
+    ) -> LinkReport:
+        offered = {name for name, _ in shard.transports}
+        skipped = [f"{health.backend}: {health.reason}" for health in self._health if not health.ok]
+        errors: list[TransferError] = []
+        for transport in self._transports:
+            if transport.name not in offered:
+                skipped.append(f"{transport.name}: {peer.worker} does not offer it")
+                continue
+            try:
+                report = await self._preflight(transport, peer, shard, deadline_s)
+            except TransferError as error:
+                errors.append(error)
+                skipped.append(f"{transport.name}: {error}")
+                continue
+            report = replace(report, reader=reader, skipped=tuple(skipped))
+            self._links[peer.incarnation] = _Link(transport, shard, index)
+            self._reports[peer.incarnation] = report
+            return report
+        raise _gravest(errors)(f"no transport reaches {peer.worker} ({peer.incarnation}): " + "; ".join(skipped))
+
     async def _preflight(
         self, transport: Transport, peer: PeerAddress, shard: ShardAddress, deadline_s: float
     ) -> LinkReport:
@@ -161,11 +176,12 @@ class TransportSet:
         path = await transport.connect(incarnation, shard, deadline_s=deadline_s)
         try:
             async with self._scratch:
-                if self._moves_bytes:
+                if self._verifies:
                     await verify_probe(transport, self._region, incarnation, deadline_s)
                 quality = await measure(transport, self._region, incarnation, deadline_s)
         except BaseException:
-            await transport.forget(incarnation)
+            if incarnation not in self._links:  # else others may be reading over it
+                await transport.forget(incarnation)
             raise
         return LinkReport(
             reader="",
@@ -188,7 +204,7 @@ class TransportSet:
             copies = plan_copies(order.source_blocks, order.target_blocks, link.shard.layout, self._region.layout)
             inner = link.transport.read(order.peer, copies, deadline_s=order.deadline_s)
             stats = await inner.done
-            if digests and self._moves_bytes:
+            if digests and self._verifies:
                 stats = await self._check(order, digests, stats)
             self._num_bytes += stats.num_bytes
             if not read.done.done():

@@ -59,10 +59,11 @@ def open_transports(
     cannot be mixed with the others. Raises `TransportUnavailable` when nothing is left.
     """
     moves_bytes = "modelled" not in backends
+    verifies = moves_bytes and region.device == "cpu"
     if not moves_bytes and len(backends) > 1:
         raise ValueError("the modelled backend moves no bytes: it cannot stand beside one that does")
     opening = _Opening(region, incarnation, host, secret, quarantine_s, shared, model)
-    if moves_bytes and region.device == "cpu":
+    if verifies:
         stamp_probe_block(region, incarnation)
     opened: list[Transport] = []
     health: list[BackendHealth] = []
@@ -76,7 +77,7 @@ def open_transports(
     if not opened:
         reasons = "; ".join(f"{each.backend}: {each.reason}" for each in health)
         raise TransportUnavailable(f"no transport works here: {reasons}")
-    return TransportSet(region, rank, incarnation, tuple(opened), tuple(health), moves_bytes=moves_bytes)
+    return TransportSet(region, rank, incarnation, tuple(opened), tuple(health), verifies=verifies)
 
 
 def _open(name: str, opening: _Opening) -> Transport:
@@ -94,7 +95,10 @@ def _open(name: str, opening: _Opening) -> Transport:
 
         if region.device != "cpu":
             raise TransportUnavailable(f"the pool lies on {region.device}: sockets read host memory only")
-        return TcpTransport(region, host=opening.host, secret=opening.secret, incarnation=opening.incarnation)
+        try:
+            return TcpTransport(region, host=opening.host, secret=opening.secret, incarnation=opening.incarnation)
+        except OSError as error:
+            raise TransportUnavailable(f"cannot listen on {opening.host}: {error}") from error
     if name == "nixl":
         from kvtransfer.backends.nixl import NixlTransport
 

@@ -6,8 +6,10 @@ its registration; whoever wants a fence destroys it and makes another.
 
 import hashlib
 import importlib
+import logging
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -20,6 +22,8 @@ from kvtransfer.errors import PeerLost, PeerRefused, TransportUnavailable
 from kvtransfer.host import rdma_devices, read_process_memory
 from kvtransfer.ticket import HostIdentity
 from kvtransfer.transport import Copy, Region
+
+logger = logging.getLogger(__name__)
 
 FRAME_VERSION = 1
 MODULES = ("nixl", "nixl_cu13", "nixl_cu12")  # the meta package first: it matches torch's CUDA version
@@ -178,19 +182,29 @@ class NixlAgent:
 
     def leave(self, met: Met) -> None:
         """Forget a peer that has no read in flight."""
-        met.blocks.release()
-        self._agent.remove_remote_agent(met.name)
+        quietly("releasing a peer's blocks", met.blocks.release)
+        met.blocks = None
+        quietly("removing a peer", self._agent.remove_remote_agent, met.name)
 
     def destroy(self, met: list[Met], *, idle: bool) -> None:
         """Let go of every reference. `idle`: nothing is in flight, so the memory can be deregistered in good order."""
         for peer in met:
-            peer.blocks.release()
-        self._blocks.release()
+            quietly("releasing a peer's blocks", peer.blocks.release)
+            peer.blocks = None  # a list keeps the agent alive
+        quietly("releasing our blocks", self._blocks.release)
         if idle:
             for registered in self._registered:
-                self._agent.deregister_memory(registered)
+                quietly("deregistering", self._agent.deregister_memory, registered)
         self._agent.agent = None
         del self._agent, self._blocks
+
+
+def quietly(what: str, action: Callable[..., object], *arguments: object) -> None:
+    """Tidy up before something is dropped anyway. NIXL raises for peers that it has given up by itself."""
+    try:
+        action(*arguments)
+    except Exception as error:
+        logger.debug("%s failed: %s", what, error)
 
 
 def door_for(ours: HostIdentity, device: str, theirs: NixlAddress) -> str:

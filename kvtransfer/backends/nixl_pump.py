@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from kvtransfer.backends import ucx_report
 from kvtransfer.backends.flight import Flight
-from kvtransfer.backends.nixl_agent import Met, NixlAddress, NixlAgent
+from kvtransfer.backends.nixl_agent import Met, NixlAddress, NixlAgent, quietly
 from kvtransfer.copies import refuse_outside
 from kvtransfer.errors import PeerLost, TransferError, TransportUnavailable
 
@@ -174,8 +174,7 @@ class NixlPump:
         """One post or one poll, and what follows from the answer."""
         flight = posted.flight
         try:
-            if question(posted.handle):
-                self._land(posted)
+            over = question(posted.handle)
         except Exception as error:
             failure = self._translate(error, flight.peer)
             if not isinstance(failure, PeerLost):
@@ -185,6 +184,9 @@ class NixlPump:
             self._end(posted)
             self._give_up(posted)
             flight.post(flight.crash, failure)
+            return
+        if over:
+            self._land(posted)
 
     def _land(self, posted: _Posted) -> None:
         self._end(posted)
@@ -192,15 +194,15 @@ class NixlPump:
         if posted.said_before is not None:
             try:
                 posted.met.path = self._present_agent().judge(posted.met, posted.said_before)
-            except TransferError as refusal:
+            except Exception as error:
                 self._leave(posted.met)
-                flight.post(flight.crash, refusal)
+                flight.post(flight.crash, self._translate(error, flight.peer))
                 return
             self._met[flight.peer] = posted.met
         flight.post(flight.land, time.monotonic() - posted.begun_s)
 
     def _end(self, posted: _Posted) -> None:
-        posted.handle.release()
+        quietly("releasing a read", posted.handle.release)
         self._posted.remove(posted)
         self._see_off()
 
@@ -219,10 +221,8 @@ class NixlPump:
         """Let go of forgotten peers that no read holds any more."""
         for met in [met for met in self._leaving if not any(posted.met is met for posted in self._posted)]:
             self._leaving.remove(met)
-            try:
-                self._present_agent().leave(met)
-            except Exception as error:  # NIXL may have dropped a dead peer by itself
-                logger.debug("NIXL did not let go of %s in good order: %s", met.name, error)
+            if self._agent:
+                self._agent.leave(met)
 
     def _fence(self) -> None:
         logger.warning(
@@ -244,10 +244,8 @@ class NixlPump:
         met = {id(each): each for each in (*self._met.values(), *self._leaving, *(each.met for each in posted))}
         self._met, self._leaving = {}, []
         for each in posted:
-            try:
-                each.handle.release()
-            except Exception as error:  # the agent's end takes the handle along
-                logger.debug("a read's handle was not released: %s", error)
+            quietly("releasing a read", each.handle.release)
+            each.handle = None  # a handle keeps the agent alive
         if agent:
             agent.destroy(list(met.values()), idle=not posted)
         for each in posted:

@@ -56,13 +56,14 @@ class TcpTransport:
         if link and link.address != address:
             await self.forget(peer)
             link = None
+        is_new = link is None
         if link is None:
             source_bytes = shard.num_blocks * shard.layout.block_bytes
             link = self._links[peer] = _Link(peer, address, source_bytes, self._region, self._secret)
         try:
             await link.submit(Flight(peer, (), deadline_s, overdue=link.abandon)).done
         except BaseException:
-            if self._links.get(peer) is link:
+            if is_new and self._links.get(peer) is link:
                 await self.forget(peer)
             raise
         return f"tcp {link.address.host}:{link.address.port}"

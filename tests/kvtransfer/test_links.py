@@ -78,6 +78,16 @@ async def test_a_cancelled_pull_still_settles(two: Two) -> None:
     await read.settled
 
 
+async def test_connecting_again_leaves_pulls_in_flight_alone(two: Two) -> None:
+    owner, theirs, reader, _ = two
+    pulls = [reader.pull(order(theirs, (4, 7), (20 + 2 * i, 30 + 2 * i))) for i in range(4)]
+    again = asyncio.create_task(reader.connect(address_of(owner, "owner")))
+    await asyncio.sleep(0)
+    again.cancel()
+    await asyncio.gather(*(read.done for read in pulls), reader.connect(address_of(owner, "owner")))
+    reader.check()
+
+
 async def test_a_forgotten_peer_is_lost(two: Two) -> None:
     _, theirs, reader, _ = two
     await reader.forget("owner")
