@@ -124,7 +124,7 @@ class DiptychClient:
         """As `generate`, in one piece."""
         request = self._request(prompt, None, request_id, model, session, slo, sampling)
         request.response_mode = inference_pb2.RESPONSE_MODE_WHOLE
-        return _answer([event async for event in self._stream(request, timeout_s)])
+        return answer_of([event async for event in self._stream(request, timeout_s)])
 
     async def batch(
         self,
@@ -149,7 +149,7 @@ class DiptychClient:
                 heard = events.setdefault(message.index, [])
                 heard.extend(events_from(message.response))
                 if heard and isinstance(heard[-1], Completed):
-                    yield message.index, _answer(heard)
+                    yield message.index, answer_of(heard)
 
     async def cancel(self, request_id: str) -> bool:
         """End a request by its id. False: no such request ran in that gateway."""
@@ -239,7 +239,8 @@ class DiptychClient:
             raise error_of_call(failure, self.endpoint) from None
 
 
-def _answer(events: Sequence[TextEvent]) -> Answer:
+def answer_of(events: Sequence[TextEvent]) -> Answer:
+    """All events of one request as its answer. Raises `DiptychError` when the last ones are missing."""
     accepted = [event for event in events if isinstance(event, Accepted)]
     if not accepted or not isinstance(events[-1], Completed):
         raise DiptychError("DATA_LOSS", "the server's answer ended without its Completed message")

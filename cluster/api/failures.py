@@ -32,5 +32,6 @@ def error_of_call(failure: grpc.aio.AioRpcError, endpoint: str) -> DiptychError:
         return error_from(status)
     details = failure.details() or "no details"
     if failure.code() is grpc.StatusCode.UNAVAILABLE:
-        details = f"nothing answers at {endpoint} ({details}); is the cluster up, and is this its endpoint?"
+        cause = details.rpartition(": ")[2]  # grpc puts each layer's words before it
+        details = f"nothing answers at {endpoint} ({cause}); is the cluster up, and is this its endpoint?"
     return DiptychError(failure.code().name, details)

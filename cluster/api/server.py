@@ -8,7 +8,6 @@ import errno
 import os
 import socket
 from collections.abc import Callable
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -65,9 +64,10 @@ def open_door(context: GatewayContext) -> GrpcDoor:
     """The `DoorFactory`: a door with the served model's own tokenizer. Module-level, so that it pickles by name."""
 
     def load() -> Tokenizer:
+        from workers.model.store import resolve
         from workers.tokenizer import Tokenizer as ModelTokenizer
 
-        return ModelTokenizer(Path(context.model.folder))
+        return ModelTokenizer(resolve(context.model.name).path)
 
     return GrpcDoor(context, load)
 

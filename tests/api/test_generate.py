@@ -24,7 +24,7 @@ def deltas_of(events: list[TextEvent]) -> list[TextDelta]:
 async def until(condition: Callable[[], bool], within_s: float = 1.0) -> None:
     """Wait for a state of the fake that has no event."""
     async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.005)
 
 

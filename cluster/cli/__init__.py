@@ -1,0 +1,61 @@
+"""The `diptych` command. Every command loads what it needs when it runs, so `--help` is instant.
+
+Knows how errors look to a person: one clear line and an exit code above 0; the traceback only with --debug.
+"""
+
+from typing import Any
+
+import click
+
+from cluster.cli.demo import demo
+from cluster.cli.doctor import doctor
+from cluster.cli.models import models
+from cluster.cli.serve import serve
+from cluster.cli.status import status
+from cluster.cli.talk import chat, generate
+
+OURS = ("cluster", "workers", "kvtransfer")
+
+
+class DiptychGroup(click.Group):
+    """Turns what a command raises into one line. Commands stand in the order of a first visit."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except KeyboardInterrupt:
+            raise click.Abort from None
+        except Exception as error:
+            if ctx.params.get("debug"):
+                raise
+            raise click.ClickException(one_line(error)) from None
+
+
+def one_line(error: BaseException) -> str:
+    """What happened, as one line. Ours and the system's errors speak for themselves; others get their type's name."""
+    if isinstance(error, OSError) and error.strerror:
+        named = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return " ".join(named.split())
+    text = " ".join(str(error).split()) or type(error).__name__
+    if type(error).__module__.partition(".")[0] in OURS:
+        return text
+    return f"unexpected {type(error).__name__}: {text} (run again with --debug for the traceback)"
+
+
+@click.group(cls=DiptychGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.version_option(package_name="diptych", prog_name="diptych")
+def main(debug: bool) -> None:
+    """Serve large language models with prefill and decode apart.
+
+    Start with `diptych demo`: two workers on this machine, a real model, and the way of one request.
+    """
+
+
+for command in (demo, serve, generate, chat, status, models, doctor):
+    main.add_command(command)

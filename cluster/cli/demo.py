@@ -1,0 +1,76 @@
+"""`diptych demo`: two workers here, a real model, one answer, and where it went."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cluster.cli.lifetime import run, running_cluster, with_port
+from cluster.cli.screen import answer_json, console, ledger_table, print_json, say, way_lines, worker_json
+from cluster.cli.serve import fetch_model
+
+if TYPE_CHECKING:
+    from cluster.api.client import Answer, DiptychClient
+    from cluster.spec import ClusterSpec
+
+PROMPT = "Explain in two sentences why the sea is salty."
+
+
+@click.command()
+@click.option("--prompt", default=PROMPT, show_default=True)
+@click.option("--model", default="smollm2-135m", show_default=True)
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def demo(prompt: str, model: str, max_tokens: int, runtime: str, as_json: bool) -> None:
+    """Start a prefill and a decode worker here, answer one prompt, show its way.
+
+    Fetches the model on the first run. Everything that was started is closed again.
+
+    \b
+    Example:
+      diptych demo --prompt "What is a diptych?" --max-tokens 40
+    """
+    from cluster.spec import laptop_spec
+
+    spec = with_port(laptop_spec().with_model(model), 0)
+    fetch_model(spec)
+    try:
+        run(_demo(spec, runtime, prompt, max_tokens, as_json))
+    except KeyboardInterrupt:
+        raise click.Abort from None
+
+
+async def _demo(spec: "ClusterSpec", runtime: str, prompt: str, max_tokens: int, as_json: bool) -> None:
+    from cluster.api.client import DiptychClient
+
+    async with running_cluster(spec, runtime, say) as serving, DiptychClient(serving.endpoint) as client:
+        await client.wait_ready(30.0)
+        answer = await _ask(client, prompt, max_tokens, quiet=as_json)
+        view = (await client.status()).view
+        workers = {worker.name: worker for worker in view.workers}
+        if as_json:
+            told: dict[str, Any] = answer_json(answer.text, answer.output.tokens, answer.accepted, answer.completed)
+            print_json(told | {"workers": [worker_json(worker) for worker in view.workers]})
+            return
+        screen = console()
+        screen.print("\n[bold]Where it went[/]")
+        for line in way_lines(answer.accepted, answer.completed, workers):
+            screen.print(line, markup=False, soft_wrap=True)
+        screen.print("\n[bold]Where its time went[/]")
+        screen.print(ledger_table(answer.completed.ledger))
+
+
+async def _ask(client: "DiptychClient", prompt: str, max_tokens: int, quiet: bool) -> "Answer":
+    from cluster.api.client import answer_of
+    from cluster.text import TextDelta
+
+    if not quiet:
+        click.echo(f"\n> {prompt}\n")
+    events = []
+    async for event in client.chat([("user", prompt)], max_tokens=max_tokens, temperature=0.0):
+        events.append(event)
+        if isinstance(event, TextDelta) and not quiet:
+            click.echo(event.text, nl=False)
+    if not quiet:
+        click.echo()
+    return answer_of(events)

@@ -1,0 +1,113 @@
+"""`diptych doctor`: what this machine has, what will be used, and why."""
+
+import importlib.util
+import os
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cluster.cli.screen import print_json, size
+
+if TYPE_CHECKING:
+    from kvtransfer.doctor import TransferFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What would run the model. `devices` are the accelerators that torch can use."""
+
+    python: str
+    cpus: int
+    memory_bytes: int
+    torch: str
+    torch_threads: int
+    devices: tuple[str, ...]
+    ray: str
+    ray_address: str
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+def doctor(as_json: bool) -> None:
+    """Check this machine: torch, Ray, and the paths that KV can take.
+
+    Tries a transfer between two processes of its own, which takes some seconds.
+
+    \b
+    Example:
+      diptych doctor --json
+    """
+    from kvtransfer.doctor import transfer_facts
+
+    compute, transfer = _compute(), transfer_facts()
+    verdict = {"compute": _compute_verdict(compute), "transfer": _transfer_verdict(transfer)}
+    if as_json:
+        print_json({"compute": asdict(compute), "transfer": asdict(transfer), "used": verdict})
+        return
+    for title, facts in (("compute", asdict(compute)), ("kv transfer", asdict(transfer))):
+        click.secho(title, bold=True)
+        for name, value in facts.items():
+            click.echo(f"  {name:16} {_shown(name, value)}")
+    click.secho("will be used", bold=True)
+    for name, reason in verdict.items():
+        click.echo(f"  {name:16} {reason}")
+
+
+def _compute() -> Compute:
+    import psutil
+
+    torch_version, threads, devices = _torch()
+    return Compute(
+        python=platform.python_version(),
+        cpus=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        torch=torch_version,
+        torch_threads=threads,
+        devices=devices,
+        ray=_version("ray"),
+        ray_address=os.environ.get("RAY_ADDRESS", "(unset: Ray is started here)"),
+    )
+
+
+def _torch() -> tuple[str, int, tuple[str, ...]]:
+    if importlib.util.find_spec("torch") is None:
+        return "not installed", 0, ()
+    import torch
+
+    cuda = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    devices = tuple(f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in cuda)
+    return str(torch.__version__), torch.get_num_threads(), devices
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _compute_verdict(compute: Compute) -> str:
+    if not compute.torch_threads:
+        return "nothing: torch is not installed; install diptych with its dependencies"
+    if compute.devices:
+        return f"{compute.devices[0]}, because torch can use it (engine.device: cpu overrides)"
+    return f"the CPU with {compute.torch_threads} threads, because torch sees no accelerator"
+
+
+def _transfer_verdict(facts: "TransferFacts") -> str:
+    if facts.nixl_module == "not usable":
+        return f"tcp, because NIXL does not work here: {facts.nixl_path}"
+    return (
+        f"nixl over {facts.nixl_path}, because a trial between two processes passed; tcp where a pair has no such path"
+    )
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "memory_bytes":
+        return size(value)
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return str(value)

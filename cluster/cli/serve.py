@@ -1,0 +1,67 @@
+"""`diptych serve`: a cluster from a YAML file, until it is told to stop."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from cluster.cli.lifetime import check_port, run, running_cluster, with_port
+from cluster.cli.screen import progress_bar
+
+if TYPE_CHECKING:
+    from cluster.spec import ClusterSpec
+
+
+@click.command()
+@click.option("-f", "--file", metavar="YAML", help="The cluster's description; without it, one prefill + one decode.")
+@click.option("--model", help="Serve this model instead: a name from `diptych models list`, a path, or owner/name.")
+@click.option("--port", type=click.IntRange(0, 65535), help="gRPC port; 0 takes any free one.")
+@click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True)
+def serve(file: str | None, model: str | None, port: int | None, runtime: str) -> None:
+    """Bring a cluster up and keep it until Ctrl-C.
+
+    Joins the Ray cluster of RAY_ADDRESS, or starts Ray on this machine. When everything is ready the last line says
+    `ready: grpc://HOST:PORT`.
+
+    \b
+    Example:
+      diptych serve -f examples/laptop.yaml --port 50051
+    """
+    spec = _described(file)
+    if model is not None:
+        spec = spec.with_model(model)
+    if port is not None:
+        spec = with_port(spec, port)
+    check_port(spec)
+    fetch_model(spec)
+    try:
+        run(_serve(spec, runtime))
+    except KeyboardInterrupt:
+        click.echo("closed")  # the ordinary end
+
+
+def _described(file: str | None) -> "ClusterSpec":
+    if file is None:
+        from cluster.spec import laptop_spec
+
+        return laptop_spec()
+    from cluster.spec import load_spec
+
+    return load_spec(file)
+
+
+def fetch_model(spec: "ClusterSpec") -> None:
+    """Have the model here before workers start, with a bar to look at; on other hosts, workers fetch it themselves."""
+    if spec.executor == "modelled":
+        return
+    from workers.model.store import resolve
+
+    with progress_bar() as progress:
+        resolve(spec.model, progress)
+
+
+async def _serve(spec: "ClusterSpec", runtime: str) -> None:
+    async with running_cluster(spec, runtime, click.echo) as serving:
+        for endpoint in serving.endpoints:
+            click.echo(f"ready: grpc://{endpoint}")
+        await serving.wait_closed()
+        raise click.ClickException("the cluster is gone: its controller does not answer any more")

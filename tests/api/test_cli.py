@@ -1,0 +1,169 @@
+"""The command line, against a real server in another thread: output, exit codes, and one clear line on bad input."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cluster.api.server import GrpcDoor
+from cluster.cli import main
+from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
+
+COMMANDS = ["demo", "serve", "generate", "chat", "status", "models", "models list", "models pull", "doctor"]
+SPEC = """
+model: {folder}
+pools:
+  - name: prefill
+    role: prefill
+  - name: decode
+    role: decode
+gateway:
+  grpc_port: {port}
+"""
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def open_door() -> tuple[GrpcDoor, str]:
+        dispatcher = FakeDispatcher(lambda request: bytes(request.prompt)[-12:].upper())
+        door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
+        return door, await door.open()
+
+    door, address = asyncio.run_coroutine_threadsafe(open_door(), loop).result(10)
+    yield address
+    asyncio.run_coroutine_threadsafe(door.close(0), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, arguments, input=stdin)
+
+
+def refused(result: Result) -> str:
+    """The one line that a failed command wrote."""
+    assert result.exit_code != 0 and result.stdout == "", result.output
+    lines = result.stderr.strip().splitlines()
+    assert lines[-1].startswith("Error: ") and "Traceback" not in result.stderr
+    return lines[-1]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str) -> None:
+    result = run(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert "Example:" in result.output and "diptych " in result.output
+
+
+def test_help_loads_nothing_heavy() -> None:
+    heavy = "torch, ray, grpc, transformers, numpy, rich.console"
+    code = f"import sys, cluster.cli; print([name for name in '{heavy}'.split(', ') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_generate_streams_the_text(endpoint: str) -> None:
+    result = run("generate", "the sea is salty", "--endpoint", endpoint)
+    assert (result.exit_code, result.stdout) == (0, "SEA IS SALTY\n")
+
+
+def test_generate_reads_standard_input_and_stops(endpoint: str) -> None:
+    result = run("generate", "-", "--endpoint", endpoint, "--no-stream", "--stop", "SAL", stdin="the sea is salty")
+    assert (result.exit_code, result.stdout) == (0, "SEA IS \n")
+
+
+def test_generate_report_shows_the_way_and_the_ledger(endpoint: str) -> None:
+    result = run("generate", "the sea is salty", "--endpoint", endpoint, "--report")
+    assert result.exit_code == 0
+    for words in ("prefill-0 (pid 4711", "memory, in-process copy", "3 digests", "prefill_compute", "sum"):
+        assert words in result.stderr
+
+
+def test_generate_json_is_one_object_whose_ledger_adds_up(endpoint: str) -> None:
+    result = run("generate", "the sea is salty", "--endpoint", endpoint, "--json", "--max-tokens", "5")
+    told = json.loads(result.stdout)
+    assert (told["text"], told["finish"], told["completion_tokens"]) == ("SEA I", "length", 5)
+    assert sum(told["ledger_s"]["first"].values()) == pytest.approx(told["ttft_s"], abs=1e-12)
+    assert told["transfers"][0]["digests_verified"] == 3
+
+
+def test_chat_answers_each_piped_line_and_remembers(endpoint: str) -> None:
+    result = run("chat", "--endpoint", endpoint, stdin="first\n\nsecond one\n/reset\n/quit\nnever\n")
+    assert (result.exit_code, result.stdout) == (0, "<USER>FIRST\n\n>SECOND ONE\n\n")
+
+
+def test_status_shows_workers(endpoint: str) -> None:
+    result = run("status", "--endpoint", endpoint, "--wait", "5")
+    assert result.exit_code == 0
+    assert "prefill-0" in result.stdout and "200/256" in result.stdout
+
+
+def test_status_json(endpoint: str) -> None:
+    told = json.loads(run("status", "--endpoint", endpoint, "--json").stdout)
+    assert [worker["role"] for worker in told["workers"]] == ["prefill", "decode"]
+    assert told["links"][0]["transport"] == "memory"
+    assert told["gateway"]["max_requests"] == 256
+
+
+def test_bad_sampling_is_one_line(endpoint: str) -> None:
+    line = refused(run("generate", "hi", "--endpoint", endpoint, "--temperature", "-3"))
+    assert "sampling.temperature: is -3.0; it must be between 0 (greedy) and 100" in line
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("status",)])
+def test_a_refused_endpoint_is_one_line(command: tuple[str, ...]) -> None:
+    assert "nothing answers at 127.0.0.1:1 (" in refused(run(*command, "--endpoint", "127.0.0.1:1"))
+
+
+def test_chat_from_a_pipe_fails_with_one_line() -> None:
+    assert "nothing answers at" in refused(run("chat", "--endpoint", "127.0.0.1:1", stdin="hi\n"))
+
+
+def test_a_misspelt_key_names_its_place_and_its_neighbour(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(SPEC.format(folder="x", port=0).replace("grpc_port", "grcp_port"))
+    line = refused(run("serve", "-f", str(file)))
+    assert "gateway.grcp_port: unknown key; did you mean 'grpc_port'?" in line
+
+
+def test_a_missing_file_is_one_line() -> None:
+    assert "no-such.yaml: cannot be read" in refused(run("serve", "-f", "no-such.yaml"))
+
+
+def test_a_port_in_use_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        file = tmp_path / "cluster.yaml"
+        file.write_text(SPEC.format(folder=tmp_path, port=port))
+        line = refused(run("serve", "-f", str(file)))
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another port" in line
+
+
+def test_an_unknown_model_is_one_line() -> None:
+    assert "no model 'no-such-model'" in refused(run("models", "inspect", "no-such-model"))
+
+
+def test_models_list_json() -> None:
+    told = json.loads(run("models", "list", "--json").stdout)
+    assert any(each["name"] == "smollm2-135m" for each in told)
+
+
+def test_debug_shows_the_traceback() -> None:
+    result = run("--debug", "serve", "-f", "no-such.yaml")
+    assert result.exit_code != 0 and result.exc_info is not None
+    assert type(result.exception).__name__ == "SpecError"
