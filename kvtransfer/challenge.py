@@ -13,6 +13,13 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 
 
+def require_secret(secret: bytes) -> bytes:
+    """Refuse to start with a secret that anybody can guess at once."""
+    if not secret:
+        raise ValueError("the cluster's secret is empty: anybody could read the KV pool")
+    return secret
+
+
 def nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 

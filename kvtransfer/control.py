@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvtransfer.challenge import nonce, proof, proves
+from kvtransfer.challenge import nonce, proof, proves, require_secret
 from kvtransfer.control_wire import (
     BROKEN,
     FRAME_BYTES,
@@ -61,7 +61,7 @@ class ControlServer:
     def __init__(self, source: LeaseSource, address: Callable[[], PeerAddress], secret: bytes) -> None:
         self._source = source
         self._address = address
-        self._secret = secret
+        self._secret = require_secret(secret)
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 

@@ -54,10 +54,9 @@ class NixlTransport:
         await asyncio.wrap_future(self._pump.submit(lambda: self._pump.forget(peer)))
 
     async def close(self) -> None:
-        if self._pump.thread.is_alive():
-            self._give_up(list(self._flights))
-            self._pump.submit(self._pump.stop)
-            await asyncio.to_thread(self._pump.thread.join)
+        self._give_up(list(self._flights))
+        self._pump.submit(self._pump.stop)
+        await asyncio.to_thread(self._pump.thread.join)
 
     def _give_up(self, flights: list[Flight]) -> None:
         for flight in flights:

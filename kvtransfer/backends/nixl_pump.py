@@ -58,12 +58,14 @@ class NixlPump:
         self._met: dict[str, Met] = {}
         self._leaving: list[Met] = []  # forgotten, but a read of theirs is still in flight
         self._posted: list[_Posted] = []
-        self._stopped = False
+        self._stopped = self._ended = False
         self.thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
         self.thread.start()
 
     def submit(self, action: Callable[[], Result]) -> "concurrent.futures.Future[Result]":
-        """Have the thread do something; its outcome comes through the future."""
+        """Have the thread do something; its outcome comes through the future. After `stop` it is done at once:
+        without an agent nothing blocks.
+        """
         outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
         def job() -> None:
@@ -72,7 +74,12 @@ class NixlPump:
             except Exception as error:
                 outcome.set_exception(error)
 
-        self._jobs.put(job)
+        with self._lock:
+            ended = self._ended
+            if not ended:
+                self._jobs.put(job)
+        if ended:
+            job()
         return outcome
 
     def abandon(self, flight: Flight) -> None:
@@ -148,6 +155,10 @@ class NixlPump:
                 pause_s = POLL_MIN_S
                 job()
             self._poll()
+        with self._lock:
+            self._ended = True
+        while not self._jobs.empty():
+            self._jobs.get()()
 
     def _begin(self, flight: Flight) -> bool:
         with self._lock:

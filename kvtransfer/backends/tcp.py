@@ -19,6 +19,7 @@ import msgspec
 from kvtransfer.backends import tcp_wire
 from kvtransfer.backends.flight import Flight, call_loop
 from kvtransfer.backends.tcp_owner import TcpOwner
+from kvtransfer.challenge import require_secret
 from kvtransfer.copies import refuse_outside
 from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout
 from kvtransfer.ticket import ShardAddress
@@ -40,7 +41,7 @@ class TcpTransport:
     def __init__(self, region: Region, *, host: str, secret: bytes, incarnation: str) -> None:
         self._region = region
         self._host = host
-        self._secret = secret
+        self._secret = require_secret(secret)
         self._owner = TcpOwner(region, host, secret, incarnation)
         self._links: dict[str, _Link] = {}
 

@@ -126,6 +126,11 @@ async def test_a_wrong_secret_is_refused() -> None:
     await owner.close()
 
 
+async def test_an_empty_secret_does_not_start() -> None:
+    with pytest.raises(ValueError, match="secret"):
+        open_set(make_region(), ("tcp",), "owner", secret=b"")
+
+
 async def test_a_path_that_does_not_work_falls_back_to_the_next() -> None:
     owner = open_set(make_region(), ("memory", "tcp"), "owner", shared=SharedMemory())
     reader = open_set(make_region(), ("memory", "tcp"), "reader", shared=SharedMemory())

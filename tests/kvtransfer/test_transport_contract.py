@@ -141,6 +141,16 @@ async def test_every_read_has_settled_when_close_returns(pair: Pair) -> None:
     assert all(read.done.done() and read.settled.done() for read in reads)
 
 
+async def test_a_closed_transport_loses_reads_and_forgets_at_once(pair: Pair) -> None:
+    await pair.transport.close()
+    read = pair.read(*whole_blocks((2, 2)))
+    with pytest.raises(PeerLost):
+        await asyncio.wait_for(read.done, 1)
+    await asyncio.wait_for(read.settled, 1)
+    await asyncio.wait_for(pair.transport.forget(pair.peer.incarnation), 1)
+    await asyncio.wait_for(pair.transport.close(), 1)
+
+
 async def test_an_address_that_is_garbage_is_refused(pair: Pair) -> None:
     garbage = replace(pair.peer.shards[0], transports=((pair.transport.name, b"\xff" * 40),))
     with pytest.raises(TransferError):
