@@ -1,0 +1,174 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.errors import TransferError
+from kvtransfer.open import SharedMemory, host_identity
+from kvtransfer.ticket import PeerAddress
+from kvtransfer.transport import PullOrder
+from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
+from workers.engine.executor import Executor
+from workers.engine.step import Chunk, Draw, StepPlan
+from workers.errors import ModelError
+from workers.executor.solo import SoloExecutor, open_solo
+from workers.model.folder import ModelFolder
+from workers.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0)
+PROMPT = tuple(range(10, 31))  # 21 tokens: two blocks of 8 and a tail
+BLOCKS = (4, 2, 9)
+
+
+def config(name: str = "w", **engine: object) -> WorkerConfig:
+    sizes = EngineConfig(**{"block_size": 8, "kv_blocks": 16, "max_batch_tokens": 64, "threads": 1, **engine})
+    return WorkerConfig(name, "pool", "tiny", sizes, transfer=TransferConfig(backends=("memory",)))
+
+
+async def open_tiny(tiny: ModelFolder, name: str = "w", shared: SharedMemory | None = None) -> SoloExecutor:
+    return await open_solo(config(name), tiny, f"{name}-1", shared or SharedMemory())
+
+
+def prompt_plan(blocks: tuple[int, ...] = BLOCKS, prompt: tuple[int, ...] = PROMPT, number: int = 1) -> StepPlan:
+    chunk = Chunk("a/0", prompt, 0, blocks, Draw(GREEDY, 0, len(prompt)))
+    return StepPlan(number, (chunk,), digest_blocks=blocks)
+
+
+async def decode(executor: Executor, tokens: list[int], blocks: tuple[int, ...], count: int) -> list[int]:
+    """`count` more tokens, one step each; `tokens` are all so far, the last not yet in the pool."""
+    tokens = list(tokens)
+    for number in range(count):
+        position = len(tokens) - 1
+        chunk = Chunk("a/0", (tokens[-1],), position, blocks, Draw(GREEDY, 0, position + 1))
+        result = await executor.execute(StepPlan(number, (chunk,)))
+        assert result.tokens[0] is not None
+        tokens.append(result.tokens[0])
+    return tokens
+
+
+async def test_a_plan_gives_its_result(tiny: ModelFolder) -> None:
+    executor = await open_tiny(tiny)
+    middle = Chunk("b/0", PROMPT[:5], 0, (7,), None)
+    plan = StepPlan(3, (prompt_plan().chunks[0], middle), digest_blocks=BLOCKS)
+    result = await executor.execute(plan)
+    assert result.number == 3 and result.seconds > 0
+    assert result.tokens[0] in range(320) and result.tokens[1] is None
+    assert len(result.digests) == 1 and len(set(result.digests[0])) == 3
+    assert executor.facts.layout.block_bytes == executor.shards()[0].layout.block_bytes
+    await executor.close()
+
+
+async def test_digests_follow_the_content_not_the_block(tiny: ModelFolder) -> None:
+    executor = await open_tiny(tiny)
+    first = (await executor.execute(prompt_plan())).digests[0]
+    moved = (await executor.execute(prompt_plan((5, 6, 8)))).digests[0]
+    other = (await executor.execute(prompt_plan((10, 11, 12), (PROMPT[0] + 1, *PROMPT[1:])))).digests[0]
+    assert first == moved
+    assert not set(first) & set(other)
+    await executor.close()
+
+
+async def test_chunks_and_mixed_steps_give_the_tokens_of_one_prefill(tiny: ModelFolder) -> None:
+    executor = await open_tiny(tiny)
+    whole = (await executor.execute(prompt_plan())).tokens[0]
+    assert whole is not None
+    alone = await decode(executor, [*PROMPT, whole], BLOCKS, 2)
+    blocks = (3, 11, 5)
+    await executor.execute(StepPlan(1, (Chunk("b/0", PROMPT[:9], 0, blocks[:2], None),)))
+    rest = Chunk("b/0", PROMPT[9:], 9, blocks, Draw(GREEDY, 0, 21))
+    running = Chunk("a/0", (alone[-1],), len(alone) - 1, BLOCKS, Draw(GREEDY, 0, len(alone)))
+    result = await executor.execute(StepPlan(2, (running, rest)))
+    assert result.tokens[1] == whole
+    assert result.tokens[0] == (await decode(executor, alone, BLOCKS, 1))[-1]
+    await executor.close()
+
+
+def peer(executor: Executor, incarnation: str) -> PeerAddress:
+    return PeerAddress("p", incarnation, "127.0.0.1", 0, host_identity(), executor.shards())
+
+
+async def test_decode_goes_on_elsewhere_after_a_pull(tiny: ModelFolder) -> None:
+    shared = SharedMemory()
+    owner, reader = await open_tiny(tiny, "owner", shared), await open_tiny(tiny, "reader", shared)
+    prefill = await owner.execute(prompt_plan())
+    assert prefill.tokens[0] is not None
+    so_far = [*PROMPT, prefill.tokens[0]]
+    stays = await decode(owner, so_far, BLOCKS, 2)
+    await reader.connect(peer(owner, "owner-1"))
+    # Only the first two blocks are full and unchanged since; the tail has grown, so it is digested anew.
+    digests = (await owner.execute(StepPlan(9, (), digest_blocks=BLOCKS))).digests
+    order = PullOrder("owner-1", BLOCKS, (12, 13, 14), digests, 5.0)
+    read = reader.pull(order)
+    await read.done
+    await read.settled
+    assert await decode(reader, so_far, (12, 13, 14), 2) == stays
+    await owner.close()
+    await reader.close()
+
+
+async def test_a_failed_pull_leaves_zeros(tiny: ModelFolder) -> None:
+    shared = SharedMemory()
+    owner, reader = await open_tiny(tiny, "owner", shared), await open_tiny(tiny, "reader", shared)
+    await owner.execute(prompt_plan())
+    await reader.connect(peer(owner, "owner-1"))
+    read = reader.pull(PullOrder("owner-1", BLOCKS, (12, 13, 14), ((1, 2, 3),), 5.0))
+    with pytest.raises(TransferError):
+        await read.done
+    await read.settled
+    zeros, untouched = (await reader.execute(StepPlan(1, (), digest_blocks=(13, 7)))).digests[0]
+    assert zeros == untouched
+    await owner.close()
+    await reader.close()
+
+
+async def test_the_event_loop_runs_while_a_step_computes(tiny: ModelFolder) -> None:
+    executor = await open_tiny(tiny)
+    step = asyncio.ensure_future(executor.execute(prompt_plan()))
+    turns = 0
+    while not step.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 1
+    await executor.close()
+
+
+async def test_a_pool_that_does_not_fit_says_how_many_blocks_would(tiny: ModelFolder) -> None:
+    with pytest.raises(ModelError, match=r"engine.kv_blocks is 1000000000000: .* at most \d+ blocks \(\d+ tokens\)"):
+        await open_solo(config(kv_blocks=10**12), tiny, "w-1", SharedMemory())
+
+
+async def test_bad_devices_and_dtypes_are_named(tiny: ModelFolder) -> None:
+    for change, words in (({"device": "toaster"}, "'toaster' is not a device"), ({"dtype": "int4"}, "engine.dtype")):
+        with pytest.raises(ModelError, match=words):
+            await open_solo(config(**change), tiny, "w-1", SharedMemory())
+
+
+async def test_one_rank_refuses_to_be_two(tiny: ModelFolder) -> None:
+    two = WorkerConfig("w", "pool", "tiny", parallel=ParallelConfig(tensor=2))
+    with pytest.raises(ValueError, match="gang executor"):
+        await open_solo(two, tiny, "w-1")
+
+
+async def test_kv_may_be_kept_in_half_precision(tiny: ModelFolder) -> None:
+    executor = await open_solo(config(dtype="bfloat16"), tiny, "w-1", SharedMemory())
+    assert executor.facts.layout.dtype == "bfloat16"
+    token = (await executor.execute(prompt_plan())).tokens[0]
+    assert token is not None and token < 320
+    await executor.close()
+
+
+@pytest.mark.model
+async def test_the_real_model_says_paris(smollm2: ModelFolder, tmp_path: Path) -> None:
+    sizes = EngineConfig(kv_blocks=8, threads=1)
+    executor = await open_solo(
+        WorkerConfig("w", "pool", smollm2.name, sizes, transfer=TransferConfig(backends=("memory",))),
+        smollm2,
+        "w-1",
+        SharedMemory(),
+    )
+    prompt = (504, 3575, 282, 4649, 314)  # "The capital of France is"
+    first = (await executor.execute(prompt_plan((5, 3), prompt))).tokens[0]
+    assert first is not None
+    tokens = await decode(executor, [*prompt, first], (5, 3), 7)
+    assert tokens[5:] == [7042, 30, 198, 198, 504, 2988, 314, 42]
+    await executor.close()

