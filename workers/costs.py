@@ -16,11 +16,11 @@ class CostModel:
     context. A transfer costs `transfer_latency_s` and `transfer_byte_s` for each byte.
     """
 
-    step_s: float = 0.022
-    prefill_token_s: float = 0.0026
-    prefill_pair_s: float = 1.3e-6
-    decode_row_s: float = 0.0046
-    decode_context_s: float = 4.0e-6
+    step_s: float = 0.048
+    prefill_token_s: float = 0.0031
+    prefill_pair_s: float = 0.7e-6
+    decode_row_s: float = 0.0052
+    decode_context_s: float = 12.0e-6
     transfer_latency_s: float = 0.001
     transfer_byte_s: float = 1.0e-9
 

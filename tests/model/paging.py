@@ -55,6 +55,6 @@ def run_chunks(
         )
         rows = torch.arange(len(tokens))
         answer = model.forward(torch.tensor(tokens), torch.tensor(positions), rows, batch, pool.blocks)
-        for (prompt, length), part in zip(step, answer.split([length for _, length in step]), strict=True):
+        for (prompt, _), part in zip(step, answer.split([length for _, length in step]), strict=True):
             logits[prompt].append(part)
     return [torch.cat(parts) for parts in logits]

@@ -12,7 +12,7 @@ from tests.model.tiny import write_tiny_llama
 from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
-from workers.model.load import load_llama
+from workers.model.load import fuse, load_llama
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -51,9 +51,7 @@ def test_logits_equal_transformers_however_the_prompts_are_cut(tmp_path: Path, s
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_neighbours_in_the_file_are_mapped_not_copied(tmp_path: Path) -> None:
-    from workers.model.load import fuse
-
+def test_neighbours_in_the_file_are_mapped_not_copied() -> None:
     base = torch.arange(24.0)
     parts = [base[:8].view(2, 4), base[8:12].view(1, 4), base[12:].view(3, 4)]
     fused = fuse(parts)

@@ -79,7 +79,7 @@ def test_an_unknown_gguf_architecture_lists_the_known(cache: Path, tmp_path: Pat
 
 
 def test_a_gguf_with_tensors_that_we_do_not_compute_is_refused(cache: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="blk.0.attn_q_norm"):
+    with pytest.raises(ModelError, match=r"blk\.0\.attn_q_norm"):
         store.resolve(str(write_tiny_gguf(tmp_path / "m.gguf", extra_tensor="blk.0.attn_q_norm")))
 
 
@@ -119,7 +119,7 @@ def test_an_incomplete_folder_names_the_missing_file(tmp_path: Path, missing: st
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "m", shards=2)
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ModelError, match="model-00002-of-00002.safetensors is missing"):
+    with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors is missing"):
         store.resolve(str(folder))
 
 
