@@ -13,7 +13,7 @@ from dataclasses import replace
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, WorkerGone, WorkerHandle, WorkerOrder
 from cluster.spec import PoolSpec
 from cluster.view import WorkerState, WorkerView
-from kvtransfer.errors import TransferError
+from kvtransfer.errors import TransferError, TransportUnavailable
 from workers.errors import ModelError, WorkerError
 from workers.stats import WorkerInfo
 
@@ -66,7 +66,7 @@ class Keeper:
         while self.fatal is None:
             try:
                 await self._run_once()
-            except (ModelError, RuntimeUnavailable) as error:
+            except (ModelError, RuntimeUnavailable, TransportUnavailable) as error:
                 self.fatal = error
                 self._show(WorkerState.DEAD, detail=str(error))
                 logger.error("worker %s cannot run: %s", self.name, error)

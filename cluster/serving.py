@@ -240,6 +240,9 @@ async def open_runtime(spec: ClusterSpec, runtime: str | Runtime, progress: Prog
 
         return LocalRuntime()
     if runtime == "ray":
+        from cluster.runtime.auth import settle_auth
+
+        settle_auth()
         from cluster.runtime.ray import open_ray
 
         return await open_ray(spec, progress)

@@ -64,6 +64,7 @@ class ControlServer:
         self._secret = require_secret(secret)
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._closing = False
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen; answers the port."""
@@ -73,6 +74,7 @@ class ControlServer:
 
     async def close(self) -> None:
         """Hang up on all readers; their calls end with `PeerLost`. Leases are not touched."""
+        self._closing = True
         if self._server:
             self._server.close()
         for task in tuple(self._connections):
@@ -91,6 +93,9 @@ class ControlServer:
                 await self._serve(channel)
         except (*BROKEN, TimeoutError) as error:
             logger.debug("a reader's control connection ended: %s", error)
+        except asyncio.CancelledError:
+            if not self._closing:
+                raise  # else it was `close`, and a stream's task that ends as cancelled is logged as an error
         finally:
             self._connections.discard(task)
             await channel.close()

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -243,7 +242,6 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
         options["address"] = address
     else:
         progress("starting Ray on this machine")
-        _settle_auth()
         options |= {
             "include_dashboard": False,
             "num_cpus": _cpus(spec),
@@ -260,13 +258,6 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
             f"{where} cannot be reached: {reason}; check RAY_ADDRESS and RAY_AUTH_MODE, or unset RAY_ADDRESS"
         ) from None
     return RayRuntime(spec.name, owns_ray=not address)
-
-
-def _settle_auth() -> None:
-    """A Ray of our own gets a token of its own, so that it neither reads nor writes one in the user's home."""
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def _cpus(spec: ClusterSpec) -> int:
