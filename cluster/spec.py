@@ -130,6 +130,19 @@ class ClusterSpec:
         return replace(self, model=model, pools=tuple(replace(pool, model=None) for pool in self.pools))
 
 
+def laptop_spec() -> ClusterSpec:
+    """One prefill and one decode worker on this machine; the same as examples/laptop.yaml."""
+    small = EngineConfig(kv_blocks=384, max_batch_tokens=256)
+    return ClusterSpec(
+        name="laptop",
+        model="smollm2-135m",
+        pools=(
+            PoolSpec("prefill", Role.PREFILL, engine=small),
+            PoolSpec("decode", Role.DECODE, engine=replace(small, kv_blocks=768)),
+        ),
+    )
+
+
 def load_spec(path: str | Path) -> ClusterSpec:
     """Read a YAML file. Raises `SpecError`."""
     import yaml

@@ -7,7 +7,7 @@ async with DiptychClient("127.0.0.1:50051") as client:
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -29,7 +29,7 @@ from workers.errors import InvalidRequest
 from workers.request import SLO
 
 Prompt = str | Sequence[int]
-Messages = Sequence[tuple[str, str]]  # (role, content)
+Messages = Sequence[tuple[str, str] | Mapping[str, str]]  # (role, content), or {"role": ..., "content": ...}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,8 @@ class DiptychClient:
         try:
             if messages is not None:
                 request.chat.SetInParent()
-                for role, content in messages:
+                for message in messages:
+                    role, content = _role_and_content(message)
                     request.chat.messages.add(role=role, content=content)
             elif isinstance(prompt, str):
                 request.text = prompt
@@ -246,3 +247,13 @@ def answer_of(events: Sequence[TextEvent]) -> Answer:
         raise DiptychError("DATA_LOSS", "the server's answer ended without its Completed message")
     output = TextDelta.join(event for event in events if isinstance(event, TextDelta))
     return Answer(output, accepted[-1], events[-1])
+
+
+def _role_and_content(message: tuple[str, str] | Mapping[str, str]) -> tuple[str, str]:
+    try:
+        if isinstance(message, Mapping):
+            return message["role"], message["content"]
+        role, content = message
+        return role, content
+    except (KeyError, ValueError, TypeError):
+        raise ValueError(f"{message!r} is not a message; give (role, content)") from None

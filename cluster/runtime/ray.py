@@ -166,12 +166,12 @@ class RayRuntime:
         resources = order.resources
         bundle = {"CPU": resources.cpu, "GPU": resources.gpu, **resources.custom}
         bundle = {kind: amount for kind, amount in bundle.items() if amount} or {"CPU": 0.001}
-        group = placement_group([bundle], strategy="PACK", name=name, lifetime="detached")
+        group: PlacementGroup = placement_group([bundle], strategy="PACK", name=name, lifetime="detached")
         try:
             await asyncio.wait_for(_ready(group), PLACE_TIMEOUT_S)
         except TimeoutError:
             remove_placement_group(group)
-            there = _listed(ray.available_resources())  # type: ignore[no-untyped-call]
+            there = _listed(ray.available_resources())
             wanted = _listed(bundle)
             raise RuntimeUnavailable(
                 f"no node has room for {name}: it needs {{{wanted}}}, free in the whole cluster are {{{there}}}; "

@@ -3,15 +3,18 @@
 Composes folder, model, pool and transports, and adapts the rank to the `Executor` port. Knows no schedule.
 """
 
+from dataclasses import replace
+
 import torch
 
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory, open_transports
+from kvtransfer.probe import SCRATCH_BLOCK
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.config import WorkerConfig
 from workers.engine.executor import ModelFacts
-from workers.engine.step import StepPlan, StepResult
+from workers.engine.step import Chunk, Draw, StepPlan, StepResult
 from workers.errors import ModelError
 from workers.executor.kv_pool import KVPool, allocate_pool
 from workers.executor.rank import ComputeThread, Rank
@@ -19,6 +22,9 @@ from workers.model.config import DTYPES, ModelConfig, read_model_config
 from workers.model.folder import ModelFolder, content_id, count_parameters
 from workers.model.llama import Llama
 from workers.model.load import load_llama
+from workers.request import SamplingParams
+
+WARM_UP_TOKENS = 80  # enough rows for the linears of large batches
 
 
 class SoloExecutor:
@@ -76,7 +82,22 @@ async def open_solo(
     except BaseException:
         await thread.close()
         raise
-    return SoloExecutor(facts, Rank(model, pool, transports, thread))
+    executor = SoloExecutor(facts, Rank(model, pool, transports, thread))
+    for plan in warm_up(config.engine.block_size):
+        await executor.execute(plan)
+    return executor
+
+
+def warm_up(block_size: int) -> tuple[StepPlan, StepPlan]:
+    """A prompt chunk and a decode that touch every weight once, so that the first request need not wait for pages.
+
+    All their KV lands in the scratch block of preflight: what it is does not matter.
+    """
+    draw = Draw(SamplingParams(temperature=0.0), seed=0, position=WARM_UP_TOKENS)
+    blocks = (SCRATCH_BLOCK,) * -(-(WARM_UP_TOKENS + 1) // block_size)
+    prompt = Chunk("warm-up/0", (1,) * WARM_UP_TOKENS, 0, blocks[: -(-WARM_UP_TOKENS // block_size)], draw)
+    decode = Chunk("warm-up/0", (1,), WARM_UP_TOKENS, blocks, replace(draw, position=WARM_UP_TOKENS + 1))
+    return StepPlan(0, (prompt,)), StepPlan(0, (decode,))
 
 
 def model_facts(
