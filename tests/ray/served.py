@@ -1,0 +1,90 @@
+"""`diptych serve` as a real process on a Ray of its own, for tests: started, spoken to, and surely ended."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 180.0
+STOP_S = 40.0
+
+
+@dataclass
+class Served:
+    """A running `diptych serve`. `lines` is what it printed."""
+
+    endpoint: str
+    process: asyncio.subprocess.Process
+    lines: list[str] = field(default_factory=list)
+
+
+def laptop(**changes: Any) -> dict[str, Any]:
+    """examples/laptop.yaml, sized for tests and on any free port."""
+    document: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "laptop.yaml").read_text())
+    document["gateway"]["grpc_port"] = 0
+    document["name"] = f"test-{os.getpid()}"
+    return document | changes
+
+
+def with_pools(document: dict[str, Any], **replicas: int) -> dict[str, Any]:
+    pools = [pool | {"replicas": replicas.get(pool["name"], pool["replicas"])} for pool in document["pools"]]
+    return document | {"pools": pools}
+
+
+@asynccontextmanager
+async def served(document: dict[str, Any], folder: Path, **environment: str) -> AsyncIterator[Served]:
+    """Serve until the block ends; then Ctrl-C, and prove that no process of it is left."""
+    path = folder / "cluster.yaml"
+    path.write_text(yaml.safe_dump(document))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "cluster.cli", "serve", "-f", str(path),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=env | {"PYTHONUNBUFFERED": "1"} | environment,
+        cwd=ROOT,
+        start_new_session=True,
+    )  # fmt: skip
+    subject = Served("", process)
+    reading = asyncio.ensure_future(_read(subject))
+    family: set[psutil.Process] = set()
+    try:
+        async with asyncio.timeout(START_S):
+            while not subject.endpoint:
+                if process.returncode is not None:
+                    raise AssertionError("serve ended: " + "\n".join(subject.lines))
+                await asyncio.sleep(0.1)
+        family = {psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)}
+        yield subject
+        family |= set(psutil.Process(process.pid).children(recursive=True))
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                await asyncio.wait_for(process.wait(), STOP_S)
+            except TimeoutError:
+                process.kill()
+        await reading
+        _, left = await asyncio.to_thread(psutil.wait_procs, list(family), 15.0)
+        for each in left:
+            each.kill()
+    assert process.returncode == 0, f"serve ended with {process.returncode}: " + "\n".join(subject.lines)
+    assert not left, f"left running: {left}"
+
+
+async def _read(subject: Served) -> None:
+    assert subject.process.stdout is not None
+    async for raw in subject.process.stdout:
+        line = raw.decode(errors="replace").rstrip()
+        subject.lines.append(line)
+        if line.startswith("ready: grpc://"):
+            subject.endpoint = line.removeprefix("ready: grpc://")

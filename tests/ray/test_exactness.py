@@ -1,0 +1,138 @@
+"""Exactness: a split cluster's output equals a colocated worker's and transformers', token for token."""
+
+import asyncio
+import random
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from served import ROOT, laptop, served
+
+from cluster.api.client import DiptychClient
+from workers.build import build_worker
+from workers.errors import ModelError
+from workers.model.store import resolve
+from workers.request import Request, SamplingParams
+from workers.tokenizer import Tokenizer
+
+sys.path.insert(0, str(ROOT / "tests" / "cluster"))
+from local import cluster, completed, mixed_spec, tokens_of
+
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(1500)]
+
+MODEL = "smollm2-135m"
+OUTPUT_TOKENS = 64
+TIE = 1e-4  # two best logits closer than this may flip between equally right computations
+LENGTHS = [5, 6, 7, 8, 9, 11, 13, 15, 16, 17, 19, 23, 29, 31, 32, 33, 41, 48, 57, 64, 65, 80, 97, 120, 150, 200, 256,
+           333, 450, 700, 1200, 2000]  # fmt: skip
+SEEDED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """32 prompts of 5 to 2,000 tokens: running text cut at odd places, and every fourth random tokens."""
+    try:
+        folder = resolve(MODEL)
+    except ModelError as error:
+        pytest.skip(f"the model cannot be had here: {error}")
+    text = Tokenizer(folder.path).encode((ROOT / "LICENSE").read_text())
+    draw = random.Random(20)
+    made = []
+    for index, length in enumerate(LENGTHS):
+        if index % 4 == 3:
+            made.append(tuple(draw.randrange(100, 49_000) for _ in range(length)))
+        else:
+            start = draw.randrange(0, len(text) - length)
+            made.append(tuple(text[start : start + length]))
+    return made
+
+
+async def split(made: list[tuple[int, ...]], endpoint: str) -> dict[str, list[list[int]]]:
+    """All prompts in flight at once, greedy and seeded, through gRPC, Ray and NIXL."""
+    async with DiptychClient(endpoint) as client:
+
+        async def ask(index: int, **sampling: float) -> list[int]:
+            answer = await client.complete(made[index], max_tokens=OUTPUT_TOKENS, ignore_eos=True, **sampling)
+            assert len(answer.completed.transfers) == 1, "the request was not handed over"
+            report = answer.completed.transfers[0]
+            assert report.digests_verified == report.num_blocks
+            answer.completed.ledger.check()
+            return list(answer.output.tokens)
+
+        greedy = await asyncio.gather(*(ask(index, temperature=0.0) for index in range(len(made))))
+        seeded = await asyncio.gather(*(ask(index, seed=index, **SEEDED) for index in range(0, len(made), 2)))
+        return {"greedy": greedy, "seeded": seeded}
+
+
+async def colocated(made: list[tuple[int, ...]]) -> dict[str, list[list[int]]]:
+    """The same on one worker of our own in this process."""
+    spec = mixed_spec(kv_blocks=1200, max_batch_tokens=256, max_running=32)
+    transfer, health = replace(spec.transfer, backends=("tcp",)), replace(spec.health, dead_after_s=60.0)
+    spec = replace(spec, model=MODEL, executor="torch", transfer=transfer, health=health)
+    spec = replace(spec, gateway=replace(spec.gateway, placement_timeout_s=300.0))
+
+    async with cluster(spec, build=lambda order: build_worker(replace(order.config, cpus=2))) as subject:
+
+        async def ask(name: str, prompt: tuple[int, ...], **sampling: float) -> list[int]:
+            params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, **sampling)  # type: ignore[arg-type]
+            events = await subject.run(Request(name, prompt, params))
+            assert completed(events).transfers == ()
+            return tokens_of(events)
+
+        greedy = [ask(f"g{index}", prompt, temperature=0.0, seed=0) for index, prompt in enumerate(made)]
+        seeded = [ask(f"s{index}", made[index], seed=index, **SEEDED) for index in range(0, len(made), 2)]
+        return {"greedy": await asyncio.gather(*greedy), "seeded": await asyncio.gather(*seeded)}
+
+
+def reference_flips(made: list[tuple[int, ...]], outputs: list[list[int]]) -> list[tuple[int, int, float]]:
+    """(prompt, position, gap) wherever transformers' best token differs from ours after the same tokens.
+
+    One forward over prompt and output gives, at every position, the token that greedy decoding would take there; if
+    all agree, greedy decoding gives exactly this output. `gap` is the distance of the reference's two best logits.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(resolve(MODEL).path, dtype=torch.float32)
+    flips = []
+    with torch.inference_mode():
+        for index, (prompt, output) in enumerate(zip(made, outputs, strict=True)):
+            ids = torch.tensor([[*prompt, *output[:-1]]])
+            logits = model(ids, logits_to_keep=len(output)).logits[0]  # [output, vocab]
+            best = logits.topk(2).values
+            for position in (logits.argmax(-1) != torch.tensor(output)).nonzero().flatten().tolist():
+                flips.append((index, position, float(best[position, 0] - best[position, 1])))
+    return flips
+
+
+def first_difference(one: list[int], two: list[int]) -> int | None:
+    return next((n for n, (a, b) in enumerate(zip(one, two, strict=True)) if a != b), None)
+
+
+async def test_split_equals_colocated_and_transformers_token_for_token(tmp_path: Path) -> None:
+    made = prompts()
+    document = laptop()
+    document["pools"][0]["engine"]["kv_blocks"] = 700
+    document["pools"][1]["engine"]["kv_blocks"] = 900
+    document["gateway"]["placement_timeout_s"] = 600
+    document["health"] = {"dead_after_s": 30.0}
+    async with served(document, tmp_path) as subject:
+        ours = await split(made, subject.endpoint)
+    alone = await colocated(made)
+
+    flips = reference_flips(made, ours["greedy"])
+    for index, position, gap in flips:
+        warnings.warn(f"prompt {index} ({len(made[index])} tokens), token {position}: gap {gap:.2e}", stacklevel=1)
+    ties = {(index, position) for index, position, gap in flips if gap < TIE}
+    print(f"\n{len(made)} prompts, {sum(map(len, ours['greedy']))} tokens: {len(flips)} differ from transformers")
+    assert len(ties) == len(flips), f"transformers decides otherwise where it is sure: {flips}"
+
+    for index, (one, two) in enumerate(zip(ours["greedy"], alone["greedy"], strict=True)):
+        where = first_difference(one, two)
+        if where is None:
+            continue
+        gaps = [gap for _, position, gap in reference_flips([made[index]], [two]) if position == where]
+        warnings.warn(f"prompt {index}, token {where}: split and colocated differ, gap {gaps}", stacklevel=1)
+        assert (index, where) in ties or (gaps and gaps[0] < TIE), f"prompt {index} differs at token {where}: {gaps}"
+    assert ours["seeded"] == alone["seeded"]
