@@ -1,0 +1,134 @@
+"""The benchmark's command line: runs parts one after another, shows each, and writes what came out."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from cluster.bench import handoff, machine, overhead, peer, startup, transfer
+from cluster.bench.figures import Part, Report, report_json
+from cluster.bench.hosted import refuse_foreign_ray
+from cluster.bench.screen import markdown, show, summary
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One part: (rounds, quick, tell) -> what came out; its rounds unless told otherwise, and when quick."""
+
+    measure: Callable[[int, bool, Tell], Part]
+    rounds: int
+    quick_rounds: int = 1
+
+
+PARTS = {
+    "handoff": Measurement(handoff.measure, handoff.ROUNDS),
+    "transfer": Measurement(transfer.measure, transfer.ROUNDS, 3),
+    "overhead": Measurement(overhead.measure, overhead.ROUNDS),
+    "startup": Measurement(startup.measure, startup.ROUNDS),
+    "peer": Measurement(peer.measure, peer.ROUNDS),
+}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.argument("parts", nargs=-1, type=click.Choice(["all", *PARTS, "peer-install"]))
+@click.option("--rounds", type=click.IntRange(1, 100), help="Interleaved rounds; each part has its own number.")
+@click.option("--quick", is_flag=True, help="Few and short rounds: to see that it works, not to quote.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write JSON and Markdown here.")
+@click.option("--peer-venv", type=click.Path(path_type=Path), help="The peer's environment (DIPTYCH_PEER_VENV).")
+@click.option("--debug", is_flag=True, help="Let a part's error through with its traceback.")
+def main(
+    parts: tuple[str, ...],
+    rounds: int | None,
+    quick: bool,
+    json_file: Path | None,
+    out: Path | None,
+    peer_venv: Path | None,
+    debug: bool,
+) -> None:
+    """Measure Diptych on this machine, every figure beside a peer or a limit of the same run.
+
+    Without PARTS, all of them. The peer is a vLLM prefill/decode pair in an environment of its own, which
+    `peer-install` makes; without it that part is skipped.
+
+    \b
+    Example:
+      python -m cluster.bench handoff transfer --rounds 5 --json figures.json
+    """
+    from rich.console import Console
+
+    if peer_venv is not None:
+        os.environ[peer.VENV_VARIABLE] = str(peer_venv)
+    if "peer-install" in parts:
+        peer.install(click.echo)
+        parts = tuple(part for part in parts if part != "peer-install")
+        if not parts:
+            return
+    try:
+        refuse_foreign_ray(dict(os.environ))
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is ended
+    wanted = [name for name in PARTS if name in parts or "all" in parts or not parts]
+    console = Console(highlight=False, width=None if os.isatty(1) else 200)
+    report = _begun(rounds, quick)
+    for name in wanted:
+        part = _run(name, rounds, quick, debug)
+        show(part, console)
+        report = replace(report, parts=(*report.parts, part), load_after=machine.load())
+        _write(report, json_file, out)  # after each part: a later one may fail
+    console.print(f"\n{summary(report)}")
+    if any(part.failed for part in report.parts):
+        raise SystemExit(1)
+
+
+def _begun(rounds: int | None, quick: bool) -> Report:
+    load = machine.load()
+    return Report(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=machine.system_name(),
+        cores=machine.cores(),
+        cpus=machine.cpu_name(),
+        memory_bytes=machine.memory_bytes(),
+        load_before=load,
+        load_after=load,
+        versions=machine.versions(),
+        rounds=rounds or 0,
+        quick=quick,
+        parts=(),
+    )
+
+
+def _run(name: str, rounds: int | None, quick: bool, debug: bool) -> Part:
+    """One part; its error is its outcome, and the others go on."""
+    measurement = PARTS[name]
+    number = rounds or (measurement.quick_rounds if quick else measurement.rounds)
+    begun = time.monotonic()
+    try:
+        part = measurement.measure(number, quick, lambda line: click.echo(f"{name}: {line}", err=True))
+    except Exception as error:
+        if debug:
+            raise
+        part = Part(name, failed=f"{type(error).__name__}: {error}")
+    return replace(part, seconds=time.monotonic() - begun)
+
+
+def _write(report: Report, json_file: Path | None, out: Path | None) -> None:
+    if json_file is not None:
+        json_file.write_bytes(report_json(report))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        stem = f"bench-{report.date[:19].replace(':', '')}"
+        (out / f"{stem}.json").write_bytes(report_json(report))
+        (out / f"{stem}.md").write_text(markdown(report))
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m cluster.bench")

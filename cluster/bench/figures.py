@@ -1,0 +1,180 @@
+"""What a measurement amounts to: spreads over rounds, figures in tables, claims that are met or fall short.
+
+Pure: knows no clock and no cluster.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The median of `rounds` samples, and the least and the greatest of them."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.median <= self.high or self.rounds < 1:
+            raise ValueError(f"{self.low} <= {self.median} <= {self.high} over {self.rounds} rounds is no spread")
+
+
+def spread(samples: Iterable[float]) -> Spread:
+    """Raises ValueError without samples."""
+    taken = sorted(samples)
+    if not taken:
+        raise ValueError("no sample was taken")
+    return Spread(median(taken), taken[0], taken[-1], len(taken))
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """Ours over theirs, round by round: what was measured side by side is compared side by side."""
+    return spread(one / other for one, other in zip(ours, theirs, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One cell: `row` and `column` of `table`. `unit` is one of `UNITS`."""
+
+    table: str
+    row: str
+    column: str
+    unit: str
+    spread: Spread
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise ValueError(f"unit {self.unit!r} is not one of {', '.join(UNITS)}")
+
+
+# unit -> (factor, digits, what is written behind it)
+UNITS = {
+    "s": (1.0, 2, " s"),
+    "ms": (1e3, 1, " ms"),
+    "us": (1e6, 0, " us"),
+    "MiB": (1 / 2**20, 0, " MiB"),
+    "GB/s": (1e-9, 2, " GB/s"),
+    "1/s": (1.0, 0, " /s"),
+    "x": (1.0, 2, "x"),
+    "%": (100.0, 1, "%"),
+}
+
+
+def readable(value: float, unit: str) -> str:
+    """A value in SI units (seconds, bytes, bytes a second, shares), as people read it."""
+    factor, digits, behind = UNITS[unit]
+    return f"{value * factor:.{digits}f}{behind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """`value` should be at most `bound`; both in `unit`. `what` says in words what was compared."""
+
+    what: str
+    value: float
+    bound: float
+    unit: str
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.bound
+
+    @property
+    def verdict(self) -> str:
+        return "pass" if self.met else "falls short"
+
+    @property
+    def told(self) -> str:
+        return f"{self.what}: {readable(self.value, self.unit)}, aim at most {readable(self.bound, self.unit)}"
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.told}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part's outcome. `skipped` or `failed` says why there are no figures."""
+
+    name: str
+    figures: tuple[Figure, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    skipped: str = ""
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A run: when, where, with what, and what came out."""
+
+    date: str
+    machine: str
+    cores: int
+    cpus: str
+    memory_bytes: int
+    load_before: tuple[float, float, float]
+    load_after: tuple[float, float, float]
+    versions: dict[str, str]
+    rounds: int  # 0: each part's own number
+    quick: bool
+    parts: tuple[Part, ...]
+
+    @property
+    def short(self) -> tuple[Claim, ...]:
+        """The claims that were not met."""
+        return tuple(claim for part in self.parts for claim in part.claims if not claim.met)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table as text: the first header names the rows."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def grids(figures: Sequence[Figure]) -> tuple[Grid, ...]:
+    """The figures as tables; tables, rows and columns stand in the order in which they first occur."""
+    return tuple(_grid(title, [each for each in figures if each.table == title]) for title in _tables(figures))
+
+
+def _tables(figures: Sequence[Figure]) -> list[str]:
+    return list(dict.fromkeys(figure.table for figure in figures))
+
+
+def _grid(title: str, figures: Sequence[Figure]) -> Grid:
+    columns = list(dict.fromkeys(figure.column for figure in figures))
+    cells = {(figure.row, figure.column): cell(figure) for figure in figures}
+    rows = list(dict.fromkeys(figure.row for figure in figures))
+    written = tuple((row, *(cells.get((row, column), "") for column in columns)) for row in rows)
+    return Grid(title, ("", *columns), written)
+
+
+def cell(figure: Figure) -> str:
+    """Median, and behind it the range when there was more than one round."""
+    taken = figure.spread
+    text = readable(taken.median, figure.unit)
+    if taken.rounds == 1:
+        return text
+    factor, digits, _ = UNITS[figure.unit]
+    return f"{text} ({taken.low * factor:.{digits}f}..{taken.high * factor:.{digits}f})"
+
+
+def report_json(report: Report) -> bytes:
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(report))
+
+
+def report_from(document: bytes | str) -> Report:
+    """Read what `report_json` wrote. Raises `msgspec.ValidationError`."""
+    import msgspec
+
+    decoded: Any = msgspec.json.decode(document)
+    return msgspec.convert(decoded, Report)

@@ -1,0 +1,153 @@
+"""Child processes of a measurement: started, watched, pinned, measured, ended by their ids. All waits have deadlines."""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+class ProcessFailed(Exception):
+    """A child ended, or did not say in time what it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a child wrote, and when (`time.perf_counter` of this process)."""
+
+    text: str
+    at_s: float
+
+
+class Child:
+    """A program and all that it starts. Its output is read by a thread of ours; owned by whoever ends it."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
+        self.started_s = time.perf_counter()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=dict(os.environ) | dict(env or {}),
+            cwd=cwd,
+            start_new_session=True,
+        )
+        self._command = command
+        self._lines: queue.Queue[Line | None] = queue.Queue()
+        self._said: list[Line] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for text in self._process.stdout:
+            self._lines.put(Line(text.rstrip(), time.perf_counter()))
+        self._lines.put(None)
+
+    def wait_line(self, part: str, timeout_s: float) -> Line:
+        """The next line that has `part` in it. Raises `ProcessFailed` when the child ends or time runs out."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            except queue.Empty:
+                raise ProcessFailed(f"{self._name} did not say {part!r} in {timeout_s:g} s{self._last}") from None
+            if line is None:
+                raise ProcessFailed(f"{self._name} ended before it said {part!r}{self._last}")
+            self._said.append(line)
+            if part in line.text:
+                return line
+
+    @property
+    def said(self) -> tuple[Line, ...]:
+        """The lines that `wait_line` has passed."""
+        return tuple(self._said)
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def _name(self) -> str:
+        return " ".join(self._command[:4])
+
+    @property
+    def _last(self) -> str:
+        told = " | ".join(line.text for line in self._said[-6:])
+        return f"; its last lines: {told}" if told else ""
+
+    def family(self) -> list[psutil.Process]:
+        """The process and its descendants, those alive."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self.pid)
+            return [root, *root.children(recursive=True)]
+        return []
+
+    def cpu_seconds(self) -> float:
+        """What the family has used so far, including what the ended members among its children had used."""
+        return sum(cpu_seconds(process) for process in self.family())
+
+    def end(self, timeout_s: float = 30.0) -> None:
+        """The end of its input and SIGTERM, and SIGKILL to whatever of the family is left after `timeout_s`. Safe to call twice."""
+        family = self.family()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        if self.running:
+            self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        _, alive = psutil.wait_procs(family, timeout=3.0)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=5.0)
+        self._process.wait(5.0)
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return 0.0
+    return float(times.user + times.system)
+
+
+def pin(pids: Sequence[int], cores: Sequence[int]) -> None:
+    """Bind every thread of these processes; threads that they start later inherit it."""
+    for pid in pids:
+        for thread in psutil.Process(pid).threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, cores)
+
+
+@contextlib.contextmanager
+def paused(pids: Sequence[int]) -> Iterator[None]:
+    """These processes stand still inside, so that they take nothing from what is measured."""
+    try:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
