@@ -94,7 +94,7 @@ def _begun(rounds: int | None, quick: bool) -> Report:
     return Report(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine.system_name(),
-        cores=machine.cores(),
+        cores=len(machine.allowed_cores()),
         cpus=machine.cpu_name(),
         memory_bytes=machine.memory_bytes(),
         load_before=load,

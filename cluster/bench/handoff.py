@@ -112,7 +112,7 @@ READINGS: Mapping[str, Callable[[Sample], float]] = {
     "2nd - 1st": lambda each: each.second_s,
     "step": lambda each: each.step_s,
 }
-COMPARED: Mapping[str, Callable[[Sample], float]] = READINGS | {"TPOT": lambda each: each.tpot_s}
+COMPARED: Mapping[str, Callable[[Sample], float]] = {**READINGS, "TPOT": lambda each: each.tpot_s}
 BOOKED: Mapping[str, Callable[[Sample], float]] = {
     "2nd - 1st": lambda each: each.second_s,
     "transfer wait (ledger)": lambda each: each.waited_s,

@@ -46,6 +46,9 @@ class InstantDispatcher:
     def finish(self, request_id: str) -> None:
         """Answers end by their length."""
 
+    async def audit(self) -> ClusterView:
+        return self.view
+
     def view_change(self) -> Awaitable[object]:
         return asyncio.get_running_loop().create_future()
 
@@ -66,7 +69,7 @@ async def _open(spec: ClusterSpec, way: str, clusters: AsyncExitStack) -> str:
 
 
 async def _open_bare(spec: ClusterSpec, clusters: AsyncExitStack) -> str:
-    model = ModelView(spec.model, "", CONTEXT, VOCABULARY)
+    model = ModelView(spec.model, CONTEXT, VOCABULARY)
     door = open_door(GatewayContext("door", spec, model, InstantDispatcher(model)))
     clusters.push_async_callback(door.close, 0.0)
     return await door.open()

@@ -24,11 +24,6 @@ def system_name() -> str:
     return f"{platform.system()} {platform.release()}, {platform.machine()}"
 
 
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def memory_bytes() -> int:
     return int(psutil.virtual_memory().total)
 
@@ -46,3 +41,8 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def allowed_cores() -> list[int]:
+    """Their numbers, in order."""
+    return sorted(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Child processes of a measurement: started, watched, pinned, measured, ended by their ids. All waits have deadlines."""
+"""Child processes of a measurement: started, watched, pinned, measured, ended by their ids. Every wait has an end."""
 
 import contextlib
 import os
@@ -101,7 +101,7 @@ class Child:
         return sum(cpu_seconds(process) for process in self.family())
 
     def end(self, timeout_s: float = 30.0) -> None:
-        """The end of its input and SIGTERM, and SIGKILL to whatever of the family is left after `timeout_s`. Safe to call twice."""
+        """The end of its input and SIGTERM; SIGKILL to what is left of the family after `timeout_s`. Twice is safe."""
         family = self.family()
         assert self._process.stdin is not None
         self._process.stdin.close()

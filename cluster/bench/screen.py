@@ -42,9 +42,7 @@ def markdown(report: Report) -> str:
 
 def _markdown(report: Report) -> Iterator[str]:
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
-    load = " and ".join(
-        "/".join(f"{each:.2f}" for each in loads) for loads in (report.load_before, report.load_after)
-    )
+    load = " and ".join("/".join(f"{each:.2f}" for each in loads) for loads in (report.load_before, report.load_after))
     yield f"Taken {report.date} on {report.machine}: {report.cores} cores of {report.cpus}, "
     yield f"{report.memory_bytes / 2**30:.0f} GiB; load average before and after {load}. {versions}."
     yield f"Medians of {report.rounds or 'several'} rounds, least and greatest in brackets."
