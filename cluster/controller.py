@@ -86,7 +86,7 @@ class Controller:
         return self._model(infos[0])
 
     def _model(self, info: WorkerInfo) -> ModelView:
-        return ModelView(self._spec.model, info.model_folder, info.context_length, info.vocab_size)
+        return ModelView(self._spec.model, info.context_length, info.vocab_size)
 
     async def members(self, revision: int, timeout_s: float) -> Membership:
         """The membership once it is newer than `revision`, or as it is after `timeout_s`."""

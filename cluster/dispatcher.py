@@ -23,6 +23,7 @@ from cluster.runtime.interface import WorkerGone
 from cluster.spec import ClusterSpec
 from cluster.view import ClusterView, ModelView, WorkerState
 from kvtransfer.ticket import TransferReport
+from workers.errors import WorkerError
 from workers.request import FinishReason, Request, TokensOut
 
 logger = logging.getLogger(__name__)
@@ -233,6 +234,15 @@ class Dispatcher:
             self._membership.revision, self._spec.name, self._model, tuple(workers), self._membership.links
         )
 
+    async def audit(self) -> ClusterView:
+        """The view, with every ready worker's proof that its blocks are accounted for."""
+        view = self.view
+        lines = [self._lines.get(worker.name) for worker in view.workers]
+        audits = await asyncio.gather(*(_audit(line) for line in lines))
+        return replace(
+            view, workers=tuple(replace(w, audit=audit) for w, audit in zip(view.workers, audits, strict=True))
+        )
+
     def view_change(self) -> Awaitable[object]:
         """Done after the next change of membership or state; statistics alone are none."""
         return self._changed.wait()
@@ -273,3 +283,15 @@ class Dispatcher:
     def _pulse(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def _audit(line: Line | None) -> str:
+    if line is None or line.lost is not None:
+        return "not ready"
+    try:
+        await line.handle.check()
+    except AssertionError as error:
+        return f"blocks do not balance: {error}"
+    except (WorkerGone, WorkerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "clean"

@@ -53,6 +53,10 @@ class RequestDispatcher(Protocol):
         """The latest picture of the cluster, statistics included."""
         ...
 
+    async def audit(self) -> ClusterView:
+        """The view, with every ready worker's proof that its blocks are accounted for."""
+        ...
+
     def view_change(self) -> Awaitable[object]:
         """Done after the first change of membership or state that follows this call (the call, not its await)."""
         ...

@@ -31,6 +31,7 @@ class WorkerView:
     age_s: float = 0.0
     memory_bytes: int = 0
     detail: str = ""
+    audit: str = ""  # "clean", or what does not balance; empty when not asked for
     stats: WorkerStats = field(default_factory=WorkerStats)
 
 
@@ -39,7 +40,6 @@ class ModelView:
     """What gateways must know of the served model."""
 
     name: str
-    folder: str
     context_length: int
     vocab_size: int
 

@@ -38,7 +38,6 @@ class WorkerInfo:
     pid: int
     peer: PeerAddress
     model: str
-    model_folder: str
     context_length: int
     vocab_size: int
     capacity_tokens: int

@@ -106,7 +106,6 @@ class Worker:
             pid=os.getpid(),
             peer=peer,
             model=facts.name,
-            model_folder=self.config.model,
             context_length=facts.context_length,
             vocab_size=facts.vocab_size,
             capacity_tokens=self.engine.max_length,

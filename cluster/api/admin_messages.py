@@ -52,9 +52,8 @@ def view_message(view: ClusterView, gateway: admin_pb2.Gateway) -> admin_pb2.Get
 
 
 def view_from(message: admin_pb2.GetClusterResponse) -> ClusterView:
-    """The model's folder is the server's affair and stays empty."""
     told = message.model
-    model = ModelView(told.name, "", told.context_length, told.vocab_size) if message.HasField("model") else None
+    model = ModelView(told.name, told.context_length, told.vocab_size) if message.HasField("model") else None
     workers = tuple(_worker_from(worker) for worker in message.workers)
     return ClusterView(message.revision, message.name, model, workers, tuple(map(_link_from, message.links)))
 
@@ -75,6 +74,7 @@ def _worker_message(worker: WorkerView) -> admin_pb2.Worker:
         age=duration_of(worker.age_s),
         memory_bytes=worker.memory_bytes,
         detail=worker.detail,
+        audit=worker.audit,
         stats=stats,
     )
 
@@ -94,6 +94,7 @@ def _worker_from(message: admin_pb2.Worker) -> WorkerView:
         age_s=seconds(message.age),
         memory_bytes=message.memory_bytes,
         detail=message.detail,
+        audit=message.audit,
         stats=WorkerStats(step_s=seconds(message.stats.step_time), **same),
     )
 

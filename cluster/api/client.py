@@ -157,10 +157,10 @@ class DiptychClient:
             answer = await self._inference.Cancel(inference_pb2.CancelRequest(request_id=request_id))
         return bool(answer.was_running)
 
-    async def status(self, *, timeout_s: float = 10.0) -> ClusterStatus:
-        """One look at the cluster."""
+    async def status(self, *, audit: bool = False, timeout_s: float = 10.0) -> ClusterStatus:
+        """One look at the cluster. `audit`: every worker proves that each of its KV blocks is accounted for."""
         with self._errors():
-            message = await self._admin.GetCluster(admin_pb2.GetClusterRequest(), timeout=timeout_s)
+            message = await self._admin.GetCluster(admin_pb2.GetClusterRequest(audit=audit), timeout=timeout_s)
         gateway = message.gateway
         return ClusterStatus(view_from(message), gateway.name, gateway.active_requests, gateway.max_requests)
 

@@ -98,7 +98,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             active_requests=self._gateway.active,
             max_requests=self._context.spec.gateway.max_requests,
         )
-        return view_message(self._gateway.view, gateway)
+        view = await self._context.dispatcher.audit() if request.audit else self._gateway.view
+        return view_message(view, gateway)
 
 
 async def responses(

@@ -10,24 +10,27 @@ from cluster.cli.talk import ENDPOINT
 
 if TYPE_CHECKING:
     from cluster.api.client import ClusterStatus
+    from cluster.view import ClusterView
 
 
 @click.command()
 @ENDPOINT
 @click.option("--wait", "wait_s", type=float, metavar="SECONDS", help="Wait until the cluster is ready, so long.")
+@click.option("--audit", is_flag=True, help="Have every worker prove that its KV blocks are accounted for.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def status(endpoint: str, wait_s: float | None, as_json: bool) -> None:
+def status(endpoint: str, wait_s: float | None, audit: bool, as_json: bool) -> None:
     """Show workers, their load, and the links between them.
 
     \b
     Example:
       diptych status --endpoint 127.0.0.1:50051 --wait 60
     """
-    found = asyncio.run(_status(endpoint, wait_s))
+    found = asyncio.run(_status(endpoint, wait_s, audit))
     view = found.view
     if as_json:
         gateway = {"name": found.gateway, "active": found.active_requests, "max_requests": found.max_requests}
         print_json(view_json(view) | {"gateway": gateway})
+        _exit_unless_clean(view, audit)
         return
     screen = console()
     model = view.model.name if view.model else "not loaded yet"
@@ -36,12 +39,21 @@ def status(endpoint: str, wait_s: float | None, as_json: bool) -> None:
     screen.print(workers_table(view))
     if view.links:
         screen.print(links_table(view))
+    for worker in view.workers if audit else ():
+        screen.print(f"audit of {worker.name}: {worker.audit}", markup=False)
+    _exit_unless_clean(view, audit)
 
 
-async def _status(endpoint: str, wait_s: float | None) -> "ClusterStatus":
+def _exit_unless_clean(view: "ClusterView", audit: bool) -> None:
+    unclean = [worker.name for worker in view.workers if audit and worker.audit != "clean"]
+    if unclean:
+        raise click.ClickException(f"the audit did not pass at {', '.join(unclean)}")
+
+
+async def _status(endpoint: str, wait_s: float | None, audit: bool) -> "ClusterStatus":
     from cluster.api.client import DiptychClient
 
     async with DiptychClient(endpoint) as client:
         if wait_s is not None:
             await client.wait_ready(wait_s)
-        return await client.status()
+        return await client.status(audit=audit)

@@ -4,6 +4,7 @@ import asyncio
 import codecs
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.ledger import Stopwatch
@@ -14,7 +15,7 @@ from kvtransfer.ticket import LinkReport, TransferReport
 from workers.request import FinishReason, Request, TokenLogprobs
 from workers.stats import WorkerStats
 
-MODEL = ModelView("bytes", "", context_length=8192, vocab_size=256)
+MODEL = ModelView("bytes", context_length=8192, vocab_size=256)
 REPORT = TransferReport("lease-1", "memory", "in-process copy", 3, 4096, 1, 3, 1, 3, 0.002, 0.001, 0.003)
 LINK = LinkReport("decode-0", "prefill-0", "memory", "in-process copy", 1e-4, 2e9, ("nixl: not installed",))
 
@@ -109,6 +110,9 @@ class FakeDispatcher:
         self._view = view
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def audit(self) -> ClusterView:
+        return replace(self.view, workers=tuple(replace(worker, audit="clean") for worker in self.view.workers))
 
     def view_change(self) -> Awaitable[object]:
         return self._changed.wait()

@@ -7,17 +7,19 @@ runs. Each filter is a floor on the probability: a token stays when it is at lea
     top_p   the last token of the smallest set, likeliest first, whose mass reaches top_p (of what top_k left)
     min_p   min_p times the likeliest token
 
-so tokens that tie at a floor stand or fall together. One uniform number, from a Philox generator keyed by (seed,
-position), then picks from the kept tokens by inverse CDF in the order of the vocabulary: noise in the last digits of
-the logits moves the steps of that staircase by as little, where an order by probability could swap two of them.
+so tokens that tie at a floor stand or fall together. The kept tokens then run an exponential race (Gumbel-max): each
+has a number of its own, from a Philox generator keyed by (seed, position), and the largest probability / number wins.
+Noise in the last digits of the logits, or a doubtful token at a floor, changes the winner only if it is part of a
+photo finish; an inverse CDF would shift the borders of all tokens behind it.
 
-Source of the generator: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
+Sources: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011); Maddison et al., A* sampling (2014).
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.step import Draw
@@ -43,10 +45,10 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[Token
     return chosen, _logprobs(logits, chosen, draws)
 
 
-def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that belongs to this seed and position, on every machine."""
-    generator = np.random.Philox(key=np.array([seed, position], dtype=np.uint64))
-    return (int(generator.random_raw()) >> 11) * 2.0**-53
+def race_times(seed: int, position: int, vocab_size: int) -> NDArray[np.float64]:
+    """The exponential number [vocab_size] of each token for this seed and position, the same on every machine."""
+    generator = np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64)))
+    return np.maximum(-np.log1p(-generator.random(vocab_size)), np.finfo(np.float64).tiny)
 
 
 def _adjust(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -74,13 +76,9 @@ def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
     probabilities = scaled.softmax(dim=-1)  # [rows, vocab]
     floor = _floor(probabilities, draws)
-    kept = torch.where(probabilities >= floor[:, None], probabilities, 0.0)
-    staircase = kept.cumsum(dim=-1, dtype=torch.float64)
-    total = staircase[:, -1:]
-    uniforms = torch.tensor([[uniform(draw.seed, draw.position)] for draw in draws], dtype=torch.float64, device=device)
-    # Strictly below the total, so that the first step above the target always exists, and has mass.
-    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(staircase, target, right=True)[:, 0]
+    kept = torch.where(probabilities >= floor[:, None], probabilities, 0.0).double()
+    times = np.stack([race_times(draw.seed, draw.position, logits.shape[-1]) for draw in draws])
+    return (kept / torch.from_numpy(times).to(device)).argmax(dim=-1)
 
 
 def _floor(probabilities: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -26,29 +26,29 @@ from diptych.v1 import common_pb2 as diptych_dot_v1_dot_common__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64iptych/v1/admin.proto\x12\ndiptych.v1\x1a\x17\x64iptych/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"\x13\n\x11GetClusterRequest\"\xd1\x01\n\x12GetClusterResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12%\n\x05model\x18\x03 \x01(\x0b\x32\x11.diptych.v1.ModelH\x00\x88\x01\x01\x12#\n\x07workers\x18\x04 \x03(\x0b\x32\x12.diptych.v1.Worker\x12\x1f\n\x05links\x18\x05 \x03(\x0b\x32\x10.diptych.v1.Link\x12$\n\x07gateway\x18\x06 \x01(\x0b\x32\x13.diptych.v1.GatewayB\x08\n\x06_model\"A\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\"\xc1\x02\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.diptych.v1.PoolRole\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.diptych.v1.WorkerState\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x10\n\x08restarts\x18\x08 \x01(\r\x12\x17\n\x0f\x63\x61pacity_tokens\x18\t \x01(\x04\x12&\n\x03\x61ge\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cmemory_bytes\x18\x0b \x01(\x04\x12\x0e\n\x06\x64\x65tail\x18\x0c \x01(\t\x12&\n\x05stats\x18\r \x01(\x0b\x32\x17.diptych.v1.WorkerStats\"\xb0\x02\n\x0bWorkerStats\x12\x15\n\rqueued_tokens\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x0e\n\x06leases\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\x04\x12\x15\n\rcached_blocks\x18\x07 \x01(\x04\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\t \x01(\x04\x12\r\n\x05steps\x18\n \x01(\x04\x12,\n\tstep_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bpreemptions\x18\x0c \x01(\x04\x12\x16\n\x0e\x65xpired_leases\x18\r \x01(\x04\"\x9d\x01\n\x04Link\x12\x0e\n\x06reader\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0c\n\x04path\x18\x04 \x01(\t\x12*\n\x07latency\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x62ytes_per_second\x18\x06 \x01(\x01\x12\x0f\n\x07skipped\x18\x07 \x03(\t\"F\n\x07Gateway\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x02 \x01(\r\x12\x14\n\x0cmax_requests\x18\x03 \x01(\r*\x90\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_DEAD\x10\x04\x32[\n\x0c\x41\x64minService\x12K\n\nGetCluster\x12\x1d.diptych.v1.GetClusterRequest\x1a\x1e.diptych.v1.GetClusterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64iptych/v1/admin.proto\x12\ndiptych.v1\x1a\x17\x64iptych/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"\"\n\x11GetClusterRequest\x12\r\n\x05\x61udit\x18\x01 \x01(\x08\"\xd1\x01\n\x12GetClusterResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12%\n\x05model\x18\x03 \x01(\x0b\x32\x11.diptych.v1.ModelH\x00\x88\x01\x01\x12#\n\x07workers\x18\x04 \x03(\x0b\x32\x12.diptych.v1.Worker\x12\x1f\n\x05links\x18\x05 \x03(\x0b\x32\x10.diptych.v1.Link\x12$\n\x07gateway\x18\x06 \x01(\x0b\x32\x13.diptych.v1.GatewayB\x08\n\x06_model\"A\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\"\xd0\x02\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.diptych.v1.PoolRole\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.diptych.v1.WorkerState\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x10\n\x08restarts\x18\x08 \x01(\r\x12\x17\n\x0f\x63\x61pacity_tokens\x18\t \x01(\x04\x12&\n\x03\x61ge\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cmemory_bytes\x18\x0b \x01(\x04\x12\x0e\n\x06\x64\x65tail\x18\x0c \x01(\t\x12&\n\x05stats\x18\r \x01(\x0b\x32\x17.diptych.v1.WorkerStats\x12\r\n\x05\x61udit\x18\x0e \x01(\t\"\xb0\x02\n\x0bWorkerStats\x12\x15\n\rqueued_tokens\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x0e\n\x06leases\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\x04\x12\x15\n\rcached_blocks\x18\x07 \x01(\x04\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\t \x01(\x04\x12\r\n\x05steps\x18\n \x01(\x04\x12,\n\tstep_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bpreemptions\x18\x0c \x01(\x04\x12\x16\n\x0e\x65xpired_leases\x18\r \x01(\x04\"\x9d\x01\n\x04Link\x12\x0e\n\x06reader\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0c\n\x04path\x18\x04 \x01(\t\x12*\n\x07latency\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x62ytes_per_second\x18\x06 \x01(\x01\x12\x0f\n\x07skipped\x18\x07 \x03(\t\"F\n\x07Gateway\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x02 \x01(\r\x12\x14\n\x0cmax_requests\x18\x03 \x01(\r*\x90\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_DEAD\x10\x04\x32[\n\x0c\x41\x64minService\x12K\n\nGetCluster\x12\x1d.diptych.v1.GetClusterRequest\x1a\x1e.diptych.v1.GetClusterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=1259
-  _globals['_WORKERSTATE']._serialized_end=1403
+  _globals['_WORKERSTATE']._serialized_start=1289
+  _globals['_WORKERSTATE']._serialized_end=1433
   _globals['_GETCLUSTERREQUEST']._serialized_start=95
-  _globals['_GETCLUSTERREQUEST']._serialized_end=114
-  _globals['_GETCLUSTERRESPONSE']._serialized_start=117
-  _globals['_GETCLUSTERRESPONSE']._serialized_end=326
-  _globals['_MODEL']._serialized_start=328
-  _globals['_MODEL']._serialized_end=393
-  _globals['_WORKER']._serialized_start=396
-  _globals['_WORKER']._serialized_end=717
-  _globals['_WORKERSTATS']._serialized_start=720
-  _globals['_WORKERSTATS']._serialized_end=1024
-  _globals['_LINK']._serialized_start=1027
-  _globals['_LINK']._serialized_end=1184
-  _globals['_GATEWAY']._serialized_start=1186
-  _globals['_GATEWAY']._serialized_end=1256
-  _globals['_ADMINSERVICE']._serialized_start=1405
-  _globals['_ADMINSERVICE']._serialized_end=1496
+  _globals['_GETCLUSTERREQUEST']._serialized_end=129
+  _globals['_GETCLUSTERRESPONSE']._serialized_start=132
+  _globals['_GETCLUSTERRESPONSE']._serialized_end=341
+  _globals['_MODEL']._serialized_start=343
+  _globals['_MODEL']._serialized_end=408
+  _globals['_WORKER']._serialized_start=411
+  _globals['_WORKER']._serialized_end=747
+  _globals['_WORKERSTATS']._serialized_start=750
+  _globals['_WORKERSTATS']._serialized_end=1054
+  _globals['_LINK']._serialized_start=1057
+  _globals['_LINK']._serialized_end=1214
+  _globals['_GATEWAY']._serialized_start=1216
+  _globals['_GATEWAY']._serialized_end=1286
+  _globals['_ADMINSERVICE']._serialized_start=1435
+  _globals['_ADMINSERVICE']._serialized_end=1526
 # @@protoc_insertion_point(module_scope)

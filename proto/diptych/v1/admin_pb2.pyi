@@ -25,8 +25,10 @@ WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_DEAD: WorkerState
 
 class GetClusterRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("audit",)
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
+    audit: bool
+    def __init__(self, audit: _Optional[bool] = ...) -> None: ...
 
 class GetClusterResponse(_message.Message):
     __slots__ = ("revision", "name", "model", "workers", "links", "gateway")
@@ -55,7 +57,7 @@ class Model(_message.Message):
     def __init__(self, name: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("name", "pool", "role", "state", "incarnation", "node", "pid", "restarts", "capacity_tokens", "age", "memory_bytes", "detail", "stats")
+    __slots__ = ("name", "pool", "role", "state", "incarnation", "node", "pid", "restarts", "capacity_tokens", "age", "memory_bytes", "detail", "stats", "audit")
     NAME_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +71,7 @@ class Worker(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
     name: str
     pool: str
     role: _common_pb2.PoolRole
@@ -82,7 +85,8 @@ class Worker(_message.Message):
     memory_bytes: int
     detail: str
     stats: WorkerStats
-    def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memory_bytes: _Optional[int] = ..., detail: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ...) -> None: ...
+    audit: str
+    def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memory_bytes: _Optional[int] = ..., detail: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., audit: _Optional[str] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
     __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases")
