@@ -9,6 +9,7 @@ held on either side is released behind. Knows no policy.
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from cluster.events import Rejected, Unservable
@@ -69,7 +70,7 @@ class Attempt:
         """Split only: have the decode worker promise blocks. Raises `Rejected` when it has no room in time."""
         self._hold(self._decode)
         try:
-            await self._call(self._decode, self._decode.handle.reserve(self._request, timeout_s))
+            await self._call(self._decode, self._decode.handle.reserve(self._for(self._decode), timeout_s))
         except Overloaded as error:
             self._watch.lap("reserve")
             raise Rejected(f"{self._decode.name}: {error}", error.retry_after_s) from None
@@ -82,7 +83,8 @@ class Attempt:
         handle = self._prefill.handle
         split = self._prefill is not self._decode
         try:
-            await self._call(self._prefill, handle.prefill(self._request) if split else handle.generate(self._request))
+            request = self._for(self._prefill)
+            await self._call(self._prefill, handle.prefill(request) if split else handle.generate(request))
         except Overloaded as error:
             raise Rejected(f"{self._prefill.name}: {error}", error.retry_after_s) from None
         while True:
@@ -158,6 +160,9 @@ class Attempt:
                     ("decode_compute", timing.compute_s),
                 ),
             )
+
+    def _for(self, line: Line) -> Request:
+        return replace(self._request, reply_to=line.subscriber)
 
     # ---- calls and release -------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from cluster.attempt import Attempt, AttemptFailed
 from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
 from cluster.ledger import Stopwatch
 from cluster.line import Line
-from cluster.members import Membership
+from cluster.members import Member, Membership
 from cluster.policy.placement import Placement, place
 from cluster.runtime.interface import WorkerGone
 from cluster.spec import ClusterSpec
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 WatchMembers = Callable[[int, float], Awaitable[Membership]]  # (known revision, timeout_s), a long poll
 WATCH_S = 10.0
+REDIAL_S = 1.0
 
 
 @dataclass(slots=True)
@@ -53,23 +54,26 @@ class Dispatcher:
         self._spec = spec
         self._model = model
         self._watch_members = watch_members
-        self._subscriber = f"{name}-{uuid.uuid4().hex[:8]}"
+        self._name = name
         self._membership = Membership(0)
         self._lines: dict[str, Line] = {}
         self._changed = asyncio.Event()
         self._lives: dict[str, _Life] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._following: asyncio.Task[None] | None = None
+        self._following: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Learn the members, and follow them from now on."""
         self._take_membership(await self._watch_members(0, WATCH_S))
-        self._following = asyncio.ensure_future(self._follow())
+        self._following = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._redial())]
+        async with asyncio.timeout(self._spec.health.dead_after_s + 1.0):
+            while any(not line.heard and line.lost is None for line in self._lines.values()):
+                await self._changed.wait()
 
     async def close(self) -> None:
         """End everything still running."""
-        if self._following is not None:
-            self._following.cancel()
+        for task in self._following:
+            task.cancel()
         if self._background:
             await asyncio.wait(self._background, timeout=1.0)
         await asyncio.gather(*(line.close() for line in self._lines.values()))
@@ -86,7 +90,7 @@ class Dispatcher:
         """
         events: asyncio.Queue[Event | None] = asyncio.Queue()  # bounded by the request's own tokens
         watch = Stopwatch(time.monotonic_ns, arrived_ns)
-        life = _Life(replace(request, reply_to=self._subscriber), watch, events.put_nowait)
+        life = _Life(request, watch, events.put_nowait)
         if request.id in self._lives:
             raise Unservable(f"request id {request.id!r} is already running here")
         self._lives[request.id] = life
@@ -227,8 +231,10 @@ class Dispatcher:
             view, line = member.view, self._lines.get(member.view.name)
             if line is not None and line.view.incarnation == view.incarnation:
                 view = replace(view, stats=line.stats, age_s=now - line.heard_s)
-                if line.lost is not None and view.state is WorkerState.READY:
+                if view.state is WorkerState.READY and line.lost is not None:
                     view = replace(view, state=WorkerState.DEAD, detail=line.lost)
+                elif view.state is WorkerState.READY and not line.heard:
+                    view = replace(view, state=WorkerState.STARTING, detail="not heard yet")
             workers.append(view)
         return ClusterView(
             self._membership.revision, self._spec.name, self._model, tuple(workers), self._membership.links
@@ -274,11 +280,26 @@ class Dispatcher:
                 self._in_background(line.close())
                 del self._lines[name]
         for name, member in ready.items():
-            if name not in self._lines and member.handle is not None:
-                self._lines[name] = Line(
-                    member.view, member.handle, self._subscriber, self._spec.health.dead_after_s, self._pulse
-                )
+            if name not in self._lines:
+                self._lines[name] = self._dial(member)
         self._pulse()
+
+    def _dial(self, member: Member) -> Line:
+        """A new line. Its subscriber's name is new too: what an older line of ours left there times out."""
+        assert member.handle is not None, "only ready members are dialled"
+        subscriber = f"{self._name}-{uuid.uuid4().hex[:12]}"
+        return Line(member.view, member.handle, subscriber, self._spec.health.dead_after_s, self._pulse)
+
+    async def _redial(self) -> None:
+        """A worker that the controller holds ready but that we lost gets a new line, once in a while."""
+        while True:
+            await asyncio.sleep(REDIAL_S)
+            for member in self._membership.members:
+                line = self._lines.get(member.view.name)
+                ready = member.view.state is WorkerState.READY and member.view.incarnation == line.view.incarnation if line else False
+                if line is not None and line.lost is not None and ready:
+                    await line.close()
+                    self._lines[member.view.name] = self._dial(member)
 
     def _pulse(self) -> None:
         self._changed.set()

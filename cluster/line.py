@@ -38,18 +38,19 @@ Inbox = asyncio.Queue[Heard]  # bounded by its request's own tokens: each adds a
 
 
 class Line:
-    """Owned by a Dispatcher. `changed` is called when the line ends."""
+    """Owned by a Dispatcher. `changed` is called when it first hears the worker, and when it ends."""
 
     def __init__(
         self, view: WorkerView, handle: WorkerHandle, subscriber: str, silence_s: float, changed: Callable[[], None]
     ) -> None:
         self.view = view
-        self.handle = handle
+        self.handle = handle.at(view.incarnation)
+        self.subscriber = subscriber
+        self.heard = False
         self.stats: WorkerStats = view.stats
         self.sent = Sent()
         self.lost: str | None = None
         self.ended = asyncio.Event()
-        self._subscriber = subscriber
         self._silence_s = silence_s
         self._changed = changed
         self._inboxes: dict[str, Inbox] = {}
@@ -79,7 +80,7 @@ class Line:
         while True:
             try:
                 async with asyncio.timeout(self._silence_s):
-                    bundle = await self.handle.poll(self._subscriber, received)
+                    bundle = await self.handle.poll(self.subscriber, received)
             except (WorkerGone, WorkerError) as error:
                 return self.hang_up(f"{type(error).__name__}: {error}")
             except TimeoutError:
@@ -87,6 +88,9 @@ class Line:
             if bundle.incarnation != self.view.incarnation:
                 return self.hang_up("it restarted")
             self.heard_s = asyncio.get_running_loop().time()
+            if not self.heard:
+                self.heard = True
+                self._changed()
             received = bundle.number
             self.stats = bundle.stats
             self.sent = Sent()

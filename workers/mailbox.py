@@ -40,7 +40,7 @@ class Mailbox:
         async with self._turn:
             if received < self._number and self._sent:
                 return self._number, self._sent
-            if not self._fresh:
+            if not self._fresh and self._number:  # a new subscriber hears at once that we are here
                 await self._wait(wait_s)
             self._sent, self._fresh = tuple(self._fresh), []
             self._number += 1

@@ -181,6 +181,7 @@ class Worker:
 
     async def fetch(self, key: str, ticket: TransferTicket) -> None:
         """Pull a held prompt's KV into the reserved blocks, behind its watermark. Outputs: FetchedOut or FailedOut."""
+        self._require_open()
         self.engine.reserved(key)
         if key in self._fetches:
             raise WorkerError(f"{key} is being fetched already")
@@ -190,11 +191,14 @@ class Worker:
 
     async def decode(self, key: str, first_token: int) -> None:
         """Go on after the prefill's token as soon as the KV is here. Outputs: TokensOut."""
+        self._require_open()
         self.engine.decode(key, first_token, self._now_s())
         self._changed()
 
     async def cancel(self, key: str) -> None:
         """End whatever this worker does for the key and free what it holds. Always succeeds."""
+        if not self._is_started():
+            return  # nothing can be held yet
         self._cancelled[key] = None
         while len(self._cancelled) > REMEMBERED_CANCELS:
             self._cancelled.popitem(last=False)
@@ -208,6 +212,7 @@ class Worker:
 
     async def poll(self, subscriber: str, received: int) -> Bundle:
         """The next bundle for this subscriber, after at most a heartbeat. `received`: the last bundle that arrived."""
+        self._require_open()
         now = self._now_s()
         mailbox = self._mailboxes.setdefault(subscriber, Mailbox(now))
         mailbox.polling += 1
@@ -216,19 +221,18 @@ class Worker:
         finally:
             mailbox.polling -= 1
             mailbox.last_poll_s = self._now_s()
-        if self._failure is not None:
-            raise WorkerError(self._failure)
-        if self._closed:
-            raise WorkerClosed(f"worker {self.config.name} is closing")
+        self._require_open()
         return Bundle(self.config.name, self.incarnation, number, outputs, self.engine.stats())
 
     async def connect(self, peer: PeerAddress) -> LinkReport:
         """Preflight: meet an owner, move one real block with its digest, measure. Errors: `TransferError`."""
+        self._require_open()
         await self._client(peer)
         return await self._link(peer)
 
     async def check(self) -> None:
         """Prove that every block is accounted for. Raises AssertionError."""
+        self._require_open()
         self.engine.check()
 
     # ---- inside ----------------------------------------------------------------------------------------------
@@ -236,9 +240,28 @@ class Worker:
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
 
+    def at(self, incarnation: str) -> "Worker":
+        """This worker, for callers that mean this incarnation only. An object never becomes another one."""
+        self.require(incarnation)
+        return self
+
+    def require(self, incarnation: str) -> None:
+        """Refuse a call that was meant for an earlier incarnation: it holds nothing here and must not begin to."""
+        if incarnation != self.incarnation:
+            raise WorkerClosed(f"worker {self.config.name} restarted: {incarnation} is gone")
+
+    def _is_started(self) -> bool:
+        starting = self._starting
+        return starting is not None and starting.done() and not starting.cancelled() and starting.exception() is None
+
+    def _require_open(self) -> None:
+        if self._failure is not None:
+            raise WorkerError(self._failure)
+        if self._closed or not self._is_started():
+            raise WorkerClosed(f"worker {self.config.name} is {'closing' if self._closed else 'still loading'}")
+
     def _accept(self, request: Request) -> None:
-        if self._closed or self._failure is not None:
-            raise WorkerClosed(f"worker {self.config.name} takes no more requests ({self._failure or 'closing'})")
+        self._require_open()
         if request.key in self._cancelled:
             raise UnknownSequence(f"{request.key} was cancelled before it began")
 

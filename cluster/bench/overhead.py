@@ -22,6 +22,7 @@ from cluster.bench.asking import Asked, ask
 from cluster.bench.figures import Figure, Part, ratios, spread
 from cluster.bench.hosted import Hosted, hosted, split_spec
 from cluster.spec import ClusterSpec
+from workers.config import TransferConfig
 
 WAYS = ("door", "local", "ray")
 CONCURRENCIES = (1, 16, 64)
@@ -100,9 +101,8 @@ def measure(rounds: int, quick: bool, tell: Tell) -> Part:
 def _spec(way: str) -> ClusterSpec:
     spec = split_spec(way, executor="modelled")
     roomy = [replace(pool.engine, kv_blocks=1024, max_batch_tokens=2048, max_running=64) for pool in spec.pools]
-    return replace(
-        spec, pools=tuple(replace(pool, engine=engine) for pool, engine in zip(spec.pools, roomy, strict=True))
-    )
+    pools = tuple(replace(pool, engine=engine) for pool, engine in zip(spec.pools, roomy, strict=True))
+    return replace(spec, pools=pools, transfer=TransferConfig(backends=("modelled",)))
 
 
 async def _sample(system: Hosted, way: str, concurrency: int, requests: int) -> Sample:
@@ -169,6 +169,6 @@ def figures(samples: Samples) -> tuple[Figure, ...]:
 
 
 NOTES = (
-    "Workers compute nothing, but fill, move and check real KV blocks of SmolLM2's size.",
+    "Workers neither compute nor move bytes: leases, tickets and hand-offs are real, their KV is not.",
     "The three systems are up together and asked in turns; what an idle one uses is in nobody else's CPU time.",
 )

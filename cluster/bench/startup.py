@@ -1,4 +1,6 @@
-"""How long `diptych serve` takes to be ready, and what its processes weigh, beside the least that Ray and torch allow.
+"""How long `diptych serve` takes to be ready, and what its idle processes hold and use.
+
+All of it beside the least that Ray and torch allow.
 
 The floor starts Ray the same way and as many actors, which import torch and do nothing else.
 """
@@ -8,8 +10,9 @@ import json
 import re
 import sys
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +22,12 @@ import psutil
 from cluster.api.client import DiptychClient
 from cluster.bench.figures import Figure, Part, ratios, spread
 from cluster.bench.hosted import ENGINE, MODEL, START_TIMEOUT_S, model_folder, split_spec
-from cluster.bench.processes import Child, Line
+from cluster.bench.processes import Child, Line, cpu_seconds
 from kvtransfer.layout import KVLayout
 
 ROUNDS = 3
+SETTLE_S = 2.0  # what was just started still tidies up
+IDLE_S, QUICK_IDLE_S = 10.0, 2.0
 # A program of its own: here, Ray belongs to `cluster.runtime` alone.
 FLOOR = """
 from cluster.runtime.auth import settle_auth
@@ -47,10 +52,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What a process holds: alone (USS), and with what it shares (RSS)."""
+    """What a process holds: alone (USS), and with what it shares (RSS). `idle`: its share of a core, unasked."""
 
     uss: int
     rss: int
+    idle: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,7 @@ class Sample:
     phases_s: Mapping[str, float]
     floor_s: float
     weights: Mapping[str, Weight]
-    floor_uss: int
+    floor: Weight
 
 
 def measure(rounds: int, quick: bool, tell: Tell) -> Part:
@@ -68,14 +74,14 @@ def measure(rounds: int, quick: bool, tell: Tell) -> Part:
     folder = model_folder()  # a first conversion is not part of a start
     samples = []
     for number in range(rounds):
-        phases_s, weights = _ours()
-        floor_s, floor_uss = _floor()
-        samples.append(Sample(phases_s, floor_s, weights, floor_uss))
+        phases_s, weights = _ours(QUICK_IDLE_S if quick else IDLE_S)
+        floor_s, floor = _floor(QUICK_IDLE_S if quick else IDLE_S)
+        samples.append(Sample(phases_s, floor_s, weights, floor))
         tell(f"round {number + 1} of {rounds}: ours {sum(phases_s.values()):.1f} s, the floor {floor_s:.1f} s")
     return Part("startup", figures(samples, least_bytes(folder)), (), NOTES)
 
 
-def _ours() -> tuple[dict[str, float], dict[str, Weight]]:
+def _ours(idle_s: float) -> tuple[dict[str, float], dict[str, Weight]]:
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
         file = Path(folder) / "cluster.yaml"
         file.write_bytes(msgspec.json.encode(split_spec()))  # JSON is YAML
@@ -83,14 +89,14 @@ def _ours() -> tuple[dict[str, float], dict[str, Weight]]:
             ready = child.wait_line("ready: grpc://", START_TIMEOUT_S)
             endpoint = ready.text.rpartition("//")[2]
             workers = asyncio.run(_worker_pids(endpoint))
-            return phases(child.said, child.started_s), _weights(child, workers, int(endpoint.rpartition(":")[2]))
+            port = int(endpoint.rpartition(":")[2])
+            return phases(child.said, child.started_s), _weights(child, idle_s, workers, port)
 
 
-def _floor() -> tuple[float, int]:
+def _floor(idle_s: float) -> tuple[float, Weight]:
     with Child([sys.executable, "-c", FLOOR]) as child:
         ready = child.wait_line("floor: ready", START_TIMEOUT_S)
-        weights = [_weight(process) for process in child.family()]
-        return ready.at_s - child.started_s, sum(weight.uss for weight in weights if weight)
+        return ready.at_s - child.started_s, added(weight for _, weight in _weighed(child, idle_s))
 
 
 async def _worker_pids(endpoint: str) -> dict[int, str]:
@@ -120,25 +126,34 @@ def phases(said: Sequence[Line], started_s: float) -> dict[str, float]:
     return lasted
 
 
-def _weights(child: Child, workers: Mapping[int, str], port: int) -> dict[str, Weight]:
+def _weights(child: Child, idle_s: float, workers: Mapping[int, str], port: int) -> dict[str, Weight]:
     """By what each process is; several of one kind are added up."""
     found: dict[str, list[Weight]] = defaultdict(list)
-    for process in child.family():
-        weight = _weight(process)
-        if weight is not None:
-            found[_kind(process, child.pid, workers, port)].append(weight)
-    return {
-        kind: Weight(sum(each.uss for each in weights), sum(each.rss for each in weights))
-        for kind, weights in found.items()
-    }
+    for process, weight in _weighed(child, idle_s):
+        found[_kind(process, child.pid, workers, port)].append(weight)
+    return {kind: added(weights) for kind, weights in found.items()}
 
 
-def _weight(process: psutil.Process) -> Weight | None:
-    try:
-        memory = process.memory_full_info()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return None
-    return Weight(memory.uss, memory.rss)
+def _weighed(child: Child, idle_s: float) -> list[tuple[psutil.Process, Weight]]:
+    """Every process of the family, after it was left alone for `idle_s`."""
+    time.sleep(SETTLE_S)
+    before = {process: cpu_seconds(process) for process in child.family()}
+    time.sleep(idle_s)
+    weighed = []
+    for process, used_s in before.items():
+        try:
+            memory = process.memory_full_info()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        idle = max(0.0, cpu_seconds(process) - used_s) / idle_s
+        weighed.append((process, Weight(memory.uss, memory.rss, idle)))
+    return weighed
+
+
+def added(weights: Iterable[Weight]) -> Weight:
+    """RSS counts shared pages once for each process."""
+    each = list(weights)
+    return Weight(sum(one.uss for one in each), sum(one.rss for one in each), sum(one.idle for one in each))
 
 
 def _kind(process: psutil.Process, root: int, workers: Mapping[int, str], port: int) -> str:
@@ -183,19 +198,22 @@ def figures(samples: Sequence[Sample], least: Mapping[str, int]) -> tuple[Figure
     made.append(Figure(title, "together", "time", "s", spread(totals)))
     made.append(Figure(title, "floor: Ray and 2 actors with torch", "time", "s", spread(floors)))
     made.append(Figure(title, "together", "/ floor", "x", ratios(totals, floors)))
-    title = "Memory when ready"
+    title = "Memory and idle CPU when ready"
     for kind in sorted({kind for each in samples for kind in each.weights}):
         there = [each.weights[kind] for each in samples if kind in each.weights]
         made.append(Figure(title, kind, "USS", "MiB", spread(weight.uss for weight in there)))
         made.append(Figure(title, kind, "RSS", "MiB", spread(weight.rss for weight in there)))
+        made.append(Figure(title, kind, "idle, of a core", "%", spread(weight.idle for weight in there)))
         if kind in least:
             share = spread(weight.rss / least[kind] for weight in there)
             made.append(Figure(title, kind, "RSS / (weights + KV pool)", "x", share))
-    ours = [float(sum(weight.uss for weight in each.weights.values())) for each in samples]
-    theirs = [float(each.floor_uss) for each in samples]
-    made.append(Figure(title, "together", "USS", "MiB", spread(ours)))
-    made.append(Figure(title, "floor: Ray and 2 actors with torch", "USS", "MiB", spread(theirs)))
-    made.append(Figure(title, "together", "USS / floor", "x", ratios(ours, theirs)))
+    ours = [added(each.weights.values()) for each in samples]
+    theirs = [each.floor for each in samples]
+    for row, weights in (("together", ours), ("floor: Ray and 2 actors with torch", theirs)):
+        made.append(Figure(title, row, "USS", "MiB", spread(weight.uss for weight in weights)))
+        made.append(Figure(title, row, "idle, of a core", "%", spread(weight.idle for weight in weights)))
+    held = ratios([weight.uss for weight in ours], [weight.uss for weight in theirs])
+    made.append(Figure(title, "together", "USS / floor", "x", held))
     return tuple(made)
 
 

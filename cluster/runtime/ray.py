@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -56,7 +56,9 @@ class _WorkerActor:
     def __init__(self, order: WorkerOrder) -> None:
         self._worker = build_worker(order.config, heartbeat_s=order.heartbeat_s)
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, incarnation: str, method: str, *args: Any) -> Any:
+        if incarnation:
+            self._worker.require(incarnation)
         return await getattr(self._worker, method)(*args)
 
 
@@ -76,14 +78,21 @@ class _ServiceActor:
 
 @dataclass(frozen=True)
 class RayWorker:
-    """A worker in an actor; travels between processes. See `workers.worker.Worker` for each verb."""
+    """A worker in an actor; travels between processes. See `workers.worker.Worker` for each verb.
+
+    `incarnation` empty: whatever lives there now.
+    """
 
     name: str
     actor: Any
     dead_after_s: float
+    incarnation: str = ""
+
+    def at(self, incarnation: str) -> "RayWorker":
+        return replace(self, incarnation=incarnation)
 
     def _call(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Coroutine[Any, Any, Any]:
-        return _await(self.actor.call.remote(method, *args), timeout_s)
+        return _await(self.actor.call.remote(self.incarnation, method, *args), timeout_s)
 
     async def start(self) -> WorkerInfo:
         info: WorkerInfo = await self._call("start", timeout_s=24 * 3600.0)  # bounded by the caller's start timeout
@@ -192,7 +201,7 @@ class RayRuntime:
     async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
         assert isinstance(handle, RayWorker)
         with contextlib.suppress(WorkerGone):
-            await _await(handle.actor.call.remote("close"), grace_s)
+            await _await(handle.actor.call.remote("", "close"), grace_s)
         ray.kill(handle.actor)
         with contextlib.suppress(ValueError):
             remove_placement_group(ray.util.get_placement_group(handle.name))
