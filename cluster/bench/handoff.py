@@ -120,5 +120,6 @@ BOOKED: Mapping[str, Callable[[Sample], float]] = {
 }
 NOTES = (
     "Both clusters run on one Ray with one thread a worker, and are asked in turns; the other one idles.",
+    "Times are the client's; the transfer's wait is from the ledger, the pull's time from its report.",
     "Prompts are random and new every time, so no prefix cache helps. The model is SmolLM2-135M in float32.",
 )
