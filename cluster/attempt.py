@@ -180,8 +180,11 @@ class Attempt:
             if not calling.done():
                 raise AttemptFailed(line.name, f"the worker was lost ({line.lost})")
             return calling.result()
-        except (WorkerGone, WorkerClosed, UnknownSequence) as error:
+        except (WorkerGone, WorkerClosed) as error:
+            line.hang_up(f"{type(error).__name__}: {error}")  # now, lest the next attempt goes there again
             raise AttemptFailed(line.name, f"{type(error).__name__}: {error}") from None
+        except UnknownSequence as error:
+            raise AttemptFailed(line.name, str(error)) from None
         except InvalidRequest as error:
             raise Unservable(str(error)) from None
         except Overloaded:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 WatchMembers = Callable[[int, float], Awaitable[Membership]]  # (known revision, timeout_s), a long poll
 WATCH_S = 10.0
 REDIAL_S = 1.0
+RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt: failures that repeat at once do not spend them all
 
 
 @dataclass(slots=True)
@@ -143,6 +144,7 @@ class Dispatcher:
                     raise AttemptsSpent(f"{spent} attempts failed, the last at {failure}") from None
                 life.request = life.request.retry(tuple(life.sent), fresh=failure.corrupt)
                 life.phase = "recovery"
+                await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2**life.request.attempt))
 
     async def _attempt(self, life: _Life) -> FinishReason:
         placement = await self._place(life)
@@ -296,7 +298,11 @@ class Dispatcher:
             await asyncio.sleep(REDIAL_S)
             for member in self._membership.members:
                 line = self._lines.get(member.view.name)
-                ready = member.view.state is WorkerState.READY and member.view.incarnation == line.view.incarnation if line else False
+                ready = (
+                    member.view.state is WorkerState.READY and member.view.incarnation == line.view.incarnation
+                    if line
+                    else False
+                )
                 if line is not None and line.lost is not None and ready:
                     await line.close()
                     self._lines[member.view.name] = self._dial(member)

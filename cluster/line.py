@@ -100,7 +100,9 @@ class Line:
                     inbox.put_nowait(Heard(self.name, output))
 
     def hang_up(self, reason: str) -> None:
-        """End the line; every attempt on it learns why."""
+        """End the line; every attempt on it learns why. Only the first reason counts."""
+        if self.lost is not None:
+            return
         logger.warning("worker %s is lost: %s", self.name, reason)
         self.lost = reason
         self.ended.set()
