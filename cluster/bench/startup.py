@@ -35,7 +35,6 @@ settle_auth()
 import ray
 ray.init(include_dashboard=False, log_to_driver=False, num_cpus=2, object_store_memory=100 << 20,
          _node_ip_address="127.0.0.1")
-print("floor: Ray", flush=True)
 @ray.remote
 class Actor:
     def load(self):
@@ -205,8 +204,8 @@ def figures(samples: Sequence[Sample], least: Mapping[str, int]) -> tuple[Figure
         made.append(Figure(title, kind, "RSS", "MiB", spread(weight.rss for weight in there)))
         made.append(Figure(title, kind, "idle, of a core", "%", spread(weight.idle for weight in there)))
         if kind in least:
-            share = spread(weight.rss / least[kind] for weight in there)
-            made.append(Figure(title, kind, "RSS / (weights + KV pool)", "x", share))
+            share = spread(weight.uss / least[kind] for weight in there)
+            made.append(Figure(title, kind, "USS / (weights + KV pool)", "x", share))
     ours = [added(each.weights.values()) for each in samples]
     theirs = [each.floor for each in samples]
     for row, weights in (("together", ours), ("floor: Ray and 2 actors with torch", theirs)):

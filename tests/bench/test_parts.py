@@ -129,8 +129,8 @@ def test_a_start_that_never_was_ready_is_an_error() -> None:
 def test_memory_is_compared_with_weights_and_pool() -> None:
     one = startup.Weight(100, 200, 0.02)
     sample = startup.Sample({"Ray up": 4.0}, 2.0, {"worker decode": one, "Ray": one}, one)
-    made = startup.figures([sample], {"worker decode": 100})
-    assert [each.median for each in cells(made, "worker decode", "RSS / (weights + KV pool)")] == [2.0]
+    made = startup.figures([sample], {"worker decode": 80})
+    assert [each.median for each in cells(made, "worker decode", "USS / (weights + KV pool)")] == [1.25]
     assert [each.median for each in cells(made, "together", "USS / floor")] == [2.0]
     assert [each.median for each in cells(made, "together", "/ floor")] == [2.0]
 
