@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from cluster.events import Rejected, Unservable
+from cluster.events import Unservable
 from cluster.ledger import Stopwatch
 from cluster.line import Heard, Inbox, Line, LineLost
 from cluster.runtime.interface import WorkerGone
@@ -26,10 +26,14 @@ T = TypeVar("T")
 
 
 class AttemptFailed(Exception):
-    """This attempt is over without a finish; `worker` is where it failed, `corrupt` that its KV was."""
+    """This attempt is over without a finish; `worker` is where it failed, `corrupt` that its KV was.
 
-    def __init__(self, worker: str, reason: str, *, corrupt: bool = False) -> None:
+    `refused_s`: the worker is well but has no room, and says when to come again.
+    """
+
+    def __init__(self, worker: str, reason: str, *, corrupt: bool = False, refused_s: float | None = None) -> None:
         super().__init__(worker, reason)
+        self.refused_s = refused_s
         self.worker = worker
         self.reason = reason
         self.corrupt = corrupt
@@ -67,13 +71,13 @@ class Attempt:
     # ---- the two ways ------------------------------------------------------------------------------------------
 
     async def reserve(self, timeout_s: float) -> None:
-        """Split only: have the decode worker promise blocks. Raises `Rejected` when it has no room in time."""
+        """Split only: have the decode worker promise blocks within `timeout_s`."""
         self._hold(self._decode)
         try:
             await self._call(self._decode, self._decode.handle.reserve(self._for(self._decode), timeout_s))
         except Overloaded as error:
             self._watch.lap("reserve")
-            raise Rejected(f"{self._decode.name}: {error}", error.retry_after_s) from None
+            raise AttemptFailed(self._decode.name, str(error), refused_s=error.retry_after_s) from None
         self._watch.lap("reserve")
 
     async def run(self) -> FinishReason:
@@ -86,7 +90,7 @@ class Attempt:
             request = self._for(self._prefill)
             await self._call(self._prefill, handle.prefill(request) if split else handle.generate(request))
         except Overloaded as error:
-            raise Rejected(f"{self._prefill.name}: {error}", error.retry_after_s) from None
+            raise AttemptFailed(self._prefill.name, str(error), refused_s=error.retry_after_s) from None
         while True:
             heard = await self._inbox.get()
             finish = await self._take(heard)

@@ -20,7 +20,7 @@ from cluster.line import Line
 from cluster.members import Member, Membership
 from cluster.policy.placement import Placement, place
 from cluster.runtime.interface import WorkerGone
-from cluster.spec import ClusterSpec
+from cluster.spec import ClusterSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState
 from kvtransfer.ticket import TransferReport
 from workers.errors import WorkerError
@@ -44,6 +44,7 @@ class _Life:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     sent: list[int] = field(default_factory=list)
     transfers: list[TransferReport] = field(default_factory=list)
+    avoid: set[str] = field(default_factory=set)  # workers that failed or refused this request
     cached_tokens: int = 0
     phase: str = "queueing"
 
@@ -67,9 +68,8 @@ class Dispatcher:
         """Learn the members, and follow them from now on."""
         self._take_membership(await self._watch_members(0, WATCH_S))
         self._following = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._redial())]
-        async with asyncio.timeout(self._spec.health.dead_after_s + 1.0):
-            while any(not line.heard and line.lost is None for line in self._lines.values()):
-                await self._changed.wait()
+        while any(not line.heard and line.lost is None for line in self._lines.values()):
+            await self._changed.wait()  # each line is heard, or lost, within its own bound
 
     async def close(self) -> None:
         """End everything still running."""
@@ -140,8 +140,16 @@ class Dispatcher:
             except AttemptFailed as failure:
                 spent = life.request.attempt + 1
                 logger.warning("request %s, attempt %d failed at %s", life.request.id, spent, failure)
+                life.avoid.add(failure.worker)
+                # A full decode pool is no reason to decode on prefill workers; a dead one is.
+                full = failure.refused_s is not None
+                nobody_else = place(self.view, life.request, self._sent(), life.avoid, alone=not full) is None
+                if failure.refused_s is not None and nobody_else:
+                    raise Rejected(str(failure), failure.refused_s) from None
                 if spent >= self._spec.gateway.max_attempts:
                     raise AttemptsSpent(f"{spent} attempts failed, the last at {failure}") from None
+                if nobody_else:
+                    life.avoid.clear()
                 life.request = life.request.retry(tuple(life.sent), fresh=failure.corrupt)
                 life.phase = "recovery"
                 await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2**life.request.attempt))
@@ -154,7 +162,8 @@ class Dispatcher:
         )
         try:
             if not placement.colocated:
-                await attempt.reserve(self._spec.gateway.placement_timeout_s)
+                others = len(self.view.ready(Role.DECODE, Role.MIXED)) - len(life.avoid)
+                await attempt.reserve(self._spec.gateway.placement_timeout_s / max(1, others))
             life.emit(
                 Accepted(
                     request_id=life.request.id,
@@ -202,7 +211,8 @@ class Dispatcher:
         limit_s = self._spec.gateway.placement_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                while (placement := place(self.view, life.request, self._sent())) is None:
+                while (placement := place(self.view, life.request, self._sent(), life.avoid)) is None:
+                    life.avoid.clear()
                     self._refuse_unservable(life.request)
                     await self._changed.wait()
         except TimeoutError:
@@ -265,7 +275,10 @@ class Dispatcher:
                 self._take_membership(await self._watch_members(self._membership.revision, WATCH_S))
             except WorkerGone as error:
                 logger.warning("the controller does not answer (%s); keeping the last membership", error)
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(REDIAL_S)
+            except Exception:
+                logger.exception("the membership could not be read; keeping the last one")
+                await asyncio.sleep(REDIAL_S)
 
     def _take_membership(self, membership: Membership) -> None:
         self._membership = membership
@@ -304,7 +317,7 @@ class Dispatcher:
                     else False
                 )
                 if line is not None and line.lost is not None and ready:
-                    await line.close()
+                    self._in_background(line.close())
                     self._lines[member.view.name] = self._dial(member)
 
     def _pulse(self) -> None:

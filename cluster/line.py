@@ -85,6 +85,9 @@ class Line:
                 return self.hang_up(f"{type(error).__name__}: {error}")
             except TimeoutError:
                 return self.hang_up(f"it was silent for {self._silence_s:.1f} s")
+            except Exception as error:
+                logger.exception("polling worker %s", self.name)
+                return self.hang_up(f"unexpected {type(error).__name__}: {error}")
             if bundle.incarnation != self.view.incarnation:
                 return self.hang_up("it restarted")
             self.heard_s = asyncio.get_running_loop().time()

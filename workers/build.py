@@ -1,6 +1,7 @@
 """Composition of one worker: the only place that chooses an executor."""
 
 import asyncio
+from dataclasses import replace
 
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory
@@ -22,6 +23,8 @@ def build_worker(
     cost: CostModel = ZERO_COST,
 ) -> Worker:
     """A worker that is not started yet. `shared` joins workers of one process, `cost` is a modelled worker's speed."""
+    if config.transfer.host == "auto":
+        config = replace(config, transfer=replace(config.transfer, host="127.0.0.1"))
 
     async def open_torch(config: WorkerConfig, incarnation: str) -> Executor:
         from workers.executor.solo import open_solo

@@ -62,7 +62,7 @@ class TransferConfig:
     lease_s: float = 10.0  # the owner frees a held prompt this long after the last sign of its reader
     read_timeout_s: float = 30.0  # bound of one read
     quarantine_s: float = 60.0  # an unsettled read past this fences the backend
-    host: str = "127.0.0.1"
+    host: str = "auto"  # where peers reach a worker; auto: its node's address as Ray knows it
 
     def __post_init__(self) -> None:
         known = ("nixl", "tcp", "memory", "modelled")

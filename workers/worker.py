@@ -14,11 +14,12 @@ import socket
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import psutil
 
 from kvtransfer.control import ControlClient, ControlServer
-from kvtransfer.errors import DigestMismatch, TransferError
+from kvtransfer.errors import DigestMismatch, PeerLost, TransferError
 from kvtransfer.open import RESERVED_BLOCKS, host_identity
 from kvtransfer.pull import pull
 from kvtransfer.ticket import LinkReport, PeerAddress, Progress, TransferTicket
@@ -56,10 +57,11 @@ class Worker:
         self._mailboxes: dict[str, Mailbox] = {}
         self._routes: dict[str, str] = {}  # sequence key -> subscriber
         self._cancelled: OrderedDict[str, None] = OrderedDict()
-        self._reservations: deque[tuple[Request, asyncio.Future[Reservation]]] = deque()
+        self._reservations: deque[_Asked] = deque()
         self._fetches: dict[str, asyncio.Task[None]] = {}
         self._clients: dict[str, asyncio.Task[ControlClient]] = {}
         self._links: dict[str, asyncio.Task[LinkReport]] = {}
+        self._forgetting: set[asyncio.Future[None]] = set()
         self._progressed = asyncio.Event()
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -166,9 +168,11 @@ class Worker:
         """Wait, first come first served, for blocks and a slot. Raises `Overloaded` after `timeout_s`."""
         self._accept(request)
         future: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
-        entry = (request, future)
+        entry = _Asked(request, future, self._now_s())
         self._reservations.append(entry)
+        self._mailboxes.setdefault(request.reply_to, Mailbox(self._now_s()))  # from now on its silence is noticed
         self._grant()
+        self._arm()
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
@@ -202,9 +206,9 @@ class Worker:
         self._cancelled[key] = None
         while len(self._cancelled) > REMEMBERED_CANCELS:
             self._cancelled.popitem(last=False)
-        for request, future in self._reservations:
-            if request.key == key and not future.done():
-                future.set_exception(UnknownSequence(f"{key} was cancelled while it waited for a reservation"))
+        for asked in self._reservations:
+            if asked.request.key == key and not asked.future.done():
+                asked.future.set_exception(UnknownSequence(f"{key} was cancelled while it waited for a reservation"))
         if (task := self._fetches.get(key)) is not None:
             task.cancel()
         self._forget(key)
@@ -279,10 +283,10 @@ class Worker:
     def _grant(self) -> None:
         """Hand out reservations in the order they were asked for; the first that does not fit blocks the rest."""
         while self._reservations:
-            request, future = self._reservations[0]
+            request, future = self._reservations[0].request, self._reservations[0].future
             if not future.done():
                 try:
-                    future.set_result(self.engine.reserve(request, self._now_s()))
+                    future.set_result(self.engine.reserve(request, self._reservations[0].asked_s))
                     self._routes[request.key] = request.reply_to
                 except Overloaded:
                     return
@@ -340,6 +344,8 @@ class Worker:
             self.engine.fetched(key, self._now_s())
             self._post(FetchedOut(key, report))
         except (TransferError, UnknownSequence) as error:
+            if isinstance(error, PeerLost):
+                self._links.pop(ticket.owner.incarnation, None)  # the next fetch meets the owner anew, if it lives
             corrupt = isinstance(error, DigestMismatch)
             self.engine.fail(key, f"{type(error).__name__}: {error}", corrupt=corrupt)
         except Exception as error:
@@ -385,13 +391,16 @@ class Worker:
         """The control connection broke: that incarnation is dead to us, and so is its memory."""
         self._clients.pop(incarnation, None)
         if self._links.pop(incarnation, None) is not None and not self._closed:
-            self._forgetting = asyncio.ensure_future(self._executor.forget(incarnation))
+            forgetting = asyncio.ensure_future(self._executor.forget(incarnation))
+            self._forgetting.add(forgetting)
+            forgetting.add_done_callback(self._forgetting.discard)
 
     # ---- reclaim -----------------------------------------------------------------------------------------------
 
     def _arm(self) -> None:
         """Sweep while there is something that can expire."""
-        if self._sweeper is None and (len(self.engine.leases) or self._routes) and not self._closed:
+        pending = len(self.engine.leases) or self._routes or self._reservations
+        if self._sweeper is None and pending and not self._closed:
             self._sweeper = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
     def _sweep(self) -> None:
@@ -403,11 +412,23 @@ class Worker:
                 continue
             logger.warning("worker %s: subscriber %s went silent; its requests end", self.config.name, subscriber)
             del self._mailboxes[subscriber]
+            for asked in self._reservations:
+                if asked.request.reply_to == subscriber and not asked.future.done():
+                    asked.future.set_exception(UnknownSequence(f"subscriber {subscriber} went silent"))
             for key in [key for key, owner in self._routes.items() if owner == subscriber]:
                 if (task := self._fetches.get(key)) is not None:
                     task.cancel()
                 self._forget(key)
         self._changed()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A reservation that somebody waits for."""
+
+    request: Request
+    future: "asyncio.Future[Reservation]"
+    asked_s: float
 
 
 class _LeaseDesk:

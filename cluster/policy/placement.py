@@ -5,7 +5,7 @@ A pool that is empty for the moment does not stop the service: every worker can 
 role serves the request alone. Pure.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from cluster.spec import Role
@@ -34,26 +34,36 @@ class Placement:
         return self.prefill == self.decode
 
 
-def place(view: ClusterView, request: Request, sent: Mapping[str, Sent]) -> Placement | None:
-    """The least-loaded placement that fits the request; None when nobody is ready for it."""
-    fitting = [worker for worker in view.ready(*Role) if request.num_tokens < worker.capacity_tokens]
+def place(
+    view: ClusterView, request: Request, sent: Mapping[str, Sent], avoid: Collection[str] = (), *, alone: bool = True
+) -> Placement | None:
+    """The least-loaded placement that fits the request; None when nobody is ready for it.
+
+    Workers in `avoid` failed or refused this request before; they are left out. `alone`: where no pair is ready, a
+    prefill or decode worker may do both phases.
+    """
+    fitting = [
+        worker
+        for worker in view.ready(*Role)
+        if request.num_tokens < worker.capacity_tokens and worker.name not in avoid
+    ]
     prefills = sorted((w for w in fitting if w.role is Role.PREFILL), key=lambda w: _queued_tokens(w, sent))
     decodes = sorted((w for w in fitting if w.role is Role.DECODE), key=lambda w: _sequences(w, sent))
     mixed = sorted((w for w in fitting if w.role is Role.MIXED), key=lambda w: _load(w, sent))
 
     if request.sampling.max_tokens is not None and request.sampling.max_tokens - len(request.generated) == 1:
-        alone = (prefills + mixed)[:1]
-        if alone:
-            return Placement(alone[0].name, alone[0].name, "one token is wanted: nothing to hand over")
+        first = (prefills + mixed)[:1]
+        if first:
+            return Placement(first[0].name, first[0].name, "one token is wanted: nothing to hand over")
     for prefill in prefills:
         for decode in decodes:
             if view.linked(prefill.name, decode.name):
                 return Placement(prefill.name, decode.name, "least-loaded prefill and decode workers")
     if mixed:
         return Placement(mixed[0].name, mixed[0].name, "least-loaded mixed worker")
-    alone = sorted(prefills + decodes, key=lambda w: _load(w, sent))[:1]
-    if alone:
-        return Placement(alone[0].name, alone[0].name, "no linked pair is ready: one worker does both")
+    either = sorted(prefills + decodes, key=lambda w: _load(w, sent))[:1]
+    if either and alone:
+        return Placement(either[0].name, either[0].name, "no linked pair is ready: one worker does both")
     return None
 
 

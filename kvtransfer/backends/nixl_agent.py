@@ -9,7 +9,8 @@ import importlib
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 FRAME_VERSION = 1
 MODULES = ("nixl", "nixl_cu13", "nixl_cu12")  # the meta package first: it matches torch's CUDA version
 TASTE_BYTES = 64
+PROGRESS_PAUSE_US = 100  # a read that needs the thread (connecting, RDMA) may wait so long for it
 
 
 class NixlAddress(msgspec.Struct, frozen=True):
@@ -83,6 +85,26 @@ def fabrics(device: str) -> tuple[str, ...]:
     return (("rdma",) if rdma else ()) + (("cuda",) if device.startswith("cuda") else ())
 
 
+@contextmanager
+def _calm_progress(bindings: Any) -> Iterator[None]:
+    """Agents made inside let their progress thread rest between rounds.
+
+    NIXL 1.5.1's wrapper fixes the pause at 0, and an idle agent then spins a whole core (95 % seen; 3 % with a pause).
+    The bindings below it take any; so the pause is set where the wrapper hands its configuration down.
+    """
+    construct = bindings.nixlAgent
+
+    def calm(name: str, config: Any) -> Any:
+        config.pthrDelay = PROGRESS_PAUSE_US
+        return construct(name, config)
+
+    bindings.nixlAgent = calm
+    try:
+        yield
+    finally:
+        bindings.nixlAgent = construct
+
+
 class NixlAgent:
     """Owned by the transport's thread. `destroy` is the fence: afterwards no byte of an old read can land."""
 
@@ -95,7 +117,8 @@ class NixlAgent:
         self._taste = np.zeros(TASTE_BYTES, np.uint8)
         with ucx_report.environment():
             config = api.nixl_agent_config(enable_prog_thread=True, backends=[])
-            self._agent: Any = api.nixl_agent(f"diptych-{uuid.uuid4().hex}", config)
+            with _calm_progress(api.nixlBind):
+                self._agent: Any = api.nixl_agent(f"diptych-{uuid.uuid4().hex}", config)
             self._agent.create_backend("UCX", {})
         self._registered = [
             self._agent.register_memory([(region.address, region.num_bytes, self._device, "")], self._memory),

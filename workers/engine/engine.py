@@ -72,10 +72,15 @@ class Engine:
         self._sequences[request.key] = sequence
         self._scheduler.waiting.append(sequence)
 
-    def reserve(self, request: Request, now_s: float) -> Reservation:
-        """Promise blocks for a prompt that another worker computes. Raises `InvalidRequest` or `Overloaded`."""
+    def reserve(self, request: Request, asked_s: float) -> Reservation:
+        """Promise blocks for a prompt that another worker computes. Raises `InvalidRequest` or `Overloaded`.
+
+        `asked_s` is when it was asked for: prompts that have waited here for longer come first.
+        """
         self._admissible(request)
-        sequence = Sequence(request, now_s, max_length=self.max_length, state=State.RESERVED)
+        if any(each.arrival_s < asked_s for each in self._scheduler.waiting):
+            raise Overloaded("prompts that came earlier wait for blocks", retry_after_s=0.1)
+        sequence = Sequence(request, asked_s, max_length=self.max_length, state=State.RESERVED)
         total = -(-request.num_tokens // self.pool.block_size)
         staged = self._staged_blocks()
         # An empty staging area takes one prompt of any size: the budget is a brake, not a bound on length.

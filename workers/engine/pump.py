@@ -11,6 +11,8 @@ from workers.engine.engine import Engine, Told
 from workers.engine.executor import Executor
 from workers.engine.step import StepPlan, StepResult
 
+STEP_TIMEOUT_S = 120.0  # a device that hangs makes its worker unfit; no step of a sane budget takes so long
+
 
 class Pump:
     """Owned by a Worker. `deliver` gets the engine's outputs after every change; `wake` says that there is work."""
@@ -66,7 +68,11 @@ class Pump:
             work.cancel()
             if not task.done():
                 return
-        result = await task
+        try:
+            async with asyncio.timeout(STEP_TIMEOUT_S):
+                result = await task
+        except TimeoutError:
+            raise RuntimeError(f"step {plan.number} has not ended within {STEP_TIMEOUT_S:.0f} s") from None
         in_flight.popleft()
         self._engine.commit(plan, result, self._now_s())
         self._deliver(self._engine.drain())
