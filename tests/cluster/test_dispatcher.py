@@ -11,7 +11,9 @@ from local import cluster, completed, mixed_spec, request, split_spec, tokens_of
 
 from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Delta, Rejected, Unservable
 from cluster.spec import Role
+from kvtransfer.transport import Read
 from workers.costs import CostModel
+from workers.errors import UnknownSequence, WorkerError
 from workers.executor.modelled import modelled_token
 from workers.request import FinishReason
 
@@ -233,14 +235,74 @@ async def test_corrupted_kv_is_noticed_and_recomputed() -> None:
 
 async def test_attempts_are_bounded() -> None:
     async with cluster(split_spec()) as subject:
-        executor = subject.workers["prefill-0"]._executor
-        honest = executor.execute
 
-        async def lying(plan):
-            result = await honest(plan)
-            return replace(result, digests=tuple(tuple(d ^ 1 for d in rank) for rank in result.digests))
+        async def broken(*_: object) -> None:
+            raise WorkerError("this worker is broken")
 
-        executor.execute = lying
-        with pytest.raises(AttemptsSpent, match="DigestMismatch"):
+        for worker in subject.workers.values():
+            worker.prefill = worker.generate = worker.reserve = broken
+        with pytest.raises(AttemptsSpent, match=r"6 attempts failed.*broken"):
             await subject.run(request("a", 40))
+        await subject.settle()
+
+
+async def test_a_worker_that_failed_is_avoided_while_another_can_do_it() -> None:
+    async with cluster(split_spec(1, 2)) as subject:
+
+        async def broken(*_: object) -> None:
+            raise WorkerError("this worker is broken")
+
+        subject.workers["decode-0"].reserve = broken
+        events = await subject.run(request("a", 40))
+        chosen = [event.decode_worker for event in events if isinstance(event, Accepted)]
+        assert chosen == ["decode-1"] and completed(events).attempts == 2
+        await subject.settle()
+
+
+async def test_a_deadline_during_the_transfer_says_so_and_frees_both_sides() -> None:
+    async with cluster(split_spec()) as subject:
+        executor = subject.workers["decode-0"]._executor
+        honest, held = executor.pull, []
+
+        def stuck(order):
+            held.append(asyncio.get_running_loop().create_future())
+            read = Read(asyncio.get_running_loop().create_future(), held[-1])
+            return read
+
+        executor.pull = stuck
+        with pytest.raises(DeadlinePassed) as caught:
+            await subject.run(request("a", 40), deadline_s=0.5)
+        assert caught.value.phase == "transfer"
+        await asyncio.sleep(0.1)
+        stats = subject.workers["decode-0"].engine.stats()
+        assert stats.quarantined_blocks == 3 == stats.total_blocks - stats.free_blocks
+        subject.workers["decode-0"].engine.check()
+        for settled in held:
+            settled.set_result(None)
+        executor.pull = honest
+        await subject.settle()
+
+
+async def test_a_silent_gateway_loses_its_requests_and_its_waiting_reservations(monkeypatch) -> None:
+    monkeypatch.setattr("workers.worker.SUBSCRIBER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("workers.worker.SWEEP_S", 0.05)
+    async with cluster(split_spec(kv_blocks=40)) as subject:
+        decode = subject.workers["decode-0"]
+        first, second = request("a", 300), request("b", 300, first=500)
+        await decode.reserve(replace(first, reply_to="ghost"), 5.0)
+        waiting = asyncio.ensure_future(decode.reserve(replace(second, reply_to="ghost"), 5.0))
+        await asyncio.sleep(0.6)
+        with pytest.raises(UnknownSequence, match="silent"):
+            await waiting
+        await subject.settle()
+
+
+async def test_a_line_that_was_lost_to_a_living_worker_is_dialled_again() -> None:
+    async with cluster(split_spec()) as subject:
+        subject.dispatcher._lines["decode-0"].hang_up("for the test")
+        assert not subject.dispatcher.view.ready(Role.DECODE)
+        async with asyncio.timeout(5):
+            while not subject.dispatcher.view.ready(Role.DECODE):
+                await asyncio.sleep(0.02)
+        assert len(completed(await subject.run(request("a", 40))).transfers) == 1
         await subject.settle()

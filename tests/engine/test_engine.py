@@ -268,3 +268,15 @@ def test_whatever_happens_no_block_is_lost_and_no_token_doubled(data: st.DataObj
     for key in {each.key for each in told if isinstance(each, TokensOut)}:
         positions = [each.first_position for each in told if isinstance(each, TokensOut) and each.key == key]
         assert positions == list(range(positions[0], positions[0] + len(positions)))
+
+
+def test_a_promise_waits_behind_prompts_that_came_earlier() -> None:
+    subject = engine(kv_blocks=10)  # 8 usable blocks of 4
+    subject.add(request("running", tuple(range(1, 13)), max_tokens=20), 0.0, hold=False)
+    step(subject)
+    subject.add(request("early", tuple(range(1, 30))), 1.0, hold=False)
+    step(subject)
+    with pytest.raises(Overloaded, match="earlier"):
+        subject.reserve(request("late", (1, 2, 3)), 2.0)
+    subject.abort("early/0")
+    subject.reserve(request("late", (1, 2, 3)), 2.0)
