@@ -6,7 +6,6 @@ long poll. Requests do not pass through it: gateways go on with the last members
 
 import asyncio
 import logging
-import secrets
 from dataclasses import replace
 
 from cluster.members import Member, Membership
@@ -22,16 +21,20 @@ from workers.stats import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 2.0
+STOP_GRACE_S = 0.5
+RELINK_S = 5.0
 
 
 class Controller:
     """One for each cluster. Owns the keepers."""
 
-    def __init__(self, spec: ClusterSpec, runtime: Runtime, *, orphan_after_s: float | None = None) -> None:
+    def __init__(
+        self, spec: ClusterSpec, runtime: Runtime, secret: str, *, orphan_after_s: float | None = None
+    ) -> None:
         self._spec = spec
         self._runtime = runtime
-        self._secret = secrets.token_hex(16)
+        self._secret = secret
+        self._tending: asyncio.Task[None] | None = None
         self._revision = 0
         self._links: dict[tuple[str, str], LinkReport] = {}  # (owner, reader)
         self._changed = asyncio.Event()
@@ -46,26 +49,39 @@ class Controller:
         ]
 
     async def begin(self) -> None:
-        """Start all workers; does not wait for them."""
+        """Start all workers, or find them again after a crash of ours; does not wait for them."""
         for keeper in self._keepers:
             keeper.begin()
+        self._tending = asyncio.ensure_future(self._tend())
         await self.keep_alive()
 
-    async def keep_alive(self) -> None:
-        """Whoever serves this cluster calls in; when it has been away for `orphan_after_s`, everything is stopped."""
+    async def keep_alive(self) -> bool:
+        """Whoever serves this cluster calls in; when it has been away for `orphan_after_s`, everything is stopped.
+
+        False: this controller was restarted and must `begin`.
+        """
+        if self._tending is None:
+            return False
         if self._orphan_timer is not None:
             self._orphan_timer.cancel()
         if self._orphan_after_s is not None:
             self._orphan_timer = asyncio.get_running_loop().call_later(self._orphan_after_s, self._orphaned)
+        return True
 
     def _orphaned(self) -> None:
         logger.warning("nobody has called in for %.0f s: the cluster is stopped", self._orphan_after_s or 0.0)
-        self._stopping = asyncio.ensure_future(self.stop())
+        self._stopping = asyncio.ensure_future(self._stop_all())
+
+    async def _stop_all(self) -> None:
+        await self.stop()
+        await self._runtime.end_all()
 
     async def stop(self) -> None:
         """End every worker."""
         if self._orphan_timer is not None:
             self._orphan_timer.cancel()
+        if self._tending is not None:
+            self._tending.cancel()
         await asyncio.gather(*(keeper.end(STOP_GRACE_S) for keeper in self._keepers))
 
     async def ready(self, timeout_s: float) -> ModelView | None:
@@ -128,6 +144,18 @@ class Controller:
             pairs = [(new, peer) for peer in peers] + [(peer, new) for peer in peers]
             await asyncio.gather(*(self._link(owner, reader) for owner, reader in pairs if _may_move(owner, reader)))
             new.introduced = True
+
+    async def _tend(self) -> None:
+        """Try again, once in a while, to link pairs whose preflight failed though both live."""
+        while True:
+            await asyncio.sleep(RELINK_S)
+            met = [keeper for keeper in self._keepers if keeper.view.state is WorkerState.READY]
+            missing = [(o, r) for o in met for r in met if o is not r and (o.name, r.name) not in self._links]
+            for owner, reader in missing:
+                if _may_move(owner, reader):
+                    await self._link(owner, reader)
+                    if (owner.name, reader.name) in self._links:
+                        self._bump()
 
     async def _link(self, owner: Keeper, reader: Keeper) -> None:
         assert owner.info is not None and reader.handle is not None, "only started workers are introduced"

@@ -19,6 +19,7 @@ from workers.stats import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
+START_AGAIN_S = 5.0
 RETRY_S = 0.2  # between calls to a process that is coming up
 
 
@@ -67,9 +68,13 @@ class Keeper:
             try:
                 await self._run_once()
             except (ModelError, RuntimeUnavailable, TransportUnavailable) as error:
-                self.fatal = error
-                self._show(WorkerState.DEAD, detail=str(error))
                 logger.error("worker %s cannot run: %s", self.name, error)
+                if self.view.incarnation:  # it ran before: a disk or a hub that is away for a while
+                    self._show(WorkerState.DEAD, detail=str(error), restarts=self.view.restarts + 1)
+                    await asyncio.sleep(START_AGAIN_S)
+                else:
+                    self.fatal = error
+                    self._show(WorkerState.DEAD, detail=str(error))
             except (WorkerGone, WorkerError, TransferError, TimeoutError) as error:
                 reason = str(error) or "it was silent"
                 logger.warning("worker %s is replaced: %s", self.name, reason)
@@ -85,7 +90,7 @@ class Keeper:
         if self.handle is None:
             self.handle = await self._runtime.start_worker(self.order)
         elif self.view.state is WorkerState.DEAD:
-            self.handle = await self._runtime.restart_worker(self.order, self.handle)
+            self.handle = await self._runtime.restart_worker(self.order, self.handle, self.view.incarnation)
         self.introduced = False
         self._show(WorkerState.STARTING)
         self.info = await self._started(self.handle)

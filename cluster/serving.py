@@ -6,8 +6,9 @@ closes whom; knows no scheduling and no wire format.
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cluster.controller import Controller
@@ -25,7 +26,7 @@ Progress = Callable[[str], None]
 
 KEEP_ALIVE_S = 2.0
 ORPHAN_AFTER_S = 20.0  # a cluster whose server vanished without a word stops by itself
-CLOSE_GRACE_S = 2.0
+CLOSE_GRACE_S = 1.0
 
 
 class RequestDispatcher(Protocol):
@@ -90,26 +91,43 @@ DoorFactory = Callable[[GatewayContext], Door]
 class GatewayService:
     """One gateway process: a dispatcher behind a door."""
 
-    def __init__(
-        self, name: str, spec: ClusterSpec, model: ModelView, controller: ServiceHandle, door: DoorFactory
-    ) -> None:
+    def __init__(self, name: str, spec: ClusterSpec, controller: ServiceHandle, door: DoorFactory) -> None:
         async def watch_members(revision: int, timeout_s: float) -> Membership:
             membership: Membership = await controller.call("members", revision, timeout_s, timeout_s=timeout_s + 5.0)
             return membership
 
-        self._dispatcher = Dispatcher(spec, model, watch_members, name)
-        self._door = door(GatewayContext(name, spec, model, self._dispatcher))
+        self._name = name
+        self._spec = spec
+        self._watch_members = watch_members
+        self._make_door = door
+        self._dispatcher: Dispatcher | None = None
+        self._door: Door | None = None
+        self._endpoint = ""
 
-    async def open(self) -> str:
-        await self._dispatcher.start()
-        return await self._door.open()
+    async def open(self, model: ModelView, port: int) -> str:
+        """Listen on `port` (0: any); again, or after a restart, it answers the endpoint there is."""
+        if self._dispatcher is None:
+            spec = replace(self._spec, gateway=replace(self._spec.gateway, grpc_port=port))
+            dispatcher = Dispatcher(spec, model, self._watch_members, self._name)
+            door = self._make_door(GatewayContext(self._name, spec, model, dispatcher))
+            try:
+                await dispatcher.start()
+                self._endpoint = await door.open()
+            except BaseException:
+                await dispatcher.close()
+                raise
+            self._dispatcher, self._door = dispatcher, door
+        return self._endpoint
 
     async def view(self) -> ClusterView:
+        assert self._dispatcher is not None, "a gateway is asked for its view after it opened"
         return self._dispatcher.view
 
     async def close(self, grace_s: float) -> None:
-        await self._door.close(grace_s)
-        await self._dispatcher.close()
+        if self._door is not None:
+            await self._door.close(grace_s)
+        if self._dispatcher is not None:
+            await self._dispatcher.close()
 
 
 class Serving:
@@ -123,6 +141,7 @@ class Serving:
         self._gateways: list[ServiceHandle] = []
         self._keeping: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
+        self._model: ModelView | None = None
 
     @property
     def endpoint(self) -> str:
@@ -141,18 +160,22 @@ class Serving:
         spec = self.spec
         orphan_after_s = ORPHAN_AFTER_S if self.runtime.name == "ray" else None
         self._controller = await self.runtime.start_service(
-            "controller", make_controller, spec, self.runtime, orphan_after_s
+            "controller", make_controller, spec, self.runtime, secrets.token_hex(16), orphan_after_s
         )
         await self._controller.call("begin")
         self._keeping = asyncio.ensure_future(self._keep_alive())
         replicas = sum(pool.replicas for pool in spec.pools)
+        for index in range(spec.gateway.replicas):  # they start while the model is loaded
+            name = f"gateway-{index}"
+            self._gateways.append(
+                await self.runtime.start_service(name, GatewayService, name, spec, self._controller, door)
+            )
         progress(f"starting {replicas} worker{'s' * (replicas != 1)}: loading {spec.model}")
         model = await self._ready(progress)
-        for index in range(spec.gateway.replicas):
-            name = f"gateway-{index}"
-            gateway = await self.runtime.start_service(name, GatewayService, name, spec, model, self._controller, door)
-            self._gateways.append(gateway)
-            self.endpoints.append(await gateway.call("open"))
+        for index, gateway in enumerate(self._gateways):
+            port = spec.gateway.grpc_port and spec.gateway.grpc_port + index
+            self.endpoints.append(await gateway.call("open", model, port))
+        self._model = model
         for link in (await self.view()).links:
             progress(
                 f"{link.owner} -> {link.reader}: {link.transport}, {link.path}, "
@@ -187,8 +210,11 @@ class Serving:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                await self._controller.call("keep_alive")
+                if not await self._controller.call("keep_alive"):
+                    logger.warning("the controller was restarted")
+                    await self._controller.call("begin")
                 silent_since = None
+                await self._reopen()
             except WorkerGone as error:
                 silent_since = silent_since or loop.time()
                 if loop.time() - silent_since > ORPHAN_AFTER_S:
@@ -196,6 +222,16 @@ class Serving:
                     self._closed.set()
                     return
             await asyncio.sleep(KEEP_ALIVE_S)
+
+    async def _reopen(self) -> None:
+        """A gateway that was restarted opens its door again, on the port it had."""
+        if self._model is None:
+            return
+        for gateway, endpoint in zip(self._gateways, self.endpoints, strict=True):
+            try:
+                await gateway.call("open", self._model, int(endpoint.rpartition(":")[2]))
+            except (WorkerGone, OSError) as error:
+                logger.warning("gateway at %s is not open: %s", endpoint, error)
 
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         """Doors first, then workers, then the controller. What does not answer is killed."""
@@ -215,8 +251,8 @@ class Serving:
         await self.runtime.stop_service(service)
 
 
-def make_controller(spec: ClusterSpec, runtime: Runtime, orphan_after_s: float | None) -> Controller:
-    return Controller(spec, runtime, orphan_after_s=orphan_after_s)
+def make_controller(spec: ClusterSpec, runtime: Runtime, secret: str, orphan_after_s: float | None) -> Controller:
+    return Controller(spec, runtime, secret, orphan_after_s=orphan_after_s)
 
 
 async def serve(

@@ -71,8 +71,8 @@ class Runtime(Protocol):
         """Place a worker. It may still be loading: await its `start`. Raises `RuntimeUnavailable`."""
         ...
 
-    async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle) -> WorkerHandle:
-        """Replace a worker that died, or that must die because it is silent or unfit."""
+    async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle, incarnation: str) -> WorkerHandle:
+        """Replace a worker that died, or that must die because this incarnation of it is silent or unfit."""
         ...
 
     async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
@@ -87,6 +87,10 @@ class Runtime(Protocol):
         """End it without asking."""
         ...
 
+    async def end_all(self) -> None:
+        """End whatever of this cluster still runs, without asking; what has ended already is no error."""
+        ...
+
     async def close(self) -> None:
-        """Leave; a runtime that was started for us ends."""
+        """End all, and leave; a runtime that was started for us ends."""
         ...

@@ -35,7 +35,7 @@ class LocalRuntime:
         self.workers[order.config.name] = worker
         return worker
 
-    async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle) -> WorkerHandle:
+    async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle, incarnation: str) -> WorkerHandle:
         await self.stop_worker(handle, 0.0)
         return await self.start_worker(order)
 
@@ -52,5 +52,9 @@ class LocalRuntime:
     async def stop_service(self, handle: ServiceHandle) -> None:
         """The object goes with its last reference."""
 
+    async def end_all(self) -> None:
+        for worker in list(self.workers.values()):
+            await self.stop_worker(worker, 0.0)
+
     async def close(self) -> None:
-        """Nothing of its own to end."""
+        await self.end_all()

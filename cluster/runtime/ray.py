@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RaySystemError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "diptych"
 CALL_TIMEOUT_S = 10.0
 PLACE_TIMEOUT_S = 30.0
-CONNECT_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 90.0
+REACH_TIMEOUT_S = 5.0
+UNFIT_TIMEOUT_S = 1.0
 LOCAL_STORE_BYTES = 100 * 1024 * 1024  # KV and tokens never pass through the object store
 
 
@@ -44,7 +46,7 @@ async def _await(reference: Any, timeout_s: float) -> Any:
         return await asyncio.wait_for(answer(), timeout_s)
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from None
-    except (RayActorError, RaySystemError, GetTimeoutError) as error:
+    except RayError as error:
         raise WorkerGone(str(error).strip().splitlines()[0]) from None
     except TimeoutError:
         raise WorkerGone(f"no answer within {timeout_s:.1f} s") from None
@@ -54,7 +56,13 @@ class _WorkerActor:
     """The process of one worker. Ray builds it again after a death: a new worker, with a new incarnation."""
 
     def __init__(self, order: WorkerOrder) -> None:
-        self._worker = build_worker(order.config, heartbeat_s=order.heartbeat_s)
+        config = order.config
+        if config.transfer.host == "auto":
+            config = replace(config, transfer=replace(config.transfer, host=ray.util.get_node_ip_address()))
+        self._worker = build_worker(config, heartbeat_s=order.heartbeat_s)
+
+    async def incarnation(self) -> str:
+        return self._worker.incarnation
 
     async def call(self, incarnation: str, method: str, *args: Any) -> Any:
         if incarnation:
@@ -154,7 +162,7 @@ class RayRuntime:
 
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
         name = f"{self.cluster}/{order.config.name}"
-        with contextlib.suppress(ValueError):  # not there yet: the usual case
+        with contextlib.suppress(ValueError):  # usually it is not there; after a controller's crash it is
             return RayWorker(name, ray.get_actor(name, NAMESPACE), order.dead_after_s)
         group = await self._place(name, order)
         options: dict[str, Any] = {
@@ -178,6 +186,9 @@ class RayRuntime:
         group: PlacementGroup = placement_group([bundle], strategy="PACK", name=name, lifetime="detached")
         try:
             await asyncio.wait_for(_ready(group), PLACE_TIMEOUT_S)
+        except asyncio.CancelledError:
+            remove_placement_group(group)
+            raise
         except TimeoutError:
             remove_placement_group(group)
             there = _listed(ray.available_resources())
@@ -188,14 +199,18 @@ class RayRuntime:
             ) from None
         return group
 
-    async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle) -> WorkerHandle:
-        """Ray restarts an actor that died; one that lives but is unfit is killed, and then restarted."""
+    async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle, incarnation: str) -> WorkerHandle:
+        """Ray restarts an actor that died; one that lives on as `incarnation`, or says nothing, is killed first."""
         assert isinstance(handle, RayWorker)
+        reference = handle.actor.incarnation.remote()
         try:
-            await _await(handle.actor.__ray_ready__.remote(), 0.5)
-        except WorkerGone:
-            logger.info("worker %s is down", handle.name)
-        ray.kill(handle.actor, no_restart=False)
+            unfit = await asyncio.wait_for(_plain(reference), UNFIT_TIMEOUT_S) == incarnation
+        except RayActorError:
+            unfit = False  # dead already: Ray is at it
+        except TimeoutError:
+            unfit = True
+        if unfit:
+            ray.kill(handle.actor, no_restart=False)
         return handle
 
     async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
@@ -211,6 +226,7 @@ class RayRuntime:
             "name": f"{self.cluster}/{name}",
             "namespace": NAMESPACE,
             "lifetime": "detached",
+            "max_restarts": -1,
             "max_concurrency": 10_000,
             "num_cpus": 0,
         }
@@ -227,7 +243,23 @@ class RayRuntime:
         assert isinstance(handle, RayService)
         ray.kill(handle.actor)
 
+    async def end_all(self) -> None:
+        """Kill every actor and drop every placement group of this cluster, our own process last."""
+        prefix = f"{self.cluster}/"
+        names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+        ours = sorted(
+            (name for name in names if name.startswith(prefix)), key=lambda name: name == f"{prefix}controller"
+        )
+        for name, group in ray.util.placement_group_table().items():
+            if group["name"].startswith(prefix) and group["state"] != "REMOVED":
+                logger.debug("removing placement group %s of %s", name, self.cluster)
+                remove_placement_group(ray.util.get_placement_group(group["name"]))
+        for name in ours:
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(name, NAMESPACE))
+
     async def close(self) -> None:
+        await self.end_all()
         if self.owns_ray:
             await asyncio.to_thread(ray.shutdown)
 
@@ -238,6 +270,20 @@ def _listed(resources: dict[str, float]) -> str:
 
 async def _ready(group: PlacementGroup) -> None:
     await group.ready()
+
+
+async def _plain(reference: Any) -> Any:
+    return await reference
+
+
+async def _reachable(address: str) -> None:
+    """Fail soon where nobody listens: Ray itself would try for minutes. Raises OSError."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return  # "auto" and the like: Ray knows what it means
+    async with asyncio.timeout(REACH_TIMEOUT_S):
+        _, writer = await asyncio.open_connection(host, int(port))
+    writer.close()
 
 
 async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRuntime:
@@ -259,8 +305,10 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
             "_node_ip_address": "127.0.0.1",
         }
     try:
-        await asyncio.wait_for(asyncio.to_thread(ray.init, **options), CONNECT_TIMEOUT_S * 3)
-    except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+        if address:
+            await _reachable(address)
+        await asyncio.wait_for(asyncio.to_thread(ray.init, **options), CONNECT_TIMEOUT_S)
+    except (OSError, TimeoutError, RuntimeError, ValueError, RayError) as error:
         where = f"Ray at {address}" if address else "a local Ray"
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise RuntimeUnavailable(
