@@ -6,6 +6,8 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test check bench proto clean chaos
 
+# make chaos ROUNDS=10: kill workers under load, over and over, with other prompts each time.
+
 demo: $(READY)
 	@$(BIN)/diptych demo
 
@@ -22,7 +24,7 @@ bench: $(READY)
 	@$(BIN)/python -m cluster.bench
 
 chaos: $(READY)
-	@$(BIN)/python -m pytest -q tests/cluster/test_death.py --chaos-rounds=$(or $(ROUNDS),10)
+	@DIPTYCH_CHAOS_ROUNDS=$(or $(ROUNDS),10) $(BIN)/python -m pytest -q tests/ray/test_death.py
 
 proto: $(READY)
 	@$(BIN)/python -m cluster.api.generate_stubs
@@ -32,9 +34,9 @@ $(READY): pyproject.toml constraints.txt
 	@echo "== creating $(VENV) ($$($(PYTHON) --version))"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "== installing torch (1 of 2)"
-	@$(BIN)/python -m pip install --quiet --progress-bar on --disable-pip-version-check -c constraints.txt torch==2.13.0
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0
 	@echo "== installing diptych and the rest (2 of 2)"
-	@$(BIN)/python -m pip install --quiet --progress-bar on --disable-pip-version-check -c constraints.txt -e '.[nixl,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[nixl,dev]'
 	@touch $(READY)
 
 clean:

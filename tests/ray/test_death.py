@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900)]
 
 STREAMS = 10
 OUTPUT_TOKENS = 32
+ROUNDS = int(os.environ.get("DIPTYCH_CHAOS_ROUNDS", "1"))  # make chaos asks for more
 ANSWER_S = 120.0  # a stream that takes longer hangs
 SEEDED = {"temperature": 0.8, "top_p": 0.95}
 
@@ -89,10 +90,13 @@ async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Dipt
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("turn", range(ROUNDS))
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-async def test_streams_survive_the_death_of_a_worker(client: DiptychClient, victim: str, moment: str) -> None:
-    made = prompts(list(MOMENTS).index(moment) * 2 + (victim == "decode-0"))
+async def test_streams_survive_the_death_of_a_worker(
+    client: DiptychClient, victim: str, moment: str, turn: int
+) -> None:
+    made = prompts(turn * 10 + list(MOMENTS).index(moment) * 2 + (victim == "decode-0"))
     await until(client, 60.0, at_rest)
     streams = [asyncio.ensure_future(stream(client, index, prompt)) for index, prompt in enumerate(made)]
     holds = MOMENTS[moment]

@@ -1,0 +1,91 @@
+"""What else may die: gateways and controllers come back, and a Ray that is not there is told in one line."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+from served import ROOT, Served, laptop, served
+
+from cluster.api.client import DiptychClient
+from cluster.api.errors import DiptychError
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """Modelled workers: what is tested here is who comes back, not what they compute."""
+    async with served(laptop(executor="modelled"), Path(tmp_path_factory.mktemp("services"))) as subject:
+        yield subject
+
+
+def services(subject: Served) -> list[psutil.Process]:
+    """The processes of controller and gateway."""
+    children = psutil.Process(subject.process.pid).children(recursive=True)
+    return [each for each in children if "_ServiceActor" in " ".join(each.cmdline())]
+
+
+def listens(process: psutil.Process, port: int) -> bool:
+    return any(each.laddr.port == port and each.status == psutil.CONN_LISTEN for each in process.net_connections())
+
+
+async def answer(endpoint: str) -> int:
+    async with DiptychClient(endpoint) as client:
+        done = await client.complete([5, 6, 7] * 20, max_tokens=4, temperature=0.0, timeout_s=5.0)
+        return len(done.completed.transfers)
+
+
+async def answers_again(endpoint: str, timeout_s: float) -> int:
+    async with asyncio.timeout(timeout_s):
+        while True:
+            try:
+                return await answer(endpoint)
+            except DiptychError:
+                await asyncio.sleep(0.2)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_killed_gateway_opens_its_door_again(subject: Served) -> None:
+    assert await answer(subject.endpoint) == 1
+    port = int(subject.endpoint.rpartition(":")[2])
+    (gateway,) = [each for each in services(subject) if listens(each, port)]
+    os.kill(gateway.pid, signal.SIGKILL)
+    assert await answers_again(subject.endpoint, 60.0) == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_killed_controller_finds_the_living_workers(subject: Served) -> None:
+    assert await answers_again(subject.endpoint, 30.0) == 1
+    port = int(subject.endpoint.rpartition(":")[2])
+    (controller,) = [each for each in services(subject) if not listens(each, port)]
+    async with DiptychClient(subject.endpoint) as client:
+        before = {each.name: each.incarnation for each in (await client.status()).view.workers}
+        os.kill(controller.pid, signal.SIGKILL)
+        assert await answer(subject.endpoint) == 1  # without a controller
+        async with asyncio.timeout(60):
+            while not any(each.is_running() and not listens(each, port) for each in services(subject)):
+                await asyncio.sleep(0.2)
+        await asyncio.sleep(5.0)
+        after = {each.name: each.incarnation for each in (await client.status(audit=True)).view.workers}
+    assert after == before
+    assert await answer(subject.endpoint) == 1
+
+
+def test_a_ray_that_is_not_there_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cluster.cli", "serve", "-f", str(ROOT / "examples" / "laptop.yaml")],
+        env=os.environ | {"RAY_ADDRESS": "127.0.0.1:9"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("Error: Ray at 127.0.0.1:9 cannot be reached")
+    assert "Traceback" not in done.stderr
