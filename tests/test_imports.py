@@ -20,6 +20,7 @@ LAYERS = [
     ["workers.request", "workers.config", "workers.stats", "workers.errors"],
     ["workers.ops"],
     ["workers.model", "workers.engine", "workers.costs", "workers.tokenizer", "workers.mailbox"],
+    ["workers.lease_desk", "workers.peers"],
     ["workers.executor", "workers.worker"],
     ["workers.build"],
     ["cluster.spec"],

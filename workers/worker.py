@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import psutil
 
-from kvtransfer.control import ControlClient, ControlServer
+from kvtransfer.control import ControlServer
 from kvtransfer.errors import DigestMismatch, PeerLost, TransferError
 from kvtransfer.open import RESERVED_BLOCKS, host_identity
 from kvtransfer.pull import pull
-from kvtransfer.ticket import LinkReport, PeerAddress, Progress, TransferTicket
+from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from kvtransfer.transport import PullOrder, Read
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine, Told
@@ -30,7 +30,9 @@ from workers.engine.executor import Executor
 from workers.engine.pump import Pump
 from workers.engine.sequence import Lease
 from workers.errors import Overloaded, UnknownSequence, WorkerClosed, WorkerError
+from workers.lease_desk import LeaseDesk
 from workers.mailbox import Mailbox
+from workers.peers import Peers
 from workers.request import Bundle, FetchedOut, Output, Request, Reservation, TicketOut
 from workers.stats import WorkerInfo
 
@@ -59,10 +61,6 @@ class Worker:
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._reservations: deque[_Asked] = deque()
         self._fetches: dict[str, asyncio.Task[None]] = {}
-        self._clients: dict[str, asyncio.Task[ControlClient]] = {}
-        self._links: dict[str, asyncio.Task[LinkReport]] = {}
-        self._forgetting: set[asyncio.Future[None]] = set()
-        self._progressed = asyncio.Event()
         self._sweeper: asyncio.TimerHandle | None = None
 
     # ---- life ------------------------------------------------------------------------------------------------
@@ -86,7 +84,9 @@ class Worker:
             reserved=RESERVED_BLOCKS,
             digest=transfer.digest,
         )
-        self._control = ControlServer(_LeaseDesk(self), self._peer_now, self.config.secret.encode())
+        self._peers = Peers(self.config, self._executor)
+        self._desk = LeaseDesk(self.engine.leases, self._changed)
+        self._control = ControlServer(self._desk, self._peer_now, self.config.secret.encode())
         self._port = await self._control.start(transfer.host)
         self._pump = Pump(self.engine, self._executor, self._deliver, self._now_s)
         self._pumping = asyncio.ensure_future(self._pump.run())
@@ -145,10 +145,7 @@ class Worker:
             self._sweeper.cancel()
         for mailbox in self._mailboxes.values():
             mailbox.pulse()
-        for opening in list(self._clients.values()):
-            if opening.done() and not opening.cancelled() and opening.exception() is None:
-                await opening.result().close()
-            opening.cancel()
+        await self._peers.close()
         await self._control.close()
         await self._executor.close()
 
@@ -231,8 +228,8 @@ class Worker:
     async def connect(self, peer: PeerAddress) -> LinkReport:
         """Preflight: meet an owner, move one real block with its digest, measure. Errors: `TransferError`."""
         self._require_open()
-        await self._client(peer)
-        return await self._link(peer)
+        _, link = await self._peers.meet(peer)
+        return link
 
     async def check(self) -> None:
         """Prove that every block is accounted for. Raises AssertionError."""
@@ -306,8 +303,7 @@ class Worker:
         for each in told:
             if not self.engine.holds(each.key):
                 self._routes.pop(each.key, None)
-        self._progressed.set()
-        self._progressed = asyncio.Event()
+        self._desk.progressed()
         self._grant()
         self._arm()
 
@@ -329,8 +325,7 @@ class Worker:
             sequence = self.engine.reserved(key)
             if ticket.num_tokens != sequence.request.num_tokens:
                 raise TransferError(f"the ticket holds {ticket.num_tokens} tokens, {key} has {len(sequence.tokens)}")
-            client = await self._client(ticket.owner)
-            link = await self._link(ticket.owner)
+            client, link = await self._peers.meet(ticket.owner)
             skip_blocks = sequence.cached_tokens // self.config.engine.block_size
             report = await pull(
                 client,
@@ -345,7 +340,7 @@ class Worker:
             self._post(FetchedOut(key, report))
         except (TransferError, UnknownSequence) as error:
             if isinstance(error, PeerLost):
-                self._links.pop(ticket.owner.incarnation, None)  # the next fetch meets the owner anew, if it lives
+                self._peers.unlink(ticket.owner.incarnation)
             corrupt = isinstance(error, DigestMismatch)
             self.engine.fail(key, f"{type(error).__name__}: {error}", corrupt=corrupt)
         except Exception as error:
@@ -362,38 +357,6 @@ class Worker:
     def _settled(self, blocks: tuple[int, ...]) -> None:
         self.engine.transfer_settled(blocks)
         self._changed()
-
-    async def _client(self, peer: PeerAddress) -> ControlClient:
-        """The control connection to this incarnation; opened once, by whoever comes first."""
-        opening = self._clients.get(peer.incarnation)
-        if opening is None or (opening.done() and opening.exception() is not None):
-            opening = asyncio.ensure_future(
-                ControlClient.connect(
-                    peer.host,
-                    peer.control_port,
-                    self.config.secret.encode(),
-                    expected_incarnation=peer.incarnation,
-                    deadline_s=self.config.transfer.read_timeout_s,
-                    on_lost=lambda: self._lost(peer.incarnation),
-                )
-            )
-            self._clients[peer.incarnation] = opening
-        return await asyncio.shield(opening)
-
-    async def _link(self, peer: PeerAddress) -> LinkReport:
-        linking = self._links.get(peer.incarnation)
-        if linking is None or (linking.done() and linking.exception() is not None):
-            linking = asyncio.ensure_future(self._executor.connect(peer))
-            self._links[peer.incarnation] = linking
-        return await asyncio.shield(linking)
-
-    def _lost(self, incarnation: str) -> None:
-        """The control connection broke: that incarnation is dead to us, and so is its memory."""
-        self._clients.pop(incarnation, None)
-        if self._links.pop(incarnation, None) is not None and not self._closed:
-            forgetting = asyncio.ensure_future(self._executor.forget(incarnation))
-            self._forgetting.add(forgetting)
-            forgetting.add_done_callback(self._forgetting.discard)
 
     # ---- reclaim -----------------------------------------------------------------------------------------------
 
@@ -429,31 +392,3 @@ class _Asked:
     request: Request
     future: "asyncio.Future[Reservation]"
     asked_s: float
-
-
-class _LeaseDesk:
-    """Answers the readers of this worker's leases (the `LeaseSource` port of kvtransfer.control)."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    async def watch(self, lease: str, epoch: int, have: int, timeout_s: float) -> Progress:
-        """Answer when the watermark passed `have`, or the prompt is done, or after `timeout_s`."""
-        worker = self._worker
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        while True:
-            progressed = worker._progressed
-            progress = worker.engine.leases.progress(lease, epoch, have, loop.time())
-            if progress.ready_blocks > have or progress.finished or loop.time() >= deadline:
-                return progress
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await progressed.wait()
-            except TimeoutError:
-                pass  # answer with what there is; the reader asks again
-
-    def release(self, lease: str, epoch: int) -> None:
-        """The reader has everything. Raises `LeaseLost`."""
-        self._worker.engine.leases.release(lease, epoch)
-        self._worker._changed()

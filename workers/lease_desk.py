@@ -1,0 +1,44 @@
+"""Answers the readers of a worker's leases: the `LeaseSource` port of kvtransfer.control over an engine.
+
+Knows leases and the loop's clock; knows no socket.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from kvtransfer.ticket import Progress
+from workers.engine.leases import LeaseBook
+
+
+class LeaseDesk:
+    """Owned by a Worker. `released` is called after a lease has ended."""
+
+    def __init__(self, leases: LeaseBook, released: Callable[[], None]) -> None:
+        self._leases = leases
+        self._released = released
+        self._progressed = asyncio.Event()
+
+    def progressed(self) -> None:
+        """Watermarks may have moved: wake the readers."""
+        self._progressed.set()
+        self._progressed = asyncio.Event()
+
+    async def watch(self, lease: str, epoch: int, have_blocks: int, timeout_s: float) -> Progress:
+        """Answer when the watermark passed `have_blocks`, or the prompt is done, or after `timeout_s`."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while True:
+            progressed = self._progressed
+            progress = self._leases.progress(lease, epoch, have_blocks, loop.time())
+            if progress.ready_blocks > have_blocks or progress.finished or loop.time() >= deadline_s:
+                return progress
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    await progressed.wait()
+            except TimeoutError:
+                continue  # the deadline is over: the next round answers with what there is
+
+    def release(self, lease: str, epoch: int) -> None:
+        """The reader has everything. Raises `LeaseLost`."""
+        self._leases.release(lease, epoch)
+        self._released()

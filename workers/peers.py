@@ -1,0 +1,72 @@
+"""The owners that this worker reads from: one control connection and one proven link for each incarnation.
+
+Opened by whoever needs them first, shared by all, dropped when the connection breaks. Knows no sequence and no lease.
+"""
+
+import asyncio
+
+from kvtransfer.control import ControlClient
+from kvtransfer.ticket import LinkReport, PeerAddress
+from workers.config import WorkerConfig
+from workers.engine.executor import Executor
+
+
+class Peers:
+    """Owned by a Worker."""
+
+    def __init__(self, config: WorkerConfig, executor: Executor) -> None:
+        self._secret = config.secret.encode()
+        self._deadline_s = config.transfer.read_timeout_s
+        self._executor = executor
+        self._clients: dict[str, asyncio.Future[ControlClient]] = {}
+        self._links: dict[str, asyncio.Future[LinkReport]] = {}
+        self._forgetting: set[asyncio.Future[None]] = set()
+        self._closed = False
+
+    async def meet(self, peer: PeerAddress) -> tuple[ControlClient, LinkReport]:
+        """The connection to this incarnation and its link, as proven by preflight. Errors: `TransferError`."""
+        client = await self._client(peer)
+        linking = self._links.get(peer.incarnation)
+        if linking is None or _failed(linking):
+            linking = asyncio.ensure_future(self._executor.connect(peer))
+            self._links[peer.incarnation] = linking
+        return client, await asyncio.shield(linking)
+
+    def unlink(self, incarnation: str) -> None:
+        """A read found the owner's memory gone: the next reader proves the link anew, if the owner lives."""
+        self._links.pop(incarnation, None)
+
+    async def close(self) -> None:
+        self._closed = True
+        for opening in list(self._clients.values()):
+            if opening.done() and not _failed(opening):
+                await opening.result().close()
+            opening.cancel()
+
+    async def _client(self, peer: PeerAddress) -> ControlClient:
+        opening = self._clients.get(peer.incarnation)
+        if opening is None or _failed(opening):
+            opening = asyncio.ensure_future(
+                ControlClient.connect(
+                    peer.host,
+                    peer.control_port,
+                    self._secret,
+                    expected_incarnation=peer.incarnation,
+                    deadline_s=self._deadline_s,
+                    on_lost=lambda: self._lost(peer.incarnation),
+                )
+            )
+            self._clients[peer.incarnation] = opening
+        return await asyncio.shield(opening)
+
+    def _lost(self, incarnation: str) -> None:
+        """The control connection broke: that incarnation is dead to us, and so is its memory."""
+        self._clients.pop(incarnation, None)
+        if self._links.pop(incarnation, None) is not None and not self._closed:
+            forgetting = asyncio.ensure_future(self._executor.forget(incarnation))
+            self._forgetting.add(forgetting)
+            forgetting.add_done_callback(self._forgetting.discard)
+
+
+def _failed(future: "asyncio.Future[ControlClient] | asyncio.Future[LinkReport]") -> bool:
+    return future.done() and (future.cancelled() or future.exception() is not None)
