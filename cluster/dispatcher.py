@@ -212,7 +212,9 @@ class Dispatcher:
         try:
             async with asyncio.timeout(limit_s):
                 while (placement := place(self.view, life.request, self._sent(), life.avoid)) is None:
-                    life.avoid.clear()
+                    if life.avoid:
+                        life.avoid.clear()
+                        continue
                     self._refuse_unservable(life.request)
                     await self._changed.wait()
         except TimeoutError:

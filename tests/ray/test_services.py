@@ -78,6 +78,24 @@ async def test_a_killed_controller_finds_the_living_workers(subject: Served) -> 
     assert await answer(subject.endpoint) == 1
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_stopped_worker_is_given_up_and_replaced(subject: Served) -> None:
+    async with DiptychClient(subject.endpoint) as client:
+        stopped = next(each for each in (await client.status()).view.workers if each.name == "decode-0")
+        os.kill(stopped.pid, signal.SIGSTOP)
+        done = await client.complete([5, 6, 7] * 20, max_tokens=4, temperature=0.0, timeout_s=20.0)
+        assert len(done.output.tokens) == 4
+        async with asyncio.timeout(60):
+            while True:
+                view = (await client.status()).view
+                now = next(each for each in view.workers if each.name == "decode-0")
+                if now.incarnation != stopped.incarnation and view.linked("prefill-0", "decode-0"):
+                    break
+                await asyncio.sleep(0.2)
+    assert not psutil.pid_exists(stopped.pid)
+    assert await answers_again(subject.endpoint, 30.0) == 1
+
+
 def test_a_ray_that_is_not_there_is_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cluster.cli", "serve", "-f", str(ROOT / "examples" / "laptop.yaml")],
