@@ -298,6 +298,7 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
     else:
         progress("starting Ray on this machine")
         options |= {
+            "address": "local",  # a new one, even where somebody else's Ray runs already
             "include_dashboard": False,
             "num_cpus": _cpus(spec),
             "resources": _custom_resources(spec),
