@@ -75,9 +75,12 @@ class Llama:
         cos = self._cos[positions][:, None]  # [tokens, 1, head_dim]
         sin = self._sin[positions][:, None]
         for index, layer in enumerate(self.layers):
-            x = x + self._attend(layer, index, self._norm(x, layer.attention_norm), cos, sin, batch, pool)
+            attended = self._attend(layer, index, self._norm(x, layer.attention_norm), cos, sin, batch, pool)
+            if index == len(self.layers) - 1:  # all KV is written: only the wanted rows go on
+                x, attended = x[rows], attended[rows]
+            x = x + layer.output(attended)
             x = x + self._feed_forward(layer, self._norm(x, layer.ffn_norm))
-        return self.head(self._norm(x[rows], self.final_norm))
+        return self.head(self._norm(x, self.final_norm))
 
     def _attend(
         self, layer: Layer, index: int, x: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, pool: Tensor
@@ -90,7 +93,7 @@ class Llama:
         attended = self.attention.attend(
             query, pool, index, batch.block_tables, batch.query_lens, batch.context_lens, head_dim**-0.5
         )  # [tokens, heads, head_dim]
-        return layer.output(attended.flatten(1))
+        return attended.flatten(1)
 
     def _feed_forward(self, layer: Layer, x: Tensor) -> Tensor:
         gate, up = layer.gate_up(x).chunk(2, dim=-1)  # [tokens, ffn] each

@@ -10,6 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_FLASH = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+)  # gives the log-sum-exp, which the public call hides
+
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
     """See `attention.WriteKV`."""
@@ -69,19 +73,34 @@ def _chunk(query: Tensor, pool: Tensor, layer: int, table: Tensor, context: int,
     """A run of one prompt. Without a prefix the kernel's own causal mask does; with one it would align wrongly."""
     length = query.shape[0]
     key, value = _gather(pool, layer, table[None], context)  # [1, kv_heads, context, head_dim]
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    queries = query.transpose(0, 1)[None]  # [1, heads, length, head_dim]
+    if length < context and query.device.type == "cpu":
+        return _behind_prefix(queries, key, value, scale)[0].transpose(0, 1)
     mask = None
     if length < context:
         mask = torch.ones(length, context, dtype=torch.bool, device=query.device).tril(context - length)
     output = F.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],  # [1, heads, length, head_dim]
-        key.to(query.dtype),
-        value.to(query.dtype),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=True,
+        queries, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
     return output[0].transpose(0, 1)
+
+
+def _behind_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """A chunk [1, heads, length, head_dim] that follows a prefix: all of the prefix, then causally itself.
+
+    Two calls of the fused kernel without an explicit mask, joined by their log-sum-exps as blocks of flash attention
+    are (Dao et al., 2022). On the prefix the heads of a KV head are its queries, so K and V are not repeated there.
+    """
+    _, heads, length, head_dim = query.shape
+    kv_heads, prefix = key.shape[1], key.shape[2] - length
+    group = heads // kv_heads
+    folded = query.reshape(1, kv_heads, group * length, head_dim)
+    before, before_lse = _FLASH(folded, key[:, :, :prefix], value[:, :, :prefix], 0.0, False, scale=scale)
+    own_key, own_value = (each[:, :, prefix:].repeat_interleave(group, dim=1) for each in (key, value))
+    own, own_lse = _FLASH(query, own_key, own_value, 0.0, True, scale=scale)
+    share = torch.sigmoid(before_lse.reshape(1, heads, length) - own_lse)[..., None]  # of the prefix
+    return torch.lerp(own, before.reshape(1, heads, length, head_dim), share)
 
 
 def _gather(pool: Tensor, layer: int, tables: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
