@@ -1,7 +1,8 @@
 """Makes the Python stubs beside the .proto files: `python -m cluster.api.generate_stubs`. Needs grpcio-tools."""
 
+import subprocess
 import sys
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "proto"
@@ -9,18 +10,25 @@ ROOT = Path(__file__).resolve().parents[2] / "proto"
 
 def generate(target: Path = ROOT) -> list[Path]:
     """Write `*_pb2.py`, `*_pb2.pyi` and, for services, `*_pb2_grpc.py` under `target`. Answers the written files."""
-    from grpc_tools import protoc
-
     sources = sorted(ROOT.glob("diptych/v1/*.proto"))
-    includes = [str(ROOT), str(files("grpc_tools") / "_proto"), str(_common_protos())]
+    includes = [f"-I{path}" for path in (ROOT, _own_protos(), _common_protos())]
     for source in sources:
         outputs = [f"--python_out={target}", f"--pyi_out={target}"]
         if "\nservice " in source.read_text():
             outputs.append(f"--grpc_python_out={target}")
-        arguments = ["protoc", *(f"-I{path}" for path in includes), *outputs, str(source)]
-        if protoc.main(arguments) != 0:
+        # In a process of its own: with protoc's library loaded, importing NIXL aborts the interpreter.
+        command = [sys.executable, "-m", "grpc_tools.protoc", *includes, *outputs, str(source)]
+        if subprocess.run(command, check=False).returncode != 0:
             raise RuntimeError(f"protoc refused {source}; its complaint stands above")
     return sorted(target.glob("diptych/v1/*_pb2*.py*"))
+
+
+def _own_protos() -> Path:
+    """The folder that holds google/protobuf/*.proto. Raises ImportError without grpcio-tools."""
+    spec = find_spec("grpc_tools")
+    if spec is None or spec.origin is None:
+        raise ImportError("grpcio-tools is missing: pip install grpcio-tools")
+    return Path(spec.origin).parent / "_proto"
 
 
 def _common_protos() -> Path:
