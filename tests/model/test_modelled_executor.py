@@ -48,7 +48,7 @@ def open_one(name: str, backend: str, shared: SharedMemory | None = None) -> Mod
         "pool",
         "modelled",
         EngineConfig(kv_blocks=16, block_size=4, max_batch_tokens=64),
-        transfer=TransferConfig(backends=(backend,)),
+        transfer=TransferConfig(backends=(backend,), host="127.0.0.1"),
         executor="modelled",
         secret="s",
     )
