@@ -18,10 +18,10 @@ from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, D
 from cluster.ledger import Stopwatch
 from cluster.line import Line
 from cluster.members import Member, Membership
-from cluster.policy.placement import Placement, place
+from cluster.policy.placement import Placement, Sent, place
 from cluster.runtime.interface import WorkerGone
 from cluster.spec import ClusterSpec, Role
-from cluster.view import ClusterView, ModelView, WorkerState
+from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
 from kvtransfer.ticket import TransferReport
 from workers.errors import WorkerError
 from workers.request import FinishReason, Request, TokensOut
@@ -267,7 +267,7 @@ class Dispatcher:
         """Done after the next change of membership or state; statistics alone are none."""
         return self._changed.wait()
 
-    def _sent(self) -> dict[str, Any]:
+    def _sent(self) -> dict[str, Sent]:
         return {name: line.sent for name, line in self._lines.items()}
 
     async def _follow(self) -> None:
@@ -289,9 +289,9 @@ class Dispatcher:
             for member in membership.members
             if member.handle is not None and member.view.state is WorkerState.READY
         }
+        known = {member.view.name: member.view for member in membership.members}
         for name, line in list(self._lines.items()):
-            member = ready.get(name)
-            if member is None or member.view.incarnation != line.view.incarnation:
+            if _departed(line, known.get(name)):
                 if line.lost is None:
                     line.hang_up("the controller took it out")
                 self._in_background(line.close())
@@ -312,19 +312,26 @@ class Dispatcher:
         while True:
             await asyncio.sleep(REDIAL_S)
             for member in self._membership.members:
-                line = self._lines.get(member.view.name)
-                ready = (
-                    member.view.state is WorkerState.READY and member.view.incarnation == line.view.incarnation
-                    if line
-                    else False
-                )
-                if line is not None and line.lost is not None and ready:
+                line, view = self._lines.get(member.view.name), member.view
+                if line is None or line.lost is None:
+                    continue
+                if view.state is WorkerState.READY and view.incarnation == line.view.incarnation:
                     self._in_background(line.close())
-                    self._lines[member.view.name] = self._dial(member)
+                    self._lines[view.name] = self._dial(member)
 
     def _pulse(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _departed(line: Line, view: WorkerView | None) -> bool:
+    """Whether the controller says that the worker of this line is no more.
+
+    STARTING alone does not: a controller that was itself restarted says so of living workers until it has met them.
+    """
+    if view is None or view.state is WorkerState.DEAD:
+        return True
+    return view.state is WorkerState.READY and view.incarnation != line.view.incarnation
 
 
 async def _audit(line: Line | None) -> str:

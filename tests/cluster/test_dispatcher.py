@@ -11,6 +11,7 @@ from local import cluster, completed, mixed_spec, request, split_spec, tokens_of
 
 from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Delta, Rejected, Unservable
 from cluster.spec import Role
+from cluster.view import WorkerState
 from kvtransfer.transport import Read
 from workers.costs import CostModel
 from workers.errors import UnknownSequence, WorkerError
@@ -305,4 +306,20 @@ async def test_a_line_that_was_lost_to_a_living_worker_is_dialled_again() -> Non
             while not subject.dispatcher.view.ready(Role.DECODE):
                 await asyncio.sleep(0.02)
         assert len(completed(await subject.run(request("a", 40))).transfers) == 1
+        await subject.settle()
+
+
+async def test_a_controller_that_starts_anew_does_not_cut_living_streams() -> None:
+    async with cluster(split_spec(), SLOW) as subject:
+        stream = asyncio.ensure_future(subject.run(request("a", 40, max_tokens=30)))
+        await asyncio.sleep(0.4)
+        known = subject.dispatcher._membership
+        anew = tuple(
+            replace(m, view=replace(m.view, state=WorkerState.STARTING, incarnation="")) for m in known.members
+        )
+        subject.dispatcher._take_membership(replace(known, members=anew))
+        await asyncio.sleep(0.1)
+        subject.dispatcher._take_membership(known)
+        events = await stream
+        assert tokens_of(events) == expected("a", 40, 30) and completed(events).attempts == 1
         await subject.settle()
