@@ -1,5 +1,6 @@
 """Running a model over scattered blocks, for tests that care about numbers and not about scheduling."""
 
+import itertools
 import random
 
 import torch
@@ -31,7 +32,15 @@ def ragged(tables: list[list[int]], query_lens: list[int], context_lens: list[in
         for table, length, context in zip(tables, query_lens, context_lens, strict=True)
         for position in range(context - length, context)
     ]
-    return RaggedBatch(tuple(query_lens), tuple(context_lens), torch.tensor(padded), torch.tensor(slots))
+    starts = [0, *itertools.accumulate(query_lens)]
+    return RaggedBatch(
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(context_lens, dtype=torch.int32),
+        torch.tensor(padded, dtype=torch.int32),
+        torch.tensor(slots),
+        max(query_lens),
+        max(context_lens),
+    )
 
 
 @torch.inference_mode()

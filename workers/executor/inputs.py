@@ -1,6 +1,7 @@
 """A step plan as tensors. Pure: the same plan gives the same tensors, and nothing is remembered between steps."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,23 +28,26 @@ def step_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepIn
     """The plan's chunks on one flat token axis, in the plan's order."""
     chunks = plan.chunks
     assert chunks and all(chunk.tokens for chunk in chunks), f"step {plan.number} has nothing to compute"
-    lengths = tuple(len(chunk.tokens) for chunk in chunks)
-    last_rows = np.cumsum(lengths) - 1
+    lengths = [len(chunk.tokens) for chunk in chunks]
+    contexts = [chunk.context for chunk in chunks]
+    stops = np.cumsum(lengths)
     drawn = tuple(index for index, chunk in enumerate(chunks) if chunk.draw is not None)
 
-    def tensor(array: NDArray[np.int64]) -> Tensor:
+    def tensor(array: NDArray[np.integer[Any]]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     return StepInputs(
         tokens=tensor(np.concatenate([np.array(chunk.tokens, np.int64) for chunk in chunks])),
         positions=tensor(np.concatenate([_positions(chunk) for chunk in chunks])),
         batch=RaggedBatch(
-            query_lens=lengths,
-            context_lens=tuple(chunk.context for chunk in chunks),
+            query_starts=tensor(np.array([0, *stops], np.int32)),
+            context_lens=tensor(np.array(contexts, np.int32)),
             block_tables=tensor(_block_tables(chunks)),
             slot_mapping=tensor(np.concatenate([_slots(chunk, block_size) for chunk in chunks])),
+            max_query=max(lengths),
+            max_context=max(contexts),
         ),
-        rows=tensor(last_rows[list(drawn)].astype(np.int64)),
+        rows=tensor(stops[list(drawn)].astype(np.int64) - 1),
         draws=tuple(chunk.draw for chunk in chunks if chunk.draw is not None),
         drawn=drawn,
     )
@@ -60,10 +64,10 @@ def _slots(chunk: Chunk, block_size: int) -> NDArray[np.int64]:
     return blocks * block_size + positions % block_size
 
 
-def _block_tables(chunks: tuple[Chunk, ...]) -> NDArray[np.int64]:
+def _block_tables(chunks: tuple[Chunk, ...]) -> NDArray[np.int32]:
     """[chunks, longest table], each row padded with its own first block (see `RaggedBatch`)."""
     width = max(len(chunk.blocks) for chunk in chunks)
-    tables = np.empty((len(chunks), width), np.int64)
+    tables = np.empty((len(chunks), width), np.int32)
     for row, chunk in zip(tables, chunks, strict=True):
         row[:] = chunk.blocks[0]
         row[: len(chunk.blocks)] = chunk.blocks

@@ -89,10 +89,8 @@ class Llama:
         qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         qk = rotate(qkv[:, : heads + kv_heads], cos, sin)
         query, key, value = qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
-        self.attention.write_kv(pool, key, value, index, batch.slot_mapping)
-        attended = self.attention.attend(
-            query, pool, index, batch.block_tables, batch.query_lens, batch.context_lens, head_dim**-0.5
-        )  # [tokens, heads, head_dim]
+        self.attention.write_kv(pool, key, value, index, batch)
+        attended = self.attention.attend(query, pool, index, batch, head_dim**-0.5)  # [tokens, heads, head_dim]
         return attended.flatten(1)
 
     def _feed_forward(self, layer: Layer, x: Tensor) -> Tensor:

@@ -3,29 +3,33 @@
 Knows lengths, block tables and slots. Knows no model and no device beyond where its tensors lie.
 
     tokens    | a a a a a | b | c c |        flat axis, one run of query tokens per sequence
-    query_lens  5           1   2
-    context_lens 5          40  18           keys that a run's last token sees, itself included
+    query_starts  0         5   6    8       where each run begins; the last number is the length of the axis
+    context_lens  5         40  18           keys that a run's last token sees, itself included
     block_tables [3 7 0]  [4 9 ..] ...       one row per sequence, padded with the row's own first block
     slot_mapping 48 49 ...                   where each token's K and V go: block * block_size + slot
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """`block_tables` [sequences, blocks] and `slot_mapping` [tokens] are int64 on the pool's device.
+    """All tensors lie on the pool's device. Runs of one token come first.
 
     Padding a table with the row's own first block keeps every gathered number one that this sequence wrote.
+    `max_query` and `max_context` are the longest run and the longest context, known without asking the device.
     """
 
-    query_lens: tuple[int, ...]
-    context_lens: tuple[int, ...]
-    block_tables: Tensor
-    slot_mapping: Tensor
+    query_starts: Tensor  # [sequences + 1] int32
+    context_lens: Tensor  # [sequences] int32
+    block_tables: Tensor  # [sequences, blocks] int32
+    slot_mapping: Tensor  # [tokens] int64
+    max_query: int
+    max_context: int
 
     def __post_init__(self) -> None:
-        assert len(self.query_lens) == len(self.context_lens) == self.block_tables.shape[0]
-        assert sum(self.query_lens) == self.slot_mapping.shape[0]
+        assert self.query_starts.dtype == self.context_lens.dtype == self.block_tables.dtype == torch.int32
+        assert len(self.query_starts) - 1 == len(self.context_lens) == self.block_tables.shape[0]

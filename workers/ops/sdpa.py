@@ -4,11 +4,15 @@ The pool is read and written as rows of a matrix: whole rows move by memory copy
 indexing the six axes. Needs a contiguous pool; runs wherever torch does.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from workers.ops import reference
+from workers.ops.batch import RaggedBatch
 
 _FLASH = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -16,7 +20,7 @@ _FLASH = (
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
-    """See `attention.WriteKV`."""
+    """See `attention.Attention.write_kv`."""
     block_size, head_dim = pool.shape[4:]
     table = slot_mapping // block_size
     rows = _first_rows(pool, layer, table[:, None]) * block_size + (slot_mapping % block_size)[:, None]
@@ -27,25 +31,21 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
 
 
 def attend(
-    query: Tensor,
-    pool: Tensor,
-    layer: int,
-    block_tables: Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    scale: float,
+    query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
 ) -> Tensor:
-    """See `attention.Attend`."""
+    """See `attention.Attention.attend`."""
+    if softcap or 0 < window < batch.max_context:
+        return reference.attend(query, pool, layer, batch, scale, window, softcap)
+    context_lens, starts, block_tables = batch.context_lens.tolist(), batch.query_starts.tolist(), batch.block_tables
+    query_lens = [stop - start for start, stop in itertools.pairwise(starts)]
     num_decodes = next((row for row, length in enumerate(query_lens) if length > 1), len(query_lens))
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     if num_decodes:
         rows = slice(0, num_decodes)
         output[rows] = _decode(query[rows], pool, layer, block_tables[rows], context_lens[rows], scale)
-    start = num_decodes
     for row in range(num_decodes, len(query_lens)):
-        stop = start + query_lens[row]
-        output[start:stop] = _chunk(query[start:stop], pool, layer, block_tables[row], context_lens[row], scale)
-        start = stop
+        run = slice(starts[row], starts[row + 1])
+        output[run] = _chunk(query[run], pool, layer, block_tables[row], context_lens[row], scale)
     return output
 
 

@@ -1,0 +1,93 @@
+"""Compiles the C++ sources beside this file, once for each machine and version, and loads them.
+
+    sources + flags + compiler + CPU ──hash──> cache/native/<hash>.so ──ctypes──> functions
+
+The sources know no torch: they take pointers and sizes, so a build takes seconds, not the half minute of torch's
+headers. They use OpenMP through the very library that torch has loaded, hence torch's threads and their number.
+Without a compiler there is no library; callers then take the torch-only way, which computes the same.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from platformdirs import user_cache_dir
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "DIPTYCH_NATIVE"  # "0" in the environment: never compile, never load
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=off")
+COMPILE_TIMEOUT_S = 300.0
+
+Pointer = ctypes.c_void_p
+Size = ctypes.c_int64
+Float = ctypes.c_float
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where there can be none (the log says why). The first call may compile."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    try:
+        return ctypes.CDLL(str(_built()))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        logger.warning("no native kernels, the slower torch ones compute instead: %s", str(detail).strip()[-500:])
+        return None
+
+
+def function(name: str, arguments: Sequence[type]) -> "ctypes._NamedFuncPointer | None":
+    """A kernel by name with its argument types (it answers nothing), or None without a library."""
+    loaded = library()
+    if loaded is None:
+        return None
+    found = getattr(loaded, name)
+    found.argtypes, found.restype = list(arguments), None
+    return found  # type: ignore[no-any-return]
+
+
+def pointer(tensor: Tensor) -> int:
+    """The address of a tensor's first number. The caller keeps the tensor alive over the call."""
+    return tensor.data_ptr()
+
+
+def _built() -> Path:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise OSError("there is no C++ compiler (g++) on this machine")
+    sources = sorted(Path(__file__).parent.glob("*.cpp"))
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    identity = hashlib.sha256("\0".join([*FLAGS, version, _cpu(), torch.__version__]).encode())
+    for source in sorted(Path(__file__).parent.glob("*.[ch]pp")):
+        identity.update(source.read_bytes())
+    folder = Path(os.environ.get("DIPTYCH_CACHE") or user_cache_dir("diptych")) / "native"
+    target = folder / f"{identity.hexdigest()[:16]}.so"
+    if not target.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as scratch:
+            made = Path(scratch) / "native.so"
+            logger.info("compiling the native kernels, once on this machine")
+            command = [compiler, *FLAGS, *map(str, sources), "-o", str(made)]
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
+            made.replace(target)  # two processes at once make the same file twice; either is whole
+    return target
+
+
+def _cpu() -> str:
+    """What `-march=native` depends on: a cache folder may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
