@@ -71,6 +71,7 @@ class SLO:
 class Request:
     """One attempt at one request. `generated` are tokens the client already has from an earlier attempt.
 
+    `group`: siblings of one request for several answers share it, and share the work on their common prompt.
     `fresh`: trust no cached KV of this prompt, an earlier attempt found it corrupt. `reply_to` names the subscriber
     (see `Worker.poll`) that gets the outputs.
     """
@@ -84,6 +85,7 @@ class Request:
     fresh: bool = False
     reply_to: str = ""
     session: str = ""
+    group: str = ""
 
     @property
     def key(self) -> str:

@@ -27,7 +27,8 @@ class Chunk:
 
     `tokens` stand at positions first_position ...; `blocks` is the block table up to the chunk's end: token at
     position p lives in slot p % block_size of blocks[p // block_size]. A decode is a chunk of one token.
-    `draw` None: a chunk in the middle of a prompt, nothing to sample.
+    `draw` None: a chunk in the middle of a prompt, nothing to sample. `targets` are the tokens that really follow the
+    chunk's first rows, when the prompt's own log probabilities are wanted, with the `num_top` best of each row.
     """
 
     key: str
@@ -35,6 +36,8 @@ class Chunk:
     first_position: int
     blocks: tuple[int, ...]
     draw: Draw | None
+    targets: tuple[int, ...] = ()
+    num_top: int = 0
 
     @property
     def context(self) -> int:
@@ -44,14 +47,19 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration. `digest_blocks` are to be digested after it (their KV is then complete).
+    """One iteration: first the copies, in this order, then the chunks, at last the digests.
 
-    Chunks of one token that draw (decodes) come first.
+    `swap_out` are pairs (block, host block) to save, `swap_in` pairs (host block, block) to bring back, `copies` pairs
+    (source block, target block) within the pool. Chunks of one token that draw (decodes) come first.
+    `digest_blocks` are to be digested after it (their KV is then complete).
     """
 
     number: int
     chunks: tuple[Chunk, ...]
     digest_blocks: tuple[int, ...] = ()
+    swap_out: tuple[tuple[int, int], ...] = ()
+    swap_in: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -62,6 +70,7 @@ class StepPlan:
 class StepResult:
     """`tokens[i]` belongs to the i-th chunk (None where nothing was drawn), `logprobs` likewise.
 
+    `prompt_logprobs[i]` has one entry for each of the i-th chunk's targets (all empty: nobody asked).
     `digests[rank][j]` belongs to the plan's digest_blocks[j]. `seconds` is the device's time for the step.
     """
 
@@ -70,3 +79,4 @@ class StepResult:
     logprobs: tuple[TokenLogprobs | None, ...]
     digests: tuple[tuple[int, ...], ...]
     seconds: float
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
