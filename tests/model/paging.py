@@ -9,7 +9,7 @@ from torch import Tensor
 from kvtransfer.layout import KVLayout
 from workers.executor.kv_pool import KVPool, allocate_pool
 from workers.model.config import ModelConfig
-from workers.model.llama import Llama
+from workers.model.decoder import Decoder
 from workers.ops.batch import RaggedBatch
 
 
@@ -45,7 +45,7 @@ def ragged(tables: list[list[int]], query_lens: list[int], context_lens: list[in
 
 @torch.inference_mode()
 def run_chunks(
-    model: Llama, pool: KVPool, prompts: list[list[int]], tables: list[list[int]], steps: list[list[tuple[int, int]]]
+    model: Decoder, pool: KVPool, prompts: list[list[int]], tables: list[list[int]], steps: list[list[tuple[int, int]]]
 ) -> list[Tensor]:
     """Logits of every token of every prompt. Each step is a list of (prompt, number of its next tokens)."""
     done = [0] * len(prompts)

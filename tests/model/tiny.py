@@ -62,7 +62,7 @@ def write_tiny_llama(
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
     _write_weights(folder, config, dtype, shards, seed)
-    _write_tokenizer(folder)
+    write_tiny_tokenizer(folder)
     return folder
 
 
@@ -107,7 +107,8 @@ def _write_weights(folder: Path, config: dict[str, Any], dtype: torch.dtype, sha
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tiny_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of 259 ids with a chat template."""
     vocabulary = {token: index for index, token in enumerate(SPECIAL)}
     for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocabulary[character] = len(vocabulary)

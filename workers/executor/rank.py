@@ -22,7 +22,7 @@ from workers.engine.step import StepPlan
 from workers.executor.inputs import step_inputs
 from workers.executor.kv_pool import KVPool
 from workers.executor.sampler import sample
-from workers.model.llama import Llama
+from workers.model.decoder import Decoder
 from workers.request import TokenLogprobs
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class ComputeThread:
 class Rank:
     """Closed by its executor: transports first, so that no byte lands any more, then the thread, then the memory."""
 
-    def __init__(self, model: Llama, pool: KVPool, transports: TransportSet, thread: ComputeThread) -> None:
+    def __init__(self, model: Decoder, pool: KVPool, transports: TransportSet, thread: ComputeThread) -> None:
         self._model = model
         self._pool = pool
         self._transports = transports
@@ -97,7 +97,7 @@ class Rank:
 
 
 @torch.inference_mode()
-def compute(model: Llama, pool: KVPool, plan: StepPlan) -> RankStep:
+def compute(model: Decoder, pool: KVPool, plan: StepPlan) -> RankStep:
     """Run the plan on the calling thread: KV of every chunk into the pool, one token for every chunk that draws."""
     begun = time.perf_counter()
     layout = pool.region.layout

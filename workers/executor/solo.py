@@ -19,9 +19,9 @@ from workers.errors import ModelError
 from workers.executor.kv_pool import KVPool, allocate_pool
 from workers.executor.rank import ComputeThread, Rank
 from workers.model.config import DTYPES, ModelConfig, read_model_config
+from workers.model.decoder import Decoder
 from workers.model.folder import ModelFolder, content_id, count_parameters
-from workers.model.llama import Llama
-from workers.model.load import load_llama
+from workers.model.load import load_decoder
 from workers.request import SamplingParams
 
 WARM_UP_TOKENS = 80  # enough rows for the linears of large batches
@@ -124,13 +124,13 @@ def model_facts(
     )
 
 
-def _load(config: WorkerConfig, folder: ModelFolder, device: torch.device) -> tuple[ModelFacts, Llama, KVPool]:
+def _load(config: WorkerConfig, folder: ModelFolder, device: torch.device) -> tuple[ModelFacts, Decoder, KVPool]:
     """`engine.dtype` is the KV's; weights follow it on a GPU and are float32 on a CPU."""
     if config.engine.dtype not in DTYPES:
         raise ModelError(f"engine.dtype {config.engine.dtype!r} is not one of {', '.join(DTYPES)}")
     dtype: torch.dtype = getattr(torch, config.engine.dtype)
     shape = read_model_config(folder.path)
-    model = load_llama(folder, device, dtype)
+    model = load_decoder(folder, device, dtype)
     facts = model_facts(folder, shape, config.engine.block_size, config.engine.dtype, model.dtype.itemsize)
     return facts, model, allocate_pool(facts.layout, config.engine.kv_blocks, device)
 

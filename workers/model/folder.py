@@ -8,15 +8,19 @@ import hashlib
 import json
 import math
 import os
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from workers.errors import ModelError
-from workers.model.config import read_json, read_model_config
+from workers.model.config import read_model_config
+from workers.model.description import GenerationDefaults, ModelConfig
+from workers.model.fields import read_fields
+from workers.model.tensors import is_harmless, tensor_shapes
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
+WEIGHT_DTYPES = ("F32", "BF16", "F16")
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
 
 
@@ -43,18 +47,39 @@ def check_folder(folder: ModelFolder) -> None:
     """Raise `ModelError` with one clear line unless the folder is complete and of a known architecture."""
     if not folder.path.is_dir():
         raise ModelError(f"{folder.path} is not a folder")
-    read_model_config(folder.path)
+    config = read_model_config(folder.path)
     if not (folder.path / "tokenizer.json").is_file():
         raise ModelError(f"{folder.path} has no tokenizer.json; save the model's fast tokenizer there")
-    for path in weight_files(folder.path):
-        read_header(path)
+    check_tensors(folder.path, config)
+
+
+def check_tensors(path: Path, config: ModelConfig) -> None:
+    """Raise `ModelError` unless the headers list exactly the tensors that the model needs, in a form that we read."""
+    entries = {entry.name: entry for file in weight_files(path) for entry in read_header(file)}
+    shapes = tensor_shapes(config)
+    missing = [name for name in shapes if name not in entries]
+    if missing:
+        raise ModelError(f"{path}: the weights lack {missing[0]} (one of {len(missing)} tensors)")
+    for name, shape in shapes.items():
+        entry = entries[name]
+        if entry.dtype not in WEIGHT_DTYPES:
+            known = ", ".join(WEIGHT_DTYPES)
+            raise ModelError(f"{path}: {name} is of dtype {entry.dtype}; supported: {known}, or a GGUF file")
+        if entry.shape != shape:
+            raise ModelError(f"{path}: {name} has shape {list(entry.shape)}, config.json says {list(shape)}")
+    unknown = sorted(name for name in entries if name not in shapes and not is_harmless(config, name))
+    if unknown:
+        raise ModelError(
+            f"{path}: tensor {unknown[0]} (one of {len(unknown)}) is not part of {config.architecture} "
+            "as config.json describes it"
+        )
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
     """The safetensors files of a folder, each once, in order of name. Raises `ModelError` when one is missing."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        shards = read_json(index).get("weight_map")
+        shards = read_fields(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise ModelError(f"{index} has no weight_map")
         files = tuple(path / name for name in sorted(set(shards.values())))
@@ -94,10 +119,11 @@ def count_parameters(folder: ModelFolder) -> int:
 def content_id(folder: ModelFolder) -> str:
     """A short id of the weights, equal on every machine that holds them, cheap at any size.
 
-    Hashes the computation's shape, every file's header and size, and evenly spaced samples of its bytes: it tells
+    Hashes the computation's description, every file's header and size, and evenly spaced samples of its bytes: it tells
     models and revisions apart; it is no defence against somebody who edits a file on purpose.
     """
-    digest = hashlib.sha256(repr(astuple(read_model_config(folder.path))).encode())
+    config = replace(read_model_config(folder.path), generation=GenerationDefaults())  # advice, not computation
+    digest = hashlib.sha256(repr(astuple(config)).encode())
     for path in weight_files(folder.path):
         entries = sorted(read_header(path), key=lambda entry: entry.name)
         digest.update(repr([astuple(entry) for entry in entries]).encode())

@@ -1,102 +1,125 @@
 """Weights from a model folder into a decoder.
 
-Knows the hub's tensor names and how they are fused. On a CPU everything computes in float32 (half-precision matrix
-products are nine times slower there without AVX-512 or AMX), and float32 checkpoints stay mapped from the file, so
-that all processes of a machine share one copy.
+Knows which tensor goes where and what is fused. On a CPU everything computes in float32: half-precision matrix
+products are nine times slower there without AVX-512 or AMX.
 """
-
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from workers.errors import ModelError
-from workers.model.config import ModelConfig, read_model_config
-from workers.model.folder import ModelFolder, TensorEntry, read_header, weight_files
-from workers.model.llama import Layer, Llama
+from workers.model.config import read_model_config
+from workers.model.decoder import Decoder, Layer
+from workers.model.description import LayerConfig, ModelConfig
+from workers.model.feed_forward import ACTIVATIONS, Experts, FeedForward, SharedExpert
+from workers.model.folder import ModelFolder, check_tensors
+from workers.model.weights import Weights, fuse
 from workers.ops.attention import SDPA, Attention
 from workers.ops.linear import Linear
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
-
-def load_llama(
+def load_decoder(
     folder: ModelFolder,
     device: torch.device,
     dtype: torch.dtype,
     attention: Attention = SDPA,
-) -> Llama:
+    weight_format: str = "float32",
+) -> Decoder:
     """The folder's model, ready to compute on `device` in `dtype` (float32 on a CPU whatever is asked).
 
-    Raises `ModelError` when a tensor is missing or has the wrong shape.
+    Raises `ModelError` when a tensor is missing, has the wrong shape, is not known, or holds NaN or infinity.
     """
     config = read_model_config(folder.path)
+    check_tensors(folder.path, config)
     dtype = torch.float32 if device.type == "cpu" else dtype
-    weights = _Weights(folder.path, device, dtype)
-    embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    head = embedding
-    if not config.tie_embeddings:
-        head = weights.take("lm_head.weight", config.vocab_size, config.hidden_size)
-    layers = tuple(_layer(weights, config, index) for index in range(config.num_layers))
-    final_norm = weights.take("model.norm.weight", config.hidden_size)
-    return Llama(config, embedding, layers, final_norm, Linear(head), attention)
+    return _Assembly(config, Weights(folder.path, device, dtype), weight_format).decoder(attention)
 
 
-def _layer(weights: "_Weights", config: ModelConfig, index: int) -> Layer:
-    prefix = f"model.layers.{index}"
-    hidden, ffn = config.hidden_size, config.ffn_size
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+class _Assembly:
+    """One decoder in the making."""
 
-    def linear(parts: dict[str, int], columns: int, bias: bool) -> Linear:
-        weight = fuse([weights.take(f"{prefix}.{part}.weight", rows, columns) for part, rows in parts.items()])
-        if not bias:
-            return Linear(weight)
-        return Linear(weight, fuse([weights.take(f"{prefix}.{part}.bias", rows) for part, rows in parts.items()]))
+    def __init__(self, config: ModelConfig, weights: Weights, weight_format: str) -> None:
+        self._config = config
+        self._weights = weights
+        self._weight_format = weight_format
 
-    attention = {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-    return Layer(
-        attention_norm=weights.take(f"{prefix}.input_layernorm.weight", hidden),
-        qkv=linear(attention, hidden, config.attention_bias),
-        output=linear({"self_attn.o_proj": hidden}, query, config.attention_bias),
-        ffn_norm=weights.take(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=linear({"mlp.gate_proj": ffn, "mlp.up_proj": ffn}, hidden, config.mlp_bias),
-        down=linear({"mlp.down_proj": hidden}, ffn, config.mlp_bias),
-    )
+    def decoder(self, attention: Attention) -> Decoder:
+        config, names = self._config, self._config.names
+        embedding = self._weights.take(f"{names.root}.embed_tokens.weight")
+        head = embedding if config.tie_embeddings else self._weights.take(f"{names.head}.weight")
+        layers = tuple(self._layer(f"{names.root}.layers.{index}", layer) for index, layer in enumerate(config.layers))
+        final_norm = self._norm(names.root, "norm")
+        assert final_norm is not None
+        return Decoder(config, embedding, layers, final_norm, _linear(head, None, self._weight_format), attention)
+
+    def _layer(self, prefix: str, layer: LayerConfig) -> Layer:
+        config, names = self._config, self._config.names
+        attention_norm, ffn_norm = self._norm(prefix, names.attention_norm), self._norm(prefix, names.ffn_norm)
+        assert attention_norm is not None and ffn_norm is not None
+        return Layer(
+            attention_norm=attention_norm,
+            qkv=self._linear(prefix, names.qkv, config.qkv_bias),
+            qk_norm=self._qk_norm(prefix),
+            output=self._linear(prefix, (names.output,), config.output_bias),
+            attention_post_norm=self._norm(prefix, names.attention_post_norm),
+            ffn_norm=ffn_norm,
+            feed_forward=self._experts(prefix) if layer.has_experts else self._feed_forward(prefix),
+            ffn_post_norm=self._norm(prefix, names.ffn_post_norm),
+        )
+
+    def _qk_norm(self, prefix: str) -> Tensor | None:
+        """The weights of q's and of k's norm, once for each head."""
+        query, key = (self._norm(prefix, name) for name in (self._config.names.query_norm, self._config.names.key_norm))
+        if query is None or key is None:
+            return None
+        return torch.stack([query] * self._config.num_heads + [key] * self._config.num_kv_heads)
+
+    def _feed_forward(self, prefix: str) -> FeedForward:
+        names, bias = self._config.names, self._config.mlp_bias
+        return FeedForward(
+            gate_up=self._linear(prefix, names.gate_up, bias),
+            down=self._linear(prefix, (names.down,), bias),
+            activation=ACTIVATIONS[self._config.activation],
+        )
+
+    def _experts(self, prefix: str) -> Experts:
+        names, experts = self._config.names, self._config.experts
+        assert experts is not None
+        shared = None
+        if experts.shared_ffn_size:
+            gate = self._weights.take(f"{prefix}.{names.shared_gate}.weight")
+            shared = SharedExpert(self._expert(f"{prefix}.{names.shared_expert}"), gate)
+        return Experts(
+            router=self._weights.take(f"{prefix}.{names.router}.weight"),
+            experts=tuple(self._expert(f"{prefix}.{names.experts}.{expert}") for expert in range(experts.count)),
+            per_token=experts.per_token,
+            normalise=experts.normalise,
+            shared=shared,
+        )
+
+    def _expert(self, prefix: str) -> FeedForward:
+        names = self._config.names
+        return FeedForward(
+            gate_up=self._linear(prefix, names.expert_gate_up, bias=False),
+            down=self._linear(prefix, (names.expert_down,), bias=False),
+            activation=ACTIVATIONS[self._config.activation],
+        )
+
+    def _norm(self, prefix: str, name: str) -> Tensor | None:
+        """The norm's weight, or None for a name that the family does not have."""
+        if not name:
+            return None
+        weight = self._weights.take(f"{prefix}.{name}.weight")
+        return weight + self._config.norm_offset if self._config.norm_offset else weight
+
+    def _linear(self, prefix: str, parts: tuple[str, ...], bias: bool) -> Linear:
+        weight = fuse([self._weights.take(f"{prefix}.{part}.weight") for part in parts])
+        offset = fuse([self._weights.take(f"{prefix}.{part}.bias") for part in parts]) if bias else None
+        return _linear(weight, offset, self._weight_format)
 
 
-def fuse(parts: list[Tensor]) -> Tensor:
-    """The tensors above one another. Neighbours in one mapped file become one view: nothing is copied."""
-    first, end = parts[0], parts[0].data_ptr()
-    for part in parts:
-        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or part.data_ptr() != end:
-            return torch.cat(parts)
-        end += part.nbytes
-    return first.as_strided((sum(part.shape[0] for part in parts), *first.shape[1:]), first.stride())
-
-
-class _Weights:
-    """The safetensors files of one folder, mapped whole: a tensor is a view until it must change dtype or device."""
-
-    def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None:
-        self._path = path
-        self._device = device
-        self._dtype = dtype
-        self._tensors: dict[str, tuple[Tensor, TensorEntry]] = {}
-        for file in weight_files(path):
-            entries = read_header(file)
-            mapped = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
-            self._tensors.update({entry.name: (mapped, entry) for entry in entries})
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        if name not in self._tensors:
-            raise ModelError(f"{self._path}: the weights lack {name}")
-        mapped, entry = self._tensors[name]
-        if entry.shape != shape:
-            raise ModelError(f"{self._path}: {name} has shape {list(entry.shape)}, config.json says {list(shape)}")
-        if entry.dtype not in DTYPES:
-            raise ModelError(f"{self._path}: {name} is of dtype {entry.dtype}; known are {', '.join(DTYPES)}")
-        dtype = DTYPES[entry.dtype]
-        numbers = mapped[entry.start : entry.start + entry.num_bytes]
-        if entry.start % dtype.itemsize:  # legal, though no common writer does it: views need alignment
-            numbers = numbers.clone()
-        return numbers.view(dtype).view(shape).to(self._device, self._dtype)
+def _linear(weight: Tensor, bias: Tensor | None, weight_format: str) -> Linear:
+    """The one place where a linear is made."""
+    if weight_format != "float32":
+        raise ModelError(f"weight format {weight_format!r} is not supported; supported: float32")
+    return Linear(weight, bias)

@@ -1,6 +1,7 @@
-"""Rotary position embedding: the tables of cosines and sines, and the turn itself.
+"""Rotary position embedding: the frequencies, their angles at given positions, and the turn itself.
 
-Source: Su et al., RoFormer (2021); the "llama3" stretch as published with Llama 3.1.
+Source: Su et al., RoFormer (2021); linear: Chen et al. (2023); yarn: Peng et al., YaRN (2023); divisors: Ding et al.,
+LongRoPE (2024); the "llama3" stretch as published with Llama 3.1.
 """
 
 import math
@@ -8,33 +9,56 @@ import math
 import torch
 from torch import Tensor
 
-from workers.model.config import RopeConfig
+from workers.model.description import RopeConfig
 
 
-def rope_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [positions, head_dim] in float32, both halves of a row alike."""
-    frequencies = _frequencies(rope, head_dim)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+def frequencies(rope: RopeConfig) -> Tensor:
+    """Radians a position for each pair of features, [rotary_dim / 2] in float32."""
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    plain = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        # Short wavelengths stay, long ones stretch, and between the two bounds the weight slides from 0 to 1.
+        turns = rope.original_context * plain / (2 * math.pi)  # full turns within the original context
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        return _blend(keep.clamp(0.0, 1.0), plain, rope.factor)
+    if rope.kind == "yarn":
+        return _blend(1.0 - _yarn_ramp(rope), plain, rope.factor)
+    if rope.kind == "divisors":
+        return 1.0 / (torch.tensor(rope.divisors) * rope.theta**exponents)
+    assert rope.kind == "default", rope.kind
+    return plain
+
+
+def angles(positions: Tensor, frequencies: Tensor, magnitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [tokens, 1, rotary_dim / 2] for positions [tokens]."""
+    turned = positions[:, None, None].float() * frequencies  # half-precision positions would be off by whole turns
+    return (turned.cos() * magnitude).to(dtype), (turned.sin() * magnitude).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + head_dim/2]) of x [tokens, heads, head_dim] by cos, sin [tokens, 1, head_dim]."""
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-high, low], dim=-1) * sin
+    """Turn each pair (x[i], x[i + rotary_dim / 2]) of x [tokens, heads, head_dim]; features beyond rotary_dim stay."""
+    half = cos.shape[-1]
+    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1)
 
 
-def _frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians a position for each pair [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    plain = 1.0 / rope.theta**exponents
-    if rope.kind == "default":
-        return plain
-    if rope.kind == "linear":
-        return plain / rope.factor
-    # llama3: short wavelengths stay, long ones stretch, and between the two bounds the weight slides from 0 to 1.
-    turns = rope.original_context * plain / (2 * math.pi)  # full turns within the original context
-    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    keep = keep.clamp(0.0, 1.0)
-    return keep * plain + (1.0 - keep) * plain / rope.factor
+def _blend(keep: Tensor, plain: Tensor, factor: float) -> Tensor:
+    return keep * plain + (1.0 - keep) * plain / factor
+
+
+def _yarn_ramp(rope: RopeConfig) -> Tensor:
+    """0 for frequencies to keep, 1 for those to divide, [rotary_dim / 2]."""
+
+    def feature_with(turns: float) -> float:
+        """The feature whose frequency makes so many turns within the original context."""
+        ratio = math.log(rope.original_context / (turns * 2 * math.pi)) / math.log(rope.theta)
+        return rope.rotary_dim * ratio / 2
+
+    first, last = feature_with(rope.beta_fast), feature_with(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.rotary_dim - 1)
+    last += 0.001 if first == last else 0.0
+    return ((torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)

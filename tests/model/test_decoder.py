@@ -12,7 +12,8 @@ from tests.model.tiny import write_tiny_llama
 from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
-from workers.model.load import fuse, load_llama
+from workers.model.load import load_decoder
+from workers.model.weights import fuse
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -38,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_logits_equal_transformers_however_the_prompts_are_cut(tmp_path: Path, shape: dict[str, Any]) -> None:
     folder = ModelFolder("m", write_tiny_llama(tmp_path / "m", **shape))
-    model = load_llama(folder, torch.device("cpu"), torch.float32)
+    model = load_decoder(folder, torch.device("cpu"), torch.float32)
     rng = random.Random(1)
     prompts = [[rng.randrange(3, 300) for _ in range(length)] for length in (37, 5, 64)]
     tables = scattered_tables([len(prompt) for prompt in prompts], num_blocks=40, block_size=4, rng=rng)
@@ -75,8 +76,8 @@ def test_old_style_rope_fields_are_read(tmp_path: Path) -> None:
     del fields["rope_parameters"]
     fields |= {"rope_theta": 123.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     (folder / "config.json").write_text(json.dumps(fields))
-    rope = read_model_config(folder).rope
-    assert (rope.theta, rope.kind, rope.factor) == (123.0, "linear", 2.0)
+    rope = read_model_config(folder).layers[0].rope
+    assert rope is not None and (rope.theta, rope.kind, rope.factor) == (123.0, "linear", 2.0)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_old_style_rope_fields_are_read(tmp_path: Path) -> None:
         ({"architectures": None}, "unnamed is unknown"),
         ({"hidden_size": "big"}, "hidden_size is 'big'"),
         ({"num_key_value_heads": 3}, "cannot share 3 KV heads"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "'spiral' is not supported; supported: default, linear"),
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks 'factor'"),
         ({"sliding_window": 128}, "sliding_window 128 is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -107,4 +108,4 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     fields = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 65}
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ModelError, match=r"gate_proj.weight has shape \[64, 32\], config.json says \[65, 32\]"):
-        load_llama(ModelFolder("m", folder), torch.device("cpu"), torch.float32)
+        load_decoder(ModelFolder("m", folder), torch.device("cpu"), torch.float32)

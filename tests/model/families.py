@@ -1,0 +1,73 @@
+"""One small random model for each family and each of its quirks, written to disk by transformers itself.
+
+Shapes are odd on purpose: heads wider than hidden / heads, one KV head, windows shorter than the prompts.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.model.tiny import write_tiny_tokenizer
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 2": ("llama", {"num_key_value_heads": 4, "num_hidden_layers": 2}),
+    "llama 3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 12, "tie_word_embeddings": True}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "llama, yarn untruncated": ("llama", {"rope_parameters": {**YARN, "truncate": False, "attention_factor": 1.1}}),
+    "llama, dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "mistral, window": ("mistral", {"sliding_window": 7, "head_dim": 16, "num_key_value_heads": 1}),
+    "mistral, no window": ("mistral", {"sliding_window": None}),
+    "qwen 2": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen 2, upper windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+    "qwen 3": ("qwen3", {"head_dim": 24}),
+    "qwen 3, biases": ("qwen3", {"head_dim": 8, "attention_bias": True, "num_key_value_heads": 1}),
+}
+
+
+def write_family(folder: Path, name: str, seed: int = 0) -> Path:
+    """The family's model with weights, config and a byte-level tokenizer."""
+    model_type, changes = FAMILIES[name]
+    config = AutoConfig.for_model(model_type, **(SIZES | changes))
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:  # norms and biases: as they come, and something on top
+                parameter.add_(0.2 * noise)
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
+    write_tiny_tokenizer(folder)
+    return folder
+
+
+def reference(folder: Path) -> PreTrainedModel:
+    """transformers' own computation of the folder, in float32 and with attention written out."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()

@@ -1,0 +1,95 @@
+"""Every family computes what transformers computes, however its prompts are cut, batched, paged or found again."""
+
+import random
+
+import pytest
+import torch
+
+from tests.model.families import FAMILIES, reference, write_family
+from tests.model.paging import pool_for, ragged, run_chunks, scattered_tables
+from workers.executor.kv_pool import KVPool
+from workers.model.decoder import Decoder
+from workers.model.folder import ModelFolder, check_folder
+from workers.model.load import load_decoder
+
+BLOCK = 4
+CPU = torch.device("cpu")
+LENGTHS = (37, 5, 64)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    return ModelFolder(request.param, write_family(tmp_path_factory.mktemp("family") / "m", request.param))
+
+
+@pytest.fixture(scope="module")
+def model(folder: ModelFolder) -> Decoder:
+    check_folder(folder)
+    return load_decoder(folder, CPU, torch.float32)
+
+
+@torch.inference_mode()
+def expected(folder: ModelFolder, prompts: list[list[int]]) -> list[torch.Tensor]:
+    theirs = reference(folder.path)
+    return [theirs(torch.tensor([prompt])).logits[0] for prompt in prompts]
+
+
+def drawn_prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(3, 300) for _ in range(length)] for length in lengths]
+
+
+def test_logits_equal_transformers_however_the_prompts_are_cut(folder: ModelFolder, model: Decoder) -> None:
+    prompts = drawn_prompts()
+    tables = scattered_tables(list(LENGTHS), num_blocks=40, block_size=BLOCK, rng=random.Random(2))
+    steps = [[(0, 10)], [(0, 1), (1, 5), (2, 30)], [(0, 1), (2, 1)], [(2, 33), (0, 25)]]
+    ours = run_chunks(model, pool_for(model.config, 40), prompts, tables, steps)
+    for logits, wanted in zip(ours, expected(folder, prompts), strict=True):
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_prefix_that_another_prompt_left_serves_as_its_own(folder: ModelFolder, model: Decoder) -> None:
+    first, second = drawn_prompts((30, 41))
+    shared = 5 * BLOCK
+    second = first[:shared] + second[shared:]
+    tables = scattered_tables([30, 41], num_blocks=40, block_size=BLOCK, rng=random.Random(3))
+    tables[1] = tables[0][: shared // BLOCK] + tables[1][shared // BLOCK :]
+    pool = pool_for(model.config, 40)
+    run_chunks(model, pool, [first], tables[:1], [[(0, 30)]])
+    positions = torch.arange(shared, 41)
+    batch = ragged(tables[1:], [41 - shared], [41], BLOCK)
+    rows = torch.arange(41 - shared)
+    logits = model.forward(torch.tensor(second[shared:]), positions, rows, batch, pool.blocks)
+    torch.testing.assert_close(logits, expected(folder, [second])[0][shared:], rtol=1e-4, atol=1e-4)
+
+
+def test_greedy_tokens_equal_generate(folder: ModelFolder, model: Decoder) -> None:
+    """Two sequences decoded in one batch, beyond any window, against each one's own `generate`."""
+    prompts = drawn_prompts((19, 33))
+    ours = greedy(model, pool_for(model.config, 40), prompts, 12)
+    theirs = reference(folder.path)
+    for prompt, tokens in zip(prompts, ours, strict=True):
+        wanted = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None
+        )
+        assert tokens == wanted[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def greedy(model: Decoder, pool: KVPool, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """The likeliest continuation of each prompt: prompts in one step, then a token of each a step."""
+    contexts = [list(prompt) for prompt in prompts]
+    lengths = [len(prompt) + num_tokens for prompt in prompts]
+    tables = scattered_tables(lengths, len(pool.blocks), BLOCK, random.Random(4))
+    news = [len(prompt) for prompt in prompts]
+    for _ in range(num_tokens):
+        tokens = [token for context, new in zip(contexts, news, strict=True) for token in context[-new:]]
+        positions = [at for context, new in zip(contexts, news, strict=True) for at in range(len(context))[-new:]]
+        batch = ragged(tables, news, [len(context) for context in contexts], BLOCK)
+        rows = torch.tensor(news).cumsum(0) - 1
+        logits = model.forward(torch.tensor(tokens), torch.tensor(positions), rows, batch, pool.blocks)
+        for context, token in zip(contexts, logits.argmax(-1).tolist(), strict=True):
+            context.append(token)
+        news = [1] * len(prompts)
+    return [context[len(prompt) :] for context, prompt in zip(contexts, prompts, strict=True)]

@@ -1,0 +1,121 @@
+"""A decoder over a flat ragged token axis, with K and V in a paged pool: the mathematics of all model families, once.
+
+Knows a description and the shapes. Knows no family, no file format, no scheduler, no sampling. With x [tokens, hidden]:
+
+    x ← embedding[tokens] * scale
+    each layer:  q, k, v = W_qkv · norm(x);  norm q and k;  turn q and k by position;  k, v → pool
+                 x ← x + norm(W_out · attention(q, pool))
+                 x ← x + norm(feed_forward(norm(x)))
+    logits = cap(W_head · norm(x[rows to sample]))
+
+A layer lacks the norms and turns that its description leaves out. Source: Touvron et al., LLaMA (2023); grouped KV
+heads, Ainslie et al. (2023); norms after each half and caps, Gemma Team, Gemma 2 (2024); norms of q and k, Gemma 3.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.model.description import ModelConfig, RopeConfig
+from workers.model.feed_forward import Experts, FeedForward
+from workers.model.rope import angles, frequencies, rotate
+from workers.ops.attention import Attention
+from workers.ops.batch import RaggedBatch
+from workers.ops.linear import Linear
+
+Turns = dict[RopeConfig, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer's weights; q, k, v stand above one another in `qkv`. None is a norm that the model lacks."""
+
+    attention_norm: Tensor  # [hidden]
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]
+    output: Linear  # [hidden, heads * head_dim]
+    attention_post_norm: Tensor | None  # [hidden]
+    ffn_norm: Tensor  # [hidden]
+    feed_forward: FeedForward | Experts
+    ffn_post_norm: Tensor | None  # [hidden]
+
+
+class Decoder:
+    """Owned by one rank and called from one thread. Holds weights and frequencies, no state between calls."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: Tensor,  # [vocab, hidden]
+        layers: tuple[Layer, ...],
+        final_norm: Tensor,  # [hidden]
+        head: Linear,  # [vocab, hidden]
+        attention: Attention,
+    ) -> None:
+        self.config = config
+        self.embedding = embedding
+        self.layers = layers
+        self.final_norm = final_norm
+        self.head = head
+        self.attention = attention
+        ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+        self._frequencies = {rope: frequencies(rope).to(embedding.device) for rope in ropes}
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def forward(self, tokens: Tensor, positions: Tensor, rows: Tensor, batch: RaggedBatch, pool: Tensor) -> Tensor:
+        """Logits [rows, vocab] for the given rows of the token axis; writes every token's K and V into the pool.
+
+        tokens and positions are [tokens] int64 on the model's device, positions below the context length.
+        """
+        x = self._embed(tokens)  # [tokens, hidden]
+        turns = {
+            rope: angles(positions, steps, rope.magnitude, self.dtype) for rope, steps in self._frequencies.items()
+        }
+        for index, layer in enumerate(self.layers):
+            attended = self._attend(index, self._norm(x, layer.attention_norm), turns, batch, pool)
+            if index == len(self.layers) - 1:  # all KV is written: only the wanted rows go on
+                x, attended = x[rows], attended[rows]
+            x = x + self._norm(layer.output(attended), layer.attention_post_norm)
+            x = x + self._norm(layer.feed_forward(self._norm(x, layer.ffn_norm)), layer.ffn_post_norm)
+        return _cap(self.head(self._norm(x, self.final_norm)), self.config.logit_softcap)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        x = self.embedding[tokens]
+        if self.config.embedding_scale == 1.0:
+            return x
+        # In half precision the scale is rounded as the checkpoint's makers rounded it.
+        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
+
+    def _attend(self, index: int, x: Tensor, turns: Turns, batch: RaggedBatch, pool: Tensor) -> Tensor:
+        config, layer = self.config, self.layers[index]
+        here = config.layers[index]
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
+        qk, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (head_dim,), None, config.rms_eps) * layer.qk_norm
+        if here.rope is not None:
+            qk = rotate(qk, *turns[here.rope])
+        query, key = qk[:, :heads], qk[:, heads:]
+        self.attention.write_kv(pool, key, value, index, batch)
+        attended = self.attention.attend(
+            query, pool, index, batch, config.attention_scale, here.window, config.attention_softcap
+        )  # [tokens, heads, head_dim]
+        return attended.flatten(1)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """x where the model has no such norm."""
+        return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_eps)
+
+
+def _cap(x: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(x / softcap) if softcap else x

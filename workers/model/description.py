@@ -1,0 +1,132 @@
+"""What a decoder computes, stated as plain values: the one vocabulary that all model families are translated into.
+
+Knows sizes and features. Knows no file, no torch, and no family: a feature is here or it is not.
+"""
+
+from dataclasses import dataclass, field
+
+SILU = "silu"
+GELU_TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding of a head's first `rotary_dim` features: base `theta` and how its frequencies are stretched.
+
+    "default": not at all. "linear": all divided by `factor`. "llama3": only wavelengths longer than
+    original_context / low_freq_factor are divided, with a smooth passage up to original_context / high_freq_factor.
+    "yarn": divided below `beta_slow` turns within the original context, kept above `beta_fast`, a ramp between;
+    `truncate` ends the ramp on whole features. "divisors": each frequency by its own one of `divisors`.
+    `magnitude` multiplies cosines and sines.
+    """
+
+    theta: float
+    rotary_dim: int
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    original_context: int = 0
+    divisors: tuple[float, ...] = ()  # [rotary_dim / 2]
+    magnitude: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """What may differ from layer to layer. `window`: tokens that a query sees, itself included; 0 is all of them."""
+
+    rope: RopeConfig | None  # None: positions leave no trace
+    window: int = 0
+    has_experts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A router's choice of `per_token` feed-forwards among `count`, each `ffn_size` wide.
+
+    `normalise`: the weights of the chosen are divided by their sum. `shared_ffn_size`: width of one more feed-forward
+    that all tokens pass, weighted by a sigmoid gate; 0 is none.
+    """
+
+    count: int
+    per_token: int
+    ffn_size: int
+    normalise: bool
+    shared_ffn_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """How a family's checkpoints call each part. Several names are fused at load, in this order.
+
+    A layer's names follow "{root}.layers.{index}."; an empty name is a part that the family does not have.
+    """
+
+    root: str = "model"
+    head: str = "lm_head"
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    query_norm: str = ""
+    key_norm: str = ""
+    output: str = "self_attn.o_proj"
+    attention_post_norm: str = ""
+    ffn_norm: str = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    ffn_post_norm: str = ""
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"  # then ".{expert}."
+    expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+    shared_expert: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate"
+    foreign: tuple[str, ...] = ()  # first parts of names of what we leave out, such as a vision tower
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling that the model's makers recommend; None where they say nothing."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Everything that fixes the computation, sizes in numbers of features, heads, layers or tokens."""
+
+    architecture: str
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    layers: tuple[LayerConfig, ...]
+    rms_eps: float
+    tie_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    dtype: str  # of the checkpoint; what computes is chosen at load
+    attention_scale: float
+    attention_softcap: float = 0.0  # 0: none
+    logit_softcap: float = 0.0  # 0: none
+    embedding_scale: float = 1.0
+    norm_offset: float = 0.0  # added to every stored norm weight
+    activation: str = SILU
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    experts: ExpertsConfig | None = None
+    names: TensorNames = field(default_factory=TensorNames)
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)

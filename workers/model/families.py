@@ -1,0 +1,241 @@
+"""The model families: how the fields and tensor names of each one's checkpoints say what `description` says.
+
+Knows architectures by name; knows no mathematics and no weights. Defaults are those of the families' own configs,
+which checkpoints may leave out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from workers.model.description import GELU_TANH, SILU, ExpertsConfig, LayerConfig, ModelConfig, TensorNames
+from workers.model.fields import Fields
+from workers.model.rope_fields import read_rope
+
+_QK_NORMS = TensorNames(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+_GEMMA2 = TensorNames(
+    attention_post_norm="post_attention_layernorm",
+    ffn_norm="pre_feedforward_layernorm",
+    ffn_post_norm="post_feedforward_layernorm",
+)
+_GEMMA3 = replace(_GEMMA2, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+_PHI3 = TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+_MIXTRAL = TensorNames(
+    router="block_sparse_moe.gate",
+    experts="block_sparse_moe.experts",
+    expert_gate_up=("w1", "w3"),
+    expert_down="w2",
+)
+
+
+def describe(fields: Fields) -> ModelConfig:
+    """The model of a config.json. Raises `ModelError` naming the field that does not fit, or the architecture."""
+    names = fields.items("architectures")
+    name = str(names[0]) if names else "unnamed"
+    if name not in FAMILIES:
+        fields.refuse(f"architecture {name} is unknown; known are {', '.join(FAMILIES)}")
+    return replace(FAMILIES[name](fields), architecture=name)
+
+
+def _plain(
+    fields: Fields,
+    windows: Sequence[int] | None = None,
+    *,
+    head_dim: int | None = None,
+    rms_eps: float = 1e-6,
+    tied: bool = False,
+    activation: str = SILU,
+    names: TensorNames | None = None,
+) -> ModelConfig:
+    """What all families share. `windows` has one number for each layer; other arguments are the family's defaults."""
+    num_layers = fields.count("num_hidden_layers")
+    num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
+    head_dim = fields.count("head_dim", head_dim or hidden_size // num_heads)
+    context_length = fields.count("max_position_embeddings", 2048)
+    fields.only("hidden_activation" if fields.has("hidden_activation") else "hidden_act", activation)
+    fields.only("use_bidirectional_attention", False)
+    rope = read_rope(fields, head_dim, context_length)
+    attention_bias = fields.flag("attention_bias", False)
+    return ModelConfig(
+        architecture="",
+        hidden_size=hidden_size,
+        ffn_size=fields.count("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=fields.count("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        vocab_size=fields.count("vocab_size"),
+        context_length=context_length,
+        layers=tuple(LayerConfig(rope, window) for window in windows or [0] * num_layers),
+        rms_eps=fields.number("rms_norm_eps", rms_eps),
+        tie_embeddings=fields.flag("tie_word_embeddings", tied),
+        eos_token_ids=(),
+        dtype="",
+        attention_scale=head_dim**-0.5,
+        activation=activation,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        names=names or TensorNames(),
+    )
+
+
+def _llama(fields: Fields) -> ModelConfig:
+    fields.only("sliding_window", None)
+    return _plain(fields)
+
+
+def _mistral(fields: Fields) -> ModelConfig:
+    fields.only("layer_types", None)
+    return _plain(fields, _one_window(fields, absent=4096))
+
+
+def _mixtral(fields: Fields) -> ModelConfig:
+    config = _plain(fields, _one_window(fields), rms_eps=1e-5, names=_MIXTRAL)
+    experts = ExpertsConfig(
+        count=fields.count("num_local_experts", 8),
+        per_token=fields.count("num_experts_per_tok", 2),
+        ffn_size=config.ffn_size,
+        normalise=True,
+    )
+    return _with_experts(config, experts, [True] * config.num_layers)
+
+
+def _qwen2(fields: Fields) -> ModelConfig:
+    return replace(_plain(fields, _upper_windows(fields)), qkv_bias=True)
+
+
+def _qwen3(fields: Fields) -> ModelConfig:
+    return _plain(fields, _upper_windows(fields), head_dim=128, names=_QK_NORMS)
+
+
+def _qwen2_moe(fields: Fields) -> ModelConfig:
+    fields.only("use_sliding_window", False)
+    config = replace(_plain(fields), qkv_bias=fields.flag("qkv_bias", True))
+    shared = fields.count("shared_expert_intermediate_size", 5632)
+    return _with_experts(config, replace(_qwen_experts(fields, 60, 4), shared_ffn_size=shared), _sparse_layers(fields))
+
+
+def _qwen3_moe(fields: Fields) -> ModelConfig:
+    windows = _one_window(fields) if fields.flag("use_sliding_window", False) else None
+    config = _plain(fields, windows, names=_QK_NORMS)
+    return _with_experts(config, _qwen_experts(fields, 128, 8), _sparse_layers(fields))
+
+
+def _gemma2(fields: Fields) -> ModelConfig:
+    return _gemma(fields, names=_GEMMA2, global_every=2, attention_softcap=50.0, logit_softcap=30.0)
+
+
+def _gemma3(fields: Fields) -> ModelConfig:
+    config = _gemma(fields, names=_GEMMA3, global_every=fields.count("sliding_window_pattern", 6))
+    if fields.inner("rope_parameters").has("sliding_attention"):
+        local = read_rope(fields, config.head_dim, config.context_length, "sliding_attention")
+        everywhere = read_rope(fields, config.head_dim, config.context_length, "full_attention")
+    else:  # as first published: no scaling of the local layers
+        everywhere = read_rope(fields, config.head_dim, config.context_length)
+        everywhere = replace(everywhere, theta=fields.number("rope_theta", 1e6))
+        local = replace(everywhere, kind="default", factor=1.0, theta=fields.number("rope_local_base_freq", 1e4))
+    layers = tuple(replace(layer, rope=local if layer.window else everywhere) for layer in config.layers)
+    return replace(config, layers=layers)
+
+
+def _gemma(
+    fields: Fields,
+    names: TensorNames,
+    global_every: int,
+    attention_softcap: float | None = None,
+    logit_softcap: float | None = None,
+) -> ModelConfig:
+    num_layers = fields.count("num_hidden_layers")
+    types = ["sliding_attention" if (layer + 1) % global_every else "full_attention" for layer in range(num_layers)]
+    windows = _typed_windows(fields, fields.items("layer_types") or types, fields.count("sliding_window", 4096))
+    config = _plain(fields, windows, head_dim=256, tied=True, activation=GELU_TANH, names=names)
+    return replace(
+        config,
+        attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
+        attention_softcap=_softcap(fields, "attn_logit_softcapping", attention_softcap),
+        logit_softcap=_softcap(fields, "final_logit_softcapping", logit_softcap),
+        embedding_scale=config.hidden_size**0.5,
+        norm_offset=1.0,
+    )
+
+
+def _phi3(fields: Fields) -> ModelConfig:
+    return _plain(fields, _one_window(fields), rms_eps=1e-5, names=_PHI3)
+
+
+def _smollm3(fields: Fields) -> ModelConfig:
+    fields.only("use_sliding_window", False)
+    config = _plain(fields, tied=True)
+    interval = fields.count("no_rope_layer_interval", 4)
+    turns = fields.items("no_rope_layers") or [(layer + 1) % interval for layer in range(config.num_layers)]
+    if len(turns) != config.num_layers:
+        fields.refuse(f"no_rope_layers has {len(turns)} entries for {config.num_layers} layers")
+    layers = tuple(
+        layer if turn else replace(layer, rope=None) for layer, turn in zip(config.layers, turns, strict=True)
+    )
+    return replace(config, layers=layers)
+
+
+def _one_window(fields: Fields, absent: int | None = None) -> list[int] | None:
+    """The same window for all layers, or None; `absent` is what a config means that does not write the field."""
+    window = absent if not fields.has("sliding_window") else fields.get("sliding_window")
+    return None if window is None else [fields.count("sliding_window", absent)] * fields.count("num_hidden_layers")
+
+
+def _upper_windows(fields: Fields) -> list[int] | None:
+    """Qwen's: a window from layer `max_window_layers` on, if at all."""
+    if not fields.flag("use_sliding_window", False):
+        return None
+    full = fields.get("max_window_layers", 28)
+    num_layers = fields.count("num_hidden_layers")
+    types = ["full_attention" if layer < full else "sliding_attention" for layer in range(num_layers)]
+    return _typed_windows(fields, fields.items("layer_types") or types, fields.count("sliding_window", 4096))
+
+
+def _typed_windows(fields: Fields, types: Sequence[str], window: int) -> list[int]:
+    known = {"full_attention": 0, "sliding_attention": window}
+    unknown = [each for each in types if each not in known]
+    if unknown:
+        fields.refuse(f"layer type {unknown[0]!r} is not supported; supported: {', '.join(known)}")
+    if len(types) != fields.count("num_hidden_layers"):
+        fields.refuse(f"layer_types has {len(types)} entries for {fields.count('num_hidden_layers')} layers")
+    return [known[each] for each in types]
+
+
+def _softcap(fields: Fields, name: str, absent: float | None) -> float:
+    """The cap, 0 for none; `absent` is what a config means that does not write the field."""
+    return fields.number(name, 0.0) if fields.has(name) else absent or 0.0
+
+
+def _qwen_experts(fields: Fields, count: int, per_token: int) -> ExpertsConfig:
+    return ExpertsConfig(
+        count=fields.count("num_experts", fields.count("num_local_experts", count)),
+        per_token=fields.count("num_experts_per_tok", per_token),
+        ffn_size=fields.count("moe_intermediate_size"),
+        normalise=fields.flag("norm_topk_prob", False),
+    )
+
+
+def _sparse_layers(fields: Fields) -> list[bool]:
+    """Qwen's: every `decoder_sparse_step`-th layer has experts, but those of `mlp_only_layers`."""
+    step, dense = fields.count("decoder_sparse_step", 1), fields.items("mlp_only_layers")
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(fields.count("num_hidden_layers"))]
+
+
+def _with_experts(config: ModelConfig, experts: ExpertsConfig, sparse: Sequence[bool]) -> ModelConfig:
+    layers = zip(config.layers, sparse, strict=True)
+    return replace(config, experts=experts, layers=tuple(replace(layer, has_experts=each) for layer, each in layers))
+
+
+FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
+    "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Phi3ForCausalLM": _phi3,
+    "SmolLM3ForCausalLM": _smollm3,
+}

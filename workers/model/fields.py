@@ -1,0 +1,83 @@
+"""Typed access to a JSON object in a model folder: what is wrong is said with the file and the field.
+
+Knows JSON; knows no model.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from workers.errors import ModelError
+
+
+class Fields:
+    """The object in one JSON file. A field that is absent or null takes the default; without one it must be there."""
+
+    def __init__(self, path: Path, content: dict[str, Any]) -> None:
+        self.path = path
+        self._content = content
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._content.get(name)
+        return default if value is None else value
+
+    def has(self, name: str) -> bool:
+        """Whether the field is written at all, be it as null."""
+        return name in self._content
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.refuse(f"{name} is {value!r}; it must be a positive whole number")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            self.refuse(f"{name} is {value!r}; it must be a number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            self.refuse(f"{name} is {value!r}; it must be true or false")
+        return value
+
+    def items(self, name: str) -> list[Any]:
+        value = self.get(name, [])
+        if not isinstance(value, list):
+            self.refuse(f"{name} is {value!r}; it must be a list")
+        return value
+
+    def inner(self, name: str) -> "Fields":
+        """The object in a field; absent, one without fields."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            self.refuse(f"{name} is {value!r}; it must be an object")
+        return Fields(self.path, value)
+
+    def only(self, name: str, *supported: Any) -> Any:
+        """The field's value, which must be one of the supported ones; the first stands for an absent field."""
+        value = self.get(name, supported[0])
+        if value not in supported:
+            known = ", ".join(str(each) for each in supported if each is not None) or "none"
+            self.refuse(f"{name} {value!r} is not supported; supported: {known}")
+        return value
+
+    def refuse(self, reason: str) -> NoReturn:
+        raise ModelError(f"{self.path}: {reason}")
+
+
+def read_fields(path: Path) -> Fields:
+    """The object in a JSON file. Raises `ModelError` when it is missing or is not one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path} is missing: a model folder holds config.json, *.safetensors, tokenizer.json"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a {type(content).__name__}, not an object")
+    return Fields(path, content)

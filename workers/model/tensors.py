@@ -1,0 +1,71 @@
+"""The tensors that a described model needs, by their names in the checkpoint: their shapes, and what to make of others.
+
+Knows names and sizes; knows no file and no torch.
+"""
+
+import re
+from collections.abc import Iterator
+
+from workers.model.description import LayerConfig, ModelConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+# Constants that old writers saved beside the weights.
+_HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+
+
+def tensor_shapes(config: ModelConfig) -> Shapes:
+    """Every tensor that is read, with its shape."""
+    names, hidden = config.names, config.hidden_size
+    shapes: Shapes = {f"{names.root}.embed_tokens.weight": (config.vocab_size, hidden)}
+    for index, layer in enumerate(config.layers):
+        prefix = f"{names.root}.layers.{index}"
+        shapes |= {f"{prefix}.{name}": shape for name, shape in _layer(config, layer)}
+    shapes[f"{names.root}.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        shapes[f"{names.head}.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def is_harmless(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor that we do not read changes nothing: a constant, a copy, or part of what we leave out."""
+    copy_of_embedding = config.tie_embeddings and name == f"{config.names.head}.weight"
+    foreign = bool(config.names.foreign) and name.startswith(config.names.foreign)
+    return copy_of_embedding or foreign or _HARMLESS.search(name) is not None
+
+
+def _layer(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    names, hidden, head_dim = config.names, config.hidden_size, config.head_dim
+    query, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    for norm in (names.attention_norm, names.attention_post_norm, names.ffn_norm, names.ffn_post_norm):
+        if norm:
+            yield f"{norm}.weight", (hidden,)
+    for norm in (names.query_norm, names.key_norm):
+        if norm:
+            yield f"{norm}.weight", (head_dim,)
+    yield from _linear(names.qkv, (query, kv, kv), hidden, config.qkv_bias)
+    yield from _linear((names.output,), (hidden,), query, config.output_bias)
+    if config.experts is None or not layer.has_experts:
+        yield from _linear(names.gate_up, (config.ffn_size, config.ffn_size), hidden, config.mlp_bias)
+        yield from _linear((names.down,), (hidden,), config.ffn_size, config.mlp_bias)
+        return
+    experts = config.experts
+    yield f"{names.router}.weight", (experts.count, hidden)
+    sizes = {f"{names.experts}.{expert}": experts.ffn_size for expert in range(experts.count)}
+    if experts.shared_ffn_size:
+        yield f"{names.shared_gate}.weight", (1, hidden)
+        sizes[names.shared_expert] = experts.shared_ffn_size
+    for name, size in sizes.items():
+        yield from _linear(tuple(f"{name}.{part}" for part in names.expert_gate_up), (size, size), hidden, bias=False)
+        yield from _linear((f"{name}.{names.expert_down}",), (hidden,), size, bias=False)
+
+
+def _linear(
+    names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The parts of a linear layer, apart or, under a single name, already above one another."""
+    rows = rows if len(names) == len(rows) else (sum(rows),)
+    for name, height in zip(names, rows, strict=True):
+        yield f"{name}.weight", (height, columns)
+        if bias:
+            yield f"{name}.bias", (height,)

@@ -1,0 +1,55 @@
+"""The weights of one folder as tensors on the device that computes.
+
+Knows mapped safetensors files and dtypes; knows names only as its caller gives them. float32 checkpoints stay mapped
+on a CPU, so that all processes of a machine share one copy.
+"""
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from workers.errors import ModelError
+from workers.model.folder import TensorEntry, read_header, weight_files
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # those of `folder.WEIGHT_DTYPES`
+
+
+class Weights:
+    """The safetensors files of one folder, mapped whole: a tensor is a view until it must change dtype or device."""
+
+    def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None:
+        self._path = path
+        self._device = device
+        self._dtype = dtype
+        self._tensors: dict[str, tuple[Tensor, TensorEntry]] = {}
+        for file in weight_files(path):
+            entries = read_header(file)
+            mapped = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+            self._tensors.update({entry.name: (mapped, entry) for entry in entries})
+
+    def take(self, name: str) -> Tensor:
+        """The tensor, every number of it finite. Raises `ModelError` for one that holds NaN or infinity."""
+        mapped, entry = self._tensors[name]
+        dtype = _DTYPES[entry.dtype]
+        numbers = mapped[entry.start : entry.start + entry.num_bytes]
+        if entry.start % dtype.itemsize:  # legal, though no common writer does it: views need alignment
+            numbers = numbers.clone()
+        tensor = numbers.view(dtype).view(entry.shape).to(self._device, self._dtype)
+        # A sum reads each number once and is finite if all are; only a suspicious tensor is looked at closely.
+        if not math.isfinite(tensor.sum(dtype=torch.float32)) and not tensor.isfinite().all():
+            raise ModelError(
+                f"{self._path}: {name} holds NaN or infinity as {self._dtype}; the file is damaged, fetch it again"
+            )
+        return tensor
+
+
+def fuse(parts: list[Tensor]) -> Tensor:
+    """The tensors above one another. Neighbours in one mapped file become one view: nothing is copied."""
+    first, end = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or part.data_ptr() != end:
+            return torch.cat(parts)
+        end += part.nbytes
+    return first.as_strided((sum(part.shape[0] for part in parts), *first.shape[1:]), first.stride())
