@@ -19,29 +19,49 @@ class ParallelConfig:
         return self.tensor * self.pipeline
 
 
+BATCHING = ("chunked", "static", "orca", "prefill-first", "prefill-only")
+_CHOICES = {
+    "batching": BATCHING,
+    "prompt_order": ("fcfs", "sjf", "ljf"),
+    "preemption": ("auto", "swap", "recompute"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes and bounds of one engine.
+    """Sizes, bounds and policies of one engine.
 
-    `kv_blocks` blocks of `block_size` tokens are allocated once. `max_batch_tokens` is the token budget of a step:
-    decodes first, prompt chunks fill the rest. `staging_blocks` bounds how many blocks may be promised to prompts whose
-    KV has not arrived (0: half the pool). `max_waiting` bounds the queue.
+    `kv_blocks` blocks of `block_size` tokens are allocated once. `batching` names what composes a step (see
+    `workers.engine.batching`), `max_batch_tokens` is its token budget; under "chunked", a step that holds a decode is
+    also kept below `tpot_slo_s`. Prompts start in `prompt_order` (first come, shortest or longest first) within windows
+    of `prompt_window` arrivals. `swap_blocks` are blocks of host memory for preempted sequences; `preemption` "auto" lets
+    the cost model choose between saving a sequence there and computing it again. `staging_blocks` bounds how many blocks
+    may be promised to prompts whose KV has not arrived (0: half the pool). `max_waiting` bounds the queue.
     """
 
     block_size: int = 16
     kv_blocks: int = 512
+    batching: str = "chunked"
     max_batch_tokens: int = 512
+    tpot_slo_s: float | None = None
+    prompt_order: str = "fcfs"
+    prompt_window: int = 16
     max_running: int = 32
     max_waiting: int = 1024
     max_model_len: int | None = None  # None: the model's own context length
     staging_blocks: int = 0
+    swap_blocks: int = 0
+    preemption: str = "auto"
     prefix_caching: bool = True
     dtype: str = "float32"
     device: str = "auto"  # "auto", "cpu", "cuda:0", ...
     threads: int = 0  # 0: as many as the worker was given CPUs
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "kv_blocks", "max_batch_tokens", "max_running", "max_waiting"):
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"engine.{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
+        for name in ("block_size", "kv_blocks", "max_batch_tokens", "max_running", "max_waiting", "prompt_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine.{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_running > self.max_batch_tokens:
@@ -49,6 +69,12 @@ class EngineConfig:
                 f"engine.max_running ({self.max_running}) is above engine.max_batch_tokens ({self.max_batch_tokens}): "
                 "a step could not advance every running sequence"
             )
+        if self.swap_blocks < 0:
+            raise ValueError(f"engine.swap_blocks is {self.swap_blocks}; it must be 0 (no swapping) or more")
+        if self.preemption == "swap" and not self.swap_blocks:
+            raise ValueError("engine.preemption is swap, but engine.swap_blocks is 0; give it host memory")
+        if self.tpot_slo_s is not None and not self.tpot_slo_s > 0:
+            raise ValueError(f"engine.tpot_slo_s is {self.tpot_slo_s}; it must be above 0 seconds")
         if not 0 <= self.staging_blocks <= self.kv_blocks:
             raise ValueError(f"engine.staging_blocks is {self.staging_blocks}; it must lie between 0 and kv_blocks")
 

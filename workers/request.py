@@ -10,15 +10,22 @@ from kvtransfer.ticket import TransferReport, TransferTicket
 from workers.errors import InvalidRequest
 from workers.stats import WorkerStats
 
+MOST_BIASES = 1024
+MOST_ANSWERS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn. Raises `InvalidRequest` naming the field.
 
-    temperature 0 is greedy. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 mean "off". `seed` None lets the
-    gateway draw one: a draw depends on (seed, position) only, so a request that is moved or recomputed goes on with
-    the same tokens. `logprobs` None gives none, 0 the chosen token's, k also the k best. `stop` strings are matched
-    on text, hence in the gateway; workers ignore them.
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0 mean "off".
+    `seed` None lets the gateway draw one: a draw depends on (seed, position) only, so a request that is moved or
+    recomputed goes on with the same tokens. `logprobs` None gives none, 0 the chosen token's, k also the k best;
+    `prompt_logprobs` likewise, of the prompt's own tokens. Presence and frequency count the answer's tokens,
+    repetition those of the prompt too. `logit_bias` are (token, what is added to its logit).
+
+    Workers ignore what concerns text or several answers: `stop`, `include_stop_in_output`, `skip_special_tokens`, `n`
+    answers, of which `best_of` are made. The gateway deals with these.
     """
 
     temperature: float = 1.0
@@ -33,6 +40,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    n: int = 1
+    best_of: int | None = None
+    include_stop_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, rule: str) -> None:
@@ -56,6 +71,33 @@ class SamplingParams:
         need(len(self.stop) <= 16 and all(self.stop), "stop", "at most 16 strings, none of them empty")
         need(all(token >= 0 for token in self.stop_token_ids), "stop_token_ids", "token ids, 0 or more")
         need(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20")
+        need(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "between 0 and 20")
+        for name in ("presence_penalty", "frequency_penalty"):
+            need(-2.0 <= getattr(self, name) <= 2.0, name, "between -2 and 2; 0 is off")
+        biased = dict(self.logit_bias)
+        if len(self.logit_bias) > MOST_BIASES or len(biased) < len(self.logit_bias):
+            rule = f"at most {MOST_BIASES}, each token once"
+            raise InvalidRequest("sampling.logit_bias", f"has {len(self.logit_bias)} entries; it must have {rule}")
+        for token, bias in self.logit_bias:
+            if token < 0 or not -100.0 <= bias <= 100.0:
+                rule = "a token id is 0 or more, a bias lies between -100 and 100"
+                raise InvalidRequest("sampling.logit_bias", f"has {token}: {bias}; {rule}")
+        need(1 <= self.n <= MOST_ANSWERS, "n", f"between 1 and {MOST_ANSWERS}")
+        need(
+            self.best_of is None or self.n <= self.best_of <= MOST_ANSWERS,
+            "best_of",
+            f"between n ({self.n}) and {MOST_ANSWERS}",
+        )
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the logits depend on the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers are made, whether they are given out or not."""
+        return self.best_of or self.n
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +186,7 @@ class TokensOut:
     finish: FinishReason | None = None
     prefilled: bool = False
     cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's second token on; with the first output token
 
 
 @dataclass(frozen=True, slots=True)

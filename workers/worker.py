@@ -83,6 +83,7 @@ class Worker:
             lease_s=transfer.lease_s,
             reserved=RESERVED_BLOCKS,
             digest=transfer.digest,
+            block_bytes=facts.layout.block_bytes,
         )
         self._peers = Peers(self.config, self._executor)
         self._desk = LeaseDesk(self.engine.leases, self._changed)

@@ -1,16 +1,21 @@
-"""Drives an Engine without any device: a step's token is a pure function of (request, position)."""
+"""Drives an Engine without any device: a step's token is a pure function of (request, position).
+
+The memory of `Device` is a dictionary; it proves at each step that every token attends to what belongs there, whatever
+was shared, copied, saved and brought back.
+"""
 
 from workers.config import EngineConfig
+from workers.costs import CostModel
 from workers.engine.engine import Engine, Told
-from workers.engine.step import StepPlan, StepResult
-from workers.request import Request, SamplingParams
+from workers.engine.step import Chunk, StepPlan, StepResult
+from workers.request import Request, SamplingParams, TokenLogprobs, TokensOut
 
 VOCAB = 1000
 EOS = 0
 
 
-def engine(**config: int | bool) -> Engine:
-    sizes: dict[str, int | bool] = {"block_size": 4, "kv_blocks": 34, "max_batch_tokens": 16, "max_running": 8}
+def engine(*, cost: CostModel | None = None, block_bytes: int = 0, **config: object) -> Engine:
+    sizes: dict[str, object] = {"block_size": 4, "kv_blocks": 34, "max_batch_tokens": 16, "max_running": 8}
     return Engine(
         EngineConfig(**(sizes | config)),  # type: ignore[arg-type]
         context_length=128,
@@ -18,28 +23,103 @@ def engine(**config: int | bool) -> Engine:
         vocab_size=VOCAB,
         lease_s=10.0,
         reserved=2,
+        cost=cost,
+        block_bytes=block_bytes,
     )
 
 
 def request(name: str, prompt: tuple[int, ...], *, max_tokens: int = 8, **fields: object) -> Request:
     sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=max_tokens)
-    return Request(name, prompt, sampling, reply_to="test", **fields)  # type: ignore[arg-type]
+    return Request(name, prompt, sampling, **({"reply_to": "test"} | fields))  # type: ignore[arg-type]
 
 
 def next_token(key: str, position: int) -> int:
     return 1 + (sum(map(ord, key)) * 31 + position * 7) % (VOCAB - 1)
 
 
-def result(plan: StepPlan) -> StepResult:
+def result(plan: StepPlan, seconds: float = 0.01) -> StepResult:
     tokens = tuple(next_token(c.key, c.draw.position) if c.draw else None for c in plan.chunks)
     digests = (tuple(block * 1000 for block in plan.digest_blocks),)
-    return StepResult(plan.number, tokens, tuple(None for _ in tokens), digests, 0.01)
+    scores = tuple(tuple(TokenLogprobs(-float(token)) for token in chunk.targets) for chunk in plan.chunks)
+    return StepResult(plan.number, tokens, tuple(None for _ in tokens), digests, seconds, scores)
 
 
-def step(engine: Engine, now_s: float = 0.0) -> tuple[StepPlan | None, list[Told]]:
+def step(engine: Engine, now_s: float = 0.0, device: "Device | None" = None) -> tuple[StepPlan | None, list[Told]]:
     """One schedule and commit; the plan and all that was told."""
     plan = engine.schedule(now_s)
     if plan is not None:
+        engine.check()
+        if device is not None:
+            device.execute(plan)
         engine.commit(plan, result(plan), now_s)
     engine.check()
     return plan, engine.drain()
+
+
+def run_to_end(engine: Engine, now_s: float = 0.0, device: "Device | None" = None) -> list[Told]:
+    told: list[Told] = []
+    while True:
+        plan, more = step(engine, now_s, device)
+        told += more
+        if plan is None:
+            return told
+
+
+def tokens_of(told: list[Told], key: str) -> list[int]:
+    return [token for each in told if isinstance(each, TokensOut) and each.key == key for token in each.tokens]
+
+
+class Device:
+    """Block memory that remembers which token stands in which slot."""
+
+    def __init__(self, block_size: int = 4) -> None:
+        self._size = block_size
+        self._slots: dict[tuple[int, int], int] = {}  # (block, slot) -> token
+        self._host: dict[tuple[int, int], int] = {}
+        self._tokens: dict[str, list[int]] = {}  # key -> what stands at each position
+
+    def know(self, request: Request) -> Request:
+        """From now on the request's tokens are checked wherever it attends to them."""
+        self._tokens[request.key] = [*request.prompt, *request.generated]
+        return request
+
+    def execute(self, plan: StepPlan) -> None:
+        for block, host in plan.swap_out:
+            self._move(self._slots, block, self._host, host)
+        for host, block in plan.swap_in:
+            self._move(self._host, host, self._slots, block)
+        for source, target in plan.copies:
+            self._move(self._slots, source, self._slots, target)
+        written: dict[tuple[int, int], str] = {}
+        for chunk in plan.chunks:
+            self._write(chunk, written)
+        for chunk in plan.chunks:
+            self._attend(chunk)
+
+    def fill(self, blocks: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        """What a transfer brings."""
+        for position, token in enumerate(tokens):
+            self._slots[blocks[position // self._size], position % self._size] = token
+
+    def _move(
+        self, source: dict[tuple[int, int], int], block: int, target: dict[tuple[int, int], int], other: int
+    ) -> None:
+        for slot in range(self._size):
+            if (block, slot) in source:
+                target[other, slot] = source[block, slot]
+
+    def _write(self, chunk: Chunk, written: dict[tuple[int, int], str]) -> None:
+        tokens = self._tokens[chunk.key]
+        for position, token in enumerate(chunk.tokens, chunk.first_position):
+            place = chunk.blocks[position // self._size], position % self._size
+            assert place not in written, f"{chunk.key} and {written[place]} write {place} in one step"
+            written[place] = chunk.key
+            self._slots[place] = token
+            if position == len(tokens):
+                tokens.append(token)
+            assert tokens[position] == token, f"{chunk.key} computes another token at {position} than before"
+
+    def _attend(self, chunk: Chunk) -> None:
+        for position, token in enumerate(self._tokens[chunk.key][: chunk.context]):
+            found = self._slots.get((chunk.blocks[position // self._size], position % self._size))
+            assert found == token, f"{chunk.key}: position {position} holds {found} instead of {token}"

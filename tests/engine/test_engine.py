@@ -1,7 +1,7 @@
 """The engine: batching, hand-off, leases, preemption and endings, block for block."""
 
 import pytest
-from driving import VOCAB, engine, next_token, request, result, step
+from driving import VOCAB, engine, next_token, request, result, run_to_end, step, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,19 +9,6 @@ from kvtransfer.errors import LeaseLost
 from workers.engine.sequence import Lease
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import FailedOut, FinishReason, TokensOut
-
-
-def tokens_of(told: list, key: str) -> list[int]:
-    return [token for each in told if isinstance(each, TokensOut) and each.key == key for token in each.tokens]
-
-
-def run_to_end(subject, now_s: float = 0.0) -> list:
-    told = []
-    while True:
-        plan, more = step(subject, now_s)
-        told += more
-        if plan is None:
-            return told
 
 
 def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:

@@ -11,8 +11,9 @@ from kvtransfer.ticket import PeerAddress
 from kvtransfer.transport import PullOrder
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.costs import CostModel
+from workers.engine.estimate import plan_seconds
 from workers.engine.step import Chunk, Draw, StepPlan
-from workers.executor.modelled import ModelledExecutor, modelled_facts, modelled_token, open_modelled, step_seconds
+from workers.executor.modelled import ModelledExecutor, modelled_facts, modelled_token, open_modelled
 from workers.request import SamplingParams
 
 T = TypeVar("T")
@@ -122,7 +123,7 @@ def test_tokens_survive_an_attempt_and_pass_over_what_is_barred() -> None:
 def test_a_mixed_step_costs_its_parts() -> None:
     decode = Chunk("b/0", (1,), 99, tuple(range(25)), DRAW)
     chunk = Chunk("a/0", (1, 2), 8, (3, 4, 5), None)
-    mixed = step_seconds(COST, StepPlan(1, (decode, chunk)))
+    mixed = plan_seconds(COST, StepPlan(1, (decode, chunk)))
     parts = COST.decode_seconds(1, 100) + COST.prefill_seconds(2, 8)
     assert mixed == pytest.approx(parts - COST.step_s)
 

@@ -19,6 +19,16 @@ class OutOfBlocks(Exception):
     """Fewer free blocks than asked for."""
 
 
+def tail_hash(tokens: Sequence[int], block_size: int, full: Sequence[bytes]) -> bytes:
+    """A name for the block of the last tokens, full or not, behind the named full ones."""
+    num_full = len(tokens) // block_size
+    rest = tokens[num_full * block_size :]
+    if not rest:
+        return full[num_full - 1]
+    parent = full[num_full - 1] if num_full else b""
+    return blake2b(parent + struct.pack(f"<{len(rest)}I", *rest), digest_size=16, person=b"tail").digest()
+
+
 def prefix_hashes(tokens: Sequence[int], block_size: int, known: Sequence[bytes] = ()) -> list[bytes]:
     """A name for each full block: equal names mean equal tokens from position 0 on.
 
@@ -105,11 +115,17 @@ class BlockPool:
         return found
 
     def name(self, block: int, content: bytes) -> None:
-        """A held block is now full and computed; `content` names it. The first block of a name keeps it."""
+        """A held block is computed; `content` names it. The first block of a name keeps it.
+
+        A block that was named as a tail, and has been filled since, gets its new name instead.
+        """
         assert self._references[block] > 0, f"block {block} is named but nobody holds it"
-        if self._prefix_caching and content not in self._blocks and block not in self._names:
-            self._blocks[content] = block
-            self._names[block] = content
+        if not self._prefix_caching or content in self._blocks:
+            return
+        if block in self._names:
+            self._forget(block)
+        self._blocks[content] = block
+        self._names[block] = content
 
     def forget(self, hashes: Iterable[bytes]) -> None:
         """Take these names away, because their content is in doubt; who holds the blocks keeps them."""
@@ -120,6 +136,10 @@ class BlockPool:
             self._forget(block)
             if self._cached.pop(block, None) is not None:
                 heapq.heappush(self._clean, block)
+
+    def is_shared(self, block: int) -> bool:
+        """Whether somebody else holds this block too, so that its owner must not write into it."""
+        return self._references[block] > 1
 
     def is_named(self, block: int) -> bool:
         return block in self._names
@@ -146,3 +166,30 @@ class BlockPool:
         assert free == [b for b in range(self._first, len(expected)) if not expected[b]], "free list differs"
         assert len(self._names) == len(self._blocks) and all(self._blocks[n] == b for b, n in self._names.items())
         assert set(self.digests) <= set(self._names), "a digest outlived its block's name"
+
+
+class HostBlocks:
+    """Ids of the blocks in host memory that hold the KV of swapped sequences. Owned by one Scheduler."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Raises `OutOfBlocks` and changes nothing."""
+        if count > len(self._free):
+            raise OutOfBlocks(f"{count} host blocks wanted, {len(self._free)} free")
+        return [heapq.heappop(self._free) for _ in range(count)]
+
+    def free(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            heapq.heappush(self._free, block)
+
+    def check(self, held: Iterable[Sequence[int]]) -> None:
+        """Prove that free + held == total, each id once. Raises AssertionError."""
+        ids = sorted([*self._free, *(block for blocks in held for block in blocks)])
+        assert ids == list(range(self.num_blocks)), "host blocks do not balance"

@@ -8,7 +8,9 @@ Time is an argument. Touched only from its worker's event loop; knows no device,
 """
 
 from workers.config import EngineConfig
-from workers.engine.blocks import BlockPool, prefix_hashes
+from workers.costs import CostModel
+from workers.engine.blocks import BlockPool, prefix_hashes, tail_hash
+from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
 from workers.engine.scheduler import Scheduler, Slice
 from workers.engine.sequence import Lease, Sequence, State
@@ -28,7 +30,10 @@ Told = TokensOut | FailedOut | Lease  # a Lease: a held prompt got its blocks, i
 
 
 class Engine:
-    """Owned by one Worker. `reserved` leading blocks of the pool are left to preflight."""
+    """Owned by one Worker. `reserved` leading blocks of the pool are left to preflight.
+
+    `cost` is where the estimates of steps begin; `block_bytes`, of a block's KV, is what a swap moves.
+    """
 
     def __init__(
         self,
@@ -40,6 +45,8 @@ class Engine:
         lease_s: float,
         reserved: int = 0,
         digest: bool = True,
+        cost: CostModel | None = None,
+        block_bytes: int = 0,
     ) -> None:
         self.pool = BlockPool(
             config.kv_blocks, config.block_size, reserved=reserved, prefix_caching=config.prefix_caching
@@ -50,7 +57,8 @@ class Engine:
         self._staging = config.staging_blocks or max(1, self.pool.num_blocks // 2)
         self._eos = eos_token_ids
         self._vocab_size = vocab_size
-        self._scheduler = Scheduler(config, self.pool)
+        self._estimate = StepEstimate(cost or CostModel())
+        self._scheduler = Scheduler(config, self.pool, self._estimate, block_bytes)
         self._sequences: dict[str, Sequence] = {}
         self._transfers: list[tuple[int, ...]] = []  # blocks into which bytes may still land
         self.leases = LeaseBook(self.pool, lease_s, digest=digest)
@@ -70,7 +78,7 @@ class Engine:
             raise Overloaded(f"{len(self._scheduler.waiting)} prompts wait already", retry_after_s=1.0)
         sequence = Sequence(request, now_s, hold=hold, max_length=self.max_length)
         self._sequences[request.key] = sequence
-        self._scheduler.waiting.append(sequence)
+        self._scheduler.add(sequence)
 
     def reserve(self, request: Request, asked_s: float) -> Reservation:
         """Promise blocks for a prompt that another worker computes. Raises `InvalidRequest` or `Overloaded`.
@@ -93,7 +101,7 @@ class Engine:
             self.pool.forget(sequence.hashes)
         shared = self.pool.match(sequence.hashes)
         # One block for each running decode stays free, so that a promise does not preempt anybody at once.
-        if total - len(shared) + len(self._scheduler.running) > self.pool.num_free:
+        if not self._scheduler.fits(sequence, total - len(shared), spare=len(self._scheduler.running)):
             self.pool.free(shared)
             raise Overloaded(f"{total} blocks wanted, {self.pool.num_free} free", retry_after_s=0.1)
         sequence.blocks = shared + self.pool.allocate(total - len(shared))
@@ -168,19 +176,26 @@ class Engine:
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute."""
-        slices = self._scheduler.schedule()
-        if not slices:
+        draft = self._scheduler.schedule()
+        if draft is None:
             return None
+        for sequence in draft.admitted:
+            if sequence.hold:
+                self._told.append(self.leases.hold(sequence, now_s))
         chunks, digests = [], []
-        for each in slices:
-            if each.admitted and each.sequence.hold:
-                self._told.append(self.leases.hold(each.sequence, now_s))
+        for each in draft.slices:
             chunks.append(self._chunk(each, now_s))
             if each.sequence.hold:
                 digests += self.leases.undigested(each.sequence, each.sequence.num_computed + each.count)
         self._steps += 1
-        # A block shared by two held prompts is digested once.
-        return StepPlan(self._steps, tuple(chunks), tuple(dict.fromkeys(digests)))
+        return StepPlan(
+            self._steps,
+            tuple(chunks),
+            tuple(dict.fromkeys(digests)),  # a block shared by two held prompts is digested once
+            swap_out=tuple(draft.swap_out),
+            swap_in=tuple(draft.swap_in),
+            copies=tuple(draft.copies),
+        )
 
     def _chunk(self, each: Slice, now_s: float) -> Chunk:
         sequence, first = each.sequence, each.sequence.num_computed
@@ -194,19 +209,25 @@ class Engine:
             first_position=first,
             blocks=tuple(sequence.blocks[: -(-stop // self.pool.block_size)]),
             draw=sequence.draw(self._eos) if stop == len(sequence.tokens) else None,
+            targets=tuple(sequence.tokens[first + 1 : stop + 1]) if sequence.wants_prompt_logprobs else (),
+            num_top=sequence.request.sampling.prompt_logprobs or 0,
         )
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """Take in what a step computed."""
         self._step_s = result.seconds if not self._step_s else 0.8 * self._step_s + 0.2 * result.seconds
+        self._estimate.learn(plan, result.seconds)
+        self._scheduler.done()
         digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
-        for chunk, token, logprobs in zip(plan.chunks, result.tokens, result.logprobs, strict=True):
+        scored = result.prompt_logprobs or ((),) * len(plan.chunks)
+        for chunk, token, logprobs, prompt in zip(plan.chunks, result.tokens, result.logprobs, scored, strict=True):
             sequence = self._sequences[chunk.key]
             sequence.in_flight = False
             sequence.num_computed = chunk.context
             if sequence.doomed:
                 self._end(sequence)
                 continue
+            sequence.prompt_logprobs += prompt
             self._name_blocks(sequence)
             if sequence.hold:
                 self.leases.advance(sequence, digests)
@@ -228,6 +249,7 @@ class Engine:
                 timing=self._timing(sequence, now_s),
                 prefilled=first,
                 cached_tokens=sequence.cached_tokens,
+                prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
             )
         )
         if first:
@@ -259,6 +281,9 @@ class Engine:
             for index in range(sequence.num_named, full):
                 self.pool.name(sequence.blocks[index], sequence.hashes[index])
             sequence.num_named = full
+        if sequence.request.group and sequence.num_output == 0 and sequence.num_computed == len(sequence.tokens):
+            name = tail_hash(sequence.tokens, self.pool.block_size, sequence.hashes)
+            self.pool.name(sequence.blocks[full - (full * self.pool.block_size == sequence.num_computed)], name)
 
     # ---- endings -----------------------------------------------------------------------------------------------
 
@@ -287,7 +312,6 @@ class Engine:
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
-        self.pool.free(sequence.blocks)
         sequence.state = State.FINISHED
         del self._sequences[sequence.key]
 
@@ -323,8 +347,14 @@ class Engine:
     def check(self) -> None:
         """Prove that every block is accounted for. Raises AssertionError."""
         self.pool.check(
-            [*(s.blocks for s in self._sequences.values()), *self._transfers, *(x.blocks for x in self.leases)]
+            [
+                *(s.blocks for s in self._sequences.values()),
+                *self._scheduler.leaving(),
+                *self._transfers,
+                *(x.blocks for x in self.leases),
+            ]
         )
+        self._scheduler.host.check([s.host_blocks for s in self._sequences.values()])
         queued = [*self._scheduler.waiting, *self._scheduler.running]
         assert all(self._sequences[s.key] is s for s in queued), "a queue holds a sequence that ended"
         assert len(queued) == sum(s.state is not State.RESERVED for s in self._sequences.values())

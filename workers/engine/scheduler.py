@@ -1,120 +1,280 @@
-"""Which tokens the next step computes: iteration-level batching with token-budget chunked prefill.
+"""Queues, slots and blocks: the mechanics under every batching policy.
 
-Decodes go first, one token each; what is left of the budget goes to prompt chunks, first come first served (Orca's
-iteration-level scheduling, OSDI'22; chunking as in Sarathi-Serve, OSDI'24). Out of blocks, the youngest sequence is
-preempted and recomputed later. Pure: no clock, no device.
+What a step computes is the policy's decision (`batching`); who gets blocks for it, and who must give them up, is
+decided here. Out of blocks, the youngest sequence goes, all of it: its KV is saved in host memory or computed again
+later, whichever the cost model finds cheaper. It is first in the queue to come back, so the oldest always moves on.
+Pure: no clock, no device.
+
+Source of preemption by swap or recomputation, all or nothing: Kwon et al., vLLM (SOSP'23).
 """
 
 from collections import deque
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import islice
 
 from workers.config import EngineConfig
-from workers.engine.blocks import BlockPool, prefix_hashes
+from workers.costs import CostModel
+from workers.engine.batching import batching
+from workers.engine.blocks import BlockPool, HostBlocks, prefix_hashes, tail_hash
+from workers.engine.estimate import StepEstimate
 from workers.engine.sequence import Sequence, State
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """`count` tokens of a sequence, from its `num_computed` on. `admitted`: it got its blocks in this step."""
+    """`count` tokens of a sequence, from its `num_computed` on."""
 
     sequence: Sequence
     count: int
-    admitted: bool = False
 
 
 class Scheduler:
-    """Owns the queues. Shares the BlockPool with its Engine."""
+    """Owns the queues. Shares the BlockPool and the estimate with its Engine. `block_bytes`: of one block's KV."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+    def __init__(self, config: EngineConfig, pool: BlockPool, estimate: StepEstimate, block_bytes: int) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.host = HostBlocks(config.swap_blocks)
         self.preemptions = 0
+        self.swaps = 0
         self._config = config
         self._pool = pool
+        self._estimate = estimate
+        self._block_bytes = block_bytes
+        self._policy = batching(config.batching, tpot_slo_s=config.tpot_slo_s, block_size=config.block_size)
+        self._arrivals = 0
+        self._leaving: deque[list[int]] = deque()  # of each step in flight: blocks that its copies still read
 
-    def schedule(self) -> list[Slice]:
-        """Decodes first, then chunks. Sequences in flight are left alone."""
-        decodes = self._decodes()
-        return decodes + self._chunks(self._config.max_batch_tokens - len(decodes))
+    def add(self, sequence: Sequence) -> None:
+        """Queue a prompt."""
+        sequence.number = self._arrivals
+        self._arrivals += 1
+        self.waiting.append(sequence)
+
+    def schedule(self) -> "StepDraft | None":
+        """What the next step computes and copies; None when that is nothing."""
+        ready = [each for each in self.running if not each.in_flight]
+        draft = StepDraft(self, ready, self._config.max_batch_tokens, self._estimate.cost)
+        draft.coming = sum(map(len, self._leaving))
+        self._policy.compose(draft)
+        if not (draft.slices or draft.swap_out or draft.swap_in or draft.copies):
+            return None
+        # The kernels want one-token runs first.
+        draft.slices.sort(key=lambda each: each.count > 1)
+        self._leaving.append(draft.leaving)
+        return draft
+
+    def done(self) -> None:
+        """The oldest step in flight has ended, and its copies with it."""
+        self._pool.free(self._leaving.popleft())
+
+    def leaving(self) -> Items[Items[int]]:
+        """Blocks that no sequence owns any more, but that steps in flight still read."""
+        return self._leaving
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of whichever queue it is in."""
+        """Take a sequence out of whichever queue it is in, and give its blocks back, those on the host too."""
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
-        elif sequence.state is State.WAITING:
+        elif sequence.state in (State.WAITING, State.SWAPPED):
             self.waiting.remove(sequence)
-
-    def _decodes(self) -> list[Slice]:
-        slices: list[Slice] = []
-        for sequence in list(self.running):
-            if sequence.in_flight or sequence.state is not State.RUNNING or not sequence.is_decoding:
-                continue
-            if len(slices) == self._config.max_batch_tokens:
-                break
-            if self._grow(sequence, chosen=slices):
-                slices.append(Slice(sequence, 1))
-        return slices
-
-    def _grow(self, sequence: Sequence, chosen: list[Slice]) -> bool:
-        """Give the sequence a block for its newest token, preempting younger ones, or at last itself."""
-        if sequence.num_computed < len(sequence.blocks) * self._pool.block_size:
-            return True
-        busy = {id(each.sequence) for each in chosen}
-        while not self._pool.num_free:
-            # The youngest goes first; a held prompt is never preempted: a reader may be half way through it.
-            victims = [s for s in self.running if not (s.in_flight or s.hold or id(s) in busy)]
-            victim = max(victims, key=lambda s: s.arrival_s, default=sequence)
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        sequence.blocks += self._pool.allocate(1)
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
         self._pool.free(sequence.blocks)
-        sequence.blocks, sequence.num_computed, sequence.num_named = [], 0, 0
-        sequence.state = State.WAITING
-        self.waiting.appendleft(sequence)
-        self.preemptions += 1
+        self.host.free(sequence.host_blocks)
+        sequence.blocks, sequence.host_blocks = [], []
 
-    def _chunks(self, budget: int) -> list[Slice]:
-        slices: list[Slice] = []
-        for sequence in self.running:
-            missing = len(sequence.tokens) - sequence.num_computed
-            if budget <= 0:
-                return slices
-            if sequence.in_flight or sequence.is_decoding:
-                continue
-            count = min(budget, missing)
-            slices.append(Slice(sequence, count))
-            budget -= count
-        while budget > 0 and self.waiting and len(self.running) < self._config.max_running:
-            sequence = self.waiting[0]
-            if not self._admit(sequence):
-                break
-            self.waiting.popleft()
-            self.running.append(sequence)
-            sequence.state = State.RUNNING
-            count = min(budget, len(sequence.tokens) - sequence.num_computed)
-            slices.append(Slice(sequence, count, admitted=True))
-            budget -= count
-        return slices
+    def fits(self, sequence: Sequence, num_blocks: int, *, spare: int) -> bool:
+        """Whether `num_blocks` more for this sequence are free, beside `spare` ones or what policies set aside."""
+        if self._policy.reserves_answer:
+            spare = sum(max(0, self._longest(each) - len(each.blocks)) for each in self.running)
+            num_blocks = max(num_blocks, self._longest(sequence))
+        return num_blocks + spare <= self._pool.num_free
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Blocks for all tokens the sequence has, known prefixes shared. One block a running decode stays free."""
-        sequence.hashes = prefix_hashes(sequence.tokens, self._pool.block_size, sequence.hashes)
+    def _longest(self, sequence: Sequence) -> int:
+        """Blocks of the sequence with its longest possible answer."""
+        num_tokens = len(sequence.tokens)
+        if not sequence.hold:
+            most = sequence.request.sampling.max_tokens
+            num_tokens = sequence.max_length if most is None else len(sequence.request.prompt) + most
+        return -(-min(num_tokens, sequence.max_length) // self._pool.block_size)
+
+    # ---- letting in --------------------------------------------------------------------------------------------
+
+    def admit(self, draft: "StepDraft", most: int | None) -> Sequence | None:
+        """See `batching.Step.admit`."""
+        if len(self.running) >= self._config.max_running:
+            return None
+        sequence = self._next()
+        if sequence is None or (most is not None and len(sequence.tokens) - sequence.num_computed > most):
+            return None
+        if not (self._swap_in(sequence, draft) if sequence.state is State.SWAPPED else self._place(sequence)):
+            return None
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.state = State.RUNNING
+        return sequence
+
+    def _next(self) -> Sequence | None:
+        """Whose turn it is: preempted ones first, then in the configured order.
+
+        A prompt whose sibling is computing the very same tokens lets others pass: it will share them.
+        """
+        candidates = (each for each in self.waiting if not self._awaits_sibling(each))
+        first = next(candidates, None)
+        if first is None or self._config.prompt_order == "fcfs" or first.was_preempted:
+            return first
+        # By windows of arrivals: nobody is overtaken by more than one window.
+        sign, window = (1 if self._config.prompt_order == "sjf" else -1), self._config.prompt_window
+        return min(
+            [first, *islice(candidates, window)],
+            key=lambda each: (each.number // window, sign * len(each.tokens), each.number),
+        )
+
+    def _awaits_sibling(self, sequence: Sequence) -> bool:
+        group = sequence.request.group
+        return bool(group) and any(
+            each.request.group == group and each.num_computed < len(sequence.tokens) and each.tokens == sequence.tokens
+            for each in self.running
+        )
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Blocks for all tokens the sequence has, known prefixes shared. False: they are not free."""
+        size = self._pool.block_size
+        sequence.hashes = prefix_hashes(sequence.tokens, size, sequence.hashes)
         if sequence.request.fresh:
             self._pool.forget(sequence.hashes)
-        # At least one token is computed, for its logits.
-        usable = (len(sequence.tokens) - 1) // self._pool.block_size
-        shared = self._pool.match(sequence.hashes[:usable])
-        total = -(-len(sequence.tokens) // self._pool.block_size)
-        spare = len(self.running) if not sequence.hold else 0
-        if total - len(shared) + spare > self._pool.num_free:
+        shared, computed = self._known(sequence)
+        num_blocks = -(-len(sequence.tokens) // size) - len(shared)
+        to_copy = computed % size > 0  # a shared tail is copied before it is written
+        # One block for each running decode stays free, so that letting in does not preempt anybody at once.
+        if not self.fits(sequence, num_blocks + to_copy, spare=0 if sequence.hold else len(self.running)):
             self._pool.free(shared)
             return False
-        sequence.blocks = shared + self._pool.allocate(total - len(shared))
-        sequence.num_computed = sequence.cached_tokens = len(shared) * self._pool.block_size
-        sequence.num_named = len(shared)
+        sequence.blocks = shared + self._pool.allocate(num_blocks)
+        sequence.num_computed = sequence.cached_tokens = computed
+        sequence.num_named = computed // size
         return True
+
+    def _known(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Blocks that hold the KV of the sequence's first tokens already, and how many tokens that are.
+
+        At least one token is left to compute, for its logits; and all of them when the prompt's own are wanted.
+        """
+        if sequence.wants_prompt_logprobs:
+            return [], 0
+        size, most = self._pool.block_size, len(sequence.tokens) - 1
+        shared = self._pool.match(sequence.hashes[: most // size])
+        if sequence.request.group and most % size and len(shared) == most // size:
+            # Siblings share the last block too, up to its last token.
+            tail = self._pool.match([tail_hash(sequence.tokens, size, sequence.hashes)])
+            if tail:
+                return shared + tail, most
+        return shared, len(shared) * size
+
+    def _swap_in(self, sequence: Sequence, draft: "StepDraft") -> bool:
+        num_blocks = len(sequence.host_blocks)
+        if not self.fits(sequence, num_blocks + 1, spare=len(self.running)) and self.running:
+            return False
+        if num_blocks > self._pool.num_free:
+            return False
+        sequence.blocks = self._pool.allocate(num_blocks)
+        draft.swap_in += zip(sequence.host_blocks, sequence.blocks, strict=True)
+        # Free at once: whatever is saved there next is saved by a later step, and steps run in order.
+        self.host.free(sequence.host_blocks)
+        sequence.host_blocks = []
+        return True
+
+    # ---- blocks for what is computed -----------------------------------------------------------------------------
+
+    def make_writable(self, sequence: Sequence, draft: "StepDraft") -> bool:
+        """A block of its own under the next token: a new one, or a copy of one that others hold too."""
+        index = sequence.num_computed // self._pool.block_size
+        grows = index == len(sequence.blocks)
+        if not grows and not self._pool.is_shared(sequence.blocks[index]):
+            return True
+        if not self._make_room(sequence, draft):
+            return False
+        blocks = self._pool.allocate(1)
+        if not grows:
+            draft.copies.append((sequence.blocks[index], blocks[0]))
+            draft.leaving.append(sequence.blocks[index])  # let go once it is copied
+        sequence.blocks[index : index + 1] = blocks
+        return True
+
+    def _make_room(self, sequence: Sequence, draft: "StepDraft") -> bool:
+        """A free block, by preempting younger sequences or at last this one. False: not in this step."""
+        while not self._pool.num_free:
+            if draft.coming > 0:  # one comes free when a step ends: wait for it
+                draft.coming -= 1
+                return False
+            # A held prompt is never preempted: a reader may be half way through it.
+            victims = [s for s in self.running if not (s.in_flight or s.hold or s in draft.chosen)]
+            victim = max(victims, key=lambda s: (s.arrival_s, s.number), default=sequence)
+            self._preempt(victim, draft)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence, draft: "StepDraft") -> None:
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+        sequence.was_preempted = True
+        self.preemptions += 1
+        if self._should_swap(sequence):
+            self.swaps += 1
+            sequence.state = State.SWAPPED
+            sequence.host_blocks = self.host.allocate(len(sequence.blocks))
+            draft.swap_out += zip(sequence.blocks, sequence.host_blocks, strict=True)
+            draft.leaving += sequence.blocks  # free once they are saved
+            draft.coming += len(sequence.blocks)
+        else:
+            self._pool.free(sequence.blocks)
+            sequence.restart()
+        sequence.blocks = []
+        sequence.num_named = 0
+
+    def _should_swap(self, sequence: Sequence) -> bool:
+        if self._config.preemption == "recompute" or len(sequence.blocks) > self.host.num_free:
+            return False
+        if self._config.preemption == "swap":
+            return True
+        cost = self._estimate.cost
+        return cost.swap_seconds(len(sequence.blocks) * self._block_bytes) < cost.prefill_seconds(sequence.num_computed)
+
+
+class StepDraft:
+    """One step in the making: `batching.Step` to the policy, and its outcome to the engine."""
+
+    def __init__(self, scheduler: Scheduler, ready: Items[Sequence], budget: int, cost: CostModel) -> None:
+        self.left = budget
+        self.cost = cost
+        self.decodable = tuple(each for each in ready if each.is_decoding)
+        self.unfinished = tuple(each for each in ready if not each.is_decoding)
+        self.slices: list[Slice] = []
+        self.chosen: set[Sequence] = set()
+        self.admitted: list[Sequence] = []
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
+        self.copies: list[tuple[int, int]] = []
+        self.leaving: list[int] = []  # blocks to free when this step has ended
+        self.coming = 0  # blocks that come free with steps under way, and that nobody waits for yet
+        self._scheduler = scheduler
+
+    def decode(self, sequence: Sequence) -> bool:
+        return self.left > 0 and self.chunk(sequence, 1) == 1
+
+    def chunk(self, sequence: Sequence, most: int | None = None) -> int:
+        missing = len(sequence.tokens) - sequence.num_computed
+        count = missing if most is None else min(missing, most)
+        if count <= 0 or sequence.state is not State.RUNNING or not self._scheduler.make_writable(sequence, self):
+            return 0
+        self.chosen.add(sequence)
+        self.slices.append(Slice(sequence, count))
+        self.left -= count
+        return count
+
+    def admit(self, most: int | None = None) -> Sequence | None:
+        sequence = self._scheduler.admit(self, most)
+        if sequence is not None:
+            self.admitted.append(sequence)
+        return sequence

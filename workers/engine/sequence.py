@@ -3,19 +3,22 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from workers.engine.counts import TokenCounts
 from workers.engine.step import Draw
-from workers.request import FinishReason, Request
+from workers.request import FinishReason, Request, TokenLogprobs
 
 
 class State(Enum):
     """
     add ──> WAITING ──> RUNNING ──> FINISHED
-               ^           │ preempted
-               └───────────┘
+               ^           │ preempted, its KV dropped
+               └───────────┤
+            SWAPPED <──────┘ preempted, its KV in host memory; waits in the same queue
     reserve ──> RESERVED ──> RUNNING        (KV fetched and first token known)
     """
 
     WAITING = "waiting"
+    SWAPPED = "swapped"
     RESERVED = "reserved"
     RUNNING = "running"
     FINISHED = "finished"
@@ -33,6 +36,10 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)  # of a swapped sequence
+    number: int = 0  # counts the prompts of one engine as they came
+    was_preempted: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as far as computed
     hashes: list[bytes] = field(default_factory=list)
     num_named: int = 0  # leading blocks already offered to the prefix index
     in_flight: bool = False
@@ -43,6 +50,7 @@ class Sequence:
     ready_s: float | None = None  # KV and first token both here
     first_step_s: float | None = None
     first_token_s: float | None = None  # of a prompt computed here
+    counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # read when a penalty asks for it
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.generated]
@@ -50,6 +58,17 @@ class Sequence:
     @property
     def key(self) -> str:
         return self.request.key
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's own log probabilities are still to be told: they come with the first token."""
+        return self.request.sampling.prompt_logprobs is not None and self.num_output == 0
+
+    def restart(self) -> None:
+        """Its KV is gone: all tokens are to be computed again."""
+        self.state = State.WAITING
+        self.num_computed = 0
+        self.prompt_logprobs.clear()
 
     @property
     def num_output(self) -> int:
@@ -64,13 +83,13 @@ class Sequence:
         """How to sample the next token."""
         params = self.request.sampling
         assert params.seed is not None, "the gateway fixes the seed before a request reaches a worker"
-        return Draw(
-            params=params,
-            seed=params.seed,
-            position=len(self.tokens),
-            history=tuple(self.tokens) if params.repetition_penalty != 1.0 else (),
-            banned=(*end_tokens, *params.stop_token_ids) if self.num_output < params.min_tokens else (),
+        banned = (*end_tokens, *params.stop_token_ids) if self.num_output < params.min_tokens else ()
+        if not params.penalises:
+            return Draw(params, params.seed, len(self.tokens), banned=banned)
+        seen, counts = self.counts.read(
+            self.tokens, len(self.request.prompt), with_prompt=params.repetition_penalty != 1.0
         )
+        return Draw(params, params.seed, len(self.tokens), seen, counts, banned)
 
     def finish_reason(self, end_tokens: tuple[int, ...]) -> FinishReason | None:
         """Whether the newest token ends the sequence."""

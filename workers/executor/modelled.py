@@ -19,6 +19,7 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read, Region
 from workers.config import WorkerConfig
 from workers.costs import CostModel
+from workers.engine.estimate import plan_seconds
 from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan, StepResult
 from workers.request import TokenLogprobs
@@ -61,7 +62,7 @@ class ModelledExecutor:
         self._pattern = _Pattern(region) if fill else None
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        seconds = step_seconds(self._cost, plan)
+        seconds = plan_seconds(self._cost, plan)
         await asyncio.sleep(seconds)
         digests = (0,) * len(plan.digest_blocks)
         if self._pattern:
@@ -119,17 +120,6 @@ def open_modelled(
         model=LinkModel(cost.transfer_latency_s, 1 / max(cost.transfer_byte_s, 1e-15)),
     )
     return ModelledExecutor(facts, cost, transports, region, fill="modelled" not in config.transfer.backends)
-
-
-def step_seconds(cost: CostModel, plan: StepPlan) -> float:
-    """What the cost model says of this plan. A chunk of one token that draws is a decode."""
-    decodes = [chunk for chunk in plan.chunks if chunk.draw and len(chunk.tokens) == 1]
-    prefills = [chunk for chunk in plan.chunks if not (chunk.draw and len(chunk.tokens) == 1)]
-    return cost.mixed_seconds(
-        ((len(chunk.tokens), chunk.first_position) for chunk in prefills),
-        len(decodes),
-        sum(chunk.context for chunk in decodes),
-    )
 
 
 class _Pattern:

@@ -1,0 +1,238 @@
+"""The property that defines each batching policy, seen from outside: in the plans it makes."""
+
+import pytest
+from driving import Device, engine, next_token, request, run_to_end, step, tokens_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.config import BATCHING, EngineConfig
+from workers.costs import CostModel
+from workers.engine.engine import Engine
+from workers.engine.step import StepPlan
+from workers.errors import InvalidRequest, Overloaded
+from workers.request import SLO, TokensOut
+
+Shape = list[tuple[str, int]]
+
+
+def shape(plan: StepPlan | None) -> Shape:
+    """(request, number of tokens) of each chunk."""
+    return [] if plan is None else [(chunk.key.split("/")[0], len(chunk.tokens)) for chunk in plan.chunks]
+
+
+def plans(subject: Engine) -> list[Shape]:
+    made = []
+    while (plan := step(subject)[0]) is not None:
+        made.append(shape(plan))
+    return made
+
+
+def prompt(length: int, first: int = 1) -> tuple[int, ...]:
+    return tuple(range(first, first + length))
+
+
+def test_every_policy_has_its_name() -> None:
+    for name in BATCHING:
+        subject = engine(batching=name)
+        subject.add(request("a", prompt(5), max_tokens=2), 0.0, hold=False)
+        assert plans(subject) == [[("a", 5)], [("a", 1)]]
+    with pytest.raises(ValueError, match=r"engine.batching 'sjf' is not one of chunked, static"):
+        EngineConfig(batching="sjf")
+
+
+def test_static_admits_nobody_until_the_longest_answer_has_ended() -> None:
+    subject = engine(batching="static")
+    subject.add(request("short", prompt(4), max_tokens=2), 0.0, hold=False)
+    subject.add(request("long", prompt(4, 50), max_tokens=4), 0.0, hold=False)
+    first = shape(step(subject)[0])
+    subject.add(request("late", prompt(4, 90), max_tokens=2), 0.0, hold=False)
+    assert [first, *plans(subject)] == [
+        [("short", 4), ("long", 4)],
+        [("short", 1), ("long", 1)],
+        [("long", 1)],  # the early finisher's place stays empty
+        [("long", 1)],
+        [("late", 4)],
+        [("late", 1)],
+    ]
+
+
+def test_orca_lets_prompts_join_and_answers_leave_at_every_iteration() -> None:
+    subject = engine(batching="orca")
+    subject.add(request("a", prompt(4), max_tokens=3), 0.0, hold=False)
+    step(subject)
+    subject.add(request("b", prompt(12, 50), max_tokens=2), 0.0, hold=False)
+    assert plans(subject) == [[("a", 1), ("b", 12)], [("a", 1), ("b", 1)]]
+
+
+@pytest.mark.parametrize("batching", ["orca", "static"])
+def test_whole_answers_are_set_aside_so_that_nobody_is_preempted(batching: str) -> None:
+    subject = engine(batching=batching, kv_blocks=12)  # 10 usable blocks of 4
+    for name in "abc":
+        subject.add(request(name, prompt(4, ord(name)), max_tokens=12), 0.0, hold=False)  # 4 blocks each in the end
+    step(subject)
+    assert subject.stats().running == 2 and subject.stats().waiting == 1
+    told = run_to_end(subject)
+    assert subject.stats().preemptions == 0
+    assert len(tokens_of(told, "c/0")) == 12
+
+
+def test_on_demand_blocks_let_more_in_than_their_longest_answers_would() -> None:
+    subject = engine(kv_blocks=12)
+    for name in "abc":
+        subject.add(request(name, prompt(4, ord(name)), max_tokens=12), 0.0, hold=False)
+    step(subject)
+    assert subject.stats().running == 3
+
+
+def test_prefill_first_stops_the_decodes_for_whole_prompts() -> None:
+    subject = engine(batching="prefill-first")
+    subject.add(request("a", prompt(4), max_tokens=3), 0.0, hold=False)
+    step(subject)
+    subject.add(request("b", prompt(12, 50), max_tokens=2), 0.0, hold=False)
+    subject.add(request("c", prompt(9, 70), max_tokens=2), 0.0, hold=False)
+    assert plans(subject) == [[("b", 12)], [("c", 9)], [("a", 1), ("b", 1), ("c", 1)], [("a", 1)]]
+
+
+@pytest.mark.parametrize("batching", ["static", "orca", "prefill-first"])
+def test_a_prompt_longer_than_the_budget_runs_whole_where_prompts_are_never_cut(batching: str) -> None:
+    subject = engine(batching=batching, max_batch_tokens=16)
+    subject.add(request("a", prompt(40), max_tokens=2), 0.0, hold=False)
+    assert plans(subject)[0] == [("a", 40)]
+
+
+def test_chunked_computes_all_decodes_and_hits_the_budget_exactly() -> None:
+    subject = engine(max_batch_tokens=8)
+    subject.add(request("a", prompt(3), max_tokens=6), 0.0, hold=False)
+    step(subject)
+    subject.add(request("b", prompt(10, 50), max_tokens=2), 0.0, hold=False)
+    subject.add(request("c", prompt(9, 70), max_tokens=2), 0.0, hold=False)
+    assert plans(subject)[:3] == [
+        [("a", 1), ("b", 7)],
+        [("a", 1), ("b", 3), ("c", 4)],  # even a short prompt is cut so that the step is full
+        [("a", 1), ("b", 1), ("c", 5)],
+    ]
+
+
+COST = CostModel(step_s=0.010, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.001, decode_context_s=0.0)
+
+
+def test_chunked_cuts_prompts_to_what_the_tpot_promise_leaves() -> None:
+    """10 ms for the step, 1 ms for the decode and for each prompt token: a promise of 20 ms leaves 9 tokens."""
+    subject = engine(max_batch_tokens=64, tpot_slo_s=0.020, cost=COST)
+    subject.add(request("a", prompt(3), max_tokens=6), 0.0, hold=False)
+    assert subject.schedule(0.0) is not None  # never committed: the estimate stays as given
+    subject = engine(max_batch_tokens=64, tpot_slo_s=0.020, cost=COST)
+    _decoding(subject)
+    subject.add(request("b", prompt(40, 50), max_tokens=2), 0.0, hold=False)
+    assert shape(subject.schedule(0.0)) == [("a", 1), ("b", 9)]
+
+
+def test_the_tightest_promise_of_the_decodes_counts() -> None:
+    subject = engine(max_batch_tokens=64, cost=COST)
+    _decoding(subject, slo=SLO(tpot_s=0.016))
+    subject.add(request("b", prompt(40, 50), max_tokens=2), 0.0, hold=False)
+    assert shape(subject.schedule(0.0)) == [("a", 1), ("b", 5)]
+
+
+def test_a_promise_that_cannot_be_kept_still_lets_prompts_move() -> None:
+    subject = engine(max_batch_tokens=64, tpot_slo_s=0.001, cost=COST)
+    _decoding(subject)
+    subject.add(request("b", prompt(40, 50), max_tokens=2), 0.0, hold=False)
+    assert shape(subject.schedule(0.0)) == [("a", 1), ("b", 4)]  # one block
+
+
+def test_without_decodes_the_promise_binds_nothing() -> None:
+    subject = engine(max_batch_tokens=64, tpot_slo_s=0.001, cost=COST)
+    subject.add(request("b", prompt(40, 50), max_tokens=2), 0.0, hold=False)
+    assert shape(subject.schedule(0.0)) == [("b", 40)]
+
+
+def test_the_estimate_learns_how_fast_the_machine_is() -> None:
+    """Steps that take twice what the model says leave half the room for prompts."""
+    subject = engine(max_batch_tokens=64, tpot_slo_s=0.040, cost=COST)
+    _decoding(subject, speed=2.0)
+    subject.add(request("b", prompt(40, 50), max_tokens=2), 0.0, hold=False)
+    assert shape(subject.schedule(0.0)) == [("a", 1), ("b", 9)]  # as 20 ms at the speed of the model
+
+
+def _decoding(subject: Engine, speed: float = 1.0, slo: SLO | None = None) -> None:
+    """Bring `a` to its first token, every step as long as the model says times `speed`."""
+    from driving import result
+
+    from workers.engine.estimate import plan_seconds
+
+    subject.add(request("a", prompt(3), max_tokens=6, slo=slo or SLO()), 0.0, hold=False)
+    plan = subject.schedule(0.0)
+    assert plan is not None
+    subject.commit(plan, result(plan, speed * plan_seconds(COST, plan)), 0.0)
+
+
+def test_prefill_only_packs_chunks_of_one_size_and_never_mixes() -> None:
+    subject = engine(batching="prefill-only", max_batch_tokens=8)
+    subject.add(request("a", prompt(3), max_tokens=3), 0.0, hold=False)
+    step(subject)
+    subject.add(request("b", prompt(13, 50), max_tokens=2), 0.0, hold=False)
+    subject.add(request("c", prompt(11, 70), max_tokens=2), 0.0, hold=False)
+    assert plans(subject) == [
+        [("b", 8)],
+        [("b", 5), ("c", 3)],
+        [("c", 8)],
+        [("a", 1), ("b", 1), ("c", 1)],
+        [("a", 1)],
+    ]
+
+
+@pytest.mark.parametrize(("order", "expected"), [("fcfs", "abcd"), ("sjf", "bacd"), ("ljf", "abdc")])
+def test_prompts_are_ordered_within_windows_of_arrivals(order: str, expected: str) -> None:
+    subject = engine(prompt_order=order, prompt_window=2, max_batch_tokens=8, max_running=1)
+    for name, length in zip("abcd", (8, 5, 2, 7), strict=True):
+        subject.add(request(name, prompt(length, ord(name)), max_tokens=1), 0.0, hold=False)
+    begun = list(dict.fromkeys(name for each in plans(subject) for name, _ in each))
+    assert "".join(begun) == expected
+
+
+def test_a_short_prompt_overtakes_at_most_one_window() -> None:
+    subject = engine(prompt_order="sjf", prompt_window=4, max_batch_tokens=8, max_running=1)
+    subject.add(request("long", prompt(8), max_tokens=1), 0.0, hold=False)
+    for index in range(20):
+        subject.add(request(f"s{index}", (200 + index,), max_tokens=1), 0.0, hold=False)
+    begun = [name for each in plans(subject) for name, _ in each]
+    assert begun.index("long") == 3
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), batching=st.sampled_from(BATCHING), order=st.sampled_from(["fcfs", "sjf", "ljf"]))
+def test_under_every_policy_all_end_with_the_same_tokens(data: st.DataObject, batching: str, order: str) -> None:
+    """Late arrivals, tight pools, any budget: nobody starves, and no answer depends on its company."""
+    device = Device()
+    subject = engine(
+        batching=batching,
+        prompt_order=order,
+        kv_blocks=data.draw(st.integers(10, 34)),
+        max_batch_tokens=data.draw(st.integers(8, 24)),
+        swap_blocks=data.draw(st.sampled_from([0, 6, 40])),
+        cost=COST,
+        tpot_slo_s=data.draw(st.sampled_from([None, 0.02])),
+    )
+    lengths, told = {}, []
+    for index in range(data.draw(st.integers(1, 12))):
+        length, most = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 12))
+        made = device.know(request(f"r{index}", prompt(length, 1 + 20 * data.draw(st.integers(0, 2))), max_tokens=most))
+        try:
+            subject.add(made, float(index), hold=False)
+        except (InvalidRequest, Overloaded):
+            continue
+        lengths[made.key] = length, most
+        for _ in range(data.draw(st.integers(0, 3))):
+            told += step(subject, float(index), device)[1]
+    for _ in range(600):
+        plan, more = step(subject, 100.0, device)
+        told += more
+        if plan is None:
+            break
+    for key, (length, most) in lengths.items():
+        outputs = [each for each in told if isinstance(each, TokensOut) and each.key == key]
+        room = min(most, subject.max_length - length)
+        assert [each.tokens[0] for each in outputs] == [next_token(key, length + n) for n in range(room)]
+        assert [each.finish is not None for each in outputs] == [False] * (room - 1) + [True]
+    assert subject.stats().free_blocks == subject.stats().total_blocks

@@ -1,0 +1,161 @@
+"""The batching policies of the literature, each one screenful: which sequences the next step computes, and how much.
+
+A policy fills a `Step` through its verbs; the step minds budget, slots and blocks. A policy holds no clock and no
+device, and runs unchanged in the engine and in the simulator.
+
+    static         a batch is closed when it starts; nobody joins until its longest answer has ended
+    orca           every iteration: all decodes and whole new prompts; room for the longest answer is set aside
+    prefill-first  whole prompts as soon as they fit, alone; decodes only when no prompt can start
+    chunked        all decodes, then pieces of prompts up to the token budget and the time that TPOT leaves
+    prefill-only   prompts in chunks of fixed size, never beside a decode
+
+Sources: Yu et al., Orca (OSDI'22); Kwon et al., vLLM (SOSP'23); Holmes et al., DeepSpeed-FastGen (2024) and Agrawal et
+al., Sarathi-Serve (OSDI'24); Hu et al., TetriInfer (2024).
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Protocol
+
+from workers.costs import CostModel
+from workers.engine.sequence import Sequence, State
+
+
+class Step(Protocol):
+    """The step in the making. Sequences that are in flight, or in transfer, are not among its candidates."""
+
+    decodable: tuple[Sequence, ...]  # running, one token each to compute, oldest first
+    unfinished: tuple[Sequence, ...]  # running, with prompt tokens still to compute, oldest first
+    left: int  # tokens of the budget not taken yet
+    cost: CostModel
+
+    def decode(self, sequence: Sequence) -> bool:
+        """Compute the sequence's newest token; False when there is no block for it, or no budget."""
+        ...
+
+    def chunk(self, sequence: Sequence, most: int | None = None) -> int:
+        """Compute the next tokens of a prompt, at most so many (None: all, whatever the budget). Answers how many."""
+        ...
+
+    def admit(self, most: int | None = None) -> Sequence | None:
+        """Let the next waiting sequence in: a slot and blocks for its tokens. None: nobody waits, or no room, or it
+        has more than `most` tokens to compute."""
+        ...
+
+
+class Batching(Protocol):
+    """`reserves_answer`: a sequence gets in only if its longest possible answer fits as well."""
+
+    reserves_answer: bool
+
+    def compose(self, step: Step) -> None:
+        """Fill the next step."""
+        ...
+
+
+def _whole_prompts(step: Step) -> int:
+    """Compute all that is left of started prompts, and let whole ones in while the budget lasts. Answers how many.
+
+    The first may be longer than the budget: a prompt that is never cut must run some time.
+    """
+    count = sum(step.chunk(sequence) > 0 for sequence in step.unfinished)
+    while sequence := step.admit(most=step.left if count else None):
+        count += step.chunk(sequence) > 0
+    return count
+
+
+class Static:
+    reserves_answer = True
+
+    def __init__(self) -> None:
+        self._batch: tuple[Sequence, ...] = ()
+
+    def compose(self, step: Step) -> None:
+        self._batch = tuple(each for each in self._batch if each.state is State.RUNNING)
+        if not self._batch:
+            admitted = tuple(iter(step.admit, None))
+            self._batch = (*step.decodable, *step.unfinished, *admitted)
+        for sequence in self._batch:
+            if sequence in step.decodable:
+                step.decode(sequence)
+            elif not sequence.in_flight:
+                step.chunk(sequence)
+
+
+class Orca:
+    reserves_answer = True
+
+    def compose(self, step: Step) -> None:
+        for sequence in step.decodable:
+            step.decode(sequence)
+        _whole_prompts(step)
+
+
+class PrefillFirst:
+    reserves_answer = False
+
+    def compose(self, step: Step) -> None:
+        if not _whole_prompts(step):
+            for sequence in step.decodable:
+                step.decode(sequence)
+
+
+class Chunked:
+    """`tpot_slo_s` bounds a step that holds a decode; so does the tightest `SLO.tpot_s` of the decodes in it."""
+
+    reserves_answer = False
+
+    def __init__(self, tpot_slo_s: float | None = None, least_chunk: int = 16) -> None:
+        self._tpot_slo_s = tpot_slo_s
+        self._least_chunk = least_chunk
+
+    def compose(self, step: Step) -> None:
+        decoding = [sequence for sequence in step.decodable if step.decode(sequence)]
+        seconds = self._seconds_left(decoding, step.cost)
+        chunked = False
+        for sequence in chain(step.unfinished, iter(step.admit, None)):
+            most = step.left
+            if seconds is not None:
+                within = step.cost.prompt_tokens_within(seconds, sequence.num_computed)
+                # However tight the promise, a prompt moves on: it must end some time.
+                most = min(most, within if chunked else max(within, self._least_chunk))
+            first = sequence.num_computed
+            count = step.chunk(sequence, most)
+            chunked = chunked or count > 0
+            if seconds is not None:
+                seconds -= step.cost.prefill_seconds(count, first) - step.cost.step_s
+            if step.left <= 0 or (seconds is not None and seconds <= 0):
+                return
+
+    def _seconds_left(self, decoding: list[Sequence], cost: CostModel) -> float | None:
+        """What the tightest promise leaves for prompts beside these decodes; None: no promise to keep."""
+        promises = [self._tpot_slo_s, *(sequence.request.slo.tpot_s for sequence in decoding)]
+        bounds = [promise for promise in promises if promise is not None]
+        if not decoding or not bounds:
+            return None
+        return min(bounds) - cost.decode_seconds(len(decoding), sum(len(each.tokens) for each in decoding))
+
+
+class PrefillOnly:
+    reserves_answer = False
+
+    def compose(self, step: Step) -> None:
+        prompts = chain(step.unfinished, iter(step.admit, None))
+        computed = 0
+        while step.left > 0 and (sequence := next(prompts, None)) is not None:
+            computed += step.chunk(sequence, step.left)
+        if not computed:
+            for sequence in step.decodable:
+                step.decode(sequence)
+
+
+def batching(name: str, *, tpot_slo_s: float | None, block_size: int) -> Batching:
+    """A fresh policy by the name that `engine.batching` gives; the name was checked there."""
+    policies: dict[str, Callable[[], Batching]] = {
+        "static": Static,
+        "orca": Orca,
+        "prefill-first": PrefillFirst,
+        "chunked": lambda: Chunked(tpot_slo_s, least_chunk=block_size),
+        "prefill-only": PrefillOnly,
+    }
+    return policies[name]()

@@ -1,0 +1,43 @@
+"""What the engine believes its next steps will cost: a cost model, corrected by the steps it has seen.
+
+Pure: it is told the seconds, it reads no clock.
+"""
+
+from workers.costs import CostModel
+from workers.engine.step import StepPlan
+
+_MEMORY = 0.1  # weight of the newest step; single steps are noisy, ten of them are not
+_BOUND = 100.0  # a step that was this much off says nothing about speed
+
+
+def plan_seconds(cost: CostModel, plan: StepPlan) -> float:
+    """What the cost model says of this plan. A chunk of one token that draws is a decode."""
+    batch = context_tokens = 0
+    prompts = []
+    for chunk in plan.chunks:
+        if chunk.draw is not None and len(chunk.tokens) == 1:
+            batch += 1
+            context_tokens += chunk.context
+        else:
+            prompts.append((len(chunk.tokens), chunk.first_position))
+    return cost.mixed_seconds(prompts, batch, context_tokens)
+
+
+class StepEstimate:
+    """Owned by an Engine. `cost` is the model as corrected so far."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
+        self._given = cost
+        self._ratio = 1.0
+        self._seen = False
+
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        """A plan took so long."""
+        expected = plan_seconds(self._given, plan)
+        if expected <= 0.0 or seconds <= 0.0:
+            return
+        ratio = min(max(seconds / expected, 1 / _BOUND), _BOUND)
+        self._ratio = ratio if not self._seen else self._ratio + _MEMORY * (ratio - self._ratio)
+        self._seen = True
+        self.cost = self._given.scaled(self._ratio)
