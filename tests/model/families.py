@@ -32,6 +32,22 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+}
+PARTIAL = {**LONGROPE, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.2, 1.5], "long_factor": [1.0, 2.0, 4.0]}
+GEMMA3 = {
+    "num_hidden_layers": 7,
+    "sliding_window": 9,
+    "head_dim": 16,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 20,
+    "final_logit_softcapping": 20.0,
+}
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama", {"num_key_value_heads": 4, "num_hidden_layers": 2}),
     "llama 3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 12, "tie_word_embeddings": True}),
@@ -43,6 +59,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 2": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen 2, upper windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
     "qwen 3": ("qwen3", {"head_dim": 24}),
+    "gemma 2": (
+        "gemma2",
+        {"sliding_window": 7, "head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0},
+    ),
+    "gemma 2, no caps": (
+        "gemma2",
+        {"sliding_window": 7, "head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma 3": ("gemma3_text", GEMMA3),
+    "gemma 3, scaled rope": ("gemma3_text", {**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "phi 3, short": ("phi3", {"rope_parameters": LONGROPE, "sliding_window": 11}),
+    "phi 3, long": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 4, "head_dim": 8}),
+    "phi 3, partial rotary": ("phi3", {"rope_parameters": PARTIAL, "tie_word_embeddings": True}),
+    "smollm 3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 2}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "qwen 2 moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "norm_topk_prob": True}),
+    "qwen 3 moe": ("qwen3_moe", {**EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
+    "qwen 3 moe, some dense": ("qwen3_moe", {**EXPERTS, "head_dim": 8, "mlp_only_layers": [1]}),
     "qwen 3, biases": ("qwen3", {"head_dim": 8, "attention_bias": True, "num_key_value_heads": 1}),
 }
 

@@ -26,6 +26,8 @@ def read_rope(fields: Fields, head_dim: int, context_length: int, layer_type: st
 def read_scaling(rope: Fields, fields: Fields, theta: float, rotary_dim: int, context_length: int) -> RopeConfig:
     """How `rope` stretches the frequencies; `fields` is the config around it."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind in ("su", "yarn") and rope.has("long_factor"):
+        kind = "longrope"  # its earlier names
     original = fields.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     original_context = int(original or context_length)
 
@@ -60,7 +62,7 @@ def read_scaling(rope: Fields, fields: Fields, theta: float, rotary_dim: int, co
             original_context=original_context,
             magnitude=_yarn_magnitude(rope, rope.number("factor", context_length / original_context)),
         )
-    if kind in ("longrope", "su"):
+    if kind == "longrope":
         # One choice for the model's whole context: KV of short and long requests stays interchangeable.
         name = "long_factor" if context_length > original_context else "short_factor"
         divisors = tuple(float(divisor) for divisor in rope.items(name))
