@@ -3,7 +3,7 @@
     sources + flags + compiler + CPU ──hash──> cache/native/<hash>.so ──ctypes──> functions
 
 The sources know no torch: they take pointers and sizes, so a build takes seconds, not the half minute of torch's
-headers. They use OpenMP through the very library that torch has loaded, hence torch's threads and their number.
+headers. They are linked with the very OpenMP library that torch has loaded, hence torch's threads and their number.
 Without a compiler there is no library; callers then take the torch-only way, which computes the same.
 """
 
@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -68,7 +69,8 @@ def _built() -> Path:
         raise OSError("there is no C++ compiler (g++) on this machine")
     sources = sorted(Path(__file__).parent.glob("*.cpp"))
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    identity = hashlib.sha256("\0".join([*FLAGS, version, _cpu(), torch.__version__]).encode())
+    threads = _openmp()
+    identity = hashlib.sha256("\0".join([*FLAGS, *threads, version, _cpu(), torch.__version__]).encode())
     for source in sorted(Path(__file__).parent.glob("*.[ch]pp")):
         identity.update(source.read_bytes())
     folder = Path(os.environ.get("DIPTYCH_CACHE") or user_cache_dir("diptych")) / "native"
@@ -78,10 +80,20 @@ def _built() -> Path:
         with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as scratch:
             made = Path(scratch) / "native.so"
             logger.info("compiling the native kernels, once on this machine")
-            command = [compiler, *FLAGS, *map(str, sources), "-o", str(made)]
+            command = [compiler, *FLAGS, *map(str, sources), *threads, "-o", str(made)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
             made.replace(target)  # two processes at once make the same file twice; either is whole
     return target
+
+
+def _openmp() -> list[str]:
+    """Linker arguments that name the OpenMP library in this process, so that `-fopenmp` need not bring another one."""
+    try:
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    except OSError:
+        return []
+    found = sorted(path for path in mapped if re.match(r"lib(gomp|iomp5|omp)\b", Path(path).name))
+    return ["-Wl,--as-needed", found[0]] if found else []
 
 
 def _cpu() -> str:

@@ -1,0 +1,602 @@
+// Attention over a paged pool [block, kv_head, layer, k|v, slot, head_dim], and writing K and V into it.
+//
+//     a job    = one KV head of one sequence, some of its queries; row = query * group + head within the group
+//     its keys = tiles of TILE positions, counted from position 0 of the sequence
+//
+//     each tile:  K transposed, V straight -> scratch, in float32
+//                 scores = rows · K  ->  weights = exp(scores - max)  ->  (max, sum, weights · V), a `Partial`
+//     then:       the partials of a row are joined in the order of their tiles, as in flash attention
+//
+// A row's bits depend on its own query and keys alone: every score is one chain of fused multiply-adds over the head's
+// dimensions, every sum over keys runs in their order, tiles begin at fixed positions, and a masked key adds an exact
+// zero. Hence a decode and a prompt chunk, any batch, any cut into chunks and any number of threads agree bit for bit.
+#include <omp.h>
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+#include "gemm_lanes.hpp"
+
+namespace {
+
+constexpr int64_t TILE = 128;        // keys; a multiple of LANES
+constexpr int64_t ROWS = 128;        // of a job, at least one query: amortises transposing K
+constexpr int64_t JOBS_A_THREAD = 4; // below it the tiles of a job are jobs of their own
+constexpr int64_t ALONE = 1 << 12;   // cost that is not worth waking a thread for
+constexpr float NEVER = -INFINITY;
+#if defined(__AVX512F__)
+constexpr int BLOCK_ROWS = 6, BLOCK_LANES = 4;  // accumulators that fit the registers
+#else
+constexpr int BLOCK_ROWS = 6, BLOCK_LANES = 2;
+#endif
+
+typedef int32_t Ints __attribute__((vector_size(sizeof(Floats))));
+
+inline Ints all_ints(int32_t value) { return Ints{} + value; }
+
+// Numbers as they lie in the pool.
+
+struct Float32 {
+    float number;
+};
+struct Bfloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+
+inline float as_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint32_t as_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float widen(Float32 from) { return from.number; }
+inline float widen(Bfloat16 from) { return as_float(uint32_t(from.bits) << 16); }
+inline float widen(Float16 from) {
+    uint32_t sign = uint32_t(from.bits & 0x8000) << 16, rest = uint32_t(from.bits & 0x7fff) << 13;
+    if (rest >= 0x0f800000) return as_float(sign | (rest + 0x70000000));     // infinite or no number
+    return as_float(sign | as_bits(as_float(rest) * 0x1p112f));              // exact, subnormals too
+}
+
+inline void narrow(float from, Float32* to) { to->number = from; }
+inline void narrow(float from, Bfloat16* to) {
+    uint32_t bits = as_bits(from);
+    to->bits = std::isnan(from) ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline void narrow(float from, Float16* to) {
+    uint32_t sign = as_bits(from) >> 16 & 0x8000, size = as_bits(from) & 0x7fffffff;
+    if (size > 0x7f800000) {
+        to->bits = sign | 0x7e00;
+    } else if (size >= 0x477ff000) {  // rounds to infinity
+        to->bits = sign | 0x7c00;
+    } else if (size < 0x38800000) {   // subnormal: adding 0.5 rounds at the right bit
+        to->bits = sign | (as_bits(as_float(size) + 0.5f) - 0x3f000000);
+    } else {
+        to->bits = sign | ((size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
+    }
+}
+
+template <class Number>
+inline Floats load_wide(const Number* from) {
+    float numbers[LANES];
+    for (int lane = 0; lane < LANES; lane++) numbers[lane] = widen(from[lane]);
+    return load(numbers);
+}
+inline Floats load_wide(const Float32* from) { return load(&from->number); }
+#if defined(__AVX512F__)
+inline Floats load_wide(const Bfloat16* from) {
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+inline Floats load_wide(const Float16* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+#elif defined(__AVX2__)
+inline Floats load_wide(const Bfloat16* from) {
+    __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+}
+#if defined(__F16C__)
+inline Floats load_wide(const Float16* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+#endif
+#endif
+
+// LANES rows of LANES numbers become columns.
+inline void transpose(Floats (&rows)[LANES]) {
+#if defined(__AVX512F__)
+    Floats pairs[16], quads[16];
+    for (int row = 0; row < 16; row += 2) {
+        pairs[row] = _mm512_unpacklo_ps(rows[row], rows[row + 1]);
+        pairs[row + 1] = _mm512_unpackhi_ps(rows[row], rows[row + 1]);
+    }
+    auto both = [](Floats a, Floats b, bool high) {
+        __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+        return _mm512_castpd_ps(high ? _mm512_unpackhi_pd(x, y) : _mm512_unpacklo_pd(x, y));
+    };
+    for (int row = 0; row < 16; row += 4) {
+        for (int half = 0; half < 2; half++) {
+            quads[row + 2 * half] = both(pairs[row + half], pairs[row + 2 + half], false);
+            quads[row + 2 * half + 1] = both(pairs[row + half], pairs[row + 2 + half], true);
+        }
+    }
+    for (int row = 0; row < 4; row++) {
+        Floats even = _mm512_shuffle_f32x4(quads[row], quads[row + 4], 0x88);
+        Floats odd = _mm512_shuffle_f32x4(quads[row], quads[row + 4], 0xdd);
+        Floats even_end = _mm512_shuffle_f32x4(quads[row + 8], quads[row + 12], 0x88);
+        Floats odd_end = _mm512_shuffle_f32x4(quads[row + 8], quads[row + 12], 0xdd);
+        rows[row] = _mm512_shuffle_f32x4(even, even_end, 0x88);
+        rows[row + 4] = _mm512_shuffle_f32x4(odd, odd_end, 0x88);
+        rows[row + 8] = _mm512_shuffle_f32x4(even, even_end, 0xdd);
+        rows[row + 12] = _mm512_shuffle_f32x4(odd, odd_end, 0xdd);
+    }
+#elif defined(__AVX2__)
+    Floats pairs[8], quads[8];
+    for (int row = 0; row < 8; row += 2) {
+        pairs[row] = _mm256_unpacklo_ps(rows[row], rows[row + 1]);
+        pairs[row + 1] = _mm256_unpackhi_ps(rows[row], rows[row + 1]);
+    }
+    for (int row = 0; row < 8; row += 4) {
+        for (int half = 0; half < 2; half++) {
+            quads[row + 2 * half] = _mm256_shuffle_ps(pairs[row + half], pairs[row + 2 + half], 0x44);
+            quads[row + 2 * half + 1] = _mm256_shuffle_ps(pairs[row + half], pairs[row + 2 + half], 0xee);
+        }
+    }
+    for (int row = 0; row < 4; row++) {
+        rows[row] = _mm256_permute2f128_ps(quads[row], quads[row + 4], 0x20);
+        rows[row + 4] = _mm256_permute2f128_ps(quads[row], quads[row + 4], 0x31);
+    }
+#else
+    for (int row = 0; row < LANES; row++)
+        for (int lane = row + 1; lane < LANES; lane++) {
+            float kept = rows[row][lane];
+            rows[row][lane] = rows[lane][row];
+            rows[lane][row] = kept;
+        }
+#endif
+}
+
+// Functions of vectors.
+
+// e^x to 1 unit in the last place, exactly 1 at 0, and 0 below -86; x is at most 80.
+inline Floats exponential(Floats x) {
+    Ints vanishes = x < all(-86.0f);
+    x = vanishes ? all(-86.0f) : x;
+    const Floats magic = all(12582912.0f);  // adding it leaves the nearest integer in the lowest bits
+    Floats shifted = fused(x, all(1.44269504f), magic);
+    Floats whole = shifted - magic;
+    Floats rest = fused(whole, all(1.90465432e-9f), fused(whole, all(-0.693147182f), x));  // ln 2 in two parts
+    Floats power = all(1.9875691500e-4f);
+    power = fused(power, rest, all(1.3981999507e-3f));
+    power = fused(power, rest, all(8.3334519073e-3f));
+    power = fused(power, rest, all(4.1665795894e-2f));
+    power = fused(power, rest, all(1.6666665459e-1f));
+    power = fused(power, rest, all(5.0000001201e-1f));
+    power = fused(power, rest * rest, rest) + all(1.0f);
+    Floats scaled = (Floats)((Ints)power + ((Ints)shifted << 23));
+    return vanishes ? zeros() : scaled;
+}
+
+inline Floats tangent(Floats x) {  // hyperbolic
+    Floats size = (Floats)((Ints)x & all_ints(0x7fffffff));
+    size = size < all(10.0f) ? size : all(10.0f);
+    Floats far = all(1.0f) - all(2.0f) / (exponential(size + size) + all(1.0f));
+    far = (Floats)((Ints)far | ((Ints)x & all_ints(0x80000000)));
+    Floats square = x * x;
+    Floats near = all(-5.70498872745e-3f);
+    near = fused(near, square, all(2.06390887954e-2f));
+    near = fused(near, square, all(-5.37397155531e-2f));
+    near = fused(near, square, all(1.33314422036e-1f));
+    near = fused(near, square, all(-3.33332819422e-1f));
+    near = fused(near * square, x, x);
+    return size < all(0.625f) ? near : far;
+}
+
+inline float sum_of(Floats value) {
+    for (int width = LANES / 2; width; width /= 2)
+        for (int lane = 0; lane < width; lane++) value[lane] += value[lane + width];
+    return value[0];
+}
+
+inline float max_of(Floats value) {
+    float most = value[0];
+    for (int lane = 1; lane < LANES; lane++) most = std::max(most, value[lane]);
+    return most;
+}
+
+// c [R, N * LANES] = a [R, depth] · b [depth, N * LANES]; each number one chain over depth.
+template <int R, int N>
+void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
+              int64_t c_stride) {
+    Floats sums[R][N];
+    for (auto& row : sums)
+        for (auto& sum : row) sum = zeros();
+    for (int64_t k = 0; k < depth; k++) {
+        Floats columns[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) columns[n] = load(b + k * b_stride + n * LANES);
+#pragma GCC unroll 6
+        for (int row = 0; row < R; row++) {
+            Floats factor = all(a[row * a_stride + k]);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) sums[row][n] = fused(factor, columns[n], sums[row][n]);
+        }
+    }
+    for (int row = 0; row < R; row++)
+        for (int n = 0; n < N; n++) store(c + row * c_stride + n * LANES, sums[row][n]);
+}
+
+using Multiply = void (*)(const float*, int64_t, const float*, int64_t, int64_t, float*, int64_t);
+
+template <int R>
+Multiply of_lanes(int64_t lanes) {
+    if constexpr (BLOCK_LANES == 4) {
+        if (lanes == 4) return multiply<R, 4>;
+        if (lanes == 3) return multiply<R, 3>;
+    }
+    return lanes == 2 ? multiply<R, 2> : multiply<R, 1>;
+}
+
+inline Multiply multiplier(int64_t rows, int64_t lanes) {
+    switch (rows) {
+        case 1: return of_lanes<1>(lanes);
+        case 2: return of_lanes<2>(lanes);
+        case 3: return of_lanes<3>(lanes);
+        case 4: return of_lanes<4>(lanes);
+        case 5: return of_lanes<5>(lanes);
+        default: return of_lanes<6>(lanes);
+    }
+}
+
+inline int64_t round_up(int64_t number, int64_t step) { return (number + step - 1) / step * step; }
+
+struct Call {
+    const float* query;
+    int64_t query_token_stride, query_head_stride;
+    float* output;  // [tokens, heads, head_dim]
+    const void* pool;
+    int64_t layer, layers, heads, kv_heads, block_size, head_dim;
+    const int32_t* block_tables;
+    int64_t table_stride;
+    float scale;
+    int64_t window;
+    float softcap;
+
+    int64_t group() const { return heads / kv_heads; }
+    int64_t wide_dim() const { return round_up(head_dim, LANES); }
+    int64_t half_block() const { return block_size * head_dim; }  // numbers from a block's K to its V
+};
+
+// Memory of one thread, grown and never shrunk.
+struct Scratch {
+    std::unique_ptr<float, decltype(&std::free)> memory{nullptr, std::free};
+    int64_t size = 0, used = 0;
+
+    void reserve(int64_t numbers) {
+        used = 0;
+        if (numbers <= size) return;
+        size = round_up(numbers, 1024);
+        memory.reset(static_cast<float*>(std::aligned_alloc(64, size * sizeof(float))));
+    }
+    float* take(int64_t numbers) {
+        float* begin = memory.get() + used;
+        used += round_up(numbers, 16);
+        return begin;
+    }
+};
+
+// What some keys say to `rows` rows: the greatest score, the sum of the weights against it, and weights · V.
+struct Partial {
+    float *most, *sum, *values;  // [rows], [rows], [rows, wide_dim]; rows rounded up to LANES
+
+    static int64_t numbers(int64_t rows, int64_t wide_dim) { return round_up(rows, LANES) * (2 + wide_dim); }
+    Partial(float* memory, int64_t rows)
+        : most(memory), sum(most + round_up(rows, LANES)), values(sum + round_up(rows, LANES)) {}
+
+    void clear(int64_t rows, int64_t wide_dim) {
+        std::fill_n(most, round_up(rows, LANES), NEVER);
+        std::fill_n(sum, round_up(rows, LANES), 0.0f);
+        std::fill_n(values, rows * wide_dim, 0.0f);
+    }
+
+    // Later keys join the earlier ones.
+    void join(const Partial& later, int64_t rows, int64_t wide_dim) {
+        for (int64_t first = 0; first < rows; first += LANES) {
+            Floats mine = load(most + first), its = load(later.most + first);
+            Floats both = mine > its ? mine : its;
+            Floats base = both == all(NEVER) ? zeros() : both;
+            Floats keep = exponential(mine - base), take = exponential(its - base);
+            store(most + first, both);
+            store(sum + first, fused(take, load(later.sum + first), keep * load(sum + first)));
+            for (int64_t row = first; row < std::min(rows, first + LANES); row++) {
+                Floats kept = all(keep[row - first]), taken = all(take[row - first]);
+                float* to = values + row * wide_dim;
+                const float* from = later.values + row * wide_dim;
+                for (int64_t dim = 0; dim < wide_dim; dim += LANES)
+                    store(to + dim, fused(taken, load(from + dim), kept * load(to + dim)));
+            }
+        }
+    }
+};
+
+// One KV head of one sequence, `queries` of its queries, and tiles [tile, end) of the keys that they see.
+struct Job {
+    int64_t token, sequence, kv_head, position, queries, tile, end;
+    int64_t parts;  // where its partials begin in the shared memory, or -1: alone with these queries
+
+    int64_t rows(const Call& call) const { return queries * call.group(); }
+    int64_t cost(const Call& call) const { return (end - tile) * TILE * (rows(call) + 16); }
+};
+
+// Keys that a row sees, counted from the tile's first.
+struct Range {
+    int64_t low, high;
+    bool empty() const { return low >= high; }
+};
+
+inline Range seen(const Call& call, int64_t position, int64_t first_key) {
+    int64_t low = call.window ? std::max<int64_t>(0, position - call.window + 1) : 0;
+    return {std::clamp<int64_t>(low - first_key, 0, TILE), std::clamp<int64_t>(position + 1 - first_key, 0, TILE)};
+}
+
+struct Workspace {
+    float *query, *keys, *values, *scores;  // [rows, dim], [dim, TILE], [TILE, wide_dim], [rows, TILE]
+    Partial part, all;
+
+    static int64_t numbers(const Call& call, int64_t rows) {
+        int64_t dim = call.wide_dim();
+        return rows * (dim + TILE) + 2 * dim * TILE + 2 * Partial::numbers(rows, dim) + 8 * 16;
+    }
+    Workspace(Scratch& scratch, const Call& call, int64_t rows)
+        : query(scratch.take(rows * call.wide_dim())),
+          keys(scratch.take(call.wide_dim() * TILE)),
+          values(scratch.take(TILE * call.wide_dim())),
+          scores(scratch.take(rows * TILE)),
+          part(scratch.take(Partial::numbers(rows, call.wide_dim())), rows),
+          all(scratch.take(Partial::numbers(rows, call.wide_dim())), rows) {}
+};
+
+void gather_queries(const Call& call, const Job& job, float* query) {
+    for (int64_t row = 0; row < job.rows(call); row++) {
+        int64_t token = job.token + row / call.group(), head = job.kv_head * call.group() + row % call.group();
+        const float* from = call.query + token * call.query_token_stride + head * call.query_head_stride;
+        for (int64_t dim = 0; dim < call.head_dim; dim++) query[row * call.head_dim + dim] = from[dim] * call.scale;
+    }
+}
+
+// K and V of positions first_key + [low, high) into the workspace. Nothing outside of them is read.
+template <class Number>
+void gather_keys(const Call& call, const Job& job, int64_t first_key, Range keys, Workspace& work) {
+    const int32_t* table = call.block_tables + job.sequence * call.table_stride;
+    const int64_t dim = call.head_dim, wide = call.wide_dim();
+    auto row_of = [&](int64_t key) {
+        int64_t position = first_key + key, block = table[position / call.block_size];
+        int64_t half = ((block * call.kv_heads + job.kv_head) * call.layers + call.layer) * 2;
+        return static_cast<const Number*>(call.pool) + half * call.half_block() + position % call.block_size * dim;
+    };
+    for (int64_t first = keys.low / LANES * LANES; first < keys.high; first += LANES) {
+        const Number* from[LANES];
+        for (int lane = 0; lane < LANES; lane++) {
+            int64_t key = first + lane;
+            from[lane] = key >= keys.low && key < keys.high ? row_of(key) : nullptr;
+        }
+        int64_t column = 0;
+        for (; column + LANES <= dim; column += LANES) {
+            Floats rows[LANES];
+            for (int lane = 0; lane < LANES; lane++) rows[lane] = from[lane] ? load_wide(from[lane] + column) : zeros();
+            transpose(rows);
+            for (int lane = 0; lane < LANES; lane++) store(work.keys + (column + lane) * TILE + first, rows[lane]);
+        }
+        for (; column < dim; column++)
+            for (int lane = 0; lane < LANES; lane++)
+                work.keys[column * TILE + first + lane] = from[lane] ? widen(from[lane][column]) : 0.0f;
+        for (int lane = 0; lane < LANES; lane++) {
+            if (!from[lane]) continue;
+            const Number* value = from[lane] + call.half_block();
+            float* to = work.values + (first + lane) * wide;
+            for (column = 0; column + LANES <= dim; column += LANES) store(to + column, load_wide(value + column));
+            for (; column < dim; column++) to[column] = widen(value[column]);
+            for (; column < wide; column++) to[column] = 0.0f;
+        }
+    }
+}
+
+// Scores [0, high) of one row become weights; what it does not see weighs nothing.
+inline void weigh(const Call& call, float* scores, Range keys, int64_t width, float* most_of_row, float* sum_of_row) {
+    Ints lane_at;
+    for (int lane = 0; lane < LANES; lane++) lane_at[lane] = lane;
+    Floats most = all(NEVER);
+    for (int64_t key = 0; key < width; key += LANES) {
+        Floats score = load(scores + key);
+        if (call.softcap != 0.0f) score = all(call.softcap) * tangent(score / all(call.softcap));
+        if (key < keys.low || key + LANES > keys.high) {
+            Ints at = lane_at + int32_t(key);
+            score = (at >= int32_t(keys.low)) & (at < int32_t(keys.high)) ? score : all(NEVER);
+        }
+        store(scores + key, score);
+        most = most > score ? most : score;
+    }
+    float greatest = max_of(most);
+    Floats base = all(greatest == NEVER ? 0.0f : greatest), sum = zeros();
+    for (int64_t key = 0; key < width; key += LANES) {
+        Floats weight = exponential(load(scores + key) - base);
+        store(scores + key, weight);
+        sum += weight;
+    }
+    *most_of_row = greatest;
+    *sum_of_row = sum_of(sum);
+}
+
+template <class Number>
+void attend_tile(const Call& call, const Job& job, int64_t tile, Workspace& work, Partial& part) {
+    const int64_t rows = job.rows(call), group = call.group(), dim = call.head_dim, wide = call.wide_dim();
+    const int64_t first_key = tile * TILE;
+    auto keys_of = [&](int64_t row) { return seen(call, job.position + row / group, first_key); };
+    gather_keys<Number>(call, job, first_key, {keys_of(0).low, keys_of(rows - 1).high}, work);
+
+    constexpr int64_t panel = BLOCK_LANES * LANES;  // of keys: it stays in the first-level cache for all rows
+    for (int64_t key = 0; key < TILE; key += panel)
+        for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
+            int64_t height = std::min<int64_t>(BLOCK_ROWS, rows - row);
+            int64_t low = keys_of(row).low, high = keys_of(row + height - 1).high;
+            if (high <= key || low >= key + panel || low >= high) continue;
+            int64_t lanes = std::min<int64_t>(BLOCK_LANES, (high - key + LANES - 1) / LANES);
+            multiplier(height, lanes)(work.query + row * dim, dim, work.keys + key, TILE, dim,
+                                      work.scores + row * TILE + key, TILE);
+        }
+    for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
+        int64_t height = std::min<int64_t>(BLOCK_ROWS, rows - row);
+        int64_t width = round_up(keys_of(row + height - 1).high, LANES);
+        for (int64_t each = row; each < row + height; each++)
+            weigh(call, work.scores + each * TILE, keys_of(each), width, part.most + each, part.sum + each);
+    }
+    for (int64_t column = 0; column < wide; column += panel)
+        for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
+            int64_t height = std::min<int64_t>(BLOCK_ROWS, rows - row);
+            int64_t low = keys_of(row).low, high = std::max(low, keys_of(row + height - 1).high);
+            int64_t lanes = std::min<int64_t>(BLOCK_LANES, (wide - column) / LANES);
+            multiplier(height, lanes)(work.scores + row * TILE + low, TILE, work.values + low * wide + column, wide,
+                                      high - low, part.values + row * wide + column, wide);
+        }
+}
+
+void give_out(const Call& call, const Job& job, const Partial& all) {
+    for (int64_t row = 0; row < job.rows(call); row++) {
+        int64_t token = job.token + row / call.group(), head = job.kv_head * call.group() + row % call.group();
+        const float* from = all.values + row * call.wide_dim();
+        float* to = call.output + (token * call.heads + head) * call.head_dim;
+        float share = 1.0f / all.sum[row];
+        for (int64_t dim = 0; dim < call.head_dim; dim++) to[dim] = from[dim] * share;
+    }
+}
+
+template <class Number>
+void run(const Call& call, const Job& job, float* shared) {
+    thread_local Scratch scratch;
+    const int64_t rows = job.rows(call), wide = call.wide_dim();
+    scratch.reserve(Workspace::numbers(call, rows));
+    Workspace work(scratch, call, rows);
+    gather_queries(call, job, work.query);
+    if (job.parts >= 0) {
+        Partial part(shared + job.parts, rows);
+        attend_tile<Number>(call, job, job.tile, work, part);
+        return;
+    }
+    work.all.clear(rows, wide);
+    for (int64_t tile = job.tile; tile < job.end; tile++) {
+        attend_tile<Number>(call, job, tile, work, work.part);
+        work.all.join(work.part, rows, wide);
+    }
+    give_out(call, job, work.all);
+}
+
+// The partials of a job that was cut into its tiles, in order.
+void join_parts(const Call& call, const Job& job, float* shared) {
+    const int64_t rows = job.rows(call), wide = call.wide_dim();
+    std::vector<float> memory(Partial::numbers(rows, wide));
+    Partial all(memory.data(), rows);
+    all.clear(rows, wide);
+    for (int64_t tile = job.tile; tile < job.end; tile++) {
+        Partial part(shared + job.parts + (tile - job.tile) * Partial::numbers(rows, wide), rows);
+        all.join(part, rows, wide);
+    }
+    give_out(call, job, all);
+}
+
+std::vector<Job> jobs_of(const Call& call, const int32_t* query_starts, const int32_t* context_lens, int64_t sequences) {
+    std::vector<Job> jobs;
+    const int64_t step = std::max<int64_t>(1, ROWS / call.group());
+    for (int64_t sequence = 0; sequence < sequences; sequence++) {
+        int64_t start = query_starts[sequence], length = query_starts[sequence + 1] - start;
+        int64_t position = context_lens[sequence] - length;
+        for (int64_t first = 0; first < length; first += step) {
+            int64_t queries = std::min(step, length - first), at = position + first;
+            int64_t low = call.window ? std::max<int64_t>(0, at - call.window + 1) : 0;
+            Job job{start + first, sequence, 0, at, queries, low / TILE, (at + queries - 1) / TILE + 1, -1};
+            for (job.kv_head = 0; job.kv_head < call.kv_heads; job.kv_head++) jobs.push_back(job);
+        }
+    }
+    return jobs;
+}
+
+template <class Number>
+void attend(const Call& call, const int32_t* query_starts, const int32_t* context_lens, int64_t sequences) {
+    std::vector<Job> whole = jobs_of(call, query_starts, context_lens, sequences), jobs;
+    int64_t work = 0, numbers = 0;
+    for (const Job& job : whole) work += job.cost(call);
+    const int threads = work <= ALONE ? 1 : omp_get_max_threads();
+    if (threads > 1 && int64_t(whole.size()) < threads * JOBS_A_THREAD) {
+        for (Job& job : whole) {
+            job.parts = numbers;
+            for (Job piece = job; piece.tile < job.end; piece.tile++) {
+                piece.end = piece.tile + 1;
+                piece.parts = numbers;
+                numbers += Partial::numbers(job.rows(call), call.wide_dim());
+                jobs.push_back(piece);
+            }
+        }
+    } else {
+        jobs.swap(whole);  // nothing is left to join
+    }
+    std::stable_sort(jobs.begin(), jobs.end(), [&](const Job& a, const Job& b) { return a.cost(call) > b.cost(call); });
+    std::vector<float> shared(numbers);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(dynamic, 1)
+        for (size_t at = 0; at < jobs.size(); at++) run<Number>(call, jobs[at], shared.data());
+#pragma omp for schedule(dynamic, 1)
+        for (size_t at = 0; at < whole.size(); at++) join_parts(call, whole[at], shared.data());
+    }
+}
+
+template <class Number>
+void write(const float* key, const float* value, int64_t key_stride, int64_t value_stride, void* pool, int64_t layer,
+           int64_t layers, int64_t kv_heads, int64_t block_size, int64_t head_dim, const int64_t* slots,
+           int64_t tokens) {
+#pragma omp parallel for schedule(static) if (tokens >= 64)
+    for (int64_t token = 0; token < tokens; token++)
+        for (int64_t head = 0; head < kv_heads; head++) {
+            int64_t block = slots[token] / block_size, slot = slots[token] % block_size;
+            int64_t half = ((block * kv_heads + head) * layers + layer) * 2;
+            Number* to = static_cast<Number*>(pool) + (half * block_size + slot) * head_dim;
+            const float *k = key + token * key_stride + head * head_dim, *v = value + token * value_stride + head * head_dim;
+            for (int64_t dim = 0; dim < head_dim; dim++) narrow(k[dim], to + dim);
+            for (int64_t dim = 0; dim < head_dim; dim++) narrow(v[dim], to + block_size * head_dim + dim);
+        }
+}
+
+}  // namespace
+
+// `kind` of the pool's numbers: 0 float32, 1 bfloat16, 2 float16. Strides count numbers; the last axis is dense.
+
+extern "C" void diptych_attend(const float* query, int64_t query_token_stride, int64_t query_head_stride, float* output,
+                               const void* pool, int64_t kind, int64_t layer, int64_t layers, int64_t heads,
+                               int64_t kv_heads, int64_t block_size, int64_t head_dim, const int32_t* query_starts,
+                               const int32_t* context_lens, const int32_t* block_tables, int64_t table_stride,
+                               int64_t sequences, float scale, int64_t window, float softcap) {
+    Call call{query,  query_token_stride, query_head_stride, output,       pool,         layer, layers, heads, kv_heads,
+              block_size, head_dim,       block_tables,      table_stride, scale,        window, softcap};
+    if (kind == 0) attend<Float32>(call, query_starts, context_lens, sequences);
+    if (kind == 1) attend<Bfloat16>(call, query_starts, context_lens, sequences);
+    if (kind == 2) attend<Float16>(call, query_starts, context_lens, sequences);
+}
+
+extern "C" void diptych_write_kv(const float* key, int64_t key_stride, const float* value, int64_t value_stride,
+                                 void* pool, int64_t kind, int64_t layer, int64_t layers, int64_t kv_heads,
+                                 int64_t block_size, int64_t head_dim, const int64_t* slots, int64_t tokens) {
+    auto write_numbers = kind == 0 ? write<Float32> : kind == 1 ? write<Bfloat16> : write<Float16>;
+    write_numbers(key, value, key_stride, value_stride, pool, layer, layers, kv_heads, block_size, head_dim, slots,
+                  tokens);
+}

@@ -1,0 +1,104 @@
+"""The native kernels of `attention.cpp` behind the attention port.
+
+Knows how tensors become pointers and strides. Needs `library()`; what a row becomes depends on nothing but its own
+query and keys, bit for bit (see the source).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from workers.ops.batch import RaggedBatch
+from workers.ops.native.library import SWITCH, Float, Pointer, Size, function, pointer
+
+Kernel = Callable[..., None]
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
+    """See `attention.Attention.write_kv`."""
+    _, kv_heads, layers, _, block_size, head_dim = _shape(pool)
+    key, value = _dense_heads(key), _dense_heads(value)
+    _write_kernel()(
+        pointer(key),
+        key.stride(0),
+        pointer(value),
+        value.stride(0),
+        pointer(pool),
+        _KINDS[pool.dtype],
+        layer,
+        layers,
+        kv_heads,
+        block_size,
+        head_dim,
+        pointer(slot_mapping),
+        slot_mapping.shape[0],
+    )
+
+
+def attend(
+    query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
+) -> Tensor:
+    """See `attention.Attention.attend`."""
+    _, kv_heads, layers, _, block_size, head_dim = _shape(pool)
+    rows = query if query.dtype == torch.float32 else query.float()
+    if rows.stride(2) != 1:
+        rows = rows.contiguous()
+    output = torch.empty(rows.shape)
+    tables = batch.block_tables
+    _attend_kernel()(
+        pointer(rows),
+        rows.stride(0),
+        rows.stride(1),
+        pointer(output),
+        pointer(pool),
+        _KINDS[pool.dtype],
+        layer,
+        layers,
+        rows.shape[1],
+        kv_heads,
+        block_size,
+        head_dim,
+        pointer(batch.query_starts),
+        pointer(batch.context_lens),
+        pointer(tables),
+        tables.stride(0),
+        tables.shape[0],
+        scale,
+        window,
+        softcap,
+    )
+    return output.to(query.dtype)
+
+
+def _shape(pool: Tensor) -> torch.Size:
+    assert pool.is_contiguous() and pool.device.type == "cpu"
+    return pool.shape
+
+
+def _dense_heads(tensor: Tensor) -> Tensor:
+    """[tokens, kv_heads, head_dim] in float32, the numbers of one token beside one another."""
+    tensor = tensor if tensor.dtype == torch.float32 else tensor.float()
+    return tensor if tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2] else tensor.contiguous()
+
+
+@functools.cache
+def _attend_kernel() -> Kernel:
+    strides, pool = [Size] * 2, [Pointer, *[Size] * 7]
+    metadata = [Pointer, Pointer, Pointer, Size, Size]
+    return _kernel("diptych_attend", [Pointer, *strides, Pointer, *pool, *metadata, Float, Size, Float])
+
+
+@functools.cache
+def _write_kernel() -> Kernel:
+    return _kernel("diptych_write_kv", [Pointer, Size, Pointer, Size, Pointer, *[Size] * 6, Pointer, Size])
+
+
+def _kernel(name: str, arguments: Sequence[type]) -> Kernel:
+    found = function(name, arguments)
+    if found is None:
+        raise RuntimeError(f"{name} needs the native kernels: install g++, and leave {SWITCH} alone")
+    return found
