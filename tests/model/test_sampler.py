@@ -1,4 +1,5 @@
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -7,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from workers.engine.counts import TokenCounts
 from workers.engine.step import Draw
-from workers.executor.sampler import race_times, sample
+from workers.executor.race import numbers_of, numbers_of_all, winner
+from workers.executor.sampler import _floor, sample, score
 from workers.request import SamplingParams
 
 VOCAB = 50
@@ -19,9 +22,15 @@ def logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
 
 
 def draw(
-    position: int = 0, seed: int = 7, history: tuple[int, ...] = (), banned: tuple[int, ...] = (), **params
+    position: int = 0,
+    seed: int = 7,
+    prompt: tuple[int, ...] = (),
+    answer: tuple[int, ...] = (),
+    banned: tuple[int, ...] = (),
+    **params,
 ) -> Draw:
-    return Draw(SamplingParams(**params), seed, position, history, banned)
+    seen, counts = TokenCounts().read([*prompt, *answer], len(prompt), with_prompt=True)
+    return Draw(SamplingParams(**params), seed, position, seen, counts, banned)
 
 
 def tokens_of(row: Tensor, count: int, **params) -> list[int]:
@@ -43,8 +52,31 @@ def test_a_seeded_draw_is_repeatable_and_moves_with_seed_and_position() -> None:
 
 
 def test_the_largest_seed_works() -> None:
-    times = race_times(2**64 - 1, 2**31, 100)
-    assert times.shape == (100,) and (times > 0).all()
+    numbers = numbers_of_all(2**64 - 1, 2**31, 100)
+    assert numbers.shape == (100,) and (numbers > 0).all() and (numbers < 1).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seeds=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4),
+    position=st.integers(0, 2**40),
+    tokens=st.lists(st.integers(0, 2**17), min_size=1, max_size=9),
+)
+def test_a_number_had_alone_is_that_of_the_whole_stream(seeds: list[int], position: int, tokens: list[int]) -> None:
+    keys = np.array(seeds, np.uint64).repeat(len(tokens))
+    alone = numbers_of(keys, np.full_like(keys, position), np.array(tokens * len(seeds)))
+    together = [numbers_of_all(seed, position, max(tokens) + 1)[tokens] for seed in seeds]
+    assert alone.tolist() == np.concatenate(together).tolist()
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32), sharpness=st.sampled_from([0.0, 1.0, 5.0, 30.0]))
+def test_the_winner_is_that_of_a_race_of_all(seed: int, sharpness: float) -> None:
+    random = np.random.default_rng(seed)
+    scores = sharpness * random.standard_normal(3000)
+    weights = np.exp(scores - scores.max()).astype(np.float32)
+    numbers = numbers_of_all(seed, 1, 3000)
+    assert winner(weights, numbers) == int((weights / -np.log1p(-numbers)).argmax())
 
 
 def test_noise_in_the_logits_hardly_ever_moves_a_draw() -> None:
@@ -61,7 +93,7 @@ def test_noise_in_the_logits_hardly_ever_moves_a_draw() -> None:
 def test_a_draw_does_not_depend_on_its_batch_mates(seed: int, temperature: float, top_p: float) -> None:
     rows = logits(4, seed)
     mine = draw(9, temperature=temperature, top_p=top_p)
-    others = [draw(1, top_k=2), draw(2, temperature=0), draw(3, repetition_penalty=2.0, history=(1, 2), banned=(5,))]
+    others = [draw(1, top_k=2), draw(2, temperature=0), draw(3, repetition_penalty=2.0, prompt=(1, 2), banned=(5,))]
     alone = sample(rows[:1], [mine])[0][0]
     assert sample(rows, [mine, *others])[0][0] == alone
     assert sample(rows.flip(0), [*others, mine])[0][3] == alone
@@ -103,8 +135,83 @@ def test_banned_tokens_are_never_drawn(temperature: float) -> None:
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() -> None:
     row = torch.tensor([[2.0, 1.5, -0.1, -0.3]])
-    assert sample(row, [draw(temperature=0, repetition_penalty=1.5, history=(0, 0))])[0] == [1]
-    assert sample(row[:, 2:], [draw(temperature=0, repetition_penalty=4.0, history=(0,))])[0] == [1]
+    assert sample(row, [draw(temperature=0, repetition_penalty=1.5, prompt=(0, 0))])[0] == [1]
+    assert sample(row[:, 2:], [draw(temperature=0, repetition_penalty=4.0, prompt=(0,))])[0] == [1]
+
+
+def test_frequency_and_presence_count_the_answer_and_not_the_prompt() -> None:
+    row = torch.tensor([[2.0, 1.5, 1.0]])
+    assert sample(row, [draw(temperature=0, frequency_penalty=0.3, prompt=(0,) * 9, answer=(0,))])[0] == [0]
+    assert sample(row, [draw(temperature=0, frequency_penalty=0.3, answer=(0, 0))])[0] == [1]
+    assert sample(row, [draw(temperature=0, presence_penalty=0.3, answer=(0,) * 9)])[0] == [0]
+    assert sample(row, [draw(temperature=0, presence_penalty=0.6, answer=(0,))])[0] == [1]
+    assert sample(row, [draw(temperature=0, presence_penalty=-0.6, answer=(1,))])[0] == [1]
+    assert sample(row, [draw(temperature=0, presence_penalty=0.6, frequency_penalty=0.5, answer=(0, 1))])[0] == [2]
+
+
+def test_bias_is_added_behind_the_penalties() -> None:
+    row = torch.tensor([[2.0, 1.5, -1.0]])
+    assert sample(row, [draw(temperature=0, logit_bias=((1, 0.6),))])[0] == [1]
+    assert sample(row, [draw(temperature=0, logit_bias=((1, 0.6), (0, 0.2)))])[0] == [0]
+    assert sample(row, [draw(temperature=0, logit_bias=((2, 2.5),), repetition_penalty=2.0, prompt=(0, 1, 2))])[0] == [
+        0
+    ]
+    assert tokens_of(row, 50, logit_bias=((2, 100.0),)) == [2] * 50
+
+
+def test_adjusted_rows_leave_the_logits_as_they_were() -> None:
+    rows = logits(2)
+    before = rows.clone()
+    sample(rows, [draw(top_k=3, logit_bias=((1, 5.0),)), draw(temperature=0, presence_penalty=1.0, answer=(1,))])
+    assert torch.equal(rows, before)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("row", [torch.full((1, VOCAB), -torch.inf), torch.full((1, VOCAB), torch.nan)])
+def test_hopeless_logits_still_give_a_token(row: Tensor, temperature: float) -> None:
+    for filters in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}):
+        assert 0 <= sample(row, [draw(temperature=temperature, **filters)])[0][0] < VOCAB
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    top_k=st.sampled_from([0, 1, 50, 1023, 1024, 1025, 2999, 3000]),
+    top_p=st.sampled_from([1e-9, 0.5, 0.9, 0.999, 1.0]),
+    spread=st.sampled_from([0.0, 0.1, 1.0, 8.0]),
+    ties=st.booleans(),
+)
+def test_the_floor_is_that_of_a_full_sort(seed: int, top_k: int, top_p: float, spread: float, ties: bool) -> None:
+    scores = spread * np.random.default_rng(seed).standard_normal(3000)
+    weights = np.exp((scores.round(1) if ties else scores) - scores.max()).astype(np.float32)
+    ranked = np.sort(weights)[::-1][: top_k or 3000].astype(np.float64)
+    reached = int((ranked.cumsum() >= top_p * ranked.sum() * (1 - 1e-12)).argmax())
+    floor = _floor(weights, SamplingParams(top_k=top_k, top_p=top_p))
+    if top_k in (0, 3000) and top_p == 1.0:
+        assert floor == 0.0
+    elif top_p == 1.0:
+        assert floor == ranked[-1]
+    else:
+        assert floor == pytest.approx(ranked[reached], rel=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 300), max_size=200) | st.just(list(range(300))),
+    answer=st.lists(st.integers(0, 300), max_size=200) | st.just(list(range(200))),
+    cuts=st.lists(st.integers(0, 200), max_size=5),
+    with_prompt=st.booleans(),
+)
+def test_counts_kept_up_in_pieces_are_those_of_the_whole(
+    prompt: list[int], answer: list[int], cuts: list[int], with_prompt: bool
+) -> None:
+    counts = TokenCounts()
+    for cut in [*sorted(min(cut, len(answer)) for cut in cuts), len(answer)]:
+        tokens = prompt + answer[:cut]
+        seen, often = counts.read(tokens, len(prompt), with_prompt=with_prompt)
+        expected = Counter(dict.fromkeys(prompt, 0) if with_prompt else {})
+        expected.update(answer[:cut])
+        assert dict(zip(seen.tolist(), often.tolist(), strict=True)) == dict(expected)
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 100.0])
@@ -134,6 +241,15 @@ def test_logprobs_come_from_the_raw_logits() -> None:
     assert [value for _, value in found.top] == pytest.approx(best.values.tolist())
     assert sample(row, [draw(logprobs=0)])[1][0].top == ()  # type: ignore[union-attr]
     assert sample(row, [draw()])[1] == [None]
+
+
+def test_scores_of_given_tokens_are_log_probabilities() -> None:
+    rows = logits(3)
+    expected = rows.log_softmax(-1)
+    scored = score(rows, [1, 2, 3], [0, 2, 1])
+    assert [each.chosen for each in scored] == pytest.approx([float(expected[row, row + 1]) for row in range(3)])
+    assert [len(each.top) for each in scored] == [0, 2, 1]
+    assert scored[1].top[0] == (int(rows[1].argmax()), pytest.approx(float(expected[1].max())))
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,30 @@
-"""From logits to tokens, for a whole batch at once.
+"""From logits to tokens, and to log probabilities.
 
 A draw depends on its own row, parameters, seed and position: never on its neighbours, on earlier draws, or on where it
-runs. Each filter is a floor on the probability: a token stays when it is at least as likely as
+runs. The logits are changed in this order:
+
+    repetition   of tokens in prompt and answer: positive logits are divided, negative ones multiplied
+    frequency    times the token's count in the answer is taken off; presence once, when it is there at all
+    bias         is added
+    bans         end tokens before `min_tokens` go
+
+then divided by the temperature. Each filter is a floor on the probability: a token stays when it is at least as likely
+as
 
     top_k   the k-th likeliest token
     top_p   the last token of the smallest set, likeliest first, whose mass reaches top_p (of what top_k left)
     min_p   min_p times the likeliest token
 
-so tokens that tie at a floor stand or fall together. The kept tokens then run an exponential race (Gumbel-max): each
-has a number of its own, from a Philox generator keyed by (seed, position), and the largest probability / number wins.
+so tokens that tie at a floor stand or fall together. The kept tokens run an exponential race (`workers.executor.race`).
 Noise in the last digits of the logits, or a doubtful token at a floor, changes the winner only if it is part of a
 photo finish; an inverse CDF would shift the borders of all tokens behind it.
 
-Sources: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011); Maddison et al., A* sampling (2014).
+Rows are worked on one after another, on the host: one row of a vocabulary stays in the core's cache, where a batch of
+them is written to memory and read again at each step; this way takes a third of the time.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,10 +32,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.step import Draw
-from workers.request import TokenLogprobs
+from workers.executor.race import numbers_of, numbers_of_all, winner
+from workers.request import SamplingParams, TokenLogprobs
 
 # Below this the division leaves the range of float32; the likeliest token has all the mass long before.
 _MIN_TEMPERATURE = 1e-6
+_NEAR = 1024  # the nucleus is looked for among this many tokens first
+_FEW = 16  # a race of less than vocabulary / _FEW tokens takes their numbers alone
+
+Row = NDArray[np.float32]  # [vocab]
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[TokenLogprobs | None]]:
@@ -35,92 +49,141 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[Token
     if not draws:
         return [], []
     logits = logits.float()
-    adjusted = _adjust(logits, draws)
-    tokens = adjusted.argmax(dim=-1)
-    drawn = [row for row, draw in enumerate(draws) if draw.params.temperature > 0]
-    if drawn:
-        rows = torch.tensor(drawn, device=logits.device)
-        tokens[rows] = _draw(adjusted[rows], [draws[row] for row in drawn])
-    chosen: list[int] = tokens.tolist()
-    return chosen, _logprobs(logits, chosen, draws)
+    tokens = _choose(logits, draws)
+    wanted = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
+    logprobs: list[TokenLogprobs | None] = [None] * len(draws)
+    if wanted:
+        rows = logits if len(wanted) == len(draws) else logits[wanted]
+        tops = [draws[row].params.logprobs or 0 for row in wanted]
+        for row, scored in zip(wanted, score(rows, [tokens[row] for row in wanted], tops), strict=True):
+            logprobs[row] = scored
+    return tokens, logprobs
 
 
-def race_times(seed: int, position: int, vocab_size: int) -> NDArray[np.float64]:
-    """The exponential number [vocab_size] of each token for this seed and position, the same on every machine."""
-    generator = np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64)))
-    return np.maximum(-np.log1p(-generator.random(vocab_size)), np.finfo(np.float64).tiny)
+def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
+    """The log probability of tokens[i] under logits[i] [vocab], and those of the tops[i] likeliest ones."""
+    logits = logits.float()
+    best = logits.topk(min(max(1, *tops), logits.shape[-1]), dim=-1)
+    largest = best.values[:, :1]  # [rows, 1]; what is taken off it is small, where float32 has digits to spare
+    rest = (logits - largest).exp_().sum(dim=-1, keepdim=True).log()
+    chosen = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]) - largest - rest
+    ids, values = best.indices.tolist(), (best.values - largest - rest).tolist()
+    return [
+        TokenLogprobs(own, tuple(zip(each_ids[:top], each_values[:top], strict=True)))
+        for own, each_ids, each_values, top in zip(chosen[:, 0].tolist(), ids, values, tops, strict=True)
+    ]
 
 
-def _adjust(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Logits after repetition penalties and bans; the same tensor when nobody asked for any."""
-    changed = [row for row, draw in enumerate(draws) if draw.banned or draw.params.repetition_penalty != 1.0]
-    if not changed:
-        return logits
-    logits = logits.clone()
-    for row in changed:
+@dataclass(frozen=True, slots=True)
+class _Entrants:
+    """The few tokens of a row that race with each other."""
+
+    row: int
+    tokens: NDArray[np.int64]
+    weights: NDArray[np.float32]
+
+
+def _choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    special = [row for row, draw in enumerate(draws) if draw.params.temperature > 0 or draw.adjusts]
+    tokens = _likeliest(logits) if len(special) < len(draws) else [0] * len(draws)
+    few: list[_Entrants] = []
+    scratch = np.empty(logits.shape[-1], np.float32)
+    for row, scores in zip(special, _on_host(logits, special), strict=True):
         draw = draws[row]
-        if draw.params.repetition_penalty != 1.0 and draw.history:
-            seen = torch.tensor(sorted(set(draw.history)), device=logits.device)
-            scores = logits[row, seen]
-            penalty = draw.params.repetition_penalty
-            logits[row, seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
-        if draw.banned:
-            logits[row, list(draw.banned)] = -torch.inf
-    return logits
+        np.copyto(scratch, scores)
+        _adjust(scratch, draw)
+        if draw.params.temperature > 0:
+            _weigh(scratch, draw.params.temperature)
+            floor = _floor(scratch, draw.params)
+            if floor > 0:
+                kept = np.flatnonzero(~(scratch < floor))  # so written, a row of NaN keeps a token too
+                if len(kept) * _FEW < len(scratch):
+                    few.append(_Entrants(row, kept, scratch[kept]))
+                    continue
+                scratch[scratch < floor] = 0.0
+            tokens[row] = winner(scratch, numbers_of_all(draw.seed, draw.position, len(scratch)))
+        else:
+            tokens[row] = int(scratch.argmax())
+    for each, numbers in zip(few, _numbers(few, draws), strict=True):
+        tokens[each.row] = int(each.tokens[winner(each.weights, numbers)])
+    return tokens
 
 
-def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Tokens [rows] from logits [rows, vocab], every row with a temperature above 0."""
-    device = logits.device
-    temperature = torch.tensor([max(draw.params.temperature, _MIN_TEMPERATURE) for draw in draws], device=device)
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
-    probabilities = scaled.softmax(dim=-1)  # [rows, vocab]
-    floor = _floor(probabilities, draws)
-    kept = torch.where(probabilities >= floor[:, None], probabilities, 0.0).double()
-    times = np.stack([race_times(draw.seed, draw.position, logits.shape[-1]) for draw in draws])
-    return (kept / torch.from_numpy(times).to(device)).argmax(dim=-1)
+def _likeliest(logits: Tensor) -> list[int]:
+    """The argmax of each row. On a CPU numpy's takes a tenth of torch's time."""
+    best: list[int] = (logits.numpy() if logits.device.type == "cpu" else logits).argmax(-1).tolist()
+    return best
 
 
-def _floor(probabilities: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """The least probability [rows] that each row's filters keep."""
-    vocab_size = probabilities.shape[-1]
-    min_p = torch.tensor([draw.params.min_p for draw in draws], device=probabilities.device)
-    floor = probabilities.amax(dim=-1) * min_p
-    filtered = [row for row, draw in enumerate(draws) if 0 < draw.params.top_k < vocab_size or draw.params.top_p < 1.0]
-    if filtered:
-        rows = torch.tensor(filtered, device=probabilities.device)
-        ranked = _ranked_floor(probabilities[rows], [draws[row] for row in filtered])
-        floor[rows] = torch.maximum(floor[rows], ranked)
-    return floor
+def _on_host(logits: Tensor, rows: list[int]) -> Sequence[Row]:
+    if logits.device.type == "cpu":
+        host = logits.numpy()
+        return [host[row] for row in rows]
+    return list(logits[rows].cpu().numpy()) if rows else []
 
 
-def _ranked_floor(probabilities: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """The floors [rows] of top-k and top-p, for rows that have at least one of them."""
-    vocab_size, device = probabilities.shape[-1], probabilities.device
-    limits = [min(draw.params.top_k or vocab_size, vocab_size) for draw in draws]
-    last = torch.tensor(limits, device=device)[:, None] - 1  # rank of the k-th token
-    top_p = torch.tensor([[draw.params.top_p] for draw in draws], dtype=torch.float64, device=device)
-    ranked = _descending(probabilities)
-    mass = ranked.cumsum(dim=-1, dtype=torch.float64)
-    nucleus = torch.searchsorted(mass, top_p * mass.gather(-1, last))  # the first rank that reaches what is wanted
-    return ranked.gather(-1, torch.minimum(nucleus, last))[:, 0]
+def _adjust(scores: Row, draw: Draw) -> None:
+    """Penalties, bias and bans, in place."""
+    params = draw.params
+    if len(draw.seen):
+        seen = scores[draw.seen]
+        if params.repetition_penalty != 1.0:
+            seen = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+        seen -= params.frequency_penalty * draw.counts + params.presence_penalty * (draw.counts > 0)
+        scores[draw.seen] = seen
+    if params.logit_bias:
+        biased = [token for token, _ in params.logit_bias]
+        scores[biased] += np.array([bias for _, bias in params.logit_bias], np.float32)
+    if draw.banned:
+        scores[list(draw.banned)] = -np.inf
 
 
-def _descending(probabilities: Tensor) -> Tensor:
-    """Each row, likeliest first. On a CPU numpy's vectorised sort takes a tenth of torch's time."""
-    if probabilities.device.type != "cpu":
-        return probabilities.sort(dim=-1, descending=True).values
-    return torch.from_numpy(np.sort(probabilities.numpy(), axis=-1)).flip(-1)
+def _weigh(scores: Row, temperature: float) -> None:
+    """Logits become probabilities, times what makes the largest 1; in place."""
+    with np.errstate(invalid="ignore"):  # a row of nothing but -inf
+        scores -= scores.max()
+    if temperature != 1.0:
+        scores /= max(temperature, _MIN_TEMPERATURE)
+    np.exp(scores, out=scores)
 
 
-def _logprobs(logits: Tensor, tokens: Sequence[int], draws: Sequence[Draw]) -> list[TokenLogprobs | None]:
-    """From the raw logits, before temperature, penalties and filters."""
-    answers: list[TokenLogprobs | None] = [None] * len(draws)
-    for row, draw in enumerate(draws):
-        if draw.params.logprobs is None:
-            continue
-        logprobs = logits[row].log_softmax(dim=-1)  # [vocab]
-        best = logprobs.topk(min(draw.params.logprobs, logprobs.shape[0]))
-        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        answers[row] = TokenLogprobs(float(logprobs[tokens[row]]), top)
-    return answers
+def _floor(weights: Row, params: SamplingParams) -> float:
+    """The least weight that the filters keep; the largest weight is 1."""
+    if params.top_p < 1.0 or 0 < params.top_k < len(weights):
+        return max(params.min_p, _ranked_floor(weights, params.top_k or len(weights), params.top_p))
+    return params.min_p
+
+
+def _ranked_floor(weights: Row, top_k: int, top_p: float) -> float:
+    """The weight of the last token that top-k and top-p keep together."""
+    vocab_size = len(weights)
+    count = min(top_k, vocab_size)
+    if count == vocab_size:
+        wanted = top_p * float(weights.sum(dtype=np.float64))
+        near = _descending(weights, min(_NEAR, vocab_size))
+        mass = near.cumsum(dtype=np.float64)
+        if mass[-1] >= wanted:
+            return float(near[mass.searchsorted(wanted)])
+    ranked = _descending(weights, count)
+    mass = ranked.cumsum(dtype=np.float64)
+    if count < vocab_size:
+        wanted = top_p * float(mass[-1])
+    return float(ranked[min(int(mass.searchsorted(wanted)), count - 1)])
+
+
+def _descending(weights: Row, count: int) -> Row:
+    """The largest `count` weights, largest first."""
+    ranked = np.partition(weights, -count)[-count:] if count < len(weights) else weights.copy()
+    ranked.sort()
+    return ranked[::-1]
+
+
+def _numbers(few: list[_Entrants], draws: Sequence[Draw]) -> list[NDArray[np.float64]]:
+    """The numbers of all rows' entrants, made in one go."""
+    if not few:
+        return []
+    lengths = [len(each.tokens) for each in few]
+    keys = np.array([(draws[each.row].seed, draws[each.row].position) for each in few], np.uint64)
+    seeds, positions = np.repeat(keys, lengths, axis=0).T
+    numbers = numbers_of(seeds, positions, np.concatenate([each.tokens for each in few]))
+    return np.split(numbers, np.cumsum(lengths)[:-1])

@@ -1,0 +1,64 @@
+"""The exponential race: one token out of weighted ones, by numbers that depend on (seed, position, token) alone.
+
+Each token has a number u of its own in (0, 1), and so an exponential time -log(1 - u); the largest weight / time wins
+(Gumbel-max). The numbers are those of numpy's Philox4x64 generator keyed by (seed, position). It is counter-based:
+word t of its stream can be had alone, so a few tokens cost a few numbers, and the same ones.
+
+Sources: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011); Maddison et al., A* sampling (2014).
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MULTIPLIERS = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
+_WEYL = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
+_ROUNDS = 10
+_HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
+_LEAST = 2.0**-54  # stands for 0, so that no time is 0
+# log1p may round below its argument; a token this close to the best bound still runs.
+_SLACK = 1.0 - 1e-12
+
+
+def numbers_of_all(seed: int, position: int, vocab_size: int) -> NDArray[np.float64]:
+    """The number [vocab] of every token."""
+    generator = np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64)))
+    numbers: NDArray[np.float64] = generator.random(vocab_size)
+    return np.maximum(numbers, _LEAST, out=numbers)
+
+
+def numbers_of(
+    seeds: NDArray[np.uint64], positions: NDArray[np.uint64], tokens: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """`numbers_of_all(seeds[i], positions[i], ...)[tokens[i]]` for every i, without the other tokens' numbers."""
+    key0, key1 = seeds, positions
+    block = tokens.astype(np.uint64)
+    zero = np.zeros_like(block)
+    a, b, c, d = (block >> np.uint64(2)) + np.uint64(1), zero, zero, zero  # numpy counts before it draws
+    for _ in range(_ROUNDS):
+        high_a, low_a = _product(a, _MULTIPLIERS[0])
+        high_c, low_c = _product(c, _MULTIPLIERS[1])
+        a, b, c, d = high_c ^ b ^ key0, low_c, high_a ^ d ^ key1, low_a
+        key0, key1 = key0 + _WEYL[0], key1 + _WEYL[1]
+    words = np.choose(tokens & 3, [a, b, c, d])
+    return np.maximum((words >> np.uint64(11)) * 2.0**-53, _LEAST)
+
+
+def winner(weights: NDArray[np.float32], numbers: NDArray[np.float64]) -> int:
+    """The index of the largest weight / time.
+
+    A logarithm for each token would cost more than all the rest: since u <= -log(1 - u), weight / u bounds what a
+    token can reach, and only those that could beat the best bound's owner are run.
+    """
+    bounds = weights / numbers
+    best = int(bounds.argmax())
+    reached = weights[best] / -np.log1p(-numbers[best])
+    runners = np.flatnonzero(bounds >= reached * _SLACK) if reached > 0 else np.array([best])
+    return int(runners[(weights[runners] / -np.log1p(-numbers[runners])).argmax()])
+
+
+def _product(x: NDArray[np.uint64], y: np.uint64) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """The upper and the lower 64 bits of x * y."""
+    x_high, x_low, y_high, y_low = x >> _HALF, x & _LOW, y >> _HALF, y & _LOW
+    cross = x_high * y_low + (x_low * y_low >> _HALF)  # cannot overflow: (2^32 - 1)^2 + 2^32 - 1 < 2^64
+    other = x_low * y_high + (cross & _LOW)
+    return x_high * y_high + (cross >> _HALF) + (other >> _HALF), x * y
