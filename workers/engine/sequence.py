@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from workers.engine.counts import TokenCounts
-from workers.engine.counts import TokenCounts
 from workers.engine.step import Draw
 from workers.request import FinishReason, Request, TokenLogprobs
 
@@ -51,7 +50,6 @@ class Sequence:
     ready_s: float | None = None  # KV and first token both here
     first_step_s: float | None = None
     first_token_s: float | None = None  # of a prompt computed here
-    counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # read when a penalty asks for it
     counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # read when a penalty asks for it
 
     def __post_init__(self) -> None:

@@ -40,7 +40,8 @@ def numbers_of(
         a, b, c, d = high_c ^ b ^ key0, low_c, high_a ^ d ^ key1, low_a
         key0, key1 = key0 + _WEYL[0], key1 + _WEYL[1]
     words = np.choose(tokens & 3, [a, b, c, d])
-    return np.maximum((words >> np.uint64(11)) * 2.0**-53, _LEAST)
+    numbers: NDArray[np.float64] = np.maximum((words >> np.uint64(11)) * 2.0**-53, _LEAST)
+    return numbers
 
 
 def winner(weights: NDArray[np.float32], numbers: NDArray[np.float64]) -> int:
