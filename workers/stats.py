@@ -25,6 +25,8 @@ class WorkerStats:
     steps: int = 0
     step_s: float = 0.0  # moving average of the latest steps
     preemptions: int = 0
+    swaps: int = 0  # preemptions that saved the KV in host memory; the others compute it again
+    swapped_blocks: int = 0
     expired_leases: int = 0
 
 

@@ -279,18 +279,22 @@ class Worker:
         self._pump.wake()
 
     def _grant(self) -> None:
-        """Hand out reservations in the order they were asked for; the first that does not fit blocks the rest."""
-        while self._reservations:
-            request, future = self._reservations[0].request, self._reservations[0].future
-            if not future.done():
+        """Hand out reservations in the order they were asked for; the first that does not fit blocks the rest.
+
+        One that waits for the KV of a sibling lets others pass.
+        """
+        for asked in tuple(self._reservations):
+            if not asked.future.done():
+                if self.engine.waits_for_sibling(asked.request):
+                    continue
                 try:
-                    future.set_result(self.engine.reserve(request, self._reservations[0].asked_s))
-                    self._routes[request.key] = request.reply_to
+                    asked.future.set_result(self.engine.reserve(asked.request, asked.asked_s))
+                    self._routes[asked.request.key] = asked.request.reply_to
                 except Overloaded:
                     return
                 except WorkerError as error:
-                    future.set_exception(error)
-            self._reservations.popleft()
+                    asked.future.set_exception(error)
+            self._reservations.remove(asked)
 
     def _forget(self, key: str) -> None:
         self._routes.pop(key, None)

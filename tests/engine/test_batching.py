@@ -1,13 +1,14 @@
 """The property that defines each batching policy, seen from outside: in the plans it makes."""
 
 import pytest
-from driving import Device, engine, next_token, request, run_to_end, step, tokens_of
+from driving import Device, engine, next_token, request, result, run_to_end, step, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.config import BATCHING, EngineConfig
 from workers.costs import CostModel
 from workers.engine.engine import Engine
+from workers.engine.estimate import plan_seconds
 from workers.engine.step import StepPlan
 from workers.errors import InvalidRequest, Overloaded
 from workers.request import SLO, TokensOut
@@ -119,9 +120,6 @@ COST = CostModel(step_s=0.010, prefill_token_s=0.001, prefill_pair_s=0.0, decode
 def test_chunked_cuts_prompts_to_what_the_tpot_promise_leaves() -> None:
     """10 ms for the step, 1 ms for the decode and for each prompt token: a promise of 20 ms leaves 9 tokens."""
     subject = engine(max_batch_tokens=64, tpot_slo_s=0.020, cost=COST)
-    subject.add(request("a", prompt(3), max_tokens=6), 0.0, hold=False)
-    assert subject.schedule(0.0) is not None  # never committed: the estimate stays as given
-    subject = engine(max_batch_tokens=64, tpot_slo_s=0.020, cost=COST)
     _decoding(subject)
     subject.add(request("b", prompt(40, 50), max_tokens=2), 0.0, hold=False)
     assert shape(subject.schedule(0.0)) == [("a", 1), ("b", 9)]
@@ -157,10 +155,6 @@ def test_the_estimate_learns_how_fast_the_machine_is() -> None:
 
 def _decoding(subject: Engine, speed: float = 1.0, slo: SLO | None = None) -> None:
     """Bring `a` to its first token, every step as long as the model says times `speed`."""
-    from driving import result
-
-    from workers.engine.estimate import plan_seconds
-
     subject.add(request("a", prompt(3), max_tokens=6, slo=slo or SLO()), 0.0, hold=False)
     plan = subject.schedule(0.0)
     assert plan is not None

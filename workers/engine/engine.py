@@ -88,6 +88,10 @@ class Engine:
         self._admissible(request)
         if any(each.arrival_s < asked_s for each in self._scheduler.waiting):
             raise Overloaded("prompts that came earlier wait for blocks", retry_after_s=0.1)
+        if self.waits_for_sibling(request):
+            raise Overloaded(
+                f"the KV of a sibling of {request.key} is on its way; it will be shared", retry_after_s=0.1
+            )
         sequence = Sequence(request, asked_s, max_length=self.max_length, state=State.RESERVED)
         total = -(-request.num_tokens // self.pool.block_size)
         staged = self._staged_blocks()
@@ -100,8 +104,7 @@ class Engine:
         if request.fresh:
             self.pool.forget(sequence.hashes)
         shared = self.pool.match(sequence.hashes)
-        # One block for each running decode stays free, so that a promise does not preempt anybody at once.
-        if not self._scheduler.fits(sequence, total - len(shared), spare=len(self._scheduler.running)):
+        if not self._scheduler.fits(sequence, held=len(shared), wanted=total - len(shared)):
             self.pool.free(shared)
             raise Overloaded(f"{total} blocks wanted, {self.pool.num_free} free", retry_after_s=0.1)
         sequence.blocks = shared + self.pool.allocate(total - len(shared))
@@ -123,6 +126,16 @@ class Engine:
             )
         if not 0 <= min(request.prompt) <= max(request.prompt) < self._vocab_size:
             raise InvalidRequest("prompt", f"holds a token id outside the vocabulary (0..{self._vocab_size - 1})")
+
+    def waits_for_sibling(self, request: Request) -> bool:
+        """Whether a reservation now would fetch what a sibling's transfer is about to bring."""
+        return bool(request.group) and any(
+            each.state is State.RESERVED
+            and not each.fetched
+            and each.request.group == request.group
+            and each.request.prompt == request.prompt
+            for each in self._sequences.values()
+        )
 
     def _staged_blocks(self) -> int:
         return sum(len(s.blocks) for s in self._sequences.values() if s.state is State.RESERVED)
@@ -341,6 +354,8 @@ class Engine:
             steps=self._steps,
             step_s=self._step_s,
             preemptions=self._scheduler.preemptions,
+            swaps=self._scheduler.swaps,
+            swapped_blocks=self._scheduler.host.num_blocks - self._scheduler.host.num_free,
             expired_leases=self.leases.expired,
         )
 

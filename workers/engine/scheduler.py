@@ -83,12 +83,18 @@ class Scheduler:
         self.host.free(sequence.host_blocks)
         sequence.blocks, sequence.host_blocks = [], []
 
-    def fits(self, sequence: Sequence, num_blocks: int, *, spare: int) -> bool:
-        """Whether `num_blocks` more for this sequence are free, beside `spare` ones or what policies set aside."""
+    def fits(self, sequence: Sequence, *, held: int, wanted: int) -> bool:
+        """Whether `wanted` more blocks are free for a sequence that would then hold `held` + `wanted`.
+
+        One block for each running sequence stays free, so that letting one in does not preempt another at once; under a
+        policy that reserves answers, as many as the longest ones take.
+        """
         if self._policy.reserves_answer:
             spare = sum(max(0, self._longest(each) - len(each.blocks)) for each in self.running)
-            num_blocks = max(num_blocks, self._longest(sequence))
-        return num_blocks + spare <= self._pool.num_free
+            wanted = max(wanted, self._longest(sequence) - held)
+        else:
+            spare = 0 if sequence.hold else len(self.running)
+        return wanted + spare <= self._pool.num_free
 
     def _longest(self, sequence: Sequence) -> int:
         """Blocks of the sequence with its longest possible answer."""
@@ -133,7 +139,9 @@ class Scheduler:
     def _awaits_sibling(self, sequence: Sequence) -> bool:
         group = sequence.request.group
         return bool(group) and any(
-            each.request.group == group and each.num_computed < len(sequence.tokens) and each.tokens == sequence.tokens
+            each.request.group == group
+            and each.num_computed < len(sequence.tokens) - 1
+            and each.tokens == sequence.tokens
             for each in self.running
         )
 
@@ -143,19 +151,19 @@ class Scheduler:
         sequence.hashes = prefix_hashes(sequence.tokens, size, sequence.hashes)
         if sequence.request.fresh:
             self._pool.forget(sequence.hashes)
-        shared, computed = self._known(sequence)
-        num_blocks = -(-len(sequence.tokens) // size) - len(shared)
-        to_copy = computed % size > 0  # a shared tail is copied before it is written
-        # One block for each running decode stays free, so that letting in does not preempt anybody at once.
-        if not self.fits(sequence, num_blocks + to_copy, spare=0 if sequence.hold else len(self.running)):
+        for share_tail in (True, False) if sequence.request.group else (False,):
+            shared, computed = self._known(sequence, share_tail=share_tail)
+            to_copy = computed % size > 0  # a shared tail is copied before it is written
+            num_blocks = -(-len(sequence.tokens) // size) - len(shared)
+            if self.fits(sequence, held=len(shared) - to_copy, wanted=num_blocks + to_copy):
+                sequence.blocks = shared + self._pool.allocate(num_blocks)
+                sequence.num_computed = sequence.cached_tokens = computed
+                sequence.num_named = computed // size
+                return True
             self._pool.free(shared)
-            return False
-        sequence.blocks = shared + self._pool.allocate(num_blocks)
-        sequence.num_computed = sequence.cached_tokens = computed
-        sequence.num_named = computed // size
-        return True
+        return False
 
-    def _known(self, sequence: Sequence) -> tuple[list[int], int]:
+    def _known(self, sequence: Sequence, *, share_tail: bool) -> tuple[list[int], int]:
         """Blocks that hold the KV of the sequence's first tokens already, and how many tokens that are.
 
         At least one token is left to compute, for its logits; and all of them when the prompt's own are wanted.
@@ -164,7 +172,7 @@ class Scheduler:
             return [], 0
         size, most = self._pool.block_size, len(sequence.tokens) - 1
         shared = self._pool.match(sequence.hashes[: most // size])
-        if sequence.request.group and most % size and len(shared) == most // size:
+        if share_tail and most % size and len(shared) == most // size:
             # Siblings share the last block too, up to its last token.
             tail = self._pool.match([tail_hash(sequence.tokens, size, sequence.hashes)])
             if tail:
@@ -173,9 +181,8 @@ class Scheduler:
 
     def _swap_in(self, sequence: Sequence, draft: "StepDraft") -> bool:
         num_blocks = len(sequence.host_blocks)
-        if not self.fits(sequence, num_blocks + 1, spare=len(self.running)) and self.running:
-            return False
-        if num_blocks > self._pool.num_free:
+        grows = sequence.num_computed == num_blocks * self._pool.block_size
+        if not self.fits(sequence, held=0, wanted=num_blocks + grows):
             return False
         sequence.blocks = self._pool.allocate(num_blocks)
         draft.swap_in += zip(sequence.host_blocks, sequence.blocks, strict=True)

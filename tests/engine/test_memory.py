@@ -1,0 +1,308 @@
+"""Who holds which blocks when there are too few: swap, recomputation, siblings, copy-on-write. On a checked memory."""
+
+import contextlib
+
+import pytest
+from driving import Device, engine, next_token, request, result, run_to_end, step, tokens_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtransfer.errors import LeaseLost
+from workers.config import EngineConfig
+from workers.costs import CostModel
+from workers.engine.sequence import Lease
+from workers.errors import InvalidRequest, Overloaded, UnknownSequence
+from workers.request import Request, SamplingParams, TokensOut
+
+PROMPT = tuple(range(1, 7))  # a block and a half
+CHEAP_SWAP = CostModel(swap_byte_s=0.0)
+DEAR_SWAP = CostModel(swap_byte_s=1.0)
+
+
+def starved(**config: object):
+    """Three answers that outgrow eight blocks of four."""
+    subject, device = engine(kv_blocks=10, **config), Device()
+    for index in range(3):
+        subject.add(device.know(request(f"r{index}", (1 + index,) * 5, max_tokens=10)), float(index), hold=False)
+    return subject, device
+
+
+@pytest.mark.parametrize(("cost", "swapped"), [(CHEAP_SWAP, True), (DEAR_SWAP, False)])
+def test_the_cost_model_chooses_between_swap_and_recomputation(cost: CostModel, swapped: bool) -> None:
+    subject, device = starved(swap_blocks=16, cost=cost, block_bytes=1000)
+    moved = recomputed = 0
+    begun: set[str] = set()
+    told = []
+    while (made := step(subject, 9.0, device))[0] is not None:
+        moved += len(made[0].swap_out)
+        recomputed += sum(c.first_position == 0 and c.key in begun for c in made[0].chunks)
+        begun |= {chunk.key for chunk in made[0].chunks}
+        told += made[1]
+    assert subject.stats().preemptions > 0
+    assert (moved > 0, recomputed > 0) == (swapped, not swapped)
+    for index in range(3):
+        assert tokens_of(told, f"r{index}/0") == [next_token(f"r{index}/0", 5 + n) for n in range(10)]
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_the_kind_of_preemption_can_be_fixed(preemption: str) -> None:
+    subject, device = starved(swap_blocks=16, preemption=preemption)
+    run_to_end(subject, 9.0, device)
+    assert subject.stats().preemptions > 0
+    assert (subject.stats().swaps > 0) == (preemption == "swap")
+
+
+def test_without_room_on_the_host_a_sequence_is_computed_again() -> None:
+    subject, device = starved(swap_blocks=1, preemption="swap")
+    run_to_end(subject, 9.0, device)
+    assert subject.stats().preemptions > 0 and subject.stats().swaps == 0
+
+
+def test_swapping_needs_host_memory() -> None:
+    with pytest.raises(ValueError, match="swap_blocks is 0; give it host memory"):
+        EngineConfig(preemption="swap")
+
+
+def test_saved_blocks_are_not_given_away_before_they_are_saved() -> None:
+    subject, device = starved(swap_blocks=16, preemption="swap")
+    while not (plan := subject.schedule(9.0)).swap_out:
+        device.execute(plan)
+        subject.commit(plan, result(plan), 9.0)
+    leaving = {block for block, _ in plan.swap_out}
+    free = subject.pool.allocate(subject.pool.num_free)
+    assert not leaving & set(free)
+
+
+def test_an_aborted_swapped_sequence_gives_its_host_blocks_back() -> None:
+    subject, device = starved(swap_blocks=16, preemption="swap")
+    while not subject.stats().swaps:
+        step(subject, 9.0, device)
+    for index in range(3):
+        subject.abort(f"r{index}/0")
+    subject.check()
+    assert subject.schedule(9.0) is None
+    assert subject.stats().free_blocks == subject.stats().total_blocks
+
+
+def siblings(subject, device: Device, count: int, *, hold: bool = False, prompt: tuple[int, ...] = PROMPT) -> list[str]:
+    made = [device.know(request(f"r#{index}", prompt, group="r")) for index in range(count)]
+    for each in made:
+        subject.add(each, 0.0, hold=hold)
+    return [each.key for each in made]
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 6, 8, 9, 30])
+def test_siblings_compute_their_prompt_once(length: int) -> None:
+    subject, device = engine(kv_blocks=66), Device()
+    keys = siblings(subject, device, 3, prompt=tuple(range(1, length + 1)))
+    computed, told = 0, []
+    while (made := step(subject, 0.0, device))[0] is not None:
+        computed += sum(len(c.tokens) for c in made[0].chunks if c.first_position < length)
+        told += made[1]
+    assert computed <= length + 2 * max(1, length % 4)  # the others: one token each, or their own last block
+    for key in keys:
+        assert tokens_of(told, key) == [next_token(key, length + n) for n in range(8)]
+
+
+def test_siblings_share_blocks_and_copy_only_the_one_they_write() -> None:
+    subject, device = engine(), Device()
+    siblings(subject, device, 3)
+    step(subject, 0.0, device)  # the first computes; the others wait for it
+    assert subject.stats().running == 1
+    plan, _ = step(subject, 0.0, device)
+    assert [len(chunk.tokens) for chunk in plan.chunks] == [1, 1, 1]
+    assert len(plan.copies) == 2
+    assert subject.stats().total_blocks - subject.stats().free_blocks == 1 + 3  # one full block shared, a tail each
+
+
+def test_a_strangers_prompt_passes_siblings_that_wait() -> None:
+    subject, device = engine(max_batch_tokens=8), Device()
+    siblings(subject, device, 2, prompt=tuple(range(1, 21)))
+    step(subject, 0.0, device)
+    subject.add(device.know(request("other", (500, 501, 502))), 0.0, hold=False)
+    step(subject, 0.0, device)
+    plan, _ = step(subject, 0.0, device)
+    assert [chunk.key for chunk in plan.chunks] == ["r#0/0", "other/0"]
+
+
+def test_a_sibling_goes_on_when_the_one_it_waits_for_is_aborted() -> None:
+    subject, device = engine(max_batch_tokens=8), Device()
+    first, second = siblings(subject, device, 2, prompt=tuple(range(1, 21)))
+    step(subject, 0.0, device)
+    subject.abort(first)
+    told = run_to_end(subject, 0.0, device)
+    assert tokens_of(told, second) == [next_token(second, 20 + n) for n in range(8)]
+
+
+def test_held_siblings_are_leased_apart_but_share_blocks() -> None:
+    subject, device = engine(), Device()
+    siblings(subject, device, 2, hold=True)
+    told = run_to_end(subject, 0.0, device)
+    first, second = (each.blocks for each in told if isinstance(each, Lease))
+    assert first[0] == second[0] and first[1] != second[1]
+    assert subject.stats().leases == 2
+
+
+def test_the_reservation_of_a_sibling_waits_until_the_shared_kv_has_come() -> None:
+    subject = engine()
+    first, second = (request(f"r#{index}", PROMPT, group="r") for index in range(2))
+    subject.reserve(first, 0.0)
+    assert subject.waits_for_sibling(second)
+    with pytest.raises(Overloaded, match="sibling"):
+        subject.reserve(second, 0.0)
+    subject.fetched(first.key, 0.0)
+    assert subject.reserve(second, 0.0).cached_tokens == 4
+
+
+def test_a_prompt_that_wants_its_own_logprobs_computes_all_of_it() -> None:
+    subject = engine(max_batch_tokens=8)
+    subject.add(request("warm", tuple(range(1, 13)), max_tokens=1), 0.0, hold=False)
+    run_to_end(subject)
+    sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=2, prompt_logprobs=0)
+    subject.add(Request("a", tuple(range(1, 13)), sampling, reply_to="test"), 0.0, hold=False)
+    outputs = [each for each in run_to_end(subject) if isinstance(each, TokensOut)]
+    assert [score.chosen for score in outputs[0].prompt_logprobs] == [-float(token) for token in range(2, 13)]
+    assert not outputs[1].prompt_logprobs and outputs[0].cached_tokens == 0
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Everything at once, on a small pool: at every step each token must attend to the right ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = Device()
+        self.engine = engine(
+            kv_blocks=14, swap_blocks=8, max_running=5, cost=CostModel(swap_byte_s=0.002), block_bytes=10
+        )
+        self.now_s = 0.0
+        self.count = 0
+        self.told: list = []
+        self.alive: dict[str, Request] = {}
+        self.reading: list[tuple[int, ...]] = []
+        self.in_flight = None
+
+    @rule(length=st.integers(1, 14), first=st.integers(0, 1), most=st.integers(1, 9), hold=st.booleans())
+    def add(self, length: int, first: int, most: int, hold: bool) -> None:
+        self._add(request(f"r{self.count}", tuple(range(1 + first, 1 + first + length)), max_tokens=most), hold)
+
+    @rule(length=st.integers(1, 14), number=st.integers(2, 3), most=st.integers(1, 9), hold=st.booleans())
+    def add_siblings(self, length: int, number: int, most: int, hold: bool) -> None:
+        group = f"g{self.count}"
+        for index in range(number):
+            name = f"{group}#{index}"
+            self._add(request(name, tuple(range(1, 1 + length)), max_tokens=most, group=group), hold)
+
+    def _add(self, made: Request, hold: bool) -> None:
+        self.count += 1
+        try:
+            self.engine.add(self.device.know(made), self.now_s, hold=hold)
+            self.alive[made.key] = made
+        except (Overloaded, InvalidRequest):
+            pass
+
+    @rule(length=st.integers(1, 14), most=st.integers(1, 9), group=st.sampled_from(["", "g"]))
+    def reserve(self, length: int, most: int, group: str) -> None:
+        made = request(f"r{self.count}", tuple(range(1, 1 + length)), max_tokens=most, group=group)
+        try:
+            self.engine.reserve(self.device.know(made), self.now_s)
+            self.alive[made.key] = made
+            self.count += 1
+        except (Overloaded, InvalidRequest):
+            pass
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), settle=st.booleans())
+    def fetch(self, data: st.DataObject, settle: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.alive)))
+        try:
+            sequence = self.engine.reserved(key)
+            if sequence.fetched:
+                return
+            skip = sequence.cached_tokens // 4
+            blocks = tuple(sequence.blocks[skip:])
+            self.engine.transfer_begins(blocks)
+            self.reading.append(blocks)
+            self.device.fill(tuple(sequence.blocks), sequence.request.prompt)
+            self.engine.fetched(key, self.now_s)
+            self.engine.decode(key, next_token(key, len(sequence.request.prompt)), self.now_s)
+            if settle:
+                self.settle()
+        except UnknownSequence:
+            pass
+
+    @precondition(lambda self: self.reading)
+    @rule()
+    def settle(self) -> None:
+        self.engine.transfer_settled(self.reading.pop(0))
+
+    @rule()
+    def begin_step(self) -> None:
+        if self.in_flight is None:
+            self.in_flight = self.engine.schedule(self.now_s)
+
+    @rule()
+    def end_step(self) -> None:
+        if self.in_flight is None:
+            self.in_flight = self.engine.schedule(self.now_s)
+        if self.in_flight is not None:
+            self.device.execute(self.in_flight)
+            self.engine.commit(self.in_flight, result(self.in_flight), self.now_s)
+            self.in_flight = None
+        self.told += self.engine.drain()
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.alive)))
+        self.engine.abort(key)
+        del self.alive[key]
+
+    @precondition(lambda self: any(isinstance(each, Lease) for each in self.told))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from([each for each in self.told if isinstance(each, Lease)]))
+        with contextlib.suppress(LeaseLost):
+            self.engine.leases.release(lease.key, lease.epoch)
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 11.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.engine.expire(self.now_s)
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.engine.check()
+
+    def teardown(self) -> None:
+        self.end_step()
+        while self.reading:
+            self.settle()
+        for key in [key for key in self.alive if self.engine.holds(key)]:
+            try:
+                self.engine.reserved(key)
+            except UnknownSequence:
+                continue
+            self.engine.abort(key)  # its KV will never come
+            del self.alive[key]
+        for _ in range(2000):
+            self.now_s += 1.0
+            self.engine.expire(self.now_s)
+            self.end_step()
+            if not any(self.engine.holds(key) for key in self.alive):
+                break
+        else:
+            raise AssertionError("somebody starves")
+        self.now_s += 100.0
+        self.engine.expire(self.now_s)
+        self.engine.check()
+        stats = self.engine.stats()
+        assert stats.free_blocks == stats.total_blocks
+        for key in self.alive:
+            outputs = [each for each in self.told if isinstance(each, TokensOut) and each.key == key]
+            positions = [each.first_position for each in outputs]
+            assert positions == list(range(positions[0], positions[0] + len(positions))) if positions else True
+
+
+EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestEngineMachine = EngineMachine.TestCase
