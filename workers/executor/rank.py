@@ -6,6 +6,7 @@ written.
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +22,11 @@ from kvtransfer.transport import PullOrder, Read
 from workers.engine.step import StepPlan
 from workers.executor.inputs import step_inputs
 from workers.executor.kv_pool import KVPool
-from workers.executor.sampler import sample
+from workers.executor.sampler import sample, score
 from workers.model.decoder import Decoder
 from workers.request import TokenLogprobs
+
+SLICE_BYTES = 32 << 20  # of logits that stand at once, twice, when a prompt's own tokens are scored
 
 T = TypeVar("T")
 
@@ -36,6 +39,7 @@ class RankStep:
     logprobs: tuple[TokenLogprobs | None, ...]
     digests: tuple[int, ...]
     seconds: float
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
 class ComputeThread:
@@ -103,13 +107,42 @@ def compute(model: Decoder, pool: KVPool, plan: StepPlan) -> RankStep:
     layout = pool.region.layout
     tokens: list[int | None] = [None] * len(plan.chunks)
     logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     if plan.chunks:
         inputs = step_inputs(plan, layout.block_size, model.device)
-        logits = model.forward(inputs.tokens, inputs.positions, inputs.rows, inputs.batch, pool.blocks)
-        for chunk, token, logprob in zip(inputs.drawn, *sample(logits, inputs.draws), strict=True):
+        rows, num_draws = inputs.rows, len(inputs.draws)
+        if any(chunk.targets for chunk in plan.chunks):
+            rows = torch.cat([rows, _target_rows(plan).to(rows.device)])
+        hidden = model.hidden(inputs.tokens, inputs.positions, rows, inputs.batch, pool.blocks)
+        drawn = sample(model.logits(hidden[:num_draws]), inputs.draws)
+        for chunk, token, logprob in zip(inputs.drawn, *drawn, strict=True):
             tokens[chunk], logprobs[chunk] = token, logprob
+        if len(hidden) > num_draws:
+            prompt_logprobs = _prompt_logprobs(model, hidden[num_draws:], plan)
     digests = _digests(pool, plan.digest_blocks)
-    return RankStep(tuple(tokens), tuple(logprobs), digests, time.perf_counter() - begun)
+    return RankStep(tuple(tokens), tuple(logprobs), digests, time.perf_counter() - begun, prompt_logprobs)
+
+
+def _target_rows(plan: StepPlan) -> torch.Tensor:
+    """The rows [targets] of the token axis that stand before a target."""
+    lengths = [len(chunk.tokens) for chunk in plan.chunks]
+    starts = itertools.accumulate(lengths, initial=0)
+    return torch.tensor(
+        [start + row for start, chunk in zip(starts, plan.chunks, strict=False) for row in range(len(chunk.targets))]
+    )
+
+
+def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tuple[tuple[TokenLogprobs, ...], ...]:
+    """Each chunk's targets scored, from their hidden states [targets, hidden]."""
+    targets = [(target, chunk.num_top) for chunk in plan.chunks for target in chunk.targets]
+    slice_rows = max(1, SLICE_BYTES // (4 * model.config.vocab_size))
+    scored: list[TokenLogprobs] = []
+    for start in range(0, len(targets), slice_rows):
+        part = targets[start : start + slice_rows]
+        logits = model.logits(hidden[start : start + slice_rows])
+        scored += score(logits, [target for target, _ in part], [num_top for _, num_top in part])
+    each = iter(scored)
+    return tuple(tuple(itertools.islice(each, len(chunk.targets))) for chunk in plan.chunks)
 
 
 def _digests(pool: KVPool, blocks: tuple[int, ...]) -> tuple[int, ...]:

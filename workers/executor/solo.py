@@ -38,7 +38,7 @@ class SoloExecutor:
 
     async def execute(self, plan: StepPlan) -> StepResult:
         step = await self._rank.execute(plan)
-        return StepResult(plan.number, step.tokens, step.logprobs, (step.digests,), step.seconds)
+        return StepResult(plan.number, step.tokens, step.logprobs, (step.digests,), step.seconds, step.prompt_logprobs)
 
     def shards(self) -> tuple[ShardAddress, ...]:
         return (self._rank.shard(),)

@@ -76,6 +76,14 @@ class Decoder:
 
         tokens and positions are [tokens] int64 on the model's device, positions below the context length.
         """
+        return self.logits(self.hidden(tokens, positions, rows, batch, pool))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab] of hidden states [rows, hidden], by the head alone: many rows may be asked for in slices."""
+        return _cap(self.head(hidden), self.config.logit_softcap)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, rows: Tensor, batch: RaggedBatch, pool: Tensor) -> Tensor:
+        """As `forward`, up to what the head reads: [rows, hidden]."""
         x = self._embed(tokens)  # [tokens, hidden]
         turns = {
             rope: angles(positions, steps, rope.magnitude, self.dtype) for rope, steps in self._frequencies.items()
@@ -86,7 +94,7 @@ class Decoder:
                 x, attended = x[rows], attended[rows]
             x = x + self._norm(layer.output(attended), layer.attention_post_norm)
             x = x + self._norm(layer.feed_forward(self._norm(x, layer.ffn_norm)), layer.ffn_post_norm)
-        return _cap(self.head(self._norm(x, self.final_norm)), self.config.logit_softcap)
+        return self._norm(x, self.final_norm)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         x = self.embedding[tokens]
