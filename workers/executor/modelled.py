@@ -66,6 +66,7 @@ class ModelledExecutor:
         await asyncio.sleep(seconds)
         digests = (0,) * len(plan.digest_blocks)
         if self._pattern:
+            self._pattern.move(plan)
             for chunk in plan.chunks:
                 self._pattern.write(chunk)
             digests = digest_blocks(self._region, plan.digest_blocks)
@@ -129,7 +130,16 @@ class _Pattern:
         heads, layers, two, slots, dim = region.layout.shape
         kind = {4: np.uint32, 2: np.uint16}[DTYPE_BYTES[region.layout.dtype]]
         self._blocks = np.frombuffer(region.bytes(), kind).reshape(region.num_blocks, heads, layers, two, slots, dim)
+        self._host: dict[int, NDArray[np.unsignedinteger]] = {}  # host block -> what was saved there
         self._ramp = np.arange(heads * layers * two * dim).reshape(heads, layers, two, dim)
+
+    def move(self, plan: StepPlan) -> None:
+        """Swaps and copies, as a real pool does them."""
+        self._host |= {host: self._blocks[block].copy() for block, host in plan.swap_out}
+        for host, block in plan.swap_in:
+            self._blocks[block] = self._host.pop(host)
+        for source, target in plan.copies:
+            self._blocks[target] = self._blocks[source]
 
     def write(self, chunk: Chunk) -> None:
         slots = self._blocks.shape[4]

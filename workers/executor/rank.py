@@ -108,6 +108,7 @@ def compute(model: Decoder, pool: KVPool, plan: StepPlan) -> RankStep:
     tokens: list[int | None] = [None] * len(plan.chunks)
     logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    pool.move(plan)
     if plan.chunks:
         inputs = step_inputs(plan, layout.block_size, model.device)
         rows, num_draws = inputs.rows, len(inputs.draws)

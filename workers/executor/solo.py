@@ -132,7 +132,7 @@ def _load(config: WorkerConfig, folder: ModelFolder, device: torch.device) -> tu
     shape = read_model_config(folder.path)
     model = load_decoder(folder, device, dtype)
     facts = model_facts(folder, shape, config.engine.block_size, config.engine.dtype, model.dtype.itemsize)
-    return facts, model, allocate_pool(facts.layout, config.engine.kv_blocks, device)
+    return facts, model, allocate_pool(facts.layout, config.engine.kv_blocks, device, config.engine.swap_blocks)
 
 
 def _device(name: str) -> torch.device:

@@ -1,0 +1,79 @@
+"""The whole engine on a real (small, random) model: no policy, swap, copy or preemption changes a token."""
+
+import pytest
+
+from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
+from workers.config import BATCHING, EngineConfig, TransferConfig, WorkerConfig
+from workers.engine.engine import Engine
+from workers.executor.solo import open_solo
+from workers.model.folder import ModelFolder
+from workers.request import Request, SamplingParams, TokensOut
+from workers.stats import WorkerStats
+
+PROMPTS = [tuple(range(5 + 7 * index, 5 + 7 * index + length)) for index, length in enumerate((21, 3, 40, 9, 16))]
+
+
+async def answers(
+    tiny: ModelFolder, *, siblings: int = 1, **engine: object
+) -> tuple[dict[str, list[int]], WorkerStats]:
+    """Tokens of every request, joined one step after the other, and what it took."""
+    sizes = EngineConfig(**{"block_size": 8, "kv_blocks": 128, "max_batch_tokens": 64, "threads": 1, **engine})
+    config = WorkerConfig("w", "pool", "tiny", sizes, transfer=TransferConfig(backends=("memory",)))
+    executor = await open_solo(config, tiny, "w-1", SharedMemory())
+    facts = executor.facts
+    subject = Engine(
+        sizes,
+        context_length=facts.context_length,
+        eos_token_ids=facts.eos_token_ids,
+        vocab_size=facts.vocab_size,
+        lease_s=10.0,
+        reserved=RESERVED_BLOCKS,
+        block_bytes=facts.layout.block_bytes,
+    )
+    coming = [
+        Request(f"r{index}#{sibling}", prompt, _sampling(index, sibling), reply_to="t", group=f"r{index}")
+        for index, prompt in enumerate(PROMPTS)
+        for sibling in range(siblings)
+    ]
+    tokens: dict[str, list[int]] = {each.id: [] for each in coming}
+    for number in range(2000):
+        if coming:
+            subject.add(coming.pop(0), float(number), hold=False)
+        plan = subject.schedule(float(number))
+        if plan is None:
+            break
+        subject.commit(plan, await executor.execute(plan), float(number))
+        subject.check()
+        for told in subject.drain():
+            assert isinstance(told, TokensOut)
+            tokens[told.key.split("/")[0]] += told.tokens
+    await executor.close()
+    return tokens, subject.stats()
+
+
+def _sampling(index: int, sibling: int) -> SamplingParams:
+    temperature = 0.0 if index % 2 else 1.0
+    return SamplingParams(temperature=temperature, seed=100 * index + sibling, max_tokens=24, ignore_eos=True)
+
+
+@pytest.mark.parametrize("batching", BATCHING)
+async def test_every_policy_gives_the_same_tokens(tiny: ModelFolder, batching: str) -> None:
+    expected, _ = await answers(tiny)
+    assert (await answers(tiny, batching=batching, max_batch_tokens=33))[0] == expected
+    assert all(len(tokens) == 24 for tokens in expected.values())
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+async def test_preempted_sequences_go_on_with_the_same_tokens(tiny: ModelFolder, preemption: str) -> None:
+    expected, calm = await answers(tiny)
+    found, stats = await answers(tiny, kv_blocks=14, swap_blocks=24, preemption=preemption)
+    assert found == expected
+    assert calm.preemptions == 0 and stats.preemptions > 0
+    assert (stats.swaps > 0) == (preemption == "swap")
+
+
+async def test_siblings_draw_what_each_would_alone(tiny: ModelFolder) -> None:
+    alone, _ = await answers(tiny, siblings=3, prefix_caching=False)
+    together, stats = await answers(tiny, siblings=3, kv_blocks=40, swap_blocks=40)
+    assert together == alone
+    assert stats.free_blocks == stats.total_blocks
