@@ -21,7 +21,7 @@ from workers.ops.native.library import SWITCH, library
 
 logger = logging.getLogger(__name__)
 
-_OPS = torch.library.Library("diptych", "DEF")
+_OPS = torch.library.Library("diptych", "DEF")  # type: ignore[no-untyped-call]
 _WRITE = "(Tensor(a!) pool, Tensor key, Tensor value, int layer, Tensor slot_mapping) -> ()"
 _ATTEND = (
     "(Tensor query, Tensor pool, int layer, Tensor query_starts, Tensor context_lens, Tensor block_tables, "

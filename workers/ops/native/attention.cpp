@@ -26,12 +26,15 @@ constexpr int64_t TILE = 128;        // keys; a multiple of LANES
 constexpr int64_t ROWS = 128;        // of a job, at least one query: amortises transposing K
 constexpr int64_t JOBS_A_THREAD = 4; // below it the tiles of a job are jobs of their own
 constexpr int64_t ALONE = 1 << 12;   // cost that is not worth waking a thread for
+constexpr int64_t AHEAD = 64;        // keys from the one that is read to the one that is fetched
+constexpr int64_t FEW_ROWS = 16;     // of a job: memory bound, worth fetching ahead
 constexpr float NEVER = -INFINITY;
 #if defined(__AVX512F__)
 constexpr int BLOCK_ROWS = 6, BLOCK_LANES = 4;  // accumulators that fit the registers
 #else
 constexpr int BLOCK_ROWS = 6, BLOCK_LANES = 2;
 #endif
+constexpr int64_t KEY_PANEL = BLOCK_LANES * LANES;  // keys whose K stays in the first-level cache for all rows
 
 typedef int32_t Ints __attribute__((vector_size(sizeof(Floats))));
 
@@ -205,28 +208,52 @@ inline Floats tangent(Floats x) {  // hyperbolic
 }
 
 inline float sum_of(Floats value) {
-    for (int width = LANES / 2; width; width /= 2)
-        for (int lane = 0; lane < width; lane++) value[lane] += value[lane + width];
-    return value[0];
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(value);
+#elif defined(__AVX2__)
+    __m128 sums = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
+    sums = _mm_add_ps(sums, _mm_movehl_ps(sums, sums));
+    return _mm_cvtss_f32(_mm_add_ss(sums, _mm_movehdup_ps(sums)));
+#else
+    return (value[0] + value[2]) + (value[1] + value[3]);
+#endif
 }
 
 inline float max_of(Floats value) {
-    float most = value[0];
-    for (int lane = 1; lane < LANES; lane++) most = std::max(most, value[lane]);
-    return most;
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps(value);
+#elif defined(__AVX2__)
+    __m128 most = _mm_max_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
+    most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+    return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+#else
+    return std::max(std::max(value[0], value[2]), std::max(value[1], value[3]));
+#endif
 }
 
-// c [R, N * LANES] = a [R, depth] · b [depth, N * LANES]; each number one chain over depth.
-template <int R, int N>
-void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
-              int64_t c_stride) {
+// The right side of a product, row by row: numbers in scratch, or where they lie in the pool.
+struct Dense {
+    const float* numbers;
+    int64_t stride;
+    Floats at(int64_t row, int64_t column) const { return load(numbers + row * stride + column); }
+};
+template <class Number>
+struct Scattered {
+    const Number* const* rows;
+    int64_t offset;
+    Floats at(int64_t row, int64_t column) const { return load_wide(rows[row] + offset + column); }
+};
+
+// c [R, N * LANES] = a [R, depth] · b [depth, N * LANES]; each number is one chain over depth.
+template <int R, int N, class Matrix>
+void multiply(const float* a, int64_t a_stride, Matrix b, int64_t depth, float* c, int64_t c_stride) {
     Floats sums[R][N];
     for (auto& row : sums)
         for (auto& sum : row) sum = zeros();
     for (int64_t k = 0; k < depth; k++) {
         Floats columns[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++) columns[n] = load(b + k * b_stride + n * LANES);
+        for (int n = 0; n < N; n++) columns[n] = b.at(k, n * LANES);
 #pragma GCC unroll 6
         for (int row = 0; row < R; row++) {
             Floats factor = all(a[row * a_stride + k]);
@@ -238,25 +265,27 @@ void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride
         for (int n = 0; n < N; n++) store(c + row * c_stride + n * LANES, sums[row][n]);
 }
 
-using Multiply = void (*)(const float*, int64_t, const float*, int64_t, int64_t, float*, int64_t);
+template <class Matrix>
+using Multiply = void (*)(const float*, int64_t, Matrix, int64_t, float*, int64_t);
 
-template <int R>
-Multiply of_lanes(int64_t lanes) {
+template <int R, class Matrix>
+Multiply<Matrix> of_lanes(int64_t lanes) {
     if constexpr (BLOCK_LANES == 4) {
-        if (lanes == 4) return multiply<R, 4>;
-        if (lanes == 3) return multiply<R, 3>;
+        if (lanes == 4) return multiply<R, 4, Matrix>;
+        if (lanes == 3) return multiply<R, 3, Matrix>;
     }
-    return lanes == 2 ? multiply<R, 2> : multiply<R, 1>;
+    return lanes == 2 ? multiply<R, 2, Matrix> : multiply<R, 1, Matrix>;
 }
 
-inline Multiply multiplier(int64_t rows, int64_t lanes) {
+template <class Matrix>
+Multiply<Matrix> multiplier(int64_t rows, int64_t lanes) {
     switch (rows) {
-        case 1: return of_lanes<1>(lanes);
-        case 2: return of_lanes<2>(lanes);
-        case 3: return of_lanes<3>(lanes);
-        case 4: return of_lanes<4>(lanes);
-        case 5: return of_lanes<5>(lanes);
-        default: return of_lanes<6>(lanes);
+        case 1: return of_lanes<1, Matrix>(lanes);
+        case 2: return of_lanes<2, Matrix>(lanes);
+        case 3: return of_lanes<3, Matrix>(lanes);
+        case 4: return of_lanes<4, Matrix>(lanes);
+        case 5: return of_lanes<5, Matrix>(lanes);
+        default: return of_lanes<6, Matrix>(lanes);
     }
 }
 
@@ -340,19 +369,20 @@ struct Job {
     int64_t cost(const Call& call) const { return (end - tile) * TILE * (rows(call) + 16); }
 };
 
-// Keys that a row sees, counted from the tile's first.
+// Positions of keys that a row sees: [low, high).
 struct Range {
     int64_t low, high;
-    bool empty() const { return low >= high; }
+    Range within(int64_t tile) const {  // counted from the tile's first
+        return {std::clamp<int64_t>(low - tile * TILE, 0, TILE), std::clamp<int64_t>(high - tile * TILE, 0, TILE)};
+    }
 };
 
-inline Range seen(const Call& call, int64_t position, int64_t first_key) {
-    int64_t low = call.window ? std::max<int64_t>(0, position - call.window + 1) : 0;
-    return {std::clamp<int64_t>(low - first_key, 0, TILE), std::clamp<int64_t>(position + 1 - first_key, 0, TILE)};
+inline Range seen(const Call& call, int64_t position) {
+    return {call.window ? std::max<int64_t>(0, position - call.window + 1) : 0, position + 1};
 }
 
 struct Workspace {
-    float *query, *keys, *values, *scores;  // [rows, dim], [dim, TILE], [TILE, wide_dim], [rows, TILE]
+    float *query, *keys, *values, *scores;  // [rows, dim], [dim, KEY_PANEL], [TILE, wide_dim], [rows, TILE]
     Partial part, all;
 
     static int64_t numbers(const Call& call, int64_t rows) {
@@ -361,7 +391,7 @@ struct Workspace {
     }
     Workspace(Scratch& scratch, const Call& call, int64_t rows)
         : query(scratch.take(rows * call.wide_dim())),
-          keys(scratch.take(call.wide_dim() * TILE)),
+          keys(scratch.take(call.wide_dim() * KEY_PANEL)),
           values(scratch.take(TILE * call.wide_dim())),
           scores(scratch.take(rows * TILE)),
           part(scratch.take(Partial::numbers(rows, call.wide_dim())), rows),
@@ -376,40 +406,51 @@ void gather_queries(const Call& call, const Job& job, float* query) {
     }
 }
 
-// K and V of positions first_key + [low, high) into the workspace. Nothing outside of them is read.
+// Where the K of each position that the job sees lies, from its first tile on. Others are left alone.
 template <class Number>
-void gather_keys(const Call& call, const Job& job, int64_t first_key, Range keys, Workspace& work) {
+void find_keys(const Call& call, const Job& job, const Number** keys) {
     const int32_t* table = call.block_tables + job.sequence * call.table_stride;
-    const int64_t dim = call.head_dim, wide = call.wide_dim();
-    auto row_of = [&](int64_t key) {
-        int64_t position = first_key + key, block = table[position / call.block_size];
-        int64_t half = ((block * call.kv_heads + job.kv_head) * call.layers + call.layer) * 2;
-        return static_cast<const Number*>(call.pool) + half * call.half_block() + position % call.block_size * dim;
-    };
-    for (int64_t first = keys.low / LANES * LANES; first < keys.high; first += LANES) {
+    const int64_t begin = job.tile * TILE, first = std::max(begin, seen(call, job.position).low);
+    const int64_t last = std::min(job.end * TILE, job.position + job.queries) - 1;
+    for (int64_t position = first; position <= last;) {
+        int64_t block = position / call.block_size, slot = position % call.block_size;
+        int64_t half = ((table[block] * call.kv_heads + job.kv_head) * call.layers + call.layer) * 2;
+        auto key = static_cast<const Number*>(call.pool) + half * call.half_block();
+        for (; slot < call.block_size && position <= last; slot++, position++)
+            keys[position - begin] = key + slot * call.head_dim;
+    }
+}
+
+inline void prefetch(const void* begin, int64_t num_bytes) {
+    for (int64_t at = 0; at < num_bytes; at += 64) __builtin_prefetch(static_cast<const char*>(begin) + at, 0, 2);
+}
+
+// K of `keys`, turned, into `to` [dim, PANEL]. Columns that nobody sees hold another key.
+template <class Number>
+void turn_keys(const Number* const* keys, Range range, int64_t dim, float* to) {
+    for (int64_t first = range.low / LANES * LANES; first < range.high; first += LANES) {
         const Number* from[LANES];
-        for (int lane = 0; lane < LANES; lane++) {
-            int64_t key = first + lane;
-            from[lane] = key >= keys.low && key < keys.high ? row_of(key) : nullptr;
-        }
+        for (int lane = 0; lane < LANES; lane++) from[lane] = keys[std::clamp(first + lane, range.low, range.high - 1)];
         int64_t column = 0;
         for (; column + LANES <= dim; column += LANES) {
             Floats rows[LANES];
-            for (int lane = 0; lane < LANES; lane++) rows[lane] = from[lane] ? load_wide(from[lane] + column) : zeros();
+            for (int lane = 0; lane < LANES; lane++) rows[lane] = load_wide(from[lane] + column);
             transpose(rows);
-            for (int lane = 0; lane < LANES; lane++) store(work.keys + (column + lane) * TILE + first, rows[lane]);
+            for (int lane = 0; lane < LANES; lane++) store(to + (column + lane) * KEY_PANEL + first, rows[lane]);
         }
         for (; column < dim; column++)
-            for (int lane = 0; lane < LANES; lane++)
-                work.keys[column * TILE + first + lane] = from[lane] ? widen(from[lane][column]) : 0.0f;
-        for (int lane = 0; lane < LANES; lane++) {
-            if (!from[lane]) continue;
-            const Number* value = from[lane] + call.half_block();
-            float* to = work.values + (first + lane) * wide;
-            for (column = 0; column + LANES <= dim; column += LANES) store(to + column, load_wide(value + column));
-            for (; column < dim; column++) to[column] = widen(value[column]);
-            for (; column < wide; column++) to[column] = 0.0f;
-        }
+            for (int lane = 0; lane < LANES; lane++) to[column * KEY_PANEL + first + lane] = widen(from[lane][column]);
+    }
+}
+
+template <class Number>
+void copy_values(const Number* const* keys, Range range, int64_t offset, int64_t dim, float* to, int64_t wide) {
+    for (int64_t key = range.low; key < range.high; key++) {
+        const Number* from = keys[key] + offset;
+        int64_t column = 0;
+        for (; column + LANES <= dim; column += LANES) store(to + key * wide + column, load_wide(from + column));
+        for (; column < dim; column++) to[key * wide + column] = widen(from[column]);
+        for (; column < wide; column++) to[key * wide + column] = 0.0f;
     }
 }
 
@@ -440,35 +481,54 @@ inline void weigh(const Call& call, float* scores, Range keys, int64_t width, fl
 }
 
 template <class Number>
-void attend_tile(const Call& call, const Job& job, int64_t tile, Workspace& work, Partial& part) {
+void attend_tile(const Call& call, const Job& job, int64_t tile, const Number* const* keys, Workspace& work,
+                 Partial& part) {
     const int64_t rows = job.rows(call), group = call.group(), dim = call.head_dim, wide = call.wide_dim();
-    const int64_t first_key = tile * TILE;
-    auto keys_of = [&](int64_t row) { return seen(call, job.position + row / group, first_key); };
-    gather_keys<Number>(call, job, first_key, {keys_of(0).low, keys_of(rows - 1).high}, work);
+    auto keys_of = [&](int64_t row) { return seen(call, job.position + row / group).within(tile); };
+    const Range visible{keys_of(0).low, keys_of(rows - 1).high};
+    const int64_t known = std::min(job.end * TILE, job.position + job.queries) - tile * TILE;
+    keys += (tile - job.tile) * TILE;
 
-    constexpr int64_t panel = BLOCK_LANES * LANES;  // of keys: it stays in the first-level cache for all rows
-    for (int64_t key = 0; key < TILE; key += panel)
+    for (int64_t panel = 0; panel < TILE; panel += KEY_PANEL) {
+        const Range inside{std::max(visible.low - panel, int64_t(0)), std::min(visible.high - panel, KEY_PANEL)};
+        if (inside.low >= inside.high) continue;
+        if (rows <= FEW_ROWS)
+            for (int64_t key = panel + AHEAD; key < std::min(panel + AHEAD + KEY_PANEL, known); key++) {
+                prefetch(keys[key], dim * sizeof(Number));
+                prefetch(keys[key] + call.half_block(), dim * sizeof(Number));
+            }
+        turn_keys(keys + panel, inside, dim, work.keys);
         for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
             int64_t height = std::min<int64_t>(BLOCK_ROWS, rows - row);
             int64_t low = keys_of(row).low, high = keys_of(row + height - 1).high;
-            if (high <= key || low >= key + panel || low >= high) continue;
-            int64_t lanes = std::min<int64_t>(BLOCK_LANES, (high - key + LANES - 1) / LANES);
-            multiplier(height, lanes)(work.query + row * dim, dim, work.keys + key, TILE, dim,
-                                      work.scores + row * TILE + key, TILE);
+            if (high <= panel || low >= panel + KEY_PANEL || low >= high) continue;
+            int64_t lanes = std::min<int64_t>(BLOCK_LANES, (high - panel + LANES - 1) / LANES);
+            multiplier<Dense>(height, lanes)(work.query + row * dim, dim, {work.keys, KEY_PANEL}, dim,
+                                             work.scores + row * TILE + panel, TILE);
         }
+    }
     for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
         int64_t height = std::min<int64_t>(BLOCK_ROWS, rows - row);
         int64_t width = round_up(keys_of(row + height - 1).high, LANES);
         for (int64_t each = row; each < row + height; each++)
             weigh(call, work.scores + each * TILE, keys_of(each), width, part.most + each, part.sum + each);
     }
-    for (int64_t column = 0; column < wide; column += panel)
+    const bool in_place = rows <= BLOCK_ROWS && dim == wide;
+    if (!in_place) copy_values(keys, visible, call.half_block(), dim, work.values, wide);
+    for (int64_t column = 0; column < wide; column += BLOCK_LANES * LANES)
         for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
             int64_t height = std::min<int64_t>(BLOCK_ROWS, rows - row);
-            int64_t low = keys_of(row).low, high = std::max(low, keys_of(row + height - 1).high);
+            int64_t low = keys_of(row).low, depth = std::max<int64_t>(0, keys_of(row + height - 1).high - low);
             int64_t lanes = std::min<int64_t>(BLOCK_LANES, (wide - column) / LANES);
-            multiplier(height, lanes)(work.scores + row * TILE + low, TILE, work.values + low * wide + column, wide,
-                                      high - low, part.values + row * wide + column, wide);
+            const float* weights = work.scores + row * TILE + low;
+            float* to = part.values + row * wide + column;
+            if (in_place) {
+                Scattered<Number> values{keys + low, call.half_block() + column};
+                multiplier<Scattered<Number>>(height, lanes)(weights, TILE, values, depth, to, wide);
+            } else {
+                Dense values{work.values + low * wide + column, wide};
+                multiplier<Dense>(height, lanes)(weights, TILE, values, depth, to, wide);
+            }
         }
 }
 
@@ -485,18 +545,21 @@ void give_out(const Call& call, const Job& job, const Partial& all) {
 template <class Number>
 void run(const Call& call, const Job& job, float* shared) {
     thread_local Scratch scratch;
+    thread_local std::vector<const Number*> keys;
     const int64_t rows = job.rows(call), wide = call.wide_dim();
     scratch.reserve(Workspace::numbers(call, rows));
     Workspace work(scratch, call, rows);
     gather_queries(call, job, work.query);
+    keys.resize((job.end - job.tile) * TILE);
+    find_keys(call, job, keys.data());
     if (job.parts >= 0) {
         Partial part(shared + job.parts, rows);
-        attend_tile<Number>(call, job, job.tile, work, part);
+        attend_tile(call, job, job.tile, keys.data(), work, part);
         return;
     }
     work.all.clear(rows, wide);
     for (int64_t tile = job.tile; tile < job.end; tile++) {
-        attend_tile<Number>(call, job, tile, work, work.part);
+        attend_tile(call, job, tile, keys.data(), work, work.part);
         work.all.join(work.part, rows, wide);
     }
     give_out(call, job, work.all);
@@ -523,8 +586,8 @@ std::vector<Job> jobs_of(const Call& call, const int32_t* query_starts, const in
         int64_t position = context_lens[sequence] - length;
         for (int64_t first = 0; first < length; first += step) {
             int64_t queries = std::min(step, length - first), at = position + first;
-            int64_t low = call.window ? std::max<int64_t>(0, at - call.window + 1) : 0;
-            Job job{start + first, sequence, 0, at, queries, low / TILE, (at + queries - 1) / TILE + 1, -1};
+            int64_t tile = seen(call, at).low / TILE, end = (at + queries - 1) / TILE + 1;
+            Job job{start + first, sequence, 0, at, queries, tile, end, -1};
             for (job.kv_head = 0; job.kv_head < call.kv_heads; job.kv_head++) jobs.push_back(job);
         }
     }
