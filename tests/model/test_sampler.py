@@ -211,7 +211,8 @@ def test_counts_kept_up_in_pieces_are_those_of_the_whole(
         seen, often = counts.read(tokens, len(prompt), with_prompt=with_prompt)
         expected = Counter(dict.fromkeys(prompt, 0) if with_prompt else {})
         expected.update(answer[:cut])
-        assert dict(zip(seen.tolist(), often.tolist(), strict=True)) == dict(expected)
+        found = (np.frombuffer(each, np.int32).tolist() for each in (seen, often))
+        assert dict(zip(*found, strict=True)) == dict(expected)
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 100.0])

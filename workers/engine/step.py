@@ -1,13 +1,8 @@
 """What one forward pass computes and what it gives back: the joint between scheduler and device."""
 
-from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
 
 from workers.request import SamplingParams, TokenLogprobs
-
-NOTHING_SEEN: NDArray[np.int32] = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,21 +10,22 @@ class Draw:
     """How to draw the token after a chunk's last position.
 
     `position` is the absolute position of the drawn token and, with `seed`, the whole state of the generator.
-    `seen` are the tokens so far, each once, and `counts` how often the answer has them; both only when a penalty asks.
+    `seen` are the tokens so far, each once, and `counts` how often the answer has them; both only when a penalty asks,
+    and as the bytes of an array, which cost nothing to copy, compare or send.
     `banned` tokens cannot be drawn (end tokens before `min_tokens`).
     """
 
     params: SamplingParams
     seed: int
     position: int
-    seen: NDArray[np.int32] = field(default_factory=lambda: NOTHING_SEEN, compare=False)  # [n]
-    counts: NDArray[np.int32] = field(default_factory=lambda: NOTHING_SEEN, compare=False)  # [n]
+    seen: bytes = b""  # [n] int32
+    counts: bytes = b""  # [n] int32
     banned: tuple[int, ...] = ()
 
     @property
     def adjusts(self) -> bool:
         """Whether the logits are changed before anything is drawn from them."""
-        return bool(len(self.seen) or self.params.logit_bias or self.banned)
+        return bool(self.seen or self.params.logit_bias or self.banned)
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,12 +125,12 @@ def _on_host(logits: Tensor, rows: list[int]) -> Sequence[Row]:
 def _adjust(scores: Row, draw: Draw) -> None:
     """Penalties, bias and bans, in place."""
     params = draw.params
-    if len(draw.seen):
-        seen = scores[draw.seen]
+    if draw.seen:
+        tokens, counts = np.frombuffer(draw.seen, np.int32), np.frombuffer(draw.counts, np.int32)
+        seen = scores[tokens]
         if params.repetition_penalty != 1.0:
             seen = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
-        seen -= params.frequency_penalty * draw.counts + params.presence_penalty * (draw.counts > 0)
-        scores[draw.seen] = seen
+        scores[tokens] = seen - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
     if params.logit_bias:
         biased = [token for token, _ in params.logit_bias]
         scores[biased] += np.array([bias for _, bias in params.logit_bias], np.float32)
@@ -158,6 +158,8 @@ def _ranked_floor(weights: Row, top_k: int, top_p: float) -> float:
     """The weight of the last token that top-k and top-p keep together."""
     vocab_size = len(weights)
     count = min(top_k, vocab_size)
+    if top_p == 1.0:
+        return float(np.partition(weights, -count)[-count])
     if count == vocab_size:
         wanted = top_p * float(weights.sum(dtype=np.float64))
         near = _descending(weights, min(_NEAR, vocab_size))
