@@ -33,10 +33,11 @@ class EngineConfig:
 
     `kv_blocks` blocks of `block_size` tokens are allocated once. `batching` names what composes a step (see
     `workers.engine.batching`), `max_batch_tokens` is its token budget; under "chunked", a step that holds a decode is
-    also kept below `tpot_slo_s`. Prompts start in `prompt_order` (first come, shortest or longest first) within windows
-    of `prompt_window` arrivals. `swap_blocks` are blocks of host memory for preempted sequences; `preemption` "auto" lets
-    the cost model choose between saving a sequence there and computing it again. `staging_blocks` bounds how many blocks
-    may be promised to prompts whose KV has not arrived (0: half the pool). `max_waiting` bounds the queue.
+    also kept below `tpot_slo_s`. Prompts start in `prompt_order` (first come, shortest or longest first) within
+    windows of `prompt_window` arrivals. `swap_blocks` are blocks of host memory for preempted sequences; `preemption`
+    "auto" lets the cost model choose between saving a sequence there and computing it again. `staging_blocks` bounds
+    how many blocks may be promised to prompts whose KV has not arrived (0: half the pool). `max_waiting` bounds the
+    queue.
     """
 
     block_size: int = 16
@@ -56,6 +57,7 @@ class EngineConfig:
     dtype: str = "float32"
     device: str = "auto"  # "auto", "cpu", "cuda:0", ...
     threads: int = 0  # 0: as many as the worker was given CPUs
+    cores: str = ""  # where they run: "auto" (cores that no other worker has), a list like "0,2-3", or wherever
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -69,6 +71,8 @@ class EngineConfig:
                 f"engine.max_running ({self.max_running}) is above engine.max_batch_tokens ({self.max_batch_tokens}): "
                 "a step could not advance every running sequence"
             )
+        if self.threads < 0:
+            raise ValueError(f"engine.threads is {self.threads}; it must be 0 (the worker's CPUs) or more")
         if self.swap_blocks < 0:
             raise ValueError(f"engine.swap_blocks is {self.swap_blocks}; it must be 0 (no swapping) or more")
         if self.preemption == "swap" and not self.swap_blocks:

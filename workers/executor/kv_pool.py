@@ -62,8 +62,8 @@ def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device, host_
     spare_bytes = _available_bytes(torch.device("cpu")) - (device.type == "cpu") * num_blocks * layout.block_bytes
     if host_blocks * layout.block_bytes > spare_bytes * (1 - _SPARE):
         raise ModelError(
-            f"engine.swap_blocks is {host_blocks}: {host_blocks * layout.block_bytes / 2**30:.1f} GiB do not fit in the "
-            f"{max(0, spare_bytes) / 2**30:.1f} GiB of host memory left; lower it or engine.kv_blocks"
+            f"engine.swap_blocks is {host_blocks}: {host_blocks * layout.block_bytes / 2**30:.1f} GiB do not fit in "
+            f"the {max(0, spare_bytes) / 2**30:.1f} GiB of host memory left; lower it or engine.kv_blocks"
         )
     dtype: torch.dtype = getattr(torch, layout.dtype)
     blocks = torch.zeros((num_blocks, *layout.shape), dtype=dtype, device=device)

@@ -8,10 +8,7 @@ written.
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -23,12 +20,11 @@ from workers.engine.step import StepPlan
 from workers.executor.inputs import step_inputs
 from workers.executor.kv_pool import KVPool
 from workers.executor.sampler import sample, score
+from workers.executor.threads import ComputeThread
 from workers.model.decoder import Decoder
 from workers.request import TokenLogprobs
 
 SLICE_BYTES = 32 << 20  # of logits that stand at once, twice, when a prompt's own tokens are scored
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +36,6 @@ class RankStep:
     digests: tuple[int, ...]
     seconds: float
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-
-
-class ComputeThread:
-    """A thread with its own number of torch threads. Calls run one after another, in the order in which they came."""
-
-    def __init__(self, name: str, torch_threads: int) -> None:
-        # OpenMP counts threads per calling thread: setting it anywhere else would not reach this one.
-        self._pool = ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(torch_threads,))
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """The result of `work`. A caller that is cancelled stops waiting; the work itself ends in its own time."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    async def close(self) -> None:
-        """Returns when everything that was begun has ended."""
-        await self.run(lambda: None)
-        self._pool.shutdown()
 
 
 class Rank:

@@ -17,7 +17,8 @@ from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan, StepResult
 from workers.errors import ModelError
 from workers.executor.kv_pool import KVPool, allocate_pool
-from workers.executor.rank import ComputeThread, Rank
+from workers.executor.rank import Rank
+from workers.executor.threads import ComputeThread
 from workers.model.config import DTYPES, ModelConfig, read_model_config
 from workers.model.decoder import Decoder
 from workers.model.folder import ModelFolder, content_id, count_parameters
@@ -67,7 +68,9 @@ async def open_solo(
     if config.parallel.world_size != 1:
         raise ValueError(f"{config.name}: one rank cannot hold {config.parallel.world_size}; use the gang executor")
     device = _device(config.engine.device)
-    thread = ComputeThread(f"{config.name}-compute", config.engine.threads or config.cpus)
+    # The event loop's own few torch calls need no team of threads, which would spin beside the one that computes.
+    torch.set_num_threads(1)
+    thread = ComputeThread(config.name, config.engine.threads or config.cpus, config.engine.cores)
     try:
         facts, model, pool = await thread.run(lambda: _load(config, folder, device))
         transports = open_transports(
