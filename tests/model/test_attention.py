@@ -1,13 +1,11 @@
 import random
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.model.paging import ragged, scattered_tables
 from workers.ops.attention import REFERENCE, SDPA
-from workers.ops.linear import Linear
 
 
 @st.composite
@@ -101,13 +99,3 @@ def test_ops_declare_what_they_mutate() -> None:
         0.0,
     )
     torch.library.opcheck(torch.ops.diptych.attend_sdpa.default, arguments)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 64, 65, 600])
-@pytest.mark.parametrize("bias", [False, True])
-def test_linear_equals_torch_at_any_number_of_rows(rows: int, bias: bool) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    weight, x = torch.randn(96, 40, generator=generator), torch.randn(rows, 40, generator=generator)
-    offset = torch.randn(96, generator=generator) if bias else None
-    expected = torch.nn.functional.linear(x, weight, offset)
-    torch.testing.assert_close(Linear(weight, offset)(x), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,164 @@
+// y = x Wᵀ + b with float32 or bfloat16 weights that were packed once.
+//
+//     W [out, in]  ->  panels [out / PANEL][in / 2][2][PANEL], zeros behind the last row and column of W;
+//                      in bfloat16 the two numbers of a pair share 32 bits, the first one in the lower half
+//
+// Every y[i, o] is one chain of fused multiply-adds over k = 0, 1, 2, ... that starts from b[o]: its bits depend
+// neither on the other rows of x, nor on the row's place among them, nor on the number of threads. A block over k lays
+// the chain down in memory and the next one takes it up, which rounds nothing.
+#include <omp.h>
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include "gemm_lanes.hpp"
+
+namespace {
+
+constexpr int64_t DEPTH = 64;  // of a block over k: its part of a panel stays in the first-level cache while all rows pass
+constexpr int64_t ROW_BLOCK = 8 * ROW_TILE;  // their x stays in the second-level cache while all panels pass
+
+struct Columns {
+    Floats left, right;
+};
+
+struct Float32 {
+    using Number = float;
+    static constexpr int PAIR_BYTES = 8 * PANEL;
+    static Columns first(const char* pair) { return at(pair); }
+    static Columns second(const char* pair) { return at(pair + 4 * PANEL); }
+    static Columns at(const char* row) {
+        auto numbers = reinterpret_cast<const float*>(row);
+        return {load(numbers), load(numbers + LANES)};
+    }
+};
+
+struct Bfloat16 {
+    using Number = uint16_t;
+    static constexpr int PAIR_BYTES = 4 * PANEL;
+    static Columns first(const char* pair) { return {lower_bfloats(pair), lower_bfloats(pair + 4 * LANES)}; }
+    static Columns second(const char* pair) { return {upper_bfloats(pair), upper_bfloats(pair + 4 * LANES)}; }
+};
+
+template <int ROWS>
+inline void advance(Floats (&sums)[ROWS][2], const float* x, int64_t x_stride, Columns columns) {
+#pragma GCC unroll 12
+    for (int row = 0; row < ROWS; row++) {
+        Floats factor = all(x[row * x_stride]);
+        sums[row][0] = fused(factor, columns.left, sums[row][0]);
+        sums[row][1] = fused(factor, columns.right, sums[row][1]);
+    }
+}
+
+// ROWS rows of x times one block of a panel, onto tile [ROWS, PANEL]. The bytes from `ahead` are read next by somebody.
+template <class Weights, int ROWS>
+void multiply(const float* x, int64_t x_stride, const char* panel, int64_t depth, const char* ahead,
+              int64_t ahead_bytes, float* tile) {
+    Floats sums[ROWS][2];
+    for (int row = 0; row < ROWS; row++)
+        for (int half = 0; half < 2; half++) sums[row][half] = load(tile + row * PANEL + half * LANES);
+    for (int64_t k = 0; k + 1 < depth; k += 2, panel += Weights::PAIR_BYTES) {
+        for (int64_t line = 0; line < ahead_bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+        ahead += ahead_bytes;
+        advance(sums, x + k, x_stride, Weights::first(panel));
+        advance(sums, x + k + 1, x_stride, Weights::second(panel));
+    }
+    if (depth % 2) advance(sums, x + depth - 1, x_stride, Weights::first(panel));
+    for (int row = 0; row < ROWS; row++)
+        for (int half = 0; half < 2; half++) store(tile + row * PANEL + half * LANES, sums[row][half]);
+}
+
+template <class Weights, int ROWS = ROW_TILE>
+void multiply_some(int64_t rows, const float* x, int64_t x_stride, const char* panel, int64_t depth, const char* ahead,
+                   int64_t ahead_bytes, float* tile) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS)
+            return multiply_some<Weights, ROWS - 1>(rows, x, x_stride, panel, depth, ahead, ahead_bytes, tile);
+    multiply<Weights, ROWS>(x, x_stride, panel, depth, ahead, ahead_bytes, tile);
+}
+
+// One panel for up to ROW_BLOCK rows.
+template <class Weights>
+void panel_product(const float* x, const char* panel, const float* bias, float* y, int64_t rows, int64_t in,
+                   int64_t out, int64_t columns) {
+    alignas(64) float block[ROW_BLOCK][PANEL];
+    for (int64_t row = 0; row < rows; row++) std::memcpy(block[row], bias, sizeof block[row]);
+    int64_t tiles = (rows + ROW_TILE - 1) / ROW_TILE;
+    for (int64_t k = 0; k < in; k += DEPTH) {
+        int64_t depth = std::min(DEPTH, in - k);
+        int64_t part_bytes = (depth + 1) / 2 * Weights::PAIR_BYTES;
+        int64_t ahead_bytes = (Weights::PAIR_BYTES / tiles + 63) / 64 * 64;
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            int64_t from = tile * rows / tiles, count = (tile + 1) * rows / tiles - from;
+            int64_t share = std::min(tile * ahead_bytes * (depth / 2), part_bytes);
+            multiply_some<Weights>(count, x + from * in + k, in, panel, depth, panel + part_bytes + share,
+                                   tile * ahead_bytes < Weights::PAIR_BYTES ? ahead_bytes : 0, block[from]);
+        }
+        panel += part_bytes;
+    }
+    for (int64_t row = 0; row < rows; row++) std::memcpy(y + row * out, block[row], columns * sizeof(float));
+}
+
+template <class Weights>
+void linear(const float* x, const char* panels, const float* bias, float* y, int64_t rows, int64_t in, int64_t out,
+            int64_t threads) {
+    int64_t num_panels = (out + PANEL - 1) / PANEL, num_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    int64_t units = num_panels * num_blocks, panel_bytes = (in + 1) / 2 * Weights::PAIR_BYTES;
+#pragma omp parallel num_threads(std::max<int64_t>(1, std::min(threads, units)))
+    {
+        int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
+        for (int64_t unit = thread * units / team; unit < (thread + 1) * units / team; unit++) {
+            int64_t panel = unit % num_panels, block = unit / num_panels;
+            int64_t row = block * rows / num_blocks, count = (block + 1) * rows / num_blocks - row;
+            panel_product<Weights>(x + row * in, panels + panel * panel_bytes, bias + panel * PANEL,
+                                   y + row * out + panel * PANEL, count, in, out,
+                                   std::min<int64_t>(PANEL, out - panel * PANEL));
+        }
+    }
+}
+
+template <class Weights, class Round>
+void pack(const float* weight, char* panels, int64_t out, int64_t in, Round round) {
+    using Number = typename Weights::Number;
+    int64_t num_panels = (out + PANEL - 1) / PANEL, pairs = (in + 1) / 2;
+    constexpr bool INTERLEAVED = sizeof(Number) == 2;
+#pragma omp parallel for
+    for (int64_t panel = 0; panel < num_panels; panel++) {
+        auto target = reinterpret_cast<Number*>(panels + panel * pairs * Weights::PAIR_BYTES);
+        for (int64_t k = 0; k < 2 * pairs; k++)
+            for (int64_t column = 0; column < PANEL; column++) {
+                int64_t row = panel * PANEL + column;
+                Number number = row < out && k < in ? round(weight[row * in + k]) : 0;
+                target[INTERLEAVED ? (k / 2 * PANEL + column) * 2 + k % 2 : k * PANEL + column] = number;
+            }
+    }
+}
+
+uint16_t to_bfloat16(float number) {
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (bits >> 16) | 0x40;  // a NaN stays one
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;                   // to the nearest, ties to even
+}
+
+}  // namespace
+
+extern "C" {
+
+void diptych_pack_float32(const float* weight, char* panels, int64_t out, int64_t in) {
+    pack<Float32>(weight, panels, out, in, [](float number) { return number; });
+}
+
+void diptych_pack_bfloat16(const float* weight, char* panels, int64_t out, int64_t in) {
+    pack<Bfloat16>(weight, panels, out, in, to_bfloat16);
+}
+
+void diptych_linear_float32(const float* x, const char* panels, const float* bias, float* y, int64_t rows, int64_t in,
+                            int64_t out, int64_t threads) {
+    linear<Float32>(x, panels, bias, y, rows, in, out, threads);
+}
+
+void diptych_linear_bfloat16(const float* x, const char* panels, const float* bias, float* y, int64_t rows, int64_t in,
+                             int64_t out, int64_t threads) {
+    linear<Bfloat16>(x, panels, bias, y, rows, in, out, threads);
+}
+}
