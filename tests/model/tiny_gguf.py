@@ -28,6 +28,19 @@ def interleave(matrix: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     return np.ascontiguousarray(matrix[rows])
 
 
+def add_tokenizer(writer: gguf.GGUFWriter, tokens: list[str]) -> None:
+    """A byte-level one; the first two tokens are special."""
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+
+
 def write_tiny_gguf(path: Path, architecture: str = "llama", extra_tensor: str = "", seed: int = 0) -> Path:
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, architecture)
@@ -40,15 +53,7 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", extra_tensor: str =
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_vocab_size(VOCAB)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(["<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"])
-    writer.add_token_types([3, 3] + [1] * 257)
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    add_tokenizer(writer, ["<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"])
 
     def add(name: str, *shape: int) -> None:
         numbers: NDArray[np.float32] = (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)

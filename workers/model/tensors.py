@@ -15,15 +15,17 @@ _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
-    """Every tensor that is read, with its shape."""
+    """Every tensor that is read, with its shape. Parts that are fused at load stand side by side."""
     names, hidden = config.names, config.hidden_size
-    shapes: Shapes = {f"{names.root}.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes: Shapes = {
+        f"{names.root}.embed_tokens.weight": (config.vocab_size, hidden),
+        f"{names.root}.norm.weight": (hidden,),
+    }
+    if not config.tie_embeddings:
+        shapes[f"{names.head}.weight"] = (config.vocab_size, hidden)
     for index, layer in enumerate(config.layers):
         prefix = f"{names.root}.layers.{index}"
         shapes |= {f"{prefix}.{name}": shape for name, shape in _layer(config, layer)}
-    shapes[f"{names.root}.norm.weight"] = (hidden,)
-    if not config.tie_embeddings:
-        shapes[f"{names.head}.weight"] = (config.vocab_size, hidden)
     return shapes
 
 
@@ -37,19 +39,22 @@ def is_harmless(config: ModelConfig, name: str) -> bool:
 def _layer(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     names, hidden, head_dim = config.names, config.hidden_size, config.head_dim
     query, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    for norm in (names.attention_norm, names.attention_post_norm, names.ffn_norm, names.ffn_post_norm):
-        if norm:
-            yield f"{norm}.weight", (hidden,)
-    for norm in (names.query_norm, names.key_norm):
-        if norm:
-            yield f"{norm}.weight", (head_dim,)
+    yield from _norms(hidden, names.attention_norm)
     yield from _linear(names.qkv, (query, kv, kv), hidden, config.qkv_bias)
+    yield from _norms(head_dim, names.query_norm, names.key_norm)
     yield from _linear((names.output,), (hidden,), query, config.output_bias)
-    if config.experts is None or not layer.has_experts:
+    yield from _norms(hidden, names.attention_post_norm, names.ffn_norm)
+    if layer.has_experts:
+        yield from _experts(config)
+    else:
         yield from _linear(names.gate_up, (config.ffn_size, config.ffn_size), hidden, config.mlp_bias)
         yield from _linear((names.down,), (hidden,), config.ffn_size, config.mlp_bias)
-        return
-    experts = config.experts
+    yield from _norms(hidden, names.ffn_post_norm)
+
+
+def _experts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    names, hidden, experts = config.names, config.hidden_size, config.experts
+    assert experts is not None
     yield f"{names.router}.weight", (experts.count, hidden)
     sizes = {f"{names.experts}.{expert}": experts.ffn_size for expert in range(experts.count)}
     if experts.shared_ffn_size:
@@ -60,6 +65,13 @@ def _layer(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, tuple
         yield from _linear((f"{name}.{names.expert_down}",), (hidden,), size, bias=False)
 
 
+def _norms(size: int, *names: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The norms among them that the family has."""
+    for name in names:
+        if name:
+            yield f"{name}.weight", (size,)
+
+
 def _linear(
     names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -67,5 +79,6 @@ def _linear(
     rows = rows if len(names) == len(rows) else (sum(rows),)
     for name, height in zip(names, rows, strict=True):
         yield f"{name}.weight", (height, columns)
+    for name, height in zip(names, rows, strict=True):
         if bias:
             yield f"{name}.bias", (height,)

@@ -1,0 +1,216 @@
+"""The config.json of a GGUF file's model: llama.cpp's metadata keys said in the hub's words.
+
+Knows keys and architectures; knows no weights, but for the few tensors that hold rope factors. What a GGUF leaves out
+because llama.cpp has it in its code stands here, each with its reason.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from workers.errors import ModelError
+
+T = TypeVar("T", int, float)
+
+
+class Metadata:
+    """The key-value pairs of one file, read by name without the architecture before it, and its tensors' shapes."""
+
+    def __init__(self, source: Path, pairs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.source = source
+        self.shapes = shapes
+        self._pairs = pairs
+        self.architecture = str(pairs.get("general.architecture"))
+        if self.architecture not in FAMILIES:
+            self.refuse(f"GGUF architecture {self.architecture!r} is unknown; known are {', '.join(FAMILIES)}")
+        if int(pairs.get("split.count", 1)) > 1:
+            self.refuse("is one part of a split model; join the parts with llama.cpp's llama-gguf-split --merge")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._pairs.get(f"{self.architecture}.{name}", default)
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        return self._scalar(name, int, default)
+
+    def real(self, name: str, default: float | None = None) -> float:
+        return self._scalar(name, float, default)
+
+    def token(self, name: str) -> int | None:
+        token = self._pairs.get(f"tokenizer.ggml.{name}_token_id")
+        return None if token is None else int(token)
+
+    def refuse(self, reason: str) -> NoReturn:
+        raise ModelError(f"{self.source}: {reason}")
+
+    def _scalar(self, name: str, kind: Callable[[Any], T], default: T | None) -> T:
+        value = self.get(name, default)
+        if value is None:
+            self.refuse(f"the GGUF metadata lack {self.architecture}.{name}")
+        if isinstance(value, list):
+            self.refuse(f"{self.architecture}.{name} differs from layer to layer, which is not supported")
+        return kind(value)
+
+
+def hub_config(metadata: Metadata, factors: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
+    """The config.json of the file's model; `factors` are the numbers of its rope tensors. Raises `ModelError`."""
+    config = _plain(metadata, factors)
+    config |= FAMILIES[metadata.architecture](metadata, config)
+    return config
+
+
+def _plain(metadata: Metadata, factors: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
+    if "token_embd.weight" not in metadata.shapes:
+        metadata.refuse("tensor token_embd.weight is missing")
+    heads, hidden = metadata.whole("attention.head_count"), metadata.whole("embedding_length")
+    head_dim = metadata.whole("attention.key_length", hidden // heads)
+    ends = sorted({end for end in (metadata.token("eos"), metadata.token("eot")) if end is not None})
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": metadata.shapes["token_embd.weight"][0],
+        "hidden_size": hidden,
+        "intermediate_size": metadata.whole("feed_forward_length", metadata.get("expert_feed_forward_length")),
+        "num_hidden_layers": metadata.whole("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": metadata.whole("context_length"),
+        # Stored as float32: seven digits give back the number that was meant.
+        "rms_norm_eps": float(f"{metadata.real('attention.layer_norm_rms_epsilon'):.7g}"),
+        "rope_parameters": _rope(metadata, factors, head_dim),
+        "tie_word_embeddings": "output.weight" not in metadata.shapes,
+        "attention_bias": "blk.0.attn_output.bias" in metadata.shapes,
+        "mlp_bias": "blk.0.ffn_down.bias" in metadata.shapes,
+        "hidden_act": "silu",
+        "bos_token_id": metadata.token("bos"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "dtype": "float32",
+    }
+
+
+def _rope(metadata: Metadata, factors: Mapping[str, tuple[float, ...]], head_dim: int) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.real("rope.freq_base", 10000.0)}
+    rotary_dim = metadata.whole("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        rope["partial_rotary_factor"] = rotary_dim / head_dim
+    context_length = metadata.whole("context_length")
+    original = metadata.whole("rope.scaling.original_context_length", context_length)
+    short = factors.get("rope_factors_short.weight") or factors.get("rope_freqs.weight")
+    if short:  # longrope, or llama3 worked out to its factors, which are the same for all contexts
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": original, "short_factor": list(short)}
+        rope["long_factor"] = list(factors.get("rope_factors_long.weight") or short)
+        rope["attention_factor"] = metadata.real("rope.scaling.attn_factor", 1.0)
+        return rope
+    kind = metadata.get("rope.scaling.type", "none")
+    if kind in ("linear", "yarn"):
+        rope |= {"rope_type": kind, "factor": metadata.real("rope.scaling.factor")}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = original
+        for ours, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            if metadata.get(f"rope.scaling.{key}") is not None:
+                rope[ours] = metadata.real(f"rope.scaling.{key}")
+    if kind not in ("none", "linear", "yarn"):
+        metadata.refuse(f"rope scaling {kind!r} in a GGUF is not supported; use the safetensors checkpoint")
+    return rope
+
+
+def _llama(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Llama, Mistral and Mixtral share one architecture here."""
+    window = metadata.whole("attention.sliding_window", 0) or None
+    if metadata.get("expert_count"):
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": metadata.whole("expert_count"),
+            "num_experts_per_tok": metadata.whole("expert_used_count"),
+            "sliding_window": window,
+        }
+    if window:
+        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    return {}
+
+
+def _qwen2(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
+
+def _qwen3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+def _qwen2_moe(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    names = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
+    width = metadata.whole("expert_shared_feed_forward_length")
+    return names | _experts(metadata, normalised=False) | {"shared_expert_intermediate_size": width}
+
+
+def _qwen3_moe(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    return names | _experts(metadata, normalised=True)
+
+
+def _experts(metadata: Metadata, normalised: bool) -> dict[str, Any]:
+    """`normalised` is what llama.cpp does for the architecture when the file does not say."""
+    return {
+        "num_experts": metadata.whole("expert_count"),
+        "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", normalised)),
+    }
+
+
+def _gemma2(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    names = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+    return names | _gemma(metadata, config, global_every=2, layers_of_27b=46)
+
+
+def _gemma3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    local = {"rope_type": "default", "rope_theta": metadata.real("rope.freq_base_swa", 10000.0)}
+    rope = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    return names | _gemma(metadata, config, global_every=6, layers_of_27b=62) | {"rope_parameters": rope}
+
+
+def _gemma(metadata: Metadata, config: dict[str, Any], global_every: int, layers_of_27b: int) -> dict[str, Any]:
+    """llama.cpp knows which layers are global, and that only the 27B scales its queries by hidden size / heads."""
+    pattern = metadata.get("attention.sliding_window_pattern", global_every)
+    num_layers = config["num_hidden_layers"]
+    local = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    scalar = config["hidden_size"] // config["num_attention_heads"]
+    scalar = scalar if num_layers == layers_of_27b else config["head_dim"]
+    if metadata.get("attention.scale") is not None:
+        scalar = float(f"{metadata.real('attention.scale') ** -2:.6g}")
+    caps = {name: metadata.real(name, 0.0) or None for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    return caps | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in local],
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "query_pre_attn_scalar": scalar,
+    }
+
+
+def _phi3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    context_length = config["max_position_embeddings"]
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "sliding_window": metadata.whole("attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": metadata.whole("rope.scaling.original_context_length", context_length),
+    }
+
+
+def _smollm3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    return {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layer_interval": 4}
+
+
+FAMILIES: dict[str, Callable[[Metadata, dict[str, Any]], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen2moe": _qwen2_moe,
+    "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "smollm3": _smollm3,
+}

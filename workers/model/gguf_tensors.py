@@ -1,0 +1,138 @@
+"""Which GGUF tensor holds which tensor of the hub's, and what was done to its numbers.
+
+Knows llama.cpp's names and its three changes: rotary pairs interleaved in some architectures, norm weights with their
+offset added, experts stacked. Numbers are dequantised to float32, tensor by tensor, never all at once.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.errors import ModelError
+from workers.model.description import LayerConfig, ModelConfig
+from workers.model.tensors import tensor_shapes
+
+# Where llama.cpp has the two numbers of a rotary pair side by side; elsewhere they are half a head apart, as the hub's.
+_INTERLEAVED = ("llama", "smollm3")
+# No weights: they go into the config.
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one hub tensor comes from. `expert`: its place in a stack; `heads`: how many to disentangle, 0 for none."""
+
+    tensor: gguf.ReaderTensor
+    name: str  # the hub's
+    shape: tuple[int, ...]
+    expert: int | None
+    heads: int
+    offset: float  # that was added
+
+    def numbers(self) -> NDArray[np.float32]:
+        data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
+        numbers = gguf.quants.dequantize(data, self.tensor.tensor_type)
+        numbers = np.ascontiguousarray(numbers, dtype=np.float32).reshape(self.shape)
+        if not self.heads:
+            return numbers - np.float32(self.offset) if self.offset else numbers
+        # Rows (0, 1), (2, 3), ... of a head become (i, i + head_dim / 2).
+        pairs = numbers.reshape(self.heads, self.shape[0] // self.heads // 2, 2, *self.shape[1:])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(self.shape)
+
+
+def plan(
+    source: Path, architecture: str, tensors: Mapping[str, gguf.ReaderTensor], config: ModelConfig
+) -> list[Source]:
+    """What to write, in order. A tensor that we have no place for is a model that we cannot compute: `ModelError`."""
+    places = dict(_places(config))
+    interleaved = architecture in _INTERLEAVED
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if interleaved else {}
+    wanted = {places[name][0] for name in tensor_shapes(config)}
+    missing = sorted(wanted - set(tensors))
+    if missing:
+        raise ModelError(f"{source}: tensor {missing[0]} (one of {len(missing)}) is missing")
+    unknown = sorted(set(tensors) - wanted - set(ROPE_FACTORS))
+    if unknown:
+        raise ModelError(
+            f"{source}: tensor {unknown[0]} (one of {len(unknown)}) is not part of a plain {config.architecture}"
+        )
+    sources = []
+    for name, shape in tensor_shapes(config).items():
+        ours, expert = places[name]
+        part = ours.split(".")[-2]
+        _check(source, tensors[ours], shape, expert, config)
+        offset = config.norm_offset if part.endswith("_norm") else 0.0
+        sources.append(Source(tensors[ours], name, shape, expert, heads.get(part, 0), offset))
+    return sources
+
+
+def _check(
+    source: Path, tensor: gguf.ReaderTensor, shape: tuple[int, ...], expert: int | None, config: ModelConfig
+) -> None:
+    found = tuple(int(axis) for axis in reversed(tensor.shape))  # GGUF lists the fastest axis first
+    assert config.experts is not None or expert is None
+    wanted = shape if expert is None or config.experts is None else (config.experts.count, *shape)
+    if _squeezed(found) != _squeezed(wanted):
+        raise ModelError(f"{source}: tensor {tensor.name} has shape {list(found)}, the metadata say {list(wanted)}")
+    if not _can_dequantise(tensor.tensor_type):
+        known = ", ".join(kind.name for kind in gguf.GGMLQuantizationType if _can_dequantise(kind))
+        raise ModelError(
+            f"{source}: tensor {tensor.name} is quantised as {tensor.tensor_type.name}, which is not supported; "
+            f"supported: {known}"
+        )
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(axis for axis in shape if axis != 1)  # llama.cpp's converter drops axes of one
+
+
+def _can_dequantise(kind: gguf.GGMLQuantizationType) -> bool:
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+    except (NotImplementedError, KeyError):
+        return False
+    return True
+
+
+def _places(config: ModelConfig) -> Iterator[tuple[str, tuple[str, int | None]]]:
+    """(hub name, (GGUF name, place in its stack)) of all that the model may have."""
+    names = config.names
+    yield f"{names.root}.embed_tokens.weight", ("token_embd.weight", None)
+    yield f"{names.root}.norm.weight", ("output_norm.weight", None)
+    yield f"{names.head}.weight", ("output.weight", None)
+    for index, layer in enumerate(config.layers):
+        for hub, ours, expert in _layer(config, layer):
+            for kind in ("weight", "bias"):
+                yield f"{names.root}.layers.{index}.{hub}.{kind}", (f"blk.{index}.{ours}.{kind}", expert)
+
+
+def _layer(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, str, int | None]]:
+    names = config.names
+    yield names.attention_norm, "attn_norm", None
+    fused = len(names.qkv) == 1
+    for hub, ours in zip(names.qkv, ["attn_qkv"] if fused else ["attn_q", "attn_k", "attn_v"], strict=True):
+        yield hub, ours, None
+    yield names.query_norm, "attn_q_norm", None
+    yield names.key_norm, "attn_k_norm", None
+    yield names.output, "attn_output", None
+    yield names.attention_post_norm, "post_attention_norm", None
+    yield names.ffn_norm, "ffn_norm", None
+    yield names.ffn_post_norm, "post_ffw_norm", None
+    gate_up = ["ffn_gate", "ffn_up"]
+    if not layer.has_experts:
+        for hub, ours in zip(names.gate_up, gate_up[-len(names.gate_up) :], strict=True):
+            yield hub, ours, None
+        yield names.down, "ffn_down", None
+        return
+    assert config.experts is not None
+    yield names.router, "ffn_gate_inp", None
+    yield names.shared_gate, "ffn_gate_inp_shexp", None
+    for part, ours in zip((*names.expert_gate_up, names.expert_down), [*gate_up, "ffn_down"], strict=True):
+        yield f"{names.shared_expert}.{part}", f"{ours}_shexp", None
+        for expert in range(config.experts.count):
+            yield f"{names.experts}.{expert}.{part}", f"{ours}_exps", expert
