@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench proto clean chaos
+.PHONY: demo test check bench bench-engine proto clean chaos
 
 # make chaos ROUNDS=10: kill workers under load, over and over, with other prompts each time.
 
@@ -22,6 +22,14 @@ check: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python -m cluster.bench
+
+# The engine beside its peers (once: bin/python -m cluster.bench peer-install), with a chart in bench-results/.
+bench-engine: $(VENV)/.bench
+	@$(BIN)/python -m cluster.bench engine step --out bench-results
+
+$(VENV)/.bench: $(READY)
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[bench]'
+	@touch $@
 
 chaos: $(READY)
 	@DIPTYCH_CHAOS_ROUNDS=$(or $(ROUNDS),10) $(BIN)/python -m pytest -q tests/ray/test_death.py

@@ -37,7 +37,10 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # What only some rooms may load, however deep inside a function.
 HEAVY = {
-    "torch": ("workers.ops", "workers.model", "workers.executor", "kvtransfer.backends", "cluster.cli.doctor"),
+    "torch": (
+        *("workers.ops", "workers.model", "workers.executor", "kvtransfer.backends"),
+        *("cluster.cli.doctor", "cluster.bench.engine.drivers"),
+    ),
     "ray": ("cluster.runtime.ray", "workers.executor.gang", "cluster.cli"),
     "grpc": ("cluster.api",),
     "nixl_cu12": ("kvtransfer.backends",),

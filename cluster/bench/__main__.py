@@ -11,6 +11,8 @@ from pathlib import Path
 import click
 
 from cluster.bench import handoff, machine, overhead, peer, startup, transfer
+from cluster.bench.engine import chart, compare, step
+from cluster.bench.environments import PEERS, VLLM
 from cluster.bench.figures import Part, Report, report_json
 from cluster.bench.hosted import refuse_foreign_ray
 from cluster.bench.screen import markdown, show, summary
@@ -33,6 +35,8 @@ PARTS = {
     "overhead": Measurement(overhead.measure, overhead.ROUNDS),
     "startup": Measurement(startup.measure, startup.ROUNDS),
     "peer": Measurement(peer.measure, peer.ROUNDS),
+    "engine": Measurement(compare.measure, compare.ROUNDS),
+    "step": Measurement(step.measure, step.ROUNDS),
 }
 
 
@@ -41,8 +45,8 @@ PARTS = {
 @click.option("--rounds", type=click.IntRange(1, 100), help="Interleaved rounds; each part has its own number.")
 @click.option("--quick", is_flag=True, help="Few and short rounds: to see that it works, not to quote.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write JSON and Markdown here.")
-@click.option("--peer-venv", type=click.Path(path_type=Path), help="The peer's environment (DIPTYCH_PEER_VENV).")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write JSON, Markdown and a chart here.")
+@click.option("--peer-venv", type=click.Path(path_type=Path), help="vLLM's environment (DIPTYCH_PEER_VENV).")
 @click.option("--debug", is_flag=True, help="Let a part's error through with its traceback.")
 def main(
     parts: tuple[str, ...],
@@ -55,8 +59,9 @@ def main(
 ) -> None:
     """Measure Diptych on this machine, every figure beside a peer or a limit of the same run.
 
-    Without PARTS, all of them. The peer is a vLLM prefill/decode pair in an environment of its own, which
-    `peer-install` makes; without it that part is skipped.
+    Without PARTS, all of them. The peers, vLLM and llama.cpp, live in environments of their own, which
+    `peer-install` makes; what needs an absent one is skipped or left out. DIPTYCH_PEER_VENV and
+    DIPTYCH_LLAMA_VENV name other places for them.
 
     \b
     Example:
@@ -65,9 +70,10 @@ def main(
     from rich.console import Console
 
     if peer_venv is not None:
-        os.environ[peer.VENV_VARIABLE] = str(peer_venv)
+        os.environ[VLLM.variable] = str(peer_venv)
     if "peer-install" in parts:
-        peer.install(click.echo)
+        for each in PEERS:
+            each.install(click.echo)
         parts = tuple(part for part in parts if part != "peer-install")
         if not parts:
             return
@@ -84,6 +90,8 @@ def main(
         show(part, console)
         report = replace(report, parts=(*report.parts, part), load_after=machine.load())
         _write(report, json_file, out)  # after each part: a later one may fail
+    if out is not None:
+        _draw(report, out)
     console.print(f"\n{summary(report)}")
     if any(part.failed for part in report.parts):
         raise SystemExit(1)
@@ -125,9 +133,24 @@ def _write(report: Report, json_file: Path | None, out: Path | None) -> None:
         json_file.write_bytes(report_json(report))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        stem = f"bench-{report.date[:19].replace(':', '')}"
-        (out / f"{stem}.json").write_bytes(report_json(report))
-        (out / f"{stem}.md").write_text(markdown(report))
+        (out / f"{_stem(report)}.json").write_bytes(report_json(report))
+        (out / f"{_stem(report)}.md").write_text(markdown(report))
+
+
+def _stem(report: Report) -> str:
+    return f"bench-{report.date[:19].replace(':', '')}"
+
+
+def _draw(report: Report, out: Path) -> None:
+    """A picture of what the engine and its peers reached, beside the tables."""
+    for part in report.parts:
+        if part.name != "engine" or not part.figures:
+            continue
+        if reason := chart.missing():
+            click.echo(reason, err=True)
+            return
+        for suffix in ("png", "svg"):
+            chart.draw(report, part, out / f"{_stem(report)}-engine.{suffix}")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,9 @@ UNITS = {
     "us": (1e6, 0, " us"),
     "MiB": (1 / 2**20, 0, " MiB"),
     "GB/s": (1e-9, 2, " GB/s"),
+    "GFLOP/s": (1e-9, 0, " GFLOP/s"),
     "1/s": (1.0, 0, " /s"),
+    "tok/s": (1.0, 1, ""),
     "x": (1.0, 2, "x"),
     "%": (100.0, 1, "%"),
 }
@@ -72,16 +74,17 @@ def readable(value: float, unit: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """`value` should be at most `bound`; both in `unit`. `what` says in words what was compared."""
+    """`value` should be at most `bound`, or `at_least`; both in `unit`. `what` says in words what was compared."""
 
     what: str
     value: float
     bound: float
     unit: str
+    at_least: bool = False
 
     @property
     def met(self) -> bool:
-        return self.value <= self.bound
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
 
     @property
     def verdict(self) -> str:
@@ -89,7 +92,8 @@ class Claim:
 
     @property
     def told(self) -> str:
-        return f"{self.what}: {readable(self.value, self.unit)}, aim at most {readable(self.bound, self.unit)}"
+        direction = "at least" if self.at_least else "at most"
+        return f"{self.what}: {readable(self.value, self.unit)}, aim {direction} {readable(self.bound, self.unit)}"
 
     def __str__(self) -> str:
         return f"{self.verdict}: {self.told}"

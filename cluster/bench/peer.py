@@ -15,14 +15,13 @@ from statistics import median
 
 from cluster.api.client import DiptychClient
 from cluster.bench.asking import ask, fresh_prompt
+from cluster.bench.environments import VLLM
 from cluster.bench.figures import Claim, Figure, Part, Spread, spread
 from cluster.bench.handoff import LENGTHS, NUM_TOKENS, QUICK_LENGTHS
 from cluster.bench.hosted import hosted, model_folder, split_spec
 from cluster.bench.machine import allowed_cores
-from cluster.bench.peer_pair import VENV_VARIABLE, Pair, PairTimed, install, missing, pair, version
+from cluster.bench.peer_pair import Pair, PairTimed, pair
 from cluster.bench.processes import ProcessFailed, paused, pin
-
-__all__ = ["ROUNDS", "VENV_VARIABLE", "install", "measure"]
 
 ROUNDS = 3
 AIM = 0.5
@@ -48,7 +47,7 @@ Samples = Mapping[tuple[int, str, str], Sequence[Sample]]  # prompt length, syst
 
 def measure(rounds: int, quick: bool, tell: Tell) -> Part:
     """Skipped when the peer is not installed. Raises `ProcessFailed` or `DiptychError`."""
-    reason = missing()
+    reason = VLLM.missing()
     if reason:
         return Part("peer", skipped=reason)
     cores = allowed_cores()
@@ -65,7 +64,7 @@ def measure(rounds: int, quick: bool, tell: Tell) -> Part:
             with paused(peer.pids()), hosted([split_spec()]) as ours:
                 asyncio.run(_ask_ours(ours.endpoints["split"], lengths, draw, samples, cores))
             tell(f"round {number + 1} of {rounds}: done")
-    notes = (*NOTES, f"The peer is {version()}, float32, eager, prefix cache off, one thread a server.")
+    notes = (*NOTES, f"The peer is {VLLM.versions()}, float32, eager, prefix cache off, one thread a server.")
     return Part("peer", figures(samples), claims(samples), notes)
 
 

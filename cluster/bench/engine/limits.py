@@ -1,0 +1,87 @@
+"""What a machine allows: the most tokens a second of a column, from bytes that must be read and operations to be done.
+
+    a step takes at least  max(bytes it must read / read bandwidth,  operations / rate of matrix products)
+
+Pure: knows the model's shape and the formats of weights, not how any engine computes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+KV_BYTES = 4  # a number of the cache, in float32
+BITS = {  # of a weight, with its share of the scales of its block
+    "float32": 32.0,
+    "bfloat16": 16.0,
+    "float16": 16.0,
+    "int8": 8.0,
+    "q8_0": 8.5,
+    "q5_1": 6.0,
+    "q5_0": 5.5,
+    "q4_1": 5.0,
+    "q4_0": 4.5,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What is measured: a prompt of `context` tokens to its first token (`batch` 0), or a decode step of a batch."""
+
+    name: str
+    batch: int
+    context: int
+    steps: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of one lap."""
+        return self.batch or self.context
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a decoder with grouped KV heads. `matrix` counts the weights of all layers, `head` those of the last one."""
+
+    matrix: int
+    head: int
+    layers: int
+    query: int  # heads * head_dim
+    kv: int  # kv heads * head_dim
+
+    @staticmethod
+    def of(config: Mapping[str, int], num_parameters: int) -> "Shape":
+        """From a model's config.json; the embedding is the head too, or is only looked up."""
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        head = config["vocab_size"] * config["hidden_size"]
+        embeddings = head if config.get("tie_word_embeddings") else 2 * head
+        kv = config.get("num_key_value_heads", heads) * head_dim
+        return Shape(num_parameters - embeddings, head, config["num_hidden_layers"], heads * head_dim, kv)
+
+    def operations(self, column: Column) -> float:
+        """Multiplications and additions of one lap."""
+        if column.batch:
+            pairs, tokens, sampled = column.batch * column.context, column.batch, column.batch
+        else:
+            pairs, tokens, sampled = column.context * (column.context + 1) // 2, column.context, 1
+        attention = 4 * self.layers * self.query * pairs
+        return 2.0 * (self.matrix * tokens + self.head * sampled) + attention
+
+    def read_bytes(self, column: Column, weights: str) -> float:
+        """Each weight once, and the KV of every context of a decode."""
+        context = column.batch * column.context * 2 * self.layers * self.kv * KV_BYTES
+        return (self.matrix + self.head) * BITS[weights] / 8 + context
+
+
+def most_tokens(shape: Shape, column: Column, weights: str, measured: Mapping[str, float]) -> float:
+    """Tokens a second that this machine allows, by what `drivers.limits` measured.
+
+    Weights below float32 may be computed with at any precision that the machine has.
+    """
+    read = max(rate for name, rate in measured.items() if name.startswith("read "))
+    products = [
+        rate
+        for name, rate in measured.items()
+        if not name.startswith("read ") and (weights != "float32" or name.startswith("float32 "))
+    ]
+    least_s = max(shape.read_bytes(column, weights) / read, shape.operations(column) / max(products))
+    return column.tokens / least_s
