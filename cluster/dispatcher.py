@@ -204,7 +204,7 @@ class Dispatcher:
             f"request {life.request.id}: token {output.first_position} came after {len(life.sent)} tokens"
         )
         life.sent.extend(output.tokens)
-        life.emit(Delta(output.tokens, output.first_position, output.logprobs))
+        life.emit(Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs))
 
     async def _place(self, life: _Life) -> Placement:
         """Wait for workers that can serve the request. Raises `Rejected` when none came in time."""

@@ -1,5 +1,7 @@
 """What a dispatcher tells a door about one request, in order: Accepted, Delta..., Completed. Errors are raised.
 
+A request for several answers is several to a dispatcher; the gateway makes them one again.
+
 ClusterError
 ├── Rejected        admission refused or no worker in time (retry_after_s)
 ├── Unservable      the request can never work here (too long for the context or the pools)
@@ -51,7 +53,10 @@ class AttemptsSpent(ClusterError):
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Workers are chosen and the decode side has promised its blocks. Sent again after a recovery (attempt > 0)."""
+    """Workers are chosen and the decode side has promised its blocks. Sent again after a recovery (attempt > 0).
+
+    `index` tells several answers of one request apart.
+    """
 
     request_id: str
     attempt: int
@@ -61,20 +66,40 @@ class Accepted:
     reason: str
     predicted_ttft_s: float | None = None
     predicted_tpot_s: float | None = None
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens. `first_position` counts output tokens from 0; no position is ever sent twice."""
+    """New tokens. `first_position` counts output tokens from 0; no position is ever sent twice.
+
+    `prompt_logprobs`, when asked for, come with the first one: of the prompt's second token and those behind it.
+    """
 
     tokens: tuple[int, ...]
     first_position: int
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnd:
+    """How one of several answers ended. `mean_logprob`, of its tokens, only where it decided over the answer."""
+
+    finish: FinishReason
+    completion_tokens: int
+    attempts: int
+    ledger: LatencyLedger
+    mean_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The end. `transfers` has one report for each hand-off (none when colocated, several after recoveries)."""
+    """The end. `transfers` has one report for each hand-off (none when colocated, several after recoveries).
+
+    Of several answers, `answers` has each one's end, by index; the rest then speaks of all that were made: tokens are
+    summed (the prompt's counted once), `finish` is the first answer's, `ledger` that of the one that ended last.
+    """
 
     finish: FinishReason
     prompt_tokens: int
@@ -83,6 +108,7 @@ class Completed:
     attempts: int
     ledger: LatencyLedger
     transfers: tuple[TransferReport, ...]
+    answers: tuple[AnswerEnd, ...] = ()
 
 
 Event = Accepted | Delta | Completed

@@ -4,9 +4,10 @@ stop string wherever the tokens' borders lie.
 Pure but for the tokenizer it is handed; knows no cluster and no wire.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.events import Accepted, Completed, Delta
 from workers.errors import InvalidRequest
@@ -30,9 +31,11 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> Sequence[int]: ...
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]: ...
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Sequence[int]: ...
 
-    def detokenizer(self) -> Detokenizer: ...
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +72,18 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """(role, content) messages, rendered by the model's chat template, to be answered by the assistant."""
+    """(role, content) messages, rendered by the model's chat template, to be answered by the assistant.
+
+    `tools` are JSON objects that describe functions, as the template wants them; it says how they are called.
+    """
 
     messages: tuple[tuple[str, str], ...]
+    tools: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        return sum(len((role + content).encode(errors="surrogatepass")) for role, content in self.messages)
+        texts = (*(role + content for role, content in self.messages), *self.tools)
+        return sum(len(text.encode(errors="surrogatepass")) for text in texts)
 
     def encode(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         if not self.messages:
@@ -84,9 +92,19 @@ class ChatPrompt:
             if not role or not content:
                 missing = "role" if not role else "content"
                 raise InvalidRequest(f"prompt.chat.messages[{index}].{missing}", "is empty; every message needs both")
-        return tuple(
-            tokenizer.apply_chat_template([{"role": role, "content": content} for role, content in self.messages])
-        )
+        messages = [{"role": role, "content": content} for role, content in self.messages]
+        tools = [_tool(index, text) for index, text in enumerate(self.tools)]
+        return tuple(tokenizer.apply_chat_template(messages, tools=tools))
+
+
+def _tool(index: int, text: str) -> dict[str, Any]:
+    try:
+        tool = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(f"prompt.chat.tools[{index}]", f"is not JSON ({error})") from None
+    if not isinstance(tool, dict):
+        raise InvalidRequest(f"prompt.chat.tools[{index}]", "is not a JSON object; give a function's description")
+    return tool
 
 
 GenerationInput = TextPrompt | TokenPrompt | ChatPrompt
@@ -94,26 +112,39 @@ GenerationInput = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New tokens and the text that became certain with them. `first_position` counts output tokens from 0.
+    """New tokens of one answer and the text that became certain with them. `first_position` counts its tokens from 0.
 
-    Text may trail the tokens; the last delta may be text alone.
+    Text may trail the tokens; the last delta may be text alone. `index` tells several answers of one request apart.
+    `prompt_logprobs`, when asked for, stand in the first delta of answer 0: of the prompt's second token and on.
     """
 
     text: str
     tokens: tuple[int, ...]
     first_position: int
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int = 0
 
     @staticmethod
     def join(deltas: Iterable["TextDelta"]) -> "TextDelta":
-        """Neighbouring deltas as one; of none, the empty one."""
+        """Neighbouring deltas of one answer as one; of none, the empty one."""
         parts = list(deltas)
         return TextDelta(
             "".join(part.text for part in parts),
             tuple(token for part in parts for token in part.tokens),
             parts[0].first_position if parts else 0,
             tuple(logprob for part in parts for logprob in part.logprobs),
+            tuple(logprob for part in parts for logprob in part.prompt_logprobs),
+            parts[0].index if parts else 0,
         )
+
+    @staticmethod
+    def join_each(deltas: Iterable["TextDelta"]) -> "list[TextDelta]":
+        """One delta for each answer that has any, by index."""
+        answers: dict[int, list[TextDelta]] = {}
+        for delta in deltas:
+            answers.setdefault(delta.index, []).append(delta)
+        return [TextDelta.join(parts) for _, parts in sorted(answers.items())]
 
 
 TextEvent = Accepted | TextDelta | Completed
@@ -127,11 +158,12 @@ class StopStrings:
         given out        … the answer is 42.          held back: \\n\\nQu
 
     Held back is the longest end of the text that is a beginning of a stop string, so a stop string is never
-    given out in part. Owned by one `TextStream`.
+    given out in part, unless it is wanted in whole. Owned by one `TextStream`.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
+        self._include = include
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 
@@ -141,7 +173,7 @@ class StopStrings:
         end_start = self._first_stop(text) if armed else None
         if end_start is not None:
             self._held = ""
-            return text[: end_start[1]], True
+            return text[: end_start[0] if self._include else end_start[1]], True
         keep = self._open_end(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
@@ -172,14 +204,15 @@ class TextStream:
     """One answer from token deltas to text deltas. Once `stopped`, a stop string has ended it.
 
     A stop string or stop token counts when it is complete at output token `min_tokens` or later. A stop token has no
-    text. Owned by the request's pump.
+    text unless stops are wanted in the output. Owned by the request's pump.
     """
 
-    def __init__(self, detokenizer: Detokenizer, sampling: SamplingParams) -> None:
+    def __init__(self, detokenizer: Detokenizer, sampling: SamplingParams, index: int = 0) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopStrings(sampling.stop)
+        self._index = index
+        self._stops = StopStrings(sampling.stop, sampling.include_stop_in_output)
         self._has_stops = bool(sampling.stop)
-        self._stop_tokens = frozenset(sampling.stop_token_ids)
+        self._silent = frozenset(() if sampling.include_stop_in_output else sampling.stop_token_ids)
         self._min_tokens = sampling.min_tokens
         self.num_tokens = 0
         self.stopped = False
@@ -190,7 +223,9 @@ class TextStream:
             return None
         text = self._text_with_stops(delta.tokens) if self._has_stops else self._text(delta.tokens)
         used = self.num_tokens - delta.first_position
-        return TextDelta(text, delta.tokens[:used], delta.first_position, delta.logprobs[:used])
+        return TextDelta(
+            text, delta.tokens[:used], delta.first_position, delta.logprobs[:used], delta.prompt_logprobs, self._index
+        )
 
     def flush(self) -> TextDelta | None:
         """The last text, when there is some still."""
@@ -198,12 +233,12 @@ class TextStream:
             return None
         text, self.stopped = self._stops.push(self._detokenizer.flush(), self.num_tokens >= self._min_tokens)
         text += self._stops.flush()
-        return TextDelta(text, (), self.num_tokens) if text else None
+        return TextDelta(text, (), self.num_tokens, index=self._index) if text else None
 
     def _text(self, tokens: Sequence[int]) -> str:
         self.num_tokens += len(tokens)
-        is_stop = tokens and tokens[-1] in self._stop_tokens and self.num_tokens >= self._min_tokens
-        return self._detokenizer.push(tokens[:-1] if is_stop else tokens)
+        silent = tokens and tokens[-1] in self._silent and self.num_tokens >= self._min_tokens
+        return self._detokenizer.push(tokens[:-1] if silent else tokens)
 
     def _text_with_stops(self, tokens: Sequence[int]) -> str:
         pieces = []

@@ -4,13 +4,16 @@ Knows vocabularies and chat templates; knows no model and no torch (importing th
 torch out). The gateway owns one; workers see token ids only.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerFast
 
 from workers.errors import InvalidRequest, ModelError
+from workers.model.config import read_model_config
 
 # What a decoder shows for bytes that are no character, or not yet one.
 _REPLACEMENT = "\ufffd"
@@ -30,6 +33,21 @@ class Tokenizer:
         except Exception as error:  # the Rust side raises bare Exception for a damaged file
             raise ModelError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
         self._backend = self._tokenizer.backend_tokenizer
+        if self._tokenizer.chat_template is None:
+            self._tokenizer.chat_template = _processor_template(folder)
+        self._check_end_tokens(folder)
+
+    def _check_end_tokens(self, folder: Path) -> None:
+        """A tokenizer that lacks all the tokens that end an answer belongs to another model."""
+        if not (folder / "config.json").is_file():
+            return
+        ends = read_model_config(folder).eos_token_ids
+        if ends and all(self._backend.id_to_token(end) is None for end in ends):
+            named = ", ".join(map(str, ends))
+            raise ModelError(
+                f"{folder} names end token {named}, which its tokenizer.json does not have ({self.vocab_size} tokens); "
+                "fetch config and tokenizer of the same model"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -53,10 +71,15 @@ class Tokenizer:
             raise InvalidRequest("prompt", f"is not valid Unicode text ({error}); send UTF-8") from error
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
     ) -> tuple[int, ...]:
         """Token ids of a conversation, each message with "role" and "content", up to where the answer begins.
 
+        `tools` are handed to the template as they are; of several templates, "tool_use" is taken when there are any.
         Raises `InvalidRequest`: no messages, a malformed one, no template, or one that the template rejects.
         """
         if not self.has_chat_template:
@@ -68,7 +91,10 @@ class Tokenizer:
                 raise InvalidRequest(f"messages[{index}]", "needs a text 'role' and a text 'content'")
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
@@ -82,6 +108,18 @@ class Tokenizer:
     def detokenizer(self, *, skip_special_tokens: bool = True) -> "Detokenizer":
         """A fresh one for one answer."""
         return Detokenizer(self, skip_special_tokens)
+
+
+def _processor_template(folder: Path) -> str | None:
+    """The template of chat_template.json, where multimodal models keep it; transformers looks everywhere else."""
+    path = folder / "chat_template.json"
+    if not path.is_file():
+        return None
+    try:
+        template = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} has no chat_template that can be read ({error!r}); fetch it again") from error
+    return str(template)
 
 
 class Detokenizer:

@@ -7,6 +7,7 @@ async with DiptychClient("127.0.0.1:50051") as client:
 """
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -34,11 +35,15 @@ Messages = Sequence[tuple[str, str] | Mapping[str, str]]  # (role, content), or 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer. `accepted` is the last one, so it names the workers that finished the request."""
+    """A whole answer, or several; `output` is the first, and `accepted` names the workers that finished that one."""
 
-    output: TextDelta
+    outputs: tuple[TextDelta, ...]
     accepted: Accepted
     completed: Completed
+
+    @property
+    def output(self) -> TextDelta:
+        return self.outputs[0]
 
     @property
     def text(self) -> str:
@@ -99,6 +104,7 @@ class DiptychClient:
         self,
         messages: Messages,
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         request_id: str = "",
         model: str = "",
         session: str = "",
@@ -106,8 +112,11 @@ class DiptychClient:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerator[TextEvent, None]:
-        """Answer (role, content) messages. Closing the iterator cancels the request in the cluster."""
-        request = self._request(None, messages, request_id, model, session, slo, sampling)
+        """Answer (role, content) messages. Closing the iterator cancels the request in the cluster.
+
+        `tools` describe functions, as the model's chat template wants them; calls of them come as plain text.
+        """
+        request = self._request(None, messages, request_id, model, session, slo, sampling, tools)
         return self._stream(request, timeout_s)
 
     async def complete(
@@ -188,6 +197,7 @@ class DiptychClient:
         session: str,
         slo: SLO | None,
         sampling: SamplingOptions,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> inference_pb2.GenerateRequest:
         """Raises `DiptychError` for what cannot even be written down."""
         try:
@@ -206,6 +216,7 @@ class DiptychClient:
                 for message in messages:
                     role, content = _role_and_content(message)
                     request.chat.messages.add(role=role, content=content)
+                request.chat.tools.extend(json.dumps(tool) for tool in tools)
             elif isinstance(prompt, str):
                 request.text = prompt
             else:
@@ -242,11 +253,11 @@ class DiptychClient:
 
 def answer_of(events: Sequence[TextEvent]) -> Answer:
     """All events of one request as its answer. Raises `DiptychError` when the last ones are missing."""
-    accepted = [event for event in events if isinstance(event, Accepted)]
+    accepted = [event for event in events if isinstance(event, Accepted) and event.index == 0]
     if not accepted or not isinstance(events[-1], Completed):
         raise DiptychError("DATA_LOSS", "the server's answer ended without its Completed message")
-    output = TextDelta.join(event for event in events if isinstance(event, TextDelta))
-    return Answer(output, accepted[-1], events[-1])
+    outputs = TextDelta.join_each(event for event in events if isinstance(event, TextDelta))
+    return Answer(tuple(outputs) or (TextDelta.join(()),), accepted[-1], events[-1])
 
 
 def _role_and_content(message: tuple[str, str] | Mapping[str, str]) -> tuple[str, str]:

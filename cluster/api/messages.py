@@ -3,12 +3,12 @@
 `..._message` makes a message, `..._from` reads one. Bad input is `InvalidRequest` naming the message's field.
 """
 
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 from google.protobuf.duration_pb2 import Duration
 
-from cluster.events import Accepted, Completed
+from cluster.events import Accepted, AnswerEnd, Completed
 from cluster.ledger import LatencyLedger
 from cluster.text import ChatPrompt, GenerationInput, TextDelta, TextEvent, TextPrompt, TokenPrompt
 from diptych.v1 import common_pb2, inference_pb2
@@ -22,8 +22,12 @@ FINISH = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 FINISH_FROM = {value: reason for reason, value in FINISH.items()}
-SCALARS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens", "min_tokens")
-FLAGS = ("ignore_eos", "logprobs")
+# Fields of Sampling that are one value, in our types of the same name.
+SCALARS = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs", "n", "best_of"),
+    *("include_stop_in_output", "skip_special_tokens"),
+)
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -41,6 +45,14 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int
+    prompt_logprobs: int
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    n: int
+    best_of: int
+    include_stop_in_output: bool
+    skip_special_tokens: bool
 
 
 def duration(ns: int) -> Duration:
@@ -64,25 +76,34 @@ def prompt_from(request: inference_pb2.GenerateRequest) -> GenerationInput:
         case "tokens":
             return TokenPrompt(tuple(request.tokens.ids))
         case "chat":
-            return ChatPrompt(tuple((each.role, each.content) for each in request.chat.messages))
+            messages = tuple((each.role, each.content) for each in request.chat.messages)
+            return ChatPrompt(messages, tuple(request.chat.tools))
         case _:
             raise InvalidRequest("prompt", "is missing; give one of text, tokens or chat")
 
 
 def sampling_from(message: inference_pb2.Sampling) -> SamplingParams:
-    given = {name: getattr(message, name) for name in SCALARS + FLAGS if message.HasField(name)}
-    return SamplingParams(**given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids))
+    given = {name: getattr(message, name) for name in SCALARS if message.HasField(name)}
+    return SamplingParams(
+        **given,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+    )
 
 
 def sampling_message(options: SamplingOptions) -> inference_pb2.Sampling:
     """Raises `InvalidRequest` for a value that no field can hold."""
     message = inference_pb2.Sampling()
+    value: Any  # of a type that the message checks
     for name, value in options.items():
         if value is None:
             continue
         try:
             if name in ("stop", "stop_token_ids"):
                 getattr(message, name).extend([value] if isinstance(value, str) else value)
+            elif name == "logit_bias":
+                message.logit_bias.update(value)
             else:
                 setattr(message, name, value)
         except (TypeError, ValueError, AttributeError) as error:
@@ -116,15 +137,14 @@ def event_message(event: TextEvent) -> inference_pb2.GenerateResponse:
 
 
 def events_from(message: inference_pb2.GenerateResponse) -> list[TextEvent]:
-    """One event; for a Completed that carries the whole output, that as a delta and then the end."""
+    """One event; for a Completed that carries whole answers, these as deltas and then the end."""
     match message.WhichOneof("event"):
         case "accepted":
             return [_accepted_from(message.accepted)]
         case "delta":
             return [_delta_from(message.delta)]
         case "completed":
-            output = [_delta_from(message.completed.output)] if message.completed.HasField("output") else []
-            return [*output, _completed_from(message.completed)]
+            return [*map(_delta_from, message.completed.outputs), _completed_from(message.completed)]
         case _:
             return []  # an event of a newer server
 
@@ -139,6 +159,7 @@ def _accepted_message(event: Accepted) -> inference_pb2.Accepted:
         reason=event.reason,
         predicted_time_to_first_token=None if event.predicted_ttft_s is None else duration_of(event.predicted_ttft_s),
         predicted_time_per_output_token=None if event.predicted_tpot_s is None else duration_of(event.predicted_tpot_s),
+        index=event.index,
     )
 
 
@@ -155,22 +176,39 @@ def _accepted_from(message: inference_pb2.Accepted) -> Accepted:
         reason=message.reason,
         predicted_ttft_s=predicted("predicted_time_to_first_token"),
         predicted_tpot_s=predicted("predicted_time_per_output_token"),
+        index=message.index,
     )
 
 
 def delta_message(delta: TextDelta) -> inference_pb2.Delta:
-    message = inference_pb2.Delta(text=delta.text, token_ids=delta.tokens, first_position=delta.first_position)
-    for logprobs in delta.logprobs:
-        top = [inference_pb2.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top]
-        message.logprobs.add(chosen=logprobs.chosen, top=top)
-    return message
+    return inference_pb2.Delta(
+        text=delta.text,
+        token_ids=delta.tokens,
+        first_position=delta.first_position,
+        logprobs=map(_logprobs_message, delta.logprobs),
+        prompt_logprobs=map(_logprobs_message, delta.prompt_logprobs),
+        index=delta.index,
+    )
 
 
 def _delta_from(message: inference_pb2.Delta) -> TextDelta:
-    logprobs = tuple(
-        TokenLogprobs(each.chosen, tuple((top.token_id, top.logprob) for top in each.top)) for each in message.logprobs
+    return TextDelta(
+        text=message.text,
+        tokens=tuple(message.token_ids),
+        first_position=message.first_position,
+        logprobs=tuple(map(_logprobs_from, message.logprobs)),
+        prompt_logprobs=tuple(map(_logprobs_from, message.prompt_logprobs)),
+        index=message.index,
     )
-    return TextDelta(message.text, tuple(message.token_ids), message.first_position, logprobs)
+
+
+def _logprobs_message(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+    top = [inference_pb2.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top]
+    return inference_pb2.TokenLogprobs(chosen=logprobs.chosen, top=top)
+
+
+def _logprobs_from(message: inference_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.chosen, tuple((top.token_id, top.logprob) for top in message.top))
 
 
 def _completed_message(event: Completed) -> inference_pb2.Completed:
@@ -184,6 +222,7 @@ def _completed_message(event: Completed) -> inference_pb2.Completed:
         attempts=event.attempts,
         ledger=_ledger_message(event.ledger),
         transfers=[_transfer_message(report) for report in event.transfers],
+        answers=map(_answer_end_message, event.answers),
     )
 
 
@@ -196,6 +235,27 @@ def _completed_from(message: inference_pb2.Completed) -> Completed:
         attempts=message.attempts,
         ledger=_ledger_from(message.ledger),
         transfers=tuple(_transfer_from(report) for report in message.transfers),
+        answers=tuple(map(_answer_end_from, message.answers)),
+    )
+
+
+def _answer_end_message(end: AnswerEnd) -> inference_pb2.AnswerEnd:
+    return inference_pb2.AnswerEnd(
+        finish_reason=FINISH[end.finish],
+        completion_tokens=end.completion_tokens,
+        attempts=end.attempts,
+        ledger=_ledger_message(end.ledger),
+        mean_logprob=end.mean_logprob,
+    )
+
+
+def _answer_end_from(message: inference_pb2.AnswerEnd) -> AnswerEnd:
+    return AnswerEnd(
+        finish=FINISH_FROM[message.finish_reason],
+        completion_tokens=message.completion_tokens,
+        attempts=message.attempts,
+        ledger=_ledger_from(message.ledger),
+        mean_logprob=message.mean_logprob if message.HasField("mean_logprob") else None,
     )
 
 

@@ -24,7 +24,7 @@ from workers.errors import InvalidRequest
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-BATCH_AT_ONCE = 64  # requests of one batch in flight; the rest wait for these, so one batch cannot fill the gateway
+BATCH_AT_ONCE = 64  # answers of one batch in flight; the rest wait for these, so one batch cannot fill the gateway
 LONGEST_BATCH = 4096
 
 
@@ -58,6 +58,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, batch: inference_pb2.GenerateBatchRequest, context: Context, deadline_s: float | None
     ) -> None:
         places = asyncio.Semaphore(BATCH_AT_ONCE)
+        choosing = asyncio.Lock()  # one takes its places at a time, else two halves of two requests wait for ever
         writing = asyncio.Lock()  # one write at a time; meanwhile each request's deltas join in its outbox
         clock = asyncio.get_running_loop()
         started_s = clock.time()
@@ -67,14 +68,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 await context.write(inference_pb2.GenerateBatchResponse(index=index, **result))
 
         async def one(index: int, request: inference_pb2.GenerateRequest) -> None:
-            async with places:
-                left_s = None if deadline_s is None else deadline_s - (clock.time() - started_s)
-                try:
-                    async with aclosing(responses(self._gateway, request, left_s)) as messages:
-                        async for message in messages:
-                            await write(index, response=message)
-                except Exception as error:
-                    await write(index, error=status_of(error, servable(self._gateway.view)))
+            wanted = min(BATCH_AT_ONCE, max(1, request.sampling.n, request.sampling.best_of))
+            async with choosing:
+                for _ in range(wanted):
+                    await places.acquire()
+            left_s = None if deadline_s is None else deadline_s - (clock.time() - started_s)
+            try:
+                async with aclosing(responses(self._gateway, request, left_s)) as messages:
+                    async for message in messages:
+                        await write(index, response=message)
+            except Exception as error:
+                await write(index, error=status_of(error, servable(self._gateway.view)))
+            finally:
+                for _ in range(wanted):
+                    places.release()
 
         async with asyncio.TaskGroup() as group:
             for index, request in enumerate(batch.requests):
@@ -107,9 +114,13 @@ async def responses(
 ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
     """The messages of one request, in the mode it asks for. Closing the iterator cancels the request."""
     whole = _is_whole(request)
+    sampling = sampling_from(request.sampling)
+    if sampling.num_answers > sampling.n and not whole:
+        rule = "the best are known at the end, so above n ask for RESPONSE_MODE_WHOLE"
+        raise InvalidRequest("sampling.best_of", f"is {sampling.best_of} for {sampling.n} answers; {rule}")
     events = gateway.generate(
         prompt_from(request),
-        sampling_from(request.sampling),
+        sampling,
         slo=slo_from(request.slo),
         request_id=request.request_id,
         deadline_s=deadline_s,
@@ -124,7 +135,7 @@ async def responses(
                 continue
             message = event_message(event)
             if whole and isinstance(event, Completed):
-                message.completed.output.CopyFrom(delta_message(TextDelta.join(deltas)))
+                message.completed.outputs.extend(map(delta_message, TextDelta.join_each(deltas)))
             yield message
 
 

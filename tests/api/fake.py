@@ -5,6 +5,7 @@ import codecs
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.ledger import Stopwatch
@@ -12,6 +13,7 @@ from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
 from kvtransfer.ticket import LinkReport, TransferReport
+from workers.config import EngineConfig
 from workers.request import FinishReason, Request, TokenLogprobs
 from workers.stats import WorkerStats
 
@@ -35,10 +37,13 @@ class ByteTokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        return self.encode("".join(f"<{message['role']}>{message['content']}\n" for message in messages))
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
+        named = "".join(f"[{tool['name']}]" for tool in tools)
+        return self.encode(named + "".join(f"<{message['role']}>{message['content']}\n" for message in messages))
 
-    def detokenizer(self) -> ByteDetokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> ByteDetokenizer:
         return ByteDetokenizer()
 
 
@@ -87,7 +92,9 @@ class FakeDispatcher:
             sent = 0
             while sent < len(tokens) and not stop.is_set():
                 part = tuple(tokens[sent : sent + self.chunk])
-                yield Delta(part, sent, self._logprobs(request, part))
+                yield Delta(
+                    part, sent, self._logprobs(request, part), self._prompt_logprobs(request) if not sent else ()
+                )
                 sent += len(part)
                 self.produced[request.id] = sent
                 await asyncio.sleep(self.step_s)
@@ -118,6 +125,12 @@ class FakeDispatcher:
         return self._changed.wait()
 
     @staticmethod
+    def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
+        if request.sampling.prompt_logprobs is None:
+            return ()
+        return tuple(TokenLogprobs(-token / 256) for token in request.prompt[1:])
+
+    @staticmethod
     def _logprobs(request: Request, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
         if request.sampling.logprobs is None:
             return ()
@@ -146,8 +159,9 @@ def view(state: WorkerState = WorkerState.READY, revision: int = 1, capacity_tok
 
 
 def gateway_context(dispatcher: FakeDispatcher, **gateway: int | str) -> GatewayContext:
-    """On any free port of the loopback, unless told otherwise."""
-    pools = (PoolSpec("prefill", Role.PREFILL), PoolSpec("decode", Role.DECODE))
+    """On any free port of the loopback, unless told otherwise. `max_running` is the decode worker's."""
+    engine = EngineConfig(max_running=int(gateway.pop("max_running", 64)))
+    pools = (PoolSpec("prefill", Role.PREFILL), PoolSpec("decode", Role.DECODE, engine=engine))
     options: dict[str, int | str] = {"grpc_port": 0} | gateway
     spec = ClusterSpec("bytes", pools, gateway=GatewaySpec(**options))  # type: ignore[arg-type]
     return GatewayContext("gateway-0", spec, MODEL, dispatcher)

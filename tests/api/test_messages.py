@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.api.generate_stubs import ROOT, generate
 from cluster.api.messages import event_message, events_from
-from cluster.events import Accepted, Completed
+from cluster.events import Accepted, AnswerEnd, Completed
 from cluster.ledger import PHASES, LatencyLedger
 from cluster.text import TextDelta, TextEvent
 from kvtransfer.ticket import TransferReport
@@ -25,9 +25,12 @@ TRANSFERS = st.builds(
     TransferReport, WORD, WORD, WORD, COUNT, COUNT, COUNT, COUNT, COUNT, COUNT, SECONDS, SECONDS, SECONDS
 )
 TOKENS = st.lists(COUNT, max_size=5).map(tuple)
+SEVERAL_LOGPROBS = st.lists(LOGPROBS, max_size=3).map(tuple)
+LEDGERS = st.builds(LatencyLedger, PARTS, PARTS, st.integers(0, 10**15), st.integers(0, 10**15))
+ENDS = st.builds(AnswerEnd, st.sampled_from(FinishReason), COUNT, COUNT, LEDGERS, st.none() | REAL)
 EVENTS = st.one_of(
-    st.builds(Accepted, WORD, COUNT, COUNT, WORD, WORD, WORD, st.none() | SECONDS, st.none() | SECONDS),
-    st.builds(TextDelta, WORD, TOKENS, COUNT, st.lists(LOGPROBS, max_size=3).map(tuple)),
+    st.builds(Accepted, WORD, COUNT, COUNT, WORD, WORD, WORD, st.none() | SECONDS, st.none() | SECONDS, COUNT),
+    st.builds(TextDelta, WORD, TOKENS, COUNT, SEVERAL_LOGPROBS, SEVERAL_LOGPROBS, COUNT),
     st.builds(
         Completed,
         st.sampled_from(FinishReason),
@@ -35,8 +38,9 @@ EVENTS = st.one_of(
         COUNT,
         COUNT,
         COUNT,
-        st.builds(LatencyLedger, PARTS, PARTS, st.integers(0, 10**15), st.integers(0, 10**15)),
+        LEDGERS,
         st.lists(TRANSFERS, max_size=2).map(tuple),
+        st.lists(ENDS, max_size=2).map(tuple),
     ),
 )
 

@@ -27,45 +27,51 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64iptych/v1/inference.proto\x12\ndiptych.v1\x1a\x17\x64iptych/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.diptych.v1.ChatMessage\"\xa4\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x08 \x01(\x05H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\x05H\t\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobs\"\x8b\x01\n\x03Slo\x12\x12\n\nclass_name\x18\x01 \x01(\t\x12\x36\n\x13time_to_first_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x38\n\x15time_per_output_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xab\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x06tokens\x18\x04 \x01(\x0b\x32\x14.diptych.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x18.diptych.v1.ChatMessagesH\x00\x12&\n\x08sampling\x18\x06 \x01(\x0b\x32\x14.diptych.v1.Sampling\x12\x1c\n\x03slo\x18\x07 \x01(\x0b\x32\x0f.diptych.v1.Slo\x12\x12\n\nsession_id\x18\x08 \x01(\t\x12/\n\rresponse_mode\x18\t \x01(\x0e\x32\x18.diptych.v1.ResponseModeB\x08\n\x06prompt\"\x95\x01\n\x10GenerateResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.diptych.v1.AcceptedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.diptych.v1.DeltaH\x00\x12*\n\tcompleted\x18\x03 \x01(\x0b\x32\x15.diptych.v1.CompletedH\x00\x42\x07\n\x05\x65vent\"\x8b\x02\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12@\n\x1dpredicted_time_to_first_token\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x42\n\x1fpredicted_time_per_output_token\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"D\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x01\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.diptych.v1.TopLogprob\"m\n\x05\x44\x65lta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.diptych.v1.TokenLogprobs\"\xfd\x01\n\tCompleted\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.diptych.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.diptych.v1.Usage\x12\x10\n\x08\x61ttempts\x18\x03 \x01(\r\x12)\n\x06ledger\x18\x04 \x01(\x0b\x32\x19.diptych.v1.LatencyLedger\x12-\n\ttransfers\x18\x05 \x03(\x0b\x32\x1a.diptych.v1.TransferReport\x12&\n\x06output\x18\x06 \x01(\x0b\x32\x11.diptych.v1.DeltaH\x00\x88\x01\x01\x42\t\n\x07_output\"E\n\x14GenerateBatchRequest\x12-\n\x08requests\x18\x01 \x03(\x0b\x32\x1b.diptych.v1.GenerateRequest\"\x87\x01\n\x15GenerateBatchResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x30\n\x08response\x18\x02 \x01(\x0b\x32\x1c.diptych.v1.GenerateResponseH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"%\n\x0e\x43\x61ncelResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08*`\n\x0cResponseMode\x12\x1d\n\x19RESPONSE_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14RESPONSE_MODE_DELTAS\x10\x01\x12\x17\n\x13RESPONSE_MODE_WHOLE\x10\x02\x32\xf4\x01\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.diptych.v1.GenerateRequest\x1a\x1c.diptych.v1.GenerateResponse0\x01\x12V\n\rGenerateBatch\x12 .diptych.v1.GenerateBatchRequest\x1a!.diptych.v1.GenerateBatchResponse0\x01\x12?\n\x06\x43\x61ncel\x12\x19.diptych.v1.CancelRequest\x1a\x1a.diptych.v1.CancelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64iptych/v1/inference.proto\x12\ndiptych.v1\x1a\x17\x64iptych/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"H\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.diptych.v1.ChatMessage\x12\r\n\x05tools\x18\x02 \x03(\t\"\xdd\x06\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x08 \x01(\x05H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\x05H\t\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\x05H\n\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0e \x01(\x01H\x0b\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0f \x01(\x01H\x0c\x88\x01\x01\x12\x37\n\nlogit_bias\x18\x10 \x03(\x0b\x32#.diptych.v1.Sampling.LogitBiasEntry\x12\x0e\n\x01n\x18\x11 \x01(\x05H\r\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x12 \x01(\x05H\x0e\x88\x01\x01\x12#\n\x16include_stop_in_output\x18\x13 \x01(\x08H\x0f\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x14 \x01(\x08H\x10\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x04\n\x02_nB\n\n\x08_best_ofB\x19\n\x17_include_stop_in_outputB\x16\n\x14_skip_special_tokens\"\x8b\x01\n\x03Slo\x12\x12\n\nclass_name\x18\x01 \x01(\t\x12\x36\n\x13time_to_first_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x38\n\x15time_per_output_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xab\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x06tokens\x18\x04 \x01(\x0b\x32\x14.diptych.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x18.diptych.v1.ChatMessagesH\x00\x12&\n\x08sampling\x18\x06 \x01(\x0b\x32\x14.diptych.v1.Sampling\x12\x1c\n\x03slo\x18\x07 \x01(\x0b\x32\x0f.diptych.v1.Slo\x12\x12\n\nsession_id\x18\x08 \x01(\t\x12/\n\rresponse_mode\x18\t \x01(\x0e\x32\x18.diptych.v1.ResponseModeB\x08\n\x06prompt\"\x95\x01\n\x10GenerateResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.diptych.v1.AcceptedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.diptych.v1.DeltaH\x00\x12*\n\tcompleted\x18\x03 \x01(\x0b\x32\x15.diptych.v1.CompletedH\x00\x42\x07\n\x05\x65vent\"\x9a\x02\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12@\n\x1dpredicted_time_to_first_token\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x42\n\x1fpredicted_time_per_output_token\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05index\x18\t \x01(\r\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"D\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x01\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.diptych.v1.TopLogprob\"\xb0\x01\n\x05\x44\x65lta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.diptych.v1.TokenLogprobs\x12\x32\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x19.diptych.v1.TokenLogprobs\x12\r\n\x05index\x18\x06 \x01(\r\"\xc0\x01\n\tAnswerEnd\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.diptych.v1.FinishReason\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x10\n\x08\x61ttempts\x18\x03 \x01(\r\x12)\n\x06ledger\x18\x04 \x01(\x0b\x32\x19.diptych.v1.LatencyLedger\x12\x19\n\x0cmean_logprob\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_mean_logprob\"\x96\x02\n\tCompleted\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.diptych.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.diptych.v1.Usage\x12\x10\n\x08\x61ttempts\x18\x03 \x01(\r\x12)\n\x06ledger\x18\x04 \x01(\x0b\x32\x19.diptych.v1.LatencyLedger\x12-\n\ttransfers\x18\x05 \x03(\x0b\x32\x1a.diptych.v1.TransferReport\x12\"\n\x07outputs\x18\x06 \x03(\x0b\x32\x11.diptych.v1.Delta\x12&\n\x07\x61nswers\x18\x07 \x03(\x0b\x32\x15.diptych.v1.AnswerEnd\"E\n\x14GenerateBatchRequest\x12-\n\x08requests\x18\x01 \x03(\x0b\x32\x1b.diptych.v1.GenerateRequest\"\x87\x01\n\x15GenerateBatchResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x30\n\x08response\x18\x02 \x01(\x0b\x32\x1c.diptych.v1.GenerateResponseH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"%\n\x0e\x43\x61ncelResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08*`\n\x0cResponseMode\x12\x1d\n\x19RESPONSE_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14RESPONSE_MODE_DELTAS\x10\x01\x12\x17\n\x13RESPONSE_MODE_WHOLE\x10\x02\x32\xf4\x01\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.diptych.v1.GenerateRequest\x1a\x1c.diptych.v1.GenerateResponse0\x01\x12V\n\rGenerateBatch\x12 .diptych.v1.GenerateBatchRequest\x1a!.diptych.v1.GenerateBatchResponse0\x01\x12?\n\x06\x43\x61ncel\x12\x19.diptych.v1.CancelRequest\x1a\x1a.diptych.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RESPONSEMODE']._serialized_start=2289
-  _globals['_RESPONSEMODE']._serialized_end=2385
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_RESPONSEMODE']._serialized_start=3048
+  _globals['_RESPONSEMODE']._serialized_end=3144
   _globals['_CHATMESSAGE']._serialized_start=124
   _globals['_CHATMESSAGE']._serialized_end=168
   _globals['_CHATMESSAGES']._serialized_start=170
-  _globals['_CHATMESSAGES']._serialized_end=227
-  _globals['_SAMPLING']._serialized_start=230
-  _globals['_SAMPLING']._serialized_end=650
-  _globals['_SLO']._serialized_start=653
-  _globals['_SLO']._serialized_end=792
-  _globals['_GENERATEREQUEST']._serialized_start=795
-  _globals['_GENERATEREQUEST']._serialized_end=1094
-  _globals['_GENERATERESPONSE']._serialized_start=1097
-  _globals['_GENERATERESPONSE']._serialized_end=1246
-  _globals['_ACCEPTED']._serialized_start=1249
-  _globals['_ACCEPTED']._serialized_end=1516
-  _globals['_TOPLOGPROB']._serialized_start=1518
-  _globals['_TOPLOGPROB']._serialized_end=1565
-  _globals['_TOKENLOGPROBS']._serialized_start=1567
-  _globals['_TOKENLOGPROBS']._serialized_end=1635
-  _globals['_DELTA']._serialized_start=1637
-  _globals['_DELTA']._serialized_end=1746
-  _globals['_COMPLETED']._serialized_start=1749
-  _globals['_COMPLETED']._serialized_end=2002
-  _globals['_GENERATEBATCHREQUEST']._serialized_start=2004
-  _globals['_GENERATEBATCHREQUEST']._serialized_end=2073
-  _globals['_GENERATEBATCHRESPONSE']._serialized_start=2076
-  _globals['_GENERATEBATCHRESPONSE']._serialized_end=2211
-  _globals['_CANCELREQUEST']._serialized_start=2213
-  _globals['_CANCELREQUEST']._serialized_end=2248
-  _globals['_CANCELRESPONSE']._serialized_start=2250
-  _globals['_CANCELRESPONSE']._serialized_end=2287
-  _globals['_INFERENCESERVICE']._serialized_start=2388
-  _globals['_INFERENCESERVICE']._serialized_end=2632
+  _globals['_CHATMESSAGES']._serialized_end=242
+  _globals['_SAMPLING']._serialized_start=245
+  _globals['_SAMPLING']._serialized_end=1106
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=790
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=838
+  _globals['_SLO']._serialized_start=1109
+  _globals['_SLO']._serialized_end=1248
+  _globals['_GENERATEREQUEST']._serialized_start=1251
+  _globals['_GENERATEREQUEST']._serialized_end=1550
+  _globals['_GENERATERESPONSE']._serialized_start=1553
+  _globals['_GENERATERESPONSE']._serialized_end=1702
+  _globals['_ACCEPTED']._serialized_start=1705
+  _globals['_ACCEPTED']._serialized_end=1987
+  _globals['_TOPLOGPROB']._serialized_start=1989
+  _globals['_TOPLOGPROB']._serialized_end=2036
+  _globals['_TOKENLOGPROBS']._serialized_start=2038
+  _globals['_TOKENLOGPROBS']._serialized_end=2106
+  _globals['_DELTA']._serialized_start=2109
+  _globals['_DELTA']._serialized_end=2285
+  _globals['_ANSWEREND']._serialized_start=2288
+  _globals['_ANSWEREND']._serialized_end=2480
+  _globals['_COMPLETED']._serialized_start=2483
+  _globals['_COMPLETED']._serialized_end=2761
+  _globals['_GENERATEBATCHREQUEST']._serialized_start=2763
+  _globals['_GENERATEBATCHREQUEST']._serialized_end=2832
+  _globals['_GENERATEBATCHRESPONSE']._serialized_start=2835
+  _globals['_GENERATEBATCHRESPONSE']._serialized_end=2970
+  _globals['_CANCELREQUEST']._serialized_start=2972
+  _globals['_CANCELREQUEST']._serialized_end=3007
+  _globals['_CANCELRESPONSE']._serialized_start=3009
+  _globals['_CANCELRESPONSE']._serialized_end=3046
+  _globals['_INFERENCESERVICE']._serialized_start=3147
+  _globals['_INFERENCESERVICE']._serialized_end=3391
 # @@protoc_insertion_point(module_scope)
