@@ -96,7 +96,7 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
         assert isinstance(text, str)
         return self.encode(text, add_special_tokens=False)  # the template has written them already

@@ -8,8 +8,9 @@ from cluster.text import StopStrings, TextDelta, TextStream
 from tests.api.fake import ByteDetokenizer
 from workers.request import SamplingParams
 
-LETTERS = st.text(alphabet="abñ🐚", max_size=40)
-STOPS = st.lists(st.text(alphabet="abñ🐚", min_size=1, max_size=5), min_size=0, max_size=4)
+ALPHABET = "abñ🐚\u200d👩"  # of one to four bytes, with what joins emoji
+LETTERS = st.text(alphabet=ALPHABET, max_size=40)
+STOPS = st.lists(st.text(alphabet=ALPHABET, min_size=1, max_size=5), min_size=0, max_size=4)
 
 
 def first_stop(text: str, stops: list[str]) -> int | None:
@@ -44,6 +45,33 @@ def test_streamed_text_is_the_full_text_cut_at_the_stop(text: str, stops: list[s
     cut = first_stop(text, stops)
     assert got == (text if cut is None else text[:cut])
     assert stream.stopped == (cut is not None)
+
+
+@given(LETTERS, STOPS, st.lists(st.integers(1, 7), max_size=40))
+def test_a_stop_string_that_is_wanted_ends_the_text(text: str, stops: list[str], sizes: list[int]) -> None:
+    stream = TextStream(ByteDetokenizer(), SamplingParams(stop=tuple(stops), include_stop_in_output=True))
+    got = "".join(delta.text for delta in run(stream, cut_into(text.encode(), sizes)))
+    ends = [start + len(stop) for stop in stops for start in range(len(text)) if text.startswith(stop, start)]
+    assert got == (text[: min(ends)] if ends else text)
+    assert stream.stopped == bool(ends)
+
+
+@given(LETTERS, STOPS, st.lists(st.integers(1, 7), max_size=40))
+def test_nothing_given_out_is_taken_back_and_only_a_possible_stop_is_held(
+    text: str, stops: list[str], sizes: list[int]
+) -> None:
+    stream = TextStream(ByteDetokenizer(), SamplingParams(stop=tuple(stops)))
+    given, position = "", 0
+    for piece in cut_into(text.encode(), sizes):
+        delta = stream.push(Delta(tuple(piece), position))
+        position += len(piece)
+        given += delta.text if delta is not None else ""
+        if stream.stopped:
+            break
+        sure = text.encode()[:position].decode(errors="ignore")
+        assert sure.startswith(given)
+        held = sure[len(given) :]
+        assert not held or any(stop.startswith(held) and stop != held for stop in stops)
 
 
 @given(LETTERS, STOPS, st.lists(st.integers(1, 7), max_size=40), st.integers(0, 60))
@@ -99,6 +127,16 @@ def test_what_is_held_back_at_the_end_is_text() -> None:
 def test_a_stop_token_has_no_text() -> None:
     stream = TextStream(ByteDetokenizer(), SamplingParams(stop_token_ids=(ord("!"),)))
     assert [(delta.text, delta.tokens) for delta in run(stream, [b"ok", b"!"])] == [("ok", (111, 107)), ("", (33,))]
+
+
+def test_a_stop_token_has_its_text_when_stops_are_wanted() -> None:
+    sampling = SamplingParams(stop_token_ids=(ord("!"),), include_stop_in_output=True)
+    assert "".join(delta.text for delta in run(TextStream(ByteDetokenizer(), sampling), [b"ok", b"!"])) == "ok!"
+
+
+def test_deltas_of_several_answers_join_each_for_itself() -> None:
+    deltas = [TextDelta("a", (1,), 0, index=1), TextDelta("x", (2,), 0), TextDelta("b", (3,), 1, index=1)]
+    assert TextDelta.join_each(deltas) == [TextDelta("x", (2,), 0), TextDelta("ab", (1, 3), 0, index=1)]
 
 
 def test_joined_deltas_are_one_delta() -> None:

@@ -71,6 +71,17 @@ async def test_answers_of_modelled_workers_are_their_own_and_leave_nothing_behin
         await subject.settle()
 
 
+@pytest.mark.parametrize("spec", [split_spec(), mixed_spec()], ids=["split", "mixed"])
+async def test_prompt_logprobs_are_whole_though_the_prompt_was_cached_and_cut_into_chunks(spec: ClusterSpec) -> None:
+    prompt = tuple(range(1, 200))
+    async with cluster(spec) as subject:
+        gateway = gateway_of(subject, spec)
+        await run(gateway, DRAWN, "before", prompt)
+        (output,) = outputs(await run(gateway, replace(DRAWN, prompt_logprobs=0), "r", prompt))
+        assert len(output.prompt_logprobs) == len(prompt) - 1
+        await subject.settle()
+
+
 async def test_cancelling_ends_all_answers_and_frees_their_blocks() -> None:
     spec = split_spec()
     async with cluster(spec) as subject:

@@ -1,10 +1,14 @@
+import json
 import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.model.vocabularies import KINDS, write_tokenizer
 from workers.errors import InvalidRequest, ModelError
 from workers.model.folder import ModelFolder
 from workers.tokenizer import Tokenizer
@@ -104,3 +108,113 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_importing_the_tokenizer_leaves_torch_out() -> None:
     code = "import sys, workers.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def by_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    return {kind: Tokenizer(write_tokenizer(folder / kind, kind)) for kind in KINDS}
+
+
+PIECES = st.sampled_from(["a", "b", " ", "  ", "é", "漢", "👩‍👩‍👧", "🏳️‍🌈", "🇨🇭", "\u200d", "́", "ab ", "\n"])
+TEXTS = st.lists(PIECES, max_size=30).map("".join) | st.text(st.characters(exclude_characters="\ufffd"), max_size=40)
+STEPS = st.integers(1, 7)
+
+
+@settings(max_examples=150, deadline=None)
+@given(kind=st.sampled_from(KINDS), text=TEXTS, step=STEPS)
+def test_any_text_grows_whole_with_any_kind_of_tokenizer(
+    by_kind: dict[str, Tokenizer], kind: str, text: str, step: int
+) -> None:
+    tokens = list(by_kind[kind].encode(text))
+    parts, rest = grown(by_kind[kind], tokens, step)
+    whole = by_kind[kind].decode(tokens)
+    assert "".join(parts) + rest == whole
+    assert not any("\ufffd" in part for part in [*parts, rest]), "half a character came out"
+    if kind != "metaspace":  # it has no token for most characters
+        assert whole == text
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(["byte-level", "metaspace"]),
+    numbers=st.lists(st.integers(0, 10**6), max_size=60),
+    step=STEPS,
+    skip=st.booleans(),
+)
+def test_any_tokens_grow_into_what_they_decode_to(
+    by_kind: dict[str, Tokenizer], kind: str, numbers: list[int], step: int, skip: bool
+) -> None:
+    tokenizer = by_kind[kind]
+    tokens = [number % tokenizer.vocab_size for number in numbers]
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
+    parts = [detokenizer.push(tokens[start : start + step]) for start in range(0, len(tokens), step)]
+    assert "".join(parts) + detokenizer.flush() == tokenizer.decode(tokens, skip_special_tokens=skip)
+
+
+@settings(max_examples=150, deadline=None)
+@given(numbers=st.lists(st.integers(0, 10**6), max_size=60), text=TEXTS)
+def test_fallback_bytes_without_sense_do_not_spoil_the_text_behind_them(
+    by_kind: dict[str, Tokenizer], numbers: list[int], text: str
+) -> None:
+    tokenizer = by_kind["byte-fallback"]
+    noise = [number % tokenizer.vocab_size for number in numbers]
+    tokens = [*noise, *tokenizer.encode("a"), *tokenizer.encode(text)]
+    parts, rest = grown(tokenizer, tokens)
+    assert ("".join(parts) + rest).endswith(text)
+
+
+def test_special_tokens_have_text_when_they_are_not_skipped(by_kind: dict[str, Tokenizer]) -> None:
+    tokenizer = by_kind["byte-level"]
+    tokens = [*tokenizer.encode("ab"), 2]
+    for skip, expected in ((True, "ab"), (False, "ab</s>")):
+        detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
+        assert detokenizer.push(tokens) + detokenizer.flush() == expected
+
+
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+WITH_TOOLS = "{% for t in tools or [] %}<{{ t.name }}>{% endfor %}" + PLAIN
+TALK = [{"role": "user", "content": "ab"}]
+TOOLS = [{"name": "weather"}, {"name": "time"}]
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])
+def test_the_template_is_found_wherever_models_keep_it(tmp_path: Path, place: str) -> None:
+    settings = {"chat_template": WITH_TOOLS} if place == "tokenizer_config.json" else {}
+    folder = write_tokenizer(tmp_path / "model", "byte-level", **settings)
+    if place.endswith(".jinja"):
+        (folder / place).write_text(WITH_TOOLS)
+    elif place == "chat_template.json":
+        (folder / place).write_text(json.dumps({"chat_template": WITH_TOOLS}))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.decode(tokenizer.apply_chat_template(TALK)) == "[user]ab"
+    assert tokenizer.decode(tokenizer.apply_chat_template(TALK, tools=TOOLS)) == "<weather><time>[user]ab"
+
+
+def test_of_several_templates_the_one_for_tools_is_taken_when_there_are_any(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": WITH_TOOLS}]
+    config = Tokenizer(write_tokenizer(tmp_path / "config", "byte-level", chat_template=named))
+    folder = write_tokenizer(tmp_path / "files", "byte-level")
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS)
+    for tokenizer in (config, Tokenizer(folder)):
+        assert tokenizer.decode(tokenizer.apply_chat_template(TALK)) == "[user]ab"
+        assert tokenizer.decode(tokenizer.apply_chat_template(TALK, tools=TOOLS)) == "<weather><time>[user]ab"
+
+
+def test_a_damaged_template_file_is_named(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "model", "byte-level")
+    (folder / "chat_template.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"chat_template\.json has no chat_template"):
+        Tokenizer(folder)
+
+
+def test_a_tokenizer_without_the_models_end_token_is_refused(tmp_path: Path, tiny: ModelFolder) -> None:
+    folder = write_tokenizer(tmp_path / "model", "metaspace")
+    config = json.loads((tiny.path / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 300}))
+    with pytest.raises(ModelError, match=r"end token 300, which its tokenizer\.json does not have"):
+        Tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [300, 2]}))
+    assert Tokenizer(folder).eos_token_id == 2

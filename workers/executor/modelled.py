@@ -72,7 +72,8 @@ class ModelledExecutor:
             digests = digest_blocks(self._region, plan.digest_blocks)
         tokens = tuple(self._token(chunk) for chunk in plan.chunks)
         logprobs = tuple(_logprobs(chunk.draw) for chunk in plan.chunks)
-        return StepResult(plan.number, tokens, logprobs, (digests,), seconds)
+        scored = tuple((TokenLogprobs(chosen=0.0),) * len(chunk.targets) for chunk in plan.chunks)
+        return StepResult(plan.number, tokens, logprobs, (digests,), seconds, scored)
 
     def shards(self) -> tuple[ShardAddress, ...]:
         return (self._transports.shard(),)
