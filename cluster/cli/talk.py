@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,25 +14,73 @@ from cluster.cli.screen import answer_json, console, ledger_table, print_json, s
 
 if TYPE_CHECKING:
     from cluster.api.client import Answer, DiptychClient
-    from cluster.text import TextEvent
+    from cluster.text import TextDelta, TextEvent
 
 ENDPOINT = click.option(
     "--endpoint", default="127.0.0.1:50051", show_default=True, envvar="DIPTYCH_ENDPOINT", metavar="HOST:PORT"
 )
+
+
+def _biases(ctx: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[int, float] | None:
+    """("42=-100", ...) as {42: -100.0, ...}."""
+    biases: dict[int, float] = {}
+    for each in given:
+        token, _, bias = each.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            raise click.BadParameter(f"{each!r} is not ID=BIAS, such as 42=-100", ctx, option) from None
+    return biases or None
+
+
 SAMPLING = (
     click.option("--max-tokens", type=int, help="Longest answer in tokens."),
+    click.option("--min-tokens", type=int, help="No end before this many tokens."),
     click.option("--temperature", type=float, help="0 takes the likeliest token."),
-    click.option("--top-k", type=int),
-    click.option("--top-p", type=float),
-    click.option("--min-p", type=float),
-    click.option("--repetition-penalty", type=float),
+    click.option("--top-k", type=int, help="Draw among the k likeliest tokens."),
+    click.option("--top-p", type=float, help="Draw among the likeliest tokens that together reach this probability."),
+    click.option("--min-p", type=float, help="Draw among tokens at least this times as likely as the likeliest."),
+    click.option("--repetition-penalty", type=float, help="Above 1, what prompt and answer have becomes less likely."),
+    click.option("--presence-penalty", type=float, help="Taken off the logit of each token that the answer has."),
+    click.option("--frequency-penalty", type=float, help="Taken off for each time that the answer has the token."),
+    click.option(
+        "--logit-bias",
+        multiple=True,
+        metavar="ID=BIAS",
+        callback=_biases,
+        help="Added to this token's logit (-100 bans it, 100 forces it); may be given again.",
+    ),
     click.option("--seed", type=int, help="The same seed gives the same answer."),
     click.option("--stop", multiple=True, help="End before this text; may be given again."),
+    click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End at this token; likewise."),
+    click.option(
+        "--include-stop", "include_stop_in_output", is_flag=True, default=None, help="Show what ended the answer, too."
+    ),
+    click.option("--ignore-eos", is_flag=True, default=None, help="Go on where the model would end."),
+    click.option(
+        "--special-tokens",
+        "skip_special_tokens",
+        flag_value=False,
+        default=None,
+        help="Show the text of special tokens.",
+    ),
+)
+ANSWERS = (
+    click.option("--n", type=int, help="Answers to give, each drawn with a seed of its own."),
+    click.option("--best-of", type=int, help="Answers to make, of which the n likeliest are given."),
+    click.option("--logprobs", type=int, metavar="K", help="Log probabilities of the answer, and of the K best."),
+    click.option("--prompt-logprobs", type=int, metavar="K", help="The same for the prompt's own tokens."),
 )
 
 
 def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(SAMPLING):
+        command = option(command)
+    return command
+
+
+def answer_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(ANSWERS):
         command = option(command)
     return command
 
@@ -44,6 +93,7 @@ def given(sampling: dict[str, Any]) -> dict[str, Any]:
 @click.command()
 @click.argument("text")
 @ENDPOINT
+@answer_options
 @sampling_options
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Show the text as it is made.")
 @click.option("--timeout", "timeout_s", type=float, help="Seconds until the request is given up.")
@@ -52,11 +102,14 @@ def given(sampling: dict[str, Any]) -> dict[str, Any]:
 def generate(
     text: str, endpoint: str, stream: bool, timeout_s: float | None, report: bool, as_json: bool, **sampling: Any
 ) -> None:
-    """Go on from TEXT ("-": read it from standard input).
+    """Go on from TEXT ("-": read it from standard input). Several answers are shown once all are there.
 
     \b
     Example:
       diptych generate "The sea is" --endpoint 127.0.0.1:50051 --temperature 0 --max-tokens 32
+      diptych generate "The sea is" --n 3 --seed 7 --top-p 0.9 --presence-penalty 0.5
+      diptych generate "The sea is" --n 1 --best-of 8 --json
+      diptych generate "The sea is" --max-tokens 1 --prompt-logprobs 2 --logit-bias 28=-100
     """
     prompt = sys.stdin.read() if text == "-" else text
     asyncio.run(_generate(prompt, endpoint, stream and not as_json, timeout_s, report, as_json, given(sampling)))
@@ -73,17 +126,72 @@ async def _generate(
 ) -> None:
     from cluster.api.client import DiptychClient
 
+    several = sampling.get("n", 1) > 1 or "best_of" in sampling
     async with DiptychClient(endpoint) as client:
-        if stream:
+        if stream and not several:
             answer = await show(client.generate(prompt, timeout_s=timeout_s, **sampling))
         else:
             answer = await client.complete(prompt, timeout_s=timeout_s, **sampling)
             if not as_json:
-                click.echo(answer.text)
+                _show_whole(answer)
         if as_json:
-            print_json(answer_json(answer.text, answer.output.tokens, answer.accepted, answer.completed))
-        elif report:
+            print_json(_json(answer))
+            return
+        for output in answer.outputs:
+            _show_logprobs(output)
+        if report:
             await _report(client, answer)
+
+
+def _show_whole(answer: "Answer") -> None:
+    """The text; several are numbered, each under a line of its own."""
+    ends = answer.completed.answers
+    if len(answer.outputs) == 1:
+        click.echo(answer.text)
+        return
+    for number, (output, end) in enumerate(zip(answer.outputs, ends, strict=True), 1):
+        rank = "" if end.mean_logprob is None else f", mean logprob {end.mean_logprob:.3f}"
+        told = f"{end.completion_tokens} tokens, {end.finish.value}{rank}"
+        click.echo(f"{'' if number == 1 else chr(10)}--- answer {number} of {len(ends)} ({told})")
+        click.echo(output.text)
+
+
+def _show_logprobs(output: "TextDelta") -> None:
+    """What was asked for, one token a line. A client has no vocabulary: tokens are told by their ids."""
+    for title, logprobs in (("prompt", output.prompt_logprobs), (f"answer {output.index + 1}", output.logprobs)):
+        if not logprobs:
+            continue
+        tokens = output.tokens if logprobs is output.logprobs else (None,) * len(logprobs)
+        click.echo(f"\n--- log probabilities of the {title}")
+        first = 1 if title == "prompt" else 0  # nothing stands before the prompt's first token
+        for position, (token, each) in enumerate(zip(tokens, logprobs, strict=True), first):
+            name = "" if token is None else f" token {token:<7}"
+            best = ", ".join(f"{other} {value:.3f}" for other, value in each.top)
+            click.echo(f"{position:>6}{name} {each.chosen:>9.3f}{'   best ' + best if best else ''}")
+
+
+def _json(answer: "Answer") -> dict[str, Any]:
+    told = answer_json(answer.text, answer.output.tokens, answer.accepted, answer.completed)
+    if answer.output.prompt_logprobs:
+        told["prompt_logprobs"] = [asdict(each) for each in answer.output.prompt_logprobs]
+    if answer.output.logprobs:
+        told["logprobs"] = [asdict(each) for each in answer.output.logprobs]
+    if answer.completed.answers:
+        told["answers"] = [
+            {
+                "text": output.text,
+                "tokens": list(output.tokens),
+                "finish": end.finish.value,
+                "completion_tokens": end.completion_tokens,
+                "attempts": end.attempts,
+                "mean_logprob": end.mean_logprob,
+                "ttft_s": end.ledger.ttft_ns / 1e9,
+                "total_s": end.ledger.total_ns / 1e9,
+                "logprobs": [asdict(each) for each in output.logprobs],
+            }
+            for output, end in zip(answer.outputs, answer.completed.answers, strict=True)
+        ]
+    return told
 
 
 async def show(events: Any) -> "Answer":

@@ -99,6 +99,48 @@ def test_generate_json_is_one_object_whose_ledger_adds_up(endpoint: str) -> None
     assert told["transfers"][0]["digests_verified"] == 3
 
 
+def test_several_answers_stand_apart_and_numbered(endpoint: str) -> None:
+    result = run("generate", "the sea is salty", "--endpoint", endpoint, "--n", "2")
+    assert result.exit_code == 0
+    assert result.stdout == (
+        "--- answer 1 of 2 (12 tokens, length)\nSEA IS SALTY\n\n--- answer 2 of 2 (12 tokens, length)\nSEA IS SALTY\n"
+    )
+
+
+def test_the_best_of_several_is_one_plain_text(endpoint: str) -> None:
+    result = run("generate", "the sea is salty", "--endpoint", endpoint, "--best-of", "3")
+    assert (result.exit_code, result.stdout) == (0, "SEA IS SALTY\n")
+
+
+def test_several_answers_as_json(endpoint: str) -> None:
+    result = run(
+        "generate", "the sea", "--endpoint", endpoint, "--n", "2", "--best-of", "3", "--json", "--logprobs", "1"
+    )
+    told = json.loads(result.stdout)
+    assert [each["text"] for each in told["answers"]] == ["THE SEA", "THE SEA"]
+    assert all(each["mean_logprob"] < 0 and len(each["logprobs"]) == 7 for each in told["answers"])
+    assert (told["completion_tokens"], told["prompt_tokens"]) == (21, 7)
+
+
+def test_log_probabilities_are_shown_token_by_token(endpoint: str) -> None:
+    result = run("generate", "abc", "--endpoint", endpoint, "--logprobs", "2", "--prompt-logprobs", "0")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines[0] == ["ABC"]
+    assert lines[lines.index(["---", "log", "probabilities", "of", "the", "prompt"]) + 1] == ["1", f"{-98 / 256:.3f}"]
+    assert lines[-1] == ["2", "token", "67", f"{-67 / 256:.3f}", "best", "0", "-1.000,", "1", "-2.000"]
+
+
+def test_a_malformed_bias_is_one_line(endpoint: str) -> None:
+    result = run("generate", "hi", "--endpoint", endpoint, "--logit-bias", "42:1")
+    assert result.exit_code != 0 and "'42:1' is not ID=BIAS, such as 42=-100" in result.stderr
+
+
+def test_the_server_refuses_what_cannot_be(endpoint: str) -> None:
+    line = refused(run("generate", "hi", "--endpoint", endpoint, "--logit-bias", "7=1000"))
+    assert "sampling.logit_bias" in line and "between -100 and 100" in line
+    assert "between 1 and 64" in refused(run("generate", "hi", "--endpoint", endpoint, "--n", "65"))
+
+
 def test_chat_answers_each_piped_line_and_remembers(endpoint: str) -> None:
     result = run("chat", "--endpoint", endpoint, stdin="first\n\nsecond one\n/reset\n/quit\nnever\n")
     assert (result.exit_code, result.stdout) == (0, "<USER>FIRST\n\n>SECOND ONE\n\n")
