@@ -1,4 +1,3 @@
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.model.paging import pool_for, run_chunks, scattered_tables
 from tests.model.tiny import write_tiny_llama
-from workers.errors import ModelError
-from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
 from workers.model.load import load_decoder
 from workers.model.weights import fuse
@@ -60,52 +57,3 @@ def test_neighbours_in_the_file_are_mapped_not_copied() -> None:
     assert torch.equal(fused, torch.cat(parts))
     apart = [parts[2], parts[0]]
     assert torch.equal(fuse(apart), torch.cat(apart))
-
-
-def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
-    folder = write_tiny_llama(tmp_path / "m")
-    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
-    assert read_model_config(folder).eos_token_ids == (2, 0)
-    (folder / "generation_config.json").unlink()
-    assert read_model_config(folder).eos_token_ids == (2,)
-
-
-def test_old_style_rope_fields_are_read(tmp_path: Path) -> None:
-    folder = write_tiny_llama(tmp_path / "m")
-    fields = json.loads((folder / "config.json").read_text())
-    del fields["rope_parameters"]
-    fields |= {"rope_theta": 123.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    (folder / "config.json").write_text(json.dumps(fields))
-    rope = read_model_config(folder).layers[0].rope
-    assert rope is not None and (rope.theta, rope.kind, rope.factor) == (123.0, "linear", 2.0)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is unknown; known are LlamaForCausalLM"),
-        ({"architectures": None}, "unnamed is unknown"),
-        ({"hidden_size": "big"}, "hidden_size is 'big'"),
-        ({"num_key_value_heads": 3}, "cannot share 3 KV heads"),
-        ({"rope_parameters": {"rope_type": "spiral"}}, "'spiral' is not supported; supported: default, linear"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "lacks 'factor'"),
-        ({"sliding_window": 128}, "sliding_window 128 is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"dtype": "int8"}, "dtype 'int8'"),
-    ],
-)
-def test_a_model_that_we_cannot_compute_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    folder = write_tiny_llama(tmp_path / "m")
-    fields = json.loads((folder / "config.json").read_text()) | change
-    (folder / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ModelError, match=words.replace("(", r"\(")):
-        read_model_config(folder)
-
-
-def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
-    folder = write_tiny_llama(tmp_path / "m")
-    fields = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 65}
-    (folder / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ModelError, match=r"gate_proj.weight has shape \[64, 32\], config.json says \[65, 32\]"):
-        load_decoder(ModelFolder("m", folder), torch.device("cpu"), torch.float32)

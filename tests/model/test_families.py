@@ -1,6 +1,7 @@
 """Every family computes what transformers computes, however its prompts are cut, batched, paged or found again."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,3 +94,21 @@ def greedy(model: Decoder, pool: KVPool, prompts: list[list[int]], num_tokens: i
             context.append(token)
         news = [1] * len(prompts)
     return [context[len(prompt) :] for context, prompt in zip(contexts, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["gemma 2", "mistral, window"])
+def test_kv_kept_in_half_precision_computes_in_float32(tmp_path: Path, name: str, dtype: str) -> None:
+    """However the prompt is cut, rounded keys and values give the same logits, close to those of exact ones."""
+    folder = ModelFolder(name, write_family(tmp_path / "m", name))
+    model = load_decoder(folder, CPU, getattr(torch, dtype))
+    prompts = drawn_prompts((50,))
+    tables = scattered_tables([50], num_blocks=40, block_size=BLOCK, rng=random.Random(5))
+    whole, cut, exact = (
+        run_chunks(model, pool_for(model.config, 40, dtype=kind), prompts, tables, steps)[0]
+        for kind, steps in ((dtype, [[(0, 50)]]), (dtype, [[(0, 23)], [(0, 26)], [(0, 1)]]), ("float32", [[(0, 50)]]))
+    )
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(cut, whole, rtol=1e-3, atol=1e-3)
+    rounding = torch.finfo(getattr(torch, dtype)).eps
+    assert 0 < (whole - exact).abs().max() < 8 * rounding * exact.abs().max()

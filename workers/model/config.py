@@ -35,8 +35,6 @@ def read_model_config(folder: Path) -> ModelConfig:
 def _check(fields: Fields, config: ModelConfig) -> None:
     if config.num_heads % config.num_kv_heads:
         fields.refuse(f"{config.num_heads} attention heads cannot share {config.num_kv_heads} KV heads")
-    if config.head_dim % 2:
-        fields.refuse(f"head_dim is {config.head_dim}; rotary embedding needs an even one")
     outside = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
     if outside:
         fields.refuse(f"end token {outside[0]} is outside the vocabulary of {config.vocab_size}")

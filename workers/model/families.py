@@ -7,9 +7,13 @@ which checkpoints may leave out.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from workers.model.description import GELU_TANH, SILU, ExpertsConfig, LayerConfig, ModelConfig, TensorNames
+from workers.model.description import GELU_TANH, SILU, ExpertsConfig, LayerConfig, ModelConfig, RopeConfig, TensorNames
 from workers.model.fields import Fields
 from workers.model.rope_fields import read_rope
+
+# Beyond any model's: a damaged number is refused before lists of that length are made.
+_MOST_LAYERS = 4096
+_MOST_EXPERTS = 4096
 
 _QK_NORMS = TensorNames(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
 _GEMMA2 = TensorNames(
@@ -47,13 +51,15 @@ def _plain(
     names: TensorNames | None = None,
 ) -> ModelConfig:
     """What all families share. `windows` has one number for each layer; other arguments are the family's defaults."""
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = _num_layers(fields)
     num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
+    if not head_dim and not fields.get("head_dim") and hidden_size % num_heads:
+        fields.refuse(f"hidden_size {hidden_size} cannot be shared by {num_heads} heads; give head_dim")
     head_dim = fields.count("head_dim", head_dim or hidden_size // num_heads)
     context_length = fields.count("max_position_embeddings", 2048)
     fields.only("hidden_activation" if fields.has("hidden_activation") else "hidden_act", activation)
     fields.only("use_bidirectional_attention", False)
-    rope = read_rope(fields, head_dim, context_length)
+    rope = read_rope(fields, head_dim, context_length, "full_attention")
     attention_bias = fields.flag("attention_bias", False)
     return ModelConfig(
         architecture="",
@@ -65,7 +71,7 @@ def _plain(
         vocab_size=fields.count("vocab_size"),
         context_length=context_length,
         layers=tuple(LayerConfig(rope, window) for window in windows or [0] * num_layers),
-        rms_eps=fields.number("rms_norm_eps", rms_eps),
+        rms_eps=fields.number("rms_norm_eps", rms_eps, above=0),
         tie_embeddings=fields.flag("tie_word_embeddings", tied),
         eos_token_ids=(),
         dtype="",
@@ -85,13 +91,13 @@ def _llama(fields: Fields) -> ModelConfig:
 
 def _mistral(fields: Fields) -> ModelConfig:
     fields.only("layer_types", None)
-    return _plain(fields, _one_window(fields, absent=4096))
+    return _plain(fields, _everywhere(fields, _window(fields, absent=4096)))
 
 
 def _mixtral(fields: Fields) -> ModelConfig:
-    config = _plain(fields, _one_window(fields), rms_eps=1e-5, names=_MIXTRAL)
+    config = _plain(fields, _everywhere(fields, _window(fields)), rms_eps=1e-5, names=_MIXTRAL)
     experts = ExpertsConfig(
-        count=fields.count("num_local_experts", 8),
+        count=fields.count("num_local_experts", 8, most=_MOST_EXPERTS),
         per_token=fields.count("num_experts_per_tok", 2),
         ffn_size=config.ffn_size,
         normalise=True,
@@ -115,8 +121,8 @@ def _qwen2_moe(fields: Fields) -> ModelConfig:
 
 
 def _qwen3_moe(fields: Fields) -> ModelConfig:
-    windows = _one_window(fields) if fields.flag("use_sliding_window", False) else None
-    config = _plain(fields, windows, names=_QK_NORMS)
+    window = _window(fields, absent=4096) if fields.flag("use_sliding_window", False) else 0
+    config = _plain(fields, _everywhere(fields, window), names=_QK_NORMS)
     return _with_experts(config, _qwen_experts(fields, 128, 8), _sparse_layers(fields))
 
 
@@ -130,9 +136,8 @@ def _gemma3(fields: Fields) -> ModelConfig:
         local = read_rope(fields, config.head_dim, config.context_length, "sliding_attention")
         everywhere = read_rope(fields, config.head_dim, config.context_length, "full_attention")
     else:  # as first published: no scaling of the local layers
-        everywhere = read_rope(fields, config.head_dim, config.context_length)
-        everywhere = replace(everywhere, theta=fields.number("rope_theta", 1e6))
-        local = replace(everywhere, kind="default", factor=1.0, theta=fields.number("rope_local_base_freq", 1e4))
+        everywhere = read_rope(fields, config.head_dim, config.context_length, theta=1e6)
+        local = RopeConfig(fields.number("rope_local_base_freq", 1e4, above=1), everywhere.rotary_dim)
     layers = tuple(replace(layer, rope=local if layer.window else everywhere) for layer in config.layers)
     return replace(config, layers=layers)
 
@@ -144,13 +149,14 @@ def _gemma(
     attention_softcap: float | None = None,
     logit_softcap: float | None = None,
 ) -> ModelConfig:
-    num_layers = fields.count("num_hidden_layers")
-    types = ["sliding_attention" if (layer + 1) % global_every else "full_attention" for layer in range(num_layers)]
-    windows = _typed_windows(fields, fields.items("layer_types") or types, fields.count("sliding_window", 4096))
+    types = [
+        "sliding_attention" if (layer + 1) % global_every else "full_attention" for layer in range(_num_layers(fields))
+    ]
+    windows = _typed_windows(fields, types, fields.count("sliding_window", 4096))
     config = _plain(fields, windows, head_dim=256, tied=True, activation=GELU_TANH, names=names)
     return replace(
         config,
-        attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
+        attention_scale=fields.number("query_pre_attn_scalar", 256, above=0) ** -0.5,
         attention_softcap=_softcap(fields, "attn_logit_softcapping", attention_softcap),
         logit_softcap=_softcap(fields, "final_logit_softcapping", logit_softcap),
         embedding_scale=config.hidden_size**0.5,
@@ -159,7 +165,7 @@ def _gemma(
 
 
 def _phi3(fields: Fields) -> ModelConfig:
-    return _plain(fields, _one_window(fields), rms_eps=1e-5, names=_PHI3)
+    return _plain(fields, _everywhere(fields, _window(fields)), rms_eps=1e-5, names=_PHI3)
 
 
 def _smollm3(fields: Fields) -> ModelConfig:
@@ -175,29 +181,39 @@ def _smollm3(fields: Fields) -> ModelConfig:
     return replace(config, layers=layers)
 
 
-def _one_window(fields: Fields, absent: int | None = None) -> list[int] | None:
-    """The same window for all layers, or None; `absent` is what a config means that does not write the field."""
-    window = absent if not fields.has("sliding_window") else fields.get("sliding_window")
-    return None if window is None else [fields.count("sliding_window", absent)] * fields.count("num_hidden_layers")
+def _num_layers(fields: Fields) -> int:
+    return fields.count("num_hidden_layers", most=_MOST_LAYERS)
 
 
-def _upper_windows(fields: Fields) -> list[int] | None:
+def _window(fields: Fields, absent: int = 0) -> int:
+    """The window, 0 for none; `absent` is what a config means that does not write the field."""
+    if fields.has("sliding_window"):
+        return 0 if fields.get("sliding_window") is None else fields.count("sliding_window")
+    return absent
+
+
+def _everywhere(fields: Fields, window: int) -> list[int]:
+    return [window] * _num_layers(fields)
+
+
+def _upper_windows(fields: Fields) -> list[int]:
     """Qwen's: a window from layer `max_window_layers` on, if at all."""
     if not fields.flag("use_sliding_window", False):
-        return None
-    full = fields.get("max_window_layers", 28)
-    num_layers = fields.count("num_hidden_layers")
-    types = ["full_attention" if layer < full else "sliding_attention" for layer in range(num_layers)]
-    return _typed_windows(fields, fields.items("layer_types") or types, fields.count("sliding_window", 4096))
+        return _everywhere(fields, 0)
+    full = fields.number("max_window_layers", 28)
+    types = ["full_attention" if layer < full else "sliding_attention" for layer in range(_num_layers(fields))]
+    return _typed_windows(fields, types, _window(fields, absent=4096))
 
 
 def _typed_windows(fields: Fields, types: Sequence[str], window: int) -> list[int]:
+    """A window for each layer by its type; `types` are those of a config that does not write them."""
+    types = fields.items("layer_types") or types
     known = {"full_attention": 0, "sliding_attention": window}
     unknown = [each for each in types if each not in known]
     if unknown:
         fields.refuse(f"layer type {unknown[0]!r} is not supported; supported: {', '.join(known)}")
-    if len(types) != fields.count("num_hidden_layers"):
-        fields.refuse(f"layer_types has {len(types)} entries for {fields.count('num_hidden_layers')} layers")
+    if len(types) != _num_layers(fields):
+        fields.refuse(f"layer_types has {len(types)} entries for {_num_layers(fields)} layers")
     return [known[each] for each in types]
 
 
@@ -208,7 +224,7 @@ def _softcap(fields: Fields, name: str, absent: float | None) -> float:
 
 def _qwen_experts(fields: Fields, count: int, per_token: int) -> ExpertsConfig:
     return ExpertsConfig(
-        count=fields.count("num_experts", fields.count("num_local_experts", count)),
+        count=fields.count("num_experts", fields.count("num_local_experts", count), most=_MOST_EXPERTS),
         per_token=fields.count("num_experts_per_tok", per_token),
         ffn_size=fields.count("moe_intermediate_size"),
         normalise=fields.flag("norm_topk_prob", False),
@@ -218,7 +234,7 @@ def _qwen_experts(fields: Fields, count: int, per_token: int) -> ExpertsConfig:
 def _sparse_layers(fields: Fields) -> list[bool]:
     """Qwen's: every `decoder_sparse_step`-th layer has experts, but those of `mlp_only_layers`."""
     step, dense = fields.count("decoder_sparse_step", 1), fields.items("mlp_only_layers")
-    return [layer not in dense and (layer + 1) % step == 0 for layer in range(fields.count("num_hidden_layers"))]
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(_num_layers(fields))]
 
 
 def _with_experts(config: ModelConfig, experts: ExpertsConfig, sparse: Sequence[bool]) -> ModelConfig:

@@ -4,6 +4,7 @@ Knows JSON; knows no model.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,16 +26,20 @@ class Fields:
         """Whether the field is written at all, be it as null."""
         return name in self._content
 
-    def count(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, most: int = 1 << 31) -> int:
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             self.refuse(f"{name} is {value!r}; it must be a positive whole number")
+        if value > most:
+            self.refuse(f"{name} is {value}; more than {most} cannot be meant")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float | None = None, above: float | None = None) -> float:
         value = self.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             self.refuse(f"{name} is {value!r}; it must be a number")
+        if above is not None and value <= above:
+            self.refuse(f"{name} is {value}; it must be above {above:g}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:

@@ -80,8 +80,8 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
         shards = read_fields(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise ModelError(f"{index} has no weight_map")
+        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+            raise ModelError(f"{index} has no weight_map of file names")
         files = tuple(path / name for name in sorted(set(shards.values())))
     else:
         files = (path / "model.safetensors",)
@@ -139,7 +139,7 @@ def content_id(folder: ModelFolder) -> str:
 def _entry(name: str, fields: dict[str, Any], base: int) -> TensorEntry:
     start, stop = fields["data_offsets"]
     shape = tuple(fields["shape"])
-    num_bytes = math.prod(shape) * _DTYPE_BYTES.get(fields["dtype"], 1)
-    if stop - start < num_bytes:
-        raise ValueError(f"{name} spans {stop - start} bytes, its shape needs {num_bytes}")
+    num_bytes = math.prod(shape) * _DTYPE_BYTES.get(fields["dtype"], 0)
+    if start < 0 or (num_bytes and stop - start != num_bytes):
+        raise ValueError(f"{name} spans bytes {start} to {stop}, its shape needs {num_bytes}")
     return TensorEntry(name, fields["dtype"], shape, base + start, stop - start)

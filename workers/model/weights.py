@@ -40,7 +40,7 @@ class Weights:
         # A sum reads each number once and is finite if all are; only a suspicious tensor is looked at closely.
         if not math.isfinite(tensor.sum(dtype=torch.float32)) and not tensor.isfinite().all():
             raise ModelError(
-                f"{self._path}: {name} holds NaN or infinity as {self._dtype}; the file is damaged, fetch it again"
+                f"{self._path}: {name} holds NaN or infinity; the file is damaged or does not fit {self._dtype}"
             )
         return tensor
 

@@ -1,0 +1,186 @@
+"""What a model folder says is understood as it was meant, or refused with the file, the field and what would do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.model.families import write_family
+from tests.model.tiny import write_tiny_llama
+from workers.errors import ModelError
+from workers.model.config import read_model_config
+from workers.model.description import GenerationDefaults, RopeConfig
+from workers.model.folder import ModelFolder, check_folder, content_id
+from workers.model.load import load_decoder
+
+
+def change(folder: Path, **changes: Any) -> Path:
+    """The folder with other fields in its config.json; a field changed to ... is taken out."""
+    path = folder / "config.json"
+    fields = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in fields.items() if value is not ...}))
+    return folder
+
+
+def change_tensors(folder: Path, **changes: torch.Tensor | None) -> Path:
+    """The folder with other tensors, or without those that are None; "__" stands for a dot in their names."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+    return folder
+
+
+def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "m")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
+    assert read_model_config(folder).eos_token_ids == (2, 0)
+    (folder / "generation_config.json").unlink()
+    assert read_model_config(folder).eos_token_ids == (2,)
+
+
+def test_the_makers_sampling_values_are_read_and_are_no_part_of_the_content(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "m")
+    before = content_id(ModelFolder("m", folder))
+    values = {"eos_token_id": 2, "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    assert read_model_config(folder).generation == GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.0)
+    assert content_id(ModelFolder("m", folder)) == before
+
+
+def test_old_style_rope_fields_are_read(tmp_path: Path) -> None:
+    scaling = {"type": "linear", "factor": 2.0}
+    folder = change(write_tiny_llama(tmp_path / "m"), rope_parameters=..., rope_theta=123.0, rope_scaling=scaling)
+    assert read_model_config(folder).layers[0].rope == RopeConfig(123.0, 8, "linear", factor=2.0)
+
+
+def test_gemma_3_as_first_published_is_the_same_model(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "m", "gemma 3, scaled rope")
+    now = read_model_config(folder)
+    change(
+        folder,
+        rope_parameters=...,
+        layer_types=...,
+        _sliding_window_pattern=...,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    assert read_model_config(folder) == now
+
+
+@pytest.mark.parametrize("old_name", ["su", "yarn"])
+def test_phi_3s_earlier_names_of_longrope_are_understood(tmp_path: Path, old_name: str) -> None:
+    folder = write_family(tmp_path / "m", "phi 3, long")
+    now = read_model_config(folder)
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    scaling = {"type": old_name, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+    change(folder, rope_parameters=..., rope_theta=1e4, rope_scaling=scaling)
+    assert read_model_config(folder) == now
+
+
+BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    ("llama 2", {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is unknown; known are LlamaForCausalLM"),
+    ("llama 2", {"architectures": None}, "unnamed is unknown"),
+    ("llama 2", {"hidden_size": "big"}, "hidden_size is 'big'"),
+    ("llama 2", {"hidden_size": 33, "head_dim": ...}, "hidden_size 33 cannot be shared by 4 heads; give head_dim"),
+    ("llama 2", {"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
+    ("llama 2", {"head_dim": 15}, "15 of head_dim 15 features turn; rotary embedding needs an even number"),
+    ("llama 2", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; more than 4096 cannot be meant"),
+    ("llama 2", {"eos_token_id": [2, 320]}, "end token 320 is outside the vocabulary of 320"),
+    ("llama 2", {"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be a token id"),
+    ("llama 2", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a number"),
+    ("llama 2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
+    ("llama 2", {"rope_parameters": [1]}, "rope_parameters is [1]; it must be an object"),
+    ("llama 2", {"rope_parameters": {"rope_type": "spiral"}}, "'spiral' is not supported; supported: default, linear"),
+    ("llama 2", {"rope_parameters": {"rope_type": "linear"}}, "lacks 'factor'"),
+    ("llama 2", {"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0; it must be above 1"),
+    ("phi 3, long", {"head_dim": 12}, "long_factor must be 6 positive numbers"),
+    ("llama 2", {"sliding_window": 128}, "sliding_window 128 is not supported; supported: none"),
+    ("mistral, window", {"sliding_window": -1}, "sliding_window is -1; it must be a positive whole number"),
+    ("qwen 2, upper windows", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
+    ("gemma 2", {"layer_types": ["linear_attention"] * 3}, "layer type 'linear_attention' is not supported"),
+    ("gemma 3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+    ("gemma 2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported; supported: gelu_pytorch_t"),
+    ("mixtral", {"num_experts_per_tok": 6}, "6 of 5 experts cannot be chosen"),
+    ("smollm 3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 5 layers"),
+    ("llama 2", {"quantization_config": {"quant_method": "awq"}}, "quantization_config 'awq' is not supported; supp"),
+    ("llama 2", {"dtype": "int8"}, "dtype 'int8' is not one of float32, bfloat16, float16"),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "words"), BAD_FIELDS)
+def test_a_model_that_we_cannot_compute_is_refused_by_name(
+    tmp_path: Path, family: str, fields: dict[str, Any], words: str
+) -> None:
+    folder = write_family(tmp_path / "m", family)
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(ModelError) as error:
+        read_model_config(change(folder, **fields))
+    assert words in str(error.value) and "config.json" in str(error.value)
+
+
+def test_every_missing_tensor_is_named_before_weights_are_mapped(tmp_path: Path) -> None:
+    """One part of each kind, in a family that has it."""
+    for number, (family, name) in enumerate(
+        (
+            ("llama 2", "lm_head.weight"),
+            ("qwen 2", "model.layers.1.self_attn.k_proj.bias"),
+            ("gemma 3", "model.layers.6.post_feedforward_layernorm.weight"),
+            ("phi 3, short", "model.layers.0.mlp.gate_up_proj.weight"),
+            ("mixtral", "model.layers.2.block_sparse_moe.experts.4.w2.weight"),
+            ("qwen 2 moe", "model.layers.2.mlp.shared_expert_gate.weight"),
+        )
+    ):
+        folder = change_tensors(write_family(tmp_path / str(number), family), **{name: None})
+        with pytest.raises(ModelError, match=f"the weights lack {name} "):
+            check_folder(ModelFolder(family, folder))
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder = change(write_tiny_llama(tmp_path / "m"), intermediate_size=65)
+    with pytest.raises(ModelError, match=r"gate_proj.weight has shape \[64, 32\], config.json says \[65, 32\]"):
+        load_decoder(ModelFolder("m", folder), torch.device("cpu"), torch.float32)
+
+
+def test_weights_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    folder = change_tensors(write_tiny_llama(tmp_path / "m"), model__norm__weight=torch.ones(32, dtype=torch.int8))
+    with pytest.raises(ModelError, match=r"model.norm.weight is of dtype I8; supported: F32, BF16, F16, or a GGUF"):
+        check_folder(ModelFolder("m", folder))
+
+
+def test_a_tensor_that_has_no_place_is_refused_and_a_harmless_one_is_not(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "m")
+    harmless = {
+        "lm_head.weight": torch.ones(320, 32),  # tied: a copy of the embedding
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    check_folder(ModelFolder("m", change_tensors(folder, **harmless)))
+    change_tensors(folder, model__layers__2__mlp__up_proj__weight=torch.ones(64, 32))
+    with pytest.raises(ModelError, match=r"model.layers.2.mlp.up_proj.weight \(one of 1\) is not part of LlamaForC"):
+        check_folder(ModelFolder("m", folder))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_number_that_is_none_is_found_at_load(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    folder = write_tiny_llama(tmp_path / "m", dtype=dtype)
+    weight = load_file(folder / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    weight[13, 7] = value
+    change_tensors(folder, model__layers__1__mlp__down_proj__weight=weight)
+    with pytest.raises(ModelError, match=r"layers.1.mlp.down_proj.weight holds NaN or infinity"):
+        load_decoder(ModelFolder("m", folder), torch.device("cpu"), torch.float32)
+
+
+def test_huge_weights_are_no_infinity(tmp_path: Path) -> None:
+    folder = change_tensors(write_tiny_llama(tmp_path / "m"), model__norm__weight=torch.full((32,), 3e38))
+    load_decoder(ModelFolder("m", folder), torch.device("cpu"), torch.float32)
+
+
+def test_content_ids_tell_apart_what_only_the_config_says(tmp_path: Path) -> None:
+    folder = ModelFolder("m", write_family(tmp_path / "m", "gemma 2"))
+    before = content_id(folder)
+    change(folder.path, final_logit_softcapping=29.0)
+    assert content_id(folder) != before

@@ -1,0 +1,70 @@
+"""A router's choice among feed-forwards, against the sum written out token by token."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from workers.model.feed_forward import Experts, FeedForward
+from workers.ops.linear import Linear
+
+HIDDEN, FFN, COUNT, PER_TOKEN = 16, 12, 6, 2
+
+
+@dataclass
+class Recorded:
+    """An expert that notes how many rows it was given each time."""
+
+    feed_forward: FeedForward
+    rows: list[int] = field(default_factory=list)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.rows.append(len(x))
+        return self.feed_forward(x)
+
+
+def make(normalise: bool, whole: bool = False) -> tuple[Experts, list[Recorded]]:
+    """Random experts; `whole` makes all weights small whole numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        if whole:
+            return torch.randint(-1, 2, shape, generator=generator).float()
+        return torch.randn(*shape, generator=generator)
+
+    recorded = [
+        Recorded(FeedForward(Linear(draw(2 * FFN, HIDDEN)), Linear(draw(HIDDEN, FFN)), torch.relu))
+        for _ in range(COUNT)
+    ]
+    return Experts(draw(COUNT, HIDDEN), tuple(recorded), PER_TOKEN, normalise), recorded  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_a_token_gets_the_weighted_sum_of_its_best(normalise: bool) -> None:
+    experts, recorded = make(normalise)
+    x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1))
+    answers = experts(x)
+    for token, answer in zip(x, answers, strict=True):
+        weights = torch.softmax(experts.router @ token, 0)
+        best = weights.argsort(descending=True)[:PER_TOKEN]
+        scale = weights[best].sum() if normalise else 1.0
+        wanted = sum(weights[each] / scale * recorded[each].feed_forward(token[None])[0] for each in best.tolist())
+        torch.testing.assert_close(answer, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_an_expert_without_rows_is_not_asked() -> None:
+    experts, recorded = make(normalise=True)
+    x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(2)).expand(5, HIDDEN)
+    experts(x)
+    assert sorted(len(each.rows) for each in recorded) == [0] * (COUNT - PER_TOKEN) + [1] * PER_TOKEN
+    assert sum(sum(each.rows) for each in recorded) == 5 * PER_TOKEN
+
+
+def test_the_order_of_a_rows_sum_is_its_own() -> None:
+    """To the last bit: with small whole numbers everything before the weighted sum is exact, in any batch."""
+    experts, _ = make(normalise=False, whole=True)
+    x = torch.randint(-2, 3, (20, HIDDEN), generator=torch.Generator().manual_seed(3)).float()
+    alone = torch.cat([experts(x[row : row + 1]) for row in range(20)])
+    assert torch.equal(experts(x), alone)
+    assert torch.equal(experts(x.flip(0)).flip(0), alone)
