@@ -46,6 +46,7 @@ class _Life:
     transfers: list[TransferReport] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)  # workers that failed or refused this request
     cached_tokens: int = 0
+    prefill: str = ""  # where the prompt is, or was, computed
     phase: str = "queueing"
 
 
@@ -211,7 +212,7 @@ class Dispatcher:
         limit_s = self._spec.gateway.placement_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                while (placement := place(self.view, life.request, self._sent(), life.avoid)) is None:
+                while (placement := self._choose(life)) is None:
                     if life.avoid:
                         life.avoid.clear()
                         continue
@@ -220,7 +221,14 @@ class Dispatcher:
         except TimeoutError:
             raise Rejected(f"no healthy worker within {limit_s:.0f} s", retry_after_s=5.0) from None
         life.watch.lap("recovery" if life.request.attempt else "route")
+        life.prefill = placement.prefill
         return placement
+
+    def _choose(self, life: _Life) -> Placement | None:
+        group = life.request.group
+        siblings = (each.prefill for each in self._lives.values() if group and each.request.group == group)
+        beside = next(filter(None, siblings), "")
+        return place(self.view, life.request, self._sent(), life.avoid, beside=beside)
 
     def _refuse_unservable(self, request: Request) -> None:
         capacities = [member.view.capacity_tokens for member in self._membership.members if member.view.capacity_tokens]

@@ -35,21 +35,30 @@ class Placement:
 
 
 def place(
-    view: ClusterView, request: Request, sent: Mapping[str, Sent], avoid: Collection[str] = (), *, alone: bool = True
+    view: ClusterView,
+    request: Request,
+    sent: Mapping[str, Sent],
+    avoid: Collection[str] = (),
+    *,
+    alone: bool = True,
+    beside: str = "",
 ) -> Placement | None:
     """The least-loaded placement that fits the request; None when nobody is ready for it.
 
     Workers in `avoid` failed or refused this request before; they are left out. `alone`: where no pair is ready, a
-    prefill or decode worker may do both phases.
+    prefill or decode worker may do both phases. `beside` names the worker that computes the same prompt for a sibling:
+    it comes first, since there the prompt is computed once.
     """
     fitting = [
         worker
         for worker in view.ready(*Role)
         if request.num_tokens < worker.capacity_tokens and worker.name not in avoid
     ]
-    prefills = sorted((w for w in fitting if w.role is Role.PREFILL), key=lambda w: _queued_tokens(w, sent))
+    prefills = sorted(
+        (w for w in fitting if w.role is Role.PREFILL), key=lambda w: (w.name != beside, _queued_tokens(w, sent))
+    )
     decodes = sorted((w for w in fitting if w.role is Role.DECODE), key=lambda w: _sequences(w, sent))
-    mixed = sorted((w for w in fitting if w.role is Role.MIXED), key=lambda w: _load(w, sent))
+    mixed = sorted((w for w in fitting if w.role is Role.MIXED), key=lambda w: (w.name != beside, _load(w, sent)))
 
     if request.sampling.max_tokens is not None and request.sampling.max_tokens - len(request.generated) == 1:
         first = (prefills + mixed)[:1]
