@@ -26,8 +26,6 @@ constexpr int64_t TILE = 128;        // keys; a multiple of LANES
 constexpr int64_t ROWS = 128;        // of a job, at least one query: amortises transposing K
 constexpr int64_t JOBS_A_THREAD = 4; // below it the tiles of a job are jobs of their own
 constexpr int64_t ALONE = 1 << 12;   // cost that is not worth waking a thread for
-constexpr int64_t AHEAD = 64;        // keys from the one that is read to the one that is fetched
-constexpr int64_t FEW_ROWS = 16;     // of a job: memory bound, worth fetching ahead
 constexpr float NEVER = -INFINITY;
 #if defined(__AVX512F__)
 constexpr int BLOCK_ROWS = 6, BLOCK_LANES = 4;  // accumulators that fit the registers
@@ -486,17 +484,15 @@ void attend_tile(const Call& call, const Job& job, int64_t tile, const Number* c
     const int64_t rows = job.rows(call), group = call.group(), dim = call.head_dim, wide = call.wide_dim();
     auto keys_of = [&](int64_t row) { return seen(call, job.position + row / group).within(tile); };
     const Range visible{keys_of(0).low, keys_of(rows - 1).high};
-    const int64_t known = std::min(job.end * TILE, job.position + job.queries) - tile * TILE;
     keys += (tile - job.tile) * TILE;
 
     for (int64_t panel = 0; panel < TILE; panel += KEY_PANEL) {
         const Range inside{std::max(visible.low - panel, int64_t(0)), std::min(visible.high - panel, KEY_PANEL)};
         if (inside.low >= inside.high) continue;
-        if (rows <= FEW_ROWS)
-            for (int64_t key = panel + AHEAD; key < std::min(panel + AHEAD + KEY_PANEL, known); key++) {
-                prefetch(keys[key], dim * sizeof(Number));
-                prefetch(keys[key] + call.half_block(), dim * sizeof(Number));
-            }
+        for (int64_t key = panel + inside.low; key < panel + inside.high; key++) {
+            prefetch(keys[key], dim * sizeof(Number));  // one key after another asks too little of the memory
+            prefetch(keys[key] + call.half_block(), dim * sizeof(Number));
+        }
         turn_keys(keys + panel, inside, dim, work.keys);
         for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
             int64_t height = std::min<int64_t>(BLOCK_ROWS, rows - row);

@@ -47,12 +47,14 @@ def attend(
     rows = query if query.dtype == torch.float32 else query.float()
     if rows.stride(2) != 1:
         rows = rows.contiguous()
-    output = torch.empty(rows.shape)
+    token_stride, head_stride, _ = rows.stride()
+    output = torch.empty_like(rows, memory_format=torch.contiguous_format)
     tables = batch.block_tables
+    sequences, table_stride = tables.shape  # dense
     _attend_kernel()(
         pointer(rows),
-        rows.stride(0),
-        rows.stride(1),
+        token_stride,
+        head_stride,
         pointer(output),
         pointer(pool),
         _KINDS[pool.dtype],
@@ -65,17 +67,17 @@ def attend(
         pointer(batch.query_starts),
         pointer(batch.context_lens),
         pointer(tables),
-        tables.stride(0),
-        tables.shape[0],
+        table_stride,
+        sequences,
         scale,
         window,
         softcap,
     )
-    return output.to(query.dtype)
+    return output if output.dtype == query.dtype else output.to(query.dtype)
 
 
 def _shape(pool: Tensor) -> torch.Size:
-    assert pool.is_contiguous() and pool.device.type == "cpu"
+    assert pool.is_contiguous() and not pool.is_cuda
     return pool.shape
 
 
