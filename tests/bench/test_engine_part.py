@@ -152,6 +152,18 @@ def test_an_absent_peer_is_left_out_with_a_word(monkeypatch: pytest.MonkeyPatch,
     assert len(left_out) == 2 and all("peer-install" in line for line in left_out)
 
 
+def test_llama_cpp_is_compiled_with_the_whole_tile_configuration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(LLAMA.variable, str(tmp_path))
+    ran: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr("subprocess.run", lambda words, check, env=None: ran.append((words, env or {})))
+    LLAMA.install(lambda line: None)
+    (environment,) = (env for words, env in ran if any("llama-cpp-python==" in word for word in words))
+    assert environment["CXXFLAGS"] == f"-include {tmp_path}/amx_config.h"
+    assert "ldtilecfg" in (tmp_path / "amx_config.h").read_text()
+
+
 def test_a_driver_that_does_not_load_says_why() -> None:
     broken = Program("transformers", Order("/nowhere/at/all", 1))
     with stage({"broken": broken, "limits": Program("limits", Order("", 1))}) as loaded:

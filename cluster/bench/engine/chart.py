@@ -53,7 +53,7 @@ def _panel(
     """One column; a limit far beyond all bars is told in figures at the edge instead of squeezing them."""
     panel.set_title(column, fontsize=10)
     fastest = max(speeds[name, column].high for name in names)
-    edge = 1.45 * fastest
+    edge = 1.8 * fastest
     for row, name in enumerate(names):
         speed, share = speeds[name, column], shares[name, column].median
         panel.barh(row, speed.median, height=0.72, color=_colour(name))

@@ -53,7 +53,7 @@ Measured = Sequence[Mapping[str, float]]  # of each round, what `drivers.limits`
 
 
 def measure(rounds: int, quick: bool, tell: Tell) -> Part:
-    """A contender that is not installed, does not load or cannot compute is left out and noted. Raises `ProcessFailed`."""
+    """A contender that is not there, does not load or cannot compute is left out and noted. Raises `ProcessFailed`."""
     threads = min(THREADS, len(allowed_cores()))
     found, left_out = contenders(threads, quick)
     columns = QUICK_COLUMNS if quick else COLUMNS

@@ -43,8 +43,6 @@ class LlamaContext:
             made(Path(options["source"]), file, options["format"])
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
-        # AMX: its tile set-up dies of a general protection fault when GCC 12 compiled it. No other buffer takes Q4_1.
-        model_params.use_extra_bufts = False
         model = llama_cpp.llama_model_load_from_file(str(file).encode(), model_params)
         if model is None:
             raise OSError(f"llama.cpp could not load {file}")
