@@ -1,5 +1,6 @@
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from workers.engine.counts import TokenCounts
+from workers.engine.sequence import Sequence
 from workers.engine.step import Draw
 from workers.executor.race import numbers_of, numbers_of_all, winner
 from workers.executor.sampler import _floor, sample, score
-from workers.request import SamplingParams
+from workers.request import Request, SamplingParams
 
 VOCAB = 50
 
@@ -273,3 +275,19 @@ def test_draws_follow_the_distribution(params: dict[str, float]) -> None:
     )
     freedom = len(kept) - 1
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom)  # four standard deviations; the seeds are fixed
+
+
+def test_a_sequence_tells_its_draws_what_penalties_ask_for() -> None:
+    params = SamplingParams(seed=1, frequency_penalty=0.5, min_tokens=3, stop_token_ids=(9,))
+    sequence = Sequence(Request("r", (5, 5, 6), params, generated=(7, 5)), 0.0)
+    first = sequence.draw((0,))
+    assert (np.frombuffer(first.seen, np.int32).tolist(), first.banned, first.position) == ([7, 5], (0, 9), 5)
+    sequence.tokens += [7]
+    second = sequence.draw((0,))
+    assert np.frombuffer(second.counts, np.int32).tolist() == [2, 1] and second.banned == ()
+    assert np.frombuffer(first.counts, np.int32).tolist() == [1, 1], "an earlier draw does not change"
+    repeating = replace(params, repetition_penalty=1.1)
+    prompt_too = Sequence(Request("r", (5, 5, 6), repeating, generated=(7, 5)), 0.0).draw(())
+    assert np.frombuffer(prompt_too.seen, np.int32).tolist() == [5, 6, 7]
+    assert np.frombuffer(prompt_too.counts, np.int32).tolist() == [1, 0, 1]
+    assert not Sequence(Request("r", (5,), SamplingParams(seed=1)), 0.0).draw(()).adjusts
