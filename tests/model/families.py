@@ -47,6 +47,16 @@ GEMMA3 = {
     "query_pre_attn_scalar": 20,
     "final_logit_softcapping": 20.0,
 }
+NO_CAP = {**GEMMA3, "final_logit_softcapping": None}
+EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+EYE_TOKENS = {"mm_tokens_per_image": 4, "image_token_index": 310, "boi_token_index": 311, "eoi_token_index": 312}
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama", {"num_key_value_heads": 4, "num_hidden_layers": 2}),
@@ -69,6 +79,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma 3": ("gemma3_text", GEMMA3),
     "gemma 3, scaled rope": ("gemma3_text", {**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "gemma 3 with eyes": ("gemma3", {"text_config": SIZES | NO_CAP, "vision_config": EYES, **EYE_TOKENS}),
     "phi 3, short": ("phi3", {"rope_parameters": LONGROPE, "sliding_window": 11}),
     "phi 3, long": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 4, "head_dim": 8}),
     "phi 3, partial rotary": ("phi3", {"rope_parameters": PARTIAL, "tie_word_embeddings": True}),
@@ -84,7 +95,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def write_family(folder: Path, name: str, seed: int = 0) -> Path:
     """The family's model with weights, config and a byte-level tokenizer."""
     model_type, changes = FAMILIES[name]
-    config = AutoConfig.for_model(model_type, **(SIZES | changes))
+    sizes = {} if "text_config" in changes else SIZES
+    config = AutoConfig.for_model(model_type, **(sizes | changes))
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -24,6 +24,7 @@ UNSAYABLE = (
     "llama, yarn untruncated",
     "qwen 2, upper windows",
     "qwen 3 moe, some dense",
+    "gemma 3 with eyes",
 )
 
 

@@ -22,6 +22,12 @@ _GEMMA2 = TensorNames(
     ffn_post_norm="post_feedforward_layernorm",
 )
 _GEMMA3 = replace(_GEMMA2, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+_GEMMA3_AND_VISION = replace(
+    _GEMMA3,
+    root="language_model.model",
+    head="language_model.lm_head",
+    foreign=("vision_tower.", "multi_modal_projector."),
+)
 _PHI3 = TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 _MIXTRAL = TensorNames(
     router="block_sparse_moe.gate",
@@ -142,6 +148,18 @@ def _gemma3(fields: Fields) -> ModelConfig:
     return replace(config, layers=layers)
 
 
+def _gemma3_and_vision(fields: Fields) -> ModelConfig:
+    """The larger Gemma 3, of which the text half is computed. Their configs leave out what is as in the 4B."""
+    text = fields.inner(
+        "text_config",
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=262_208,
+        max_position_embeddings=131_072,
+    )
+    return replace(_gemma3(text), names=_GEMMA3_AND_VISION)
+
+
 def _gemma(
     fields: Fields,
     names: TensorNames,
@@ -252,6 +270,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3_and_vision,
     "Phi3ForCausalLM": _phi3,
     "SmolLM3ForCausalLM": _smollm3,
 }

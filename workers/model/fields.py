@@ -54,12 +54,12 @@ class Fields:
             self.refuse(f"{name} is {value!r}; it must be a list")
         return value
 
-    def inner(self, name: str) -> "Fields":
-        """The object in a field; absent, one without fields."""
+    def inner(self, name: str, **absent: Any) -> "Fields":
+        """The object in a field; absent, one without fields. `absent` are values of fields that it leaves out."""
         value = self.get(name, {})
         if not isinstance(value, dict):
             self.refuse(f"{name} is {value!r}; it must be an object")
-        return Fields(self.path, value)
+        return Fields(self.path, absent | value)
 
     def only(self, name: str, *supported: Any) -> Any:
         """The field's value, which must be one of the supported ones; the first stands for an absent field."""

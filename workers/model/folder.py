@@ -112,8 +112,8 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
 
 
 def count_parameters(folder: ModelFolder) -> int:
-    """Numbers in all tensors of the folder; a tied head counts once."""
-    return sum(math.prod(entry.shape) for path in weight_files(folder.path) for entry in read_header(path))
+    """Numbers in all tensors that are computed with; a tied head counts once."""
+    return sum(math.prod(shape) for shape in tensor_shapes(read_model_config(folder.path)).values())
 
 
 def content_id(folder: ModelFolder) -> str:
