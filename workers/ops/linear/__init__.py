@@ -1,17 +1,22 @@
 """Linear layers with fixed weights, one `LinearMethod` per weight format; `make_linear` chooses.
 
-float32     exact; our own panels on a CPU, whatever is fastest without them
-bfloat16    half the bytes; x stays float32, so only the weights are rounded
+float32                  exact
+bfloat16                 half the bytes; x stays float32 or nearly so
+int8                     a quarter; 8-bit rows of W meet rows of x rounded to 8 bits
+q8_0 q4_1 q4_0 q4_k      blocks as GGUF files have them; x is rounded to 8 bits in blocks of 32
 """
 
 from torch import Tensor
 
+from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, quantise
 from workers.ops.linear.dense import Bfloat16Linear, Linear
 from workers.ops.linear.method import LinearMethod
+from workers.ops.linear.quantised import BlockLinear, Int8Linear
 
-__all__ = ["WEIGHT_FORMATS", "Linear", "LinearMethod", "make_linear"]
+__all__ = ["BLOCK_FORMATS", "WEIGHT_FORMATS", "Linear", "LinearMethod", "linear_from_blocks", "make_linear"]
 
-WEIGHT_FORMATS = ("float32", "bfloat16")
+BLOCK_FORMATS = tuple(BLOCK_COLUMNS)
+WEIGHT_FORMATS = ("float32", "bfloat16", "int8", *BLOCK_FORMATS)
 
 
 def make_linear(
@@ -19,11 +24,27 @@ def make_linear(
 ) -> LinearMethod:
     """y = x Wᵀ + b for weight [out, in] and bias [out], held in `weight_format`.
 
-    deterministic: a row of y has the same bits whatever rows lie beside it. Formats other than float32 need weights
-    in float32 on a CPU, and always are.
+    deterministic: a row of y has the same bits whatever rows lie beside it. Formats other than float32 are for CPUs;
+    their weights are packed at once, so `weight` may go.
     """
     if weight_format == "float32":
         return Linear(weight, bias, deterministic)
+    if weight_format not in WEIGHT_FORMATS:
+        raise ValueError(f"weight format {weight_format!r} is unknown; known are {', '.join(WEIGHT_FORMATS)}")
+    if weight.device.type != "cpu":
+        raise ValueError(f"weight format {weight_format!r} needs a CPU; on {weight.device} take float32")
     if weight_format == "bfloat16":
-        return Bfloat16Linear(weight, bias)
-    raise ValueError(f"weight format {weight_format!r} is unknown; known are {', '.join(WEIGHT_FORMATS)}")
+        return Bfloat16Linear(weight.float(), bias, deterministic)
+    if weight_format == "int8":
+        return Int8Linear(weight.float(), bias)
+    return BlockLinear(quantise(weight, weight_format), weight.shape[1], bias, weight_format)
+
+
+def linear_from_blocks(blocks: Tensor, columns: int, bias: Tensor | None, weight_format: str) -> LinearMethod:
+    """The same over a GGUF file's own blocks [out, bytes] uint8 of a matrix with `columns` columns."""
+    wanted = -(-columns // BLOCK_COLUMNS[weight_format]) * BLOCK_BYTES[weight_format]
+    if blocks.shape[1] != wanted:
+        raise ValueError(
+            f"{columns} columns in {weight_format} take {wanted} bytes a row, these take {blocks.shape[1]}"
+        )
+    return BlockLinear(blocks, columns, bias, weight_format)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.ops.linear.memory import PAGES
-from workers.ops.native.library import Pointer, Size, function, library, pointer
+from workers.ops.linear.panels import Panels
+from workers.ops.native.library import library
 
 # 2 threads of an AVX-512 Xeon, all layers of a 135M model: ours takes 0.7x of F.linear's time at 16 rows, 0.75x at 64,
 # 1.0x at 256 and 1.15x at 1024.
@@ -21,7 +21,6 @@ PANEL_ROWS = 256
 # oneDNN's reordered weights, measured on AVX2: 1.7-2.0x at 4 rows, 1.2-1.5x at 16, 1.1x at 64, behind from 128 on.
 REORDERED_ROWS = 64
 TILE_ROWS = 32  # of the reordered weights when every row must be computed alike
-_OUT_MULTIPLE = 64  # divides by every CPU's panel width
 
 Kernel = Callable[[Tensor], Tensor]
 
@@ -44,60 +43,33 @@ class Linear:
 
 
 class Bfloat16Linear:
-    """y = x Wᵀ + b with W rounded to bfloat16 and float32 everywhere else, hence deterministic at any rows."""
+    """y = x Wᵀ + b with W rounded to bfloat16 and x and all sums in float32.
+
+    On a CPU with AMX, 16 rows and more are computed there with x as the sum of two bfloat16, which keeps 16 of its 24
+    bits; not if `deterministic`.
+    """
 
     weight_format = "bfloat16"
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, deterministic: bool = False) -> None:
         self.num_bytes = weight.numel() * 2
         self._compute: Kernel
         if library() is not None:
-            self._compute = Panels(weight, bias, "bfloat16")
+            self._compute = Panels(
+                weight, weight.shape[1], bias, "bfloat16", "bfloat16" if deterministic else "bfloat16_tiled"
+            )
         else:
-            self._compute = Linear(weight.bfloat16().to(weight.dtype), bias, deterministic=True)
+            self._compute = Linear(weight.bfloat16().float(), bias, deterministic)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._compute(x)
-
-
-class Panels:
-    """Our own kernel over packed weights; see `native/gemm_float.cpp`. Any row is one fixed chain of additions."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, number: str) -> None:
-        assert weight.device.type == "cpu" and weight.dtype == torch.float32
-        self._out, self._in = weight.shape
-        padded = -(-self._out // _OUT_MULTIPLE) * _OUT_MULTIPLE
-        self._panels = PAGES.empty(padded * -(-self._in // 2) * 2 * (4 if number == "float32" else 2))
-        weight = weight.contiguous()
-        _pack_kernel(number)(pointer(weight), pointer(self._panels), self._out, self._in)
-        self._bias = torch.zeros(padded)
-        if bias is not None:
-            self._bias[: self._out] = bias
-        self._kernel = _linear_kernel(number)
-        self._panels_at, self._bias_at = pointer(self._panels), pointer(self._bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        assert x.dtype == torch.float32 and x.shape[1] == self._in
-        x, rows = x.contiguous(), x.shape[0]
-        y = torch.empty(rows, self._out)
-        self._kernel(
-            x.data_ptr(),
-            self._panels_at,
-            self._bias_at,
-            y.data_ptr(),
-            rows,
-            self._in,
-            self._out,
-            torch.get_num_threads(),
-        )
-        return y
 
 
 def _choose(weight: Tensor, bias: Tensor | None, deterministic: bool) -> tuple[int | None, Kernel]:
     """From how many rows on F.linear computes (None: never), and what computes fewer."""
     if weight.device.type == "cpu" and weight.dtype == torch.float32:
         if library() is not None:
-            return None if deterministic else PANEL_ROWS, Panels(weight, bias, "float32")
+            return None if deterministic else PANEL_ROWS, Panels(weight, weight.shape[1], bias, "float32")
         if _can_reorder():
             reordered = torch.ops.mkldnn._reorder_linear_weight(weight, TILE_ROWS)
             if deterministic:
@@ -122,20 +94,6 @@ def _in_tiles(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
 
 def _one_by_one(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return torch.cat([F.linear(row, weight, bias) for row in torch.split(x, 1)])
-
-
-@functools.cache
-def _pack_kernel(number: str) -> Callable[..., None]:
-    kernel = function(f"diptych_pack_{number}", [Pointer, Pointer, Size, Size])
-    assert kernel is not None
-    return kernel
-
-
-@functools.cache
-def _linear_kernel(number: str) -> Callable[..., None]:
-    kernel = function(f"diptych_linear_{number}", [Pointer] * 4 + [Size] * 4)
-    assert kernel is not None
-    return kernel
 
 
 @functools.cache

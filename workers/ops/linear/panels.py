@@ -1,0 +1,60 @@
+"""Weights packed into panels for our own kernels, and the call of those. Knows sizes; knows no mathematics.
+
+pack:    weights as a format has them -> panels, on huge pages
+linear:  x, panels, bias -> y, on as many threads as torch would take
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from workers.ops.linear.memory import PAGES
+from workers.ops.native.library import Pointer, Size, function, pointer
+
+_OUT_MULTIPLE = 64  # divides by every CPU's panel width
+# (columns, what they take in one row of a panel, what the row takes besides), in bytes.
+_ROOM = {
+    "float32": (2, 8, 0),
+    "bfloat16": (32, 64, 0),
+    "int8": (64, 64, 4),
+    "q8_0": (32, 34, 0),
+    "q4_0": (32, 18, 0),
+    "q4_1": (32, 20, 0),
+    "q4_k": (256, 148, 0),  # its 6-bit scales are widened to 8
+}
+
+
+class Panels:
+    """y = x Wᵀ + b by a native kernel; `workers/ops/native/gemm_*.cpp` says what each does, and in which order."""
+
+    def __init__(self, weight: Tensor, columns: int, bias: Tensor | None, layout: str, kernel: str = "") -> None:
+        """`weight` [out, ...] as `layout` is packed from: float32 numbers, or the bytes of each row."""
+        assert weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.uint8)
+        weight = weight.contiguous()
+        self._out, self._in = weight.shape[0], columns
+        padded = -(-self._out // _OUT_MULTIPLE) * _OUT_MULTIPLE
+        width, width_bytes, row_bytes = _ROOM[layout]
+        self._panels = PAGES.empty(padded * (-(-columns // width) * width_bytes + row_bytes))
+        _kernel(f"pack_{layout}", 2, 2)(pointer(weight), pointer(self._panels), self._out, columns)
+        self._bias = torch.zeros(padded)
+        if bias is not None:
+            self._bias[: self._out] = bias
+        self._linear = _kernel(f"linear_{kernel or layout}", 4, 4)
+        self._panels_at, self._bias_at = pointer(self._panels), pointer(self._bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.float32 and x.shape[1] == self._in
+        x, rows = x.contiguous(), x.shape[0]
+        y = torch.empty(rows, self._out)
+        threads = torch.get_num_threads()
+        self._linear(pointer(x), self._panels_at, self._bias_at, pointer(y), rows, self._in, self._out, threads)
+        return y
+
+
+@functools.cache
+def _kernel(name: str, pointers: int, sizes: int) -> Callable[..., None]:
+    kernel = function(f"diptych_{name}", [Pointer] * pointers + [Size] * sizes)
+    assert kernel is not None  # whoever makes panels has asked for the library
+    return kernel
