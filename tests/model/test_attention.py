@@ -1,101 +1,207 @@
+"""Every backend computes what the reference does. On a GPU: DIPTYCH_TEST_DEVICE=cuda pytest tests/model/test_attention.py"""
+
+import dataclasses
+import os
 import random
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.model.paging import ragged, scattered_tables
-from workers.ops.attention import REFERENCE, SDPA
+from workers.ops.attention import NATIVE, REFERENCE, SDPA, TRITON, Attention
+from workers.ops.batch import RaggedBatch
+from workers.ops.native.library import library
+
+DEVICE = torch.device(os.environ.get("DIPTYCH_TEST_DEVICE", "cpu"))
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BLOCKS = 260
+
+if DEVICE.type == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is loaded
+try:
+    from workers.ops import triton_paged
+except ImportError:
+    triton_paged = None  # type: ignore[assignment]
+
+native = pytest.param(NATIVE, marks=pytest.mark.skipif(library() is None, reason="no native kernels here"))
+triton = pytest.param(TRITON, marks=pytest.mark.skipif(triton_paged is None, reason="no Triton here"))
+FAST = [SDPA, native] if DEVICE.type == "cpu" else [SDPA, triton]
+ALL = [SDPA, native, triton] if DEVICE.type == "cpu" else [SDPA, triton]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    queries: list[int]
+    contexts: list[int]
+    block_size: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    dtype: torch.dtype
+    window: int
+    softcap: float
+    seed: int
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """(query lengths, context lengths) with decodes first, as a step plan has them."""
-    contexts = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+def cases(draw: st.DrawFn, longest: int = 60) -> Case:
+    """Batches with decodes first, as a step plan has them."""
+    contexts = draw(st.lists(st.integers(1, longest), min_size=1, max_size=4))
+    if draw(st.booleans()):
+        contexts[0] += draw(st.sampled_from([64, 128, 140]))  # over the borders of the kernels' tiles
     decodes = draw(st.integers(0, len(contexts)))
-    queries = [1 if row < decodes else draw(st.integers(1, context)) for row, context in enumerate(contexts)]
-    return queries, contexts
+    return Case(
+        queries=[1 if row < decodes else draw(st.integers(1, context)) for row, context in enumerate(contexts)],
+        contexts=contexts,
+        block_size=draw(st.sampled_from([1, 4, 16])) if sum(contexts) < BLOCKS else draw(st.sampled_from([4, 16])),
+        kv_heads=draw(st.sampled_from([1, 3])),
+        group=draw(st.sampled_from([1, 3, 7])),
+        head_dim=draw(st.sampled_from([8, 40, 64])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        window=draw(st.sampled_from([0, 1, 7, 100])),
+        softcap=draw(st.sampled_from([0.0, 2.0])),
+        seed=draw(st.integers(0, 2**16)),
+    )
 
 
-@settings(max_examples=80, deadline=None)
-@given(
-    batch=batches(),
-    block_size=st.sampled_from([1, 4, 16]),
-    kv_heads=st.sampled_from([1, 3]),
-    group=st.sampled_from([1, 3]),
-    window=st.sampled_from([0, 1, 7, 100]),
-    softcap=st.sampled_from([0.0, 2.0]),
-    seed=st.integers(0, 2**16),
-)
-def test_sdpa_equals_the_reference(
-    batch: tuple[list[int], list[int]],
-    block_size: int,
-    kv_heads: int,
-    group: int,
-    window: int,
-    softcap: float,
-    seed: int,
-) -> None:
-    queries, contexts = batch
-    num_blocks, head_dim, layers = 250, 8, 2
-    generator = torch.Generator().manual_seed(seed)
-    pool = torch.randn(num_blocks, kv_heads, layers, 2, block_size, head_dim, generator=generator)
-    tables = scattered_tables(contexts, num_blocks, block_size, random.Random(seed))
-    meta = ragged(tables, queries, contexts, block_size)
-    query = torch.randn(sum(queries), kv_heads * group, head_dim, generator=generator)
-    key, value = torch.randn(2, sum(queries), kv_heads, head_dim, generator=generator)
-    pools = {REFERENCE: pool.clone(), SDPA: pool.clone()}
-    outputs = []
-    for backend, its_pool in pools.items():
-        backend.write_kv(its_pool, key, value, 1, meta)
-        outputs.append(backend.attend(query, its_pool, 1, meta, head_dim**-0.5, window, softcap))
-    torch.testing.assert_close(pools[SDPA], pools[REFERENCE], rtol=0, atol=0)
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
+def on_device(batch: RaggedBatch) -> RaggedBatch:
+    tensors = {name: value.to(DEVICE) for name in batch.__slots__ if isinstance(value := getattr(batch, name), Tensor)}
+    return dataclasses.replace(batch, **tensors)
 
 
-def test_write_touches_only_its_layer_and_slots() -> None:
-    pool = torch.zeros(4, 2, 3, 2, 4, 8)
-    meta = ragged([[0, 1, 2]], [1], [10], 4)
-    SDPA.write_kv(pool, torch.ones(1, 2, 8), torch.full((1, 2, 8), 2.0), 1, meta)
+def equals_the_reference(backend: Attention, case: Case) -> None:
+    generator = torch.Generator().manual_seed(case.seed)
+    tables = scattered_tables(case.contexts, BLOCKS, case.block_size, random.Random(case.seed))
+    shape = (BLOCKS, case.kv_heads, 2, 2, case.block_size, case.head_dim)
+    pool = torch.full(shape, torch.nan)  # what others own never matters
+    own = sum(tables, [])
+    pool[own] = torch.randn(len(own), *shape[1:], generator=generator)
+    tokens = sum(case.queries)
+    dtype = torch.float32 if DEVICE.type == "cpu" else case.dtype
+    query = torch.randn(tokens, case.kv_heads * case.group, case.head_dim, generator=generator).to(DEVICE, dtype)
+    key, value = torch.randn(2, tokens, case.kv_heads, case.head_dim, generator=generator).to(DEVICE, dtype)
+    meta = on_device(ragged(tables, case.queries, case.contexts, case.block_size))
+    expected_pool, its_pool = (pool.to(DEVICE, case.dtype) for _ in range(2))
+    arguments = (1, meta, case.head_dim**-0.5, case.window, case.softcap)
+    REFERENCE.write_kv(expected_pool, key, value, 1, meta)
+    backend.write_kv(its_pool, key, value, 1, meta)
+    assert torch.equal(bits(its_pool), bits(expected_pool))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    expected = REFERENCE.attend(query, expected_pool, *arguments)
+    torch.testing.assert_close(backend.attend(query, its_pool, *arguments), expected, rtol=tolerance, atol=tolerance)
+
+
+def bits(pool: Tensor) -> Tensor:
+    return pool.view(torch.int32 if pool.dtype == torch.float32 else torch.int16)
+
+
+@pytest.mark.parametrize("backend", FAST, ids=lambda each: each.name)
+@settings(max_examples=120, deadline=None)
+@given(case=cases())
+def test_backend_equals_the_reference(backend: Attention, case: Case) -> None:
+    equals_the_reference(backend, case)
+
+
+@pytest.mark.skipif(triton_paged is None or DEVICE.type != "cpu", reason="no Triton here, or a GPU for it")
+@settings(max_examples=25, deadline=None)
+@given(case=cases(longest=30))
+def test_triton_equals_the_reference_in_its_interpreter(case: Case) -> None:
+    equals_the_reference(TRITON, case)
+
+
+@pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
+def test_write_touches_only_its_layer_and_slots(backend: Attention) -> None:
+    pool = torch.zeros(4, 2, 3, 2, 4, 8, device=DEVICE)
+    meta = on_device(ragged([[0, 1, 2]], [1], [10], 4))
+    key, value = torch.ones(1, 2, 8, device=DEVICE), torch.full((1, 2, 8), 2.0, device=DEVICE)
+    backend.write_kv(pool, key, value, 1, meta)
     assert pool[2, :, 1, 0, 1].eq(1).all() and pool[2, :, 1, 1, 1].eq(2).all()
     assert pool.sum() == 2 * 8 * (1 + 2)
 
 
-def test_decode_ignores_what_other_owners_left_in_the_pool() -> None:
-    """Neither a neighbour's NaN nor the reserved blocks reach a padded batch."""
-    pool = torch.full((8, 1, 1, 2, 4, 8), torch.nan)
-    tables = [[5], [6, 7]]
-    pool[5] = pool[6] = pool[7] = 1.0
-    meta = ragged(tables, [1, 1], [4, 8], 4)
-    output = SDPA.attend(torch.ones(2, 2, 8), pool, 0, meta, 1.0)
-    assert torch.equal(output, torch.ones(2, 2, 8))
+@pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
+def test_views_of_a_fused_projection_are_read_by_their_strides(backend: Attention) -> None:
+    fused = torch.randn(5, 4 + 2 * 2, 8, device=DEVICE)
+    query, key, value = fused[:, :4], fused[:, 4:6], fused[:, 6:]
+    meta = on_device(ragged([[1, 2]], [5], [7], 4))
+    answers = []
+    for parts in ((query, key, value), tuple(each.contiguous() for each in (query, key, value))):
+        pool = torch.ones(4, 2, 1, 2, 4, 8, device=DEVICE)
+        backend.write_kv(pool, parts[1], parts[2], 0, meta)
+        answers.append(backend.attend(parts[0], pool, 0, meta, 0.3))
+    assert torch.equal(*answers)
 
 
-def test_kv_in_bfloat16_is_attended_in_the_query_dtype() -> None:
-    pool = torch.zeros(4, 2, 1, 2, 4, 8, dtype=torch.bfloat16)
-    meta = ragged([[1, 2]], [6], [6], 4)
-    key, value, query = torch.randn(3, 6, 2, 8)
-    SDPA.write_kv(pool, key, value, 0, meta)
-    arguments = (query, pool, 0, meta, 0.3)
-    torch.testing.assert_close(SDPA.attend(*arguments), REFERENCE.attend(*arguments))
+@pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
+def test_scores_of_any_size_give_numbers(backend: Attention) -> None:
+    pool = torch.randn(4, 1, 1, 2, 4, 8, device=DEVICE) * 100
+    meta = on_device(ragged([[1, 2]], [5], [7], 4))
+    query = torch.randn(5, 2, 8, device=DEVICE) * 100
+    for softcap in (0.0, 30.0):
+        arguments = (query, pool, 0, meta, 1.0, 0, softcap)
+        expected = REFERENCE.attend(*arguments)
+        torch.testing.assert_close(backend.attend(*arguments), expected, rtol=1e-4, atol=1e-2)
 
 
-def test_ops_declare_what_they_mutate() -> None:
-    pool, meta = torch.zeros(4, 2, 1, 2, 4, 8), ragged([[1, 2]], [6], [6], 4)
-    key, value, query = torch.randn(3, 6, 2, 8)
-    torch.library.opcheck(torch.ops.diptych.write_kv_sdpa.default, (pool, key, value, 0, meta.slot_mapping))
-    arguments = (
-        query,
-        pool,
-        0,
-        meta.query_starts,
-        meta.context_lens,
-        meta.block_tables,
-        meta.slot_mapping,
-        6,
-        6,
-        0.3,
-        0,
-        0.0,
-    )
-    torch.library.opcheck(torch.ops.diptych.attend_sdpa.default, arguments)
+@pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
+def test_ops_declare_what_they_mutate(backend: Attention) -> None:
+    if backend is TRITON and DEVICE.type == "cpu":
+        pytest.skip("the interpreter reads addresses, which traced tensors do not have")
+    pool, meta = torch.zeros(4, 2, 1, 2, 4, 8, device=DEVICE), on_device(ragged([[1, 2]], [6], [6], 4))
+    key, value, query = torch.randn(3, 6, 2, 8, device=DEVICE)
+    write = getattr(torch.ops.diptych, f"write_kv_{backend.name}").default
+    attend = getattr(torch.ops.diptych, f"attend_{backend.name}").default
+    torch.library.opcheck(write, (pool, key, value, 0, meta.slot_mapping))
+    metadata = (meta.query_starts, meta.context_lens, meta.block_tables, meta.slot_mapping)
+    torch.library.opcheck(attend, (query, pool, 0, *metadata, 6, 6, 0.3, 0, 0.0))
+
+
+@st.composite
+def cuts(draw: st.DrawFn, length: int) -> list[int]:
+    """Lengths of chunks that make up `length`; often many single tokens, which are decodes."""
+    lengths: list[int] = []
+    while (left := length - sum(lengths)) > 0:
+        lengths.append(draw(st.sampled_from([1, 1, min(left, 9), draw(st.integers(1, left))])))
+    return lengths
+
+
+@pytest.mark.parametrize("backend", [native] if DEVICE.type == "cpu" else [triton], ids=lambda each: each.name)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**16))
+def test_a_row_is_the_same_in_any_batch_and_any_cut(backend: Attention, data: st.DataObject, seed: int) -> None:
+    """Bit for bit: the prompt alone and whole, against its chunks beside strangers, on one thread and on two."""
+    assert backend.batch_invariant
+    length = data.draw(st.sampled_from([5, 40, 130, 300]))
+    group, window, softcap = data.draw(st.tuples(st.sampled_from([1, 3]), st.sampled_from([0, 17]), st.just(0.0)))
+    dtype, head_dim, block_size = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from([8, 40, 64])), 16
+    generator = torch.Generator().manual_seed(seed)
+    query_dtype = torch.float32 if DEVICE.type == "cpu" else dtype
+    pool = torch.randn(80, 2, 1, 2, block_size, head_dim, generator=generator).to(DEVICE, dtype)
+    query = torch.randn(length, 2 * group, head_dim, generator=generator).to(DEVICE, query_dtype)
+    table, *mates = scattered_tables([length, 33, 200], 80, block_size, random.Random(seed))
+
+    def attend(tables: list[list[int]], lengths: list[int], contexts: list[int], rows: Tensor) -> Tensor:
+        meta = on_device(ragged(tables, lengths, contexts, block_size))
+        return backend.attend(rows, pool, 0, meta, head_dim**-0.5, window, softcap)
+
+    alone = attend([table], [length], [length], query)
+    done, parts = 0, []
+    try:
+        for chunk in data.draw(cuts(length)):
+            torch.set_num_threads(data.draw(st.sampled_from([1, 2])))
+            others = torch.randn(2, 2 * group, head_dim, generator=generator).to(DEVICE, query_dtype)
+            rows = torch.cat([others, query[done : done + chunk]])
+            done += chunk
+            beside = data.draw(st.booleans())
+            answer = (
+                attend([*mates, table], [1, 1, chunk], [33, 200, done], rows)
+                if beside
+                else torch.cat([others, attend([table], [chunk], [done], rows[2:])])
+            )
+            parts.append(answer[2:])
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(torch.cat(parts), alone)

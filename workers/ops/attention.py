@@ -109,6 +109,20 @@ class Attention:
         return answer
 
 
+def _triton_write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
+    from workers.ops import triton_paged  # only where there is Triton
+
+    triton_paged.write_kv(pool, key, value, layer, slot_mapping)
+
+
+def _triton_attend(
+    query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
+) -> Tensor:
+    from workers.ops import triton_paged
+
+    return triton_paged.attend(query, pool, layer, batch, scale, window, softcap)
+
+
 def _empty_answer(query: Tensor, *_: object) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
@@ -116,6 +130,7 @@ def _empty_answer(query: Tensor, *_: object) -> Tensor:
 REFERENCE = Attention("reference", reference.write_kv, reference.attend)
 SDPA = Attention("sdpa", sdpa.write_kv, sdpa.attend)
 NATIVE = Attention("native", native.write_kv, native.attend, batch_invariant=True)
+TRITON = Attention("triton", _triton_write_kv, _triton_attend, batch_invariant=True)
 
 
 @functools.cache
@@ -124,10 +139,8 @@ def best_attention(device: torch.device, dtype: torch.dtype, deterministic: bool
 
     `deterministic` asks for one that is batch invariant. Raises `ModelError` where there is none.
     """
-    candidates = [SDPA]
-    if device.type == "cpu" and library() is not None:
-        candidates.insert(0, NATIVE)
-    for attention in candidates:
+    fastest = [NATIVE] if device.type == "cpu" and library() is not None else [TRITON] if device.type == "cuda" else []
+    for attention in [*fastest, SDPA]:
         if deterministic and not attention.batch_invariant:
             continue
         if _agrees(attention, device, dtype):
@@ -135,7 +148,11 @@ def best_attention(device: torch.device, dtype: torch.dtype, deterministic: bool
             return attention
     raise ModelError(
         f"no attention on {device} with {dtype} KV"
-        + (f" is batch invariant: install g++ and leave {SWITCH} alone, or do without it" if deterministic else "")
+        + (
+            f" is batch invariant; on a CPU install g++ and leave {SWITCH} alone"
+            if deterministic
+            else " computes rightly"
+        )
     )
 
 

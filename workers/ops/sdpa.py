@@ -5,13 +5,11 @@ indexing the six axes. Needs a contiguous pool; runs wherever torch does.
 """
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.ops import reference
 from workers.ops.batch import RaggedBatch
 
 _FLASH = (
@@ -34,56 +32,74 @@ def attend(
     query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
 ) -> Tensor:
     """See `attention.Attention.attend`."""
-    if softcap or 0 < window < batch.max_context:
-        return reference.attend(query, pool, layer, batch, scale, window, softcap)
     context_lens, starts, block_tables = batch.context_lens.tolist(), batch.query_starts.tolist(), batch.block_tables
+    window = window if window < batch.max_context else 0
     query_lens = [stop - start for start, stop in itertools.pairwise(starts)]
     num_decodes = next((row for row, length in enumerate(query_lens) if length > 1), len(query_lens))
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     if num_decodes:
         rows = slice(0, num_decodes)
-        output[rows] = _decode(query[rows], pool, layer, block_tables[rows], context_lens[rows], scale)
+        contexts = batch.context_lens[rows]
+        output[rows] = _decode(query[rows], pool, layer, block_tables[rows], contexts, scale, window, softcap)
     for row in range(num_decodes, len(query_lens)):
         run = slice(starts[row], starts[row + 1])
-        output[run] = _chunk(query[run], pool, layer, block_tables[row], context_lens[row], scale)
+        output[run] = _chunk(query[run], pool, layer, block_tables[row], context_lens[row], scale, window, softcap)
     return output
 
 
 def _decode(
-    query: Tensor, pool: Tensor, layer: int, tables: Tensor, context_lens: Sequence[int], scale: float
+    query: Tensor,
+    pool: Tensor,
+    layer: int,
+    tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     """One query token per sequence. The heads of a KV head become its queries, so K and V are never repeated."""
     batch, heads, head_dim = query.shape
     kv_heads = pool.shape[1]
-    longest = max(context_lens)
+    longest = int(context_lens.max())
     key, value = _gather(pool, layer, tables, longest)  # [batch, kv_heads, longest, head_dim]
-    lengths = torch.tensor(context_lens, device=query.device)
-    visible = torch.arange(longest, device=query.device) < lengths[:, None]  # [batch, longest]
-    output = F.scaled_dot_product_attention(
-        query.reshape(batch, kv_heads, heads // kv_heads, head_dim),
-        key.to(query.dtype),
-        value.to(query.dtype),
-        attn_mask=visible[:, None, None],
-        scale=scale,
-    )
+    at = torch.arange(longest, device=query.device)
+    visible = at < context_lens[:, None]  # [batch, longest]
+    if window:
+        visible &= at >= context_lens[:, None] - window
+    folded = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
+    output = _masked(folded, key.to(query.dtype), value.to(query.dtype), visible[:, None, None], scale, softcap)
     return output.reshape(batch, heads, head_dim)
 
 
-def _chunk(query: Tensor, pool: Tensor, layer: int, table: Tensor, context: int, scale: float) -> Tensor:
+def _chunk(
+    query: Tensor, pool: Tensor, layer: int, table: Tensor, context: int, scale: float, window: int, softcap: float
+) -> Tensor:
     """A run of one prompt. Without a prefix the kernel's own causal mask does; with one it would align wrongly."""
-    length = query.shape[0]
+    length, heads, head_dim = query.shape
     key, value = _gather(pool, layer, table[None], context)  # [1, kv_heads, context, head_dim]
     key, value = key.to(query.dtype), value.to(query.dtype)
     queries = query.transpose(0, 1)[None]  # [1, heads, length, head_dim]
-    if length < context and query.device.type == "cpu":
+    masked = window or softcap or (length < context and query.device.type != "cpu")
+    if not masked and length < context:
         return _behind_prefix(queries, key, value, scale)[0].transpose(0, 1)
-    mask = None
-    if length < context:
-        mask = torch.ones(length, context, dtype=torch.bool, device=query.device).tril(context - length)
-    output = F.scaled_dot_product_attention(
-        queries, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
-    return output[0].transpose(0, 1)
+    if not masked:
+        output = F.scaled_dot_product_attention(queries, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        return output[0].transpose(0, 1)
+    visible = torch.ones(length, context, dtype=torch.bool, device=query.device).tril(context - length)
+    if window:
+        visible = visible.triu(context - length - window + 1)
+    group = heads // key.shape[1]
+    folded = queries.reshape(1, -1, group * length, head_dim)
+    output = _masked(folded, key, value, visible.repeat(group, 1)[None, None], scale, softcap)
+    return output.reshape(heads, length, head_dim).transpose(0, 1)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
+    """Attention where `visible`; the fused kernel knows no soft cap."""
+    if not softcap:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
+    return scores.masked_fill(~visible, -torch.inf).softmax(dim=-1) @ value
 
 
 def _behind_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
