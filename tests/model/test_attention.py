@@ -1,4 +1,4 @@
-"""Every backend computes what the reference does. On a GPU: DIPTYCH_TEST_DEVICE=cuda pytest tests/model/test_attention.py"""
+"""Every backend computes what the reference does. DIPTYCH_TEST_DEVICE=cuda runs all of it on a GPU."""
 
 import dataclasses
 import os
@@ -77,7 +77,7 @@ def equals_the_reference(backend: Attention, case: Case) -> None:
     tables = scattered_tables(case.contexts, BLOCKS, case.block_size, random.Random(case.seed))
     shape = (BLOCKS, case.kv_heads, 2, 2, case.block_size, case.head_dim)
     pool = torch.full(shape, torch.nan)  # what others own never matters
-    own = sum(tables, [])
+    own = [block for table in tables for block in table]
     pool[own] = torch.randn(len(own), *shape[1:], generator=generator)
     tokens = sum(case.queries)
     dtype = torch.float32 if DEVICE.type == "cpu" else case.dtype

@@ -146,14 +146,8 @@ def best_attention(device: torch.device, dtype: torch.dtype, deterministic: bool
         if _agrees(attention, device, dtype):
             logger.info("attention on %s with %s KV: %s", device, dtype, attention.name)
             return attention
-    raise ModelError(
-        f"no attention on {device} with {dtype} KV"
-        + (
-            f" is batch invariant; on a CPU install g++ and leave {SWITCH} alone"
-            if deterministic
-            else " computes rightly"
-        )
-    )
+    asked = "batch-invariant attention" if deterministic else "attention"
+    raise ModelError(f"no {asked} on {device} with {dtype} KV works; on a CPU install g++ and leave {SWITCH} alone")
 
 
 def _agrees(attention: Attention, device: torch.device, dtype: torch.dtype) -> bool:
