@@ -29,7 +29,9 @@ from cluster.spec import Role
 from cluster.text import GenerationInput, TextDelta, TextEvent, TextStream, Tokenizer
 from cluster.view import ClusterView
 from workers.errors import InvalidRequest
-from workers.request import SLO, FinishReason, Request, SamplingParams
+from workers.request import SLO, FinishReason, Request, SamplingParams, TokenLogprobs
+
+Logprobs = tuple[TokenLogprobs, ...]
 
 THREAD_ABOVE_BYTES = 4096  # about a millisecond of tokenising; longer prompts must not hold up the others' tokens
 LONGEST_STOP = 1024  # characters; looking for a held-back beginning costs the square of it
@@ -216,7 +218,7 @@ class Gateway:
                     together.create_task(self._follow(answer, arrived_ns, left_s))
             best = sorted(answers, key=_Answer.by_rank)[: sampling.n] if ranked else answers
             if ranked:
-                _give_out(best, answers[0], sampling, outbox)
+                _give_out(best, answers[0].prompt_logprobs, sampling, outbox)
             outbox.put(_together(answers, best, ranked))
             outbox.end()
         except ExceptionGroup as errors:  # the outbox raises it in the door's task
@@ -276,6 +278,7 @@ class _Answer:
         self.request = request
         self.outbox = outbox
         self.end: Completed | None = None
+        self.prompt_logprobs: Logprobs = ()
         self._index = index
         self._shown_id = shown_id
         self._text = text
@@ -301,6 +304,7 @@ class _Answer:
                 delta = self._text.push(event)
                 if delta is not None:
                     self._logprob += sum(each.chosen for each in delta.logprobs)
+                    self.prompt_logprobs += delta.prompt_logprobs
                     self.outbox.put(delta)
             case Completed():
                 rest = self._text.flush()
@@ -311,20 +315,18 @@ class _Answer:
                 self.end = event
 
 
-def _give_out(best: Sequence[_Answer], first: _Answer, sampling: SamplingParams, outbox: "Outbox") -> None:
-    """What the best answers held back, under their rank; `first` alone was asked for the prompt's log probabilities."""
-    held = {id(answer): answer.outbox.clear() for answer in {*best, first}}
-    prompt_logprobs = TextDelta.join(e for e in held[id(first)] if isinstance(e, TextDelta)).prompt_logprobs
+def _give_out(best: Sequence[_Answer], prompt_logprobs: Logprobs, sampling: SamplingParams, outbox: "Outbox") -> None:
+    """What the best answers held back, under their rank."""
+    if prompt_logprobs:
+        outbox.put(TextDelta("", (), 0, prompt_logprobs=prompt_logprobs))
     for rank, answer in enumerate(best):
-        for event in held[id(answer)]:
+        for event in answer.outbox.clear():
             if isinstance(event, TextDelta):
                 shown = event.logprobs if sampling.logprobs is not None else ()
                 event = replace(event, index=rank, logprobs=shown, prompt_logprobs=())
             elif isinstance(event, Accepted):
                 event = replace(event, index=rank)
             outbox.put(event)
-    if prompt_logprobs:
-        outbox.put(TextDelta("", (), 0, prompt_logprobs=prompt_logprobs))
 
 
 def _together(made: Sequence[_Answer], best: Sequence[_Answer], ranked: bool) -> Completed:

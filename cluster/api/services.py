@@ -15,6 +15,7 @@ from grpc_status import rpc_status
 from cluster.api.admin_messages import view_message
 from cluster.api.messages import delta_message, event_message, prompt_from, sampling_from, slo_from
 from cluster.api.statuses import status_of
+from cluster.api.wire import MAX_MESSAGE_BYTES
 from cluster.events import Completed
 from cluster.gateway import Gateway, servable
 from cluster.serving import GatewayContext
@@ -136,6 +137,13 @@ async def responses(
             message = event_message(event)
             if whole and isinstance(event, Completed):
                 message.completed.outputs.extend(map(delta_message, TextDelta.join_each(deltas)))
+                if message.ByteSize() > MAX_MESSAGE_BYTES:
+                    rule = (
+                        f"more than one message can carry ({MAX_MESSAGE_BYTES >> 20} MiB); ask for RESPONSE_MODE_DELTAS"
+                    )
+                    raise InvalidRequest(
+                        "response_mode", f"the whole output has {message.ByteSize() >> 20} MiB, {rule}"
+                    )
             yield message
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cluster.api import services
 from cluster.api.client import DiptychClient
 from cluster.api.errors import DiptychError
 from cluster.events import Accepted, AttemptsSpent, Completed
@@ -244,6 +245,15 @@ async def test_a_lagging_client_gets_each_answers_deltas_joined(
     assert len(deltas_of(got)) < 3000
     assert [len(delta.tokens) for delta in TextDelta.join_each(deltas_of(got))] == [2000] * 3
     assert all(len({*delta.text}) == 1 for delta in deltas_of(got) if delta.text)
+
+
+async def test_an_output_too_large_for_one_message_says_what_to_do(
+    client: DiptychClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "MAX_MESSAGE_BYTES", 1 << 20)
+    error = await refusal(client, n=8, max_tokens=1000, logprobs=20)
+    assert (error.code, error.field) == ("INVALID_ARGUMENT", "response_mode")
+    assert "more than one message can carry (1 MiB); ask for RESPONSE_MODE_DELTAS" in str(error)
 
 
 async def test_tools_reach_the_template(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
