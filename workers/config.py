@@ -24,6 +24,7 @@ _CHOICES = {
     "batching": BATCHING,
     "prompt_order": ("fcfs", "sjf", "ljf"),
     "preemption": ("auto", "swap", "recompute"),
+    "weights": ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k"),  # `ops.linear.WEIGHT_FORMATS`
 }
 
 
@@ -55,7 +56,9 @@ class EngineConfig:
     preemption: str = "auto"
     prefix_caching: bool = True
     dtype: str = "float32"
+    weights: str = "float32"  # what the linear layers hold on a CPU; anything else trades exactness for speed
     device: str = "auto"  # "auto", "cpu", "cuda:0", ...
+    deterministic: bool = False  # the same bits whatever else is in the batch and however a prompt was cut
     threads: int = 0  # 0: as many as the worker was given CPUs
     cores: str = ""  # where they run: "auto" (cores that no other worker has), a list like "0,2-3", or wherever
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from workers.config import EngineConfig
 from workers.ops.linear import BLOCK_FORMATS, WEIGHT_FORMATS, linear_from_blocks, make_linear
 from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, KINDS, dequantise, quantise
 from workers.ops.linear.dense import PANEL_ROWS
@@ -177,6 +178,16 @@ def test_a_pass_over_one_row_reads_what_the_format_stores() -> None:
         "bfloat16": 4096,
         **{name: 8 * 256 // BLOCK_COLUMNS[name] * BLOCK_BYTES[name] for name in BLOCK_FORMATS},
     }
+
+
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
+def test_a_worker_may_be_asked_for_every_format(weight_format: str) -> None:
+    assert EngineConfig(weights=weight_format).weights == weight_format
+
+
+def test_a_worker_is_not_asked_for_another_format() -> None:
+    with pytest.raises(ValueError, match=r"engine.weights 'int3' is not one of float32, bfloat16, int8"):
+        EngineConfig(weights="int3")
 
 
 def test_huge_pages_hand_out_what_is_apart_and_aligned() -> None:

@@ -23,6 +23,7 @@ from workers.model.config import DTYPES, ModelConfig, read_model_config
 from workers.model.decoder import Decoder
 from workers.model.folder import ModelFolder, content_id, count_parameters
 from workers.model.load import load_decoder
+from workers.ops.attention import best_attention
 from workers.request import SamplingParams
 
 WARM_UP_TOKENS = 80  # enough rows for the linears of large batches
@@ -128,12 +129,19 @@ def model_facts(
 
 
 def _load(config: WorkerConfig, folder: ModelFolder, device: torch.device) -> tuple[ModelFacts, Decoder, KVPool]:
-    """`engine.dtype` is the KV's; weights follow it on a GPU and are float32 on a CPU."""
+    """`engine.dtype` is the KV's; weights follow it on a GPU and are `engine.weights` on a CPU."""
     if config.engine.dtype not in DTYPES:
         raise ModelError(f"engine.dtype {config.engine.dtype!r} is not one of {', '.join(DTYPES)}")
     dtype: torch.dtype = getattr(torch, config.engine.dtype)
     shape = read_model_config(folder.path)
-    model = load_decoder(folder, device, dtype)
+    model = load_decoder(
+        folder,
+        device,
+        dtype,
+        attention=best_attention(device, dtype, config.engine.deterministic),
+        weight_format=config.engine.weights,
+        deterministic=config.engine.deterministic,
+    )
     facts = model_facts(folder, shape, config.engine.block_size, config.engine.dtype, model.dtype.itemsize)
     return facts, model, allocate_pool(facts.layout, config.engine.kv_blocks, device, config.engine.swap_blocks)
 
