@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.model.feed_forward import Experts, FeedForward
+from workers.model.description import GELU_TANH, SILU
+from workers.model.feed_forward import Experts, FeedForward, activation
 from workers.ops.linear import Linear
 
 HIDDEN, FFN, COUNT, PER_TOKEN = 16, 12, 6, 2
@@ -37,7 +38,7 @@ def make(normalise: bool, whole: bool = False) -> tuple[Experts, list[Recorded]]
         Recorded(FeedForward(Linear(draw(2 * FFN, HIDDEN)), Linear(draw(HIDDEN, FFN)), torch.relu))
         for _ in range(COUNT)
     ]
-    return Experts(draw(COUNT, HIDDEN), tuple(recorded), PER_TOKEN, normalise), recorded  # type: ignore[arg-type]
+    return Experts(Linear(draw(COUNT, HIDDEN)), tuple(recorded), PER_TOKEN, normalise), recorded  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("normalise", [False, True])
@@ -46,7 +47,7 @@ def test_a_token_gets_the_weighted_sum_of_its_best(normalise: bool) -> None:
     x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1))
     answers = experts(x)
     for token, answer in zip(x, answers, strict=True):
-        weights = torch.softmax(experts.router @ token, 0)
+        weights = torch.softmax(experts.router(token[None])[0], 0)
         best = weights.argsort(descending=True)[:PER_TOKEN]
         scale = weights[best].sum() if normalise else 1.0
         wanted = sum(weights[each] / scale * recorded[each].feed_forward(token[None])[0] for each in best.tolist())
@@ -68,3 +69,11 @@ def test_the_order_of_a_rows_sum_is_its_own() -> None:
     alone = torch.cat([experts(x[row : row + 1]) for row in range(20)])
     assert torch.equal(experts(x), alone)
     assert torch.equal(experts(x.flip(0)).flip(0), alone)
+
+
+@pytest.mark.parametrize("name", [SILU, GELU_TANH])
+def test_deterministic_activations_are_the_same_function(name: str) -> None:
+    x = torch.linspace(-120, 120, 5001)
+    plain, deterministic = (activation(name, each)(x) for each in (False, True))
+    torch.testing.assert_close(deterministic, plain, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(activation(name, True)(x[:count]), deterministic[:count]) for count in range(1, 70))

@@ -8,10 +8,12 @@ import torch
 
 from tests.model.families import FAMILIES, reference, write_family
 from tests.model.paging import pool_for, ragged, run_chunks, scattered_tables
+from workers.errors import ModelError
 from workers.executor.kv_pool import KVPool
 from workers.model.decoder import Decoder
 from workers.model.folder import ModelFolder, check_folder
 from workers.model.load import load_decoder
+from workers.ops.attention import best_attention
 
 BLOCK = 4
 CPU = torch.device("cpu")
@@ -112,3 +114,39 @@ def test_kv_kept_in_half_precision_computes_in_float32(tmp_path: Path, name: str
     torch.testing.assert_close(cut, whole, rtol=1e-3, atol=1e-3)
     rounding = torch.finfo(getattr(torch, dtype)).eps
     assert 0 < (whole - exact).abs().max() < 8 * rounding * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama 3", "qwen 2", "gemma 3", "phi 3, long", "mixtral", "qwen 2 moe"])
+def test_deterministic_logits_are_the_same_bits_in_any_company(tmp_path: Path, name: str) -> None:
+    try:
+        attention = best_attention(CPU, torch.float32, deterministic=True)
+    except ModelError as error:
+        pytest.skip(str(error))
+    folder = ModelFolder(name, write_family(tmp_path / "m", name))
+    model = load_decoder(folder, CPU, torch.float32, attention, deterministic=True)
+    prompts = drawn_prompts()
+    tables = scattered_tables(list(LENGTHS), num_blocks=40, block_size=BLOCK, rng=random.Random(2))
+    steps = [[(0, 10)], [(0, 1), (1, 5), (2, 30)], [(0, 1), (2, 1)], [(2, 33), (0, 25)]]
+    together = run_chunks(model, pool_for(model.config, 40), prompts, tables, steps)
+    for index, logits in enumerate(together):
+        whole = [[(0, LENGTHS[index])]]
+        (alone,) = run_chunks(model, pool_for(model.config, 40), [prompts[index]], [tables[index]], whole)
+        assert torch.equal(logits, alone)
+
+
+@pytest.mark.parametrize("name", ["gemma 2", "mixtral"])
+def test_weights_in_bfloat16_come_close(tmp_path: Path, name: str) -> None:
+    folder = ModelFolder(name, write_family(tmp_path / "m", name))
+    prompts = drawn_prompts((20,))
+    tables = scattered_tables([20], num_blocks=10, block_size=BLOCK, rng=random.Random(6))
+    exact, rounded = (
+        run_chunks(model, pool_for(model.config, 10), prompts, tables, [[(0, 20)]])[0]
+        for model in (load_decoder(folder, CPU, torch.float32, weight_format=kind) for kind in ("float32", "bfloat16"))
+    )
+    assert 0 < (rounded - exact).abs().mean() < 0.02 * exact.abs().max()
+
+
+def test_an_unknown_weight_format_lists_the_known(tmp_path: Path) -> None:
+    folder = ModelFolder("m", write_family(tmp_path / "m", "llama 2"))
+    with pytest.raises(ModelError, match="weight format 'int3' is not supported; supported: float32, bfloat16"):
+        load_decoder(folder, CPU, torch.float32, weight_format="int3")

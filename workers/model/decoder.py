@@ -23,7 +23,7 @@ from workers.model.feed_forward import Experts, FeedForward
 from workers.model.rope import angles, frequencies, rotate
 from workers.ops.attention import Attention
 from workers.ops.batch import RaggedBatch
-from workers.ops.linear import Linear
+from workers.ops.linear import LinearMethod
 
 Turns = dict[RopeConfig, tuple[Tensor, Tensor]]
 
@@ -33,9 +33,9 @@ class Layer:
     """One decoder layer's weights; q, k, v stand above one another in `qkv`. None is a norm that the model lacks."""
 
     attention_norm: Tensor  # [hidden]
-    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv: LinearMethod  # [(heads + 2 * kv_heads) * head_dim, hidden]
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]
-    output: Linear  # [hidden, heads * head_dim]
+    output: LinearMethod  # [hidden, heads * head_dim]
     attention_post_norm: Tensor | None  # [hidden]
     ffn_norm: Tensor  # [hidden]
     feed_forward: FeedForward | Experts
@@ -51,7 +51,7 @@ class Decoder:
         embedding: Tensor,  # [vocab, hidden]
         layers: tuple[Layer, ...],
         final_norm: Tensor,  # [hidden]
-        head: Linear,  # [vocab, hidden]
+        head: LinearMethod,  # [vocab, hidden]
         attention: Attention,
     ) -> None:
         self.config = config

@@ -4,6 +4,8 @@ Knows which tensor goes where and what is fused. On a CPU everything computes in
 products are nine times slower there without AVX-512 or AMX.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -11,11 +13,11 @@ from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.decoder import Decoder, Layer
 from workers.model.description import LayerConfig, ModelConfig
-from workers.model.feed_forward import ACTIVATIONS, Experts, FeedForward, SharedExpert
+from workers.model.feed_forward import Experts, FeedForward, SharedExpert, activation
 from workers.model.folder import ModelFolder, check_tensors
 from workers.model.weights import Weights, fuse
 from workers.ops.attention import SDPA, Attention
-from workers.ops.linear import Linear
+from workers.ops.linear import WEIGHT_FORMATS, LinearMethod, make_linear
 
 
 def load_decoder(
@@ -24,24 +26,34 @@ def load_decoder(
     dtype: torch.dtype,
     attention: Attention = SDPA,
     weight_format: str = "float32",
+    deterministic: bool = False,
 ) -> Decoder:
     """The folder's model, ready to compute on `device` in `dtype` (float32 on a CPU whatever is asked).
 
-    Raises `ModelError` when a tensor is missing, has the wrong shape, is not known, or holds NaN or infinity.
+    `weight_format` is that of the linear layers; embeddings, norms and routers stay in `dtype`. `deterministic`: a
+    row's bits do not depend on the rows beside it, provided that `attention` is batch invariant too. Raises
+    `ModelError` when a tensor is missing, has the wrong shape, is not known, or holds NaN or infinity.
     """
+    if weight_format not in WEIGHT_FORMATS:
+        raise ModelError(f"weight format {weight_format!r} is not supported; supported: {', '.join(WEIGHT_FORMATS)}")
+    if weight_format != "float32" and device.type != "cpu":
+        raise ModelError(f"weight format {weight_format!r} needs a CPU; on {device} take float32 and set the dtype")
     config = read_model_config(folder.path)
     check_tensors(folder.path, config)
     dtype = torch.float32 if device.type == "cpu" else dtype
-    return _Assembly(config, Weights(folder.path, device, dtype), weight_format).decoder(attention)
+    weights = Weights(folder.path, device, dtype)
+    return _Assembly(config, weights, weight_format, deterministic).decoder(attention)
 
 
 class _Assembly:
     """One decoder in the making."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, weight_format: str) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, weight_format: str, deterministic: bool) -> None:
         self._config = config
         self._weights = weights
         self._weight_format = weight_format
+        self._make = partial(make_linear, deterministic=deterministic)
+        self._activation = activation(config.activation, deterministic)
 
     def decoder(self, attention: Attention) -> Decoder:
         config, names = self._config, self._config.names
@@ -50,7 +62,9 @@ class _Assembly:
         layers = tuple(self._layer(f"{names.root}.layers.{index}", layer) for index, layer in enumerate(config.layers))
         final_norm = self._norm(names.root, "norm")
         assert final_norm is not None
-        return Decoder(config, embedding, layers, final_norm, _linear(head, None, self._weight_format), attention)
+        # As GGUF files have it: logits are read off too few columns to be rounded to four bits.
+        weight_format = "q8_0" if self._weight_format in ("q4_0", "q4_1", "q4_k") else self._weight_format
+        return Decoder(config, embedding, layers, final_norm, self._make(head, None, weight_format), attention)
 
     def _layer(self, prefix: str, layer: LayerConfig) -> Layer:
         config, names = self._config, self._config.names
@@ -79,7 +93,7 @@ class _Assembly:
         return FeedForward(
             gate_up=self._linear(prefix, names.gate_up, bias),
             down=self._linear(prefix, (names.down,), bias),
-            activation=ACTIVATIONS[self._config.activation],
+            activation=self._activation,
         )
 
     def _experts(self, prefix: str) -> Experts:
@@ -88,9 +102,9 @@ class _Assembly:
         shared = None
         if experts.shared_ffn_size:
             gate = self._weights.take(f"{prefix}.{names.shared_gate}.weight")
-            shared = SharedExpert(self._expert(f"{prefix}.{names.shared_expert}"), gate)
+            shared = SharedExpert(self._expert(f"{prefix}.{names.shared_expert}"), self._make(gate))
         return Experts(
-            router=self._weights.take(f"{prefix}.{names.router}.weight"),
+            router=self._make(self._weights.take(f"{prefix}.{names.router}.weight")),
             experts=tuple(self._expert(f"{prefix}.{names.experts}.{expert}") for expert in range(experts.count)),
             per_token=experts.per_token,
             normalise=experts.normalise,
@@ -102,7 +116,7 @@ class _Assembly:
         return FeedForward(
             gate_up=self._linear(prefix, names.expert_gate_up, bias=False),
             down=self._linear(prefix, (names.expert_down,), bias=False),
-            activation=ACTIVATIONS[self._config.activation],
+            activation=self._activation,
         )
 
     def _norm(self, prefix: str, name: str) -> Tensor | None:
@@ -112,14 +126,7 @@ class _Assembly:
         weight = self._weights.take(f"{prefix}.{name}.weight")
         return weight + self._config.norm_offset if self._config.norm_offset else weight
 
-    def _linear(self, prefix: str, parts: tuple[str, ...], bias: bool) -> Linear:
+    def _linear(self, prefix: str, parts: tuple[str, ...], bias: bool) -> LinearMethod:
         weight = fuse([self._weights.take(f"{prefix}.{part}.weight") for part in parts])
         offset = fuse([self._weights.take(f"{prefix}.{part}.bias") for part in parts]) if bias else None
-        return _linear(weight, offset, self._weight_format)
-
-
-def _linear(weight: Tensor, bias: Tensor | None, weight_format: str) -> Linear:
-    """The one place where a linear is made."""
-    if weight_format != "float32":
-        raise ModelError(f"weight format {weight_format!r} is not supported; supported: float32")
-    return Linear(weight, bias)
+        return self._make(weight, offset, self._weight_format)
