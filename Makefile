@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-engine proto clean chaos
+.PHONY: demo test check bench bench-engine study proto clean chaos
 
 # make chaos ROUNDS=10: kill workers under load, over and over, with other prompts each time.
 
@@ -30,6 +30,10 @@ bench-engine: $(VENV)/.bench
 $(VENV)/.bench: $(READY)
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[bench]'
 	@touch $@
+
+# The batching policies compared: docs/batching.md and its pictures. ARGS=--fitted: from the committed measurements.
+study: $(VENV)/.bench
+	@$(BIN)/python -m cluster.bench.study $(ARGS)
 
 chaos: $(READY)
 	@DIPTYCH_CHAOS_ROUNDS=$(or $(ROUNDS),10) $(BIN)/python -m pytest -q tests/ray/test_death.py

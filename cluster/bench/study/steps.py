@@ -1,0 +1,58 @@
+"""Which steps are measured for the fit, and how: plans made by hand for a real executor. Knows no engine.
+
+Every sequence of a plan has blocks of its own, as in service: what a decode reads is read once.
+"""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from cluster.bench.study.fit import Point, Shape
+from kvtransfer.open import RESERVED_BLOCKS
+from workers.engine.executor import Executor
+from workers.engine.step import Chunk, Draw, StepPlan
+from workers.request import SamplingParams
+
+ROUNDS = 3
+TOKEN = 1000  # any ordinary one: what a step costs does not depend on it
+
+SEEN = (
+    *(Shape(((tokens, 0),)) for tokens in (16, 64, 128, 256, 512, 1024)),
+    *(Shape(((tokens, cached),)) for cached in (512, 1536) for tokens in (16, 64, 256, 512)),
+    *(Shape(((tokens, 0),) * prompts) for tokens, prompts in ((64, 4), (128, 8))),
+    *(Shape((), batch, context) for context in (64, 480) for batch in (1, 2, 4, 8, 16, 32)),
+    *(Shape((), batch, 1500) for batch in (1, 4, 10)),
+    *(Shape(((tokens, 512),), batch, 300) for batch in (4, 16, 31) for tokens in (32, 128, 480)),
+)
+HELD_OUT = (
+    *(Shape(((tokens, 0),)) for tokens in (32, 96, 384, 768)),
+    *(Shape(((tokens, 1024),)) for tokens in (48, 192, 640)),
+    Shape(((100, 0),) * 3),
+    *(Shape((), batch, context) for context in (200, 700) for batch in (1, 3, 6, 12, 20)),
+    *(Shape(((tokens, 256),), batch, 400) for batch in (2, 8, 24) for tokens in (40, 100, 400)),
+)
+
+
+async def measure(executor: Executor, tell: Callable[[str], None]) -> tuple[Point, ...]:
+    """Medians over rounds, each of which measures every shape once."""
+    plans = {shape: plan(shape, executor.facts.layout.block_size) for shape in (*SEEN, *HELD_OUT)}
+    seconds: dict[Shape, list[float]] = {shape: [] for shape in plans}
+    for number in range(ROUNDS):
+        for shape, each in plans.items():
+            seconds[shape].append((await executor.execute(each)).seconds)
+        tell(f"steps: round {number + 1} of {ROUNDS}")
+    return tuple(Point(shape, round(median(seconds[shape]), 6), shape in HELD_OUT) for shape in plans)
+
+
+def plan(shape: Shape, block_size: int) -> StepPlan:
+    """The shape as a step that greedily draws after every chunk; decodes first, as kernels want them."""
+    runs: Sequence[tuple[int, int]] = (*((1, shape.context - 1),) * shape.batch, *shape.chunks)
+    chunks = []
+    free = RESERVED_BLOCKS
+    for number, (tokens, first) in enumerate(runs):
+        stop = first + tokens
+        num_blocks = -(-stop // block_size)
+        blocks = tuple(range(free, free + num_blocks))
+        free += num_blocks
+        draw = Draw(SamplingParams(temperature=0.0), seed=0, position=stop)
+        chunks.append(Chunk(f"{number}/0", (TOKEN,) * tokens, first, blocks, draw))
+    return StepPlan(1, tuple(chunks))
