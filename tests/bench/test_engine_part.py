@@ -31,7 +31,7 @@ from cluster.bench.engine.contenders import (
     Contender,
     contenders,
 )
-from cluster.bench.engine.driven import Program, stage
+from cluster.bench.engine.driven import Program, Stage, stage
 from cluster.bench.engine.drivers.lines import Order, Task
 from cluster.bench.engine.limits import Shape, most_tokens
 from cluster.bench.environments import LLAMA, VLLM
@@ -170,6 +170,14 @@ def test_a_driver_that_does_not_load_says_why() -> None:
         assert "nowhere" in loaded.failed["broken"]
         assert loaded.names == ["limits"]
         assert min(loaded.ask("limits", Task(())).values()) > 0
+
+
+def test_who_was_disturbed_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign = iter([0.5, 0.0, 0.5, 0.5, 0.5])
+    monkeypatch.setattr(Stage, "_asked", lambda self, driven, task: ("answer", next(foreign)))
+    loaded = Stage({"one": None}, {}, tries=3)  # type: ignore[dict-item]
+    assert [loaded.ask("one", Task(())), loaded.ask("one", Task(()))] == ["answer", "answer"]
+    assert (loaded.asked, loaded.asked_again, loaded.disturbed) == (2, 3, 1)
 
 
 def report(part: Part) -> Report:

@@ -87,6 +87,12 @@ def test_a_claim_at_its_bound_is_met() -> None:
     assert replace(MET, value=MET.bound).met
 
 
+def test_a_claim_may_ask_for_at_least_its_bound() -> None:
+    faster = Claim("speed", 1.2, 1.1, "x", at_least=True)
+    assert faster.met and not replace(faster, value=1.0).met
+    assert str(faster) == "pass: speed: 1.20x, aim at least 1.10x"
+
+
 def test_a_figure_that_falls_short_is_reported_as_such() -> None:
     assert not SHORT.met
     assert str(SHORT) == "falls short: TTFT to the peer's: 0.80x, aim at most 0.50x"

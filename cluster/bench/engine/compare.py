@@ -14,7 +14,7 @@ from statistics import median
 
 from cluster.bench.asking import fresh_prompt
 from cluster.bench.engine.contenders import DETERMINISTIC, LLAMA_ROWS, OURS, VLLM_ROW, Contender, contenders
-from cluster.bench.engine.driven import Program, Stage, stage
+from cluster.bench.engine.driven import DISTURBED, Program, Stage, stage
 from cluster.bench.engine.drivers.lines import Order, Task
 from cluster.bench.engine.limits import Column, Shape, most_tokens
 from cluster.bench.environments import LLAMA, VLLM
@@ -25,6 +25,7 @@ from cluster.bench.processes import ProcessFailed
 
 ROUNDS = 5
 THREADS = 2
+TRIES = 3
 BEHIND = 10  # a decode's prompts are that much shorter than its context is while it is timed
 PREFILL = Column("prefill 1,024", 0, 1024)
 DECODES = (
@@ -59,12 +60,12 @@ def measure(rounds: int, quick: bool, tell: Tell) -> Part:
     columns = QUICK_COLUMNS if quick else COLUMNS
     tell(f"loading {', '.join(each.name for each in found)}")
     programs = {each.name: each.program for each in found} | {LIMITS: Program(LIMITS, Order("", threads))}
-    with stage(programs) as loaded:
+    with stage(programs, tries=1 if quick else TRIES) as loaded:
         failed = dict(loaded.failed) | _warm(loaded, columns[0].context)
         left_out += tuple(f"{name} was left out: {why}" for name, why in failed.items())
         present = [each for each in found if each.name not in failed]
         samples, measured = _rounds(loaded, [each.name for each in present], columns, rounds, tell)
-    notes = (f"{threads} threads each.", *NOTES, _versions(present), *left_out)
+    notes = (f"{threads} threads each.", *NOTES, _quiet(loaded), _versions(present), *left_out)
     return Part("engine", figures(samples, measured, present, columns, shape()), claims(samples, present), notes)
 
 
@@ -202,6 +203,13 @@ def _aims(samples: Samples, present: Sequence[Contender]) -> Iterator[tuple[str,
 
 def _fastest(samples: Samples, names: Sequence[str], column: str) -> str:
     return min(names, key=lambda name: median(wall_s for wall_s, _ in samples[name, column]))
+
+
+def _quiet(loaded: Stage) -> str:
+    again = (
+        f"{loaded.asked_again} times somebody was asked again because others took over {DISTURBED:.0%} of the machine"
+    )
+    return f"{loaded.asked} times one was asked; {again}; {loaded.disturbed} answers stayed disturbed."
 
 
 def _versions(present: Sequence[Contender]) -> str:

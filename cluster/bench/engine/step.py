@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from cluster.bench.asking import fresh_prompt
-from cluster.bench.engine.compare import BATCH_32, BEHIND, THREADS
+from cluster.bench.engine.compare import BATCH_32, BEHIND, THREADS, TRIES
 from cluster.bench.engine.driven import Program, stage
 from cluster.bench.engine.drivers.lines import Order, Task
 from cluster.bench.figures import Claim, Figure, Part, spread
@@ -36,7 +36,7 @@ def measure(rounds: int, quick: bool, tell: Tell) -> Part:
     draw = random.Random(0)
     task = Task(tuple(fresh_prompt(draw, BATCH_32.context - BEHIND) for _ in range(batch)), STEPS)
     program = Program("step", Order(MODEL, min(THREADS, len(allowed_cores()))))
-    with stage({"step": program}) as loaded:
+    with stage({"step": program}, tries=1 if quick else TRIES) as loaded:
         if loaded.failed:
             raise ProcessFailed(loaded.failed["step"])
         samples = []

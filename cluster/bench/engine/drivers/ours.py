@@ -1,7 +1,7 @@
 """Drives Diptych: one whole worker in this process, from `generate` to the bundles that a poll gives.
 
 So a step holds all that a served one does, but for the door and the dispatcher. Its prefix cache makes the untimed
-prompts of a decode cheap; timed prompts are new to it.
+prompts of a decode cheap; timed prompts may not use it.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class Ours:
 
     async def _prefill(self, prompt: tuple[int, ...]) -> list[tuple[float, float]]:
         watch = Watch()
-        await self._ask(prompt, 1)
+        await self._ask(prompt, 1, fresh=True)
         await self._tokens()
         watch.lap()
         await self._idle()
@@ -96,9 +96,9 @@ class Ours:
             await self.worker.cancel(key)
         await self._idle()
 
-    async def _ask(self, prompt: tuple[int, ...], num_tokens: int) -> str:
+    async def _ask(self, prompt: tuple[int, ...], num_tokens: int, *, fresh: bool = False) -> str:
         sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=num_tokens, ignore_eos=True)
-        request = Request(str(next(self._numbers)), prompt, sampling, reply_to=SUBSCRIBER)
+        request = Request(str(next(self._numbers)), prompt, sampling, fresh=fresh, reply_to=SUBSCRIBER)
         await self.worker.generate(request)
         return request.key
 
