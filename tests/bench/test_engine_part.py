@@ -30,10 +30,11 @@ from cluster.bench.engine.contenders import (
     VLLM_ROW,
     Contender,
     contenders,
+    ours,
 )
 from cluster.bench.engine.driven import Program, Stage, stage
 from cluster.bench.engine.drivers.lines import Order, Task
-from cluster.bench.engine.limits import Shape, most_tokens
+from cluster.bench.engine.limits import BITS, Shape, most_tokens
 from cluster.bench.environments import LLAMA, VLLM
 from cluster.bench.figures import Part, Report, report_from
 
@@ -141,6 +142,15 @@ def test_a_step_besides_the_model_is_all_but_the_forward_pass() -> None:
     assert [claim.met for claim in step.claims([OVERHEAD], 32)] == [True, True]
     worse = OVERHEAD | {"sample": 0.003, "tokens a CPU second": 19_000.0}
     assert [claim.met for claim in step.claims([worse], 32)] == [False, False]
+
+
+def test_every_format_of_weights_that_a_worker_takes_is_measured_and_has_a_limit() -> None:
+    from workers.ops.linear import WEIGHT_FORMATS
+
+    found = list(ours(2))
+    taken = {value for each in found for name, value in each.program.order.options if name == "weights"}
+    assert taken == set(WEIGHT_FORMATS) - {"float32"}
+    assert {each.weights for each in found} <= BITS.keys()
 
 
 def test_an_absent_peer_is_left_out_with_a_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

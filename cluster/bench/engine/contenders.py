@@ -26,6 +26,7 @@ OPT_IN = {
     "q5_1": "q5_1",
     "q4_1": "q4_1",
     "q4_0": "q4_0",
+    "q4_k": "q4_k",
     "gguf": "q4_1",
 }
 VLLM_ENVIRONMENT = {

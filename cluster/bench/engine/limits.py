@@ -19,6 +19,7 @@ BITS = {  # of a weight, with its share of the scales of its block
     "q5_0": 5.5,
     "q4_1": 5.0,
     "q4_0": 4.5,
+    "q4_k": 4.5,
 }
 
 
