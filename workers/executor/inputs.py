@@ -1,6 +1,7 @@
 """A step plan as tensors. Pure: the same plan gives the same tensors, and nothing is remembered between steps."""
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,47 +29,43 @@ def step_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepIn
     """The plan's chunks on one flat token axis, in the plan's order."""
     chunks = plan.chunks
     assert chunks and all(chunk.tokens for chunk in chunks), f"step {plan.number} has nothing to compute"
-    lengths = [len(chunk.tokens) for chunk in chunks]
-    contexts = [chunk.context for chunk in chunks]
-    stops = np.cumsum(lengths)
+    lengths = np.array([len(chunk.tokens) for chunk in chunks])
+    firsts = np.array([chunk.first_position for chunk in chunks])
+    starts = np.zeros(len(chunks) + 1, np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    contexts = firsts + lengths
+    tables = _block_tables(chunks)
+
+    chunk_of = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]
+    positions = np.arange(starts[-1]) + (firsts - starts[:-1])[chunk_of]  # [tokens]
+    blocks = tables[chunk_of, positions // block_size].astype(np.int64)  # [tokens]
+    tokens = np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int64, int(starts[-1]))
     drawn = tuple(index for index, chunk in enumerate(chunks) if chunk.draw is not None)
 
     def tensor(array: NDArray[np.integer[Any]]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     return StepInputs(
-        tokens=tensor(np.concatenate([np.array(chunk.tokens, np.int64) for chunk in chunks])),
-        positions=tensor(np.concatenate([_positions(chunk) for chunk in chunks])),
+        tokens=tensor(tokens),
+        positions=tensor(positions),
         batch=RaggedBatch(
-            query_starts=tensor(np.array([0, *stops], np.int32)),
-            context_lens=tensor(np.array(contexts, np.int32)),
-            block_tables=tensor(_block_tables(chunks)),
-            slot_mapping=tensor(np.concatenate([_slots(chunk, block_size) for chunk in chunks])),
-            max_query=max(lengths),
-            max_context=max(contexts),
+            query_starts=tensor(starts),
+            context_lens=tensor(contexts.astype(np.int32)),
+            block_tables=tensor(tables),
+            slot_mapping=tensor(blocks * block_size + positions % block_size),
+            max_query=int(lengths.max()),
+            max_context=int(contexts.max()),
         ),
-        rows=tensor(stops[list(drawn)].astype(np.int64) - 1),
+        rows=tensor(starts[1:][list(drawn)].astype(np.int64) - 1),
         draws=tuple(chunk.draw for chunk in chunks if chunk.draw is not None),
         drawn=drawn,
     )
 
 
-def _positions(chunk: Chunk) -> NDArray[np.int64]:
-    return np.arange(chunk.first_position, chunk.context, dtype=np.int64)
-
-
-def _slots(chunk: Chunk, block_size: int) -> NDArray[np.int64]:
-    """Where each of the chunk's tokens lies in the pool: block * block_size + slot."""
-    positions = _positions(chunk)
-    blocks = np.array(chunk.blocks, np.int64)[positions // block_size]
-    return blocks * block_size + positions % block_size
-
-
 def _block_tables(chunks: tuple[Chunk, ...]) -> NDArray[np.int32]:
     """[chunks, longest table], each row padded with its own first block (see `RaggedBatch`)."""
-    width = max(len(chunk.blocks) for chunk in chunks)
-    tables = np.empty((len(chunks), width), np.int32)
-    for row, chunk in zip(tables, chunks, strict=True):
-        row[:] = chunk.blocks[0]
-        row[: len(chunk.blocks)] = chunk.blocks
+    lengths = np.array([len(chunk.blocks) for chunk in chunks])
+    blocks = np.fromiter(chain.from_iterable(chunk.blocks for chunk in chunks), np.int32, int(lengths.sum()))
+    tables = np.repeat(np.array([[chunk.blocks[0]] for chunk in chunks], np.int32), lengths.max(), axis=1)
+    tables[np.arange(tables.shape[1]) < lengths[:, None]] = blocks
     return tables
