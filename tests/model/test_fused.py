@@ -1,0 +1,92 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from workers.ops.fused import GELU_TANH, SILU, add_rms_norm, gated, rms_norm, rotate
+from workers.ops.native.library import SWITCH
+
+ROWS, SIZES = st.integers(0, 40), st.integers(1, 70)
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=ROWS, size=SIZES, weighted=st.booleans())
+def test_rms_norm_equals_torch(rows: int, size: int, weighted: bool) -> None:
+    x, weight = numbers(rows, size, seed=rows), numbers(size, seed=size) if weighted else None
+    wanted = F.rms_norm(x.double(), (size,), None if weight is None else weight.double(), 1e-5).float()
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), wanted, rtol=2e-6, atol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=ROWS, size=SIZES)
+def test_adding_before_the_norm_gives_both(rows: int, size: int) -> None:
+    x, delta = numbers(2, rows, size, seed=rows)
+    weight = numbers(size, seed=size)
+    total, y = add_rms_norm(x, delta, weight, 1e-6)
+    assert torch.equal(total, x + delta)
+    assert torch.equal(y, rms_norm(total, weight, 1e-6))
+
+
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH])
+def test_gates_equal_double_precision_over_their_whole_range(activation: str) -> None:
+    gate = torch.cat([torch.linspace(-110, 110, 20001), torch.linspace(-1, 1, 20001), torch.tensor([0.0, -0.0])])
+    up = numbers(len(gate), seed=0)
+    exact = F.silu(gate.double()) if activation == SILU else F.gelu(gate.double(), approximate="tanh")
+    y = gated(torch.cat([gate, up])[None], activation)[0]
+    torch.testing.assert_close(y, (exact * up).float(), rtol=3e-6, atol=2e-7)
+
+
+@settings(max_examples=30, deadline=None)
+@given(tokens=ROWS, heads=st.integers(1, 5), half=st.integers(1, 9), rest=st.integers(0, 5))
+def test_a_turn_reads_a_slice_and_leaves_what_has_no_angle(tokens: int, heads: int, half: int, rest: int) -> None:
+    wide = numbers(tokens, heads + 2, 2 * half + rest, seed=tokens)
+    cos, sin = numbers(2, tokens, 1, half, seed=half)
+    x = wide[:, :heads]
+    y = rotate(x, cos, sin)
+    low, high = x[..., :half], x[..., half : 2 * half]
+    torch.testing.assert_close(y[..., :half], low * cos - high * sin)
+    torch.testing.assert_close(y[..., half : 2 * half], high * cos + low * sin)
+    assert torch.equal(y[..., 2 * half :], x[..., 2 * half :])
+    assert y.is_contiguous()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_row(bad: float) -> None:
+    x = numbers(9, 34, seed=0)
+    weight = torch.ones(34)
+    calls = [lambda x: rms_norm(x, weight, 1e-5), lambda x: add_rms_norm(x, x, weight, 1e-5)[1]]
+    calls += [lambda x, kind=kind: gated(x, kind) for kind in (SILU, GELU_TANH)]
+    clean = [call(x) for call in calls]
+    x[4, 3] = bad
+    for before, after in zip(clean, [call(x) for call in calls], strict=True):
+        assert torch.equal(before[[0, 1, 2, 3, 5, 6, 7, 8]], after[[0, 1, 2, 3, 5, 6, 7, 8]])
+        if bad != -torch.inf or before.shape[1] == 34:  # a gate of minus infinity is shut
+            assert not after[4].isfinite().all()
+
+
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
+    if os.environ.get(SWITCH) == "0":
+        pytest.skip("torch promises nothing")
+    x = numbers(300, 2 * 577, seed=0)
+    weight = numbers(2 * 577, seed=1)
+    for call in (lambda x: rms_norm(x, weight, 1e-5), lambda x: gated(x, SILU), lambda x: gated(x, GELU_TANH)):
+        assert torch.equal(call(x), torch.cat([call(row) for row in torch.split(x, 1)]))
+
+
+def test_all_holds_without_native_kernels() -> None:
+    """This very file again, in a process that may not compile."""
+    if os.environ.get(SWITCH) == "0":
+        pytest.skip("is the other process")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env={**os.environ, SWITCH: "0"}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -1,0 +1,94 @@
+"""What stands between a layer's matrix products, each in one pass over its rows.
+
+Native in float32 on a CPU, a few microseconds a call instead of torch's tens; elsewhere torch computes the same to
+rounding. A row's bits depend on no other row.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.ops.native.library import Float, Pointer, Size, function, library, pointer
+
+SILU, GELU_TANH = "silu", "gelu_tanh"
+_GATES = {SILU: 0, GELU_TANH: 1}
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x [..., size] over the root of its mean square, times weight [size] (None: 1). Answers a dense tensor."""
+    if not _native(x, weight):
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    x = x.contiguous()
+    y, size = torch.empty_like(x), x.shape[-1]
+    _kernel("rms_norm")(
+        pointer(x), size, pointer(weight) if weight is not None else None, pointer(y), x.numel() // size, size, eps,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, its norm) for x and delta [rows, size]."""
+    if not _native(x, delta, weight):
+        total = x + delta
+        return total, F.rms_norm(total, (x.shape[-1],), weight, eps)
+    x, delta = x.contiguous(), delta.contiguous()
+    total, y = torch.empty_like(x), torch.empty_like(x)
+    _kernel("add_rms_norm")(
+        pointer(x), pointer(delta), pointer(weight), pointer(total), pointer(y), *x.shape, eps, torch.get_num_threads()
+    )
+    return total, y
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up [rows, size] for gate_up [rows, 2 * size] with gate in front; `SILU` or `GELU_TANH`."""
+    if not _native(gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (F.silu(gate) if activation == SILU else F.gelu(gate, approximate="tanh")) * up
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty(rows, size)
+    gate_up = gate_up.contiguous()
+    _kernel("gated")(pointer(gate_up), pointer(y), rows, size, _GATES[activation], torch.get_num_threads())
+    return y
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + half]) of x [tokens, heads, head_dim] by its token's angle; features beyond stay.
+
+    cos and sin are [tokens, 1, half]. x may be a slice of a wider tensor; the answer is dense.
+    """
+    half = cos.shape[-1]
+    if not _native(x, cos, sin) or x.stride(2) != 1:
+        low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1)
+    tokens, heads, head_dim = x.shape
+    y = torch.empty(tokens, heads, head_dim)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    _kernel("rotate")(
+        pointer(x), x.stride(0), x.stride(1), pointer(cos), pointer(sin), pointer(y), tokens, heads, head_dim, half,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def _native(*tensors: Tensor | None) -> bool:
+    plain = all(each is None or (each.dtype == torch.float32 and each.device.type == "cpu") for each in tensors)
+    return plain and library() is not None
+
+
+_ARGUMENTS: dict[str, Sequence[type]] = {
+    "rms_norm": [Pointer, Size, Pointer, Pointer, Size, Size, Float, Size],
+    "add_rms_norm": [Pointer] * 5 + [Size, Size, Float, Size],
+    "gated": [Pointer] * 2 + [Size] * 4,
+    "rotate": [Pointer, Size, Size] + [Pointer] * 3 + [Size] * 5,
+}
+
+
+@functools.cache
+def _kernel(name: str) -> Callable[..., None]:
+    kernel = function(f"diptych_{name}", _ARGUMENTS[name])
+    assert kernel is not None
+    return kernel
