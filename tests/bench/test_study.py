@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -126,11 +127,13 @@ def test_a_seed_gives_the_same_lengths_at_every_rate() -> None:
 
 
 def at(who: Contender, mix: str, load: float | None = 0.7) -> Figures:
-    requests = asked(mix, 60, 0, None if load is None else rate(CAPACITY[mix], load))
+    requests = asked(mix, 60, 0, None if load is None else rate_at(mix, load))
     return figures([virtual_run(MEASURED.cost, who.config(MEASURED.cost), requests, who.told)])
 
 
-CAPACITY = {mix: capacity(MEASURED.cost, mix) for mix in ("short/short", "long/short", "mixed")}
+@cache
+def rate_at(mix: str, load: float) -> float:
+    return rate(capacity(MEASURED.cost, mix), load)
 
 
 def test_the_budget_bounds_the_gap_and_prompts_pay_for_it() -> None:
@@ -185,7 +188,7 @@ def test_committed_cells_follow_from_the_committed_measurements() -> None:
         Cell("prefill-first", "long/short", 0.7),
         Cell("orca, told 512", "short/short", None),
     ):
-        outcome = compute(MEASURED.cost, cell, cell.load and rate(CAPACITY[cell.mix], cell.load))
+        outcome = compute(MEASURED.cost, cell, cell.load and rate_at(cell.mix, cell.load))
         assert page.csv_row(cell, outcome) in lines, AGAIN
     assert len(lines) == 1 + len(list(cells()))
 

@@ -1,7 +1,7 @@
 """The command line of the batching study: measure what is wanted, compute the grid, write page, table and pictures."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,10 +13,11 @@ from cluster.bench.study import page, pictures, real, record, steps
 from cluster.bench.study.cells import grid
 from cluster.bench.study.fit import fit
 from cluster.bench.study.record import Measured
-from workers.engine.executor import Executor
+from workers.costs import CostModel
 
 MODEL = "smollm2-135m"
 PARTS = ("steps", "naive", "real")
+NOTHING = Measured("", "", "", real.THREADS, CostModel(), ())
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
@@ -45,15 +46,18 @@ def _tell(line: str) -> None:
     click.echo(line, err=True)
 
 
-async def _measure(parts: tuple[str, ...], tell: Callable[[str], None]) -> Measured:
-    """What is not among the parts stays as it was recorded; steps anew make all else void."""
+async def _measure(parts: Collection[str], tell: Callable[[str], None]) -> Measured:
+    """What is not among the parts stays as it was recorded."""
     from workers.executor.solo import open_solo
     from workers.model.store import resolve
 
     folder = await asyncio.to_thread(resolve, MODEL)
     executor = await open_solo(real.worker_config(MODEL), folder, "study")
     try:
-        measured = record.load() if "steps" not in parts else await _fitted(executor, tell)
+        measured = NOTHING if set(PARTS) == set(parts) else record.load()
+        if "steps" in parts:
+            points = await steps.measure(executor, tell)
+            measured = replace(_machine(measured), points=points, cost=fit(points))
         if "naive" in parts:
             measured = replace(measured, naive=await real.measure_naive(executor, tell))
         if "real" in parts:
@@ -63,18 +67,14 @@ async def _measure(parts: tuple[str, ...], tell: Callable[[str], None]) -> Measu
         await executor.close()
 
 
-async def _fitted(executor: Executor, tell: Callable[[str], None]) -> Measured:
-    points = await steps.measure(executor, tell)
+def _machine(measured: Measured) -> Measured:
+    """With today's date, this machine and these versions."""
     versions = machine.versions()
-    return Measured(
+    return replace(
+        measured,
         date=datetime.now(UTC).date().isoformat(),
         machine=f"{len(machine.allowed_cores())} cores of {machine.cpu_name()}, {machine.system_name()}",
         versions=", ".join(f"{name} {versions[name]}" for name in ("python", "diptych", "torch", "numpy")),
-        threads=real.THREADS,
-        cost=fit(points),
-        points=points,
-        naive=(),
-        real=(),
     )
 
 

@@ -67,18 +67,8 @@ def markdown(measured: Measured, grid: Grid) -> str:
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
     environment.filters["pct"] = _percent
     held_out = [point for point in measured.points if point.held_out]
-    told = {
-        name: getattr(module, name)
-        for module, names in (
-            (cells, ("BUDGET", "COUNT", "KV_BLOCKS", "LOADS", "MAX_RUNNING", "PROMISED_BATCH", "SEEDS")),
-            (real, ("ARRIVALS_S", "NAIVE_ANSWER", "NAIVE_PROMPT", "NAIVE_ROUNDS")),
-            (workload, ("LONGEST_ANSWER", "MIXES")),
-        )
-        for name in names
-    }
     text = environment.from_string(TEMPLATE.read_text()).render(
-        **told,
-        **{"LOAD": LOAD, "QUEUED": QUEUED, "ORCA_TOLD": ORCA_TOLD.name},
+        **{"cells": cells, "real": real, "workload": workload, "LOAD": LOAD, "QUEUED": QUEUED},
         **{"s": _seconds, "ms": _milliseconds, "pct": _percent, "rate": _rate},
         measured=measured,
         at=at,
@@ -94,7 +84,7 @@ def markdown(measured: Measured, grid: Grid) -> str:
         num_held_out=len(held_out),
         errors=errors_table(measured, held_out),
         farthest=_farthest(measured, held_out),
-        real=real_table(measured),
+        real_cells=real_table(measured),
     )
     return _filled(text)
 
