@@ -32,6 +32,8 @@ SAME_NAME = (
     "total_blocks",
     "steps",
     "preemptions",
+    "swaps",
+    "swapped_blocks",
     "expired_leases",
 )
 

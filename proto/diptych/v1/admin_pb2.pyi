@@ -89,7 +89,7 @@ class Worker(_message.Message):
     def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memory_bytes: _Optional[int] = ..., detail: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., audit: _Optional[str] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases")
+    __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases", "swaps", "swapped_blocks")
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,8 @@ class WorkerStats(_message.Message):
     STEP_TIME_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    SWAPS_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     queued_tokens: int
     waiting: int
     running: int
@@ -116,7 +118,9 @@ class WorkerStats(_message.Message):
     step_time: _duration_pb2.Duration
     preemptions: int
     expired_leases: int
-    def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ...) -> None: ...
+    swaps: int
+    swapped_blocks: int
+    def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ..., swaps: _Optional[int] = ..., swapped_blocks: _Optional[int] = ...) -> None: ...
 
 class Link(_message.Message):
     __slots__ = ("reader", "owner", "transport", "path", "latency", "bytes_per_second", "skipped")
