@@ -15,8 +15,8 @@ class CostModel:
 
     A step costs `step_s` whatever it holds. A prompt token adds `prefill_token_s` (weights) and `prefill_pair_s` for
     every earlier token that it attends to. A decode adds `decode_row_s`, and `decode_context_s` for every token of its
-    context. A transfer costs `transfer_latency_s` and `transfer_byte_s` for each byte; so does a swap to host memory, or
-    back, with `swap_byte_s`.
+    context. A transfer costs `transfer_latency_s` and `transfer_byte_s` for each byte; a swap to host memory, or back,
+    `swap_byte_s` for each byte.
     """
 
     step_s: float = 0.048

@@ -52,6 +52,8 @@ def step(engine: Engine, now_s: float = 0.0, device: "Device | None" = None) -> 
         if device is not None:
             device.execute(plan)
         engine.commit(plan, result(plan), now_s)
+        if device is not None:
+            device.check_leases(engine)
     engine.check()
     return plan, engine.drain()
 
@@ -95,6 +97,14 @@ class Device:
             self._write(chunk, written)
         for chunk in plan.chunks:
             self._attend(chunk)
+
+    def check_leases(self, engine: Engine) -> None:
+        """What a reader would find behind each watermark is the prompt."""
+        for lease in engine.leases:
+            tokens = self._tokens[lease.key][: lease.num_tokens][: len(lease.digests) * self._size]
+            for position, token in enumerate(tokens):
+                found = self._slots.get((lease.blocks[position // self._size], position % self._size))
+                assert found == token, f"the reader of {lease.key} finds {found} instead of {token} at {position}"
 
     def fill(self, blocks: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         """What a transfer brings."""

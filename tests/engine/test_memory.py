@@ -144,6 +144,19 @@ def test_held_siblings_are_leased_apart_but_share_blocks() -> None:
     assert subject.stats().leases == 2
 
 
+def test_a_held_prompt_is_computed_where_its_reader_looks() -> None:
+    """Chunks that end inside a block go on in that very block, although the lease holds it too."""
+    subject, device = engine(max_batch_tokens=9), Device()
+    subject.add(device.know(request("a", tuple(range(1, 24)))), 0.0, hold=True)
+    copies, told = 0, []
+    while (made := step(subject, 0.0, device))[0] is not None:
+        copies += len(made[0].copies)
+        told += made[1]
+    assert copies == 0
+    lease = next(each for each in told if isinstance(each, Lease))
+    assert subject.leases.progress("a/0", lease.epoch, 0, 0.0).ready_blocks == 6
+
+
 def test_the_reservation_of_a_sibling_waits_until_the_shared_kv_has_come() -> None:
     subject = engine()
     first, second = (request(f"r#{index}", PROMPT, group="r") for index in range(2))
@@ -249,6 +262,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.device.execute(self.in_flight)
             self.engine.commit(self.in_flight, result(self.in_flight), self.now_s)
             self.in_flight = None
+            self.device.check_leases(self.engine)
         self.told += self.engine.drain()
 
     @precondition(lambda self: self.alive)

@@ -14,8 +14,8 @@ from workers.config import EngineConfig
 from workers.ops.linear import BLOCK_FORMATS, WEIGHT_FORMATS, linear_from_blocks, make_linear
 from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, KINDS, dequantise, quantise
 from workers.ops.linear.dense import PANEL_ROWS
-from workers.ops.linear.memory import HugePages
 from workers.ops.linear.quantised import rounded_rows
+from workers.ops.memory import HugePages
 from workers.ops.native.library import SWITCH
 
 SIZES = st.integers(1, 150)

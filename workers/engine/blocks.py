@@ -137,9 +137,9 @@ class BlockPool:
             if self._cached.pop(block, None) is not None:
                 heapq.heappush(self._clean, block)
 
-    def is_shared(self, block: int) -> bool:
-        """Whether somebody else holds this block too, so that its owner must not write into it."""
-        return self._references[block] > 1
+    def is_shared(self, block: int, owners: int = 1) -> bool:
+        """Whether more than these owners hold the block, so that none of them may write into it."""
+        return self._references[block] > owners
 
     def is_named(self, block: int) -> bool:
         return block in self._names

@@ -195,6 +195,7 @@ class Engine:
         for sequence in draft.admitted:
             if sequence.hold:
                 self._told.append(self.leases.hold(sequence, now_s))
+                sequence.leased = True
         chunks, digests = [], []
         for each in draft.slices:
             chunks.append(self._chunk(each, now_s))

@@ -197,7 +197,8 @@ class Scheduler:
         """A block of its own under the next token: a new one, or a copy of one that others hold too."""
         index = sequence.num_computed // self._pool.block_size
         grows = index == len(sequence.blocks)
-        if not grows and not self._pool.is_shared(sequence.blocks[index]):
+        # The reader of a lease stays behind the watermark: its own prompt may be written on.
+        if not grows and not self._pool.is_shared(sequence.blocks[index], owners=1 + sequence.leased):
             return True
         if not self._make_room(sequence, draft):
             return False

@@ -31,6 +31,7 @@ class Sequence:
     request: Request
     arrival_s: float
     hold: bool = False  # stop after the first token and keep the KV for a reader
+    leased: bool = False  # a lease holds its blocks too
     max_length: int = 0
     state: State = State.WAITING
     tokens: list[int] = field(default_factory=list)

@@ -14,6 +14,7 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.transport import Region
 from workers.engine.step import StepPlan
 from workers.errors import ModelError
+from workers.ops.memory import PAGES
 
 # Left for activations, the interpreter's own growth and the rest of the machine.
 _SPARE = 0.1
@@ -66,7 +67,10 @@ def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device, host_
             f"the {max(0, spare_bytes) / 2**30:.1f} GiB of host memory left; lower it or engine.kv_blocks"
         )
     dtype: torch.dtype = getattr(torch, layout.dtype)
-    blocks = torch.zeros((num_blocks, *layout.shape), dtype=dtype, device=device)
+    if device.type == "cpu":
+        blocks = PAGES.empty(num_blocks * layout.block_bytes).view(dtype).view(num_blocks, *layout.shape)
+    else:
+        blocks = torch.zeros((num_blocks, *layout.shape), dtype=dtype, device=device)
     name = "cpu" if device.type == "cpu" else f"cuda:{blocks.device.index}"
     host = torch.zeros((host_blocks, *layout.shape), dtype=dtype, pin_memory=device.type == "cuda" and host_blocks > 0)
     return KVPool(blocks, Region(layout, num_blocks, blocks.data_ptr(), blocks, name), host)

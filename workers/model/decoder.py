@@ -15,14 +15,14 @@ heads, Ainslie et al. (2023); norms after each half and caps, Gemma Team, Gemma 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.description import ModelConfig, RopeConfig
 from workers.model.feed_forward import Experts, FeedForward
-from workers.model.rope import angles, frequencies, rotate
+from workers.model.rope import angles, frequencies
 from workers.ops.attention import Attention
 from workers.ops.batch import RaggedBatch
+from workers.ops.fused import add_rms_norm, rms_norm, rotate
 from workers.ops.linear import LinearMethod
 
 Turns = dict[RopeConfig, tuple[Tensor, Tensor]]
@@ -88,13 +88,20 @@ class Decoder:
         turns = {
             rope: angles(positions, steps, rope.magnitude, self.dtype) for rope, steps in self._frequencies.items()
         }
+        next_norms = [
+            *(layer.attention_norm for layer in self.layers[1:]),
+            self.final_norm,
+        ]  # what the next layer, or the head, begins with
+        normed = rms_norm(x, self.layers[0].attention_norm, self.config.rms_eps)
         for index, layer in enumerate(self.layers):
-            attended = self._attend(index, self._norm(x, layer.attention_norm), turns, batch, pool)
+            attended = self._attend(index, normed, turns, batch, pool)
             if index == len(self.layers) - 1:  # all KV is written: only the wanted rows go on
                 x, attended = x[rows], attended[rows]
-            x = x + self._norm(layer.output(attended), layer.attention_post_norm)
-            x = x + self._norm(layer.feed_forward(self._norm(x, layer.ffn_norm)), layer.ffn_post_norm)
-        return self._norm(x, self.final_norm)
+            change = self._norm(layer.output(attended), layer.attention_post_norm)
+            x, normed = add_rms_norm(x, change, layer.ffn_norm, self.config.rms_eps)
+            change = self._norm(layer.feed_forward(normed), layer.ffn_post_norm)
+            x, normed = add_rms_norm(x, change, next_norms[index], self.config.rms_eps)
+        return normed
 
     def _embed(self, tokens: Tensor) -> Tensor:
         x = self.embedding[tokens]
@@ -110,7 +117,7 @@ class Decoder:
         qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         qk, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
-            qk = F.rms_norm(qk, (head_dim,), None, config.rms_eps) * layer.qk_norm
+            qk = rms_norm(qk, None, config.rms_eps) * layer.qk_norm
         if here.rope is not None:
             qk = rotate(qk, *turns[here.rope])
         query, key = qk[:, :heads], qk[:, heads:]
@@ -122,7 +129,7 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """x where the model has no such norm."""
-        return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_eps)
+        return x if weight is None else rms_norm(x, weight, self.config.rms_eps)
 
 
 def _cap(x: Tensor, softcap: float) -> Tensor:

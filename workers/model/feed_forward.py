@@ -4,40 +4,13 @@ Knows the mathematics; knows no layer and no names. Source: Shazeer, GLU variant
 (2021), with several experts a token as in Jiang et al., Mixtral (2024).
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model.description import GELU_TANH, SILU
+from workers.ops.fused import gated
 from workers.ops.linear import LinearMethod
-
-Activation = Callable[[Tensor], Tensor]
-
-
-def activation(name: str, deterministic: bool) -> Activation:
-    """The function of that name; `deterministic`: a number's answer does not depend on where it stands in the tensor.
-
-    On a CPU torch's own silu, gelu and sigmoid compute a tensor's last few numbers, which do not fill a vector
-    register, in another way than the rest. exp and tanh do not, so what is made of them does not either, at 2-3 times
-    the cost.
-    """
-    plain: dict[str, Activation] = {SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh")}
-    composed: dict[str, Activation] = {SILU: _silu, GELU_TANH: _gelu_tanh}
-    return (composed if deterministic else plain)[name]
-
-
-def _silu(x: Tensor) -> Tensor:
-    return x / (-x).exp_().add_(1.0)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    inner = (x * x * x).mul_(0.044715).add_(x).mul_(math.sqrt(2 / math.pi))
-    return inner.tanh_().add_(1.0).mul_(x).mul_(0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +19,10 @@ class FeedForward:
 
     gate_up: LinearMethod  # [2 * ffn, hidden]
     down: LinearMethod  # [hidden, ffn]
-    activation: Activation
+    activation: str  # one that `gated` knows
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # [tokens, ffn] each
-        return self.down(self.activation(gate) * up)
+        return self.down(gated(self.gate_up(x), self.activation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +33,8 @@ class SharedExpert:
     gate: LinearMethod  # [1, hidden]
 
     def __call__(self, x: Tensor) -> Tensor:
+        # Not torch.sigmoid: on a CPU it computes a tensor's last numbers, short of a vector, in another way than the
+        # rest, and a row's bits would depend on the rows beside it.
         return self.feed_forward(x) / (-self.gate(x)).exp_().add_(1.0)
 
 

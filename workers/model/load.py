@@ -13,7 +13,7 @@ from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.decoder import Decoder, Layer
 from workers.model.description import LayerConfig, ModelConfig
-from workers.model.feed_forward import Experts, FeedForward, SharedExpert, activation
+from workers.model.feed_forward import Experts, FeedForward, SharedExpert
 from workers.model.folder import ModelFolder, check_tensors
 from workers.model.weights import Weights, fuse
 from workers.ops.attention import SDPA, Attention
@@ -53,7 +53,6 @@ class _Assembly:
         self._weights = weights
         self._weight_format = weight_format
         self._make = partial(make_linear, deterministic=deterministic)
-        self._activation = activation(config.activation, deterministic)
 
     def decoder(self, attention: Attention) -> Decoder:
         config, names = self._config, self._config.names
@@ -93,7 +92,7 @@ class _Assembly:
         return FeedForward(
             gate_up=self._linear(prefix, names.gate_up, bias),
             down=self._linear(prefix, (names.down,), bias),
-            activation=self._activation,
+            activation=self._config.activation,
         )
 
     def _experts(self, prefix: str) -> Experts:
@@ -116,7 +115,7 @@ class _Assembly:
         return FeedForward(
             gate_up=self._linear(prefix, names.expert_gate_up, bias=False),
             down=self._linear(prefix, (names.expert_down,), bias=False),
-            activation=self._activation,
+            activation=self._config.activation,
         )
 
     def _norm(self, prefix: str, name: str) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies, their angles at given positions, and the turn itself.
+"""Rotary position embedding: the frequencies, their angles at given positions.
 
 Source: Su et al., RoFormer (2021); linear: Chen et al. (2023); yarn: Peng et al., YaRN (2023); divisors: Ding et al.,
 LongRoPE (2024); the "llama3" stretch as published with Llama 3.1.
@@ -35,13 +35,6 @@ def angles(positions: Tensor, frequencies: Tensor, magnitude: float, dtype: torc
     """Cosines and sines [tokens, 1, rotary_dim / 2] for positions [tokens]."""
     turned = positions[:, None, None].float() * frequencies  # half-precision positions would be off by whole turns
     return (turned.cos() * magnitude).to(dtype), (turned.sin() * magnitude).to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + rotary_dim / 2]) of x [tokens, heads, head_dim]; features beyond rotary_dim stay."""
-    half = cos.shape[-1]
-    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1)
 
 
 def _blend(keep: Tensor, plain: Tensor, factor: float) -> Tensor:

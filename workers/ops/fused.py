@@ -13,7 +13,7 @@ from torch import Tensor
 
 from workers.ops.native.library import Float, Pointer, Size, function, library, pointer
 
-SILU, GELU_TANH = "silu", "gelu_tanh"
+SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"  # by the names that checkpoints use
 _GATES = {SILU: 0, GELU_TANH: 1}
 
 

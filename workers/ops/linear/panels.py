@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from workers.ops.linear.memory import PAGES
+from workers.ops.memory import PAGES
 from workers.ops.native.library import Pointer, Size, function, pointer
 
 _OUT_MULTIPLE = 64  # divides by every CPU's panel width
