@@ -143,6 +143,16 @@ async def test_bad_devices_and_dtypes_are_named(tiny: ModelFolder) -> None:
             await open_solo(config(**change), tiny, "w-1", SharedMemory())
 
 
+async def test_bfloat16_without_hardware_for_it_is_warned_about(
+    tiny: ModelFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for has_it in (True, False):
+        monkeypatch.setattr("workers.executor.solo.multiplies_bfloat16", lambda has_it=has_it: has_it)
+        executor = await open_solo(config(weights="bfloat16"), tiny, "w-1", SharedMemory())
+        await executor.close()
+        assert ("this CPU has no instructions for it" in caplog.text) != has_it
+
+
 async def test_one_rank_refuses_to_be_two(tiny: ModelFolder) -> None:
     two = WorkerConfig("w", "pool", "tiny", parallel=ParallelConfig(tensor=2))
     with pytest.raises(ValueError, match="gang executor"):

@@ -3,6 +3,7 @@
 Composes folder, model, pool and transports, and adapts the rank to the `Executor` port. Knows no schedule.
 """
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -18,13 +19,15 @@ from workers.engine.step import Chunk, Draw, StepPlan, StepResult
 from workers.errors import ModelError
 from workers.executor.kv_pool import KVPool, allocate_pool
 from workers.executor.rank import Rank
-from workers.executor.threads import ComputeThread
+from workers.executor.threads import ComputeThread, multiplies_bfloat16
 from workers.model.config import DTYPES, ModelConfig, read_model_config
 from workers.model.decoder import Decoder
 from workers.model.folder import ModelFolder, content_id, count_parameters
 from workers.model.load import load_decoder
 from workers.ops.attention import best_attention
 from workers.request import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 80  # enough rows for the linears of large batches
 
@@ -133,6 +136,12 @@ def _load(config: WorkerConfig, folder: ModelFolder, device: torch.device) -> tu
     if config.engine.dtype not in DTYPES:
         raise ModelError(f"engine.dtype {config.engine.dtype!r} is not one of {', '.join(DTYPES)}")
     dtype: torch.dtype = getattr(torch, config.engine.dtype)
+    if config.engine.weights == "bfloat16" and not multiplies_bfloat16():
+        logger.warning(
+            "%s: engine.weights is bfloat16, but this CPU has no instructions for it (AVX512_BF16 or AMX); weights are "
+            "widened to float32 as they are read, which is no faster once many tokens share a step",
+            config.name,
+        )
     shape = read_model_config(folder.path)
     model = load_decoder(
         folder,
