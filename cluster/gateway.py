@@ -15,23 +15,21 @@ ClusterError (`cluster.events`)
 """
 
 import asyncio
-import hashlib
 import secrets
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
-from cluster.events import Accepted, AnswerEnd, ClusterError, Completed, Delta, Event, Rejected, Unservable
+from cluster.answers import Answer, give_out, one_end, siblings
+from cluster.events import ClusterError, Rejected, Unservable
+from cluster.outbox import Outbox
 from cluster.serving import GatewayContext
 from cluster.spec import Role
-from cluster.text import GenerationInput, TextDelta, TextEvent, TextStream, Tokenizer
+from cluster.text import GenerationInput, TextEvent, TextStream, Tokenizer
 from cluster.view import ClusterView
 from workers.errors import InvalidRequest
-from workers.request import SLO, FinishReason, Request, SamplingParams, TokenLogprobs
-
-Logprobs = tuple[TokenLogprobs, ...]
+from workers.request import SLO, Request, SamplingParams
 
 THREAD_ABOVE_BYTES = 4096  # about a millisecond of tokenising; longer prompts must not hold up the others' tokens
 LONGEST_STOP = 1024  # characters; looking for a held-back beginning costs the square of it
@@ -200,7 +198,7 @@ class Gateway:
                 room = min(room, longest - num_prompt)
         return room
 
-    async def _pump(self, request: Request, outbox: "Outbox", arrived_ns: int, deadline_s: float | None) -> None:
+    async def _pump(self, request: Request, outbox: Outbox, arrived_ns: int, deadline_s: float | None) -> None:
         """Move events from the dispatcher to the outbox, as fast as they come; the door fetches at its own pace.
 
         The first answer that fails, or an end from outside, ends them all.
@@ -209,17 +207,17 @@ class Gateway:
         sampling = request.sampling
         ranked = sampling.num_answers > sampling.n
         answers = [
-            _Answer(index, each, request.id, self._text_stream(each.sampling, index), Outbox() if ranked else outbox)
+            Answer(index, each, request.id, self._text_stream(each.sampling, index), Outbox() if ranked else outbox)
             for index, each in enumerate(siblings(request))
         ]
         try:
-            async with asyncio.TaskGroup() as together:
+            async with asyncio.TaskGroup() as group:
                 for answer in answers:
-                    together.create_task(self._follow(answer, arrived_ns, left_s))
-            best = sorted(answers, key=_Answer.by_rank)[: sampling.n] if ranked else answers
+                    group.create_task(self._follow(answer, arrived_ns, left_s))
+            best = sorted(answers, key=Answer.by_rank)[: sampling.n] if ranked else answers
             if ranked:
-                _give_out(best, answers[0].prompt_logprobs, sampling, outbox)
-            outbox.put(_together(answers, best, ranked))
+                give_out(best, answers[0].prompt_logprobs, sampling, outbox)
+            outbox.put(one_end(answers, best, ranked))
             outbox.end()
         except ExceptionGroup as errors:  # the outbox raises it in the door's task
             outbox.fail(errors.exceptions[0])
@@ -228,128 +226,13 @@ class Gateway:
         detokenizer = self._tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens)
         return TextStream(detokenizer, sampling, index)
 
-    async def _follow(self, answer: "_Answer", arrived_ns: int, deadline_s: float | None) -> None:
+    async def _follow(self, answer: Answer, arrived_ns: int, deadline_s: float | None) -> None:
         running = self._context.dispatcher.generate(answer.request, deadline_s=deadline_s, arrived_ns=arrived_ns)
         async with aclosing(running) as events:
             async for event in events:
                 answer.take(event)
                 if answer.stopped:
                     self._context.dispatcher.finish(answer.request.id)
-
-
-def siblings(request: Request) -> tuple[Request, ...]:
-    """The requests of one answer each that make this one; a request for one answer is its own.
-
-    Answer 0 has the request's own seed, so it is what a request for one answer gives.
-    """
-    sampling = request.sampling
-    assert sampling.seed is not None, "the gateway has resolved the seed"
-    if sampling.num_answers == 1:
-        return (request,)
-    alone = replace(sampling, n=1, best_of=None)
-    if sampling.num_answers > sampling.n and sampling.logprobs is None:
-        alone = replace(alone, logprobs=0)  # to rank by
-    return tuple(
-        replace(
-            request,
-            id=f"{request.id}#{index}",
-            group=request.id,
-            sampling=replace(
-                alone,
-                seed=answer_seed(sampling.seed, index),
-                prompt_logprobs=None if index else sampling.prompt_logprobs,  # they are the same for all
-            ),
-        )
-        for index in range(sampling.num_answers)
-    )
-
-
-def answer_seed(seed: int, index: int) -> int:
-    """The seed of answer `index` to a request with this seed: a request for one answer with it gives the same."""
-    if index == 0:
-        return seed
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
-
-
-class _Answer:
-    """One answer: its request, and what became of it. Owned by the request's pump."""
-
-    def __init__(self, index: int, request: Request, shown_id: str, text: TextStream, outbox: "Outbox") -> None:
-        self.request = request
-        self.outbox = outbox
-        self.end: Completed | None = None
-        self.prompt_logprobs: Logprobs = ()
-        self._index = index
-        self._shown_id = shown_id
-        self._text = text
-        self._logprob = 0.0
-
-    @property
-    def stopped(self) -> bool:
-        return self._text.stopped
-
-    @property
-    def mean_logprob(self) -> float:
-        return self._logprob / max(1, self._text.num_tokens)
-
-    def by_rank(self) -> tuple[float, int]:
-        """Sorts the likeliest answer first; of equal ones, the first."""
-        return -self.mean_logprob, self._index
-
-    def take(self, event: Event) -> None:
-        match event:
-            case Accepted():
-                self.outbox.put(replace(event, request_id=self._shown_id, index=self._index))
-            case Delta():
-                delta = self._text.push(event)
-                if delta is not None:
-                    self._logprob += sum(each.chosen for each in delta.logprobs)
-                    self.prompt_logprobs += delta.prompt_logprobs
-                    self.outbox.put(delta)
-            case Completed():
-                rest = self._text.flush()
-                if rest is not None:
-                    self.outbox.put(rest)
-                if self.stopped:  # the last tokens may have been on their way when `finish` was called
-                    event = replace(event, finish=FinishReason.STOP, completion_tokens=self._text.num_tokens)
-                self.end = event
-
-
-def _give_out(best: Sequence[_Answer], prompt_logprobs: Logprobs, sampling: SamplingParams, outbox: "Outbox") -> None:
-    """What the best answers held back, under their rank."""
-    if prompt_logprobs:
-        outbox.put(TextDelta("", (), 0, prompt_logprobs=prompt_logprobs))
-    for rank, answer in enumerate(best):
-        for event in answer.outbox.clear():
-            if isinstance(event, TextDelta):
-                shown = event.logprobs if sampling.logprobs is not None else ()
-                event = replace(event, index=rank, logprobs=shown, prompt_logprobs=())
-            elif isinstance(event, Accepted):
-                event = replace(event, index=rank)
-            outbox.put(event)
-
-
-def _together(made: Sequence[_Answer], best: Sequence[_Answer], ranked: bool) -> Completed:
-    """The end of the request, from the ends of all its answers."""
-    ends = [answer.end for answer in made if answer.end is not None]
-    assert len(ends) == len(made), "every answer of a request that did not fail has an end"
-    if len(made) == 1:
-        return ends[0]
-    answers = tuple(
-        AnswerEnd(each.finish, each.completion_tokens, each.attempts, each.ledger, mean)
-        for each, mean in ((answer.end, answer.mean_logprob if ranked else None) for answer in best)
-        if each is not None
-    )
-    return Completed(
-        finish=answers[0].finish,
-        prompt_tokens=ends[0].prompt_tokens,
-        completion_tokens=sum(each.completion_tokens for each in ends),
-        cached_tokens=min(each.cached_tokens for each in ends),
-        attempts=max(each.attempts for each in ends),
-        ledger=max((each.ledger for each in ends), key=lambda ledger: ledger.total_ns),
-        transfers=tuple(report for each in ends for report in each.transfers),
-        answers=answers,
-    )
 
 
 class _Running:
@@ -371,65 +254,6 @@ class _Running:
         if self.pump is not None:
             self.pump.cancel()
             await asyncio.wait([self.pump])
-
-
-class Outbox:
-    """Events between a request's pump and its door. `put` never waits; the door's lag shows as longer deltas.
-
-    Bounded by the request itself: at most max_tokens tokens with their text, and one Accepted for each attempt.
-    Owned by the request's `Gateway.generate`.
-    """
-
-    def __init__(self) -> None:
-        self._events: deque[TextEvent] = deque()
-        self._over: Exception | bool = False
-        self._wake = asyncio.Event()
-
-    def put(self, event: TextEvent) -> None:
-        self._events.append(event)
-        self._wake.set()
-
-    def end(self) -> None:
-        """Nothing more will come."""
-        self._over = self._over or True
-        self._wake.set()
-
-    def fail(self, error: Exception) -> None:
-        """`take` raises this once it has given out what came before. The first error counts."""
-        if self._over is False:
-            self._over = error
-        self._wake.set()
-
-    async def take(self) -> TextEvent | None:
-        """The next event, deltas joined; None at the end."""
-        while not self._events:
-            if isinstance(self._over, Exception):
-                raise self._over
-            if self._over:
-                return None
-            self._wake.clear()
-            await self._wake.wait()
-        event = self._events.popleft()
-        if not isinstance(event, TextDelta) or not (self._events and isinstance(self._events[0], TextDelta)):
-            return event
-        return self._joined(event)
-
-    def _joined(self, first: TextDelta) -> TextDelta:
-        """`first` with the deltas of its answer among those that follow it, up to the next event of another kind."""
-        mine: list[TextDelta] = [first]
-        others: list[TextDelta] = []
-        while self._events and isinstance(self._events[0], TextDelta):
-            delta = self._events.popleft()
-            assert isinstance(delta, TextDelta)
-            (mine if delta.index == first.index else others).append(delta)
-        self._events.extendleft(reversed(others))
-        return TextDelta.join(mine)
-
-    def clear(self) -> list[TextEvent]:
-        """All that is in it, as it came."""
-        events = list(self._events)
-        self._events.clear()
-        return events
 
 
 def servable(view: ClusterView) -> bool:

@@ -30,7 +30,7 @@ LAYERS = [
     ["cluster.attempt"],
     ["cluster.dispatcher", "cluster.controller"],
     ["cluster.serving"],
-    ["cluster.text", "cluster.gateway"],
+    ["cluster.text", "cluster.outbox", "cluster.answers", "cluster.gateway"],
     ["cluster.api", "cluster.sim", "cluster.bench"],
     ["cluster.cli"],
 ]

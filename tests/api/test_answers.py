@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from cluster.answers import answer_seed
 from cluster.api import services
 from cluster.api.client import DiptychClient
 from cluster.api.errors import DiptychError
 from cluster.events import Accepted, AttemptsSpent, Completed
-from cluster.gateway import answer_seed
 from cluster.text import TextDelta
 from tests.api.conftest import OpenClient
 from tests.api.fake import REPORT, FakeDispatcher

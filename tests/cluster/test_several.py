@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from local import Cluster, cluster, mixed_spec, split_spec
 
+from cluster.answers import answer_seed
 from cluster.events import Completed
-from cluster.gateway import Gateway, RequestCancelled, answer_seed
+from cluster.gateway import Gateway, RequestCancelled
 from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec
 from cluster.text import TextDelta, TextEvent, TokenPrompt
