@@ -24,7 +24,7 @@ _CHOICES = {
     "batching": BATCHING,
     "prompt_order": ("fcfs", "sjf", "ljf"),
     "preemption": ("auto", "swap", "recompute"),
-    "weights": ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k"),  # `ops.linear.WEIGHT_FORMATS`
+    "weights": ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k", "gguf"),  # `model.load.FORMATS`
 }
 
 

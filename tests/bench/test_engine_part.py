@@ -145,11 +145,11 @@ def test_a_step_besides_the_model_is_all_but_the_forward_pass() -> None:
 
 
 def test_every_format_of_weights_that_a_worker_takes_is_measured_and_has_a_limit() -> None:
-    from workers.ops.linear import WEIGHT_FORMATS
+    from workers.model.load import FORMATS
 
     found = list(ours(2))
     taken = {value for each in found for name, value in each.program.order.options if name == "weights"}
-    assert taken == set(WEIGHT_FORMATS) - {"float32"}
+    assert taken == set(FORMATS) - {"float32"}
     assert {each.weights for each in found} <= BITS.keys()
 
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -15,6 +17,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.model.tiny_gguf import add_tokenizer, interleave
+from workers.ops.linear.blocks import BLOCK_COLUMNS, KINDS, quantise
 
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
@@ -32,8 +35,13 @@ ARCHITECTURES = {
 Numbers = NDArray[np.float32]
 
 
-def write_family_gguf(folder: Path, path: Path, kind: gguf.GGMLQuantizationType | None = None) -> Path:
-    """The folder's model as the file `path`; matrices in the format `kind` where their rows allow it."""
+def write_family_gguf(
+    folder: Path, path: Path, weight_format: str = "", others: Mapping[str, str] = MappingProxyType({})
+) -> Path:
+    """The folder's model as the file `path`; matrices in blocks of `weight_format` where their rows allow it.
+
+    `others`: formats of single parts, by their GGUF names. The empty format is float32.
+    """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
@@ -46,8 +54,10 @@ def write_family_gguf(folder: Path, path: Path, kind: gguf.GGMLQuantizationType 
         ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert ours is not None, name
         numbers = _changed(name, numbers, config, architecture)
-        if kind is not None and numbers.ndim > 1 and numbers.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
-            writer.add_tensor(ours, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+        kind = others.get(ours.split(".")[-2], weight_format)
+        if kind and numbers.ndim > 1 and numbers.shape[-1] % BLOCK_COLUMNS[kind] == 0:
+            blocks = quantise(torch.from_numpy(numbers).flatten(0, -2), kind).unflatten(0, numbers.shape[:-1])
+            writer.add_tensor(ours, blocks.numpy(), raw_dtype=KINDS[kind])
         else:
             writer.add_tensor(ours, numbers)
     for name, factors in _rope_factors(folder, config["rope_parameters"]).items():

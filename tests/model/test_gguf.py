@@ -62,7 +62,7 @@ def test_a_family_survives_the_way_through_gguf(tmp_path: Path, name: str) -> No
 @pytest.mark.usefixtures("no_tokenizer")
 def test_experts_are_taken_out_of_a_quantised_stack(tmp_path: Path) -> None:
     hub = write_family(tmp_path / "hub", "mixtral")
-    source = write_family_gguf(hub, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
+    source = write_family_gguf(hub, tmp_path / "m.gguf", "q8_0")
     found = load_file(converted(source, tmp_path / "converted").path / "model.safetensors")
     for name, numbers in load_file(hub / "model.safetensors").items():
         assert (found[name] - numbers).abs().max() <= numbers.abs().max() / 127, name

@@ -29,7 +29,7 @@ def convert_gguf(source: Path, target: Path, progress: Progress) -> None:
     lacks.
     """
     progress(f"reading {source.name}", 0, None)
-    reader = _open(source)
+    reader = open_gguf(source)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     shapes = {name: tuple(int(axis) for axis in reversed(tensor.shape)) for name, tensor in tensors.items()}
     metadata = Metadata(source, _pairs(reader), shapes)
@@ -48,7 +48,8 @@ def convert_gguf(source: Path, target: Path, progress: Progress) -> None:
     _write_tokenizer(source, target)
 
 
-def _open(source: Path) -> gguf.GGUFReader:
+def open_gguf(source: Path) -> gguf.GGUFReader:
+    """The mapped file, its header read: seconds for a large vocabulary. Raises `ModelError`."""
     try:
         return gguf.GGUFReader(source)
     except FileNotFoundError:

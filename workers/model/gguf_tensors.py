@@ -7,6 +7,7 @@ offset added, experts stacked. Numbers are dequantised to float32, tensor by ten
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -33,9 +34,13 @@ class Source:
     heads: int
     offset: float  # that was added
 
+    def stored(self) -> NDArray[Any]:
+        """As it lies in the file."""
+        data: NDArray[Any] = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
+        return data
+
     def numbers(self) -> NDArray[np.float32]:
-        data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
-        numbers = gguf.quants.dequantize(data, self.tensor.tensor_type)
+        numbers = gguf.quants.dequantize(self.stored(), self.tensor.tensor_type)
         numbers = np.ascontiguousarray(numbers, dtype=np.float32).reshape(self.shape)
         if not self.heads:
             return numbers - np.float32(self.offset) if self.offset else numbers

@@ -15,9 +15,12 @@ from workers.model.decoder import Decoder, Layer
 from workers.model.description import LayerConfig, ModelConfig
 from workers.model.feed_forward import Experts, FeedForward, SharedExpert
 from workers.model.folder import ModelFolder, check_tensors
+from workers.model.gguf_blocks import GGUFBlocks
 from workers.model.weights import Weights, fuse
 from workers.ops.attention import SDPA, Attention
-from workers.ops.linear import WEIGHT_FORMATS, LinearMethod, make_linear
+from workers.ops.linear import WEIGHT_FORMATS, LinearMethod, linear_from_blocks, make_linear
+
+FORMATS = (*WEIGHT_FORMATS, "gguf")
 
 
 def load_decoder(
@@ -30,40 +33,52 @@ def load_decoder(
 ) -> Decoder:
     """The folder's model, ready to compute on `device` in `dtype` (float32 on a CPU whatever is asked).
 
-    `weight_format` is that of the linear layers; embeddings, norms and routers stay in `dtype`. `deterministic`: a
-    row's bits do not depend on the rows beside it, provided that `attention` is batch invariant too. Raises
-    `ModelError` when a tensor is missing, has the wrong shape, is not known, or holds NaN or infinity.
+    `weight_format` is that of the linear layers; embeddings, norms and routers stay in `dtype`. "gguf": the blocks of
+    the file that the folder was converted from, float32 where they are in a format that has no kernel.
+    `deterministic`: a row's bits do not depend on the rows beside it, provided that `attention` is batch invariant
+    too. Raises `ModelError` when a tensor is missing, has the wrong shape, is not known, or holds NaN or infinity.
     """
-    if weight_format not in WEIGHT_FORMATS:
-        raise ModelError(f"weight format {weight_format!r} is not supported; supported: {', '.join(WEIGHT_FORMATS)}")
+    if weight_format not in FORMATS:
+        raise ModelError(f"weight format {weight_format!r} is not supported; supported: {', '.join(FORMATS)}")
     if weight_format != "float32" and device.type != "cpu":
         raise ModelError(f"weight format {weight_format!r} needs a CPU; on {device} take float32 and set the dtype")
     config = read_model_config(folder.path)
     check_tensors(folder.path, config)
     dtype = torch.float32 if device.type == "cpu" else dtype
     weights = Weights(folder.path, device, dtype)
-    return _Assembly(config, weights, weight_format, deterministic).decoder(attention)
+    blocks = GGUFBlocks(folder.path) if weight_format == "gguf" else None
+    return _Assembly(config, weights, blocks, weight_format, deterministic).decoder(attention)
 
 
 class _Assembly:
     """One decoder in the making."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, weight_format: str, deterministic: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        blocks: GGUFBlocks | None,
+        weight_format: str,
+        deterministic: bool,
+    ) -> None:
         self._config = config
         self._weights = weights
-        self._weight_format = weight_format
+        self._blocks = blocks
+        self._weight_format = "float32" if blocks else weight_format  # of what is not in blocks
         self._make = partial(make_linear, deterministic=deterministic)
 
     def decoder(self, attention: Attention) -> Decoder:
         config, names = self._config, self._config.names
         embedding = self._weights.take(f"{names.root}.embed_tokens.weight")
-        head = embedding if config.tie_embeddings else self._weights.take(f"{names.head}.weight")
+        head_name = f"{names.root}.embed_tokens.weight" if config.tie_embeddings else f"{names.head}.weight"
+        head = embedding if config.tie_embeddings else self._weights.take(head_name)
         layers = tuple(self._layer(f"{names.root}.layers.{index}", layer) for index, layer in enumerate(config.layers))
         final_norm = self._norm(names.root, "norm")
         assert final_norm is not None
         # As GGUF files have it: logits are read off too few columns to be rounded to four bits.
         weight_format = "q8_0" if self._weight_format in ("q4_0", "q4_1", "q4_k") else self._weight_format
-        return Decoder(config, embedding, layers, final_norm, self._make(head, None, weight_format), attention)
+        method = self._method([head_name], head, None, weight_format)
+        return Decoder(config, embedding, layers, final_norm, method, attention)
 
     def _layer(self, prefix: str, layer: LayerConfig) -> Layer:
         config, names = self._config, self._config.names
@@ -126,6 +141,15 @@ class _Assembly:
         return weight + self._config.norm_offset if self._config.norm_offset else weight
 
     def _linear(self, prefix: str, parts: tuple[str, ...], bias: bool) -> LinearMethod:
-        weight = fuse([self._weights.take(f"{prefix}.{part}.weight") for part in parts])
+        names = [f"{prefix}.{part}.weight" for part in parts]
+        weight = fuse([self._weights.take(name) for name in names])
         offset = fuse([self._weights.take(f"{prefix}.{part}.bias") for part in parts]) if bias else None
-        return self._make(weight, offset, self._weight_format)
+        return self._method(names, weight, offset, self._weight_format)
+
+    def _method(self, names: list[str], weight: Tensor, bias: Tensor | None, weight_format: str) -> LinearMethod:
+        """What multiplies by `weight`, which is the tensors `names`: by their blocks if those are wanted and fit."""
+        found = self._blocks.take(names, weight) if self._blocks else None
+        if found is None:
+            return self._make(weight, bias, weight_format)
+        kind, blocks = found
+        return linear_from_blocks(blocks, weight.shape[1], bias, kind)

@@ -12,6 +12,7 @@ Two processes that want the same model meet at a file lock; what is half done ne
 
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -28,6 +29,9 @@ from workers.model.config import ModelConfig, read_model_config
 from workers.model.fetch import PINNED, fetch_from_hub, fetch_pinned
 from workers.model.folder import ModelFolder, check_folder, content_id, count_parameters, read_header, weight_files
 from workers.model.gguf_file import CONVERTER_VERSION, Progress, convert_gguf
+from workers.model.gguf_origin import find_origin, moved, read_origin, write_origin
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +142,28 @@ def _pinned_gguf(name: str, progress: Progress) -> Path:
 
 def _converted(gguf: Path, sha256: str, progress: Progress) -> Path:
     target = _converted_folder(sha256)
-    if target.is_dir():
-        return target
-    with _locked(target):
-        if not target.is_dir():
-            with _unfinished(target) as scratch:
-                folder = scratch / "model"
-                folder.mkdir()
-                convert_gguf(gguf, folder, progress)
-                folder.rename(target)
+    if not target.is_dir():
+        with _locked(target):
+            if not target.is_dir():
+                with _unfinished(target) as scratch:
+                    folder = scratch / "model"
+                    folder.mkdir()
+                    convert_gguf(gguf, folder, progress)
+                    folder.rename(target)
+    _remember(gguf, sha256, target)
     return target
+
+
+def _remember(gguf: Path, sha256: str, folder: Path) -> None:
+    """Leave word in the converted folder of the file it came from, if that is still here. A cache may be read-only."""
+    origin, gguf = read_origin(folder), gguf.resolve()
+    if (origin is not None and origin.path == gguf) or not gguf.is_file() or _sha256(gguf) != sha256:
+        return
+    try:
+        with _unfinished(folder) as scratch:
+            write_origin(moved(origin, gguf) if origin else find_origin(gguf, sha256, folder), folder, scratch)
+    except OSError as error:
+        logger.debug("%s cannot keep a record of %s: %s", folder, gguf, error)
 
 
 def _converted_folder(sha256: str) -> Path:

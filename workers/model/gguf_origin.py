@@ -1,0 +1,68 @@
+"""Which GGUF file a converted folder came from, and where in it each of the folder's tensors lies, as it lies there.
+
+Knows the record, one JSON file beside config.json; knows no cache, no torch and no numbers.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from workers.model.config import read_model_config
+from workers.model.gguf_file import open_gguf
+from workers.model.gguf_tensors import plan
+
+_RECORD = "gguf.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor in the file, from byte `start` on. `heads`: how many have their rotary pairs interleaved."""
+
+    weight_format: str  # llama.cpp's, in small letters
+    start: int
+    num_bytes: int
+    heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    path: Path
+    sha256: str
+    num_bytes: int
+    tensors: Mapping[str, Stored]  # by the hub's names
+
+
+def find_origin(gguf: Path, sha256: str, folder: Path) -> Origin:
+    """What to write down of `gguf`, of which `folder` was made."""
+    reader = open_gguf(gguf)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    architecture = str(reader.fields["general.architecture"].contents())
+    sources = plan(gguf, architecture, tensors, read_model_config(folder))
+    stored = {}
+    for source in sources:
+        num_bytes = source.stored().nbytes
+        start = int(source.tensor.data_offset) + num_bytes * (source.expert or 0)
+        stored[source.name] = Stored(source.tensor.tensor_type.name.lower(), start, num_bytes, source.heads)
+    return Origin(gguf, sha256, gguf.stat().st_size, stored)
+
+
+def moved(origin: Origin, gguf: Path) -> Origin:
+    return replace(origin, path=gguf)
+
+
+def write_origin(origin: Origin, folder: Path, scratch: Path) -> None:
+    """Atomically, by way of the folder `scratch` on the same file system."""
+    record = scratch / _RECORD
+    record.write_text(json.dumps(asdict(origin), default=str))
+    record.replace(folder / _RECORD)
+
+
+def read_origin(folder: Path) -> Origin | None:
+    """None: nobody wrote one that can be read. The folder came from elsewhere, or its file was gone already."""
+    try:
+        fields = json.loads((folder / _RECORD).read_text())
+        tensors = {name: Stored(**stored) for name, stored in fields["tensors"].items()}
+        return Origin(Path(fields["path"]), fields["sha256"], fields["num_bytes"], tensors)
+    except (OSError, KeyError, TypeError, ValueError, AttributeError):
+        return None
