@@ -106,6 +106,16 @@ async def test_decode_goes_on_elsewhere_after_a_pull(tiny: ModelFolder) -> None:
     await reader.close()
 
 
+async def test_workers_whose_weights_differ_in_format_do_not_exchange_kv(tiny: ModelFolder) -> None:
+    shared = SharedMemory()
+    owner = await open_tiny(tiny, "owner", shared)
+    reader = await open_solo(config("reader", weights="int8"), tiny, "reader-1", shared)
+    with pytest.raises(TransferError, match="is not ours"):
+        await reader.connect(peer(owner, "owner-1"))
+    await owner.close()
+    await reader.close()
+
+
 async def test_a_failed_pull_leaves_zeros(tiny: ModelFolder) -> None:
     shared = SharedMemory()
     owner, reader = await open_tiny(tiny, "owner", shared), await open_tiny(tiny, "reader", shared)

@@ -13,7 +13,7 @@ from kvtransfer.open import SharedMemory, open_transports
 from kvtransfer.probe import SCRATCH_BLOCK
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
-from workers.config import WorkerConfig
+from workers.config import EngineConfig, WorkerConfig
 from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan, StepResult
 from workers.errors import ModelError
@@ -107,17 +107,19 @@ def warm_up(block_size: int) -> tuple[StepPlan, StepPlan]:
     return StepPlan(0, (prompt,)), StepPlan(0, (decode,))
 
 
-def model_facts(
-    folder: ModelFolder, model: ModelConfig, block_size: int, kv_dtype: str, dtype_bytes: int
-) -> ModelFacts:
-    """What the worker must know of the folder's model when its KV is cut into such blocks."""
+def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig, dtype_bytes: int) -> ModelFacts:
+    """What the worker must know of the folder's model under this configuration.
+
+    Weights in another format make another model of it: its KV fits only to its like.
+    """
+    content = content_id(folder)
     layout = KVLayout(
-        model=content_id(folder),
+        model=content if engine.weights == "float32" else f"{content}-{engine.weights}",
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        block_size=block_size,
-        dtype=kv_dtype,
+        block_size=engine.block_size,
+        dtype=engine.dtype,
     )
     num_parameters = count_parameters(folder)
     return ModelFacts(
@@ -151,7 +153,7 @@ def _load(config: WorkerConfig, folder: ModelFolder, device: torch.device) -> tu
         weight_format=config.engine.weights,
         deterministic=config.engine.deterministic,
     )
-    facts = model_facts(folder, shape, config.engine.block_size, config.engine.dtype, model.dtype.itemsize)
+    facts = model_facts(folder, shape, config.engine, model.dtype.itemsize)
     return facts, model, allocate_pool(facts.layout, config.engine.kv_blocks, device, config.engine.swap_blocks)
 
 
