@@ -111,7 +111,7 @@ def test_logits_are_near_those_of_float32(cache: Path, tmp_path: Path, name: str
     folder = converted(tmp_path, name)
     exact = logits(decoder(folder, "float32"))
     errors = (logits(decoder(folder)) - exact).norm(dim=1) / exact.norm(dim=1)  # [tokens]
-    assert 0 < errors.median() < 0.03
+    assert errors.median() < 0.03
 
 
 def test_parts_in_different_formats_are_computed_in_float32(cache: Path, tmp_path: Path) -> None:
