@@ -1,5 +1,7 @@
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +14,14 @@ from torch import Tensor
 from workers.engine.counts import TokenCounts
 from workers.engine.sequence import Sequence
 from workers.engine.step import Draw
-from workers.executor.race import numbers_of, numbers_of_all, winner
+from workers.executor import race
+from workers.executor.race import Race, numbers_of, numbers_of_all, weigh, winner, winners
 from workers.executor.sampler import _floor, sample, score
+from workers.ops.native.library import library
 from workers.request import Request, SamplingParams
 
 VOCAB = 50
+native = pytest.mark.skipif(library() is None, reason="no native kernels here")
 
 
 def logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
@@ -40,6 +45,21 @@ def tokens_of(row: Tensor, count: int, **params) -> list[int]:
     return sample(row.expand(count, -1), [draw(position, **params) for position in range(count)])[0]
 
 
+def exact_winner(of: Race) -> int:
+    """By numpy, all tokens run to the end."""
+    weights = weigh(of.scores.copy(), of.temperature)
+    generator = np.random.Generator(np.random.Philox(key=np.array([of.seed, of.position], np.uint64)))
+    return int((weights / -np.log1p(-generator.random(len(weights)))).argmax())
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
 def test_greedy_takes_the_likeliest() -> None:
     rows = logits(5)
     assert sample(rows, [draw(temperature=0)] * 5)[0] == rows.argmax(-1).tolist()
@@ -56,6 +76,13 @@ def test_a_seeded_draw_is_repeatable_and_moves_with_seed_and_position() -> None:
 def test_the_largest_seed_works() -> None:
     numbers = numbers_of_all(2**64 - 1, 2**31, 100)
     assert numbers.shape == (100,) and (numbers > 0).all() and (numbers < 1).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**64 - 1), vocab=st.integers(1, 3000))
+def test_the_numbers_are_numpys_to_the_last_bit(seed: int, position: int, vocab: int) -> None:
+    generator = np.random.Generator(np.random.Philox(key=np.array([seed, position], np.uint64)))
+    assert numbers_of_all(seed, position, vocab).tolist() == generator.random(vocab).tolist()
 
 
 @settings(max_examples=50, deadline=None)
@@ -79,6 +106,69 @@ def test_the_winner_is_that_of_a_race_of_all(seed: int, sharpness: float) -> Non
     weights = np.exp(scores - scores.max()).astype(np.float32)
     numbers = numbers_of_all(seed, 1, 3000)
     assert winner(weights, numbers) == int((weights / -np.log1p(-numbers)).argmax())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    vocab=st.integers(1, 700) | st.just(20_000),
+    sharpness=st.sampled_from([0.0, 1.0, 5.0, 60.0]),
+    temperature=st.sampled_from([1e-9, 0.1, 0.8, 1.0, 3.0, 100.0]),
+    lost=st.sampled_from([0.0, 0.5, 0.99]),
+    threads=st.sampled_from([1, 2]),
+)
+def test_races_are_won_by_numpys_winner(
+    seed: int, vocab: int, sharpness: float, temperature: float, lost: float, threads: int
+) -> None:
+    random = np.random.default_rng(seed)
+    scores = (sharpness * random.standard_normal((5, vocab))).astype(np.float32)
+    scores[random.random(scores.shape) < lost] = -np.inf
+    races = [Race(row, temperature, seed + 2**63, position) for position, row in enumerate(scores)]
+    with on_threads(threads):
+        found = winners(races)
+    assert found == [exact_winner(each) for each in races]
+
+
+@native
+def test_the_kernel_names_clear_winners_and_leaves_photo_finishes() -> None:
+    """Two tokens far above all others, the second one's score moved to where both reach the same."""
+    clear, close = [], []
+    for position in range(400):
+        first, second = position % 97, 100 + position % 101
+        times = -np.log1p(-numbers_of_all(5, position, 300))
+        row = np.full(300, -30.0, np.float32)
+        row[first], row[second] = 0.0, np.log(times[second] / times[first])
+        close.append(Race(row, 1.0, 5, position))
+        row = row.copy()
+        row[second] += 1e-3 if position % 2 else -1e-3
+        clear.append(Race(row, 1.0, 5, position))
+    assert set(race._clear_winners(close)) == {race._OPEN}
+    assert race._clear_winners(clear) == [exact_winner(each) for each in clear]
+    decided = winners(close)
+    assert decided == [exact_winner(each) for each in close]
+    assert len({token >= 100 for token in decided}) == 2, "either may win"
+
+
+@native
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    temperature=st.sampled_from([0.7, 1.0]),
+    filters=st.sampled_from([{}, {"min_p": 1e-4}, {"top_p": 0.999}, {"top_k": 500}]),
+    penalty=st.sampled_from([1.0, 1.3]),
+)
+def test_draws_are_the_same_without_the_kernel(
+    seed: int, temperature: float, filters: dict[str, float], penalty: float
+) -> None:
+    rows = logits(3, seed, vocab=1001)
+    draws = [
+        draw(position, temperature=temperature, repetition_penalty=penalty, prompt=(1, 2, 3), **filters)
+        for position in range(3)
+    ]
+    tokens = sample(rows, draws)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(race, "_kernel", lambda *_: None)
+        assert sample(rows, draws)[0] == tokens
 
 
 def test_noise_in_the_logits_hardly_ever_moves_a_draw() -> None:

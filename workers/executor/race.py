@@ -1,14 +1,26 @@
 """The exponential race: one token out of weighted ones, by numbers that depend on (seed, position, token) alone.
 
-Each token has a number u of its own in (0, 1), and so an exponential time -log(1 - u); the largest weight / time wins
-(Gumbel-max). The numbers are those of numpy's Philox4x64 generator keyed by (seed, position). It is counter-based:
-word t of its stream can be had alone, so a few tokens cost a few numbers, and the same ones.
+A token weighs e^((score - largest score) / temperature). Each has a number u of its own in (0, 1), and so an
+exponential time -log(1 - u); the largest weight / time wins (Gumbel-max). The numbers are those of numpy's Philox4x64
+generator keyed by (seed, position). It is counter-based: word t of its stream can be had alone, so a few tokens cost a
+few numbers, and the same ones.
+
+A native kernel names the clear winners among all tokens of a vocabulary. Photo finishes, and everything where there is
+no kernel, numpy decides: the token is the same.
 
 Sources: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011); Maddison et al., A* sampling (2014).
 """
 
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from workers.ops.native.library import Pointer, Size, function
 
 _MULTIPLIERS = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
 _WEYL = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
@@ -17,12 +29,49 @@ _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 _LEAST = 2.0**-54  # stands for 0, so that no time is 0
 # log1p may round below its argument; a token this close to the best bound still runs.
 _SLACK = 1.0 - 1e-12
+# Below this the division leaves the range of float32; the likeliest token has all the mass long before.
+_MIN_TEMPERATURE = 1e-6
+_OPEN = -1  # in a token's place: nobody wins clearly
+_Word = ctypes.c_uint64
+
+Row = NDArray[np.float32]  # [vocab]
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """One between all tokens of a vocabulary."""
+
+    scores: Row
+    temperature: float
+    seed: int
+    position: int
+
+
+def winners(races: Sequence[Race]) -> list[int]:
+    """The token that wins each race; all of one vocabulary."""
+    return [
+        token if token != _OPEN else _winner_of_all(race)
+        for race, token in zip(races, _clear_winners(races), strict=True)
+    ]
+
+
+def weigh(scores: Row, temperature: float) -> Row:
+    """Scores become weights, the largest 1; in place."""
+    with np.errstate(invalid="ignore"):  # a row of nothing but -inf
+        scores -= scores.max()
+    if temperature != 1.0:
+        scores /= max(temperature, _MIN_TEMPERATURE)
+    return np.exp(scores, out=scores)
 
 
 def numbers_of_all(seed: int, position: int, vocab_size: int) -> NDArray[np.float64]:
     """The number [vocab] of every token."""
+    if kernel := _kernel("race_numbers", Pointer, _Word, _Word, Size):
+        numbers = np.empty(vocab_size)
+        kernel(numbers.ctypes.data, seed, position, vocab_size)
+        return numbers
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64)))
-    numbers: NDArray[np.float64] = generator.random(vocab_size)
+    numbers = generator.random(vocab_size)
     return np.maximum(numbers, _LEAST, out=numbers)
 
 
@@ -55,6 +104,34 @@ def winner(weights: NDArray[np.float32], numbers: NDArray[np.float64]) -> int:
     reached = weights[best] / -np.log1p(-numbers[best])
     runners = np.flatnonzero(bounds >= reached * _SLACK) if reached > 0 else np.array([best])
     return int(runners[(weights[runners] / -np.log1p(-numbers[runners])).argmax()])
+
+
+def _winner_of_all(race: Race) -> int:
+    weights = weigh(race.scores.copy(), race.temperature)
+    return winner(weights, numbers_of_all(race.seed, race.position, len(weights)))
+
+
+def _clear_winners(races: Sequence[Race]) -> list[int]:
+    """The token that wins each race by more than two libraries' exponentials differ, or `_OPEN`."""
+    kernel = _kernel("race", *[Pointer] * 6, *[Size] * 3)
+    if kernel is None or not races:
+        return [_OPEN] * len(races)
+    rows = [np.ascontiguousarray(race.scores) for race in races]
+    scores = np.array([row.ctypes.data for row in rows], np.uintp)
+    largest = np.array([row.max() for row in rows])
+    temperatures = np.array([max(race.temperature, _MIN_TEMPERATURE) for race in races], np.float32)
+    seeds = np.array([race.seed for race in races], np.uint64)
+    positions = np.array([race.position for race in races], np.uint64)
+    found = np.empty(len(races), np.int64)
+    arrays = (scores, largest, temperatures, seeds, positions, found)
+    kernel(*[array.ctypes.data for array in arrays], len(races), len(rows[0]), torch.get_num_threads())
+    tokens: list[int] = found.tolist()
+    return tokens
+
+
+@functools.cache
+def _kernel(name: str, *arguments: type) -> Callable[..., None] | None:
+    return function(f"diptych_{name}", arguments)
 
 
 def _product(x: NDArray[np.uint64], y: np.uint64) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
