@@ -45,7 +45,7 @@ double number_of(uint64_t word) { return std::max(double(word >> 11) * 0x1p-53, 
 // The token that clearly wins, or -1.
 int64_t winner(const float* scores, int64_t size, float largest, float temperature, const Philox& philox) {
     if (!std::isfinite(largest)) return -1;
-    float slope = 1.44269504f / temperature, bar = CERTAIN;
+    float slope = 1.44269504f / temperature, lowest = -126.0f / slope, bar = CERTAIN;
     double best = 0.0, second = 0.0;
     int64_t token = -1;
     for (int64_t first = 0; first < size; first += GROUP) {
@@ -59,8 +59,8 @@ int64_t winner(const float* scores, int64_t size, float largest, float temperatu
         for (int i = 0; i < GROUP; i += 4) philox.words((first + i) / 4 + 1, words + i);
         int passing = 0;
         for (int i = 0; i < GROUP; i++) {
-            float power = (group[i] - largest) * slope;
-            int32_t bits = int32_t(((power < -126.0f ? -126.0f : power) + 127.0f) * 0x1p23f);  // 1 + f >= 2^f
+            float power = std::max(group[i] - largest, lowest) * slope;
+            int32_t bits = int32_t((power + 127.0f) * 0x1p23f);  // 1 + f >= 2^f
             float bound;
             std::memcpy(&bound, &bits, sizeof bound);
             bounds[i] = bound - float(int32_t(words[i] >> 33)) * (0x1p-31f * bar);
