@@ -28,7 +28,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What Ray must set aside for one worker. `custom` are Ray custom resources, such as {prefill: 1}."""
+    """What Ray must set aside for each rank of a worker. `custom` are Ray custom resources, such as {prefill: 1}."""
 
     cpu: float = 1
     gpu: float = 0
@@ -54,11 +54,6 @@ class PoolSpec:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
             raise ValueError(f"name {self.name!r} must be lower-case letters, digits and dashes, at most 42")
-        if self.parallel.world_size > 1:
-            raise ValueError(
-                f"parallel is {self.parallel.tensor} x {self.parallel.pipeline}: tensor and pipeline parallel workers "
-                "are not built yet; use replicas"
-            )
         if not 0 <= self.replicas <= 1024:
             raise ValueError(f"replicas is {self.replicas}; it must lie between 0 and 1024")
 

@@ -3,16 +3,29 @@
 from dataclasses import dataclass, field
 
 
+MAX_RANKS = 1024
+PLACEMENTS = ("pack", "strict_pack", "spread", "strict_spread")
+
+
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How many ranks share a layer (tensor) and how many stages share the layers (pipeline)."""
+    """How many ranks share a layer (tensor) and how many stages share the layers (pipeline).
+
+    Rank = stage * tensor + its place in the stage. `placement` is Ray's word for where the ranks go: "pack" on one node
+    if they fit and on few otherwise, "spread" over many; with "strict_", exactly one node, or a node for each rank.
+    """
 
     tensor: int = 1
     pipeline: int = 1
+    placement: str = "pack"
 
     def __post_init__(self) -> None:
         if self.tensor < 1 or self.pipeline < 1:
             raise ValueError(f"parallel: tensor {self.tensor} and pipeline {self.pipeline} must be at least 1")
+        if self.world_size > MAX_RANKS:
+            raise ValueError(f"parallel: {self.tensor} x {self.pipeline} are more than {MAX_RANKS} ranks")
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"parallel.placement {self.placement!r} is not one of {', '.join(PLACEMENTS)}")
 
     @property
     def world_size(self) -> int:
