@@ -57,6 +57,11 @@ class PoolSpec:
         if not 0 <= self.replicas <= 1024:
             raise ValueError(f"replicas is {self.replicas}; it must lie between 0 and 1024")
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute, in all replicas."""
+        return self.replicas * self.parallel.world_size
+
 
 @dataclass(frozen=True, slots=True)
 class GatewaySpec:

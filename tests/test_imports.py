@@ -39,9 +39,9 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 HEAVY = {
     "torch": (
         *("workers.ops", "workers.model", "workers.executor", "kvtransfer.backends"),
-        *("cluster.cli.doctor", "cluster.bench.engine.drivers"),
+        *("cluster.cli.doctor", "cluster.bench.engine.drivers", "cluster.bench.gang.ways"),
     ),
-    "ray": ("cluster.runtime.ray", "workers.executor.gang", "cluster.cli"),
+    "ray": ("cluster.runtime.ray", "cluster.runtime.ray_ranks", "cluster.bench.gang.ways", "cluster.cli"),
     "grpc": ("cluster.api",),
     "nixl_cu12": ("kvtransfer.backends",),
 }

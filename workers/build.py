@@ -8,6 +8,7 @@ from kvtransfer.open import SharedMemory
 from workers.config import WorkerConfig
 from workers.costs import CostModel
 from workers.engine.executor import Executor
+from workers.executor.order import RankLauncher, RankOrder
 from workers.worker import ExecutorFactory, Worker
 
 # The KV of SmolLM2-135M, so that a modelled worker moves as many bytes as the real one.
@@ -21,17 +22,28 @@ def build_worker(
     heartbeat_s: float = 0.25,
     shared: SharedMemory | None = None,
     cost: CostModel = ZERO_COST,
+    launcher: RankLauncher | None = None,
 ) -> Worker:
-    """A worker that is not started yet. `shared` joins workers of one process, `cost` is a modelled worker's speed."""
+    """A worker that is not started yet.
+
+    `shared` joins workers of one process, `cost` is a modelled worker's speed, `launcher` starts the other ranks of a
+    parallel worker: without one they are tasks of this process.
+    """
     if config.transfer.host == "auto":
         config = replace(config, transfer=replace(config.transfer, host="127.0.0.1"))
 
     async def open_torch(config: WorkerConfig, incarnation: str) -> Executor:
-        from workers.executor.solo import open_solo
         from workers.model.store import resolve
 
         folder = await asyncio.to_thread(resolve, config.model)
-        return await open_solo(config, folder, incarnation, shared)
+        if config.parallel.world_size == 1:
+            from workers.executor.solo import open_solo
+
+            return await open_solo(config, folder, incarnation, shared)
+        from workers.executor.gang import open_gang
+        from workers.executor.rank_server import RankTasks
+
+        return await open_gang(config, folder, incarnation, launcher or RankTasks(resolve), shared)
 
     async def open_modelled(config: WorkerConfig, incarnation: str) -> Executor:
         from workers.executor.modelled import modelled_facts
@@ -43,3 +55,11 @@ def build_worker(
 
     factories: dict[str, ExecutorFactory] = {"torch": open_torch, "modelled": open_modelled}
     return Worker(config, factories[config.executor], heartbeat_s=heartbeat_s)
+
+
+async def serve_rank(order: RankOrder) -> None:
+    """One rank of a parallel worker, until its leader has gone: what a launcher's process runs."""
+    from workers.executor.rank_server import serve_rank as serve_it
+    from workers.model.store import resolve
+
+    await serve_it(order, resolve)

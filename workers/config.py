@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-
 MAX_RANKS = 1024
 PLACEMENTS = ("pack", "strict_pack", "spread", "strict_spread")
 

@@ -16,9 +16,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone, WorkerHandle, WorkerOrder
+from cluster.runtime.ray_ranks import RayRanks, bundles, on_this_node, rank_options
 from cluster.spec import ClusterSpec
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.build import build_worker
@@ -56,10 +56,8 @@ class _WorkerActor:
     """The process of one worker. Ray builds it again after a death: a new worker, with a new incarnation."""
 
     def __init__(self, order: WorkerOrder) -> None:
-        config = order.config
-        if config.transfer.host == "auto":
-            config = replace(config, transfer=replace(config.transfer, host=ray.util.get_node_ip_address()))
-        self._worker = build_worker(config, heartbeat_s=order.heartbeat_s)
+        config = on_this_node(order.config)
+        self._worker = build_worker(config, heartbeat_s=order.heartbeat_s, launcher=RayRanks(order))
 
     async def incarnation(self) -> str:
         return self._worker.incarnation
@@ -171,19 +169,16 @@ class RayRuntime:
             "lifetime": "detached",
             "max_restarts": -1,
             "max_concurrency": 10_000,
-            "num_cpus": order.resources.cpu,
-            "num_gpus": order.resources.gpu,
-            "resources": order.resources.custom,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0),
+            **rank_options(order, group, 0),
         }
         actor = ray.remote(_WorkerActor).options(**options).remote(order)
         return RayWorker(name, actor, order.dead_after_s)
 
     async def _place(self, name: str, order: WorkerOrder) -> PlacementGroup:
-        resources = order.resources
-        bundle = {"CPU": resources.cpu, "GPU": resources.gpu, **resources.custom}
-        bundle = {kind: amount for kind, amount in bundle.items() if amount} or {"CPU": 0.001}
-        group: PlacementGroup = placement_group([bundle], strategy="PACK", name=name, lifetime="detached")
+        parallel, wanted = order.config.parallel, bundles(order)
+        group: PlacementGroup = placement_group(
+            wanted, strategy=parallel.placement.upper(), name=name, lifetime="detached"
+        )
         try:
             await asyncio.wait_for(_ready(group), PLACE_TIMEOUT_S)
         except asyncio.CancelledError:
@@ -192,10 +187,12 @@ class RayRuntime:
         except TimeoutError:
             remove_placement_group(group)
             there = _listed(ray.available_resources())
-            wanted = _listed(bundle)
+            needed = f"{{{_listed(wanted[0])}}}"
+            if len(wanted) > 1:
+                needed = f"{len(wanted)} ranks of {needed}, placed by {parallel.placement!r}"
             raise RuntimeUnavailable(
-                f"no node has room for {name}: it needs {{{wanted}}}, free in the whole cluster are {{{there}}}; "
-                "lower pools[].resources or add nodes"
+                f"no room for {name}: it needs {needed}; free in the whole cluster are {{{there}}} on "
+                f"{_num_nodes()} nodes; lower pools[].parallel or pools[].resources, or add nodes"
             ) from None
         return group
 
@@ -264,6 +261,10 @@ class RayRuntime:
             await asyncio.to_thread(ray.shutdown)
 
 
+def _num_nodes() -> int:
+    return sum(node["Alive"] for node in ray.nodes())
+
+
 def _listed(resources: dict[str, float]) -> str:
     return ", ".join(f"{kind}: {amount:g}" for kind, amount in sorted(resources.items()) if ":" not in kind)
 
@@ -320,7 +321,7 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
 
 def _cpus(spec: ClusterSpec) -> int:
     """As many as the pools ask for: on one machine they share what there is."""
-    wanted = sum(pool.resources.cpu * pool.replicas for pool in spec.pools)
+    wanted = sum(pool.resources.cpu * pool.num_ranks for pool in spec.pools)
     return max(os.cpu_count() or 1, int(-(-wanted // 1)))
 
 
@@ -328,5 +329,5 @@ def _custom_resources(spec: ClusterSpec) -> dict[str, float]:
     totals: dict[str, float] = {}
     for pool in spec.pools:
         for kind, amount in pool.resources.custom.items():
-            totals[kind] = totals.get(kind, 0.0) + amount * pool.replicas
+            totals[kind] = totals.get(kind, 0.0) + amount * pool.num_ranks
     return totals

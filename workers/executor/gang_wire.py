@@ -1,0 +1,137 @@
+"""The frames between the leader of a gang and its other ranks, over one connection each.
+
+    leader -> rank   Hello(nonce)
+    rank -> leader   Join(rank, nonce, proof)                    both prove that they know the cluster's secret
+    leader -> rank   Welcome(proof), then Open once all are there
+    rank -> leader   Opened(shard)   or   Failed
+    leader -> rank   Execute | Connect | Pull | Forget | Close   } many at once; plans are computed in the order
+    rank -> leader   Stepped | Connected | Pulled | Done | Failed   in which they were sent, the rest in any order
+    rank -> leader   Settled (no byte of that pull can land any more), Moved (its pool has a new address)
+    both             Alive, when there was nothing else to say
+
+Knows frames and errors by name; knows no rank and no plan.
+"""
+
+import msgspec
+
+import kvtransfer.errors
+import workers.errors
+from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
+from kvtransfer.transport import PullOrder, ReadStats
+from workers.engine.step import StepPlan
+from workers.executor.rank import RankStep
+
+FRAME_BYTES = 256 << 20  # digests of a long prompt, log probabilities of a whole one
+STRANGER_BYTES = 4096  # before the handshake
+BEAT_S = 1.0
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    nonce: bytes
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    rank: int
+    nonce: bytes
+    proof: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    proof: bytes
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    shard: ShardAddress
+
+
+class Execute(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    plan: StepPlan
+
+
+class Connect(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    peer: PeerAddress
+
+
+class Pull(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    order: PullOrder
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    incarnation: str
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    step: RankStep
+
+
+class Connected(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    report: LinkReport
+
+
+class Pulled(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    stats: ReadStats
+
+
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    shard: ShardAddress
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    kind: str  # the name of an error of ours, or of any other
+    reason: str
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+ToRank = Hello | Welcome | Open | Execute | Connect | Pull | Forget | Close | Alive
+ToLeader = Join | Opened | Stepped | Connected | Pulled | Settled | Moved | Done | Failed | Alive
+
+_KINDS: dict[str, type[Exception]] = {
+    name: kind
+    for module in (kvtransfer.errors, workers.errors)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, Exception)
+}
+
+
+def seat_name(incarnation: str, rank: int) -> str:
+    """What both sides of a handshake bind their proofs to."""
+    return f"{incarnation}/{rank}"
+
+
+def failed(number: int, error: BaseException) -> Failed:
+    return Failed(number, type(error).__name__, str(error))
+
+
+def error_of(frame: Failed) -> Exception:
+    """The error that a rank met: of the same class where it is one of ours with a message alone."""
+    kind = _KINDS.get(frame.kind)
+    if kind is None or kind.__init__ is not Exception.__init__:
+        return workers.errors.WorkerError(f"{frame.kind}: {frame.reason}")
+    return kind(frame.reason)
