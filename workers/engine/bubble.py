@@ -1,0 +1,35 @@
+"""The bubble of a pipeline: which share of its stages' time went by idle while there was something to compute.
+
+Pure: it is told the seconds, it reads no clock.
+
+Source of the name and the measure: Huang et al., GPipe (NeurIPS'19).
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+WINDOW = 256  # plans; recent enough to follow the load, long enough to smooth a prompt's fill and drain
+
+
+class BubbleMeter:
+    """Owned by an executor of `stages` stages. Plans are told in the order in which they ended."""
+
+    def __init__(self, stages: int, window: int = WINDOW) -> None:
+        self._stages = stages
+        self._plans: deque[tuple[float, float]] = deque(maxlen=window)  # (seconds covered, busy seconds of all stages)
+        self._covered_to_s = float("-inf")
+
+    def add(self, begin_s: float, end_s: float, busy_s: Iterable[float]) -> None:
+        """A plan was in flight from `begin_s` to `end_s`, and kept each stage busy for so long."""
+        covered_s = max(0.0, end_s - max(begin_s, self._covered_to_s))
+        self._covered_to_s = max(self._covered_to_s, end_s)
+        self._plans.append((covered_s, sum(busy_s)))
+
+    @property
+    def share(self) -> float:
+        """1 - busy stage seconds / (stages * seconds with a plan in flight), 0 to 1; 0.0 for one stage, or no plan."""
+        covered_s = sum(covered for covered, _ in self._plans)
+        if self._stages == 1 or covered_s <= 0.0:
+            return 0.0
+        busy_s = sum(busy for _, busy in self._plans)
+        return min(max(0.0, 1.0 - busy_s / (self._stages * covered_s)), 1.0)
