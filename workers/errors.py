@@ -6,6 +6,7 @@
     ├── Overloaded              no room now; try another worker or later (retry_after_s)
     ├── UnknownSequence         no such sequence here: finished, cancelled, or lost in a restart
     ├── LegFailed               a sequence ended without finishing; the prompt can be recomputed elsewhere
+    ├── RankLost                a process of a parallel worker died or does not answer: the whole worker is replaced
     └── WorkerClosed            the worker is shutting down
 
 All of them survive pickling: `args` are the constructor's arguments.
@@ -50,6 +51,10 @@ class UnknownSequence(WorkerError):
 
 class LegFailed(WorkerError):
     """This leg of a request failed in a way that another worker may well survive."""
+
+
+class RankLost(WorkerError):
+    """A rank of a gang died, is cut off, or did not come to a step in time."""
 
 
 class WorkerClosed(WorkerError):

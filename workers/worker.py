@@ -92,6 +92,7 @@ class Worker:
         self._pump = Pump(self.engine, self._executor, self._deliver, self._now_s)
         self._pumping = asyncio.ensure_future(self._pump.run())
         self._pumping.add_done_callback(self._pump_ended)
+        self._watching = asyncio.ensure_future(self._watch())
         return self._info()
 
     def _peer_now(self) -> PeerAddress:
@@ -123,10 +124,20 @@ class Worker:
 
     def _pump_ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure = f"the engine stopped: {type(error).__name__}: {error}"
-            logger.error("worker %s: %s", self.config.name, self._failure, exc_info=error)
-            for mailbox in self._mailboxes.values():
-                mailbox.pulse()
+            self._unfit(error)
+
+    async def _watch(self) -> None:
+        """A device may be lost while nothing is computed on it."""
+        self._unfit(await self._executor.failure())
+
+    def _unfit(self, error: BaseException) -> None:
+        """Refuse every call from now on, and tell those who poll: whoever keeps this worker replaces it."""
+        if self._failure is not None or self._closed:
+            return
+        self._failure = f"the engine stopped: {type(error).__name__}: {error}"
+        logger.error("worker %s: %s", self.config.name, self._failure, exc_info=error)
+        for mailbox in self._mailboxes.values():
+            mailbox.pulse()
 
     async def close(self) -> None:
         """End every sequence and fetch, then free the memory once no byte can land in it."""
@@ -142,6 +153,7 @@ class Worker:
             task.cancel()
         self._pump.stop()
         await asyncio.wait([self._pumping, *self._fetches.values()])
+        self._watching.cancel()
         if self._sweeper is not None:
             self._sweeper.cancel()
         for mailbox in self._mailboxes.values():

@@ -31,8 +31,13 @@ class Executor(Protocol):
     depth: int
     facts: ModelFacts
 
+    @property
+    def bubble_share(self) -> float:
+        """The stages' idle share of the time with a plan in flight, lately; 0.0 for one stage. See `bubble`."""
+        ...
+
     async def execute(self, plan: StepPlan) -> StepResult:
-        """Run one plan. Not cancellable: a step that began ends."""
+        """Run one plan, in the order of the calls. Not cancellable: a step that began ends."""
         ...
 
     def shards(self) -> tuple[ShardAddress, ...]:
@@ -49,6 +54,10 @@ class Executor(Protocol):
 
     async def forget(self, incarnation: str) -> None:
         """Drop a dead peer."""
+        ...
+
+    async def failure(self) -> Exception:
+        """Wait until nothing can be computed here any more, though nobody may be computing; answers why."""
         ...
 
     async def close(self) -> None:

@@ -87,6 +87,10 @@ class ModelledExecutor:
     async def forget(self, incarnation: str) -> None:
         await self._transports.forget(incarnation)
 
+    async def failure(self) -> Exception:
+        """Never: arithmetic does not fail."""
+        return await asyncio.get_running_loop().create_future()
+
     async def close(self) -> None:
         await self._transports.close()
 

@@ -3,6 +3,7 @@
 Composes folder, model, pool and transports, and adapts the rank to the `Executor` port. Knows no schedule.
 """
 
+import asyncio
 import logging
 from dataclasses import replace
 
@@ -36,6 +37,7 @@ class SoloExecutor:
     """`Executor` over one `Rank`. Close it, or its memory and sockets stay."""
 
     depth = 1
+    bubble_share = 0.0
 
     def __init__(self, facts: ModelFacts, rank: Rank) -> None:
         self.facts = facts
@@ -56,6 +58,10 @@ class SoloExecutor:
 
     async def forget(self, incarnation: str) -> None:
         await self._rank.forget(incarnation)
+
+    async def failure(self) -> Exception:
+        """Never: what fails here fails in `execute`."""
+        return await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
         await self._rank.close()
