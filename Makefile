@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-engine study proto clean chaos
+.PHONY: demo test check bench bench-engine study proto clean chaos fuzz
 
+# make fuzz ROUNDS=10: the property tests with new examples, over and over.
 # make chaos ROUNDS=10: kill workers under load, over and over, with other prompts each time.
 
 demo: $(READY)
@@ -37,6 +38,11 @@ study: $(VENV)/.bench
 
 chaos: $(READY)
 	@DIPTYCH_CHAOS_ROUNDS=$(or $(ROUNDS),10) $(BIN)/python -m pytest -q tests/ray/test_death.py
+
+fuzz: $(READY)
+	@for round in $$(seq $(or $(ROUNDS),3)); do \
+		HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q -m hypothesis || exit 1; \
+	done
 
 proto: $(READY)
 	@$(BIN)/python -m cluster.api.generate_stubs
