@@ -14,6 +14,7 @@ from cluster.bench import handoff, machine, overhead, peer, startup, transfer
 from cluster.bench.engine import chart, compare, step
 from cluster.bench.environments import PEERS, VLLM
 from cluster.bench.figures import Part, Report, report_json
+from cluster.bench.gang import delivery
 from cluster.bench.hosted import refuse_foreign_ray
 from cluster.bench.screen import markdown, show, summary
 
@@ -37,11 +38,13 @@ PARTS = {
     "peer": Measurement(peer.measure, peer.ROUNDS),
     "engine": Measurement(compare.measure, compare.ROUNDS),
     "step": Measurement(step.measure, step.ROUNDS),
+    "gang-delivery": Measurement(delivery.measure, delivery.ROUNDS),
 }
+GROUPS = {"all": tuple(PARTS), "gang": tuple(name for name in PARTS if name.startswith("gang-"))}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.argument("parts", nargs=-1, type=click.Choice(["all", *PARTS, "peer-install"]))
+@click.argument("parts", nargs=-1, type=click.Choice([*GROUPS, *PARTS, "peer-install"]))
 @click.option("--rounds", type=click.IntRange(1, 100), help="Interleaved rounds; each part has its own number.")
 @click.option("--quick", is_flag=True, help="Few and short rounds: to see that it works, not to quote.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here.")
@@ -82,7 +85,8 @@ def main(
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is ended
-    wanted = [name for name in PARTS if name in parts or "all" in parts or not parts]
+    named = {name for part in parts or ("all",) for name in GROUPS.get(part, (part,))}
+    wanted = [name for name in PARTS if name in named]
     console = Console(highlight=False, width=None if os.isatty(1) else 200)
     report = _begun(rounds, quick)
     for name in wanted:
