@@ -14,9 +14,9 @@ from cluster.runtime.interface import Runtime, WorkerGone, WorkerHandle, WorkerO
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from cluster.view import ModelView, WorkerState
 from kvtransfer.errors import TransferError
-from kvtransfer.ticket import LinkReport
+from kvtransfer.ticket import LinkReport, ShardAddress
 from workers.config import WorkerConfig
-from workers.errors import WorkerError
+from workers.errors import ModelError, WorkerError
 from workers.stats import WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -137,10 +137,15 @@ class Controller:
     # ---- preflight ---------------------------------------------------------------------------------------------
 
     async def _introduce(self, new: Keeper) -> None:
-        """Let the new worker and every ready peer of the other phase move one block before traffic does."""
+        """Let the new worker and every ready peer of the other phase move one block before traffic does.
+
+        Raises `ModelError` for a worker that can never work with one that is here.
+        """
         async with self._introducing:  # one at a time, or two newcomers would both miss each other
             self._links = {pair: link for pair, link in self._links.items() if new.name not in pair}
             peers = [peer for peer in self._keepers if peer is not new and peer.introduced]
+            for peer in peers:
+                _refuse_misfit(new, peer)
             pairs = [(new, peer) for peer in peers] + [(peer, new) for peer in peers]
             await asyncio.gather(*(self._link(owner, reader) for owner, reader in pairs if _may_move(owner, reader)))
             new.introduced = True
@@ -166,6 +171,28 @@ class Controller:
             self._links[owner.name, reader.name] = replace(link, owner=owner.name, reader=reader.name)
         except (TransferError, WorkerGone, WorkerError, TimeoutError) as error:
             logger.error("no KV can move from %s to %s: %s", owner.name, reader.name, error or "preflight timed out")
+
+
+def _refuse_misfit(new: Keeper, peer: Keeper) -> None:
+    """Raise `ModelError` when two workers could not serve one request together."""
+    assert new.info is not None and peer.info is not None
+    ours, theirs = new.info, peer.info
+    if ours.tokenizer != theirs.tokenizer:
+        raise ModelError(
+            f"{new.name} on {ours.node} has tokenizer {ours.tokenizer}, {peer.name} on {theirs.node} has "
+            f"{theirs.tokenizer}: one token would mean two things; give all pools the same model folder"
+        )
+    kv, other = ours.peer.shards[0], theirs.peer.shards[0]
+    if (_may_move(new, peer) or _may_move(peer, new)) and kv.layout.fingerprint != other.layout.fingerprint:
+        raise ModelError(
+            f"the KV of {new.name} ({_kv_words(kv)}) is not that of {peer.name} ({_kv_words(other)}), and no request "
+            "could move between them: give both pools the same model and the same engine.weights"
+        )
+
+
+def _kv_words(shard: ShardAddress) -> str:
+    layout = shard.layout
+    return f"model {layout.model}, {layout.num_layers} layers, {layout.num_kv_heads} KV heads of {layout.head_dim}"
 
 
 def _may_move(owner: Keeper, reader: Keeper) -> bool:

@@ -43,7 +43,7 @@ def build_worker(
         from workers.executor.gang import open_gang
         from workers.executor.rank_server import RankTasks
 
-        return await open_gang(config, folder, incarnation, launcher or RankTasks(resolve), shared)
+        return await open_gang(config, folder, incarnation, launcher or RankTasks(resolve, shared), shared)
 
     async def open_modelled(config: WorkerConfig, incarnation: str) -> Executor:
         from workers.executor.modelled import modelled_facts

@@ -45,6 +45,7 @@ class WorkerInfo:
     capacity_tokens: int
     memory_bytes: int
     transports: tuple[str, ...]
+    tokenizer: str = ""  # its id
     notes: tuple[str, ...] = ()  # such as why a backend is not there
 
     @property

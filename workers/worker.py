@@ -84,6 +84,7 @@ class Worker:
             reserved=RESERVED_BLOCKS,
             digest=transfer.digest,
             block_bytes=facts.layout.block_bytes,
+            depth=self._executor.depth,
         )
         self._peers = Peers(self.config, self._executor)
         self._desk = LeaseDesk(self.engine.leases, self._changed)
@@ -115,6 +116,7 @@ class Worker:
             capacity_tokens=self.engine.max_length,
             memory_bytes=psutil.Process().memory_info().rss,
             transports=tuple(name for name, _ in peer.shards[0].transports),
+            tokenizer=facts.tokenizer,
         )
 
     async def info(self) -> WorkerInfo:

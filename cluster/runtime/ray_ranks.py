@@ -13,7 +13,6 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.runtime.interface import WorkerOrder
-from kvtransfer.open import SharedMemory
 from workers.build import serve_rank
 from workers.config import WorkerConfig
 from workers.executor.order import RankOrder
@@ -61,7 +60,7 @@ class RayRanks:
         self._order = order
         self._actors: list[Any] = []
 
-    def launch(self, orders: Sequence[RankOrder], shared: SharedMemory | None) -> Sequence[Awaitable[object]]:
+    def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
         group = ray.util.get_current_placement_group()
         assert group is not None, "a leader is always placed in a group"
         ends = []

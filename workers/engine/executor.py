@@ -23,6 +23,7 @@ class ModelFacts:
     layout: KVLayout  # of the whole model, unsharded
     num_parameters: int
     weight_bytes: int
+    tokenizer: str = ""  # its id; empty: it has none
 
 
 class Executor(Protocol):

@@ -249,7 +249,7 @@ class _Meeting:
         self._closing = False
         self._ends: list[asyncio.Future[object]] = []
 
-    async def gather(self, shared: SharedMemory | None) -> Seat:
+    async def gather(self) -> Seat:
         """Launch the other ranks and wait until all have called; answers our own seat. Raises `RankLost`."""
         host = self._config.transfer.host
         self._server = await asyncio.start_server(self._accept, host, 0)
@@ -257,7 +257,7 @@ class _Meeting:
         port = self._server.sockets[0].getsockname()[1]
         seats = [Seat(rank, host, self._store.port) for rank in range(self._config.parallel.world_size)]
         orders = [RankOrder(self._config, self._incarnation, seat, host, port) for seat in seats[1:]]
-        for order, ended in zip(orders, self._launcher.launch(orders, shared), strict=True):
+        for order, ended in zip(orders, self._launcher.launch(orders), strict=True):
             end = asyncio.ensure_future(ended)
             self._ends.append(end)
             end.add_done_callback(lambda end, rank=order.seat.rank: self._ended(rank, end))  # type: ignore[misc]
@@ -350,7 +350,7 @@ async def open_gang(
     meeting = _Meeting(config, incarnation, launcher)
     opening: asyncio.Future[tuple[ModelFacts, Rank]] | None = None
     try:
-        seat = await meeting.gather(shared)
+        seat = await meeting.gather()
         others = tuple(meeting.remotes[rank] for rank in sorted(meeting.remotes))
         opening = asyncio.ensure_future(open_rank(config, folder, incarnation, shared, seat))
         await _first_error([opening, *(_named(other.rank, other.open()) for other in others)])

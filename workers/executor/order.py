@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.open import SharedMemory
 from workers.config import WorkerConfig
 
 
@@ -34,7 +33,7 @@ class RankOrder:
 class RankLauncher(Protocol):
     """Whatever runs `rank_server.serve_rank` somewhere: one call of `launch` for each gang."""
 
-    def launch(self, orders: Sequence[RankOrder], shared: SharedMemory | None) -> Sequence[Awaitable[object]]:
+    def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
         """Start the ranks; each awaitable ends when its rank has ended, whatever ended it."""
         ...
 

@@ -148,12 +148,13 @@ class _Service:
 class RankTasks:
     """`RankLauncher` in this process: every rank a task of this loop with a compute thread of its own."""
 
-    def __init__(self, find: Callable[[str], ModelFolder]) -> None:
+    def __init__(self, find: Callable[[str], ModelFolder], shared: SharedMemory | None = None) -> None:
         self._find = find
+        self._shared = shared
         self._tasks: list[asyncio.Task[None]] = []
 
-    def launch(self, orders: Sequence[RankOrder], shared: SharedMemory | None) -> Sequence[Awaitable[object]]:
-        self._tasks = [asyncio.ensure_future(serve_rank(order, self._find, shared)) for order in orders]
+    def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
+        self._tasks = [asyncio.ensure_future(serve_rank(order, self._find, self._shared)) for order in orders]
         return self._tasks
 
     async def end(self) -> None:

@@ -23,7 +23,7 @@ from workers.executor.rank import Rank
 from workers.executor.threads import ComputeThread, multiplies_bfloat16
 from workers.model.config import DTYPES, ModelConfig, read_model_config
 from workers.model.decoder import Decoder
-from workers.model.folder import ModelFolder, content_id, count_parameters
+from workers.model.folder import ModelFolder, content_id, count_parameters, tokenizer_id
 from workers.model.load import load_decoder
 from workers.ops.attention import best_attention
 from workers.request import SamplingParams
@@ -136,6 +136,7 @@ def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig, d
         layout=layout,
         num_parameters=num_parameters,
         weight_bytes=num_parameters * dtype_bytes,
+        tokenizer=tokenizer_id(folder),
     )
 
 

@@ -136,6 +136,11 @@ def content_id(folder: ModelFolder) -> str:
     return digest.hexdigest()[:16]
 
 
+def tokenizer_id(folder: ModelFolder) -> str:
+    """A short id of the tokenizer: two workers that differ in it would give other meanings to one token."""
+    return hashlib.sha256((folder.path / "tokenizer.json").read_bytes()).hexdigest()[:16]
+
+
 def _entry(name: str, fields: dict[str, Any], base: int) -> TensorEntry:
     start, stop = fields["data_offsets"]
     shape = tuple(fields["shape"])

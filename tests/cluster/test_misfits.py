@@ -1,0 +1,51 @@
+"""Workers that could never serve one request together are refused when they meet, not at the first request."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from local import FAST, cluster, split_spec
+
+from cluster.runtime.interface import WorkerOrder
+from kvtransfer.layout import KVLayout
+from kvtransfer.open import SharedMemory
+from workers.build import build_worker
+from workers.config import WorkerConfig
+from workers.engine.executor import Executor, ModelFacts
+from workers.errors import ModelError
+from workers.executor.modelled import modelled_facts, open_modelled
+from workers.worker import Worker
+
+
+def building(decode_facts: ModelFacts) -> Callable[[WorkerOrder], Worker]:
+    """The decode pool serves `decode_facts`, the prefill pool the usual model."""
+    shared = SharedMemory()
+
+    def build(order: WorkerOrder) -> Worker:
+        worker = build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=FAST)
+        if order.config.pool != "decode":
+            return worker
+
+        async def open_other(config: WorkerConfig, incarnation: str) -> Executor:
+            return open_modelled(config, decode_facts, FAST, incarnation, shared)
+
+        return Worker(worker.config, open_other, heartbeat_s=order.heartbeat_s)
+
+    return build
+
+
+async def refusal(decode_facts: ModelFacts) -> str:
+    with pytest.raises(ModelError) as refused:
+        async with cluster(split_spec(), build=building(decode_facts)):
+            pass
+    return str(refused.value)
+
+
+async def test_another_model_is_refused_at_start() -> None:
+    message = await refusal(modelled_facts(layout=KVLayout("another", 30, 3, 64, 16)))
+    assert "model modelled, 30 layers" in message and "model another" in message and "engine.weights" in message
+
+
+async def test_another_tokenizer_is_refused_at_start() -> None:
+    message = await refusal(replace(modelled_facts(layout=KVLayout("modelled", 30, 3, 64, 16)), tokenizer="other"))
+    assert "tokenizer" in message and "same model folder" in message
