@@ -9,6 +9,9 @@ device, and runs unchanged in the engine and in the simulator.
     chunked        all decodes, then pieces of prompts up to the token budget and the time that TPOT leaves
     prefill-only   prompts in chunks of fixed size, never beside a decode
 
+Several steps are in flight when the model is cut into stages. Each then gets its part of the decodes and of the
+prompts, so that no stage waits for another: all decodes means all that are dealt to this step.
+
 Sources: Yu et al., Orca (OSDI'22); Kwon et al., vLLM (SOSP'23); Holmes et al., DeepSpeed-FastGen (2024) and Agrawal et
 al., Sarathi-Serve (OSDI'24); Hu et al., TetriInfer (2024).
 """
@@ -22,15 +25,18 @@ from workers.engine.sequence import Sequence, State
 
 
 class Step(Protocol):
-    """The step in the making. Sequences that are in flight, or in transfer, are not among its candidates."""
+    """The step in the making. Sequences in transfer, or with all their tokens in flight, are not candidates."""
 
-    decodable: tuple[Sequence, ...]  # running, one token each to compute, oldest first
-    unfinished: tuple[Sequence, ...]  # running, with prompt tokens still to compute, oldest first
+    decodable: tuple[Sequence, ...]  # running, one token each to compute, those who waited longest first
+    unfinished: tuple[Sequence, ...]  # running, with prompt tokens still to order, oldest first
+    beside: list[Sequence]  # decodes that other steps compute meanwhile
     left: int  # tokens of the budget not taken yet
+    share: int  # prompt tokens not taken yet of those that keep other stages waiting least; one stage: no bound
     cost: CostModel
 
     def decode(self, sequence: Sequence) -> bool:
-        """Compute the sequence's newest token; False when there is no block for it, or no budget."""
+        """Compute the sequence's newest token; False when there is no block for it, no budget, or when it belongs in
+        the next step, for the next stage to work on."""
         ...
 
     def chunk(self, sequence: Sequence, most: int | None = None) -> int:
@@ -59,7 +65,7 @@ def _whole_prompts(step: Step) -> int:
     The first may be longer than the budget: a prompt that is never cut must run some time.
     """
     count = sum(step.chunk(sequence) > 0 for sequence in step.unfinished)
-    while sequence := step.admit(most=step.left if count else None):
+    while sequence := step.admit(most=min(step.left, step.share) if count else None):
         count += step.chunk(sequence) > 0
     return count
 
@@ -72,13 +78,15 @@ class Static:
 
     def compose(self, step: Step) -> None:
         self._batch = tuple(each for each in self._batch if each.state is State.RUNNING)
+        prompts = step.unfinished
         if not self._batch:
-            admitted = tuple(iter(step.admit, None))
-            self._batch = (*step.decodable, *step.unfinished, *admitted)
-        for sequence in self._batch:
-            if sequence in step.decodable:
+            prompts = (*prompts, *iter(step.admit, None))
+            self._batch = (*step.decodable, *prompts)
+        for sequence in step.decodable:
+            if sequence in self._batch:
                 step.decode(sequence)
-            elif not sequence.in_flight:
+        for sequence in prompts:
+            if sequence in self._batch and step.share > 0:
                 step.chunk(sequence)
 
 
@@ -101,7 +109,7 @@ class PrefillFirst:
 
 
 class Chunked:
-    """`tpot_slo_s` bounds a step that holds a decode; so does the tightest `SLO.tpot_s` of the decodes in it."""
+    """`tpot_slo_s` bounds a step that holds a decode or has one beside it; so does the tightest `SLO.tpot_s` of them."""
 
     reserves_answer = False
 
@@ -111,29 +119,33 @@ class Chunked:
 
     def compose(self, step: Step) -> None:
         decoding = [sequence for sequence in step.decodable if step.decode(sequence)]
-        seconds = self._seconds_left(decoding, step.cost)
+        seconds = self._seconds_left(decoding, step)
         chunked = False
         for sequence in chain(step.unfinished, iter(step.admit, None)):
-            most = step.left
+            most = min(step.left, step.share)
             if seconds is not None:
-                within = step.cost.prompt_tokens_within(seconds, sequence.num_computed)
+                within = step.cost.prompt_tokens_within(seconds, sequence.num_scheduled)
                 # However tight the promise, a prompt moves on: it must end some time.
                 most = min(most, within if chunked else max(within, self._least_chunk))
-            first = sequence.num_computed
+            first = sequence.num_scheduled
             count = step.chunk(sequence, most)
             chunked = chunked or count > 0
             if seconds is not None:
                 seconds -= step.cost.prefill_seconds(count, first) - step.cost.step_s
-            if step.left <= 0 or (seconds is not None and seconds <= 0):
+            if min(step.left, step.share) <= 0 or (seconds is not None and seconds <= 0):
                 return
 
-    def _seconds_left(self, decoding: list[Sequence], cost: CostModel) -> float | None:
-        """What the tightest promise leaves for prompts beside these decodes; None: no promise to keep."""
-        promises = [self._tpot_slo_s, *(sequence.request.slo.tpot_s for sequence in decoding)]
+    def _seconds_left(self, decoding: list[Sequence], step: Step) -> float | None:
+        """What the tightest promise leaves for prompts beside these decodes; None: no promise to keep.
+
+        The decodes of other steps count: each stage has to compute this step between two of theirs.
+        """
+        promised = [*decoding, *step.beside]
+        promises = [self._tpot_slo_s, *(sequence.request.slo.tpot_s for sequence in promised)]
         bounds = [promise for promise in promises if promise is not None]
-        if not decoding or not bounds:
+        if not promised or not bounds:
             return None
-        return min(bounds) - cost.decode_seconds(len(decoding), sum(len(each.tokens) for each in decoding))
+        return min(bounds) - step.cost.decode_seconds(len(decoding), sum(len(each.tokens) for each in decoding))
 
 
 class PrefillOnly:

@@ -4,6 +4,7 @@
     engine.commit(plan, result, now)     # what came out
     outputs = engine.drain()             # what to tell whom
 
+Up to `depth` plans may be in flight; they run, and are committed, in the order in which they were made.
 Time is an argument. Touched only from its worker's event loop; knows no device, no I/O and no peer.
 """
 
@@ -32,7 +33,8 @@ Told = TokensOut | FailedOut | Lease  # a Lease: a held prompt got its blocks, i
 class Engine:
     """Owned by one Worker. `reserved` leading blocks of the pool are left to preflight.
 
-    `cost` is where the estimates of steps begin; `block_bytes`, of a block's KV, is what a swap moves.
+    `cost` is where the estimates of steps begin; `block_bytes`, of a block's KV, is what a swap moves. `depth` is how
+    many plans the executor works on at once: work is dealt out so that there are as many.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class Engine:
         digest: bool = True,
         cost: CostModel | None = None,
         block_bytes: int = 0,
+        depth: int = 1,
     ) -> None:
+        assert depth >= 1, f"no plan fits into a depth of {depth}"
         self.pool = BlockPool(
             config.kv_blocks, config.block_size, reserved=reserved, prefix_caching=config.prefix_caching
         )
@@ -58,7 +62,7 @@ class Engine:
         self._eos = eos_token_ids
         self._vocab_size = vocab_size
         self._estimate = StepEstimate(cost or CostModel())
-        self._scheduler = Scheduler(config, self.pool, self._estimate, block_bytes)
+        self._scheduler = Scheduler(config, self.pool, self._estimate, block_bytes, depth)
         self._sequences: dict[str, Sequence] = {}
         self._transfers: list[tuple[int, ...]] = []  # blocks into which bytes may still land
         self.leases = LeaseBook(self.pool, lease_s, digest=digest)
@@ -200,7 +204,7 @@ class Engine:
         for each in draft.slices:
             chunks.append(self._chunk(each, now_s))
             if each.sequence.hold:
-                digests += self.leases.undigested(each.sequence, each.sequence.num_computed + each.count)
+                digests += self.leases.undigested(each.sequence, each.first + each.count)
         self._steps += 1
         return StepPlan(
             self._steps,
@@ -212,9 +216,7 @@ class Engine:
         )
 
     def _chunk(self, each: Slice, now_s: float) -> Chunk:
-        sequence, first = each.sequence, each.sequence.num_computed
-        stop = first + each.count
-        sequence.in_flight = True
+        sequence, first, stop = each.sequence, each.first, each.first + each.count
         if sequence.first_step_s is None:
             sequence.first_step_s = now_s
         return Chunk(
@@ -228,18 +230,18 @@ class Engine:
         )
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
-        """Take in what a step computed."""
+        """Take in what the oldest step in flight computed."""
+        assert plan.number == self._steps + 1 - self._scheduler.num_in_flight, f"step {plan.number} is not the oldest"
         self._step_s = result.seconds if not self._step_s else 0.8 * self._step_s + 0.2 * result.seconds
         self._estimate.learn(plan, result.seconds)
-        self._scheduler.done()
+        touched = self._scheduler.land()
         digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
         scored = result.prompt_logprobs or ((),) * len(plan.chunks)
         for chunk, token, logprobs, prompt in zip(plan.chunks, result.tokens, result.logprobs, scored, strict=True):
             sequence = self._sequences[chunk.key]
-            sequence.in_flight = False
+            sequence.num_ordered -= len(chunk.tokens)
             sequence.num_computed = chunk.context
             if sequence.doomed:
-                self._end(sequence)
                 continue
             sequence.prompt_logprobs += prompt
             self._name_blocks(sequence)
@@ -247,6 +249,9 @@ class Engine:
                 self.leases.advance(sequence, digests)
             if token is not None:
                 self._append(sequence, token, logprobs, now_s)
+        for sequence in touched:
+            if sequence.doomed and not sequence.in_flight:
+                self._end(sequence)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
         sequence.tokens.append(token)
@@ -370,7 +375,7 @@ class Engine:
                 *(x.blocks for x in self.leases),
             ]
         )
-        self._scheduler.host.check([s.host_blocks for s in self._sequences.values()])
+        self._scheduler.check()
         queued = [*self._scheduler.waiting, *self._scheduler.running]
         assert all(self._sequences[s.key] is s for s in queued), "a queue holds a sequence that ended"
         assert len(queued) == sum(s.state is not State.RESERVED for s in self._sequences.values())

@@ -3,6 +3,9 @@
 Pure: it is told the seconds, it reads no clock.
 """
 
+import math
+import sys
+
 from workers.costs import CostModel
 from workers.engine.step import StepPlan
 
@@ -23,6 +26,21 @@ def plan_seconds(cost: CostModel, plan: StepPlan) -> float:
     return cost.mixed_seconds(prompts, batch, context_tokens)
 
 
+def prompt_share(cost: CostModel, num_tokens: int, stages: int) -> int:
+    """How many of `num_tokens` prompt tokens a plan should take, so that `stages` work on some at the same time.
+
+    Stages are idle while the first part reaches the last stage, and behind the last part. In m equal parts the tokens
+    are through after (stages - 1 + m) / stages plans of step_s + num_tokens * prefill_token_s / m seconds: least when
+    m² = (stages - 1) * num_tokens * prefill_token_s / step_s. Never more parts than stages: from there on little is
+    left to win, and a step's fixed cost is what the model knows least. One stage: no bound.
+    """
+    if stages == 1:
+        return sys.maxsize
+    work_s = (stages - 1) * num_tokens * cost.prefill_token_s
+    parts = stages if work_s >= stages * stages * cost.step_s else max(1.0, math.sqrt(work_s / cost.step_s))
+    return math.ceil(num_tokens / parts)
+
+
 class StepEstimate:
     """Owned by an Engine. `cost` is the model as corrected so far."""
 
@@ -33,7 +51,7 @@ class StepEstimate:
         self._seen = False
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """A plan took so long."""
+        """A plan took so long through all stages, the waits for other plans left out."""
         expected = plan_seconds(self._given, plan)
         if expected <= 0.0 or seconds <= 0.0:
             return

@@ -40,11 +40,12 @@ class LeaseBook:
         return lease
 
     def undigested(self, sequence: Sequence, computed: int) -> list[int]:
-        """Blocks of a held sequence to digest once `computed` of its tokens have their KV."""
+        """Blocks of a held sequence to digest once `computed` of its tokens have their KV; each is answered once."""
         lease = self._leases.get(sequence.key)
         if lease is None or not self._digest:
             return []
-        return list(lease.blocks[len(lease.digests) : self._ready(sequence, computed)])
+        first, lease.num_asked = max(len(lease.digests), lease.num_asked), self._ready(sequence, computed)
+        return list(lease.blocks[first : lease.num_asked])
 
     def advance(self, sequence: Sequence, digests: Mapping[int, tuple[int, ...]]) -> None:
         """Move the watermark behind what is computed. `digests` are those of the step just done."""

@@ -3,12 +3,13 @@
 What a step computes is the policy's decision (`batching`); who gets blocks for it, and who must give them up, is
 decided here. Out of blocks, the youngest sequence goes, all of it: its KV is saved in host memory or computed again
 later, whichever the cost model finds cheaper. It is first in the queue to come back, so the oldest always moves on.
+Several steps may be in flight, one for each stage of a pipeline; they run in order, and nobody in them is preempted.
 Pure: no clock, no device.
 
 Source of preemption by swap or recomputation, all or nothing: Kwon et al., vLLM (SOSP'23).
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import islice
@@ -17,22 +18,36 @@ from workers.config import EngineConfig
 from workers.costs import CostModel
 from workers.engine.batching import batching
 from workers.engine.blocks import BlockPool, HostBlocks, prefix_hashes, tail_hash
-from workers.engine.estimate import StepEstimate
+from workers.engine.estimate import StepEstimate, prompt_share
 from workers.engine.sequence import Sequence, State
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """`count` tokens of a sequence, from its `num_computed` on."""
+    """`count` tokens of a sequence, from position `first` on."""
 
     sequence: Sequence
+    first: int
     count: int
 
 
-class Scheduler:
-    """Owns the queues. Shares the BlockPool and the estimate with its Engine. `block_bytes`: of one block's KV."""
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step under way: the sequences whose blocks it touches, and blocks without them that its copies still read."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, estimate: StepEstimate, block_bytes: int) -> None:
+    sequences: tuple[Sequence, ...]
+    leaving: list[int]
+
+
+class Scheduler:
+    """Owns the queues. Shares the BlockPool and the estimate with its Engine.
+
+    `block_bytes`: of one block's KV. `depth`: how many steps are to be in flight.
+    """
+
+    def __init__(
+        self, config: EngineConfig, pool: BlockPool, estimate: StepEstimate, block_bytes: int, depth: int = 1
+    ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.host = HostBlocks(config.swap_blocks)
@@ -42,9 +57,11 @@ class Scheduler:
         self._pool = pool
         self._estimate = estimate
         self._block_bytes = block_bytes
+        self._depth = depth
         self._policy = batching(config.batching, tpot_slo_s=config.tpot_slo_s, block_size=config.block_size)
         self._arrivals = 0
-        self._leaving: deque[list[int]] = deque()  # of each step in flight: blocks that its copies still read
+        self._flights: deque[_Flight] = deque()
+        self._steps = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a prompt."""
@@ -54,24 +71,68 @@ class Scheduler:
 
     def schedule(self) -> "StepDraft | None":
         """What the next step computes and copies; None when that is nothing."""
-        ready = [each for each in self.running if not each.in_flight]
-        draft = StepDraft(self, ready, self._config.max_batch_tokens, self._estimate.cost)
-        draft.coming = sum(map(len, self._leaving))
+        ready = [each for each in self.running if each.num_scheduled < len(each.tokens) and not each.doomed]
+        ordered = [each for each in self.running if each.num_scheduled == len(each.tokens) and not each.doomed]
+        decodable = [each for each in ready if each.is_decoding]
+        if self._depth > 1:
+            decodable.sort(key=lambda each: each.last_step)
+        draft = StepDraft(
+            self,
+            decodable=tuple(decodable),
+            unfinished=tuple(each for each in ready if not each.is_decoding),
+            beside=[each for each in ordered if each.num_computed >= each.request.num_tokens],
+            rows=self._rows(len(decodable), len(decodable) + len(ordered)),
+            budget=self._config.max_batch_tokens,
+            share=self._prompt_share(),
+            cost=self._estimate.cost,
+        )
+        draft.coming = sum(len(flight.leaving) for flight in self._flights)
         self._policy.compose(draft)
-        if not (draft.slices or draft.swap_out or draft.swap_in or draft.copies):
+        if not (draft.slices or draft.swap_out or draft.admitted):
             return None
-        # The kernels want one-token runs first.
-        draft.slices.sort(key=lambda each: each.count > 1)
-        self._leaving.append(draft.leaving)
+        self._take_off(draft)
         return draft
 
-    def done(self) -> None:
-        """The oldest step in flight has ended, and its copies with it."""
-        self._pool.free(self._leaving.popleft())
+    def _rows(self, num_ready: int, num_decoding: int) -> int:
+        """How many decodes the next step takes: an equal part for each step that is to be in flight.
+
+        The bound over all keeps groups from growing together when others end; the one over those who are ready deals
+        them out when nothing is in flight yet.
+        """
+        num_free = max(1, self._depth - len(self._flights))
+        return min(-(-num_decoding // self._depth), -(-num_ready // num_free))
+
+    def _prompt_share(self) -> int:
+        """Prompt tokens that the next step takes so that other stages have some too, of all that are here."""
+        prompts = [each for each in self.running if each.num_computed < each.request.num_tokens]
+        num_tokens = sum(len(each.tokens) for each in (*prompts, *self.waiting)) if self._depth > 1 else 0
+        return prompt_share(self._estimate.cost, num_tokens, self._depth)
+
+    def _take_off(self, draft: "StepDraft") -> None:
+        self._steps += 1
+        # The kernels want one-token runs first.
+        draft.slices.sort(key=lambda each: each.count > 1)
+        touched = tuple(dict.fromkeys([*(each.sequence for each in draft.slices), *draft.admitted]))
+        for sequence in touched:
+            sequence.in_flight += 1
+            sequence.last_step = self._steps
+        self._flights.append(_Flight(touched, draft.leaving))
+
+    def land(self) -> Items[Sequence]:
+        """The oldest step in flight has ended, and its copies with it. Answers the sequences it touched."""
+        flight = self._flights.popleft()
+        self._pool.free(flight.leaving)
+        for sequence in flight.sequences:
+            sequence.in_flight -= 1
+        return flight.sequences
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._flights)
 
     def leaving(self) -> Items[Items[int]]:
         """Blocks that no sequence owns any more, but that steps in flight still read."""
-        return self._leaving
+        return [flight.leaving for flight in self._flights]
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of whichever queue it is in, and give its blocks back, those on the host too."""
@@ -104,6 +165,16 @@ class Scheduler:
             num_tokens = sequence.max_length if most is None else len(sequence.request.prompt) + most
         return -(-min(num_tokens, sequence.max_length) // self._pool.block_size)
 
+    def check(self) -> None:
+        """Prove that host blocks balance, and that what is in flight is what the steps hold. Raises AssertionError."""
+        self.host.check([each.host_blocks for each in self.waiting])
+        touched = Counter(each.key for flight in self._flights for each in flight.sequences)
+        assert touched == Counter({each.key: each.in_flight for each in self.running if each.in_flight}), "flights"
+        assert not any(each.in_flight or each.num_ordered for each in self.waiting), "somebody waits in flight"
+        for each in self.running:
+            assert each.num_scheduled <= min(len(each.tokens), len(each.blocks) * self._pool.block_size), each.key
+            assert each.in_flight or not each.num_ordered, f"tokens of {each.key} are ordered, but from nobody"
+
     # ---- letting in --------------------------------------------------------------------------------------------
 
     def admit(self, draft: "StepDraft", most: int | None) -> Sequence | None:
@@ -113,7 +184,7 @@ class Scheduler:
         sequence = self._next()
         if sequence is None or (most is not None and len(sequence.tokens) - sequence.num_computed > most):
             return None
-        if not (self._swap_in(sequence, draft) if sequence.state is State.SWAPPED else self._place(sequence)):
+        if not (self._swap_in(sequence, draft) if sequence.state is State.SWAPPED else self._place(sequence, draft)):
             return None
         self.waiting.remove(sequence)
         self.running.append(sequence)
@@ -145,18 +216,23 @@ class Scheduler:
             for each in self.running
         )
 
-    def _place(self, sequence: Sequence) -> bool:
-        """Blocks for all tokens the sequence has, known prefixes shared. False: they are not free."""
+    def _place(self, sequence: Sequence, draft: "StepDraft") -> bool:
+        """Blocks for all tokens the sequence has, known prefixes shared. False: they are not free.
+
+        A shared tail is copied at once: a lease of these blocks must name the one that will be written.
+        """
         size = self._pool.block_size
         sequence.hashes = prefix_hashes(sequence.tokens, size, sequence.hashes)
         if sequence.request.fresh:
             self._pool.forget(sequence.hashes)
         for share_tail in (True, False) if sequence.request.group else (False,):
             shared, computed = self._known(sequence, share_tail=share_tail)
-            to_copy = computed % size > 0  # a shared tail is copied before it is written
-            num_blocks = -(-len(sequence.tokens) // size) - len(shared)
-            if self.fits(sequence, held=len(shared) - to_copy, wanted=num_blocks + to_copy):
-                sequence.blocks = shared + self._pool.allocate(num_blocks)
+            tail = shared[computed // size :]
+            num_kept = len(shared) - len(tail)
+            num_blocks = -(-len(sequence.tokens) // size) - num_kept
+            if self.fits(sequence, held=num_kept, wanted=num_blocks):
+                sequence.blocks = shared[:num_kept] + self._pool.allocate(num_blocks)
+                draft.copy(tail, sequence.blocks[num_kept:][: len(tail)])
                 sequence.num_computed = sequence.cached_tokens = computed
                 sequence.num_named = computed // size
                 return True
@@ -195,7 +271,7 @@ class Scheduler:
 
     def make_writable(self, sequence: Sequence, draft: "StepDraft") -> bool:
         """A block of its own under the next token: a new one, or a copy of one that others hold too."""
-        index = sequence.num_computed // self._pool.block_size
+        index = sequence.num_scheduled // self._pool.block_size
         grows = index == len(sequence.blocks)
         # The reader of a lease stays behind the watermark: its own prompt may be written on.
         if not grows and not self._pool.is_shared(sequence.blocks[index], owners=1 + sequence.leased):
@@ -204,8 +280,7 @@ class Scheduler:
             return False
         blocks = self._pool.allocate(1)
         if not grows:
-            draft.copies.append((sequence.blocks[index], blocks[0]))
-            draft.leaving.append(sequence.blocks[index])  # let go once it is copied
+            draft.copy(sequence.blocks[index : index + 1], blocks)
         sequence.blocks[index : index + 1] = blocks
         return True
 
@@ -216,8 +291,13 @@ class Scheduler:
                 draft.coming -= 1
                 return False
             # A held prompt is never preempted: a reader may be half way through it.
-            victims = [s for s in self.running if not (s.in_flight or s.hold or s in draft.chosen)]
-            victim = max(victims, key=lambda s: (s.arrival_s, s.number), default=sequence)
+            others = [s for s in self.running if not (s.hold or s in draft.chosen or s in draft.admitted)]
+            victim = max(others, key=lambda s: (s.arrival_s, s.number), default=None)
+            if victim is None:
+                return False
+            if victim.in_flight:  # rather wait for its steps to end, and order no more of it, than take an older one
+                draft.stopped.add(victim)
+                return False
             self._preempt(victim, draft)
             if victim is sequence:
                 return False
@@ -253,33 +333,66 @@ class Scheduler:
 class StepDraft:
     """One step in the making: `batching.Step` to the policy, and its outcome to the engine."""
 
-    def __init__(self, scheduler: Scheduler, ready: Items[Sequence], budget: int, cost: CostModel) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        decodable: tuple[Sequence, ...],
+        unfinished: tuple[Sequence, ...],
+        beside: list[Sequence],
+        rows: int,
+        budget: int,
+        share: int,
+        cost: CostModel,
+    ) -> None:
+        self.decodable = decodable
+        self.unfinished = unfinished
+        self.beside = beside
         self.left = budget
+        self.share = share
         self.cost = cost
-        self.decodable = tuple(each for each in ready if each.is_decoding)
-        self.unfinished = tuple(each for each in ready if not each.is_decoding)
         self.slices: list[Slice] = []
         self.chosen: set[Sequence] = set()
+        self.stopped: set[Sequence] = set()  # in flight, to be preempted when they no longer are
         self.admitted: list[Sequence] = []
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
         self.leaving: list[int] = []  # blocks to free when this step has ended
         self.coming = 0  # blocks that come free with steps under way, and that nobody waits for yet
+        self._rows = rows
         self._scheduler = scheduler
 
     def decode(self, sequence: Sequence) -> bool:
-        return self.left > 0 and self.chunk(sequence, 1) == 1
+        if self._rows <= 0:
+            self.beside.append(sequence)
+            return False
+        if self.left <= 0 or not self._take(sequence, 1):
+            return False
+        self._rows -= 1
+        return True
 
     def chunk(self, sequence: Sequence, most: int | None = None) -> int:
-        missing = len(sequence.tokens) - sequence.num_computed
-        count = missing if most is None else min(missing, most)
-        if count <= 0 or sequence.state is not State.RUNNING or not self._scheduler.make_writable(sequence, self):
+        missing = len(sequence.tokens) - sequence.num_scheduled
+        count = self._take(sequence, missing if most is None else min(missing, most))
+        self.share -= count
+        return count
+
+    def _take(self, sequence: Sequence, count: int) -> int:
+        if count <= 0 or sequence.state is not State.RUNNING or sequence in self.stopped:
+            return 0
+        if not self._scheduler.make_writable(sequence, self):
             return 0
         self.chosen.add(sequence)
-        self.slices.append(Slice(sequence, count))
+        self.slices.append(Slice(sequence, sequence.num_scheduled, count))
+        sequence.num_ordered += count
         self.left -= count
         return count
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copy blocks in this step, and let go of the sources when it has ended."""
+        self.copies += zip(sources, targets, strict=True)
+        self.leaving += sources
 
     def admit(self, most: int | None = None) -> Sequence | None:
         sequence = self._scheduler.admit(self, most)

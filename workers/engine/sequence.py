@@ -26,7 +26,11 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Owned by its Engine. Tokens at positions below `num_computed` have their KV in `blocks`."""
+    """Owned by its Engine. Tokens at positions below `num_computed` have their KV in `blocks`.
+
+    The `num_ordered` tokens behind them are in steps in flight: a prompt's chunks may be ordered before the ones in
+    front of them have come back, since steps run in order.
+    """
 
     request: Request
     arrival_s: float
@@ -36,6 +40,7 @@ class Sequence:
     state: State = State.WAITING
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_ordered: int = 0
     blocks: list[int] = field(default_factory=list)
     host_blocks: list[int] = field(default_factory=list)  # of a swapped sequence
     number: int = 0  # counts the prompts of one engine as they came
@@ -43,8 +48,9 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as far as computed
     hashes: list[bytes] = field(default_factory=list)
     num_named: int = 0  # leading blocks already offered to the prefix index
-    in_flight: bool = False
-    doomed: bool = False  # aborted while in flight: ends when the step does
+    in_flight: int = 0  # steps under way that read or write its blocks
+    last_step: int = 0  # the newest step that computes some of it
+    doomed: bool = False  # aborted while in flight: ends when its last step does
     cached_tokens: int = 0
     fetched: bool = False
     decode_called_s: float | None = None
@@ -59,6 +65,11 @@ class Sequence:
     @property
     def key(self) -> str:
         return self.request.key
+
+    @property
+    def num_scheduled(self) -> int:
+        """Tokens that have their KV once the steps in flight have ended."""
+        return self.num_computed + self.num_ordered
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -77,8 +88,8 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """All but the newest token have their KV, and at least one token came out of a step or a hand-off."""
-        return self.num_computed == len(self.tokens) - 1 and self.num_computed >= self.request.num_tokens
+        """All but the newest token are computed or ordered, and at least one came out of a step or a hand-off."""
+        return self.num_scheduled == len(self.tokens) - 1 >= self.request.num_tokens
 
     def draw(self, end_tokens: tuple[int, ...]) -> Draw:
         """How to sample the next token."""
@@ -122,3 +133,4 @@ class Lease:
     deadline_s: float
     digests: list[tuple[int, ...]] = field(default_factory=list)
     finished: bool = False
+    num_asked: int = 0  # leading blocks whose digests are there or ordered from steps in flight

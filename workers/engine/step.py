@@ -78,7 +78,8 @@ class StepResult:
     """`tokens[i]` belongs to the i-th chunk (None where nothing was drawn), `logprobs` likewise.
 
     `prompt_logprobs[i]` has one entry for each of the i-th chunk's targets (all empty: nobody asked).
-    `digests[rank][j]` belongs to the plan's digest_blocks[j]. `seconds` is the device's time for the step.
+    `digests[rank][j]` belongs to the plan's digest_blocks[j]. `seconds` is the device's time for the step,
+    through all stages, without the waits for other plans.
     """
 
     number: int
