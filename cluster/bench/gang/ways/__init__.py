@@ -1,4 +1,4 @@
-"""Ways between a leader and a rank on one machine, each as the cheapest honest program that could serve a gang.
+"""Ways between a leader and a rank on one machine, each as an honest program that could serve a gang.
 
 The leader's end is asked from an event loop, where the engine lives; the rank's end calls on its compute thread.
 Each module has both ends:  `await lead(way, start) -> Delivery`  and  `serve(way, address, compute)`.
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 Compute = Callable[[bytes], bytes]
 Start = Callable[[str], int]  # the address -> the pid of a rank that was started with it
 
-DEADLINE_S = 3.0  # of one step
+DEADLINE_S = 2.0  # of one step
 IDLE_S = 60.0  # how long a rank waits for a plan before it gives up
 
 # Way -> its module. `bare` is no candidate but the limit: the same bytes over a blocking socket, and nothing else.
