@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from cluster.bench.figures import Part, grids
-from cluster.bench.gang import delivery
-from cluster.bench.gang.plans import PLANS, answer, decode_plan, decode_result, encode, prompt_plan
+from cluster.bench.gang import bubble, delivery, steps
+from cluster.bench.gang.driver import Order
+from cluster.bench.gang.loaded import loaded
+from cluster.bench.gang.plans import PLANS, SENT, answer, decode_plan, decode_result, encode, prompt_plan
+from cluster.bench.gang.recorded import Executed, RankTime, bubble_share, equal_parts_bubble
 from cluster.bench.gang.ways import CHOSEN, DEADLINE_ONLY, LIMIT, WAYS, module, shared
 from cluster.bench.processes import ProcessFailed
 from workers.engine.step import StepResult
@@ -55,7 +58,7 @@ def test_an_answer_has_a_token_for_every_chunk_that_draws() -> None:
 
 
 def test_plans_are_of_the_sizes_that_they_are_named_after() -> None:
-    assert [plan.num_tokens for plan in PLANS.values()] == [1, 32, 512]
+    assert [plan.num_tokens for plan in PLANS.values()] == [1, 16, 32, 512]
     (chunk,) = prompt_plan().chunks
     assert len(chunk.blocks) * 16 == 512
     for chunk in decode_plan(32).chunks:
@@ -105,7 +108,7 @@ def test_a_round_measures_and_a_killed_rank_is_noticed(monkeypatch: pytest.Monke
 
 
 def of_way(seconds: float, killed_s: float | None = 0.001) -> delivery.Sample:
-    trips = {plan: delivery.Trip(seconds, 2 * seconds, seconds) for plan in PLANS}
+    trips = {plan: delivery.Trip(seconds, 2 * seconds, seconds) for plan in SENT}
     return delivery.Sample(trips, trips, 0.01, killed_s)
 
 
@@ -142,3 +145,73 @@ def test_a_ray_call_brings_plans_and_answers_whole() -> None:
     samples = delivery.measure(1, True, lambda line: None, (LIMIT, CHOSEN, "ray call"))
     assert "ray call" in {figure.row for figure in samples.figures}
     assert os.environ.get("RAY_ADDRESS") is None
+
+
+def executed(begun_s: float, ended_s: float, *busy_s: float, wait_s: float = 0.0) -> Executed:
+    """A plan that took each rank so long, besides a wait of `wait_s` for the stage before."""
+    return Executed(begun_s, ended_s, tuple(RankTime(busy + wait_s, 0.0, wait_s) for busy in busy_s))
+
+
+def test_one_plan_leaves_all_stages_but_one_idle() -> None:
+    assert bubble_share([executed(0.0, 3.0, 1.0, 1.0, 1.0)], 3) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("num_plans", [1, 4, 16])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_equal_plans_have_the_bubble_of_fill_and_drain(num_plans: int, stages: int) -> None:
+    plans = [executed(max(0.0, n - stages), float(n + stages), *[1.0] * stages, wait_s=0.5) for n in range(num_plans)]
+    assert bubble_share(plans, stages) == pytest.approx(equal_parts_bubble(num_plans, stages))
+
+
+def test_time_without_a_plan_is_no_bubble() -> None:
+    assert bubble_share([executed(0.0, 1.0, 1.0), executed(9.0, 10.0, 1.0)], 1) == 0.0
+
+
+def test_a_stage_is_busy_as_long_as_its_slowest_tensor_rank() -> None:
+    assert bubble_share([executed(0.0, 2.0, 1.0, 0.2, 0.2, 1.0)], 2) == pytest.approx(0.5)
+
+
+def test_plans_out_of_the_middle_of_a_run_have_no_fill() -> None:
+    plans = [executed(n - 1.0, n + 1.0, 1.0, 1.0) for n in range(1, 9)]
+    assert bubble_share(plans[1:], 2, since_s=plans[0].ended_s) == pytest.approx(0.0)
+    assert bubble_share(plans[1:], 2) > 0.0
+
+
+def test_no_plans_have_no_bubble_to_speak_of() -> None:
+    with pytest.raises(ValueError, match="no plan"):
+        bubble_share([], 2)
+
+
+def test_a_modelled_pipeline_is_driven_through_its_engine() -> None:
+    with loaded(Order("smollm2-135m", 1, 2, 1, "modelled")) as worker:
+        prompts = worker.ask("prompts", 2, 64)
+        answers = worker.ask("answers", 2, 64, 2)
+        direct = worker.ask("plan", "decode of 1", 3)
+    assert {len(plan.ranks) for plan in (*prompts, *answers, *direct)} == {2}
+    assert all(plan.begun_s < plan.ended_s for plan in (*prompts, *answers, *direct))
+    assert len(direct) == 3 and len(answers) >= 3
+    assert 0.0 < bubble_share(prompts, 2) < 1.0
+
+
+def test_a_worker_that_does_not_start_says_why() -> None:
+    with pytest.raises(ProcessFailed, match="no-such-model"), loaded(Order("no-such-model", 1, 1, 1)):
+        pass
+
+
+def test_shares_of_a_bubble_are_told_beside_fill_and_drain() -> None:
+    samples = {("modelled", 2, 4): {bubble.PROMPTS: [0.30], bubble.FILL: [0.25], bubble.ANSWERS: [0.1]}}
+    (claim,) = bubble.claims(samples)
+    assert claim.met and claim.value == pytest.approx(0.05)
+    assert [figure.spread.median for figure in bubble.figures(samples)] == [0.30, 0.25, 0.1]
+
+
+def test_what_a_second_rank_adds_is_judged_beside_a_real_step() -> None:
+    empty = {(name, plan): [1e-3 if name == "2x1" else 4e-4] for name in ("1x1", "2x1") for plan in steps.EMPTY_PLANS}
+    real = {(name, plan): [(0.010, 0.3, 0.2)] for name in steps.REAL for plan in steps.REAL_PLANS}
+    (claim,) = steps.claims(empty, real)
+    assert claim.value == pytest.approx(0.06) and not claim.met
+    tables = {grid.title: grid for grid in grids(steps.figures(empty, real))}
+    assert [row[0] for row in tables[steps.COMM].rows] == [steps.SHARED]
+    assert tables[steps.COMM].rows[0][1:] == ("30.0%",) * 3
+    assert tables[steps.WAIT].rows[0][1:] == ("20.0%",) * 3
+    assert steps.claims(empty, {}) == ()

@@ -16,7 +16,7 @@ from typing import Any
 from cluster.bench.engine.driven import Program, stage
 from cluster.bench.engine.drivers.lines import MARK, READY, Order, Task
 from cluster.bench.figures import Claim, Figure, Part, ratios, spread
-from cluster.bench.gang.plans import PLANS, encode
+from cluster.bench.gang.plans import PLANS, SENT, encode
 from cluster.bench.gang.ways import CHOSEN, DEADLINE_ONLY, DEADLINE_S, LIMIT, WAYS
 from cluster.bench.hosted import MODEL
 from cluster.bench.machine import allowed_cores
@@ -116,7 +116,7 @@ def _sample(way: str, quick: bool, burners: Sequence[int]) -> Sample:
         leader.wait_line(READY, START_TIMEOUT_S)
 
         def trips() -> dict[str, Trip]:
-            return {plan: _trip(_ask(leader, "steps", plan, number, seconds)) for plan in PLANS}
+            return {plan: _trip(_ask(leader, "steps", plan, number, seconds)) for plan in SENT}
 
         calm = trips()
         idle = float(_ask(leader, "idle", IDLE_S)["share"])
@@ -154,10 +154,10 @@ def figures(samples: Samples) -> tuple[Figure, ...]:
     made: list[Figure] = []
     for title, read in READINGS.items():
         for way, rounds in samples.items():
-            for plan in PLANS:
+            for plan in SENT:
                 values = [read(each, plan) for each in rounds]
                 made.append(Figure(title, way, f"{plan} ({len(encode(PLANS[plan])):,} B)", "us", spread(values)))
-            plan = next(iter(PLANS))
+            plan = SENT[0]
             limit = [read(each, plan) for each in samples[LIMIT]]
             made.append(Figure(title, way, f"{plan} / {LIMIT}", "x", ratios([read(e, plan) for e in rounds], limit)))
     for way, rounds in samples.items():
@@ -184,6 +184,6 @@ NOTES = (
     "Plans and results as typed msgpack everywhere; reading and writing them is part of the round trip.",
     "The CPU time is that of the leader and the rank; Ray's other processes are not counted.",
     "An idle core sleeps and takes tens of microseconds to wake, so a busy machine may answer sooner than an idle one.",
-    "Bare sockets, TCP streams, gloo and Ray cross hosts; Unix sockets and shared memory do not.",
+    "TCP streams, gloo and Ray cross hosts; Unix sockets and shared memory do not.",
     "Killed: SIGKILL to a rank that has a plan. Shared memory tells nobody, so its leader waits out its deadline.",
 )

@@ -37,7 +37,14 @@ def prompt_plan(num_tokens: int = PROMPT_TOKENS, block_size: int = 16) -> StepPl
     return StepPlan(1, (Chunk("request-00000000/0", tokens, 0, blocks, None),))
 
 
-PLANS = {"decode of 1": decode_plan(1), "decode of 32": decode_plan(32), f"prompt of {PROMPT_TOKENS}": prompt_plan()}
+PROMPT = f"prompt of {PROMPT_TOKENS}"
+PLANS = {
+    "decode of 1": decode_plan(1),
+    "decode of 16": decode_plan(16),
+    "decode of 32": decode_plan(32),
+    PROMPT: prompt_plan(),
+}
+SENT = ("decode of 1", "decode of 32", PROMPT)  # those whose way to a rank is measured
 
 _plans = msgspec.msgpack.Decoder(StepPlan)
 _results = msgspec.msgpack.Decoder(StepResult)
