@@ -28,6 +28,7 @@ class WorkerStats:
     swaps: int = 0  # preemptions that saved the KV in host memory; the others compute it again
     swapped_blocks: int = 0
     expired_leases: int = 0
+    bubble_share: float = 0.0  # idle share of the stages' time while anything was in flight, lately
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import socket
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -34,7 +34,7 @@ from workers.lease_desk import LeaseDesk
 from workers.mailbox import Mailbox
 from workers.peers import Peers
 from workers.request import Bundle, FetchedOut, Output, Request, Reservation, TicketOut
-from workers.stats import WorkerInfo
+from workers.stats import WorkerInfo, WorkerStats
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ class Worker:
             mailbox.polling -= 1
             mailbox.last_poll_s = self._now_s()
         self._require_open()
-        return Bundle(self.config.name, self.incarnation, number, outputs, self.engine.stats())
+        return Bundle(self.config.name, self.incarnation, number, outputs, self._stats())
 
     async def connect(self, peer: PeerAddress) -> LinkReport:
         """Preflight: meet an owner, move one real block with its digest, measure. Errors: `TransferError`."""
@@ -255,6 +255,9 @@ class Worker:
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
+
+    def _stats(self) -> WorkerStats:
+        return replace(self.engine.stats(), bubble_share=self._executor.bubble_share)
 
     def at(self, incarnation: str) -> "Worker":
         """This worker, for callers that mean this incarnation only. An object never becomes another one."""

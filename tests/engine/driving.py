@@ -1,8 +1,11 @@
 """Drives an Engine without any device: a step's token is a pure function of (request, position).
 
 The memory of `Device` is a dictionary; it proves at each step that every token attends to what belongs there, whatever
-was shared, copied, saved and brought back.
+was shared, copied, saved and brought back. `Pipeline` keeps several plans in flight, each computed at any time between
+its schedule and its commit.
 """
+
+from collections import deque
 
 from workers.config import EngineConfig
 from workers.costs import CostModel
@@ -14,7 +17,7 @@ VOCAB = 1000
 EOS = 0
 
 
-def engine(*, cost: CostModel | None = None, block_bytes: int = 0, **config: object) -> Engine:
+def engine(*, cost: CostModel | None = None, block_bytes: int = 0, depth: int = 1, **config: object) -> Engine:
     sizes: dict[str, object] = {"block_size": 4, "kv_blocks": 34, "max_batch_tokens": 16, "max_running": 8}
     return Engine(
         EngineConfig(**(sizes | config)),  # type: ignore[arg-type]
@@ -25,6 +28,7 @@ def engine(*, cost: CostModel | None = None, block_bytes: int = 0, **config: obj
         reserved=2,
         cost=cost,
         block_bytes=block_bytes,
+        depth=depth,
     )
 
 
@@ -69,6 +73,60 @@ def run_to_end(engine: Engine, now_s: float = 0.0, device: "Device | None" = Non
 
 def tokens_of(told: list[Told], key: str) -> list[int]:
     return [token for each in told if isinstance(each, TokensOut) and each.key == key for token in each.tokens]
+
+
+class Pipeline:
+    """At most `depth` plans in flight: made, computed and committed in one order, each verb at its own time."""
+
+    def __init__(self, engine: Engine, depth: int, device: "Device | None" = None) -> None:
+        self.plans: deque[StepPlan] = deque()
+        self._engine = engine
+        self._depth = depth
+        self._device = device
+        self._num_computed = 0  # leading plans in flight that are computed
+
+    def begin(self, now_s: float = 0.0) -> StepPlan | None:
+        """The next plan; None when there is nothing to compute, or no room."""
+        plan = self._engine.schedule(now_s) if len(self.plans) < self._depth else None
+        if plan is not None:
+            self.plans.append(plan)
+        self._engine.check()
+        return plan
+
+    def fill(self, now_s: float = 0.0) -> list[StepPlan]:
+        """All plans that can begin now, as the pump begins them."""
+        return list(iter(lambda: self.begin(now_s), None))
+
+    def compute(self) -> None:
+        """The oldest plan that is not computed yet."""
+        if self._num_computed < len(self.plans):
+            if self._device is not None:
+                self._device.execute(self.plans[self._num_computed])
+            self._num_computed += 1
+
+    def end(self, now_s: float = 0.0) -> StepPlan | None:
+        """Commit the oldest plan; None when none is in flight."""
+        if not self.plans:
+            return None
+        if not self._num_computed:
+            self.compute()
+        plan = self.plans.popleft()
+        self._num_computed -= 1
+        self._engine.commit(plan, result(plan), now_s)
+        if self._device is not None:
+            self._device.check_leases(self._engine)
+        self._engine.check()
+        return plan
+
+    def run(self, now_s: float = 0.0) -> list[StepPlan]:
+        """Until nothing is left to compute. Answers the plans that ended."""
+        ended = []
+        while True:
+            self.fill(now_s)
+            plan = self.end(now_s)
+            if plan is None:
+                return ended
+            ended.append(plan)
 
 
 class Device:

@@ -3,17 +3,17 @@
 import contextlib
 
 import pytest
-from driving import Device, engine, next_token, request, result, run_to_end, step, tokens_of
+from driving import Device, Pipeline, engine, next_token, request, result, run_to_end, step, tokens_of
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtransfer.errors import LeaseLost
-from workers.config import EngineConfig
+from workers.config import BATCHING, EngineConfig
 from workers.costs import CostModel
 from workers.engine.sequence import Lease
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
-from workers.request import Request, SamplingParams, TokensOut
+from workers.request import SLO, Request, SamplingParams, TokensOut
 
 PROMPT = tuple(range(1, 7))  # a block and a half
 CHEAP_SWAP = CostModel(swap_byte_s=0.0)
@@ -144,6 +144,27 @@ def test_held_siblings_are_leased_apart_but_share_blocks() -> None:
     assert subject.stats().leases == 2
 
 
+def test_a_held_sibling_that_gets_no_token_yet_is_leased_on_the_block_that_it_will_write() -> None:
+    """A decode's promise leaves 9.5 tokens for prompts: one of 9 takes them before the sibling's turn comes."""
+    cost = CostModel(step_s=0.004, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.0, decode_context_s=0.0)
+    subject, device = engine(max_batch_tokens=64, cost=cost), Device()
+    subject.add(device.know(request("d", (90, 91, 92, 93, 94, 95), slo=SLO(tpot_s=0.0135))), 0.0, hold=False)
+    step(subject, 0.0, device)
+    first, second = (device.know(request(f"r#{index}", PROMPT, group="r")) for index in range(2))
+    subject.add(first, 0.0, hold=True)
+    step(subject, 0.0, device)
+    subject.add(device.know(request("other", tuple(range(50, 59)))), 0.0, hold=False)
+    subject.add(second, 0.0, hold=True)
+    plan, told = step(subject, 0.0, device)
+    lease = next(each for each in told if isinstance(each, Lease))
+    assert second.key not in [chunk.key for chunk in plan.chunks]
+    plan, told = step(subject, 0.0, device)
+    assert [chunk.blocks for chunk in plan.chunks if chunk.key == second.key] == [lease.blocks]
+    progress = subject.leases.progress(second.key, lease.epoch, 0, 0.0)
+    assert progress.finished and progress.ready_blocks == 2
+    assert tokens_of(told, second.key) == [next_token(second.key, len(PROMPT))]
+
+
 def test_a_held_prompt_is_computed_where_its_reader_looks() -> None:
     """Chunks that end inside a block go on in that very block, although the lease holds it too."""
     subject, device = engine(max_batch_tokens=9), Device()
@@ -184,16 +205,28 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.device = Device()
-        self.engine = engine(
-            kv_blocks=14, swap_blocks=8, max_running=5, cost=CostModel(swap_byte_s=0.002), block_bytes=10
-        )
         self.now_s = 0.0
         self.count = 0
         self.told: list = []
         self.alive: dict[str, Request] = {}
         self.reading: list[tuple[int, ...]] = []
-        self.in_flight = None
+
+    @initialize(
+        depth=st.integers(1, 4), batching=st.sampled_from(BATCHING), budget=st.integers(5, 16), step_s=st.floats(0, 0.1)
+    )
+    def open(self, depth: int, batching: str, budget: int, step_s: float) -> None:
+        self.device = Device()
+        self.engine = engine(
+            kv_blocks=14,
+            swap_blocks=8,
+            max_running=5,
+            max_batch_tokens=budget,
+            batching=batching,
+            depth=depth,
+            cost=CostModel(step_s=step_s, swap_byte_s=0.002),
+            block_bytes=10,
+        )
+        self.flow = Pipeline(self.engine, depth, self.device)
 
     @rule(length=st.integers(1, 14), first=st.integers(0, 1), most=st.integers(1, 9), hold=st.booleans())
     def add(self, length: int, first: int, most: int, hold: bool) -> None:
@@ -249,20 +282,22 @@ class EngineMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         self.engine.transfer_settled(self.reading.pop(0))
 
+    @rule(fill=st.booleans())
+    def begin_steps(self, fill: bool) -> None:
+        if fill:
+            self.flow.fill(self.now_s)
+        else:
+            self.flow.begin(self.now_s)
+
     @rule()
-    def begin_step(self) -> None:
-        if self.in_flight is None:
-            self.in_flight = self.engine.schedule(self.now_s)
+    def compute_step(self) -> None:
+        self.flow.compute()
 
     @rule()
     def end_step(self) -> None:
-        if self.in_flight is None:
-            self.in_flight = self.engine.schedule(self.now_s)
-        if self.in_flight is not None:
-            self.device.execute(self.in_flight)
-            self.engine.commit(self.in_flight, result(self.in_flight), self.now_s)
-            self.in_flight = None
-            self.device.check_leases(self.engine)
+        if not self.flow.plans:
+            self.flow.begin(self.now_s)
+        self.flow.end(self.now_s)
         self.told += self.engine.drain()
 
     @precondition(lambda self: self.alive)
@@ -289,7 +324,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.check()
 
     def teardown(self) -> None:
-        self.end_step()
+        while self.flow.plans:
+            self.end_step()
         while self.reading:
             self.settle()
         for key in [key for key in self.alive if self.engine.holds(key)]:
@@ -302,11 +338,14 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(2000):
             self.now_s += 1.0
             self.engine.expire(self.now_s)
+            self.flow.fill(self.now_s)
             self.end_step()
             if not any(self.engine.holds(key) for key in self.alive):
                 break
         else:
             raise AssertionError("somebody starves")
+        while self.flow.plans:
+            self.end_step()
         self.now_s += 100.0
         self.engine.expire(self.now_s)
         self.engine.check()

@@ -9,12 +9,14 @@ import pytest
 from kvtransfer.open import SharedMemory, host_identity
 from kvtransfer.ticket import PeerAddress
 from kvtransfer.transport import PullOrder
-from workers.config import EngineConfig, TransferConfig, WorkerConfig
+from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
 from workers.costs import CostModel
+from workers.engine.engine import Engine, Told
 from workers.engine.estimate import plan_seconds
+from workers.engine.pump import Pump
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.executor.modelled import ModelledExecutor, modelled_facts, modelled_token, open_modelled
-from workers.request import SamplingParams
+from workers.request import Request, SamplingParams, TokensOut
 
 T = TypeVar("T")
 COST = CostModel()
@@ -43,17 +45,26 @@ def run_virtually(main: Coroutine[Any, Any, T]) -> tuple[T, float]:
         loop.close()
 
 
-def open_one(name: str, backend: str, shared: SharedMemory | None = None) -> ModelledExecutor:
+def open_one(
+    name: str,
+    backend: str,
+    shared: SharedMemory | None = None,
+    *,
+    stages: int = 1,
+    kv_blocks: int = 16,
+    cost: CostModel = COST,
+) -> ModelledExecutor:
     config = WorkerConfig(
         name,
         "pool",
         "modelled",
-        EngineConfig(kv_blocks=16, block_size=4, max_batch_tokens=64),
+        EngineConfig(kv_blocks=kv_blocks, block_size=4, max_batch_tokens=64),
+        ParallelConfig(pipeline=stages),
         transfer=TransferConfig(backends=(backend,), host="127.0.0.1"),
         executor="modelled",
         secret="s",
     )
-    return open_modelled(config, modelled_facts(block_size=4), COST, f"{name}-1", shared)
+    return open_modelled(config, modelled_facts(block_size=4), cost, f"{name}-1", shared)
 
 
 def plan(tokens: tuple[int, ...] = tuple(range(10)), blocks: tuple[int, ...] = (3, 4, 5)) -> StepPlan:
@@ -138,3 +149,89 @@ def test_costs_grow_with_the_work_and_refuse_nonsense() -> None:
     for value in (-1.0, float("nan")):
         with pytest.raises(ValueError, match=r"cost\.step_s"):
             CostModel(step_s=value)
+
+
+# ---- stages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_plans_pass_the_stages_in_their_order_each_stage_on_one_at_a_time(stages: int) -> None:
+    ended: list[int] = []
+
+    async def main() -> float:
+        executor = open_one("w", "modelled", stages=stages)
+        plans = [StepPlan(number, plan().chunks) for number in range(1, 9)]
+        running = [asyncio.ensure_future(executor.execute(each)) for each in plans]
+        for each in running:
+            each.add_done_callback(lambda task: ended.append(task.result().number))
+        results = await asyncio.gather(*running)
+        assert {result.seconds for result in results} == {plan_seconds(COST, plans[0])}
+        return executor.bubble_share
+
+    share, seconds = run_virtually(main())
+    assert seconds == pytest.approx((8 + stages - 1) / stages * COST.prefill_seconds(10))
+    assert ended == list(range(1, 9))
+    assert share == pytest.approx((stages - 1) / (8 + stages - 1))
+
+
+def test_plans_without_any_cost_still_end_in_their_order() -> None:
+    ended: list[int] = []
+
+    async def main() -> None:
+        executor = open_one("w", "modelled", stages=3, cost=CostModel(0.0, 0.0, 0.0, 0.0, 0.0))
+        running = [asyncio.ensure_future(executor.execute(StepPlan(number, plan().chunks))) for number in range(9)]
+        for each in running:
+            each.add_done_callback(lambda task: ended.append(task.result().number))
+        await asyncio.wait(running)
+
+    run_virtually(main())
+    assert ended == list(range(9))
+
+
+def serve(stages: int, count: int, cost: CostModel) -> tuple[float, float]:
+    """Virtual seconds for `count` prompts of 40 tokens with answers of 32 through engine and pump, and the bubble."""
+
+    async def main() -> float:
+        executor = open_one("w", "modelled", stages=stages, kv_blocks=400, cost=cost)
+        loop, open_answers, ended = asyncio.get_running_loop(), count, asyncio.Event()
+
+        def deliver(told: list[Told]) -> None:
+            nonlocal open_answers
+            open_answers -= sum(isinstance(each, TokensOut) and each.finish is not None for each in told)
+            if not open_answers:
+                ended.set()
+
+        engine = Engine(
+            EngineConfig(kv_blocks=400, block_size=4, max_batch_tokens=64),
+            context_length=4096,
+            eos_token_ids=(0,),
+            vocab_size=1000,
+            lease_s=10.0,
+            cost=cost,
+            depth=executor.depth,
+        )
+        for index in range(count):
+            sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=32)
+            engine.add(Request(f"r{index}", tuple(range(index, index + 40)), sampling, reply_to="t"), 0.0, hold=False)
+        pump = Pump(engine, executor, deliver, loop.time)
+        pumping = asyncio.ensure_future(pump.run())
+        await ended.wait()
+        pump.stop()
+        await pumping
+        engine.check()
+        return executor.bubble_share
+
+    share, seconds = run_virtually(main())
+    return seconds, share
+
+
+def test_with_enough_sequences_stages_multiply_the_throughput() -> None:
+    """Where a step's fixed cost is small. One decode alone keeps one stage of four busy at a time."""
+    cost = CostModel(step_s=1e-4)
+    (alone_s, alone_share), (few_s, few_share), (many_s, many_share) = (serve(4, count, cost) for count in (1, 4, 16))
+    assert serve(1, 16, cost)[0] / many_s > 3.4
+    assert serve(1, 4, cost)[0] / few_s > 2.9
+    assert alone_share == pytest.approx(0.7, abs=0.05)
+    assert few_share < 0.25 and many_share < 0.13
+    assert serve(1, 1, cost)[0] / alone_s > 1.2  # the prompt, in four parts
+    assert serve(1, 16, cost)[1] == 0.0

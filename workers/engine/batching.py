@@ -109,7 +109,7 @@ class PrefillFirst:
 
 
 class Chunked:
-    """`tpot_slo_s` bounds a step that holds a decode or has one beside it; so does the tightest `SLO.tpot_s` of them."""
+    """`tpot_slo_s` bounds a step that has a decode in it or beside it; so does the tightest `SLO.tpot_s` of them."""
 
     reserves_answer = False
 

@@ -19,6 +19,7 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read, Region
 from workers.config import WorkerConfig
 from workers.costs import CostModel
+from workers.engine.bubble import BubbleMeter
 from workers.engine.estimate import plan_seconds
 from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan, StepResult
@@ -48,22 +49,41 @@ def modelled_facts(
 
 
 class ModelledExecutor:
-    """`Executor` by arithmetic. Without `fill` nothing is written, and digests are zeros that nobody compares."""
+    """`Executor` by arithmetic. Without `fill` nothing is written, and digests are zeros that nobody compares.
 
-    depth = 1
+    Each of `depth` stages takes its part of a plan's seconds, and works on one plan at a time, in their order.
+    """
 
     def __init__(
-        self, facts: ModelFacts, cost: CostModel, transports: TransportSet, region: Region, fill: bool
+        self,
+        facts: ModelFacts,
+        cost: CostModel,
+        transports: TransportSet,
+        region: Region,
+        fill: bool,
+        depth: int = 1,
     ) -> None:
+        self.depth = depth
         self.facts = facts
         self._cost = cost
         self._transports = transports
         self._region = region
         self._pattern = _Pattern(region) if fill else None
+        self._free_s = [0.0] * depth  # when each stage has done all it was given so far
+        self._order = asyncio.Lock()  # plans that end at the same instant still end in their order
+        self._bubble = BubbleMeter(depth)
+
+    @property
+    def bubble_share(self) -> float:
+        return self._bubble.share
 
     async def execute(self, plan: StepPlan) -> StepResult:
         seconds = plan_seconds(self._cost, plan)
-        await asyncio.sleep(seconds)
+        begin_s = asyncio.get_running_loop().time()
+        end_s = self._through_stages(begin_s, seconds / self.depth)
+        async with self._order:
+            await asyncio.sleep(end_s - asyncio.get_running_loop().time())
+        self._bubble.add(begin_s, end_s, (seconds / self.depth,) * self.depth)
         digests = (0,) * len(plan.digest_blocks)
         if self._pattern:
             self._pattern.move(plan)
@@ -89,10 +109,17 @@ class ModelledExecutor:
 
     async def failure(self) -> Exception:
         """Never: arithmetic does not fail."""
-        return await asyncio.get_running_loop().create_future()
+        never: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        return await never
 
     async def close(self) -> None:
         await self._transports.close()
+
+    def _through_stages(self, now_s: float, stage_s: float) -> float:
+        """Give every stage `stage_s` of work, each after the one before it. Answers when the last is done."""
+        for stage, free_s in enumerate(self._free_s):
+            now_s = self._free_s[stage] = max(now_s, free_s) + stage_s
+        return now_s
 
     def _token(self, chunk: Chunk) -> int | None:
         if chunk.draw is None:
@@ -125,7 +152,8 @@ def open_modelled(
         shared=shared,
         model=LinkModel(cost.transfer_latency_s, 1 / max(cost.transfer_byte_s, 1e-15)),
     )
-    return ModelledExecutor(facts, cost, transports, region, fill="modelled" not in config.transfer.backends)
+    fill = "modelled" not in config.transfer.backends
+    return ModelledExecutor(facts, cost, transports, region, fill, config.parallel.pipeline)
 
 
 class _Pattern:
