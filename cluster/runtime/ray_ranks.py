@@ -60,13 +60,13 @@ class RayRanks:
         self._order = order
         self._actors: list[Any] = []
 
-    def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
+    def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[Any]]:
         group = ray.util.get_current_placement_group()
         assert group is not None, "a leader is always placed in a group"
-        ends = []
+        ends: list[Awaitable[Any]] = []
         for order in orders:
             options = rank_options(self._order, group, order.seat.rank)
-            actor = ray.remote(_RankActor).options(max_restarts=0, **options).remote()
+            actor: Any = ray.remote(_RankActor).options(max_restarts=0, **options).remote()
             self._actors.append(actor)
             # Each node has its own address: the rank settles it there.
             ends.append(actor.run.remote(replace(order, config=self._order.config)))

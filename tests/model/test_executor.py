@@ -157,7 +157,7 @@ async def test_bfloat16_without_hardware_for_it_is_warned_about(
     tiny: ModelFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for has_it in (True, False):
-        monkeypatch.setattr("workers.executor.solo.multiplies_bfloat16", lambda has_it=has_it: has_it)
+        monkeypatch.setattr("workers.executor.opening.multiplies_bfloat16", lambda has_it=has_it: has_it)
         executor = await open_solo(config(weights="bfloat16"), tiny, "w-1", SharedMemory())
         await executor.close()
         assert ("this CPU has no instructions for it" in caplog.text) != has_it

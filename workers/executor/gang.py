@@ -14,15 +14,15 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import msgspec
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvtransfer.challenge import nonce, proof, proves, require_secret
 from kvtransfer.control_wire import BROKEN, Channel
-from kvtransfer.links import joined_report
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read, ReadStats
@@ -203,7 +203,7 @@ class GangExecutor:
 
     async def connect(self, peer: PeerAddress) -> LinkReport:
         reports = await self._all([self._own.connect(peer), *(other.connect(peer) for other in self._others)])
-        return joined_report(reports)
+        return slowest(reports)
 
     def pull(self, order: PullOrder) -> Read:
         """Every rank reads its own pieces; done when all are, settled when all are."""
@@ -224,6 +224,8 @@ class GangExecutor:
         return await asyncio.shield(self._meeting.failure)
 
     async def close(self) -> None:
+        if self._meeting.failure.done():
+            self._own.abort()
         await self._meeting.close()
         await self._own.close()
 
@@ -247,7 +249,7 @@ class _Meeting:
         self._store: TCPStore | None = None
         self._joined = asyncio.Event()
         self._closing = False
-        self._ends: list[asyncio.Future[object]] = []
+        self._ends: list[asyncio.Future[Any]] = []
 
     async def gather(self) -> Seat:
         """Launch the other ranks and wait until all have called; answers our own seat. Raises `RankLost`."""
@@ -261,8 +263,9 @@ class _Meeting:
             end = asyncio.ensure_future(ended)
             self._ends.append(end)
             end.add_done_callback(lambda end, rank=order.seat.rank: self._ended(rank, end))  # type: ignore[misc]
-        joined = asyncio.ensure_future(self._joined.wait())
-        await asyncio.wait({joined, self.failure}, timeout=JOIN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        joined: asyncio.Future[Any] = asyncio.ensure_future(self._joined.wait())
+        waits: set[asyncio.Future[Any]] = {joined, self.failure}
+        await asyncio.wait(waits, timeout=JOIN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         joined.cancel()
         if self.failure.done():
             raise self.failure.result()
@@ -288,7 +291,7 @@ class _Meeting:
             logger.error("worker %s: %s", self._config.name, error)
             self.failure.set_result(error)
 
-    def _ended(self, rank: int, end: "asyncio.Future[object]") -> None:
+    def _ended(self, rank: int, end: "asyncio.Future[Any]") -> None:
         error = None if end.cancelled() else end.exception()
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}" if error else ""
         self.lost(RankLost(f"rank {rank} ended{f' ({reason})' if reason else ''}"))
@@ -364,6 +367,13 @@ async def open_gang(
             await _abandon(opening)
         raise
     return executor
+
+
+def slowest(reports: Sequence[LinkReport]) -> LinkReport:
+    """The links of all ranks as one: the quality of the slowest, since a pull ends with its last rank."""
+    return replace(
+        min(reports, key=lambda report: report.bytes_per_s), latency_s=max(report.latency_s for report in reports)
+    )
 
 
 async def _named(rank: int, opening: Coroutine[Any, Any, None]) -> None:

@@ -5,11 +5,11 @@ shard and by the group that it meets.
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory, open_transports
@@ -20,10 +20,9 @@ from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import ModelError
 from workers.executor.kv_pool import KVPool, allocate_pool
 from workers.executor.order import Seat
-from workers.executor.rank import Rank
+from workers.executor.rank import Part, Rank
 from workers.executor.threads import ComputeThread, multiplies_bfloat16
 from workers.model.config import DTYPES, ModelConfig, read_model_config
-from workers.model.decoder import Decoder
 from workers.model.folder import ModelFolder, content_id, count_parameters, tokenizer_id
 from workers.model.load import load_decoder
 from workers.model.shard import ModelShard, shard_of
@@ -36,15 +35,6 @@ logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 80  # enough rows for the linears of large batches
 MEET_TIMEOUT_S = 60.0  # for all ranks of a gang to meet
 COLLECTIVE_TIMEOUT_S = 100.0  # for the others to come to the same point of a step; below the pump's bound of a step
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    facts: ModelFacts
-    model: Decoder
-    pool: KVPool
-    link: StageLink | None
-    group: TensorGroup | None
 
 
 async def open_rank(
@@ -67,9 +57,9 @@ async def open_rank(
     name = config.name if seat is None else f"{config.name}/rank-{rank}"
     thread = ComputeThread(name, config.engine.threads or config.cpus, config.engine.cores)
     try:
-        loaded = await thread.run(lambda: _load(config, folder, device, seat))
+        facts, part, pool = await thread.run(lambda: _load(config, folder, device, seat))
         transports = open_transports(
-            loaded.pool.region,
+            pool.region,
             config.transfer.backends,
             incarnation=incarnation,
             secret=config.secret.encode(),
@@ -81,10 +71,12 @@ async def open_rank(
     except BaseException:
         await thread.close()
         raise
-    return loaded.facts, Rank(loaded.model, loaded.pool, transports, thread, loaded.link, loaded.group)
+    return facts, Rank(part, pool, transports, thread)
 
 
-def _load(config: WorkerConfig, folder: ModelFolder, device: torch.device, seat: Seat | None) -> _Loaded:
+def _load(
+    config: WorkerConfig, folder: ModelFolder, device: torch.device, seat: Seat | None
+) -> tuple[ModelFacts, Part, KVPool]:
     """`engine.dtype` is the KV's; weights follow it on a GPU and are `engine.weights` on a CPU."""
     shape = read_model_config(folder.path)
     shard = shard_of(shape, config.parallel, seat.rank if seat else 0)
@@ -115,7 +107,7 @@ def _load_shard(
     shard: ModelShard,
     group: TensorGroup | None,
     link: StageLink | None,
-) -> _Loaded:
+) -> tuple[ModelFacts, Part, KVPool]:
     engine = config.engine
     if engine.weights == "bfloat16" and not multiplies_bfloat16():
         logger.warning(
@@ -137,7 +129,7 @@ def _load_shard(
     facts = model_facts(folder, shape, engine, model.dtype.itemsize)
     layout = replace(facts.layout, layers=shard.layers, heads=shard.kv_heads)
     pool = allocate_pool(layout, engine.kv_blocks, device, engine.swap_blocks)
-    return _Loaded(facts, model, pool, link, group)
+    return facts, Part(model, group, link), pool
 
 
 def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig, dtype_bytes: int) -> ModelFacts:

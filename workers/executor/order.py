@@ -5,7 +5,7 @@ Plain values; knows no torch, so that any process may hold them.
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from workers.config import WorkerConfig
 
@@ -33,7 +33,7 @@ class RankOrder:
 class RankLauncher(Protocol):
     """Whatever runs `rank_server.serve_rank` somewhere: one call of `launch` for each gang."""
 
-    def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
+    def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[Any]]:
         """Start the ranks; each awaitable ends when its rank has ended, whatever ended it."""
         ...
 

@@ -2,7 +2,7 @@
 
 Owns the memory and its order of release. Knows one step at a time; knows no queue and no lease. The event loop calls,
 the compute thread works; torch is never entered from two threads, and block digests are taken where the blocks were
-written.
+written. In a gang it computes its part of the model, in step with the ranks of its stage and behind the stage before.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from workers.executor.kv_pool import KVPool
 from workers.executor.sampler import sample, score
 from workers.executor.threads import ComputeThread
 from workers.model.decoder import Decoder
+from workers.ops.collective import StageLink, TensorGroup
 from workers.request import TokenLogprobs
 
 SLICE_BYTES = 32 << 20  # of logits that stand at once, twice, when a prompt's own tokens are scored
@@ -36,19 +37,35 @@ class RankStep:
     digests: tuple[int, ...]
     seconds: float
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    wait_s: float = 0.0  # of `seconds`: until the stage before had sent its activations
+    comm_s: float = 0.0  # of `seconds`: in sums and gatherings with the ranks of the stage
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank computes, and with whom: a whole model alone, or its shard of one in a gang."""
+
+    model: Decoder
+    group: TensorGroup | None = None  # None: no other rank shares its layers
+    link: StageLink | None = None  # None: one stage
+
+    def close(self) -> None:
+        for each in (self.group, self.link):
+            if each is not None:
+                each.close()
 
 
 class Rank:
     """Closed by its executor: transports first, so that no byte lands any more, then the thread, then the memory."""
 
-    def __init__(self, model: Decoder, pool: KVPool, transports: TransportSet, thread: ComputeThread) -> None:
-        self._model = model
+    def __init__(self, part: Part, pool: KVPool, transports: TransportSet, thread: ComputeThread) -> None:
+        self._part = part
         self._pool = pool
         self._transports = transports
         self._thread = thread
 
     async def execute(self, plan: StepPlan) -> RankStep:
-        return await self._thread.run(lambda: compute(self._model, self._pool, plan))
+        return await self._thread.run(lambda: compute(self._part, self._pool, plan))
 
     def shard(self) -> ShardAddress:
         return self._transports.shard()
@@ -74,33 +91,70 @@ class Rank:
     async def forget(self, incarnation: str) -> None:
         await self._transports.forget(incarnation)
 
+    def abort(self) -> None:
+        """Give up the ranks that this one may be waiting for: their gang is lost."""
+        self._part.close()
+
     async def close(self) -> None:
         await self._transports.close()
+        await self._thread.run(self._part.close)
         await self._thread.close()
 
 
 @torch.inference_mode()
-def compute(model: Decoder, pool: KVPool, plan: StepPlan) -> RankStep:
-    """Run the plan on the calling thread: KV of every chunk into the pool, one token for every chunk that draws."""
+def compute(part: Part, pool: KVPool, plan: StepPlan) -> RankStep:
+    """Run the plan on the calling thread: KV of every chunk into the pool, one token for every chunk that draws.
+
+    Tokens and log probabilities come from the first rank of the last stage; all others answer none.
+    """
     begun = time.perf_counter()
-    layout = pool.region.layout
-    tokens: list[int | None] = [None] * len(plan.chunks)
-    logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
-    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     pool.move(plan)
+    drawn = _Drawn(len(plan.chunks))
     if plan.chunks:
-        inputs = step_inputs(plan, layout.block_size, model.device)
-        rows, num_draws = inputs.rows, len(inputs.draws)
-        if any(chunk.targets for chunk in plan.chunks):
-            rows = torch.cat([rows, _target_rows(plan).to(rows.device)])
-        hidden = model.hidden(inputs.tokens, inputs.positions, rows, inputs.batch, pool.blocks)
-        drawn = sample(model.logits(hidden[:num_draws]), inputs.draws)
-        for chunk, token, logprob in zip(inputs.drawn, *drawn, strict=True):
-            tokens[chunk], logprobs[chunk] = token, logprob
-        if len(hidden) > num_draws:
-            prompt_logprobs = _prompt_logprobs(model, hidden[num_draws:], plan)
+        _forward(part, pool, plan, drawn)
     digests = _digests(pool, plan.digest_blocks)
-    return RankStep(tuple(tokens), tuple(logprobs), digests, time.perf_counter() - begun, prompt_logprobs)
+    return RankStep(
+        tokens=tuple(drawn.tokens),
+        logprobs=tuple(drawn.logprobs),
+        digests=digests,
+        seconds=time.perf_counter() - begun,
+        prompt_logprobs=drawn.prompt_logprobs,
+        wait_s=part.link.take_wait_s() if part.link else 0.0,
+        comm_s=part.group.take_comm_s() if part.group else 0.0,
+    )
+
+
+class _Drawn:
+    """What came out of a step so far, in the order of its chunks."""
+
+    def __init__(self, num_chunks: int) -> None:
+        self.tokens: list[int | None] = [None] * num_chunks
+        self.logprobs: list[TokenLogprobs | None] = [None] * num_chunks
+        self.prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+
+
+def _forward(part: Part, pool: KVPool, plan: StepPlan, drawn: _Drawn) -> None:
+    model, link = part.model, part.link
+    inputs = step_inputs(plan, pool.region.layout.block_size, model.device)
+    if model.embedding is not None:
+        x = model.embed(inputs.tokens)
+    else:
+        assert link is not None, "a later stage has one before it"
+        x = link.receive((len(inputs.tokens), model.config.hidden_size), model.dtype, model.device)
+    rows, num_draws = inputs.rows, len(inputs.draws)
+    if any(chunk.targets for chunk in plan.chunks):
+        rows = torch.cat([rows, _target_rows(plan).to(rows.device)])
+    hidden = model.run(x, inputs.positions, rows, inputs.batch, pool.blocks)
+    if model.head is None:
+        assert link is not None, "an earlier stage has one behind it"
+        link.send(hidden)
+        return
+    logits = model.logits(hidden[:num_draws]) if num_draws else None
+    if logits is not None:
+        for chunk, token, logprob in zip(inputs.drawn, *sample(logits, inputs.draws), strict=True):
+            drawn.tokens[chunk], drawn.logprobs[chunk] = token, logprob
+    if len(hidden) > num_draws:
+        drawn.prompt_logprobs = _prompt_logprobs(model, hidden[num_draws:], plan)
 
 
 def _target_rows(plan: StepPlan) -> torch.Tensor:
@@ -120,7 +174,11 @@ def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tu
     for start in range(0, len(targets), slice_rows):
         part = targets[start : start + slice_rows]
         logits = model.logits(hidden[start : start + slice_rows])
+        if logits is None:  # the first rank of the stage scores
+            continue
         scored += score(logits, [target for target, _ in part], [num_top for _, num_top in part])
+    if not scored:
+        return ()
     each = iter(scored)
     return tuple(tuple(itertools.islice(each, len(chunk.targets))) for chunk in plan.chunks)
 

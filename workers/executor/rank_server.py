@@ -153,7 +153,7 @@ class RankTasks:
         self._shared = shared
         self._tasks: list[asyncio.Task[None]] = []
 
-    def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
+    def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[Any]]:
         self._tasks = [asyncio.ensure_future(serve_rank(order, self._find, self._shared)) for order in orders]
         return self._tasks
 
