@@ -1,10 +1,17 @@
-"""The whole engine on a real (small, random) model: no policy, swap, copy or preemption changes a token."""
+"""The whole engine on a real (small, random) model: no policy, swap, copy or preemption changes a token.
+
+Neither do plans in flight: one rank computes them in their order, as the stages of a pipeline do.
+"""
+
+import asyncio
+from collections import deque
 
 import pytest
 
 from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
 from workers.config import BATCHING, EngineConfig, TransferConfig, WorkerConfig
 from workers.engine.engine import Engine
+from workers.engine.step import StepPlan, StepResult
 from workers.executor.solo import open_solo
 from workers.model.folder import ModelFolder
 from workers.request import Request, SamplingParams, TokensOut
@@ -14,7 +21,7 @@ PROMPTS = [tuple(range(5 + 7 * index, 5 + 7 * index + length)) for index, length
 
 
 async def answers(
-    tiny: ModelFolder, *, siblings: int = 1, **engine: object
+    tiny: ModelFolder, *, siblings: int = 1, depth: int = 1, **engine: object
 ) -> tuple[dict[str, list[int]], WorkerStats]:
     """Tokens of every request, joined one step after the other, and what it took."""
     sizes = EngineConfig(**{"block_size": 8, "kv_blocks": 128, "max_batch_tokens": 64, "threads": 1, **engine})
@@ -29,6 +36,7 @@ async def answers(
         lease_s=10.0,
         reserved=RESERVED_BLOCKS,
         block_bytes=facts.layout.block_bytes,
+        depth=depth,
     )
     coming = [
         Request(f"r{index}#{sibling}", prompt, _sampling(index, sibling), reply_to="t", group=f"r{index}")
@@ -36,13 +44,16 @@ async def answers(
         for sibling in range(siblings)
     ]
     tokens: dict[str, list[int]] = {each.id: [] for each in coming}
+    in_flight: deque[tuple[StepPlan, asyncio.Task[StepResult]]] = deque()
     for number in range(2000):
         if coming:
             subject.add(coming.pop(0), float(number), hold=False)
-        plan = subject.schedule(float(number))
-        if plan is None:
+        while len(in_flight) < depth and (plan := subject.schedule(float(number))) is not None:
+            in_flight.append((plan, asyncio.ensure_future(executor.execute(plan))))
+        if not in_flight:
             break
-        subject.commit(plan, await executor.execute(plan), float(number))
+        plan, task = in_flight.popleft()
+        subject.commit(plan, await task, float(number))
         subject.check()
         for told in subject.drain():
             assert isinstance(told, TokensOut)
@@ -56,24 +67,27 @@ def _sampling(index: int, sibling: int) -> SamplingParams:
     return SamplingParams(temperature=temperature, seed=100 * index + sibling, max_tokens=24, ignore_eos=True)
 
 
+@pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("batching", BATCHING)
-async def test_every_policy_gives_the_same_tokens(tiny: ModelFolder, batching: str) -> None:
+async def test_every_policy_gives_the_same_tokens(tiny: ModelFolder, batching: str, depth: int) -> None:
     expected, _ = await answers(tiny)
-    assert (await answers(tiny, batching=batching, max_batch_tokens=33))[0] == expected
+    assert (await answers(tiny, batching=batching, depth=depth, max_batch_tokens=33))[0] == expected
     assert all(len(tokens) == 24 for tokens in expected.values())
 
 
+@pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-async def test_preempted_sequences_go_on_with_the_same_tokens(tiny: ModelFolder, preemption: str) -> None:
+async def test_preempted_sequences_go_on_with_the_same_tokens(tiny: ModelFolder, preemption: str, depth: int) -> None:
     expected, calm = await answers(tiny)
-    found, stats = await answers(tiny, kv_blocks=14, swap_blocks=24, preemption=preemption)
+    found, stats = await answers(tiny, depth=depth, kv_blocks=14, swap_blocks=24, preemption=preemption)
     assert found == expected
     assert calm.preemptions == 0 and stats.preemptions > 0
     assert (stats.swaps > 0) == (preemption == "swap")
 
 
-async def test_siblings_draw_what_each_would_alone(tiny: ModelFolder) -> None:
+@pytest.mark.parametrize("depth", [1, 3])
+async def test_siblings_draw_what_each_would_alone(tiny: ModelFolder, depth: int) -> None:
     alone, _ = await answers(tiny, siblings=3, prefix_caching=False)
-    together, stats = await answers(tiny, siblings=3, kv_blocks=40, swap_blocks=40)
+    together, stats = await answers(tiny, depth=depth, siblings=3, kv_blocks=40, swap_blocks=40)
     assert together == alone
     assert stats.free_blocks == stats.total_blocks
