@@ -132,7 +132,8 @@ class Controller:
             secret=self._secret,
             cpus=max(1, int(pool.resources.cpu)),
         )
-        return WorkerOrder(config, pool.resources, self._spec.health.heartbeat_s, self._spec.health.dead_after_s)
+        health = self._spec.health
+        return WorkerOrder(config, pool.resources, health.heartbeat_s, health.dead_after_s, health.place_timeout_s)
 
     # ---- preflight ---------------------------------------------------------------------------------------------
 

@@ -88,13 +88,20 @@ class GatewaySpec:
 
 @dataclass(frozen=True, slots=True)
 class HealthSpec:
-    """A worker speaks at least every `heartbeat_s`; one that is silent for `dead_after_s` is given up and replaced."""
+    """A worker speaks at least every `heartbeat_s`; one that is silent for `dead_after_s` is given up and replaced.
+
+    `place_timeout_s` is how long a worker may wait for nodes with room: raise it where an autoscaler must add them.
+    """
 
     heartbeat_s: float = 0.25
     dead_after_s: float = 2.0
     start_timeout_s: float = 300.0
+    place_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
+        for name in ("start_timeout_s", "place_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         if not 0 < self.heartbeat_s < self.dead_after_s:
             raise ValueError(
                 f"heartbeat_s ({self.heartbeat_s}) must be above 0 and below dead_after_s ({self.dead_after_s})"

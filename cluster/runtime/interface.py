@@ -59,6 +59,7 @@ class WorkerOrder:
     resources: Resources
     heartbeat_s: float
     dead_after_s: float
+    place_timeout_s: float = 30.0
 
 
 class Runtime(Protocol):

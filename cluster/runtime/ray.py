@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone, WorkerHandle, WorkerOrder
-from cluster.runtime.ray_ranks import RayRanks, bundles, on_this_node, rank_options
+from cluster.runtime.ray_ranks import RayRanks, bundles, listed, on_this_node, rank_options, shortage
 from cluster.spec import ClusterSpec
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.build import build_worker
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "diptych"
 CALL_TIMEOUT_S = 10.0
-PLACE_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 90.0
 REACH_TIMEOUT_S = 5.0
 UNFIT_TIMEOUT_S = 1.0
@@ -180,19 +179,16 @@ class RayRuntime:
             wanted, strategy=parallel.placement.upper(), name=name, lifetime="detached"
         )
         try:
-            await asyncio.wait_for(_ready(group), PLACE_TIMEOUT_S)
+            await asyncio.wait_for(_ready(group), order.place_timeout_s)
         except asyncio.CancelledError:
             remove_placement_group(group)
             raise
         except TimeoutError:
             remove_placement_group(group)
-            there = _listed(ray.available_resources())
-            needed = f"{{{_listed(wanted[0])}}}"
-            if len(wanted) > 1:
-                needed = f"{len(wanted)} ranks of {needed}, placed by {parallel.placement!r}"
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             raise RuntimeUnavailable(
-                f"no room for {name}: it needs {needed}; free in the whole cluster are {{{there}}} on "
-                f"{_num_nodes()} nodes; lower pools[].parallel or pools[].resources, or add nodes"
+                f"no room for {name}: {shortage(wanted, parallel.placement, nodes)}; free in the whole cluster are "
+                f"{{{listed(ray.available_resources())}}}; lower pools[].parallel or pools[].resources, or add nodes"
             ) from None
         return group
 
@@ -259,14 +255,6 @@ class RayRuntime:
         await self.end_all()
         if self.owns_ray:
             await asyncio.to_thread(ray.shutdown)
-
-
-def _num_nodes() -> int:
-    return sum(node["Alive"] for node in ray.nodes())
-
-
-def _listed(resources: dict[str, float]) -> str:
-    return ", ".join(f"{kind}: {amount:g}" for kind, amount in sorted(resources.items()) if ":" not in kind)
 
 
 async def _ready(group: PlacementGroup) -> None:
