@@ -1,6 +1,7 @@
 """A decoder over a flat ragged token axis, with K and V in a paged pool: the mathematics of all model families, once.
 
-Knows a description and the shapes. Knows no family, no file format, no scheduler, no sampling. With x [tokens, hidden]:
+Knows a description and the shapes. Knows no family, no file format, no scheduler, no sampling, and no other rank: what
+is shared with others (`workers.model.parallel`) is behind the callables. With x [tokens, hidden]:
 
     x ← embedding[tokens] * scale
     each layer:  q, k, v = W_qkv · norm(x);  norm q and k;  turn q and k by position;  k, v → pool
@@ -12,19 +13,20 @@ A layer lacks the norms and turns that its description leaves out. Source: Touvr
 heads, Ainslie et al. (2023); norms after each half and caps, Gemma Team, Gemma 2 (2024); norms of q and k, Gemma 3.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from workers.model.description import ModelConfig, RopeConfig
-from workers.model.feed_forward import Experts, FeedForward
 from workers.model.rope import angles, frequencies
 from workers.ops.attention import Attention
 from workers.ops.batch import RaggedBatch
 from workers.ops.fused import add_rms_norm, rms_norm, rotate
 from workers.ops.linear import LinearMethod
 
+Transform = Callable[[Tensor], Tensor]
 Turns = dict[RopeConfig, tuple[Tensor, Tensor]]
 
 
@@ -35,23 +37,27 @@ class Layer:
     attention_norm: Tensor  # [hidden]
     qkv: LinearMethod  # [(heads + 2 * kv_heads) * head_dim, hidden]
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]
-    output: LinearMethod  # [hidden, heads * head_dim]
+    output: Transform  # [hidden, heads * head_dim]
     attention_post_norm: Tensor | None  # [hidden]
     ffn_norm: Tensor  # [hidden]
-    feed_forward: FeedForward | Experts
+    feed_forward: Transform
     ffn_post_norm: Tensor | None  # [hidden]
 
 
 class Decoder:
-    """Owned by one rank and called from one thread. Holds weights and frequencies, no state between calls."""
+    """Owned by one rank and called from one thread. Holds weights and frequencies, no state between calls.
+
+    A decoder may be one stage of several: `config.layers` are then its own, the first alone has an embedding, the last
+    alone a norm and a head. `run` of one stage takes what `run` of the stage before answered.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
-        embedding: Tensor,  # [vocab, hidden]
+        embedding: Transform | None,  # [tokens] to [tokens, hidden]
         layers: tuple[Layer, ...],
-        final_norm: Tensor,  # [hidden]
-        head: LinearMethod,  # [vocab, hidden]
+        final_norm: Tensor | None,  # [hidden]
+        head: Callable[[Tensor], Tensor | None] | None,  # [rows, hidden] to [rows, vocab]
         attention: Attention,
     ) -> None:
         self.config = config
@@ -61,30 +67,54 @@ class Decoder:
         self.head = head
         self.attention = attention
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
-        self._frequencies = {rope: frequencies(rope).to(embedding.device) for rope in ropes}
+        self._frequencies = {rope: frequencies(rope).to(self.device) for rope in ropes}
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.device
+        return self.layers[0].attention_norm.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        return self.layers[0].attention_norm.dtype
 
     def forward(self, tokens: Tensor, positions: Tensor, rows: Tensor, batch: RaggedBatch, pool: Tensor) -> Tensor:
         """Logits [rows, vocab] for the given rows of the token axis; writes every token's K and V into the pool.
 
-        tokens and positions are [tokens] int64 on the model's device, positions below the context length.
+        tokens and positions are [tokens] int64 on the model's device, positions below the context length. For a decoder
+        that is no stage of several and no rank that lacks the logits.
         """
-        return self.logits(self.hidden(tokens, positions, rows, batch, pool))
+        logits = self.logits(self.hidden(tokens, positions, rows, batch, pool))
+        assert logits is not None
+        return logits
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocab] of hidden states [rows, hidden], by the head alone: many rows may be asked for in slices."""
-        return _cap(self.head(hidden), self.config.logit_softcap)
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """[rows, vocab] of hidden states [rows, hidden], by the head alone: many rows may be asked for in slices.
+
+        None on the tensor ranks that only have a part in them; they must be asked all the same.
+        """
+        assert self.head is not None, "logits come from the last stage"
+        logits = self.head(hidden)
+        return None if logits is None else _cap(logits, self.config.logit_softcap)
 
     def hidden(self, tokens: Tensor, positions: Tensor, rows: Tensor, batch: RaggedBatch, pool: Tensor) -> Tensor:
         """As `forward`, up to what the head reads: [rows, hidden]."""
-        x = self._embed(tokens)  # [tokens, hidden]
+        return self.run(self.embed(tokens), positions, rows, batch, pool)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the first stage's `run` begins with: [tokens, hidden]."""
+        assert self.embedding is not None, "tokens enter at the first stage"
+        x = self.embedding(tokens)
+        if self.config.embedding_scale == 1.0:
+            return x
+        # In half precision the scale is rounded as the checkpoint's makers rounded it.
+        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
+
+    def run(self, x: Tensor, positions: Tensor, rows: Tensor, batch: RaggedBatch, pool: Tensor) -> Tensor:
+        """This stage's layers over x [tokens, hidden]; writes every token's K and V of them into the pool.
+
+        Answers what the head reads, [rows, hidden], from the last stage, and what the next stage reads,
+        [tokens, hidden], from any other.
+        """
         turns = {
             rope: angles(positions, steps, rope.magnitude, self.dtype) for rope, steps in self._frequencies.items()
         }
@@ -93,22 +123,17 @@ class Decoder:
             self.final_norm,
         ]  # what the next layer, or the head, begins with
         normed = rms_norm(x, self.layers[0].attention_norm, self.config.rms_eps)
-        for index, layer in enumerate(self.layers):
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             attended = self._attend(index, normed, turns, batch, pool)
-            if index == len(self.layers) - 1:  # all KV is written: only the wanted rows go on
+            if self.final_norm is not None and index == len(self.layers) - 1:  # all KV is written: only the rows go on
                 x, attended = x[rows], attended[rows]
             change = self._norm(layer.output(attended), layer.attention_post_norm)
             x, normed = add_rms_norm(x, change, layer.ffn_norm, self.config.rms_eps)
             change = self._norm(layer.feed_forward(normed), layer.ffn_post_norm)
-            x, normed = add_rms_norm(x, change, next_norms[index], self.config.rms_eps)
+            if next_norm is None:
+                return x + change
+            x, normed = add_rms_norm(x, change, next_norm, self.config.rms_eps)
         return normed
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        x = self.embedding[tokens]
-        if self.config.embedding_scale == 1.0:
-            return x
-        # In half precision the scale is rounded as the checkpoint's makers rounded it.
-        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
 
     def _attend(self, index: int, x: Tensor, turns: Turns, batch: RaggedBatch, pool: Tensor) -> Tensor:
         config, layer = self.config, self.layers[index]

@@ -1,10 +1,12 @@
 """The quantised blocks of the GGUF file that a folder was converted from, as rows of bytes in the hub's order.
 
-Knows the file's bytes by the folder's record; knows no names and no kernel. That the file is still the one that was
+Knows the file's bytes by the folder's record; knows no names and no kernel. A part of a matrix is taken where its
+borders are borders of blocks. That the file is still the one that was
 converted shows in samples: rows of blocks must stand for the very numbers in the folder.
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +14,9 @@ from torch import Tensor
 
 from workers.errors import ModelError
 from workers.model.gguf_origin import Stored, read_origin
+from workers.model.weights import Part, Range
 from workers.ops.linear import BLOCK_FORMATS
-from workers.ops.linear.blocks import dequantise
+from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, dequantise
 
 logger = logging.getLogger(__name__)
 
@@ -42,29 +45,37 @@ class GGUFBlocks:
         self._tensors = origin.tensors
         self._mapped = torch.from_file(str(origin.path), shared=False, size=num_bytes, dtype=torch.uint8)
 
-    def take(self, names: list[str], weight: Tensor) -> tuple[str, Tensor] | None:
-        """The format and the blocks [out, bytes] of `weight` [out, in], which is the tensors `names` above one another.
+    def take(self, parts: Sequence[Part], columns: Range, weight: Tensor) -> tuple[str, Tensor] | None:
+        """The format and the blocks [out, bytes] of `weight` [out, in]: the parts above one another, and the columns.
 
-        None when the file has them in a format without a kernel, or not all in the same.
+        None when the file has them in a format without a kernel, not all in the same, or a border of the columns cuts
+        a block.
         """
-        stored = [self._tensors[name] for name in names]
+        stored = [self._tensors[part.name] for part in parts]
         formats = {each.weight_format for each in stored}
+        words = " + ".join(part.name for part in parts)
         if len(formats) > 1 or not formats <= set(BLOCK_FORMATS):
-            logger.debug("%s as %s: computed in float32", " + ".join(names), ", ".join(sorted(formats)))
+            logger.debug("%s as %s: computed in float32", words, ", ".join(sorted(formats)))
             return None
         (weight_format,) = formats
-        row_bytes = sum(each.num_bytes for each in stored) // weight.shape[0]
-        blocks = torch.cat([self._rows(each, row_bytes) for each in stored])  # [out, bytes]
+        width, block_bytes = BLOCK_COLUMNS[weight_format], BLOCK_BYTES[weight_format]
+        if any(border % width for border in columns):
+            logger.debug("%s: columns %d to %d cut blocks of %d: computed in float32", words, *columns, width)
+            return None
+        cut = slice(*(border // width * block_bytes for border in columns))
+        pieces = [self._rows(each, part)[:, cut] for each, part in zip(stored, parts, strict=True)]
+        blocks = torch.cat(pieces)  # [out, bytes]
         samples = torch.tensor([0, weight.shape[0] // 2, weight.shape[0] - 1])
         if not torch.equal(dequantise(blocks[samples], weight_format), weight[samples]):
-            raise self._changed(f"{names[0]} has other numbers")
+            raise self._changed(f"{parts[0].name} has other numbers")
         return weight_format, blocks
 
-    def _rows(self, stored: Stored, row_bytes: int) -> Tensor:
-        rows = self._mapped[stored.start : stored.start + stored.num_bytes].view(-1, row_bytes)
-        if not stored.heads:
-            return rows
-        return rows.view(stored.heads, -1, 2, row_bytes).transpose(1, 2).reshape(-1, row_bytes)
+    def _rows(self, stored: Stored, part: Part) -> Tensor:
+        """The part's rows, [rows, bytes]."""
+        rows = self._mapped[stored.start : stored.start + stored.num_bytes].view(part.height, -1)
+        if stored.heads:
+            rows = rows.view(stored.heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(part.height, -1)
+        return rows[slice(*part.rows)]
 
     def _changed(self, how: str) -> ModelError:
         return ModelError(f"{self._path} is no longer the file that was converted: {how}; {self._advice}")

@@ -1,26 +1,33 @@
 """Weights from a model folder into a decoder.
 
-Knows which tensor goes where and what is fused. On a CPU everything computes in float32: half-precision matrix
-products are nine times slower there without AVX-512 or AMX.
+Knows which tensor goes where, what is fused, and which part of each a rank holds. On a CPU everything computes in
+float32: half-precision matrix products are nine times slower there without AVX-512 or AMX.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from workers.config import ParallelConfig
 from workers.errors import ModelError
 from workers.model.config import read_model_config
-from workers.model.decoder import Decoder, Layer
+from workers.model.decoder import Decoder, Layer, Transform
 from workers.model.description import LayerConfig, ModelConfig
 from workers.model.feed_forward import Experts, FeedForward, SharedExpert
 from workers.model.folder import ModelFolder, check_tensors
 from workers.model.gguf_blocks import GGUFBlocks
-from workers.model.weights import Weights, fuse
+from workers.model.parallel import Embedding, Gathered, PartialEmbedding, Reduced
+from workers.model.shard import ModelShard, Range, shard_of, split_units
+from workers.model.weights import Part, Weights, fuse
 from workers.ops.attention import SDPA, Attention
+from workers.ops.collective import TensorGroup
 from workers.ops.linear import WEIGHT_FORMATS, LinearMethod, linear_from_blocks, make_linear
 
 FORMATS = (*WEIGHT_FORMATS, "gguf")
+
+Cut = tuple[int, Range]  # how many rows there are, and which of them a rank holds
 
 
 def load_decoder(
@@ -30,8 +37,13 @@ def load_decoder(
     attention: Attention = SDPA,
     weight_format: str = "float32",
     deterministic: bool = False,
+    shard: ModelShard | None = None,
+    group: TensorGroup | None = None,
 ) -> Decoder:
     """The folder's model, ready to compute on `device` in `dtype` (float32 on a CPU whatever is asked).
+
+    `shard`: only this part of it (None: all), with `group` as the way to the other tensor ranks where there are any.
+    Formats that share a scale among columns (int8, q4_k) round a part's columns by themselves.
 
     `weight_format` is that of the linear layers; embeddings, norms and routers stay in `dtype`. "gguf": the blocks of
     the file that the folder was converted from, float32 where they are in a format that has no kernel.
@@ -44,10 +56,13 @@ def load_decoder(
         raise ModelError(f"weight format {weight_format!r} needs a CPU; on {device} take float32 and set the dtype")
     config = read_model_config(folder.path)
     check_tensors(folder.path, config)
+    shard = shard or shard_of(config, ParallelConfig(), 0)
+    if (shard.tensor_rank, shard.tensor) != ((group.rank, group.size) if group else (0, 1)):
+        raise ValueError(f"tensor rank {shard.tensor_rank} of {shard.tensor} needs the group of just these ranks")
     dtype = torch.float32 if device.type == "cpu" else dtype
     weights = Weights(folder.path, device, dtype)
     blocks = GGUFBlocks(folder.path) if weight_format == "gguf" else None
-    return _Assembly(config, weights, blocks, weight_format, deterministic).decoder(attention)
+    return _Assembly(config, shard, group, weights, blocks, weight_format, deterministic).decoder(attention)
 
 
 class _Assembly:
@@ -56,29 +71,53 @@ class _Assembly:
     def __init__(
         self,
         config: ModelConfig,
+        shard: ModelShard,
+        group: TensorGroup | None,
         weights: Weights,
         blocks: GGUFBlocks | None,
         weight_format: str,
         deterministic: bool,
     ) -> None:
         self._config = config
+        self._shard = shard
+        self._group = group
         self._weights = weights
         self._blocks = blocks
         self._weight_format = "float32" if blocks else weight_format  # of what is not in blocks
         self._make = partial(make_linear, deterministic=deterministic)
 
     def decoder(self, attention: Attention) -> Decoder:
-        config, names = self._config, self._config.names
-        embedding = self._weights.take(f"{names.root}.embed_tokens.weight")
-        head_name = f"{names.root}.embed_tokens.weight" if config.tie_embeddings else f"{names.head}.weight"
-        head = embedding if config.tie_embeddings else self._weights.take(head_name)
-        layers = tuple(self._layer(f"{names.root}.layers.{index}", layer) for index, layer in enumerate(config.layers))
-        final_norm = self._norm(names.root, "norm")
-        assert final_norm is not None
+        config, names, shard = self._config, self._config.names, self._shard
+        tied = f"{names.root}.embed_tokens.weight"
+        head_name = tied if config.tie_embeddings else f"{names.head}.weight"
+        embedding = self._weights.take(tied, shard.vocab) if shard.is_first else None
+        head = None
+        if shard.is_last:
+            shared = embedding if config.tie_embeddings else None
+            head = self._head(head_name, self._weights.take(head_name, shard.vocab) if shared is None else shared)
+        return Decoder(
+            shard.part_of(config),
+            None if embedding is None else self._embedding(embedding),
+            tuple(self._layer(f"{names.root}.layers.{at}", config.layers[at]) for at in range(*shard.layers)),
+            self._norm(names.root, "norm") if shard.is_last else None,
+            head,
+            attention,
+        )
+
+    def _embedding(self, weight: Tensor) -> Transform:
+        if self._group is None:
+            return Embedding(weight)
+        return Reduced(PartialEmbedding(weight, self._shard.vocab[0]), self._group)
+
+    def _head(self, name: str, weight: Tensor) -> LinearMethod | Gathered:
         # As GGUF files have it: logits are read off too few columns to be rounded to four bits.
         weight_format = "q8_0" if self._weight_format in ("q4_0", "q4_1", "q4_k") else self._weight_format
-        method = self._method([head_name], head, None, weight_format)
-        return Decoder(config, embedding, layers, final_norm, method, attention)
+        vocab_size, columns = self._config.vocab_size, (0, self._config.hidden_size)
+        head = self._method([Part(name, vocab_size, self._shard.vocab)], columns, weight, None, weight_format)
+        if self._group is None:
+            return head
+        borders = [split_units(vocab_size, self._group.size, rank) for rank in range(self._group.size)]
+        return Gathered(head, self._group, tuple(end - first for first, end in borders))
 
     def _layer(self, prefix: str, layer: LayerConfig) -> Layer:
         config, names = self._config, self._config.names
@@ -86,50 +125,68 @@ class _Assembly:
         assert attention_norm is not None and ffn_norm is not None
         return Layer(
             attention_norm=attention_norm,
-            qkv=self._linear(prefix, names.qkv, config.qkv_bias),
+            qkv=self._qkv(prefix),
             qk_norm=self._qk_norm(prefix),
-            output=self._linear(prefix, (names.output,), config.output_bias),
+            output=self._reduced(
+                self._row_parallel(prefix, names.output, self._features(self._shard.heads), config.output_bias)
+            ),
             attention_post_norm=self._norm(prefix, names.attention_post_norm),
             ffn_norm=ffn_norm,
-            feed_forward=self._experts(prefix) if layer.has_experts else self._feed_forward(prefix),
+            feed_forward=self._reduced(self._experts(prefix) if layer.has_experts else self._dense(prefix)),
             ffn_post_norm=self._norm(prefix, names.ffn_post_norm),
         )
 
+    def _reduced(self, half: Transform) -> Transform:
+        return half if self._group is None else Reduced(half, self._group)
+
+    def _qkv(self, prefix: str) -> LinearMethod:
+        config, shard = self._config, self._shard
+        query = (config.num_heads * config.head_dim, self._features(shard.heads))
+        kv = (config.num_kv_heads * config.head_dim, self._features(shard.kv_heads))
+        return self._column_parallel(prefix, config.names.qkv, (query, kv, kv), config.qkv_bias)
+
+    def _features(self, heads: Range) -> Range:
+        return heads[0] * self._config.head_dim, heads[1] * self._config.head_dim
+
     def _qk_norm(self, prefix: str) -> Tensor | None:
         """The weights of q's and of k's norm, once for each head."""
-        query, key = (self._norm(prefix, name) for name in (self._config.names.query_norm, self._config.names.key_norm))
+        config, names = self._shard.part_of(self._config), self._config.names
+        query, key = (self._norm(prefix, name) for name in (names.query_norm, names.key_norm))
         if query is None or key is None:
             return None
-        return torch.stack([query] * self._config.num_heads + [key] * self._config.num_kv_heads)
+        return torch.stack([query] * config.num_heads + [key] * config.num_kv_heads)
 
-    def _feed_forward(self, prefix: str) -> FeedForward:
-        names, bias = self._config.names, self._config.mlp_bias
-        return FeedForward(
-            gate_up=self._linear(prefix, names.gate_up, bias),
-            down=self._linear(prefix, (names.down,), bias),
-            activation=self._config.activation,
+    def _dense(self, prefix: str) -> FeedForward:
+        names, config = self._config.names, self._config
+        return self._feed_forward(
+            prefix, names.gate_up, names.down, (config.ffn_size, self._shard.ffn), config.mlp_bias
         )
 
     def _experts(self, prefix: str) -> Experts:
         names, experts = self._config.names, self._config.experts
         assert experts is not None
+
+        def expert(name: str, columns: Cut) -> FeedForward:
+            return self._feed_forward(f"{prefix}.{name}", names.expert_gate_up, names.expert_down, columns, bias=False)
+
         shared = None
         if experts.shared_ffn_size:
-            gate = self._weights.take(f"{prefix}.{names.shared_gate}.weight")
-            shared = SharedExpert(self._expert(f"{prefix}.{names.shared_expert}"), self._make(gate))
+            gate = self._make(self._weights.take(f"{prefix}.{names.shared_gate}.weight"))
+            shared_columns = (experts.shared_ffn_size, self._shard.shared_ffn)
+            shared = SharedExpert(expert(names.shared_expert, shared_columns), gate)
+        columns = (experts.ffn_size, self._shard.expert_ffn)
         return Experts(
             router=self._make(self._weights.take(f"{prefix}.{names.router}.weight")),
-            experts=tuple(self._expert(f"{prefix}.{names.experts}.{expert}") for expert in range(experts.count)),
+            experts=tuple(expert(f"{names.experts}.{number}", columns) for number in range(experts.count)),
             per_token=experts.per_token,
             normalise=experts.normalise,
             shared=shared,
         )
 
-    def _expert(self, prefix: str) -> FeedForward:
-        names = self._config.names
+    def _feed_forward(self, prefix: str, gate_up: tuple[str, ...], down: str, columns: Cut, bias: bool) -> FeedForward:
         return FeedForward(
-            gate_up=self._linear(prefix, names.expert_gate_up, bias=False),
-            down=self._linear(prefix, (names.expert_down,), bias=False),
+            gate_up=self._column_parallel(prefix, gate_up, (columns, columns), bias),
+            down=self._row_parallel(prefix, down, columns[1], bias),
             activation=self._config.activation,
         )
 
@@ -140,16 +197,44 @@ class _Assembly:
         weight = self._weights.take(f"{prefix}.{name}.weight")
         return weight + self._config.norm_offset if self._config.norm_offset else weight
 
-    def _linear(self, prefix: str, parts: tuple[str, ...], bias: bool) -> LinearMethod:
-        names = [f"{prefix}.{part}.weight" for part in parts]
-        weight = fuse([self._weights.take(name) for name in names])
-        offset = fuse([self._weights.take(f"{prefix}.{part}.bias") for part in parts]) if bias else None
-        return self._method(names, weight, offset, self._weight_format)
+    def _column_parallel(self, prefix: str, names: Sequence[str], cuts: Sequence[Cut], bias: bool) -> LinearMethod:
+        """This rank's rows of W [out, hidden], which is `names` above one another: its columns of y."""
+        weights = stacked([f"{prefix}.{name}.weight" for name in names], cuts)
+        biases = stacked([f"{prefix}.{name}.bias" for name in names], cuts) if bias else []
+        weight = fuse([self._weights.take(part.name, part.rows) for part in weights])
+        offset = fuse([self._weights.take(part.name, part.rows) for part in biases]) if bias else None
+        return self._method(weights, (0, weight.shape[1]), weight, offset, self._weight_format)
 
-    def _method(self, names: list[str], weight: Tensor, bias: Tensor | None, weight_format: str) -> LinearMethod:
-        """What multiplies by `weight`, which is the tensors `names`: by their blocks if those are wanted and fit."""
-        found = self._blocks.take(names, weight) if self._blocks else None
+    def _row_parallel(self, prefix: str, name: str, columns: Range, bias: bool) -> LinearMethod:
+        """This rank's columns of W [hidden, in]: a summand of y. The bias is in the first rank's."""
+        rows = (0, self._config.hidden_size)
+        weight = self._weights.take(f"{prefix}.{name}.weight", rows, columns)
+        offset = self._weights.take(f"{prefix}.{name}.bias") if bias and self._shard.tensor_rank == 0 else None
+        part = Part(f"{prefix}.{name}.weight", rows[1], rows)
+        return self._method([part], columns, weight, offset, self._weight_format)
+
+    def _method(
+        self, parts: Sequence[Part], columns: Range, weight: Tensor, bias: Tensor | None, weight_format: str
+    ) -> LinearMethod:
+        """What multiplies by `weight`, the parts' columns: by their blocks if those are wanted and fit."""
+        found = self._blocks.take(parts, columns, weight) if self._blocks else None
         if found is None:
             return self._make(weight, bias, weight_format)
         kind, blocks = found
         return linear_from_blocks(blocks, weight.shape[1], bias, kind)
+
+
+def stacked(names: Sequence[str], cuts: Sequence[Cut]) -> list[Part]:
+    """The rows that the cuts keep, of tensors that are cut once each, or of a single one that holds all of them."""
+    if len(names) == len(cuts):
+        return [Part(name, height, rows) for name, (height, rows) in zip(names, cuts, strict=True)]
+    (name,) = names
+    total = sum(height for height, _ in cuts)
+    parts: list[Part] = []
+    below = 0
+    for height, (first, end) in cuts:
+        if parts and parts[-1].rows[1] == below + first:  # neighbours stay one view
+            first = parts.pop().rows[0] - below
+        parts.append(Part(name, total, (below + first, below + end)))
+        below += height
+    return parts

@@ -5,6 +5,7 @@ on a CPU, so that all processes of a machine share one copy.
 """
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,7 +14,17 @@ from torch import Tensor
 from workers.errors import ModelError
 from workers.model.folder import TensorEntry, read_header, weight_files
 
+Range = tuple[int, int]  # [first, end)
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # those of `folder.WEIGHT_DTYPES`
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive rows of a tensor that has `height` of them."""
+
+    name: str
+    height: int
+    rows: Range
 
 
 class Weights:
@@ -29,14 +40,21 @@ class Weights:
             mapped = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
             self._tensors.update({entry.name: (mapped, entry) for entry in entries})
 
-    def take(self, name: str) -> Tensor:
-        """The tensor, every number of it finite. Raises `ModelError` for one that holds NaN or infinity."""
+    def take(self, name: str, rows: Range | None = None, columns: Range | None = None) -> Tensor:
+        """The tensor or a part of it, every number finite. Raises `ModelError` where one is NaN or infinity.
+
+        A part is dense: rows stay mapped, columns are copied.
+        """
         mapped, entry = self._tensors[name]
         dtype = _DTYPES[entry.dtype]
         numbers = mapped[entry.start : entry.start + entry.num_bytes]
         if entry.start % dtype.itemsize:  # legal, though no common writer does it: views need alignment
             numbers = numbers.clone()
-        tensor = numbers.view(dtype).view(entry.shape).to(self._device, self._dtype)
+        whole = numbers.view(dtype).view(entry.shape)
+        part = whole if rows is None else whole[slice(*rows)]
+        if columns is not None:
+            part = part[:, slice(*columns)].contiguous()
+        tensor = part.to(self._device, self._dtype)
         # A sum reads each number once and is finite if all are; only a suspicious tensor is looked at closely.
         if not math.isfinite(tensor.sum(dtype=torch.float32)) and not tensor.isfinite().all():
             raise ModelError(

@@ -1,0 +1,155 @@
+"""Sums over ranks of one host through memory that they share; `native/shared_sum.cpp` says how.
+
+Knows how ranks find the memory, and learn of each other's death: each holds a lock on a byte of its own in the file,
+and the kernel lets go of it however the rank ends.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from workers.errors import RankLost
+from workers.ops.native.library import Pointer, Size, function, pointer
+
+FOLDER = Path("/dev/shm")
+PLACE_BYTES = 64  # the C++ source's `Place`
+SLOT_BYTES = 256 << 10  # a larger sum takes several turns; the slots of a few ranks stay in the caches
+PATIENCE_S = 0.05  # between looks at whether a rank that does not come is still there
+_LOCK = "hhqqi4x"  # struct flock on 64-bit Linux: type, whence, start, length, pid
+
+
+class SharedSum:
+    """float32 on CPUs; x is overwritten. The file may have lost its name: the memory lives while somebody maps it."""
+
+    def __init__(self, file: int, rank: int, names: Sequence[str], timeout_s: float) -> None:
+        """Owns the descriptor `file` of `file_bytes(len(names))` zeroed bytes."""
+        self._file = file
+        self._rank = rank
+        self._names = names
+        self._timeout_s = timeout_s
+        self._turn = 0
+        self._missing = ctypes.c_int64()
+        self._memory = torch.frombuffer(mmap.mmap(file, file_bytes(len(names))), dtype=torch.uint8)
+        kernel = _kernel()
+        assert kernel is not None
+        self._kernel = kernel
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK, rank))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.float32 and x.device.type == "cpu"
+        x, each = x.contiguous(), SLOT_BYTES // 4
+        for start in range(0, x.numel(), each):
+            self._add(pointer(x) + 4 * start, min(each, x.numel() - start))
+        return x
+
+    def _add(self, address: int, count: int) -> None:
+        self._turn += 1
+        announce, begun = 1, time.monotonic()
+        while True:
+            self._kernel(
+                pointer(self._memory), self._rank, len(self._names), SLOT_BYTES // 4, address, count, self._turn,
+                announce, int(min(PATIENCE_S, self._timeout_s) * 1e6), ctypes.addressof(self._missing),
+            )  # fmt: skip
+            if self._missing.value < 0:
+                return
+            announce, missing = 0, self._missing.value
+            if not self._is_here(missing):
+                raise RankLost(f"{self._names[missing]} is gone: it no longer holds its lock on the shared memory")
+            if time.monotonic() - begun > self._timeout_s:
+                raise RankLost(f"{self._names[missing]} did not answer within {self._timeout_s:g} s")
+
+    def _is_here(self, rank: int) -> bool:
+        found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, rank))
+        return bool(struct.unpack(_LOCK, found)[0] != fcntl.F_UNLCK)
+
+    def close(self) -> None:
+        """Whoever waits for this rank learns of it. Memory and descriptor go with the object's last use."""
+        if self._file >= 0:
+            with suppress(OSError):
+                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK, self._rank))
+            os.close(self._file)
+            self._file = -1
+
+
+def open_shared_sum(store: Store, rank: int, names: Sequence[str], timeout_s: float) -> SharedSum | None:
+    """The sum of the ranks `names`, all of which call this; None on all of them where one cannot take part.
+
+    Rank 0 makes the file, the others open it, and it loses its name before anybody adds. Raises `RuntimeError` when a
+    rank does not come within `timeout_s`.
+    """
+
+    def all_say(topic: str, word: str) -> list[str]:
+        store.set(f"{topic}-{rank}", word)
+        keys = [f"{topic}-{each}" for each in range(len(names))]
+        store.wait(keys, timedelta(seconds=timeout_s))
+        return [store.get(key).decode() for key in keys]
+
+    hosts = set(all_say("host", _host() if _kernel() is not None else ""))
+    if len(hosts) > 1 or hosts == {""}:
+        return None
+    path = _make(file_bytes(len(names))) if rank == 0 else None
+    shared: SharedSum | None = None
+    try:
+        name = all_say("file", str(path or ""))[0]
+        with suppress(OSError):
+            shared = SharedSum(os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), rank, names, timeout_s)
+        if "no" not in all_say("open", "yes" if shared else "no"):
+            return shared
+    except BaseException:
+        if shared is not None:
+            shared.close()
+        raise
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+    if shared is not None:
+        shared.close()
+    return None
+
+
+def file_bytes(ranks: int) -> int:
+    return ranks * (PLACE_BYTES + 2 * SLOT_BYTES)
+
+
+def _make(num_bytes: int) -> Path | None:
+    """A new file whose every byte there is room for; None where there is not."""
+    path = FOLDER / f"diptych-{secrets.token_hex(8)}"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    try:
+        os.posix_fallocate(file, 0, num_bytes)  # a full /dev/shm says so here, and does not kill whoever writes
+    except OSError:
+        path.unlink()
+        return None
+    finally:
+        os.close(file)
+    return path
+
+
+def _host() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _lock(kind: int, rank: int) -> bytes:
+    return struct.pack(_LOCK, kind, os.SEEK_SET, rank, 1, 0)
+
+
+def _kernel() -> Callable[..., None] | None:
+    return function("diptych_shared_sum", [Pointer, *[Size] * 3, Pointer, *[Size] * 4, Pointer])
