@@ -32,7 +32,7 @@ from kvtransfer.control_wire import (
     Welcome,
 )
 from kvtransfer.errors import LeaseLost, PeerLost, PeerRefused, TransferError, TransferTimeout
-from kvtransfer.ticket import PeerAddress, Progress
+from kvtransfer.ticket import PeerAddress, Piece, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,13 @@ GRACE_S = 2.0  # for an answer, beyond the time the owner was told to take
 class LeaseSource(Protocol):
     """The owner's leases, as the control server needs them. Both raise `LeaseLost`."""
 
-    async def watch(self, lease: str, epoch: int, have_blocks: int, timeout_s: float) -> Progress:
-        """Extend the lease; answer when more than `have_blocks` are ready or no more will come, else at the timeout."""
+    async def watch(
+        self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
+    ) -> Progress:
+        """Extend the lease; answer when more than `have_blocks` are ready or no more will come, else at the timeout.
+
+        The answer has digests for `pieces`. Raises `PeerRefused` when no rank holds one of them.
+        """
         ...
 
     def release(self, lease: str, epoch: int) -> None:
@@ -140,7 +145,8 @@ class ControlServer:
 
     async def _watch(self, request: Watch) -> Reply:
         timeout_s = min(MAX_WATCH_S, max(0.0, request.timeout_s))
-        progress = await self._source.watch(request.lease, request.epoch, request.have_blocks, timeout_s)
+        have, pieces = request.have_blocks, request.pieces
+        progress = await self._source.watch(request.lease, request.epoch, have, timeout_s, pieces)
         return Answer(request.number, progress)
 
     async def _release(self, request: Release) -> Reply:
@@ -154,6 +160,8 @@ class ControlServer:
             reply = await outcome
         except LeaseLost as error:
             reply = Failed(number, str(error), lease_lost=True)
+        except TransferError as error:
+            reply = Failed(number, str(error), lease_lost=False)
         except Exception as error:
             logger.exception("a lease request failed")
             reply = Failed(number, f"the owner failed: {type(error).__name__} {error}", lease_lost=False)
@@ -206,10 +214,15 @@ class ControlClient:
             raise
         return cls(channel, peer, on_lost)
 
-    async def watch(self, lease: str, epoch: int, have_blocks: int, timeout_s: float) -> Progress:
-        """How far the owner is, once it is further than `have_blocks`. Extends the lease. Raises `LeaseLost`."""
-        number = self._number()
-        reply = await self._call(Watch(number, lease, epoch, have_blocks, timeout_s), timeout_s + GRACE_S)
+    async def watch(
+        self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
+    ) -> Progress:
+        """How far the owner is, once it is further than `have_blocks`, with digests of `pieces`. Extends the lease.
+
+        Raises `LeaseLost`.
+        """
+        watch = Watch(self._number(), lease, epoch, have_blocks, timeout_s, pieces)
+        reply = await self._call(watch, timeout_s + GRACE_S)
         if not isinstance(reply, Answer):
             raise PeerRefused(f"{self.peer.worker} answered a watch with {type(reply).__name__}")
         return reply.progress

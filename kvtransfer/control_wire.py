@@ -14,12 +14,12 @@ import logging
 
 import msgspec
 
-from kvtransfer.ticket import PeerAddress, Progress
+from kvtransfer.ticket import PeerAddress, Piece, Progress
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
-FRAME_BYTES = 16 << 20  # digests of a million-token prompt fit
+VERSION = 2
+FRAME_BYTES = 16 << 20  # see `digest.MAX_DIGESTS`
 STRANGER_BYTES = 4096  # before the handshake
 LINGER_S = 1.0
 
@@ -52,6 +52,7 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
     epoch: int
     have_blocks: int
     timeout_s: float
+    pieces: tuple[Piece, ...]  # of which the reader wants digests
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):

@@ -1,67 +1,219 @@
-"""From block pairs to byte ranges: which bytes of the owner's pool go where in ours.
+"""From blocks to byte ranges: which bytes of an owner's rank go where in one of ours, however the two are sharded.
 
-Pure arithmetic over two layouts. Knows no memory, no peer and no backend.
+Pure arithmetic over layouts. Knows no memory, no peer and no backend.
+
+A cell is the KV of one block, head and layer: its K slots, then its V slots. Cells of a block lie head by head, layer
+by layer, so a box of heads and layers is one range when it takes all layers, and one range for each head otherwise.
+Where the block sizes differ, K and V of each cell go on their own, cut at the borders of both.
 """
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtransfer.errors import PeerRefused
 from kvtransfer.layout import KVLayout
-from kvtransfer.transport import Copy
+from kvtransfer.ticket import Piece
+from kvtransfer.transport import Copies
+
+Range = tuple[int, int]
+Ints = NDArray[np.int64]
+
+
+def pieces_of(sources: Sequence[KVLayout], target: KVLayout, rank: int) -> tuple[Piece, ...]:
+    """What a reader's rank takes of which of the owner's ranks: disjoint pieces that cover it, as few as there can be.
+
+    Among ranks that hold the same heads and layers the reader's `rank` chooses, so that the load spreads. Raises
+    `PeerRefused` when the KV is of another model, or some of it is held by nobody.
+    """
+    owners: dict[tuple[Range, Range], list[int]] = {}
+    for index, source in enumerate(sources):
+        _refuse_unlike(source, target)
+        box = _common(source.heads, target.heads), _common(source.layers, target.layers)
+        if all(start < stop for start, stop in box):
+            owners.setdefault(box, []).append(index)
+    pieces: list[Piece] = []
+    for (heads, layers), shards in sorted(owners.items(), key=lambda entry: -_area(*entry[0])):
+        piece = Piece(shards[rank % len(shards)], heads, layers)
+        if not any(_overlap(piece, taken) for taken in pieces):
+            pieces.append(piece)
+    if sum(piece.num_cells for piece in pieces) != _area(target.heads, target.layers):
+        held = ", ".join(f"heads {each.heads} of layers {each.layers}" for each in sources) or "nothing"
+        raise PeerRefused(
+            f"our rank {rank} needs KV heads {target.heads} of layers {target.layers}, the owner's ranks hold {held}: "
+            "not all of it can be read from them"
+        )
+    return tuple(sorted(pieces, key=lambda piece: (piece.layers, piece.heads)))
+
+
+def union_of_pieces(sources: Sequence[KVLayout], targets: Sequence[tuple[KVLayout, int]]) -> tuple[Piece, ...]:
+    """The pieces of all of a reader's ranks (layout, rank), each once: what its leader asks digests for."""
+    return tuple(dict.fromkeys(piece for target, rank in targets for piece in pieces_of(sources, target, rank)))
 
 
 def plan_copies(
-    source_blocks: tuple[int, ...], target_blocks: tuple[int, ...], source: KVLayout, target: KVLayout
-) -> tuple[Copy, ...]:
-    """Copies that bring source_blocks[i] of the owner into target_blocks[i] of ours, sorted by target.
+    piece: Piece,
+    source: KVLayout,
+    target: KVLayout,
+    source_blocks: Sequence[int],
+    target_blocks: Sequence[int],
+    first_token: int,
+    num_tokens: int,
+) -> Copies:
+    """Byte ranges that bring one piece of `num_tokens` tokens from the owner's pool into ours.
 
-    Neighbours are merged where they touch on both sides in the same order, so ascending runs of blocks become one
-    long range. Raises `PeerRefused` when the two pools hold different numbers, `ValueError` when the pairs make no
-    sense (unequal lengths, a target named twice, a negative block).
+    Sorted by target, and no two neighbours touch on both sides. Blocks as in `PullOrder`. Between equal block sizes
+    whole blocks go, so the slots behind the last token come too: on both sides they belong to the same sequence's last
+    block. Raises `ValueError` when the order makes no sense (blocks that do not match the tokens, a target named
+    twice, a negative block, a first token within a block of the owner, unequal dtypes).
     """
-    refuse_unlike(source, target)
-    if len(source_blocks) != len(target_blocks):
-        raise ValueError(f"{len(source_blocks)} source blocks cannot fill {len(target_blocks)} target blocks")
-    if len(set(target_blocks)) != len(target_blocks):
-        raise ValueError("a target block is named twice: the later copy would overwrite the earlier one")
-    if min(source_blocks, default=0) < 0 or min(target_blocks, default=0) < 0:
-        raise ValueError("a block number is negative")
-    size = target.block_bytes
-    pairs = sorted(zip(target_blocks, source_blocks, strict=True))
-    return merge(tuple(Copy(s * size, t * size, size) for t, s in pairs))
+    _refuse_senseless(source, target, source_blocks, target_blocks, first_token, num_tokens)
+    owner_blocks, our_blocks = np.array(source_blocks, np.int64), np.array(target_blocks, np.int64)
+    order = np.arange(len(our_blocks)) if (our_blocks[1:] > our_blocks[:-1]).all() else np.argsort(our_blocks)
+    if source.block_size == target.block_size:
+        starts, lengths = _ranges(piece, source, target)
+        owner_bases = owner_blocks[order, None] * source.block_bytes + starts[:, 0]
+        our_bases = our_blocks[order, None] * target.block_bytes + starts[:, 1]
+        plan = np.stack(np.broadcast_arrays(owner_bases, our_bases, lengths), axis=-1).reshape(-1, 3)
+    else:
+        plan = _recut(piece, source, target, owner_blocks, our_blocks, order, first_token, num_tokens)
+    # Ranges of different blocks touch only where both pools hold nothing but the piece: at the ends of whole blocks.
+    is_whole = _box(source) == _box(target) == (piece.heads, piece.layers)
+    return merge(plan) if is_whole else plan
 
 
-def merge(copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
-    """Join each copy to its predecessor where both sides touch; the order stays."""
-    merged: list[Copy] = []
-    for copy in copies:
-        last = merged[-1] if merged else None
-        if last and (last.source + last.num_bytes, last.target + last.num_bytes) == (copy.source, copy.target):
-            merged[-1] = Copy(last.source, last.target, last.num_bytes + copy.num_bytes)
-        else:
-            merged.append(copy)
-    return tuple(merged)
+def merge(copies: Copies) -> Copies:
+    """Join each range to its predecessor where both sides touch; the order stays."""
+    source, target, num_bytes = copies.T
+    touches = source[:-1] + num_bytes[:-1] == source[1:]
+    touches &= target[:-1] + num_bytes[:-1] == target[1:]
+    if not touches.any():
+        return copies
+    firsts = np.flatnonzero(np.concatenate(([True], ~touches)))
+    merged = copies.take(firsts, axis=0)
+    merged[:, 2] = np.add.reduceat(num_bytes, firsts)
+    return merged
 
 
-def refuse_unlike(source: KVLayout, target: KVLayout) -> None:
-    """Raise `PeerRefused` unless a block there and a block here hold the same numbers in the same places."""
+def covering(block_size: int, first_token: int, num_tokens: int) -> Range:
+    """The half-open range of a sequence's blocks that hold these tokens."""
+    first = first_token // block_size
+    return first, -(-(first_token + num_tokens) // block_size) if num_tokens else first
+
+
+def refuse_outside(copies: Copies, source_bytes: int, target_bytes: int) -> None:
+    """Raise unless every range lies inside its pool: `PeerRefused` for the owner's side, `ValueError` for ours."""
+    source, target, num_bytes = copies.T
+    if (bad := (num_bytes <= 0) | (source < 0) | (source + num_bytes > source_bytes)).any():
+        start, _, length = copies[bad.argmax()].tolist()
+        raise PeerRefused(f"bytes {start}..{start + length} lie outside the owner's {source_bytes}")
+    if (bad := (target < 0) | (target + num_bytes > target_bytes)).any():
+        _, start, length = copies[bad.argmax()].tolist()
+        raise ValueError(f"bytes {start}..{start + length} lie outside our {target_bytes}")
+
+
+def _ranges(piece: Piece, source: KVLayout, target: KVLayout) -> tuple[Ints, Ints]:
+    """Between blocks of equal size: (starts [range, (in source, in target)], lengths [range]) within one block."""
+    cell_bytes = 2 * source.block_size * source.slot_bytes
+    heads = np.arange(*piece.heads)
+    starts = np.stack([_cell_offsets(layout, heads, piece.layers[0], cell_bytes) for layout in (source, target)], -1)
+    length = (piece.layers[1] - piece.layers[0]) * cell_bytes
+    if source.layers == target.layers == piece.layers:
+        return starts[:1], np.array([len(heads) * length])
+    return starts, np.full(len(heads), length)
+
+
+def _recut(
+    piece: Piece,
+    source: KVLayout,
+    target: KVLayout,
+    owner_blocks: Ints,
+    our_blocks: Ints,
+    order: Ints,
+    first_token: int,
+    num_tokens: int,
+) -> Copies:
+    """Between blocks of unequal sizes: for each of our blocks, each cell, K and V, a range from each owner's block."""
+    # Tokens of our blocks, in the order of their addresses: from ... to, counted in the sequence.
+    begin = (first_token // target.block_size + order) * target.block_size
+    starts = np.maximum(begin, first_token)[:, None]  # [our block, 1]
+    stops = np.minimum(begin + target.block_size, first_token + num_tokens)[:, None]
+    most = math.ceil((target.block_size - 1) / source.block_size) + 1
+    if target.block_size % source.block_size == 0 or source.block_size % target.block_size == 0:
+        most = max(1, target.block_size // source.block_size)
+    index = starts // source.block_size + np.arange(most)  # of the owner's block in the sequence [our block, part]
+    starts = np.maximum(starts, index * source.block_size)
+    lengths = np.maximum(np.minimum(stops, (index + 1) * source.block_size) - starts, 0)
+    index = np.minimum(index - first_token // source.block_size, len(owner_blocks) - 1)  # parts of no length go nowhere
+    owner_starts = owner_blocks[index] * source.block_bytes + starts % source.block_size * source.slot_bytes
+    our_starts = our_blocks[order, None] * target.block_bytes + starts % target.block_size * target.slot_bytes
+    heads, layers = np.arange(*piece.heads)[:, None, None], np.arange(*piece.layers)[:, None]
+    halves = [
+        (_cell_offsets(layout, heads, layers, 2 * half) + np.arange(2) * half).reshape(-1)
+        for layout in (source, target)
+        for half in (layout.block_size * layout.slot_bytes,)
+    ]
+    plan = np.empty((len(order), len(halves[0]), most, 3), np.int64)  # [our block, half of a cell, part, column]
+    np.add(owner_starts[:, None], halves[0][:, None], out=plan[..., 0])
+    np.add(our_starts[:, None], halves[1][:, None], out=plan[..., 1])
+    plan[..., 2] = (lengths * source.slot_bytes)[:, None]
+    if lengths.all():
+        return plan.reshape(-1, 3)
+    real = np.flatnonzero(np.broadcast_to(lengths[:, None] > 0, plan.shape[:-1]))
+    return plan.reshape(-1, 3).take(real, axis=0)
+
+
+def _cell_offsets(layout: KVLayout, heads: Ints, layers: Ints | int, cell_bytes: int) -> Ints:
+    """Where the cells of absolute heads and layers begin within a block."""
+    num_layers = layout.layers[1] - layout.layers[0]
+    return ((heads - layout.heads[0]) * num_layers + layers - layout.layers[0]) * cell_bytes
+
+
+def _refuse_unlike(source: KVLayout, target: KVLayout) -> None:
     if source.fingerprint != target.fingerprint:
         raise PeerRefused(
-            f"the owner's KV ({source.model}, {source.dtype}, {source.block_size}-token blocks, {source.fingerprint}) "
-            f"is not ours ({target.model}, {target.dtype}, {target.block_size}-token blocks, {target.fingerprint}): "
-            "serve the same weights with the same block size and dtype on both sides"
-        )
-    if (source.layers, source.heads) != (target.layers, target.heads):
-        raise PeerRefused(
-            f"the owner's rank holds layers {source.layers} and heads {source.heads}, ours holds layers "
-            f"{target.layers} and heads {target.heads}: use equal tensor and pipeline parallelism on both sides"
+            f"the owner's KV ({source.model}, {source.num_layers} layers, {source.num_kv_heads} heads of "
+            f"{source.head_dim}, {source.fingerprint}) is not ours ({target.model}, {target.num_layers} layers, "
+            f"{target.num_kv_heads} heads of {target.head_dim}, {target.fingerprint}): serve the same weights on both "
+            "sides"
         )
 
 
-def refuse_outside(copies: tuple[Copy, ...], source_bytes: int, target_bytes: int) -> None:
-    """Raise unless every range lies inside its pool: `PeerRefused` for the owner's side, `ValueError` for ours."""
-    for copy in copies:
-        if copy.num_bytes <= 0 or copy.source < 0 or copy.source + copy.num_bytes > source_bytes:
-            raise PeerRefused(
-                f"bytes {copy.source}..{copy.source + copy.num_bytes} lie outside the owner's {source_bytes}"
-            )
-        if copy.target < 0 or copy.target + copy.num_bytes > target_bytes:
-            raise ValueError(f"bytes {copy.target}..{copy.target + copy.num_bytes} lie outside our {target_bytes}")
+def _refuse_senseless(
+    source: KVLayout,
+    target: KVLayout,
+    source_blocks: Sequence[int],
+    target_blocks: Sequence[int],
+    first_token: int,
+    num_tokens: int,
+) -> None:
+    if source.dtype != target.dtype:
+        raise ValueError(f"{source.dtype} does not become {target.dtype} by copying")
+    if first_token % source.block_size or first_token < 0 or num_tokens < 0:
+        raise ValueError(f"token {first_token} begins no block of the owner, which have {source.block_size} tokens")
+    for whose, layout, blocks in (("source", source, source_blocks), ("target", target, target_blocks)):
+        first, stop = covering(layout.block_size, first_token, num_tokens)
+        if len(blocks) != stop - first:
+            raise ValueError(f"{len(blocks)} {whose} blocks do not hold tokens {first_token} + {num_tokens}")
+        if min(blocks, default=0) < 0:
+            raise ValueError(f"a {whose} block number is negative")
+    if len(set(target_blocks)) != len(target_blocks):
+        raise ValueError("a target block is named twice: the later copy would overwrite the earlier one")
+
+
+def _box(layout: KVLayout) -> tuple[Range, Range]:
+    return layout.heads, layout.layers
+
+
+def _area(heads: Range, layers: Range) -> int:
+    return (heads[1] - heads[0]) * (layers[1] - layers[0])
+
+
+def _common(one: Range, other: Range) -> Range:
+    return max(one[0], other[0]), min(one[1], other[1])
+
+
+def _overlap(one: Piece, other: Piece) -> bool:
+    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in ((one.heads, other.heads), (one.layers, other.layers)))

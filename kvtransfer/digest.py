@@ -1,33 +1,158 @@
-"""Digests of blocks: what the owner computed and what arrived can be compared without moving them again.
+"""Digests of cells: what the owner computed and what arrived can be compared, however the two sides are sharded.
 
-xxh3 (64 bit) finds damage and mix-ups, not malice: authenticity is the handshake's business. The hash runs without
-the GIL, so a worker thread can check one chunk while the next one is on the wire. Host memory only.
+A cell is the KV of one block, head and layer: its K slots, then its V slots, without those that hold no token. Its
+digest is xxh3 (64 bit), seeded by head and layer. The owner makes one for each cell on each rank; a piece of a block
+has the sum of its cells' modulo 2**64, so one number is enough for whatever box of heads and layers a reader takes.
+
+xxh3 finds damage and mix-ups, not malice: authenticity is the handshake's business. Host memory only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from kvtransfer.errors import DigestMismatch
+from kvtransfer.errors import DigestMismatch, PeerRefused
+from kvtransfer.layout import KVLayout
+from kvtransfer.ticket import Piece, Progress
 from kvtransfer.transport import Region
+
+MAX_DIGESTS = 1 << 20  # in one answer to a watch: 9 MiB of msgpack at most
+MAX_PIECES = 4096  # that a reader may ask for
+
+Span = tuple[int, int, int]  # block, first slot, number of slots
 
 
 def digest_bytes(data: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def digest_blocks(region: Region, blocks: Sequence[int]) -> tuple[int, ...]:
-    """One digest for each of `blocks`, in their order. Call it off the event loop for more than a few megabytes."""
-    size = region.layout.block_bytes
-    return tuple(digest_bytes(region.bytes(block * size, size)) for block in blocks)
+def digest_cells(region: Region, blocks: Iterable[tuple[int, int]]) -> tuple[bytes, ...]:
+    """For each (block, slots that hold tokens) the digests of its cells, little-endian uint64 [kv_head, layer].
+
+    Call it off the event loop for more than a few megabytes.
+    """
+    layout, pool = region.layout, _by_slots(region.bytes(0, region.pool_bytes), region.layout)
+    whole = _box_of(layout)
+    return tuple(
+        np.array(_digests(pool, layout, whole, [(block, 0, slots)]), "<u8").tobytes() for block, slots in blocks
+    )
 
 
-def verify_blocks(region: Region, blocks: Sequence[int], digests: Sequence[int], source_blocks: Sequence[int]) -> None:
-    """Raise `DigestMismatch`, naming the first block whose bytes differ from the owner's digest."""
-    for block, wanted, source in zip(blocks, digests, source_blocks, strict=True):
-        (found,) = digest_blocks(region, (block,))
+def digest_block(data: memoryview, layout: KVLayout, num_slots: int) -> bytes:
+    """As `digest_cells`, for one block of `layout` that lies in `data` alone."""
+    cells = _digests(_by_slots(data, layout), layout, _box_of(layout), [(0, 0, num_slots)])
+    return np.array(cells, "<u8").tobytes()
+
+
+def combine(cells: Sequence[bytes], layout: KVLayout, piece: Piece) -> tuple[int, ...]:
+    """The digest of the piece in each block, from the digests of all its cells on a rank of `layout`.
+
+    Raises `PeerRefused` when the rank does not hold the piece.
+    """
+    if not (_within(piece.heads, layout.heads) and _within(piece.layers, layout.layers)):
+        raise PeerRefused(f"{piece} is asked for, but that rank holds heads {layout.heads} of layers {layout.layers}")
+    num_heads, num_layers, *_ = layout.shape
+    grid = np.frombuffer(b"".join(cells), "<u8").reshape(len(cells), num_heads, num_layers)
+    heads, layers = _places(piece, layout)
+    return tuple(grid[:, heads, layers].sum(axis=(1, 2), dtype=np.uint64).tolist())
+
+
+def answer(
+    cells: Sequence[Sequence[bytes]],
+    layouts: Sequence[KVLayout],
+    pieces: Sequence[Piece],
+    first_block: int,
+    ready_blocks: int,
+    *,
+    finished: bool,
+    ttl_s: float,
+) -> Progress:
+    """What a watch is told of blocks first_block .. ready_blocks: cells[rank][block] combined (no ranks: no digests).
+
+    More digests than fit one answer are left to the next. Raises `PeerRefused` when no rank holds one of the pieces.
+    """
+    if len(pieces) > MAX_PIECES or any(not 0 <= piece.shard < len(layouts) for piece in pieces):
+        raise PeerRefused(f"digests of {len(pieces)} pieces are asked for, some of which none of our ranks holds")
+    most = MAX_DIGESTS // max(1, len(pieces))
+    if cells and ready_blocks - first_block > most:
+        ready_blocks, finished = first_block + most, False
+        cells = [rank[:most] for rank in cells]
+    digests = tuple(combine(cells[each.shard], layouts[each.shard], each) for each in pieces) if cells else ()
+    return Progress(ready_blocks, first_block, digests, finished, ttl_s)
+
+
+def verify_piece(
+    data: memoryview,
+    layout: KVLayout,
+    piece: Piece,
+    spans: Iterable[Sequence[Span]],
+    digests: Sequence[int],
+    source_blocks: Sequence[int],
+) -> None:
+    """Compare a piece that arrived in blocks of `layout` with the owner's digests.
+
+    The i-th of `spans` is where the tokens of the owner's i-th block lie in `data`. Raises `DigestMismatch`, naming
+    the first block that differs.
+    """
+    pool = _by_slots(data, layout)
+    for places, wanted, source in zip(spans, digests, source_blocks, strict=True):
+        found = sum(_digests(pool, layout, piece, places)) % 2**64
         if found != wanted:
+            where = " and ".join(str(block) for block, _, _ in places)
             raise DigestMismatch(
-                f"block {block} (the owner's block {source}) arrived with digest {found:016x} instead of "
-                f"{wanted:016x}: drop the whole pull and compute the prompt again"
+                f"block {where} (the owner's block {source}, heads {piece.heads} of layers {piece.layers}) arrived "
+                f"with digest {found:016x} instead of {wanted:016x}: drop the whole pull and compute the prompt again"
             )
+
+
+def spans_of(
+    source_size: int, target_size: int, target_blocks: Sequence[int], first_token: int, num_tokens: int
+) -> Iterator[list[Span]]:
+    """For each of the owner's blocks from `first_token` on, where its tokens lie in ours; blocks as in `PullOrder`."""
+    end, first_block = first_token + num_tokens, first_token // target_size
+    for start in range(first_token, end, source_size):
+        token, stop = start, min(start + source_size, end)
+        places: list[Span] = []
+        while token < stop:
+            block, slot = divmod(token, target_size)
+            count = min(target_size - slot, stop - token)
+            places.append((target_blocks[block - first_block], slot, count))
+            token += count
+        yield places
+
+
+def _digests(pool: NDArray[np.uint8], layout: KVLayout, box: Piece, spans: Sequence[Span]) -> list[int]:
+    """The digests of the box's cells, head by head; `spans` are where the tokens of one cell lie."""
+    heads, layers = _places(box, layout)
+    parts = [pool[block, heads, layers, :, first : first + count] for block, first, count in spans]
+    is_whole = len(parts) == 1 and spans[0][2] == layout.block_size
+    slots = parts[0] if is_whole else np.concatenate(parts, axis=3)  # whole cells lie in one piece already
+    cells = slots.reshape(*slots.shape[:2], -1)
+    digest = xxhash.xxh3_64_intdigest
+    return [
+        digest(cell, head << 32 | layer)
+        for head, row in enumerate(cells, box.heads[0])
+        for layer, cell in enumerate(row, box.layers[0])
+    ]
+
+
+def _by_slots(data: memoryview, layout: KVLayout) -> NDArray[np.uint8]:
+    """The bytes of blocks as [block, kv_head, layer, k|v, slot, byte]."""
+    heads, layers, two, slots, _ = layout.shape
+    return np.frombuffer(data, np.uint8).reshape(-1, heads, layers, two, slots, layout.slot_bytes)
+
+
+def _box_of(layout: KVLayout) -> Piece:
+    return Piece(0, layout.heads, layout.layers)
+
+
+def _places(box: Piece, layout: KVLayout) -> tuple[slice, slice]:
+    """Where absolute heads and layers stand in the blocks of one rank."""
+    head, layer = layout.heads[0], layout.layers[0]
+    return slice(box.heads[0] - head, box.heads[1] - head), slice(box.layers[0] - layer, box.layers[1] - layer)
+
+
+def _within(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
+    return outer[0] <= inner[0] < inner[1] <= outer[1]

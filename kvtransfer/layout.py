@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass
 
 ORDER = "block,kv_head,layer,kv,slot,head_dim"
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,19 @@ class KVLayout:
         return (local_heads, local_layers, 2, self.block_size, self.head_dim)
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token's K (or V) of one head and layer."""
+        return self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
     def block_bytes(self) -> int:
-        heads, layers, two, slots, dim = self.shape
-        return heads * layers * two * slots * dim * DTYPE_BYTES[self.dtype]
+        heads, layers, two, slots, _ = self.shape
+        return heads * layers * two * slots * self.slot_bytes
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two ranks whose KV describes the same numbers, however it is sharded."""
-        facts = (self.model, self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype, self.order)
+        """Equal for two ranks whose KV describes the same numbers, however sharded, cut into blocks and rounded."""
+        facts = (self.model, self.num_layers, self.num_kv_heads, self.head_dim, self.order)
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def blocks_for(self, num_tokens: int) -> int:

@@ -6,15 +6,17 @@ It has no clock: a lease ends when somebody releases it, or when its owner says 
 import asyncio
 from dataclasses import dataclass, field
 
+from kvtransfer.digest import answer
 from kvtransfer.errors import LeaseLost
-from kvtransfer.ticket import Progress
+from kvtransfer.layout import KVLayout
+from kvtransfer.ticket import Piece, Progress
 
 
 @dataclass(slots=True)
 class _Lease:
     epoch: int
     ttl_s: float
-    digests: list[list[int]]  # [shard][block]
+    cells: list[list[bytes]]  # [rank][block]
     ready_blocks: int = 0
     finished: bool = False
     heartbeats: int = 0
@@ -22,25 +24,26 @@ class _Lease:
 
 
 class MemoryLeases:
-    """`LeaseSource` whose watermark the test moves."""
+    """`LeaseSource` whose watermark the test moves. `layouts` are those of the owner's ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *layouts: KVLayout) -> None:
+        self._layouts = layouts
         self._leases: dict[str, _Lease] = {}
         self.released: list[str] = []
 
-    def grant(self, lease: str, *, epoch: int = 1, ttl_s: float = 30.0, num_shards: int = 1) -> None:
-        self._leases[lease] = _Lease(epoch, ttl_s, [[] for _ in range(num_shards)])
+    def grant(self, lease: str, *, epoch: int = 1, ttl_s: float = 30.0) -> None:
+        self._leases[lease] = _Lease(epoch, ttl_s, [[] for _ in self._layouts])
 
-    def advance(self, lease: str, digests: tuple[tuple[int, ...], ...] | None, num_blocks: int = 0) -> None:
-        """More blocks are ready: `digests[shard]` of each of them, or None and their number for unchecked ones."""
+    def advance(self, lease: str, *cells: tuple[bytes, ...], num_blocks: int = 0) -> None:
+        """More blocks are ready: on each rank their cells' digests, or just their number for unchecked ones."""
         held = self._leases[lease]
-        if digests is None:
-            held.digests = []
+        if not cells:
+            held.cells = []
             held.ready_blocks += num_blocks
         else:
-            for shard, fresh in zip(held.digests, digests, strict=True):
-                shard.extend(fresh)
-            held.ready_blocks = len(held.digests[0])
+            for rank, fresh in zip(held.cells, cells, strict=True):
+                rank.extend(fresh)
+            held.ready_blocks = len(held.cells[0])
         self._wake(held)
 
     def finish(self, lease: str) -> None:
@@ -54,7 +57,9 @@ class MemoryLeases:
     def heartbeats(self, lease: str) -> int:
         return self._leases[lease].heartbeats
 
-    async def watch(self, lease: str, epoch: int, have_blocks: int, timeout_s: float) -> Progress:
+    async def watch(
+        self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
+    ) -> Progress:
         held = self._valid(lease, epoch)
         held.heartbeats += 1
         try:
@@ -65,8 +70,8 @@ class MemoryLeases:
         except TimeoutError:
             pass  # nothing new: say so
         first = min(have_blocks, held.ready_blocks)
-        digests = tuple(tuple(shard[first:]) for shard in held.digests)
-        return Progress(held.ready_blocks, first, digests, held.finished, held.ttl_s)
+        cells, ready = [rank[first:] for rank in held.cells], held.ready_blocks
+        return answer(cells, self._layouts, pieces, first, ready, finished=held.finished, ttl_s=held.ttl_s)
 
     def release(self, lease: str, epoch: int) -> None:
         self._valid(lease, epoch)

@@ -2,22 +2,23 @@
 
 Knows preference, probes and digests; does not know which backends exist (`kvtransfer.open` does), nor leases.
 
-    connect(peer) ── for each transport both sides have, in our order ── meet, probe real bytes, measure ──> LinkReport
-    pull(order)   ── plan copies ── read ── compare digests ──> done
-                                      └── settled, and the check is over ──> settled
+    connect(peer) ── for each of its ranks that holds KV of ours, for each transport both sides have, in our order
+                         ── meet, probe real bytes, measure ──> LinkReport of the slowest
+    pull(order)   ── each piece: plan copies ── read ── compare digests ──> done, when all are
+                                                  └── settled, and the check is over ──> settled, when all are
 """
 
 import asyncio
-import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from kvtransfer.copies import plan_copies, refuse_unlike
-from kvtransfer.digest import verify_blocks
+from kvtransfer.copies import pieces_of
 from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, TransportUnavailable
+from kvtransfer.landing import Landing, Link
 from kvtransfer.probe import measure, verify_probe
-from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
-from kvtransfer.transport import PullOrder, Read, ReadStats, Region, Transport
+from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress, rank_name
+from kvtransfer.transport import Place, PullOrder, Read, ReadStats, Region, Transport, summed
 
 PROBE_S = 5.0
 
@@ -42,42 +43,35 @@ class TransportStats:
     failures: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
-    transport: Transport
-    shard: ShardAddress
-    index: int  # of the shard within the peer, and of its digests within an order
-
-
 class TransportSet:
     """Owns the transports of one rank. Close it before the region's memory goes.
 
     `verifies` is False where bytes cannot be compared: none move (modelled), or the pool lies on a device. A pull's
-    stats then count no digests.
+    stats then count no digests. `place` brings staged KV into the pool's form; None: this rank cannot.
     """
 
     def __init__(
         self,
         region: Region,
         rank: int,
-        incarnation: str,
         transports: tuple[Transport, ...],
         health: tuple[BackendHealth, ...],
         *,
         verifies: bool = True,
+        place: Place | None = None,
     ) -> None:
         self._region = region
         self._rank = rank
-        self._incarnation = incarnation
         self._transports = transports
         self._health = health
         self._verifies = verifies
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, tuple[Link, ...]] = {}  # incarnation -> one for each of its ranks that we read
         self._reports: dict[str, LinkReport] = {}
         self._scratch = asyncio.Lock()  # the scratch block serves one probe at a time
         self._meeting: dict[str, asyncio.Lock] = {}  # one preflight of a peer at a time
         self._pulls: set[asyncio.Task[None]] = set()
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
+        self._landing = Landing(region, self._checker, place, verifies=verifies)
         self._reads = self._failures = self._num_bytes = 0
 
     def shard(self) -> ShardAddress:
@@ -99,20 +93,32 @@ class TransportSet:
         """Prove the invariants: a report for every link, and nothing unsettled that is not counted."""
         assert self._links.keys() == self._reports.keys()
         assert all(not task.done() for task in self._pulls)
+        self._landing.check()
 
     async def connect(self, peer: PeerAddress, *, reader: str = "", deadline_s: float = PROBE_S) -> LinkReport:
-        """Find the best path to the peer's rank that holds our shard, prove it with real bytes, measure it.
+        """Find the best path to each of the peer's ranks that holds KV of ours, prove it with real bytes, measure it.
 
         `deadline_s` bounds each step. Connecting again measures again, and leaves pulls in flight alone. Raises
-        `PeerRefused` when no rank of the peer fits ours, else the gravest of what the transports raised. On cancel
-        a new link is not used.
+        `PeerRefused` when the peer's KV cannot become ours, else the gravest of what the transports raised. On cancel
+        new links are not used.
         """
-        index, shard = self._counterpart(peer)
+        pieces = self._pieces(peer)
+        met: list[tuple[Link, LinkReport]] = []
         async with self._meeting.setdefault(peer.incarnation, asyncio.Lock()):
-            return await self._choose(peer, index, shard, reader, deadline_s)
+            try:
+                for piece in pieces:
+                    met.append(await self._choose(peer, piece, deadline_s))
+            except BaseException:
+                if peer.incarnation not in self._links:  # else others may be reading over them
+                    await asyncio.gather(*(link.transport.forget(link.name) for link, _ in met))
+                raise
+        self._links[peer.incarnation] = tuple(link for link, _ in met)
+        report = replace(slowest([report for _, report in met]), reader=reader)
+        self._reports[peer.incarnation] = report
+        return report
 
     def pull(self, order: PullOrder) -> Read:
-        """Read whole blocks from a connected peer and check them. Every failure comes through the futures."""
+        """Read our pieces of an order from a connected peer and check them. Every failure comes through the futures."""
         loop = asyncio.get_running_loop()
         read = Read(loop.create_future(), loop.create_future())
         read.done.add_done_callback(_observe)
@@ -123,10 +129,10 @@ class TransportSet:
 
     async def forget(self, incarnation: str) -> None:
         """Drop a peer that is gone. Pulls from it end with `PeerLost`."""
-        self._links.pop(incarnation, None)
+        links = self._links.pop(incarnation, ())
         self._reports.pop(incarnation, None)
         self._meeting.pop(incarnation, None)
-        await asyncio.gather(*(transport.forget(incarnation) for transport in self._transports))
+        await asyncio.gather(*(transport.forget(link.name) for link in links for transport in self._transports))
 
     async def close(self) -> None:
         """Returns when no byte can land in the region and no check looks at it any more."""
@@ -136,20 +142,18 @@ class TransportSet:
         self._links.clear()
         self._reports.clear()
 
-    def _counterpart(self, peer: PeerAddress) -> tuple[int, ShardAddress]:
-        reasons = []
-        for index, shard in enumerate(peer.shards):
-            try:
-                refuse_unlike(shard.layout, self._region.layout)
-            except PeerRefused as error:
-                reasons.append(f"rank {shard.rank}: {error}")
-            else:
-                return index, shard
-        raise PeerRefused(f"no rank of {peer.worker} holds what ours holds; " + "; ".join(reasons or ["it has none"]))
+    def _pieces(self, peer: PeerAddress) -> tuple[Piece, ...]:
+        """What we read from which of its ranks. Raises `PeerRefused`."""
+        layouts = [shard.layout for shard in peer.shards]
+        if len({(layout.block_size, layout.dtype) for layout in layouts}) > 1:
+            raise PeerRefused(f"the ranks of {peer.worker} differ in block size or dtype: they are no one worker's")
+        pieces = pieces_of(layouts, self._region.layout, self._rank)
+        self._landing.refuse(layouts[0], pieces)
+        return pieces
 
-    async def _choose(
-        self, peer: PeerAddress, index: int, shard: ShardAddress, reader: str, deadline_s: float
-    ) -> LinkReport:
+    async def _choose(self, peer: PeerAddress, piece: Piece, deadline_s: float) -> tuple[Link, LinkReport]:
+        shard = peer.shards[piece.shard]
+        name = rank_name(peer.incarnation, shard.rank)
         offered = {name for name, _ in shard.transports}
         skipped = [f"{health.backend}: {health.reason}" for health in self._health if not health.ok]
         errors: list[TransferError] = []
@@ -158,30 +162,27 @@ class TransportSet:
                 skipped.append(f"{transport.name}: {peer.worker} does not offer it")
                 continue
             try:
-                report = await self._preflight(transport, peer, shard, deadline_s)
+                report = await self._preflight(transport, peer, shard, name, deadline_s)
             except TransferError as error:
                 errors.append(error)
                 skipped.append(f"{transport.name}: {error}")
                 continue
-            report = replace(report, reader=reader, skipped=tuple(skipped))
-            self._links[peer.incarnation] = _Link(transport, shard, index)
-            self._reports[peer.incarnation] = report
-            return report
-        raise _gravest(errors)(f"no transport reaches {peer.worker} ({peer.incarnation}): " + "; ".join(skipped))
+            return Link(transport, name, shard, piece), replace(report, skipped=tuple(skipped))
+        raise _gravest(errors)(f"no transport reaches {peer.worker} ({name}): " + "; ".join(skipped))
 
     async def _preflight(
-        self, transport: Transport, peer: PeerAddress, shard: ShardAddress, deadline_s: float
+        self, transport: Transport, peer: PeerAddress, shard: ShardAddress, name: str, deadline_s: float
     ) -> LinkReport:
-        incarnation = peer.incarnation
-        path = await transport.connect(incarnation, shard, deadline_s=deadline_s)
+        path = await transport.connect(name, shard, deadline_s=deadline_s)
+        num_bytes = min(shard.layout.block_bytes, self._region.layout.block_bytes)
         try:
             async with self._scratch:
                 if self._verifies:
-                    await verify_probe(transport, self._region, incarnation, deadline_s)
-                quality = await measure(transport, self._region, incarnation, deadline_s)
+                    await verify_probe(transport, self._region, name, num_bytes, deadline_s)
+                quality = await measure(transport, self._region, name, num_bytes, deadline_s)
         except BaseException:
-            if incarnation not in self._links:  # else others may be reading over it
-                await transport.forget(incarnation)
+            if peer.incarnation not in self._links:  # else others may be reading over it
+                await transport.forget(name)
             raise
         return LinkReport(
             reader="",
@@ -195,46 +196,56 @@ class TransportSet:
     async def _pull(self, order: PullOrder, read: Read) -> None:
         """The life of one pull: its errors go to the futures, so this task never raises."""
         self._reads += 1
-        inner: Read | None = None
-        try:
-            link = self._links.get(order.peer)
-            if link is None:
-                raise PeerLost(f"{order.peer} is not connected: connect to its present incarnation first")
-            digests = _digests_of(order, link.index)
-            copies = plan_copies(order.source_blocks, order.target_blocks, link.shard.layout, self._region.layout)
-            inner = link.transport.read(order.peer, copies, deadline_s=order.deadline_s)
-            stats = await inner.done
-            if digests and self._verifies:
-                stats = await self._check(order, digests, stats)
-            self._num_bytes += stats.num_bytes
-            if not read.done.done():
-                read.done.set_result(stats)
-        except Exception as error:
-            self._failures += 1
+
+        def fail(error: Exception) -> None:
             if not read.done.done():
                 read.done.set_exception(error)
-        finally:
-            if inner:
-                await inner.settled
-            if not read.settled.done():
-                read.settled.set_result(None)
 
-    async def _check(self, order: PullOrder, digests: tuple[int, ...], stats: ReadStats) -> ReadStats:
-        """Compare on the checker's thread: hashing runs without the GIL, beside the next read."""
-        begun = time.perf_counter()
-        await asyncio.get_running_loop().run_in_executor(
-            self._checker, verify_blocks, self._region, order.target_blocks, digests, order.source_blocks
-        )
-        return replace(stats, num_digests=len(digests), digest_seconds=time.perf_counter() - begun)
+        landed: list[ReadStats | None] = []
+        try:
+            links = self._links.get(order.peer)
+            if links is None:
+                raise PeerLost(f"{order.peer} is not connected: connect to its present incarnation first")
+            digests = [_digests_of(order, link.piece) for link in links]
+            reads = (self._landing.read(order, *each, fail) for each in zip(links, digests, strict=True))
+            landed = await asyncio.gather(*reads)
+        except Exception as error:
+            fail(error)
+        stats = [each for each in landed if each is not None]
+        self._num_bytes += sum(each.num_bytes for each in stats)
+        if landed and len(stats) == len(landed):
+            if not read.done.done():
+                read.done.set_result(summed(stats))
+        else:
+            self._failures += 1
+        if not read.settled.done():
+            read.settled.set_result(None)
 
 
-def _digests_of(order: PullOrder, index: int) -> tuple[int, ...]:
-    """The digests of the shard we read; none when the order carries none."""
+def slowest(reports: Sequence[LinkReport]) -> LinkReport:
+    """One report for links that work side by side: the slowest link's numbers, and all names that differ, joined."""
+
+    def joined(names: Iterable[str]) -> str:
+        return " + ".join(dict.fromkeys(names))
+
+    return replace(
+        reports[0],
+        transport=joined(report.transport for report in reports),
+        path=joined(report.path for report in reports),
+        latency_s=max(report.latency_s for report in reports),
+        bytes_per_s=min(report.bytes_per_s for report in reports),
+        skipped=tuple(dict.fromkeys(reason for report in reports for reason in report.skipped)),
+    )
+
+
+def _digests_of(order: PullOrder, piece: Piece) -> tuple[int, ...]:
+    """The digests of a piece that we read; none when the order carries none."""
     if not order.digests:
         return ()
-    if index >= len(order.digests) or len(order.digests[index]) != len(order.source_blocks):
-        raise PeerRefused(f"the owner sent digests for other blocks than {len(order.source_blocks)} of rank {index}")
-    return order.digests[index]
+    found = dict(order.digests).get(piece)
+    if found is None or len(found) != len(order.source_blocks):
+        raise PeerRefused(f"the owner sent no digests of {len(order.source_blocks)} blocks of {piece}")
+    return found
 
 
 def _gravest(errors: list[TransferError]) -> type[TransferError]:

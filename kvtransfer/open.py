@@ -11,7 +11,8 @@ from kvtransfer.errors import TransportUnavailable
 from kvtransfer.host import host_identity
 from kvtransfer.links import BackendHealth, TransportSet
 from kvtransfer.probe import RESERVED_BLOCKS, stamp_probe_block
-from kvtransfer.transport import Region, Transport
+from kvtransfer.ticket import rank_name
+from kvtransfer.transport import Place, Region, Transport
 
 __all__ = [
     "BACKENDS",
@@ -32,7 +33,7 @@ class _Opening:
     """What a backend may ask for when it is opened."""
 
     region: Region
-    incarnation: str
+    name: str  # of the rank
     host: str
     secret: bytes
     quarantine_s: float
@@ -51,33 +52,36 @@ def open_transports(
     rank: int = 0,
     shared: SharedMemory | None = None,
     model: LinkModel | None = None,
+    place: Place | None = None,
 ) -> TransportSet:
     """Open `backends`, in this order of preference, over one rank's pool, and stamp its probe block.
 
     `host` is our address that peers can reach; `quarantine_s` bounds how long an unfinished read may hold its target
-    blocks. A backend that cannot work here is left out, and `doctor` says why. `modelled` moves no bytes, so it
-    cannot be mixed with the others. Raises `TransportUnavailable` when nothing is left.
+    blocks; `place` brings KV of another dtype into the pool's form. A backend that cannot work here is left out, and
+    `doctor` says why. `modelled` moves no bytes, so it cannot be mixed with the others. Raises `TransportUnavailable`
+    when nothing is left.
     """
     moves_bytes = "modelled" not in backends
     verifies = moves_bytes and region.device == "cpu"
     if not moves_bytes and len(backends) > 1:
         raise ValueError("the modelled backend moves no bytes: it cannot stand beside one that does")
-    opening = _Opening(region, incarnation, host, secret, quarantine_s, shared, model)
+    name = rank_name(incarnation, rank)
+    opening = _Opening(region, name, host, secret, quarantine_s, shared, model)
     if verifies:
-        stamp_probe_block(region, incarnation)
+        stamp_probe_block(region, name)
     opened: list[Transport] = []
     health: list[BackendHealth] = []
-    for name in backends:
+    for backend in backends:
         try:
-            opened.append(_open(name, opening))
+            opened.append(_open(backend, opening))
         except TransportUnavailable as error:
-            health.append(BackendHealth(name, False, str(error)))
+            health.append(BackendHealth(backend, False, str(error)))
         else:
-            health.append(BackendHealth(name, True))
+            health.append(BackendHealth(backend, True))
     if not opened:
         reasons = "; ".join(f"{each.backend}: {each.reason}" for each in health)
         raise TransportUnavailable(f"no transport works here: {reasons}")
-    return TransportSet(region, rank, incarnation, tuple(opened), tuple(health), verifies=verifies)
+    return TransportSet(region, rank, tuple(opened), tuple(health), verifies=verifies, place=place)
 
 
 def _open(name: str, opening: _Opening) -> Transport:
@@ -96,7 +100,7 @@ def _open(name: str, opening: _Opening) -> Transport:
         if region.device != "cpu":
             raise TransportUnavailable(f"the pool lies on {region.device}: sockets read host memory only")
         try:
-            return TcpTransport(region, host=opening.host, secret=opening.secret, incarnation=opening.incarnation)
+            return TcpTransport(region, host=opening.host, secret=opening.secret, incarnation=opening.name)
         except OSError as error:
             raise TransportUnavailable(f"cannot listen on {opening.host}: {error}") from error
     if name == "nixl":

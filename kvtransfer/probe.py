@@ -1,9 +1,10 @@
 """The probe block: real bytes that a reader fetches before it trusts a path.
 
-    block 0   stamped by its owner with a pattern that follows from the owner's incarnation; never used for KV
+    block 0   stamped by its owner with a pattern that follows from the rank's name; never used for KV
     block 1   scratch, the only block that a probe writes; never used for KV
 
-So a probe proves that the bytes came from this incarnation's memory, not only that a call succeeded.
+So a probe proves that the bytes came from this rank's memory, not only that a call succeeded. The two blocks may differ
+in size: a shorter pattern is the beginning of a longer one.
 """
 
 import asyncio
@@ -11,9 +12,11 @@ import hashlib
 import statistics
 from dataclasses import dataclass
 
-from kvtransfer.digest import digest_blocks, digest_bytes
+import numpy as np
+
+from kvtransfer.digest import digest_bytes
 from kvtransfer.errors import DigestMismatch
-from kvtransfer.transport import Copy, Read, ReadStats, Region, Transport
+from kvtransfer.transport import Copies, Read, ReadStats, Region, Transport
 
 PROBE_BLOCK = 0
 SCRATCH_BLOCK = 1
@@ -30,48 +33,53 @@ class LinkQuality:
     bytes_per_s: float
 
 
-def probe_pattern(incarnation: str, block_bytes: int) -> bytes:
-    """The bytes of block 0 of the pool that `incarnation` owns."""
-    return hashlib.shake_128(b"diptych probe block " + incarnation.encode()).digest(block_bytes)
+def probe_pattern(name: str, num_bytes: int) -> bytes:
+    """The first bytes of block 0 of the pool that the rank `name` owns."""
+    return hashlib.shake_128(b"diptych probe block " + name.encode()).digest(num_bytes)
 
 
-def stamp_probe_block(region: Region, incarnation: str) -> None:
+def stamp_probe_block(region: Region, name: str) -> None:
     """Write the pattern into our block 0. Do it again if anything ever wrote there."""
     size = region.layout.block_bytes
     if region.num_blocks <= RESERVED_BLOCKS:
         raise ValueError(f"a pool of {region.num_blocks} blocks has no room beside its {RESERVED_BLOCKS} reserved ones")
-    region.bytes(PROBE_BLOCK * size, size)[:] = probe_pattern(incarnation, size)
+    region.bytes(PROBE_BLOCK * size, size)[:] = probe_pattern(name, size)
 
 
-async def verify_probe(transport: Transport, region: Region, incarnation: str, deadline_s: float) -> None:
-    """Fetch the peer's block 0 and compare it. Raises `DigestMismatch`, or what the read raised."""
-    size = region.layout.block_bytes
-    region.bytes(SCRATCH_BLOCK * size, size)[:] = bytes(size)
-    copy = Copy(PROBE_BLOCK * size, SCRATCH_BLOCK * size, size)
-    await finish(transport.read(incarnation, (copy,), deadline_s=deadline_s))
-    if digest_blocks(region, (SCRATCH_BLOCK,))[0] != digest_bytes(probe_pattern(incarnation, size)):
-        raise DigestMismatch(f"the probe block of {incarnation} arrived with other bytes than its owner must hold")
+async def verify_probe(transport: Transport, region: Region, name: str, num_bytes: int, deadline_s: float) -> None:
+    """Fetch as much of the rank's block 0 and compare it. Raises `DigestMismatch`, or what the read raised."""
+    scratch = region.bytes(SCRATCH_BLOCK * region.layout.block_bytes, num_bytes)
+    scratch[:] = bytes(num_bytes)
+    await finish(transport.read(name, _probe(region, num_bytes), deadline_s=deadline_s))
+    if digest_bytes(scratch) != digest_bytes(probe_pattern(name, num_bytes)):
+        raise DigestMismatch(f"the probe block of {name} arrived with other bytes than its owner must hold")
 
 
-async def measure(transport: Transport, region: Region, incarnation: str, deadline_s: float) -> LinkQuality:
-    """Latency of a tiny read as the event loop sees it, and bandwidth of block-sized reads; medians of a few rounds."""
-    size = region.layout.block_bytes
+async def measure(transport: Transport, region: Region, name: str, num_bytes: int, deadline_s: float) -> LinkQuality:
+    """Latency of a tiny read as the event loop sees it, and bandwidth of reads of `num_bytes`; medians of a few rounds.
+
+    `num_bytes` is at most the smaller of the two blocks.
+    """
     loop = asyncio.get_running_loop()
-    source, target = PROBE_BLOCK * size, SCRATCH_BLOCK * size
-    tiny = (Copy(source, target, min(LATENCY_BYTES, size)),)
-    large = (Copy(source, target, size),) * max(1, min(64, BANDWIDTH_BYTES // size))
+    tiny = _probe(region, min(LATENCY_BYTES, num_bytes))
+    large = _probe(region, num_bytes).repeat(max(1, min(64, BANDWIDTH_BYTES // num_bytes)), axis=0)
     latencies: list[float] = []
     bandwidths: list[float] = []
     for copies, samples in ((tiny, latencies), (large, bandwidths)):
         for _ in range(ROUNDS):
             begun = loop.time()
-            stats = await finish(transport.read(incarnation, copies, deadline_s=deadline_s))
+            stats = await finish(transport.read(name, copies, deadline_s=deadline_s))
             elapsed_s = max(loop.time() - begun, 1e-9)
             samples.append(elapsed_s if copies is tiny else stats.num_bytes / elapsed_s)
     latency_s, rate = statistics.median(latencies), statistics.median(bandwidths)
-    num_bytes = size * len(large)
-    moving_s = max(num_bytes / rate - latency_s, num_bytes / rate / 10)  # the fixed cost is already in the latency
-    return LinkQuality(latency_s=latency_s, bytes_per_s=num_bytes / moving_s)
+    moved = num_bytes * len(large)
+    moving_s = max(moved / rate - latency_s, moved / rate / 10)  # the fixed cost is already in the latency
+    return LinkQuality(latency_s=latency_s, bytes_per_s=moved / moving_s)
+
+
+def _probe(region: Region, num_bytes: int) -> Copies:
+    """From the owner's block 0, wherever blocks are of what size, into our scratch block."""
+    return np.array([[PROBE_BLOCK, SCRATCH_BLOCK * region.layout.block_bytes, num_bytes]], np.int64)
 
 
 async def finish(read: Read) -> ReadStats:

@@ -12,8 +12,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from kvtransfer.copies import covering
 from kvtransfer.errors import PeerRefused, TransferError
-from kvtransfer.ticket import LinkReport, Progress, TransferReport, TransferTicket
+from kvtransfer.ticket import LinkReport, Piece, Progress, TransferReport, TransferTicket
 from kvtransfer.transport import PullOrder, Read, ReadStats
 
 READS_AT_ONCE = 2  # one on the wire, one in the digest check
@@ -24,7 +25,9 @@ HEARTBEATS_PER_TTL = 3
 class LeaseClient(Protocol):
     """What a pull needs of a `ControlClient`."""
 
-    async def watch(self, lease: str, epoch: int, have_blocks: int, timeout_s: float) -> Progress: ...
+    async def watch(
+        self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
+    ) -> Progress: ...
 
     async def release(self, lease: str, epoch: int) -> None: ...
 
@@ -37,18 +40,18 @@ async def pull(
     *,
     link: LinkReport,
     read_timeout_s: float,
-    skip_blocks: int = 0,
+    block_size: int,
+    pieces: tuple[Piece, ...],
+    skip_tokens: int = 0,
 ) -> TransferReport:
-    """Bring ticket.blocks[skip_blocks:] into `target_blocks`, pairwise; the first `skip_blocks` are here already.
+    """Bring the prompt's KV into `target_blocks` of `block_size` tokens; its first `skip_tokens` tokens are here.
 
-    Returns when every byte has arrived, its digest agreed, and the owner confirmed that the lease held to the end.
-    Raises a `TransferError` otherwise: then the target blocks hold nothing usable. On failure and on cancel the reads
+    `pieces` are those of all our ranks. Returns when every byte has arrived, its digest agreed, and the owner confirmed
+    that the lease held to the end. Raises a `TransferError` otherwise (`PeerRefused` when the tokens that are here end
+    inside a block of the owner): then the target blocks hold nothing usable. On failure and on cancel the reads
     in flight are left to settle. The lease is kept alive while reads run, and not released on failure.
     """
-    wanted = len(ticket.blocks) - skip_blocks
-    if wanted < 0 or wanted != len(target_blocks):
-        raise ValueError(f"{len(target_blocks)} target blocks cannot take {wanted} of the ticket {ticket.lease}")
-    run = _Pull(client, reader, ticket, target_blocks, skip_blocks, read_timeout_s)
+    run = _Pull(client, reader, ticket, target_blocks, pieces, block_size, skip_tokens, read_timeout_s)
     loop = asyncio.get_running_loop()
     begun = loop.time()
     await run.follow()
@@ -57,11 +60,11 @@ async def pull(
         lease=ticket.lease,
         transport=link.transport,
         path=link.path,
-        num_blocks=wanted,
+        num_blocks=len(target_blocks),
         num_bytes=sum(stats.num_bytes for stats in run.landed),
         num_reads=len(run.landed),
         num_descriptors=sum(stats.num_descriptors for stats in run.landed),
-        reused_blocks=skip_blocks,
+        reused_blocks=skip_tokens // block_size,
         digests_verified=sum(stats.num_digests for stats in run.landed),
         busy_s=run.busy_s,
         digest_s=sum(stats.digest_seconds for stats in run.landed),
@@ -70,7 +73,10 @@ async def pull(
 
 
 class _Pull:
-    """The state of one pull: what is ready, what is asked for, what has landed. Counts blocks of the ticket."""
+    """The state of one pull: what is ready, what is asked for, what has landed. Counts blocks of the ticket.
+
+    Our blocks may be longer: then an order ends, and the next begins, inside one of ours.
+    """
 
     def __init__(
         self,
@@ -78,19 +84,37 @@ class _Pull:
         reader: Callable[[PullOrder], Read],
         ticket: TransferTicket,
         target_blocks: tuple[int, ...],
-        skip_blocks: int,
+        pieces: tuple[Piece, ...],
+        block_size: int,
+        skip_tokens: int,
         read_timeout_s: float,
     ) -> None:
+        left = ticket.num_tokens - skip_tokens
+        self._first_target, stop = covering(block_size, skip_tokens, left)
+        if left < 0 or (skip_tokens % block_size and left) or stop - self._first_target != len(target_blocks):
+            raise ValueError(
+                f"{len(target_blocks)} target blocks cannot take {left} tokens of the ticket {ticket.lease}"
+            )
+        self._source_size = ticket.owner.shards[0].layout.block_size
+        if len(ticket.blocks) != -(-ticket.num_tokens // self._source_size):
+            raise PeerRefused(f"{ticket.lease}: {len(ticket.blocks)} blocks do not hold {ticket.num_tokens} tokens")
+        if left and skip_tokens % self._source_size:
+            raise PeerRefused(
+                f"{ticket.lease}: the {skip_tokens} tokens that are here end inside a block of the owner, which has "
+                f"{self._source_size} tokens: set prefix_tokens to a common multiple of both block sizes"
+            )
+        self._pieces = pieces
+        self._target_size = block_size
+        skip_blocks = -(-skip_tokens // self._source_size)
         self._client = client
         self._reader = reader
         self._ticket = ticket
         self._targets = target_blocks
-        self._skip = skip_blocks
         self._read_timeout_s = read_timeout_s
         self._loop = asyncio.get_running_loop()
         self._ready = skip_blocks
         self._asked = skip_blocks
-        self._digests: list[tuple[int, ...]] = []  # [shard][block - self._asked]
+        self._digests: list[tuple[int, ...]] = []  # [piece][block - self._asked]; none: unchecked
         self._finished = skip_blocks == len(ticket.blocks)
         self._flying: set[asyncio.Future[ReadStats]] = set()
         self._busy_since = 0.0
@@ -124,7 +148,8 @@ class _Pull:
                 watch.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the first error counts
 
     async def _watch(self, timeout_s: float) -> Progress:
-        return await self._client.watch(self._ticket.lease, self._ticket.epoch, self._ready, timeout_s)
+        lease, epoch = self._ticket.lease, self._ticket.epoch
+        return await self._client.watch(lease, epoch, self._ready, timeout_s, self._pieces)
 
     def _take(self, progress: Progress) -> float:
         """Move the watermark and keep the new digests; answers the lease's time to live."""
@@ -141,8 +166,9 @@ class _Pull:
             )
         if fresh > 0:
             known = self._ready - progress.first_block
-            new = [shard[known : known + fresh] for shard in progress.digests]
-            if any(len(shard) != fresh for shard in new) or (self._digests and len(new) != len(self._digests)):
+            new = [piece[known : known + fresh] for piece in progress.digests]
+            unasked = len(new) not in (0, len(self._pieces)) or (self._digests and not new)
+            if unasked or any(len(piece) != fresh for piece in new):
                 raise PeerRefused(f"{self._ticket.lease}: the owner sent no digests for some of its blocks")
             self._digests = [old + added for old, added in zip(self._digests or [()] * len(new), new, strict=True)]
             self._ready = progress.ready_blocks
@@ -153,11 +179,16 @@ class _Pull:
         """Start one read of all that is ready, if there is room for a read."""
         if self._asked == self._ready or len(self._flying) >= READS_AT_ONCE:
             return
+        first_token = self._asked * self._source_size
+        num_tokens = min(self._ready * self._source_size, self._ticket.num_tokens) - first_token
+        start, stop = covering(self._target_size, first_token, num_tokens)
         order = PullOrder(
             peer=self._ticket.owner.incarnation,
             source_blocks=self._ticket.blocks[self._asked : self._ready],
-            target_blocks=self._targets[self._asked - self._skip : self._ready - self._skip],
-            digests=tuple(self._digests),
+            target_blocks=self._targets[start - self._first_target : stop - self._first_target],
+            first_token=first_token,
+            num_tokens=num_tokens,
+            digests=tuple(zip(self._pieces, self._digests, strict=True)) if self._digests else (),
             deadline_s=self._read_timeout_s,
         )
         if not self._flying:

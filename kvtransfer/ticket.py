@@ -42,6 +42,27 @@ class PeerAddress:
     shards: tuple[ShardAddress, ...]
 
 
+def rank_name(incarnation: str, rank: int) -> str:
+    """How transports call one rank of one incarnation: a rank that answers in another's place is found out."""
+    return f"{incarnation}/{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The box of KV that a reader's rank takes of an owner's: absolute half-open ranges of KV heads and of layers.
+
+    `shard` is an index into the owner's `PeerAddress.shards`.
+    """
+
+    shard: int
+    heads: tuple[int, int]
+    layers: tuple[int, int]
+
+    @property
+    def num_cells(self) -> int:
+        return (self.heads[1] - self.heads[0]) * (self.layers[1] - self.layers[0])
+
+
 @dataclass(frozen=True, slots=True)
 class TransferTicket:
     """A growing or finished prompt's KV, held for one reader under a lease.
@@ -62,8 +83,9 @@ class TransferTicket:
 class Progress:
     """Answer to a watch: how far the KV under a lease is computed.
 
-    `digests[shard][i]` belongs to block `first_block + i` of the ticket; `ready_blocks` is the watermark, counted
-    in blocks; `finished` means that the watermark will not move again.
+    `digests[piece][i]` belongs to the asked piece of block `first_block + i` of the ticket (see `kvtransfer.digest`),
+    and is empty where the owner makes none; `ready_blocks` is the watermark, counted in blocks; `finished` means that
+    the watermark will not move again.
     """
 
     ready_blocks: int
@@ -83,7 +105,10 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """What preflight found for one pair (reader <- owner): the chosen path and its measured quality."""
+    """What preflight found for one pair (reader <- owner): the chosen path and its measured quality.
+
+    Where ranks read from several ranks, the numbers are those of the slowest link, and the names are joined.
+    """
 
     reader: str
     owner: str
@@ -96,7 +121,10 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """One finished pull. `busy_s` counts the time reads were in flight, `digest_s` the time spent on checking."""
+    """One finished pull. `busy_s` counts the time reads were in flight, `digest_s` the time spent on checking.
+
+    `num_blocks` and `reused_blocks` are the reader's blocks; bytes, descriptors and digests are summed over all ranks.
+    """
 
     lease: str
     transport: str

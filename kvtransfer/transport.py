@@ -13,18 +13,30 @@ landing. Whoever owns the target blocks frees them on `settled`, never on `done`
 
 import asyncio
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtransfer.layout import KVLayout
-from kvtransfer.ticket import ShardAddress
+from kvtransfer.ticket import Piece, ShardAddress
+
+Copies: TypeAlias = NDArray[np.int64]
+"""Byte ranges [range, (offset in the owner's pool, offset in our region, number of bytes)]."""
+
+ALIGNMENT = 64  # bytes; of the staging area
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
     """One rank's whole block pool in memory: registered once, freed only after the transports closed.
 
-    `owner` keeps the memory alive (a tensor, an array). `device` is "cpu" or "cuda:N".
+        | block 0 | block 1 | ... | last block | (aligned) staging area |
+
+    `owner` keeps the memory alive (a tensor, an array). `device` is "cpu" or "cuda:N". In the staging area lands what
+    must be brought into this pool's form before it may enter a block.
     """
 
     layout: KVLayout
@@ -32,10 +44,20 @@ class Region:
     address: int
     owner: object = field(repr=False)
     device: str = "cpu"
+    staging_bytes: int = 0
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of the blocks alone: what peers may read."""
+        return self.num_blocks * self.layout.block_bytes
+
+    @property
+    def staging_offset(self) -> int:
+        return -(-self.pool_bytes // ALIGNMENT) * ALIGNMENT
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.layout.block_bytes
+        return self.staging_offset + self.staging_bytes if self.staging_bytes else self.pool_bytes
 
     def bytes(self, offset: int = 0, num_bytes: int | None = None) -> memoryview:
         """A writable view of the pool's bytes (host memory only)."""
@@ -45,15 +67,6 @@ class Region:
         if offset < 0 or length < 0 or offset + length > self.num_bytes:
             raise ValueError(f"bytes {offset}..{offset + length} lie outside the pool's {self.num_bytes}")
         return memoryview((ctypes.c_char * length).from_address(self.address + offset)).cast("B")
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """`num_bytes` from `source` (offset in the owner's pool) to `target` (offset in ours)."""
-
-    source: int
-    target: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,18 @@ class ReadStats:
     digest_seconds: float = 0.0
 
 
+def summed(parts: Iterable[ReadStats]) -> ReadStats:
+    """Reads that ran beside each other as one: counts add up, `seconds` are those of the longest."""
+    stats = tuple(parts)
+    return ReadStats(
+        num_bytes=sum(each.num_bytes for each in stats),
+        num_descriptors=sum(each.num_descriptors for each in stats),
+        seconds=max((each.seconds for each in stats), default=0.0),
+        num_digests=sum(each.num_digests for each in stats),
+        digest_seconds=sum(each.digest_seconds for each in stats),
+    )
+
+
 @dataclass(slots=True)
 class Read:
     """A read in flight. Owned by whoever owns the target blocks. See the module's picture for the two futures."""
@@ -80,16 +105,34 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class PullOrder:
-    """Read `source_blocks` of the connected peer into our `target_blocks`, pairwise, and check the digests.
+    """Read and check the KV of `num_tokens` tokens of a connected peer, from the one at position `first_token` on.
 
-    `digests[shard][i]` belongs to source_blocks[i]; empty: unchecked.
+    `first_token` begins a block of the owner. `source_blocks` are the owner's blocks from there on; `target_blocks`
+    are ours from the one that holds `first_token` on; block sizes may differ. `digests` holds, for each piece, one
+    number for each source block; none at all: unchecked. The same order goes to every rank of a reader, and each takes
+    the pieces that are its own.
     """
 
     peer: str
     source_blocks: tuple[int, ...]
     target_blocks: tuple[int, ...]
-    digests: tuple[tuple[int, ...], ...]
+    first_token: int
+    num_tokens: int
+    digests: tuple[tuple[Piece, tuple[int, ...]], ...]
     deadline_s: float
+
+
+class Place(Protocol):
+    """Brings staged KV into the form of the pool and into its blocks. Called off the event loop, once at a time."""
+
+    def __call__(
+        self, staged: memoryview, layout: KVLayout, blocks: tuple[int, ...], first_token: int, num_tokens: int
+    ) -> None:
+        """`staged` holds whole blocks [block, kv_head, layer, k|v, slot, head_dim] of `layout`: its dtype, its block
+        size, and the absolute heads and layers it covers. Its first `num_tokens` slots are the tokens at positions
+        first_token ...; `blocks` are ours from the one that holds `first_token` on.
+        """
+        ...
 
 
 class Transport(Protocol):
@@ -102,10 +145,13 @@ class Transport(Protocol):
         ...
 
     async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:
-        """Meet the incarnation `peer`, and answer the path in words ("UCX cma/memory"). Repeating it is harmless."""
+        """Meet the rank `peer` (see `rank_name`), and answer the path in words ("UCX cma/memory").
+
+        Repeating it is harmless.
+        """
         ...
 
-    def read(self, peer: str, copies: tuple[Copy, ...], *, deadline_s: float) -> Read:
+    def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
         """Start reading from a connected peer. Every failure comes through the futures."""
         ...
 

@@ -15,7 +15,7 @@ LAYERS = [
     ["kvtransfer.ticket"],
     ["kvtransfer.transport", "kvtransfer.host"],
     ["kvtransfer.copies", "kvtransfer.backends", "kvtransfer.digest", "kvtransfer.leases", "kvtransfer.control_wire"],
-    ["kvtransfer.probe", "kvtransfer.links", "kvtransfer.control", "kvtransfer.pull"],
+    ["kvtransfer.probe", "kvtransfer.landing", "kvtransfer.links", "kvtransfer.control", "kvtransfer.pull"],
     ["kvtransfer.open", "kvtransfer.doctor"],
     ["workers.request", "workers.config", "workers.stats", "workers.errors"],
     ["workers.ops"],

@@ -123,7 +123,12 @@ class TransferConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Everything one worker needs to start. `secret` is the cluster's: peers without it are refused."""
+    """Everything one worker needs to start. `secret` is the cluster's: peers without it are refused.
+
+    `prefix_tokens`: a cached prefix counts for a prompt that another worker computes only up to a multiple of so many
+    tokens; the least common multiple of both block sizes, where they differ. `staging_bytes` of memory, on each rank,
+    take KV that comes in another dtype or block size.
+    """
 
     name: str
     pool: str
@@ -134,3 +139,12 @@ class WorkerConfig:
     executor: str = "torch"  # "torch" (a real model) or "modelled" (CostModel seconds, no compute)
     secret: str = ""
     cpus: int = 1
+    prefix_tokens: int = 1
+    staging_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prefix_tokens < 1 or self.staging_bytes < 0:
+            raise ValueError(
+                f"{self.name}: prefix_tokens is {self.prefix_tokens}, it must be at least 1; staging_bytes is "
+                f"{self.staging_bytes}, it must be 0 (none) or more"
+            )

@@ -4,17 +4,20 @@ Knows leases and the loop's clock; knows no socket.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvtransfer.ticket import Progress
+from kvtransfer.digest import answer
+from kvtransfer.layout import KVLayout
+from kvtransfer.ticket import Piece, Progress
 from workers.engine.leases import LeaseBook
 
 
 class LeaseDesk:
-    """Owned by a Worker. `released` is called after a lease has ended."""
+    """Owned by a Worker. `layouts` are those of its ranks; `released` is called after a lease has ended."""
 
-    def __init__(self, leases: LeaseBook, released: Callable[[], None]) -> None:
+    def __init__(self, leases: LeaseBook, layouts: Sequence[KVLayout], released: Callable[[], None]) -> None:
         self._leases = leases
+        self._layouts = layouts
         self._released = released
         self._progressed = asyncio.Event()
 
@@ -23,15 +26,25 @@ class LeaseDesk:
         self._progressed.set()
         self._progressed = asyncio.Event()
 
-    async def watch(self, lease: str, epoch: int, have_blocks: int, timeout_s: float) -> Progress:
+    async def watch(
+        self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
+    ) -> Progress:
         """Answer when the watermark passed `have_blocks`, or the prompt is done, or after `timeout_s`."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         while True:
             progressed = self._progressed
-            progress = self._leases.progress(lease, epoch, have_blocks, loop.time())
-            if progress.ready_blocks > have_blocks or progress.finished or loop.time() >= deadline_s:
-                return progress
+            mark = self._leases.progress(lease, epoch, have_blocks, loop.time())
+            if mark.ready_blocks > have_blocks or mark.finished or loop.time() >= deadline_s:
+                return answer(
+                    mark.cells,
+                    self._layouts,
+                    pieces,
+                    mark.first_block,
+                    mark.ready_blocks,
+                    finished=mark.finished,
+                    ttl_s=mark.ttl_s,
+                )
             try:
                 async with asyncio.timeout_at(deadline_s):
                     await progressed.wait()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from kvtransfer.control import ControlServer
+from kvtransfer.copies import union_of_pieces
 from kvtransfer.errors import DigestMismatch, PeerLost, TransferError
 from kvtransfer.open import RESERVED_BLOCKS, host_identity
 from kvtransfer.pull import pull
@@ -84,10 +85,12 @@ class Worker:
             reserved=RESERVED_BLOCKS,
             digest=transfer.digest,
             block_bytes=facts.layout.block_bytes,
+            prefix_tokens=self.config.prefix_tokens,
             depth=self._executor.depth,
         )
         self._peers = Peers(self.config, self._executor)
-        self._desk = LeaseDesk(self.engine.leases, self._changed)
+        layouts = [shard.layout for shard in self._executor.shards()]
+        self._desk = LeaseDesk(self.engine.leases, layouts, self._changed)
         self._control = ControlServer(self._desk, self._peer_now, self.config.secret.encode())
         self._port = await self._control.start(transfer.host)
         self._pump = Pump(self.engine, self._executor, self._deliver, self._now_s)
@@ -348,15 +351,18 @@ class Worker:
             if ticket.num_tokens != sequence.request.num_tokens:
                 raise TransferError(f"the ticket holds {ticket.num_tokens} tokens, {key} has {len(sequence.tokens)}")
             client, link = await self._peers.meet(ticket.owner)
-            skip_blocks = sequence.cached_tokens // self.config.engine.block_size
+            block_size = self.config.engine.block_size
+            ours = [(shard.layout, shard.rank) for shard in self._executor.shards()]
             report = await pull(
                 client,
                 self._read,
                 ticket,
-                tuple(sequence.blocks[skip_blocks:]),
+                tuple(sequence.blocks[sequence.cached_tokens // block_size :]),
                 link=link,
                 read_timeout_s=transfer.read_timeout_s,
-                skip_blocks=skip_blocks,
+                block_size=block_size,
+                pieces=union_of_pieces([shard.layout for shard in ticket.owner.shards], ours),
+                skip_tokens=sequence.cached_tokens,
             )
             self.engine.fetched(key, self._now_s())
             self._post(FetchedOut(key, report))

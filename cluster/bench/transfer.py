@@ -9,16 +9,16 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import numpy as np
 
 from cluster.bench.figures import Figure, Part, ratios, spread
-from kvtransfer.digest import digest_blocks
+from kvtransfer.digest import combine, digest_cells
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import RESERVED_BLOCKS, TransportSet, host_identity, open_transports
-from kvtransfer.ticket import PeerAddress
+from kvtransfer.ticket import PeerAddress, Piece
 from kvtransfer.transport import PullOrder, ReadStats, Region
 
 BLOCK = KVLayout("bench", num_layers=8, num_kv_heads=2, head_dim=32, block_size=16)  # 64 KiB
@@ -114,9 +114,11 @@ async def _rounds(
 ) -> Samples:
     samples: dict[tuple[str, str, str], list[Pulled]] = defaultdict(list)
     for plan in planned:
-        digests = (digest_blocks(truth, plan.source),)
-        plain = PullOrder(peer, plan.source, plan.target, (), WAIT_S)
-        checked = PullOrder(peer, plan.source, plan.target, digests, WAIT_S)
+        cells = digest_cells(truth, [(block, BLOCK.block_size) for block in plan.source])
+        piece, num_tokens = Piece(0, BLOCK.heads, BLOCK.layers), len(plan.source) * BLOCK.block_size
+        digests = ((piece, combine(cells, BLOCK, piece)),)
+        plain = PullOrder(peer, plan.source, plan.target, 0, num_tokens, (), WAIT_S)
+        checked = replace(plain, digests=digests)
         for number in range(rounds + 1):
             for backend, (reader, _) in readers.items():
                 copy_s = copied_s(truth, region, plan)

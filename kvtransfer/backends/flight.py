@@ -10,19 +10,23 @@ Loop-side methods run on the loop; `post` is the one door for other threads.
 import asyncio
 from collections.abc import Callable
 
+import numpy as np
+
 from kvtransfer.errors import TransferTimeout
-from kvtransfer.transport import Copy, Read, ReadStats
+from kvtransfer.transport import Copies, Read, ReadStats
+
+NO_COPIES: Copies = np.empty((0, 3), np.int64)
 
 
 class Flight:
     """A read's futures and deadline. Owned by its backend until `settle`."""
 
     def __init__(
-        self, peer: str, copies: tuple[Copy, ...], deadline_s: float, overdue: "Callable[[Flight], None] | None" = None
+        self, peer: str, copies: Copies, deadline_s: float, overdue: "Callable[[Flight], None] | None" = None
     ) -> None:
         self.peer = peer
         self.copies = copies
-        self.num_bytes = sum(copy.num_bytes for copy in copies)
+        self.num_bytes = int(copies[:, 2].sum())
         self._loop = asyncio.get_running_loop()
         self._overdue = overdue
         self.deadline_s = deadline_s

@@ -10,7 +10,7 @@ from kvtransfer.backends.flight import Flight
 from kvtransfer.copies import refuse_outside
 from kvtransfer.errors import PeerLost, TransferError, TransportUnavailable
 from kvtransfer.ticket import ShardAddress
-from kvtransfer.transport import Copy, Read, Region
+from kvtransfer.transport import Copies, Read, Region
 
 
 class SharedMemory:
@@ -42,7 +42,7 @@ class MemoryTransport:
         self._peers[peer] = key
         return "in-process copy"
 
-    def read(self, peer: str, copies: tuple[Copy, ...], *, deadline_s: float) -> Read:
+    def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
         flight = Flight(peer, copies, deadline_s)
         begun = asyncio.get_running_loop().time()
         try:
@@ -53,13 +53,14 @@ class MemoryTransport:
             flight.land(asyncio.get_running_loop().time() - begun)
         return flight.read
 
-    def _copy(self, peer: str, copies: tuple[Copy, ...]) -> None:
+    def _copy(self, peer: str, copies: Copies) -> None:
         source = self._shared.regions.get(self._peers.get(peer, ""))
         if source is None:
             raise PeerLost(f"{peer} is not connected: connect to its present incarnation first")
-        refuse_outside(copies, source.num_bytes, self._region.num_bytes)
-        for copy in copies:
-            self._region.bytes(copy.target, copy.num_bytes)[:] = source.bytes(copy.source, copy.num_bytes)
+        refuse_outside(copies, source.pool_bytes, self._region.num_bytes)
+        theirs, ours = source.bytes(), self._region.bytes()
+        for start, target, num_bytes in copies.tolist():
+            ours[target : target + num_bytes] = theirs[start : start + num_bytes]
 
     async def forget(self, peer: str) -> None:
         self._peers.pop(peer, None)

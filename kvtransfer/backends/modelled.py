@@ -11,7 +11,7 @@ from kvtransfer.backends.flight import Flight
 from kvtransfer.copies import refuse_outside
 from kvtransfer.errors import PeerLost, TransferError, TransferTimeout
 from kvtransfer.ticket import ShardAddress
-from kvtransfer.transport import Copy, Read, Region
+from kvtransfer.transport import Copies, Read, Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ModelledTransport:
         self._wires.setdefault(peer, _Wire(shard.num_blocks * shard.layout.block_bytes, asyncio.Lock()))
         return f"modelled ({self._model.latency_s * 1e6:.0f} us, {self._model.bytes_per_s / 1e9:.2f} GB/s)"
 
-    def read(self, peer: str, copies: tuple[Copy, ...], *, deadline_s: float) -> Read:
+    def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
         flight = Flight(peer, copies, deadline_s, overdue=self._stop)
         wire = self._wires.get(peer)
         if wire is None:
@@ -72,7 +72,7 @@ class ModelledTransport:
     async def _fly(self, flight: Flight, wire: _Wire) -> None:
         try:
             async with wire.turn:
-                seconds = self._model.seconds(flight.num_bytes) if flight.copies else 0.0
+                seconds = self._model.seconds(flight.num_bytes) if len(flight.copies) else 0.0
                 await asyncio.sleep(seconds)
                 flight.land(seconds)
         finally:

@@ -9,12 +9,12 @@ hosts with rdma-core: leave such a process by `os._exit` after `close`.
 import asyncio
 from collections.abc import Callable
 
-from kvtransfer.backends.flight import Flight
+from kvtransfer.backends.flight import NO_COPIES, Flight
 from kvtransfer.backends.nixl_agent import NixlAddress, NixlAgent, load_nixl
 from kvtransfer.backends.nixl_pump import NixlPump
 from kvtransfer.errors import PeerLost
 from kvtransfer.ticket import HostIdentity, ShardAddress
-from kvtransfer.transport import Copy, Read, Region
+from kvtransfer.transport import Copies, Read, Region
 
 
 class NixlTransport:
@@ -37,10 +37,11 @@ class NixlTransport:
 
     async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:
         address = NixlAddress.parse(dict(shard.transports)[self.name])
-        await self._launch(Flight(peer, (), deadline_s, self._pump.abandon), lambda f: self._pump.meet(f, address)).done
+        flight = Flight(peer, NO_COPIES, deadline_s, self._pump.abandon)
+        await self._launch(flight, lambda begun: self._pump.meet(begun, address)).done
         return await asyncio.wrap_future(self._pump.submit(lambda: self._pump.path(peer)))
 
-    def read(self, peer: str, copies: tuple[Copy, ...], *, deadline_s: float) -> Read:
+    def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
         return self._launch(Flight(peer, copies, deadline_s, self._pump.abandon), self._pump.read)
 
     def _launch(self, flight: Flight, begin: Callable[[Flight], None]) -> Read:

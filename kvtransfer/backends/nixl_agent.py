@@ -22,7 +22,7 @@ from kvtransfer.backends import ucx_report
 from kvtransfer.errors import PeerLost, PeerRefused, TransportUnavailable
 from kvtransfer.host import rdma_devices, read_process_memory
 from kvtransfer.ticket import HostIdentity
-from kvtransfer.transport import Copy, Region
+from kvtransfer.transport import Copies, Region
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class NixlAgent:
             self._agent.register_memory([(self._taste.ctypes.data, TASTE_BYTES, 0, "")], "DRAM"),
         ]
         size = region.layout.block_bytes
-        rows = _rows(region.address, size, region.num_blocks, self._device)
+        rows = _rows(region.address, size, region.num_bytes // size, self._device)
         self._blocks: Any = self._agent.prep_xfer_dlist("", rows, mem_type=self._memory)
 
     def address(self) -> bytes:
@@ -176,18 +176,18 @@ class NixlAgent:
             self._paths[door] = f"UCX {', '.join(paths)} ({door})"
         return self._paths.get(door, f"UCX ({door}; UCX did not report its path)")
 
-    def prepare(self, met: Met, copies: tuple[Copy, ...]) -> Any:
+    def prepare(self, met: Met, copies: Copies) -> Any:
         """A read's handle, not yet posted. Whole blocks go by index, anything else by address."""
         size = self._region.layout.block_bytes
-        if size == met.address.block_bytes and all(
-            not (copy.source % size or copy.target % size or copy.num_bytes % size) for copy in copies
-        ):
-            sources = _indices([copy.source for copy in copies], copies, size)
-            targets = _indices([copy.target for copy in copies], copies, size)
+        source, target, num_bytes = copies.T
+        if size == met.address.block_bytes and not (copies % size).any():
+            sources, targets = _indices(source, num_bytes, size), _indices(target, num_bytes, size)
             return self._agent.make_prepped_xfer("READ", self._blocks, targets, met.blocks, sources, b"")
         memory, device = ("DRAM", 0) if met.address.device == "cpu" else ("VRAM", _ordinal(met.address.device))
-        local = [(self._region.address + copy.target, copy.num_bytes, self._device) for copy in copies]
-        remote = [(met.address.base + copy.source, copy.num_bytes, device) for copy in copies]
+        local, remote = np.empty((2, len(copies), 3), np.uint64)  # [range, (address, length, device)]
+        local[:, 0], remote[:, 0] = self._region.address + target, met.address.base + source
+        local[:, 1] = remote[:, 1] = num_bytes
+        local[:, 2], remote[:, 2] = self._device, device
         return self._agent.initialize_xfer(
             "READ",
             self._agent.get_xfer_descs(local, mem_type=self._memory),
@@ -269,9 +269,9 @@ def _rows(base: int, size: int, count: int, device: int) -> "np.ndarray[Any, np.
     return rows
 
 
-def _indices(offsets: list[int], copies: tuple[Copy, ...], size: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
-    runs = [
-        np.arange(offset // size, (offset + copy.num_bytes) // size, dtype=np.int32)
-        for offset, copy in zip(offsets, copies, strict=True)
-    ]
-    return np.concatenate(runs)
+def _indices(offsets: Any, num_bytes: Any, size: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
+    """The whole blocks under these ranges, in order."""
+    counts = num_bytes // size
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    indices: np.ndarray[Any, np.dtype[np.int32]] = (np.repeat(offsets // size, counts) + within).astype(np.int32)
+    return indices

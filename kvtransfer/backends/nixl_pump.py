@@ -126,7 +126,7 @@ class NixlPump:
         try:
             met = self._known(flight.peer)
             refuse_outside(flight.copies, met.address.num_bytes, self._pool_bytes)
-            if flight.copies:
+            if len(flight.copies):
                 self._post(flight, met, self._present_agent().prepare(met, flight.copies))
             else:
                 flight.post(flight.land, 0.0)

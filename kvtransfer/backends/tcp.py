@@ -12,18 +12,19 @@ import queue
 import socket
 import threading
 import time
-from itertools import islice
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtransfer.backends import tcp_wire
-from kvtransfer.backends.flight import Flight, call_loop
+from kvtransfer.backends.flight import NO_COPIES, Flight, call_loop
 from kvtransfer.backends.tcp_owner import TcpOwner
 from kvtransfer.challenge import require_secret
 from kvtransfer.copies import refuse_outside
 from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout
 from kvtransfer.ticket import ShardAddress
-from kvtransfer.transport import Copy, Read, Region
+from kvtransfer.transport import Copies, Read, Region
 
 
 class TcpAddress(msgspec.Struct, frozen=True):
@@ -62,14 +63,14 @@ class TcpTransport:
             source_bytes = shard.num_blocks * shard.layout.block_bytes
             link = self._links[peer] = _Link(peer, address, source_bytes, self._region, self._secret)
         try:
-            await link.submit(Flight(peer, (), deadline_s, overdue=link.abandon)).done
+            await link.submit(Flight(peer, NO_COPIES, deadline_s, overdue=link.abandon)).done
         except BaseException:
             if is_new and self._links.get(peer) is link:
                 await self.forget(peer)
             raise
         return f"tcp {link.address.host}:{link.address.port}"
 
-    def read(self, peer: str, copies: tuple[Copy, ...], *, deadline_s: float) -> Read:
+    def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
         link = self._links.get(peer)
         flight = Flight(peer, copies, deadline_s, overdue=link.abandon if link else None)
         try:
@@ -79,7 +80,7 @@ class TcpTransport:
         except (TransferError, ValueError) as error:
             flight.crash(error)
             return flight.read
-        if not copies:
+        if not len(copies):
             flight.land(0.0)
             return flight.read
         return link.submit(flight)
@@ -187,12 +188,13 @@ class _Link:
         return link
 
     def _fetch(self, link: socket.socket, flight: Flight) -> None:
-        remaining = iter(flight.copies)
-        while batch := tuple(islice(remaining, tcp_wire.MAX_RANGES)):
+        ours = self._region.bytes()
+        for first in range(0, len(flight.copies), tcp_wire.MAX_RANGES):
+            batch = flight.copies[first : first + tcp_wire.MAX_RANGES]
             if flight.abandoned:
                 raise ConnectionError("the read was given up")
-            tcp_wire.send_request(link, _ranges(batch))
-            tcp_wire.receive_data(link, [self._region.bytes(copy.target, copy.num_bytes) for copy in batch])
+            tcp_wire.send_request(link, _joined(batch[:, [0, 2]]))
+            tcp_wire.receive_data(link, [ours[start : start + size] for start, size in _joined(batch[:, 1:])])
 
     def _hang_up(self) -> None:
         with self._lock:
@@ -201,15 +203,11 @@ class _Link:
             link.close()
 
 
-def _ranges(copies: tuple[Copy, ...]) -> tcp_wire.Ranges:
-    """What to ask for: neighbours in the owner's pool become one range, however they scatter in ours."""
-    ranges: list[tuple[int, int]] = []
-    for copy in copies:
-        if ranges and sum(ranges[-1]) == copy.source:
-            ranges[-1] = (ranges[-1][0], ranges[-1][1] + copy.num_bytes)
-        else:
-            ranges.append((copy.source, copy.num_bytes))
-    return tuple(ranges)
+def _joined(ranges: NDArray[np.int64]) -> tcp_wire.Ranges:
+    """Ranges (offset, length) with neighbours joined: on a stream each side joins its own, whatever the other does."""
+    offsets, lengths = ranges.T
+    firsts = np.flatnonzero(np.concatenate(([True], offsets[:-1] + lengths[:-1] != offsets[1:])))
+    return tuple(zip(offsets[firsts].tolist(), np.add.reduceat(lengths, firsts).tolist(), strict=True))
 
 
 def _resolve(ended: "asyncio.Future[None]") -> None:

@@ -84,8 +84,9 @@ class TcpOwner:
 
     def _answer(self, link: socket.socket) -> None:
         while True:
-            ranges = tcp_wire.receive_request(link, self._region.num_bytes, STALL_S)
-            tcp_wire.send_data(link, [self._region.bytes(offset, length) for offset, length in ranges])
+            ranges = tcp_wire.receive_request(link, self._region.pool_bytes, STALL_S)
+            pool = self._region.bytes()
+            tcp_wire.send_data(link, [pool[offset : offset + length] for offset, length in ranges])
 
 
 def _cut(link: socket.socket) -> None:

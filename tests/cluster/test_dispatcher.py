@@ -224,7 +224,8 @@ async def test_corrupted_kv_is_noticed_and_recomputed() -> None:
             result = await honest(plan)
             if plan.digest_blocks and lies:
                 lies -= 1
-                result = replace(result, digests=tuple(tuple(d ^ 1 for d in rank) for rank in result.digests))
+                damaged = tuple(tuple(bytes([cells[0] ^ 1]) + cells[1:] for cells in rank) for rank in result.digests)
+                result = replace(result, digests=damaged)
             return result
 
         executor.execute = lying

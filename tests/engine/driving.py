@@ -41,9 +41,13 @@ def next_token(key: str, position: int) -> int:
     return 1 + (sum(map(ord, key)) * 31 + position * 7) % (VOCAB - 1)
 
 
+def digest_of(block: int, slots: int) -> bytes:
+    return b"%d of %d" % (slots, block)
+
+
 def result(plan: StepPlan, seconds: float = 0.01) -> StepResult:
     tokens = tuple(next_token(c.key, c.draw.position) if c.draw else None for c in plan.chunks)
-    digests = (tuple(block * 1000 for block in plan.digest_blocks),)
+    digests = (tuple(digest_of(*each) for each in plan.digest_blocks),)
     scores = tuple(tuple(TokenLogprobs(-float(token)) for token in chunk.targets) for chunk in plan.chunks)
     return StepResult(plan.number, tokens, tuple(None for _ in tokens), digests, seconds, scores)
 

@@ -1,7 +1,7 @@
 """The engine: batching, hand-off, leases, preemption and endings, block for block."""
 
 import pytest
-from driving import VOCAB, engine, next_token, request, result, run_to_end, step, tokens_of
+from driving import VOCAB, digest_of, engine, next_token, request, result, run_to_end, step, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +48,7 @@ def test_a_held_prompt_keeps_its_blocks_until_its_reader_releases_them() -> None
     assert len(lease.blocks) == 3 and subject.stats().leases == 1
     progress = subject.leases.progress("a/0", lease.epoch, 0, 1.0)
     assert progress.finished and progress.ready_blocks == 3
-    assert progress.digests == (tuple(block * 1000 for block in lease.blocks),)
+    assert progress.cells == (tuple(map(digest_of, lease.blocks, (4, 4, 2))),)
     subject.leases.release("a/0", lease.epoch)
     subject.check()
     assert subject.stats().free_blocks == subject.stats().total_blocks

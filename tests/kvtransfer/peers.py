@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from kvtransfer.digest import combine, digest_cells
 from kvtransfer.host import host_identity
 from kvtransfer.layout import KVLayout
 from kvtransfer.links import TransportSet
 from kvtransfer.open import open_transports
-from kvtransfer.ticket import PeerAddress
-from kvtransfer.transport import Copy, Region
+from kvtransfer.ticket import PeerAddress, Piece, rank_name
+from kvtransfer.transport import Copies, PullOrder, Region
 
 SECRET = b"the secret of the test cluster"
 LAYOUT = KVLayout("test-model", num_layers=4, num_kv_heads=2, head_dim=16, block_size=16)  # 16 KiB blocks
@@ -40,9 +41,31 @@ def block_of(region: Region, block: int) -> bytes:
     return bytes(region.bytes(block * size, size))
 
 
-def whole_blocks(*pairs: tuple[int, int], size: int = LAYOUT.block_bytes) -> tuple[Copy, ...]:
-    """One unmerged copy for each (source block, target block)."""
-    return tuple(Copy(source * size, target * size, size) for source, target in pairs)
+def ranges(*rows: tuple[int, int, int]) -> Copies:
+    """Byte ranges (source, target, number of bytes), as they are."""
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def whole_blocks(*pairs: tuple[int, int], size: int = LAYOUT.block_bytes) -> Copies:
+    """One unmerged range for each (source block, target block)."""
+    return ranges(*((source * size, target * size, size) for source, target in pairs))
+
+
+def whole_piece(layout: KVLayout = LAYOUT) -> Piece:
+    """All that the only rank of an owner holds."""
+    return Piece(0, layout.heads, layout.layers)
+
+
+def cells_of(region: Region, blocks: tuple[int, ...]) -> tuple[bytes, ...]:
+    """The digests of whole blocks' cells, as an owner makes them."""
+    return digest_cells(region, [(block, region.layout.block_size) for block in blocks])
+
+
+def checked_order(region: Region, sources: tuple[int, ...], targets: tuple[int, ...], peer: str = "owner") -> PullOrder:
+    """A pull of whole blocks between equal layouts, with the digests of what `region` holds now."""
+    piece, num_tokens = whole_piece(region.layout), len(sources) * region.layout.block_size
+    digests = combine(cells_of(region, sources), region.layout, piece)
+    return PullOrder(peer, sources, targets, 0, num_tokens, ((piece, digests),), deadline_s=10)
 
 
 def open_set(region: Region, backends: tuple[str, ...], incarnation: str, **options: Any) -> TransportSet:
@@ -124,4 +147,4 @@ async def _read_for_ever(pipe: Connection, backend: str, peer: PeerAddress) -> N
     copies = whole_blocks(*pairs, size=layout.block_bytes)
     pipe.send("reading")
     while True:
-        await transport.read(peer.incarnation, copies, deadline_s=30).done
+        await transport.read(rank_name(peer.incarnation, 0), copies, deadline_s=30).done

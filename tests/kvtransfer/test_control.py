@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import struct
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,15 +12,22 @@ from kvtransfer.errors import LeaseLost, PeerLost, PeerRefused, TransferError, T
 from kvtransfer.host import host_identity
 from kvtransfer.leases import MemoryLeases
 from kvtransfer.ticket import PeerAddress, Progress, ShardAddress
-from tests.kvtransfer.peers import LAYOUT, SECRET
+from tests.kvtransfer.peers import LAYOUT, SECRET, whole_piece
 
 SHARD = ShardAddress(0, LAYOUT, 64, (("tcp", b"\x00\xff"),))
+PIECES = (whole_piece(),)
 PEER = PeerAddress("prefill-0", "life-1", "127.0.0.1", 0, host_identity(), (SHARD,))
+
+
+def cells(*digests: int) -> tuple[bytes, ...]:
+    """Cells of blocks whose digests add up to these numbers."""
+    num_cells = whole_piece().num_cells
+    return tuple(struct.pack(f"<{num_cells}Q", *[0] * (num_cells - 1), digest) for digest in digests)
 
 
 class Owner:
     def __init__(self) -> None:
-        self.leases = MemoryLeases()
+        self.leases = MemoryLeases(LAYOUT)
         self.server = ControlServer(self.leases, lambda: PEER, SECRET)
         self.port = 0
         self.clients: list[ControlClient] = []
@@ -59,10 +67,10 @@ async def test_an_earlier_incarnation_is_lost(owner: Owner) -> None:
 
 async def test_an_owner_that_cannot_prove_the_secret_is_refused() -> None:
     async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        from kvtransfer.control_wire import Channel, Hello, Welcome
+        from kvtransfer.control_wire import VERSION, Channel, Hello, Welcome
 
         channel = Channel(reader, writer)
-        channel.send(Hello(1, bytes(32)))
+        channel.send(Hello(VERSION, bytes(32)))
         await channel.receive(4096)
         channel.send(Welcome(bytes(32), PEER))
 
@@ -86,30 +94,30 @@ async def test_an_owner_that_says_nothing_times_out() -> None:
 
 async def test_a_watch_answers_when_the_watermark_moves(owner: Owner) -> None:
     client = await owner.meet()
-    watch = asyncio.create_task(client.watch("lease", 3, 0, timeout_s=10))
+    watch = asyncio.create_task(client.watch("lease", 3, 0, timeout_s=10, pieces=PIECES))
     await asyncio.sleep(0.05)
     assert not watch.done()
-    owner.leases.advance("lease", ((2**64 - 1, 7),))
+    owner.leases.advance("lease", cells(2**64 - 1, 7))
     assert await watch == Progress(2, 0, ((2**64 - 1, 7),), False, 30.0)
 
 
 async def test_a_watch_answers_at_once_when_more_is_ready_or_all_is_finished(owner: Owner) -> None:
     client = await owner.meet()
-    owner.leases.advance("lease", ((1, 2, 3),))
-    assert (await client.watch("lease", 3, 1, timeout_s=10)).digests == ((2, 3),)
+    owner.leases.advance("lease", cells(1, 2, 3))
+    assert (await client.watch("lease", 3, 1, timeout_s=10, pieces=PIECES)).digests == ((2, 3),)
     owner.leases.finish("lease")
-    assert (await client.watch("lease", 3, 3, timeout_s=10)).finished
+    assert (await client.watch("lease", 3, 3, timeout_s=10, pieces=PIECES)).finished
 
 
 async def test_a_watch_without_news_answers_at_its_timeout(owner: Owner) -> None:
     client = await owner.meet()
-    assert await client.watch("lease", 3, 0, timeout_s=0.05) == Progress(0, 0, ((),), False, 30.0)
+    assert await client.watch("lease", 3, 0, timeout_s=0.05, pieces=PIECES) == Progress(0, 0, ((),), False, 30.0)
 
 
 async def test_every_watch_is_a_heartbeat(owner: Owner) -> None:
     client = await owner.meet()
     for _ in range(3):
-        await client.watch("lease", 3, 0, timeout_s=0)
+        await client.watch("lease", 3, 0, timeout_s=0, pieces=PIECES)
     assert owner.leases.heartbeats("lease") == 3
 
 
@@ -117,19 +125,19 @@ async def test_watches_of_many_leases_share_a_connection(owner: Owner) -> None:
     client = await owner.meet()
     for name in ("a", "b"):
         owner.leases.grant(name)
-    watches = [asyncio.create_task(client.watch(name, 1, 0, timeout_s=10)) for name in ("a", "b")]
+    watches = [asyncio.create_task(client.watch(name, 1, 0, timeout_s=10, pieces=PIECES)) for name in ("a", "b")]
     await asyncio.sleep(0.05)
-    owner.leases.advance("b", ((5,),))
+    owner.leases.advance("b", cells(5))
     assert (await watches[1]).digests == ((5,),)
     assert not watches[0].done()
-    owner.leases.advance("a", ((6,),))
+    owner.leases.advance("a", cells(6))
     assert (await watches[0]).digests == ((6,),)
 
 
 async def test_another_epoch_fences_an_older_reader(owner: Owner) -> None:
     client = await owner.meet()
     with pytest.raises(LeaseLost, match="epoch 3"):
-        await client.watch("lease", 2, 0, timeout_s=1)
+        await client.watch("lease", 2, 0, timeout_s=1, pieces=PIECES)
     with pytest.raises(LeaseLost, match="epoch 3"):
         await client.release("lease", 2)
 
@@ -144,7 +152,7 @@ async def test_a_lease_is_released_once(owner: Owner) -> None:
 
 async def test_an_expiring_lease_ends_its_watch(owner: Owner) -> None:
     client = await owner.meet()
-    watch = asyncio.create_task(client.watch("lease", 3, 0, timeout_s=10))
+    watch = asyncio.create_task(client.watch("lease", 3, 0, timeout_s=10, pieces=PIECES))
     await asyncio.sleep(0.05)
     owner.leases.expire("lease")
     with pytest.raises(LeaseLost, match="expired"):
@@ -154,14 +162,14 @@ async def test_an_expiring_lease_ends_its_watch(owner: Owner) -> None:
 async def test_a_cut_connection_loses_all_waiting_calls_at_once(owner: Owner) -> None:
     lost: list[str] = []
     client = await owner.meet(on_lost=lambda: lost.append("lost"))
-    watches = [asyncio.create_task(client.watch("lease", 3, 0, timeout_s=30)) for _ in range(3)]
+    watches = [asyncio.create_task(client.watch("lease", 3, 0, timeout_s=30, pieces=PIECES)) for _ in range(3)]
     await asyncio.sleep(0.05)
     await asyncio.wait_for(owner.server.close(), 2)
     results = await asyncio.wait_for(asyncio.gather(*watches, return_exceptions=True), 2)
     assert [type(result) for result in results] == [PeerLost] * 3
     assert lost == ["lost"]
     with pytest.raises(PeerLost):
-        await client.watch("lease", 3, 0, timeout_s=1)
+        await client.watch("lease", 3, 0, timeout_s=1, pieces=PIECES)
 
 
 async def test_a_hung_owner_times_out(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +183,7 @@ async def test_a_hung_owner_times_out(owner: Owner, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(owner.leases, "watch", hang)
     client = await owner.meet()
     with pytest.raises(TransferTimeout):
-        await client.watch("lease", 3, 0, timeout_s=0.1)
+        await client.watch("lease", 3, 0, timeout_s=0.1, pieces=PIECES)
 
 
 async def test_a_bug_in_the_owners_leases_is_an_error_not_a_hang(
@@ -202,12 +210,12 @@ async def test_garbage_does_not_hurt_the_server(owner: Owner) -> None:
         await asyncio.wait_for(reader.read(), 2)
         writer.close()
     client = await owner.meet()
-    assert (await client.watch("lease", 3, 0, timeout_s=0)).ready_blocks == 0
+    assert (await client.watch("lease", 3, 0, timeout_s=0, pieces=PIECES)).ready_blocks == 0
 
 
 async def test_garbage_after_the_handshake_ends_only_that_connection(owner: Owner) -> None:
     bad, good = await owner.meet(), await owner.meet()
     bad._channel._writer.write(b"\x00\x00\x00\x04\xde\xad\xbe\xef")
     with pytest.raises(PeerLost):
-        await bad.watch("lease", 3, 0, timeout_s=5)
-    assert (await good.watch("lease", 3, 0, timeout_s=0)).ready_blocks == 0
+        await bad.watch("lease", 3, 0, timeout_s=5, pieces=PIECES)
+    assert (await good.watch("lease", 3, 0, timeout_s=0, pieces=PIECES)).ready_blocks == 0

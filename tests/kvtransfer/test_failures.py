@@ -15,7 +15,7 @@ import pytest
 
 from kvtransfer.backends import tcp_owner
 from kvtransfer.errors import PeerLost, TransferTimeout
-from kvtransfer.ticket import PeerAddress
+from kvtransfer.ticket import PeerAddress, rank_name
 from kvtransfer.transport import Read
 from tests.kvtransfer.conftest import need
 from tests.kvtransfer.peers import (
@@ -33,6 +33,11 @@ from tests.kvtransfer.peers import (
 
 BLOCKS = 64
 SCATTERED = whole_blocks(*((block, BLOCKS + 1 - block) for block in range(2, BLOCKS)), size=LARGE.block_bytes)
+
+
+def name_of(peer: PeerAddress) -> str:
+    return rank_name(peer.incarnation, 0)
+
 
 processes = pytest.mark.parametrize("backend", ["tcp", "nixl"])
 
@@ -52,14 +57,14 @@ async def test_a_killed_owner_is_lost_and_the_reader_survives(backend: str) -> N
     begun = time.monotonic()
     with pytest.raises(PeerLost):
         while time.monotonic() < begun + 10:
-            read = transport.read(peer.incarnation, SCATTERED, deadline_s=10)
+            read = transport.read(name_of(peer), SCATTERED, deadline_s=10)
             await read.done
     await asyncio.wait_for(read.settled, 2)
     assert time.monotonic() - begun < 2.5
     child.end()
     other, address = await start_large_owner(backend)  # and the reader goes on with another owner
     await reader.connect(PeerAddress("w", "large-" + backend, "127.0.0.1", 0, address.identity, address.shards))
-    await transport.read(address.incarnation, whole_blocks((7, 8), size=LARGE.block_bytes), deadline_s=10).done
+    await transport.read(name_of(address), whole_blocks((7, 8), size=LARGE.block_bytes), deadline_s=10).done
     other.end()
     await reader.close()
 
@@ -86,9 +91,9 @@ async def test_a_stopped_owner_times_out_settles_and_no_late_byte_lands() -> Non
     reader = open_set(region, ("tcp",), "reader")
     await reader.connect(peer)
     transport = reader._transports[0]
-    read = transport.read(peer.incarnation, SCATTERED, deadline_s=0.3)
+    read = transport.read(name_of(peer), SCATTERED, deadline_s=0.3)
     os.kill(child.pid, signal.SIGSTOP)
-    behind = transport.read(peer.incarnation, SCATTERED, deadline_s=0.3)
+    behind = transport.read(name_of(peer), SCATTERED, deadline_s=0.3)
     for each in (read, behind):
         with pytest.raises(TransferTimeout):
             await each.done
@@ -98,7 +103,7 @@ async def test_a_stopped_owner_times_out_settles_and_no_late_byte_lands() -> Non
     os.kill(child.pid, signal.SIGCONT)
     await asyncio.sleep(0.5)
     assert bytes(region.bytes()) == canary
-    await transport.read(peer.incarnation, whole_blocks((7, 8), size=LARGE.block_bytes), deadline_s=10).done
+    await transport.read(name_of(peer), whole_blocks((7, 8), size=LARGE.block_bytes), deadline_s=10).done
     assert block_of(region, 8) == block_bytes_of(7, LARGE)
     child.end()
     await reader.close()
@@ -110,7 +115,7 @@ async def test_a_stopped_owner_is_still_read_over_cma() -> None:
     reader = open_set(region, ("nixl",), "reader")
     await reader.connect(peer)
     os.kill(child.pid, signal.SIGSTOP)
-    await reader._transports[0].read(peer.incarnation, SCATTERED, deadline_s=5).done
+    await reader._transports[0].read(name_of(peer), SCATTERED, deadline_s=5).done
     assert block_of(region, 8) == block_bytes_of(BLOCKS + 1 - 8, LARGE)
     child.end()
     await reader.close()
@@ -121,7 +126,7 @@ async def test_forgetting_an_owner_ends_its_reads_at_once() -> None:
     reader = open_set(make_region(LARGE, BLOCKS), ("tcp",), "reader")
     await reader.connect(peer)
     os.kill(child.pid, signal.SIGSTOP)
-    read = reader._transports[0].read(peer.incarnation, SCATTERED, deadline_s=30)
+    read = reader._transports[0].read(name_of(peer), SCATTERED, deadline_s=30)
     await asyncio.wait_for(reader.forget(peer.incarnation), 2)
     with pytest.raises(PeerLost):
         await read.done
@@ -221,9 +226,9 @@ async def test_a_rebuilt_agent_meets_its_peers_anew_under_another_address(
     await asyncio.wrap_future(pump.submit(pump._fence))
     assert reader.shard() != before
     with pytest.raises(PeerLost, match="connect"):
-        await reader._transports[0].read(peer.incarnation, whole_blocks((2, 2)), deadline_s=5).done
+        await reader._transports[0].read(name_of(peer), whole_blocks((2, 2)), deadline_s=5).done
     await reader.connect(peer)
-    await reader._transports[0].read(peer.incarnation, whole_blocks((2, 9)), deadline_s=5).done
+    await reader._transports[0].read(name_of(peer), whole_blocks((2, 9)), deadline_s=5).done
     assert block_of(region, 9) == block_bytes_of(2)
     await reader.close()
 
@@ -233,7 +238,7 @@ async def test_a_fence_leaves_no_reference_that_could_keep_the_agent_alive(
 ) -> None:
     reader = open_set(make_region(), ("nixl",), "reader")
     await reader.connect(nixl_owner[1])
-    await reader._transports[0].read("owner-nixl", whole_blocks((2, 2)), deadline_s=5).done
+    await reader._transports[0].read("owner-nixl/0", whole_blocks((2, 2)), deadline_s=5).done
     pump = reader._transports[0]._pump  # type: ignore[attr-defined]
     native = pump._agent._agent.agent
     await asyncio.wrap_future(pump.submit(lambda: pump._destroy(PeerLost("fenced"))))
@@ -253,7 +258,7 @@ async def test_nothing_lands_after_settled_however_short_the_deadline(backend: s
     for turn in range(12):
         blocks, others = halves[turn % 2], halves[1 - turn % 2]
         copies = whole_blocks(*((block, block) for block in blocks), size=size)
-        read = reader._transports[0].read(peer.incarnation, copies, deadline_s=0.001 + 0.002 * turn)
+        read = reader._transports[0].read(name_of(peer), copies, deadline_s=0.001 + 0.002 * turn)
         await asyncio.wait([read.done])
         late += isinstance(read.done.exception(), TransferTimeout)
         await asyncio.wait_for(read.settled, 5)
@@ -276,7 +281,7 @@ async def story():
     print((await reader.connect(peer)).path)
     child.end()
     try:
-        await reader._transports[0].read("owner", whole_blocks((2, 2)), deadline_s=5).done
+        await reader._transports[0].read("owner/0", whole_blocks((2, 2)), deadline_s=5).done
     except Exception as error:
         print(type(error).__name__)
     await reader.close()

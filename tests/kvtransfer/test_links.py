@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.digest import digest_blocks
 from kvtransfer.errors import DigestMismatch, PeerLost, PeerRefused, TransportUnavailable
 from kvtransfer.layout import KVLayout
 from kvtransfer.links import TransportSet
 from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
 from kvtransfer.ticket import PeerAddress
-from kvtransfer.transport import PullOrder, Region
+from kvtransfer.transport import Region
 from tests.kvtransfer.conftest import need
-from tests.kvtransfer.peers import address_of, block_bytes_of, block_of, make_region, open_set, start_owner
+from tests.kvtransfer.peers import address_of, block_bytes_of, block_of, make_region, open_set, start_owner, whole_piece
+from tests.kvtransfer.peers import checked_order as order
 
 Two = tuple[TransportSet, Region, TransportSet, Region]
 
@@ -31,10 +31,6 @@ async def two(request: pytest.FixtureRequest) -> AsyncIterator[Two]:
     await owner.close()
 
 
-def order(region: Region, sources: tuple[int, ...], targets: tuple[int, ...]) -> PullOrder:
-    return PullOrder("owner", sources, targets, (digest_blocks(region, sources),), deadline_s=10)
-
-
 async def test_a_pull_moves_and_checks_every_block(two: Two) -> None:
     _, theirs, reader, ours = two
     stats = await reader.pull(order(theirs, (4, 5, 9), (20, 21, 8))).done
@@ -47,7 +43,7 @@ async def test_a_changed_byte_is_a_digest_mismatch_that_names_the_block(two: Two
     wanted = order(theirs, (4, 5), (20, 21))
     theirs.bytes()[5 * theirs.layout.block_bytes + 3] ^= 1
     read = reader.pull(wanted)
-    with pytest.raises(DigestMismatch, match=r"block 21 \(the owner's block 5\)"):
+    with pytest.raises(DigestMismatch, match=r"block 21 \(the owner's block 5, "):
         await read.done
     await read.settled
 
@@ -61,7 +57,7 @@ async def test_a_pull_without_digests_is_unchecked(two: Two) -> None:
 async def test_digests_for_other_blocks_are_refused(two: Two) -> None:
     _, theirs, reader, _ = two
     with pytest.raises(PeerRefused, match="digests"):
-        await reader.pull(replace(order(theirs, (4, 5), (20, 21)), digests=((1,),))).done
+        await reader.pull(replace(order(theirs, (4, 5), (20, 21)), digests=((whole_piece(), (1,)),))).done
 
 
 async def test_an_empty_pull_is_done_and_settled(two: Two) -> None:
@@ -136,7 +132,7 @@ async def test_a_path_that_does_not_work_falls_back_to_the_next() -> None:
     reader = open_set(make_region(), ("memory", "tcp"), "reader", shared=SharedMemory())
     report = await reader.connect(address_of(owner, "owner"), reader="decode-0")
     assert (report.transport, report.reader, report.owner) == ("tcp", "decode-0", "worker-owner")
-    assert report.skipped[0].startswith("memory: owner lives in another process")
+    assert report.skipped[0].startswith("memory: owner/0 lives in another process")
     assert report.latency_s > 0 and report.bytes_per_s > 0
     await reader.close()
     await owner.close()

@@ -11,7 +11,7 @@ from kvtransfer.errors import PeerLost, TransferTimeout
 from kvtransfer.links import TransportSet
 from kvtransfer.open import LinkModel
 from kvtransfer.transport import PullOrder, Region
-from tests.kvtransfer.peers import LAYOUT, address_of, open_set
+from tests.kvtransfer.peers import LAYOUT, address_of, open_set, whole_piece
 
 MODEL = LinkModel(latency_s=0.5, bytes_per_s=LAYOUT.block_bytes)  # a block a second
 
@@ -61,7 +61,8 @@ def run(story: Callable[[TransportSet], Coroutine[Any, Any, float]]) -> float:
 
 def order(num_blocks: int, deadline_s: float = 100.0) -> PullOrder:
     blocks = tuple(range(2, 2 + num_blocks))
-    return PullOrder("owner", blocks, blocks, (tuple(blocks),), deadline_s)
+    num_tokens = num_blocks * LAYOUT.block_size
+    return PullOrder("owner", blocks, blocks, 0, num_tokens, ((whole_piece(), blocks),), deadline_s)
 
 
 async def seconds_until(*futures: "asyncio.Future[Any]") -> float:

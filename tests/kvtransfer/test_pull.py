@@ -7,16 +7,27 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.control import ControlClient, ControlServer
-from kvtransfer.digest import digest_blocks
+from kvtransfer.digest import digest_cells
 from kvtransfer.errors import DigestMismatch, LeaseLost, PeerLost, PeerRefused, TransferError
 from kvtransfer.leases import MemoryLeases
 from kvtransfer.pull import pull
-from kvtransfer.ticket import LinkReport, Progress, TransferReport, TransferTicket
+from kvtransfer.ticket import Piece, Progress, TransferReport, TransferTicket
 from kvtransfer.transport import PullOrder, Read, ReadStats
-from tests.kvtransfer.peers import SECRET, address_of, block_bytes_of, block_of, make_region, open_set
+from tests.kvtransfer.peers import (
+    LAYOUT,
+    SECRET,
+    address_of,
+    block_bytes_of,
+    block_of,
+    make_region,
+    open_set,
+    whole_piece,
+)
 
 BLOCKS = (10, 11, 12, 30, 31, 5)
 TARGETS = (40, 41, 42, 43, 44, 45)
+NUM_TOKENS = 90
+TAIL = 10  # tokens in the last block
 
 
 class Story:
@@ -26,12 +37,12 @@ class Story:
         self.theirs, self.ours = make_region(filled=True), make_region()
         self.owner = open_set(self.theirs, ("tcp",), "owner")
         self.reader = open_set(self.ours, ("tcp",), "reader")
-        self.leases = MemoryLeases()
+        self.leases = MemoryLeases(LAYOUT)
         self.server = ControlServer(self.leases, lambda: address_of(self.owner, "owner"), SECRET)
         port = await self.server.start("127.0.0.1")
         self.client = await ControlClient.connect("127.0.0.1", port, SECRET)
         self.link = await self.reader.connect(self.client.peer)
-        self.ticket = TransferTicket("lease", 1, self.client.peer, BLOCKS, 90, ttl_s=30.0)
+        self.ticket = TransferTicket("lease", 1, self.client.peer, BLOCKS, NUM_TOKENS, ttl_s=30.0)
         self.leases.grant("lease")
         self.begun: asyncio.Queue[tuple[PullOrder, Read]] = asyncio.Queue()
 
@@ -47,12 +58,17 @@ class Story:
         return read
 
     def compute(self, *blocks: int) -> None:
-        self.leases.advance("lease", (digest_blocks(self.theirs, blocks),))
+        slots = [(block, TAIL if block == BLOCKS[-1] else LAYOUT.block_size) for block in blocks]
+        self.leases.advance("lease", digest_cells(self.theirs, slots))
 
     def pull(self, skip_blocks: int = 0, **options: object) -> "asyncio.Task[TransferReport]":
-        options = {"link": self.link, "read_timeout_s": 5.0, "skip_blocks": skip_blocks, **options}
+        options = {**self.options, "skip_tokens": min(skip_blocks * LAYOUT.block_size, NUM_TOKENS), **options}
         targets = TARGETS[skip_blocks:]
         return asyncio.create_task(pull(self.client, self.read, self.ticket, targets, **options))  # type: ignore[arg-type]
+
+    @property
+    def options(self) -> dict[str, object]:
+        return {"link": self.link, "read_timeout_s": 5.0, "block_size": 16, "pieces": (whole_piece(),)}
 
 
 @pytest.fixture
@@ -130,7 +146,7 @@ async def test_a_lease_lost_after_the_last_read_loses_the_pull(story: Story) -> 
         return made
 
     with pytest.raises(LeaseLost):
-        await pull(story.client, read, story.ticket, TARGETS, link=story.link, read_timeout_s=5.0)
+        await pull(story.client, read, story.ticket, TARGETS, **story.options)  # type: ignore[arg-type]
 
 
 async def test_an_older_epoch_is_fenced(story: Story) -> None:
@@ -180,7 +196,9 @@ class SlowOwner:
         self.progress = progress
         self.watches = 0
 
-    async def watch(self, lease: str, epoch: int, have_blocks: int, timeout_s: float) -> Progress:
+    async def watch(
+        self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
+    ) -> Progress:
         self.watches += 1
         return self.progress
 
@@ -194,7 +212,7 @@ async def test_heartbeats_go_on_while_a_long_read_runs(story: Story) -> None:
     loop.call_later(0.35, read.done.set_result, ReadStats(1, 1, 0.35))
     client = SlowOwner(Progress(6, 0, (), True, ttl_s=0.3))
     ticket = replace(story.ticket, ttl_s=0.3)
-    await pull(client, lambda order: read, ticket, TARGETS, link=story.link, read_timeout_s=5.0)
+    await pull(client, lambda order: read, ticket, TARGETS, **story.options)  # type: ignore[arg-type]
     assert 3 <= client.watches <= 5, "about one for each third of the lease's 0.3 s"
 
 
@@ -205,5 +223,4 @@ async def test_an_owner_that_reports_nonsense_is_refused(story: Story) -> None:
         Progress(6, 0, ((1, 2),), True, 30.0),
     ):
         with pytest.raises(PeerRefused):
-            await pull(SlowOwner(progress), story.read, story.ticket, TARGETS, link=LinkReport(*["x"] * 4, 0.0, 0.0),
-                       read_timeout_s=1)  # fmt: skip
+            await pull(SlowOwner(progress), story.read, story.ticket, TARGETS, **story.options)  # type: ignore[arg-type]

@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from kvtransfer.digest import combine
 from kvtransfer.errors import TransferError
 from kvtransfer.open import SharedMemory, host_identity
-from kvtransfer.ticket import PeerAddress
+from kvtransfer.ticket import PeerAddress, Piece
 from kvtransfer.transport import PullOrder
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
 from workers.engine.executor import Executor
@@ -31,7 +32,19 @@ async def open_tiny(tiny: ModelFolder, name: str = "w", shared: SharedMemory | N
 
 def prompt_plan(blocks: tuple[int, ...] = BLOCKS, prompt: tuple[int, ...] = PROMPT, number: int = 1) -> StepPlan:
     chunk = Chunk("a/0", prompt, 0, blocks, Draw(GREEDY, 0, len(prompt)))
-    return StepPlan(number, (chunk,), digest_blocks=blocks)
+    return StepPlan(number, (chunk,), digest_blocks=slots(blocks, len(prompt)))
+
+
+def slots(blocks: tuple[int, ...], num_tokens: int = len(PROMPT)) -> tuple[tuple[int, int], ...]:
+    """(block, slots that hold tokens) of a prompt in blocks of 8."""
+    return tuple((block, min(8, num_tokens - 8 * index)) for index, block in enumerate(blocks))
+
+
+def pull_order(executor: Executor, digests: tuple[bytes, ...]) -> PullOrder:
+    layout = executor.facts.layout
+    piece = Piece(0, layout.heads, layout.layers)
+    checks = ((piece, combine(digests, layout, piece)),)
+    return PullOrder("owner-1", BLOCKS, (12, 13, 14), 0, len(PROMPT), checks, 5.0)
 
 
 async def decode(executor: Executor, tokens: list[int], blocks: tuple[int, ...], count: int) -> list[int]:
@@ -49,7 +62,7 @@ async def decode(executor: Executor, tokens: list[int], blocks: tuple[int, ...],
 async def test_a_plan_gives_its_result(tiny: ModelFolder) -> None:
     executor = await open_tiny(tiny)
     middle = Chunk("b/0", PROMPT[:5], 0, (7,), None)
-    plan = StepPlan(3, (prompt_plan().chunks[0], middle), digest_blocks=BLOCKS)
+    plan = StepPlan(3, (prompt_plan().chunks[0], middle), digest_blocks=slots(BLOCKS))
     result = await executor.execute(plan)
     assert result.number == 3 and result.seconds > 0
     assert result.tokens[0] in range(320) and result.tokens[1] is None
@@ -95,10 +108,8 @@ async def test_decode_goes_on_elsewhere_after_a_pull(tiny: ModelFolder) -> None:
     so_far = [*PROMPT, prefill.tokens[0]]
     stays = await decode(owner, so_far, BLOCKS, 2)
     await reader.connect(peer(owner, "owner-1"))
-    # Only the first two blocks are full and unchanged since; the tail has grown, so it is digested anew.
-    digests = (await owner.execute(StepPlan(9, (), digest_blocks=BLOCKS))).digests
-    order = PullOrder("owner-1", BLOCKS, (12, 13, 14), digests, 5.0)
-    read = reader.pull(order)
+    # The tail has grown since; its digest covers the prompt's tokens only.
+    read = reader.pull(pull_order(owner, prefill.digests[0]))
     await read.done
     await read.settled
     assert await decode(reader, so_far, (12, 13, 14), 2) == stays
@@ -121,11 +132,12 @@ async def test_a_failed_pull_leaves_zeros(tiny: ModelFolder) -> None:
     owner, reader = await open_tiny(tiny, "owner", shared), await open_tiny(tiny, "reader", shared)
     await owner.execute(prompt_plan())
     await reader.connect(peer(owner, "owner-1"))
-    read = reader.pull(PullOrder("owner-1", BLOCKS, (12, 13, 14), ((1, 2, 3),), 5.0))
+    cells = reader.facts.layout.num_kv_heads * reader.facts.layout.num_layers
+    read = reader.pull(pull_order(reader, (bytes(8 * cells),) * 3))
     with pytest.raises(TransferError):
         await read.done
     await read.settled
-    zeros, untouched = (await reader.execute(StepPlan(1, (), digest_blocks=(13, 7)))).digests[0]
+    zeros, untouched = (await reader.execute(StepPlan(1, (), digest_blocks=((13, 8), (7, 8))))).digests[0]
     assert zeros == untouched
     await owner.close()
     await reader.close()

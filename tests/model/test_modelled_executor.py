@@ -6,8 +6,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from kvtransfer.digest import combine
 from kvtransfer.open import SharedMemory, host_identity
-from kvtransfer.ticket import PeerAddress
+from kvtransfer.ticket import PeerAddress, Piece
 from kvtransfer.transport import PullOrder
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
 from workers.costs import CostModel
@@ -68,7 +69,19 @@ def open_one(
 
 
 def plan(tokens: tuple[int, ...] = tuple(range(10)), blocks: tuple[int, ...] = (3, 4, 5)) -> StepPlan:
-    return StepPlan(1, (Chunk("a/0", tokens, 0, blocks, DRAW),), digest_blocks=blocks)
+    return StepPlan(1, (Chunk("a/0", tokens, 0, blocks, DRAW),), digest_blocks=slots(blocks))
+
+
+def slots(blocks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Ten tokens in blocks of four."""
+    return tuple(zip(blocks, (4, 4, 2), strict=True))
+
+
+def order(owner: ModelledExecutor, digests: tuple[tuple[bytes, ...], ...], targets: tuple[int, ...]) -> PullOrder:
+    layout = owner.facts.layout
+    piece = Piece(0, layout.heads, layout.layers)
+    checks = ((piece, combine(digests[0], layout, piece)),)
+    return PullOrder("owner-1", (3, 4, 5), targets, 0, 10, checks, 5.0)
 
 
 def test_a_step_takes_what_the_cost_model_says_and_no_real_time() -> None:
@@ -91,7 +104,7 @@ def test_a_pull_takes_modelled_time_on_the_virtual_clock() -> None:
         digests = (await owner.execute(plan())).digests
         await reader.connect(PeerAddress("owner", "owner-1", "h", 0, host_identity(), owner.shards()))
         begun = asyncio.get_running_loop().time()
-        await reader.pull(PullOrder("owner-1", (3, 4, 5), (6, 7, 8), digests, 5.0)).done
+        await reader.pull(order(owner, digests, (6, 7, 8))).done
         return asyncio.get_running_loop().time() - begun
 
     num_bytes = 3 * modelled_facts(block_size=4).layout.block_bytes
@@ -105,10 +118,10 @@ async def test_pulled_patterns_match_their_digests(backend: str) -> None:
     owner, reader = open_one("owner", backend, shared), open_one("reader", backend, shared)
     digests = (await owner.execute(plan())).digests
     await reader.connect(PeerAddress("owner", "owner-1", "127.0.0.1", 0, host_identity(), owner.shards()))
-    read = reader.pull(PullOrder("owner-1", (3, 4, 5), (9, 8, 7), digests, 5.0))
+    read = reader.pull(order(owner, digests, (9, 8, 7)))
     await read.done
     await read.settled
-    assert (await reader.execute(StepPlan(2, (), digest_blocks=(9, 8, 7)))).digests == digests
+    assert (await reader.execute(StepPlan(2, (), digest_blocks=slots((9, 8, 7))))).digests == digests
     await reader.close()
     await owner.close()
 

@@ -57,7 +57,7 @@ class BlockPool:
         self._cached: OrderedDict[int, bytes] = OrderedDict()  # unreferenced but reusable, oldest first
         self._names: dict[int, bytes] = {}  # block -> content name, referenced or not
         self._blocks: dict[bytes, int] = {}  # content name -> block
-        self.digests: dict[int, tuple[int, ...]] = {}  # full named block -> digest on each rank
+        self.digests: dict[int, tuple[bytes, ...]] = {}  # named block -> digests of its cells on each rank
 
     @property
     def num_free(self) -> int:

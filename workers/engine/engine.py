@@ -8,6 +8,8 @@ Up to `depth` plans may be in flight; they run, and are committed, in the order 
 Time is an argument. Touched only from its worker's event loop; knows no device, no I/O and no peer.
 """
 
+import math
+
 from workers.config import EngineConfig
 from workers.costs import CostModel
 from workers.engine.blocks import BlockPool, prefix_hashes, tail_hash
@@ -49,6 +51,7 @@ class Engine:
         digest: bool = True,
         cost: CostModel | None = None,
         block_bytes: int = 0,
+        prefix_tokens: int = 1,
         depth: int = 1,
     ) -> None:
         assert depth >= 1, f"no plan fits into a depth of {depth}"
@@ -59,6 +62,7 @@ class Engine:
         self.max_length = min(context_length, config.max_model_len or context_length, self.capacity_tokens)
         self._config = config
         self._staging = config.staging_blocks or max(1, self.pool.num_blocks // 2)
+        self._prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
         self._eos = eos_token_ids
         self._vocab_size = vocab_size
         self._estimate = StepEstimate(cost or CostModel())
@@ -108,6 +112,9 @@ class Engine:
         if request.fresh:
             self.pool.forget(sequence.hashes)
         shared = self.pool.match(sequence.hashes)
+        aligned = len(shared) - len(shared) % self._prefix_blocks
+        self.pool.free(shared[aligned:])
+        del shared[aligned:]
         if not self._scheduler.fits(sequence, held=len(shared), wanted=total - len(shared)):
             self.pool.free(shared)
             raise Overloaded(f"{total} blocks wanted, {self.pool.num_free} free", retry_after_s=0.1)

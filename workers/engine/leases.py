@@ -4,11 +4,24 @@ A new hold of the same key gets a higher epoch, which fences every reader of the
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from kvtransfer.errors import LeaseLost
-from kvtransfer.ticket import Progress
 from workers.engine.blocks import BlockPool
 from workers.engine.sequence import Lease, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Watermark:
+    """How far the KV under a lease is computed. `cells[rank][i]` are the digests of block first_block + i there, as
+    `StepResult.digests` has them; no rank at all when nothing is digested.
+    """
+
+    ready_blocks: int
+    first_block: int
+    cells: tuple[tuple[bytes, ...], ...]
+    finished: bool
+    ttl_s: float
 
 
 class LeaseBook:
@@ -39,21 +52,25 @@ class LeaseBook:
         self._advance_known(lease, sequence)
         return lease
 
-    def undigested(self, sequence: Sequence, computed: int) -> list[int]:
-        """Blocks of a held sequence to digest once `computed` of its tokens have their KV; each is answered once."""
+    def undigested(self, sequence: Sequence, computed: int) -> list[tuple[int, int]]:
+        """(block, slots with tokens) of a held sequence to digest once `computed` of its tokens have their KV.
+
+        Each is answered once.
+        """
         lease = self._leases.get(sequence.key)
         if lease is None or not self._digest:
             return []
         first, lease.num_asked = max(len(lease.digests), lease.num_asked), self._ready(sequence, computed)
-        return list(lease.blocks[first : lease.num_asked])
+        return [(lease.blocks[index], self._slots(lease, index)) for index in range(first, lease.num_asked)]
 
-    def advance(self, sequence: Sequence, digests: Mapping[int, tuple[int, ...]]) -> None:
-        """Move the watermark behind what is computed. `digests` are those of the step just done."""
+    def advance(self, sequence: Sequence, digests: Mapping[tuple[int, int], tuple[bytes, ...]]) -> None:
+        """Move the watermark behind what is computed. `digests` are those of the step just done, on each rank."""
         lease = self._leases.get(sequence.key)
         if lease is None:
             return
-        for block in lease.blocks[len(lease.digests) : self._ready(sequence, sequence.num_computed)]:
-            known = digests.get(block, ())
+        for index in range(len(lease.digests), self._ready(sequence, sequence.num_computed)):
+            block = lease.blocks[index]
+            known = digests.get((block, self._slots(lease, index)), ())
             lease.digests.append(known)
             if known and self._pool.is_named(block):
                 self._pool.digests[block] = known
@@ -72,18 +89,22 @@ class LeaseBook:
             return -(-sequence.request.num_tokens // self._pool.block_size)
         return computed // self._pool.block_size
 
+    def _slots(self, lease: Lease, index: int) -> int:
+        """How many slots of the lease's block hold tokens of its prompt."""
+        return min(self._pool.block_size, lease.num_tokens - index * self._pool.block_size)
+
     def finish(self, key: str) -> None:
         """The prompt is computed: the watermark will not move again."""
         if key in self._leases:
             self._leases[key].finished = True
 
-    def progress(self, key: str, epoch: int, have: int, now_s: float) -> Progress:
+    def progress(self, key: str, epoch: int, have: int, now_s: float) -> Watermark:
         """Where the watermark stands for a reader that has `have` blocks; extends the lease. Raises `LeaseLost`."""
         lease = self._valid(key, epoch)
         lease.deadline_s = now_s + lease.ttl_s
         fresh = lease.digests[have:]
         ranks = tuple(zip(*fresh, strict=True)) if fresh and fresh[0] else ()
-        return Progress(len(lease.digests), have, ranks, lease.finished, lease.ttl_s)
+        return Watermark(len(lease.digests), have, ranks, lease.finished, lease.ttl_s)
 
     def release(self, key: str, epoch: int) -> None:
         """The reader is done; proves that the lease held until now. Raises `LeaseLost`."""

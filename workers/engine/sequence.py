@@ -122,7 +122,7 @@ class Sequence:
 class Lease:
     """Blocks of a growing or finished prompt, kept for one reader. Owned by the Engine.
 
-    `digests[i]` are block i's digests, one for each rank; their number is the ready watermark.
+    `digests[i]` are those of block i's cells, on each rank; their number is the ready watermark.
     """
 
     key: str
@@ -131,6 +131,6 @@ class Lease:
     num_tokens: int
     ttl_s: float
     deadline_s: float
-    digests: list[tuple[int, ...]] = field(default_factory=list)
+    digests: list[tuple[bytes, ...]] = field(default_factory=list)
     finished: bool = False
     num_asked: int = 0  # leading blocks whose digests are there or ordered from steps in flight

@@ -58,12 +58,12 @@ class StepPlan:
 
     `swap_out` are pairs (block, host block) to save, `swap_in` pairs (host block, block) to bring back, `copies` pairs
     (source block, target block) within the pool. Chunks of one token that draw (decodes) come first.
-    `digest_blocks` are to be digested after it (their KV is then complete).
+    `digest_blocks` are pairs (block, slots that hold tokens) to be digested after it (their KV is then complete).
     """
 
     number: int
     chunks: tuple[Chunk, ...]
-    digest_blocks: tuple[int, ...] = ()
+    digest_blocks: tuple[tuple[int, int], ...] = ()
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
@@ -78,13 +78,13 @@ class StepResult:
     """`tokens[i]` belongs to the i-th chunk (None where nothing was drawn), `logprobs` likewise.
 
     `prompt_logprobs[i]` has one entry for each of the i-th chunk's targets (all empty: nobody asked).
-    `digests[rank][j]` belongs to the plan's digest_blocks[j]. `seconds` is the device's time for the step,
-    through all stages, without the waits for other plans.
+    `digests[rank][j]` are those of the cells of the plan's digest_blocks[j] there (see `kvtransfer.digest`). `seconds`
+    is the device's time for the step, through all stages, without the waits for other plans.
     """
 
     number: int
     tokens: tuple[int | None, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
-    digests: tuple[tuple[int, ...], ...]
+    digests: tuple[tuple[bytes, ...], ...]
     seconds: float
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()

@@ -3,13 +3,14 @@
 Knows how much memory this process may take. Knows no sequence: which block is whose is the engine's business.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
+from kvtransfer.digest import spans_of
 from kvtransfer.layout import KVLayout
 from kvtransfer.transport import Region
 from workers.engine.step import StepPlan
@@ -18,6 +19,7 @@ from workers.ops.memory import PAGES
 
 # Left for activations, the interpreter's own growth and the rest of the machine.
 _SPARE = 0.1
+_SATURATING = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)  # whose range KV of a wider dtype may exceed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +48,37 @@ class KVPool:
         """Zero blocks whose bytes nobody vouches for: a stray NaN would leak through a masked attention weight of 0."""
         self.blocks[list(blocks)] = 0
 
+    def place(
+        self, staged: memoryview, layout: KVLayout, blocks: tuple[int, ...], first_token: int, num_tokens: int
+    ) -> None:
+        """Staged KV into our blocks, in our dtype: see `kvtransfer.transport.Place`. Called on a thread of its own.
 
-def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device, host_blocks: int = 0) -> KVPool:
-    """Zeroed memory for `num_blocks` blocks, and for `host_blocks` on the host.
+        Rounds to nearest; what exceeds the range of a narrow dtype becomes its largest number.
+        """
+        if torch.get_num_threads() != 1:
+            torch.set_num_threads(1)  # this thread's; a team of its own would spin beside the one that computes
+        ours = self.region.layout
+        heads = slice(layout.heads[0] - ours.heads[0], layout.heads[1] - ours.heads[0])
+        layers = slice(layout.layers[0] - ours.layers[0], layout.layers[1] - ours.layers[0])
+        arrived = torch.frombuffer(staged, dtype=getattr(torch, layout.dtype)).view(-1, *layout.shape)
+        spans = spans_of(layout.block_size, ours.block_size, blocks, first_token, num_tokens)
+        for source, places in zip(arrived, spans, strict=False):
+            start = 0
+            for block, slot, count in places:
+                values = source[:, :, :, start : start + count]  # [kv_head, layer, k|v, slot, head_dim]
+                self.blocks[block, heads, layers, :, slot : slot + count] = _saturated(values, self.blocks.dtype)
+                start += count
+
+
+def allocate_pool(
+    layout: KVLayout, num_blocks: int, device: torch.device, host_blocks: int = 0, staging_bytes: int = 0
+) -> KVPool:
+    """Zeroed memory for `num_blocks` blocks and a staging area (on a host), and for `host_blocks` on the host.
 
     Raises `ModelError`, saying how many would fit, when it does not.
     """
     available_bytes = _available_bytes(device)
-    fitting_blocks = int(available_bytes * (1 - _SPARE)) // layout.block_bytes
+    fitting_blocks = max(0, int(available_bytes * (1 - _SPARE)) - staging_bytes) // layout.block_bytes
     if num_blocks > fitting_blocks:
         raise ModelError(
             f"engine.kv_blocks is {num_blocks}: {num_blocks * layout.block_bytes / 2**30:.1f} GiB of KV do not fit "
@@ -68,12 +93,23 @@ def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device, host_
         )
     dtype: torch.dtype = getattr(torch, layout.dtype)
     if device.type == "cpu":
-        blocks = PAGES.empty(num_blocks * layout.block_bytes).view(dtype).view(num_blocks, *layout.shape)
+        plan = Region(layout, num_blocks, 0, None, staging_bytes=staging_bytes)
+        memory = PAGES.empty(plan.num_bytes)
+        blocks = memory[: plan.pool_bytes].view(dtype).view(num_blocks, *layout.shape)
+        region = replace(plan, address=memory.data_ptr(), owner=memory)
     else:
         blocks = torch.zeros((num_blocks, *layout.shape), dtype=dtype, device=device)
-    name = "cpu" if device.type == "cpu" else f"cuda:{blocks.device.index}"
+        region = Region(layout, num_blocks, blocks.data_ptr(), blocks, f"cuda:{blocks.device.index}")
     host = torch.zeros((host_blocks, *layout.shape), dtype=dtype, pin_memory=device.type == "cuda" and host_blocks > 0)
-    return KVPool(blocks, Region(layout, num_blocks, blocks.data_ptr(), blocks, name), host)
+    return KVPool(blocks, region, host)
+
+
+def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Within the range of `dtype`: a conversion from beyond gives infinity or NaN, and one spoils a sequence."""
+    if values.dtype == dtype or dtype not in _SATURATING:
+        return values
+    most = torch.finfo(dtype).max
+    return values.float().clamp_(-most, most)
 
 
 def _available_bytes(device: torch.device) -> int:

@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.digest import digest_blocks
+from kvtransfer.digest import digest_cells
 from kvtransfer.layout import DTYPE_BYTES, KVLayout
 from kvtransfer.links import TransportSet
 from kvtransfer.open import LinkModel, SharedMemory, open_transports
@@ -69,6 +69,8 @@ class ModelledExecutor:
         self._transports = transports
         self._region = region
         self._pattern = _Pattern(region) if fill else None
+        heads, layers, *_ = region.layout.shape
+        self._no_digests = bytes(8 * heads * layers)
         self._free_s = [0.0] * depth  # when each stage has done all it was given so far
         self._order = asyncio.Lock()  # plans that end at the same instant still end in their order
         self._bubble = BubbleMeter(depth)
@@ -84,12 +86,12 @@ class ModelledExecutor:
         async with self._order:
             await asyncio.sleep(end_s - asyncio.get_running_loop().time())
         self._bubble.add(begin_s, end_s, (seconds / self.depth,) * self.depth)
-        digests = (0,) * len(plan.digest_blocks)
+        digests = (self._no_digests,) * len(plan.digest_blocks)
         if self._pattern:
             self._pattern.move(plan)
             for chunk in plan.chunks:
                 self._pattern.write(chunk)
-            digests = digest_blocks(self._region, plan.digest_blocks)
+            digests = digest_cells(self._region, plan.digest_blocks)
         tokens = tuple(self._token(chunk) for chunk in plan.chunks)
         logprobs = tuple(_logprobs(chunk.draw) for chunk in plan.chunks)
         scored = tuple((TokenLogprobs(chosen=0.0),) * len(chunk.targets) for chunk in plan.chunks)
@@ -161,7 +163,7 @@ class _Pattern:
 
     def __init__(self, region: Region) -> None:
         heads, layers, two, slots, dim = region.layout.shape
-        kind = {4: np.uint32, 2: np.uint16}[DTYPE_BYTES[region.layout.dtype]]
+        kind = {4: np.uint32, 2: np.uint16, 1: np.uint8}[DTYPE_BYTES[region.layout.dtype]]
         self._blocks = np.frombuffer(region.bytes(), kind).reshape(region.num_blocks, heads, layers, two, slots, dim)
         self._host: dict[int, NDArray[np.unsignedinteger]] = {}  # host block -> what was saved there
         self._ramp = np.arange(heads * layers * two * dim).reshape(heads, layers, two, dim)

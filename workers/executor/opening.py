@@ -67,6 +67,7 @@ async def open_rank(
             quarantine_s=config.transfer.quarantine_s,
             rank=rank,
             shared=shared,
+            place=pool.place,
         )
     except BaseException:
         await thread.close()
@@ -128,7 +129,7 @@ def _load_shard(
     )
     facts = model_facts(folder, shape, engine, model.dtype.itemsize)
     layout = replace(facts.layout, layers=shard.layers, heads=shard.kv_heads)
-    pool = allocate_pool(layout, engine.kv_blocks, device, engine.swap_blocks)
+    pool = allocate_pool(layout, engine.kv_blocks, device, engine.swap_blocks, config.staging_bytes)
     return facts, Part(model, group, link), pool
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtransfer.digest import digest_blocks, digest_bytes
+from kvtransfer.digest import digest_block, digest_cells
 from kvtransfer.links import TransportSet
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
@@ -34,7 +34,7 @@ class RankStep:
 
     tokens: tuple[int | None, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
-    digests: tuple[int, ...]
+    digests: tuple[bytes, ...]
     seconds: float
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     wait_s: float = 0.0  # of `seconds`: until the stage before had sent its activations
@@ -183,7 +183,8 @@ def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tu
     return tuple(tuple(itertools.islice(each, len(chunk.targets))) for chunk in plan.chunks)
 
 
-def _digests(pool: KVPool, blocks: tuple[int, ...]) -> tuple[int, ...]:
+def _digests(pool: KVPool, blocks: tuple[tuple[int, int], ...]) -> tuple[bytes, ...]:
     if pool.region.device == "cpu":
-        return digest_blocks(pool.region, blocks)
-    return tuple(digest_bytes(pool.blocks[block].cpu().view(torch.uint8).numpy().data.cast("B")) for block in blocks)
+        return digest_cells(pool.region, blocks)
+    on_host = ((pool.blocks[block].cpu().view(torch.uint8).numpy().data.cast("B"), slots) for block, slots in blocks)
+    return tuple(digest_block(data, pool.region.layout, slots) for data, slots in on_host)
