@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone, WorkerHandle, WorkerOrder
 from cluster.runtime.ray_ranks import RayRanks, bundles, listed, on_this_node, rank_options, shortage
@@ -215,6 +216,8 @@ class RayRuntime:
             remove_placement_group(ray.util.get_placement_group(handle.name))
 
     async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
+        """On the node of whoever serves: its door is looked for there. Ray ignores a soft wish at 0 CPUs."""
+        here = ray.get_runtime_context().get_node_id()
         options: dict[str, Any] = {
             "name": f"{self.cluster}/{name}",
             "namespace": NAMESPACE,
@@ -222,6 +225,7 @@ class RayRuntime:
             "max_restarts": -1,
             "max_concurrency": 10_000,
             "num_cpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
         }
         try:
             actor = ray.remote(_ServiceActor).options(**options).remote(factory, *args)
