@@ -11,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtransfer.errors import LeaseLost
 from workers.config import BATCHING, EngineConfig
 from workers.costs import CostModel
+from workers.engine.engine import Engine
 from workers.engine.sequence import Lease
+from workers.engine.step import StepPlan
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import SLO, Request, SamplingParams, TokensOut
 
@@ -144,7 +146,7 @@ def test_held_siblings_are_leased_apart_but_share_blocks() -> None:
     assert subject.stats().leases == 2
 
 
-def test_a_held_sibling_that_gets_no_token_yet_is_leased_on_the_block_that_it_will_write() -> None:
+def admit_a_held_sibling_without_a_token() -> tuple[Engine, Device, StepPlan, Request]:
     """A decode's promise leaves 9.5 tokens for prompts: one of 9 takes them before the sibling's turn comes."""
     cost = CostModel(step_s=0.004, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.0, decode_context_s=0.0)
     subject, device = engine(max_batch_tokens=64, cost=cost), Device()
@@ -155,14 +157,49 @@ def test_a_held_sibling_that_gets_no_token_yet_is_leased_on_the_block_that_it_wi
     step(subject, 0.0, device)
     subject.add(device.know(request("other", tuple(range(50, 59)))), 0.0, hold=False)
     subject.add(second, 0.0, hold=True)
-    plan, told = step(subject, 0.0, device)
-    lease = next(each for each in told if isinstance(each, Lease))
-    assert second.key not in [chunk.key for chunk in plan.chunks]
+    plan = subject.schedule(0.0)
+    assert plan is not None and second.key not in [chunk.key for chunk in plan.chunks]
+    return subject, device, plan, second
+
+
+def test_a_held_sibling_that_gets_no_token_yet_is_leased_on_the_block_that_it_will_write() -> None:
+    subject, device, plan, second = admit_a_held_sibling_without_a_token()
+    lease = next(each for each in subject.drain() if isinstance(each, Lease) and each.key == second.key)
+    device.execute(plan)
+    subject.commit(plan, result(plan), 0.0)
     plan, told = step(subject, 0.0, device)
     assert [chunk.blocks for chunk in plan.chunks if chunk.key == second.key] == [lease.blocks]
     progress = subject.leases.progress(second.key, lease.epoch, 0, 0.0)
     assert progress.finished and progress.ready_blocks == 2
     assert tokens_of(told, second.key) == [next_token(second.key, len(PROMPT))]
+
+
+def test_a_block_is_not_given_away_before_the_step_that_copies_into_it() -> None:
+    """A transfer could land in it at once, and the copy on top of that."""
+    subject, _, plan, second = admit_a_held_sibling_without_a_token()
+    subject.abort(second.key)
+    subject.check()
+    targets = {target for _, target in plan.copies}
+    assert targets and not targets & set(subject.pool.allocate(subject.pool.num_free))
+
+
+def test_who_was_let_in_by_a_step_is_not_preempted_by_it() -> None:
+    """The sibling's tail is copied in the same step: saved before, it would be garbage."""
+    subject, device = engine(kv_blocks=10, batching="static", swap_blocks=16, preemption="swap"), Device()
+    subject.add(device.know(request("r#0", PROMPT, max_tokens=1, group="r")), 0.0, hold=False)
+    run_to_end(subject, 0.0, device)
+    leg = device.know(request("leg", tuple(range(50, 57)), max_tokens=1))
+    subject.reserve(leg, 0.0)
+    blocks = tuple(subject.reserved(leg.key).blocks)
+    subject.transfer_begins(blocks)  # not settled: its last block must be copied before it is written
+    device.fill(blocks, leg.prompt)
+    subject.fetched(leg.key, 0.0)
+    subject.decode(leg.key, next_token(leg.key, 7), 0.0)
+    subject.add(device.know(request("wide", tuple(range(70, 81)), max_tokens=1)), 1.0, hold=False)
+    late = device.know(request("r#1", PROMPT, max_tokens=2, group="r"))
+    subject.add(late, 2.0, hold=False)
+    told = run_to_end(subject, 3.0, device)
+    assert tokens_of(told, late.key) == [next_token(late.key, 6), next_token(late.key, 7)]
 
 
 def test_a_held_prompt_is_computed_where_its_reader_looks() -> None:

@@ -106,6 +106,20 @@ def test_a_lone_decode_waits_for_nobody() -> None:
     assert [shape(plan) for plan in flow.fill()] == [[("d0", 1)]]
 
 
+def test_those_who_waited_longest_come_first() -> None:
+    """A prompt takes a plan of its own, so more wait than the next plan takes."""
+    subject = engine(batching="prefill-first", depth=2)
+    flow = decoding(subject, 2, 4)
+    assert [shape(plan) for plan in flow.fill()] == [[("d0", 1), ("d1", 1)], [("d2", 1), ("d3", 1)]]
+    flow.end()
+    flow.fill()
+    flow.end()
+    subject.add(request("p", prompt(4, 50)), 0.0, hold=False)
+    assert shape(flow.fill()[0]) == [("p", 4)]
+    flow.end()
+    assert [name for name, _ in shape(flow.fill()[0])] == ["d2", "d3", "d0"]
+
+
 # ---- prompts -----------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +294,18 @@ def test_an_older_decode_waits_for_the_youngest_in_flight_and_then_takes_its_blo
     assert tokens_of(told, "young/0") == [next_token("young/0", 36 + n) for n in range(2)]
 
 
+def test_answers_that_are_computed_again_get_their_share_when_nobody_else_has_a_prompt() -> None:
+    subject, device = engine(depth=2, kv_blocks=10, max_running=2, max_batch_tokens=3), Device()
+    flow = Pipeline(subject, 2, device)
+    for index in range(2):
+        subject.add(device.know(request(f"r{index}", (1 + index,) * 5, max_tokens=20)), float(index), hold=False)
+    flow.run(9.0)
+    told = subject.drain()
+    assert subject.stats().preemptions > 0
+    for index in range(2):
+        assert tokens_of(told, f"r{index}/0") == [next_token(f"r{index}/0", 5 + n) for n in range(20)]
+
+
 def test_a_plan_is_committed_in_its_turn_only() -> None:
     subject = engine(depth=2, max_batch_tokens=8)
     flow = Pipeline(subject, 2)
@@ -295,11 +321,13 @@ def test_a_plan_is_committed_in_its_turn_only() -> None:
 def test_at_every_depth_all_end_with_the_same_tokens(data: st.DataObject, batching: str, depth: int) -> None:
     """Late arrivals, siblings, held prompts, tight pools, any budget, steps computed early or late."""
     device = Device()
+    budget = data.draw(st.integers(2, 24))
     subject = engine(
         batching=batching,
         depth=depth,
         kv_blocks=data.draw(st.integers(10, 34)),
-        max_batch_tokens=data.draw(st.integers(8, 24)),
+        max_running=min(8, budget),
+        max_batch_tokens=budget,
         swap_blocks=data.draw(st.sampled_from([0, 6, 40])),
         cost=data.draw(st.sampled_from([COST, FREE_STEPS, DEAR_STEPS])),
         tpot_slo_s=data.draw(st.sampled_from([None, 0.02])),
@@ -318,8 +346,8 @@ def test_at_every_depth_all_end_with_the_same_tokens(data: st.DataObject, batchi
         return ended is not None
 
     for index in range(data.draw(st.integers(1, 10))):
-        length, most = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 12))
-        first, group, hold = 1 + 20 * data.draw(st.integers(0, 1)), data.draw(st.sampled_from(["", "g"])), False
+        length, most = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 24))
+        first, group = 1 + 20 * data.draw(st.integers(0, 1)), data.draw(st.sampled_from(["", "g"]))
         hold = data.draw(st.integers(0, 3)) == 0
         made = device.know(request(f"r{index}", prompt(length, first), max_tokens=most, group=group))
         try:

@@ -4,7 +4,6 @@ Pure: it is told the seconds, it reads no clock.
 """
 
 import math
-import sys
 
 from workers.costs import CostModel
 from workers.engine.step import StepPlan
@@ -32,10 +31,8 @@ def prompt_share(cost: CostModel, num_tokens: int, stages: int) -> int:
     Stages are idle while the first part reaches the last stage, and behind the last part. In m equal parts the tokens
     are through after (stages - 1 + m) / stages plans of step_s + num_tokens * prefill_token_s / m seconds: least when
     m² = (stages - 1) * num_tokens * prefill_token_s / step_s. Never more parts than stages: from there on little is
-    left to win, and a step's fixed cost is what the model knows least. One stage: no bound.
+    left to win, and a step's fixed cost is what the model knows least.
     """
-    if stages == 1:
-        return sys.maxsize
     work_s = (stages - 1) * num_tokens * cost.prefill_token_s
     parts = stages if work_s >= stages * stages * cost.step_s else max(1.0, math.sqrt(work_s / cost.step_s))
     return math.ceil(num_tokens / parts)

@@ -9,6 +9,7 @@ Pure: no clock, no device.
 Source of preemption by swap or recomputation, all or nothing: Kwon et al., vLLM (SOSP'23).
 """
 
+import sys
 from collections import Counter, deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -104,8 +105,10 @@ class Scheduler:
 
     def _prompt_share(self) -> int:
         """Prompt tokens that the next step takes so that other stages have some too, of all that are here."""
-        prompts = [each for each in self.running if each.num_computed < each.request.num_tokens]
-        num_tokens = sum(len(each.tokens) for each in (*prompts, *self.waiting)) if self._depth > 1 else 0
+        if self._depth == 1:
+            return sys.maxsize
+        prompts = [each for each in self.running if each.is_prefilling]
+        num_tokens = sum(len(each.tokens) for each in (*prompts, *self.waiting))
         return prompt_share(self._estimate.cost, num_tokens, self._depth)
 
     def _take_off(self, draft: "StepDraft") -> None:

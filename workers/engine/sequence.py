@@ -91,6 +91,11 @@ class Sequence:
         """All but the newest token are computed or ordered, and at least one came out of a step or a hand-off."""
         return self.num_scheduled == len(self.tokens) - 1 >= self.request.num_tokens
 
+    @property
+    def is_prefilling(self) -> bool:
+        """More than the newest token still has to come back from a step: the prompt, or an answer that lost its KV."""
+        return self.num_computed < max(len(self.tokens) - 1, self.request.num_tokens)
+
     def draw(self, end_tokens: tuple[int, ...]) -> Draw:
         """How to sample the next token."""
         params = self.request.sampling
