@@ -1,0 +1,83 @@
+"""The loop around the engine: how many plans it keeps in flight, in which order they are committed, how it ends."""
+
+import asyncio
+import gc
+from collections.abc import Callable
+
+import pytest
+from driving import engine, next_token, request, result, tokens_of
+
+from workers.engine.engine import Engine, Told
+from workers.engine.pump import Pump
+from workers.engine.step import StepPlan, StepResult
+from workers.request import TokensOut
+
+
+class Stages:
+    """An executor by hand: a plan ends when the test says so."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.running: dict[int, tuple[StepPlan, asyncio.Future[StepResult]]] = {}
+        self.most = 0
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        ended: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        self.running[plan.number] = plan, ended
+        self.most = max(self.most, len(self.running))
+        try:
+            return await ended
+        finally:
+            del self.running[plan.number]
+
+
+async def pumped(subject: Engine, stages: Stages, end: Callable[[], None], count: int) -> list[Told]:
+    """Runs until `count` answers have ended; `end` ends some plans whenever all others wait."""
+    told: list[Told] = []
+    pump = Pump(subject, stages, told.extend, lambda: 0.0)  # type: ignore[arg-type]
+    pumping = asyncio.ensure_future(pump.run())
+    async with asyncio.timeout(20.0):
+        while not pumping.done() and sum(isinstance(e, TokensOut) and e.finish is not None for e in told) < count:
+            end()
+            await asyncio.sleep(0)
+        pump.stop()
+        await pumping
+    return told
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+async def test_as_many_plans_as_stages_are_in_flight_and_committed_in_order_whichever_ends_first(depth: int) -> None:
+    subject, stages = engine(depth=depth), Stages(depth)
+    for index in range(6):
+        subject.add(request(f"r{index}", (1 + index,)), 0.0, hold=False)
+
+    def end() -> None:
+        for plan, ended in reversed(stages.running.values()):
+            if not ended.done():
+                ended.set_result(result(plan))
+
+    told = await pumped(subject, stages, end, 6)
+    assert stages.most == depth
+    for index in range(6):
+        assert tokens_of(told, f"r{index}/0") == [next_token(f"r{index}/0", 1 + n) for n in range(8)]
+
+
+async def test_an_error_ends_the_pump_once_however_many_plans_it_hits() -> None:
+    subject, stages = engine(depth=3), Stages(3)
+    for index in range(3):
+        subject.add(request(f"r{index}", (1 + index,)), 0.0, hold=False)
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+
+    def end() -> None:
+        for number, (plan, ended) in stages.running.items():
+            if number == 1 and not ended.done():
+                ended.set_result(result(plan))  # all prompts; from here on each decodes in a plan of its own
+            elif len(stages.running) == 3:
+                ended.set_exception(RuntimeError("rank 1 is gone"))
+
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        await pumped(subject, stages, end, 3)
+    await asyncio.sleep(0)
+    gc.collect()  # what nobody asked is complained of when it goes
+    assert not complaints
