@@ -6,6 +6,7 @@ long poll. Requests do not pass through it: gateways go on with the last members
 
 import asyncio
 import logging
+import math
 from dataclasses import replace
 
 from cluster.members import Member, Membership
@@ -121,6 +122,7 @@ class Controller:
         self._changed = asyncio.Event()
 
     def _order(self, pool: PoolSpec, index: int) -> WorkerOrder:
+        forms = {(each.engine.block_size, each.engine.dtype) for each in self._spec.pools}
         config = WorkerConfig(
             name=f"{pool.name}-{index}",
             pool=pool.name,
@@ -131,6 +133,8 @@ class Controller:
             executor=self._spec.executor,
             secret=self._secret,
             cpus=max(1, int(pool.resources.cpu)),
+            prefix_tokens=math.lcm(*(block_size for block_size, _ in forms)),
+            staging_bytes=self._spec.transfer.staging_bytes if len(forms) > 1 else 0,
         )
         health = self._spec.health
         return WorkerOrder(config, pool.resources, health.heartbeat_s, health.dead_after_s, health.place_timeout_s)

@@ -100,13 +100,18 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """How KV moves. `backends` in order of preference; each pair takes the first that passes its probe."""
+    """How KV moves. `backends` in order of preference; each pair takes the first that passes its probe.
+
+    `staging_bytes` of memory on each rank take KV that comes in another dtype or block size; unused where all pools
+    have the same.
+    """
 
     backends: tuple[str, ...] = ("nixl", "tcp")
     digest: bool = True
     lease_s: float = 10.0  # the owner frees a held prompt this long after the last sign of its reader
     read_timeout_s: float = 30.0  # bound of one read
     quarantine_s: float = 60.0  # an unsettled read past this fences the backend
+    staging_bytes: int = 64 << 20
     host: str = "auto"  # where peers reach a worker; auto: its node's address as Ray knows it
 
     def __post_init__(self) -> None:
@@ -119,6 +124,8 @@ class TransferConfig:
         for name in ("lease_s", "read_timeout_s", "quarantine_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"transfer.{name} is {getattr(self, name)}; it must be above 0")
+        if self.staging_bytes < 0:
+            raise ValueError(f"transfer.staging_bytes is {self.staging_bytes}; it must be 0 (none) or more")
 
 
 @dataclass(frozen=True, slots=True)

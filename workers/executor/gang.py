@@ -14,7 +14,6 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvtransfer.challenge import nonce, proof, proves, require_secret
 from kvtransfer.control_wire import BROKEN, Channel
+from kvtransfer.links import slowest
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read, ReadStats
@@ -367,13 +367,6 @@ async def open_gang(
             await _abandon(opening)
         raise
     return executor
-
-
-def slowest(reports: Sequence[LinkReport]) -> LinkReport:
-    """The links of all ranks as one: the quality of the slowest, since a pull ends with its last rank."""
-    return replace(
-        min(reports, key=lambda report: report.bytes_per_s), latency_s=max(report.latency_s for report in reports)
-    )
 
 
 async def _named(rank: int, opening: Coroutine[Any, Any, None]) -> None:

@@ -1,0 +1,92 @@
+"""Split output equals colocated output, token for token, for every pair of tensor and pipeline settings."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from pairs import PARALLEL, Legs, colocated, parallel_worker, words
+
+from kvtransfer.open import SharedMemory
+from tests.model.tiny import write_tiny_llama
+from workers.config import EngineConfig
+from workers.request import Request, SamplingParams
+from workers.worker import Worker
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+# As SmolLM2: 9 query and 3 KV heads, tied embeddings, layers that no number of stages divides; several chunks a prompt.
+ENGINE = EngineConfig(block_size=8, kv_blocks=96, max_batch_tokens=24, max_running=8)
+OTHER = replace(ENGINE, block_size=12)
+SEEDED = {"temperature": 3.0, "top_p": 0.98, "repetition_penalty": 1.1}
+LENGTHS = (3, 8, 33, 70)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("models") / "nine-heads"
+    return str(
+        write_tiny_llama(folder, num_layers=7, hidden_size=72, ffn_size=100, num_heads=9, num_kv_heads=3, head_dim=8)
+    )
+
+
+def requests() -> list[Request]:
+    """Half greedy, half drawn from a seed; the last two share a prefix."""
+    made = []
+    for index, length in enumerate(LENGTHS):
+        sampling = SamplingParams(seed=index, **({"temperature": 0.0} if index % 2 else SEEDED))
+        prompt = tuple(3 + (7 * index * (position >= 20) + 11 * position) % 300 for position in range(length))
+        made.append(Request(f"r{index}", prompt, replace(sampling, max_tokens=9, ignore_eos=True)))
+    return made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def workers(model: str) -> AsyncIterator[dict[str, Worker]]:
+    """Of each setting one prefill worker and two decode workers, one of which has blocks of another size."""
+    shared = SharedMemory()
+    made: dict[str, Worker] = {}
+    try:
+        for parallel in PARALLEL:
+            # Of each second setting the blocks come by way of a staging area.
+            staging = (len(made) // 3 % 2) * 200_000
+            for kind, engine, staging_bytes in (("p", ENGINE, 0), ("d", ENGINE, 0), ("o", OTHER, staging)):
+                name = f"{kind}{words(parallel)}"
+                made[name] = parallel_worker(
+                    name, model, parallel, engine, shared, prefix_tokens=24, staging_bytes=staging_bytes
+                )
+                await made[name].start()
+        yield made
+    finally:
+        for worker in made.values():
+            await worker.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(workers: dict[str, Worker]) -> list[tuple[int, ...]]:
+    return await colocated(workers["p1x1"], requests())
+
+
+@pytest.mark.parametrize("kind", ["d", "o"], ids=["equal blocks", "other blocks"])
+@pytest.mark.parametrize("decode", [words(each) for each in PARALLEL])
+@pytest.mark.parametrize("prefill", [words(each) for each in PARALLEL])
+async def test_split_output_equals_colocated_output(
+    workers: dict[str, Worker], expected: list[tuple[int, ...]], prefill: str, decode: str, kind: str
+) -> None:
+    here, there = workers[f"p{prefill}"], workers[f"{kind}{decode}"]
+    moved = await Legs(here, there).run(requests())
+    assert [each.tokens for each in moved] == expected
+    for each, length in zip(moved, LENGTHS, strict=True):  # whole blocks may be here already, from another pair
+        left = length - each.report.reused_blocks * there.config.engine.block_size
+        assert (each.report.digests_verified > 0) == (each.report.num_bytes > 0) == (left > 0)
+    for worker in (here, there):
+        await worker.check()
+        assert not len(worker.engine.leases)
+
+
+@pytest.mark.parametrize("parallel", [words(each) for each in PARALLEL])
+async def test_a_gang_alone_answers_like_one_rank(
+    workers: dict[str, Worker], expected: list[tuple[int, ...]], parallel: str
+) -> None:
+    assert await colocated(workers[f"d{parallel}"], requests()) == expected
+    await workers[f"d{parallel}"].check()
