@@ -13,6 +13,7 @@ further use. Each object is used from one thread.
 A sum in the order of ranks has the same bits on every rank, and whatever rows lie beside a row.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from workers.config import ParallelConfig
 from workers.errors import RankLost
 from workers.ops.shared_sum import open_shared_sum
 
-HALVES_BYTES = 128 << 10  # from here on, three ranks and more each sum a part of what they all want
+PARTS_BYTES = 128 << 10  # of three ranks and more, each sums only a part of this much
 
 
 class Sum(Protocol):
@@ -40,55 +41,69 @@ class Sum(Protocol):
 
 
 class Lines:
-    """Sends and receives between the ranks of one process group, in order for each pair. `close` hangs up."""
+    """Sends and receives between the ranks of one process group, in order for each pair.
+
+    Owns the group and the memory that is being sent, so that `close` hangs up whatever frames an error still holds.
+    """
 
     def __init__(self, group: Any, names: Sequence[str], timeout_s: float) -> None:
         self._group = group
         self._names = names
         self._timeout_s = timeout_s
+        self._numbers = itertools.count()
+        self._sending: dict[int, tuple[Any, Tensor]] = {}
         self.rank: int = group.rank()
         self.size: int = group.size()
 
-    def send(self, x: Tensor, peer: int) -> "Sending":
-        """x is dense; it must not change before the answer's `wait`."""
-        return Sending(self, self._call(peer, lambda: self._group.send([x], peer, 0)), peer, x)
+    def send(self, x: Tensor, peer: int) -> int:
+        """Starts to; x is dense and must not change before `finish` of the answer."""
+        number = next(self._numbers)
+
+        def start() -> None:
+            self._sending[number] = self._group.send([x], peer, 0), x
+
+        self._call(start, self._names[peer])
+        return number
+
+    def finish(self, number: int, peer: int) -> None:
+        """Wait until the peer has what was sent."""
+        self._call(lambda: self._sending[number][0].wait(), self._names[peer])
+        del self._sending[number]
 
     def receive(self, x: Tensor, peer: int) -> Tensor:
         """x, filled with what the peer sent: as many numbers of the same dtype."""
-        self.wait(self._call(peer, lambda: self._group.recv([x], peer, 0)), peer)
+        self._call(lambda: self._group.recv([x], peer, 0).wait(), self._names[peer])
         return x
+
+    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Send each rank its own one of `sent`, fill the others' of `received`; this rank's own stay as they are."""
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        numbers = [self.send(sent[peer], peer) for peer in peers]
+        for peer in peers:
+            self.receive(received[peer], peer)
+        for number, peer in zip(numbers, peers, strict=True):
+            self.finish(number, peer)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """By the group's own method, in place."""
-        self.wait(self._call(None, lambda: self._group.allreduce([x])), None)
+        self._call(lambda: self._group.allreduce([x]).wait(), "one of " + ", ".join(self._names))
         return x
 
-    def wait(self, work: Any, peer: int | None) -> None:
-        self._call(peer, work.wait)
-
-    def _call(self, peer: int | None, act: Callable[[], Any]) -> Any:
+    def _call(self, act: Callable[[], Any], whom: str) -> None:
         if self._group is None:
             raise RankLost(f"{self._names[self.rank]} has closed its lines to the others")
         begun = time.perf_counter()
         try:
-            return act()
+            act()
+            return
         except RuntimeError as error:
-            whom = "one of " + ", ".join(self._names) if peer is None else self._names[peer]
-            raise _lost(whom, time.perf_counter() - begun, self._timeout_s, error) from error
+            lost = _lost(whom, time.perf_counter() - begun, self._timeout_s, error)
+        raise lost  # without the error, whose frames would keep the connections that it speaks of
 
     def close(self) -> None:
         """Whoever waits for this rank learns of it."""
         self._group = None
-
-
-class Sending:
-    """A send under way; keeps its memory."""
-
-    def __init__(self, lines: Lines, work: Any, peer: int, x: Tensor) -> None:
-        self._lines, self._work, self._peer, self._x = lines, work, peer, x
-
-    def wait(self) -> None:
-        self._lines.wait(self._work, self._peer)
+        self._sending.clear()
 
 
 class ExchangedSum:
@@ -99,31 +114,22 @@ class ExchangedSum:
 
     def __call__(self, x: Tensor) -> Tensor:
         x, lines = x.contiguous(), self._lines
-        if lines.size == 2 or x.nbytes < HALVES_BYTES:
-            return self._exchange(x, [x] * lines.size, x)
-        answer = torch.empty_like(x)
-        parts, sums = x.view(-1).tensor_split(lines.size), answer.view(-1).tensor_split(lines.size)
-        mine = sums[lines.rank].copy_(self._exchange(parts[lines.rank], parts, parts[lines.rank]))
-        peers = [peer for peer in range(lines.size) if peer != lines.rank]
-        sending = [lines.send(mine, peer) for peer in peers]
-        for peer in peers:
-            lines.receive(sums[peer], peer)
-        for each in sending:
-            each.wait()
-        return answer
+        if lines.size == 2 or x.nbytes < PARTS_BYTES:
+            return self._added([x] * lines.size)
+        total = torch.empty_like(x)
+        sums = total.view(-1).tensor_split(lines.size)
+        sums[lines.rank].copy_(self._added(x.view(-1).tensor_split(lines.size)))
+        lines.exchange([sums[lines.rank]] * lines.size, sums)
+        return total
 
-    def _exchange(self, mine: Tensor, to_send: Sequence[Tensor], like: Tensor) -> Tensor:
-        """The sum of `mine` and what the others send this rank."""
+    def _added(self, summands: Sequence[Tensor]) -> Tensor:
+        """The sum of what all ranks have for this one, each rank having one of `summands` for each."""
         lines = self._lines
-        peers = [peer for peer in range(lines.size) if peer != lines.rank]
-        sending = [lines.send(to_send[peer], peer) for peer in peers]
-        summands = [mine if peer == lines.rank else torch.empty_like(like) for peer in range(lines.size)]
-        for peer in peers:
-            lines.receive(summands[peer], peer)
-        for each in sending:
-            each.wait()
-        total = summands[0] + summands[1]
-        for summand in summands[2:]:
+        mine = summands[lines.rank]
+        received = [mine if peer == lines.rank else torch.empty_like(mine) for peer in range(lines.size)]
+        lines.exchange(summands, received)
+        total = received[0] + received[1]
+        for summand in received[2:]:
             total += summand
         return total
 
@@ -178,7 +184,7 @@ class TensorGroup:
     def _gather(self, x: Tensor, widths: Sequence[int]) -> Tensor | None:
         if self.rank != 0:
             if x.numel():
-                self._lines.send(x, 0).wait()
+                self._lines.finish(self._lines.send(x, 0), 0)
             return None
         parts = [x, *(x.new_empty(x.shape[0], width) for width in widths[1:])]
         for peer, part in enumerate(parts[1:], start=1):
@@ -206,13 +212,12 @@ class StageLink:
     def __init__(self, lines: Lines, bound: int) -> None:
         self._lines = lines
         self._bound = bound
-        self._sending: deque[Sending] = deque()
+        self._sending: deque[int] = deque()
         self._seconds = 0.0
 
     def send(self, x: Tensor) -> None:
         """To the next stage; x [tokens, hidden] must not change any more."""
-        while len(self._sending) >= self._bound:
-            self._sending.popleft().wait()
+        self._finish(self._bound - 1)
         self._sending.append(self._lines.send(x.contiguous(), self._lines.rank + 1))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -224,8 +229,11 @@ class StageLink:
 
     def flush(self) -> None:
         """Wait until the next stage has all that was sent."""
-        while self._sending:
-            self._sending.popleft().wait()
+        self._finish(0)
+
+    def _finish(self, left: int) -> None:
+        while len(self._sending) > left:
+            self._lines.finish(self._sending.popleft(), self._lines.rank + 1)
 
     def take_wait_s(self) -> float:
         """Seconds in `receive` since the last time somebody asked."""
@@ -235,7 +243,6 @@ class StageLink:
     def close(self) -> None:
         """What is still being sent is given up."""
         self._lines.close()
-        self._sending.clear()
 
 
 def open_groups(
@@ -271,15 +278,19 @@ def _open_lines(
     store: Store, rank: int, names: Sequence[str], device: torch.device, host: str, timeout_s: float
 ) -> Lines:
     begun, timeout = time.perf_counter(), timedelta(seconds=timeout_s)
+    gloo: Any = dist.ProcessGroupGloo
+    try:
+        listener = gloo.create_device(hostname=host, lazy_init=False) if device.type == "cpu" else None
+    except RuntimeError as error:
+        raise RankLost(f"{names[rank]} cannot listen at {host}: {str(error).splitlines()[0]}") from error
     try:
         if device.type == "cuda":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
             return Lines(dist.ProcessGroupNCCL(store, rank, len(names), nccl), names, timeout_s)
-        gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout, options._threads = timeout, 1
-        options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
+        options._devices = [listener]
         return Lines(gloo(store, rank, len(names), options), names, timeout_s)
     except RuntimeError as error:
         whom = "one of " + ", ".join(name for at, name in enumerate(names) if at != rank)

@@ -1,0 +1,198 @@
+"""Sums, gatherings and activations between ranks; what those learn who wait for one that is gone or late."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore, TCPStore
+
+from tests.model.gangs import on_all_ranks
+from workers.config import ParallelConfig
+from workers.errors import RankLost
+from workers.ops import collective, shared_sum
+from workers.ops.collective import StageLink, TensorGroup, open_groups
+from workers.ops.native.library import library
+
+CPU = torch.device("cpu")
+SIZES = [1, 7, 576, shared_sum.SLOT_BYTES // 4 + 3, 3 * shared_sum.SLOT_BYTES // 4]
+WAYS = ["SharedSum", "ExchangedSum"]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "ExchangedSum":
+        monkeypatch.setattr(collective, "open_shared_sum", lambda *_: None)
+    elif library() is None:
+        pytest.skip("needs the native kernels: install g++")
+    return str(request.param)
+
+
+def of_group(tensor: int, act: Callable[[TensorGroup], object], timeout_s: float = 30.0) -> list[object]:
+    def rank(_: int, group: TensorGroup | None, link: StageLink | None) -> object:
+        assert group is not None and link is None
+        return act(group)
+
+    return on_all_ranks(ParallelConfig(tensor), rank, timeout_s)
+
+
+def summand(rank: int, size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("tensor", [2, 3, 5])
+def test_sums_are_in_the_order_of_ranks_on_every_rank(way: str, tensor: int) -> None:
+    def act(group: TensorGroup) -> list[Tensor]:
+        assert group.way == way
+        return [group.all_reduce(summand(group.rank, size)) for size in SIZES * 2]
+
+    answers = of_group(tensor, act)
+    for at, size in enumerate(SIZES * 2):
+        wanted = summand(0, size)
+        for rank in range(1, tensor):
+            wanted = wanted + summand(rank, size)
+        for answer in answers:
+            assert isinstance(answer, list) and torch.equal(answer[at], wanted)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_uneven_widths_are_gathered_on_the_first_rank(rows: int) -> None:
+    widths = (3, 1, 6)
+
+    def act(group: TensorGroup) -> Tensor | None:
+        return group.gather(torch.full((rows, widths[group.rank]), float(group.rank)), widths)
+
+    first, *others = of_group(3, act)
+    assert isinstance(first, Tensor) and others == [None, None]
+    assert torch.equal(first, torch.tensor([0.0] * 3 + [1.0] + [2.0] * 6).expand(rows, 10))
+
+
+def test_seconds_are_counted_and_taken(way: str) -> None:
+    def act(group: TensorGroup) -> tuple[float, float]:
+        group.all_reduce(torch.ones(4))
+        return group.take_comm_s(), group.take_comm_s()
+
+    for counted in of_group(2, act):
+        assert isinstance(counted, tuple) and counted[0] > 0 and counted[1] == 0
+
+
+def test_stages_pass_activations_on_in_order() -> None:
+    def act(rank: int, _: TensorGroup | None, link: StageLink | None) -> float:
+        assert link is not None
+        last = 0.0
+        for step in range(20):  # more than may be under way
+            x = torch.full((step + 1, 4), float(step)) if rank == 0 else link.receive((step + 1, 4), torch.float32, CPU)
+            last = x[-1, -1].item()
+            if rank < 2:
+                link.send(x + 1)
+        link.flush()
+        assert (link.take_wait_s() > 0) == (rank > 0)
+        return last
+
+    assert on_all_ranks(ParallelConfig(1, 3), act) == [19, 20, 21]
+
+
+@pytest.mark.parametrize("tensor", [2, 3])
+def test_a_rank_that_fails_is_lost_to_those_that_wait_for_it(way: str, tensor: int) -> None:
+    def act(group: TensorGroup) -> str:
+        group.all_reduce(torch.ones(3))
+        if group.rank == 1:
+            return ""
+        with pytest.raises(RankLost) as lost:
+            group.all_reduce(torch.ones(3))
+        return str(lost.value)
+
+    first, second, *others = of_group(tensor, act)
+    assert second == "" and all("is gone" in str(each) for each in [first, *others])
+
+
+def test_the_loss_of_a_stage_reaches_all_stages_after_it() -> None:
+    """Though those between keep the error, and the frames that it came through."""
+
+    def act(rank: int, _: TensorGroup | None, link: StageLink | None) -> Exception | None:
+        assert link is not None
+        try:
+            if rank:
+                link.send(link.receive((2, 2), torch.float32, CPU))
+        except RankLost as error:
+            return error
+        return None
+
+    answers = on_all_ranks(ParallelConfig(1, 4), act)
+    words = [f"rank {rank} (stage {rank}, tensor 0) is gone" for rank in range(3)]
+    assert answers[0] is None
+    assert all(word in str(each) for word, each in zip(words, answers[1:], strict=True))
+
+
+def test_a_rank_that_stays_away_is_late_and_not_gone(way: str) -> None:
+    given_up = threading.Event()
+
+    def act(group: TensorGroup) -> str:
+        if group.rank == 1:
+            assert given_up.wait(30)
+            return ""
+        with pytest.raises(RankLost) as lost:
+            group.all_reduce(torch.ones(3))
+        given_up.set()
+        return str(lost.value)
+
+    first, _ = of_group(2, act, timeout_s=1.0)
+    assert "rank 1 (stage 0, tensor 1) did not answer within 1 s" in str(first)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    with pytest.raises(RankLost, match=r"one of rank 1 \(stage 0, tensor 1\) did not answer within 0.5 s"):
+        open_groups(HashStore(), ParallelConfig(2), 0, CPU, "127.0.0.1", 0.5)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(RankLost, match=r"rank 0 .* cannot listen at 192.0.2.1"):
+        open_groups(HashStore(), ParallelConfig(2), 0, CPU, "192.0.2.1", 5.0)
+
+
+def test_without_room_in_shared_memory_sums_are_exchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shared_sum, "FOLDER", tmp_path / "missing")
+    assert of_group(2, lambda group: (group.way, group.all_reduce(torch.ones(1)).item())) == [("ExchangedSum", 2.0)] * 2
+
+
+@pytest.mark.skipif(library() is None, reason="needs the native kernels: install g++")
+def test_the_shared_file_has_no_name_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shared_sum, "FOLDER", tmp_path)
+    files = of_group(2, lambda group: (group.way, os.listdir(tmp_path), group.all_reduce(torch.ones(1)).item()))
+    assert [file[0] for file in files if isinstance(file, tuple)] == ["SharedSum"] * 2
+    assert os.listdir(tmp_path) == []
+
+
+OTHER = """
+import sys, datetime, torch
+from torch.distributed import TCPStore
+from workers.config import ParallelConfig
+from workers.ops.collective import open_groups
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=datetime.timedelta(seconds=60))
+group, _ = open_groups(store, ParallelConfig(2), 1, torch.device("cpu"), "127.0.0.1", 60.0)
+print(group.way, group.all_reduce(torch.ones(2)).tolist(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_death_of_a_process_is_noticed() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    command = [sys.executable, "-c", OTHER, str(store.port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            group, _ = open_groups(store, ParallelConfig(2), 0, CPU, "127.0.0.1", 60.0)
+            assert group is not None and other.stdout is not None
+            assert group.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+            assert other.stdout.readline() == f"{group.way} [2.0, 2.0]\n"
+            other.kill()
+            with pytest.raises(RankLost, match=r"rank 1 \(stage 0, tensor 1\) is gone"):
+                group.all_reduce(torch.ones(2))
+            group.close()
+        finally:
+            other.kill()
