@@ -14,7 +14,7 @@ from cluster.bench import handoff, machine, overhead, peer, startup, transfer
 from cluster.bench.engine import chart, compare, step
 from cluster.bench.environments import PEERS, VLLM
 from cluster.bench.figures import Part, Report, report_json
-from cluster.bench.gang import bubble, delivery, steps
+from cluster.bench.gang import bubble, delivery, reshard, steps
 from cluster.bench.hosted import refuse_foreign_ray
 from cluster.bench.screen import markdown, show, summary
 
@@ -39,6 +39,7 @@ PARTS = {
     "engine": Measurement(compare.measure, compare.ROUNDS),
     "step": Measurement(step.measure, step.ROUNDS),
     "gang-delivery": Measurement(delivery.measure, delivery.ROUNDS),
+    "gang-reshard": Measurement(reshard.measure, reshard.ROUNDS),
     "gang-step": Measurement(steps.measure, steps.ROUNDS),
     "gang-bubble": Measurement(bubble.measure, bubble.ROUNDS),
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.bench.figures import Part, grids
-from cluster.bench.gang import bubble, delivery, steps
+from cluster.bench.gang import bubble, delivery, reshard, steps
 from cluster.bench.gang.driver import Order
 from cluster.bench.gang.loaded import loaded
 from cluster.bench.gang.plans import PLANS, SENT, answer, decode_plan, decode_result, encode, prompt_plan
@@ -215,3 +215,57 @@ def test_what_a_second_rank_adds_is_judged_beside_a_real_step() -> None:
     assert tables[steps.COMM].rows[0][1:] == ("30.0%",) * 3
     assert tables[steps.WAIT].rows[0][1:] == ("20.0%",) * 3
     assert steps.claims(empty, {}) == ()
+
+
+@pytest.mark.parametrize("split", reshard.SPLITS)
+def test_the_shards_of_a_gang_are_the_whole_model(split: tuple[int, int]) -> None:
+    cells = [
+        (head, layer)
+        for shard in reshard.shards(split)
+        for head in range(*shard.heads)
+        for layer in range(*shard.layers)
+    ]
+    assert len(cells) == len(set(cells)) == reshard.WHOLE.num_kv_heads * reshard.WHOLE.num_layers
+
+
+def test_blocks_are_distinct_and_fragmented_ones_touch_nowhere_in_a_row() -> None:
+    run, scattered = reshard.blocks(50, False, 1), reshard.blocks(50, True, 1)
+    assert run == tuple(range(1, 51))
+    assert len(set(scattered)) == 50 and scattered != tuple(sorted(scattered))
+
+
+@pytest.mark.parametrize("case", [case for case in reshard.CASES if case.num_tokens == reshard.REQUEST_TOKENS], ids=str)
+@pytest.mark.parametrize("reader", [(1, 1), (3, 1), (2, 2)])
+def test_every_byte_of_the_tokens_is_planned_once(case: reshard.Case, reader: tuple[int, int]) -> None:
+    planned = reshard.resharding(case, (2, 1), reader)
+    token_bytes = reshard.WHOLE.block_bytes // reshard.WHOLE.block_size
+    tokens = case.num_tokens
+    if case.reader_block_size == reshard.WHOLE.block_size:  # whole blocks go
+        tokens = reshard.WHOLE.blocks_for(tokens) * reshard.WHOLE.block_size
+    assert planned.num_bytes == tokens * token_bytes
+
+
+def test_alike_pools_need_one_descriptor_for_each_rank_and_run() -> None:
+    run, scattered = (reshard.Case(reshard.REQUEST_TOKENS, fragmented) for fragmented in (False, True))
+    assert reshard.resharding(run, (2, 2), (2, 2)).num_descriptors == 4
+    assert reshard.resharding(scattered, (1, 1), (1, 1)).num_descriptors == reshard.WHOLE.blocks_for(run.num_tokens)
+
+
+def test_the_slowest_pair_is_the_one_that_is_judged() -> None:
+    case = next(case for case in reshard.CASES if case.num_tokens == reshard.LONG_TOKENS)
+    samples = {
+        (case, (1, 1), reader): [reshard.Resharding(1, 100, slowest_s, 100)]
+        for reader, slowest_s in (((1, 1), 0.001), ((2, 1), 0.003))
+    }
+    claims = {claim.what: claim for claim in reshard.claims(samples)}
+    (judged,) = (claim for what, claim in claims.items() if "1x1 to 2x1" in what)
+    assert judged.value == 0.003 and not judged.met
+
+
+def test_resharding_is_measured_for_every_pair() -> None:
+    part = reshard.measure(1, True, lambda line: None)
+    tables = {grid.title: grid for grid in grids(part.figures)}
+    assert len(tables) == len(reshard.CASES) + 1 and len(part.claims) == len(reshard.CASES) // 2
+    for case in reshard.CASES:
+        (table,) = (grid for title, grid in tables.items() if title.endswith(str(case)))
+        assert [row[0] for row in table.rows] == [f"owner {reshard.told(split)}" for split in reshard.QUICK_SPLITS]
