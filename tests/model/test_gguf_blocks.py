@@ -2,6 +2,7 @@
 
 import os
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,24 @@ from safetensors.torch import load_file, save_file
 
 from tests.model.families import write_family
 from tests.model.family_gguf import write_family_gguf
-from tests.model.paging import pool_for, run_chunks, scattered_tables
+from tests.model.gangs import on_all_ranks
+from tests.model.paging import pool_for, ragged, run_chunks, scattered_tables
 from tests.model.tiny import write_tiny_llama
+from workers.config import ParallelConfig
 from workers.errors import ModelError
 from workers.model import gguf_file, load, store
+from workers.model.config import read_model_config
 from workers.model.decoder import Decoder
 from workers.model.folder import ModelFolder
 from workers.model.gguf_blocks import GGUFBlocks
 from workers.model.gguf_origin import read_origin
 from workers.model.load import load_decoder
+from workers.model.shard import shard_of
 from workers.model.weights import Part
+from workers.ops.attention import SDPA
+from workers.ops.collective import TensorGroup
 from workers.ops.linear import dense, linear_from_blocks, quantised
-from workers.ops.linear.blocks import dequantise
+from workers.ops.linear.blocks import BLOCK_COLUMNS, dequantise
 
 CPU = torch.device("cpu")
 # The hub's model, the format of its matrices, and those of single parts.
@@ -101,6 +108,53 @@ def test_without_kernels_logits_are_those_of_float32(
     monkeypatch.setattr(load, "linear_from_blocks", lambda *args: made.append(args[3]) or linear_from_blocks(*args))
     folder = converted(tmp_path, name)
     assert torch.equal(logits(decoder(folder)), logits(decoder(folder, "float32")))
+    assert FILES[name][1] in made
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_rank_has_the_blocks_of_its_part(cache: Path, tmp_path: Path, name: str) -> None:
+    """Rows anywhere, columns where blocks end; what lies between is computed in float32."""
+    path = converted(tmp_path, name).path
+    blocks = GGUFBlocks(path)
+    for tensor, weight in load_file(path / "model.safetensors").items():
+        height, width = weight.shape if weight.dim() == 2 else (len(weight), 1)
+        whole = blocks.take([Part(tensor, height, (0, height))], (0, width), weight)
+        if whole is None or height < 4:
+            continue
+        rows, middle = (height // 4, height - 1), width // 2
+        part, columns = Part(tensor, height, rows), BLOCK_COLUMNS[whole[0]]
+        for cut in ((0, middle), (middle, width)):
+            taken = blocks.take([part], cut, weight[slice(*rows), slice(*cut)])
+            assert (taken is None) == bool(middle % columns)
+            if taken is not None:
+                assert taken[0] == whole[0]
+                assert torch.equal(dequantise(taken[1], whole[0]), weight[slice(*rows), slice(*cut)])
+
+
+@pytest.mark.parametrize("name", ["q4_k", "fused by the hub", "experts and one for all"])
+def test_a_gang_computes_with_the_files_blocks(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Two ranks without kernels: the same bits as from float32, by way of blocks."""
+    for module in (dense, quantised):
+        monkeypatch.setattr(module, "library", lambda: None)
+    folder, parallel = converted(tmp_path, name), ParallelConfig(2)
+    tokens, positions = torch.arange(3, 23), torch.arange(20)
+    made: list[str] = []
+    monkeypatch.setattr(load, "linear_from_blocks", lambda *args: made.append(args[3]) or linear_from_blocks(*args))
+
+    @torch.inference_mode()
+    def rank(number: int, group: TensorGroup | None, _: object, weight_format: str) -> torch.Tensor | None:
+        shard = shard_of(read_model_config(folder.path), parallel, number)
+        model = load_decoder(folder, CPU, torch.float32, SDPA, weight_format, True, shard, group)
+        batch = ragged([list(range(5))], [20], [20], 4)
+        hidden = model.hidden(tokens, positions, positions, batch, pool_for(model.config, 5).blocks)
+        return model.logits(hidden)
+
+    (found, _), (wanted, _) = (
+        on_all_ranks(parallel, partial(rank, weight_format=weight_format)) for weight_format in ("gguf", "float32")
+    )
+    assert found is not None and wanted is not None and torch.equal(found, wanted)
     assert FILES[name][1] in made
 
 
