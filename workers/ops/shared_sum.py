@@ -10,6 +10,7 @@ import mmap
 import os
 import secrets
 import struct
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -152,4 +153,6 @@ def _lock(kind: int, rank: int) -> bytes:
 
 
 def _kernel() -> Callable[..., None] | None:
+    if sys.platform != "linux":
+        return None
     return function("diptych_shared_sum", [Pointer, *[Size] * 3, Pointer, *[Size] * 4, Pointer])

@@ -5,9 +5,9 @@
 // In a turn every rank copies its summand into its slot, announces that, waits until all have, and adds all slots in the
 // order of ranks: each has the same bits. A rank that writes into a slot again, two turns on, has seen the others
 // announce the turn between, hence be done reading. Waiting spins for a while, then sleeps on a futex.
+#if defined(__linux__)
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <climits>
 #include <cstdint>
@@ -99,3 +99,4 @@ void diptych_shared_sum(char* memory, int64_t rank, int64_t ranks, int64_t slot_
 }
 
 }  // extern "C"
+#endif
