@@ -39,7 +39,7 @@ class Keeper:
         self.order = order
         self.handle: WorkerHandle | None = None
         self.info: WorkerInfo | None = None
-        self.view = WorkerView(order.config.name, pool.name, pool.role, WorkerState.STARTING)
+        self.view = WorkerView(order.config.name, pool.name, pool.role, WorkerState.STARTING, parallel=pool.parallel)
         self.introduced = False  # its peers know this incarnation
         self.fatal: Exception | None = None  # the specification's fault: trying again cannot help
         self._runtime = runtime
@@ -78,8 +78,11 @@ class Keeper:
             except (WorkerGone, WorkerError, TransferError, TimeoutError) as error:
                 reason = str(error) or "it was silent"
                 logger.warning("worker %s is replaced: %s", self.name, reason)
+                refused = self.view.state is WorkerState.STARTING and isinstance(error, WorkerError)
                 self.introduced = False
                 self._show(WorkerState.DEAD, detail=reason, restarts=self.view.restarts + 1)
+                if refused:  # it lives, and could only say so again
+                    await asyncio.sleep(START_AGAIN_S)
             except Exception as error:
                 self.fatal = error
                 self._show(WorkerState.DEAD, detail=f"{type(error).__name__}: {error}")

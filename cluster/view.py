@@ -5,6 +5,7 @@ from enum import Enum
 
 from cluster.spec import Role
 from kvtransfer.ticket import LinkReport
+from workers.config import ParallelConfig
 from workers.stats import WorkerStats
 
 
@@ -32,6 +33,7 @@ class WorkerView:
     memory_bytes: int = 0
     detail: str = ""
     audit: str = ""  # "clean", or what does not balance; empty when not asked for
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     stats: WorkerStats = field(default_factory=WorkerStats)
 
 

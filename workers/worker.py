@@ -67,8 +67,11 @@ class Worker:
     # ---- life ------------------------------------------------------------------------------------------------
 
     async def start(self) -> WorkerInfo:
-        """Load the model and open the control port; repeated calls answer the same. Errors: `ModelError`."""
-        if self._starting is None:
+        """Load the model and open the control port; repeated calls answer the same, and try again after a failure.
+
+        Errors: `ModelError`, `TransportUnavailable`, `RankLost`.
+        """
+        if self._starting is None or (self._starting.done() and not self._is_started()):
             self._starting = asyncio.ensure_future(self._start())
         return await asyncio.shield(self._starting)
 

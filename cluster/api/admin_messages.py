@@ -5,6 +5,7 @@ from cluster.spec import Role
 from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
 from diptych.v1 import admin_pb2, common_pb2
 from kvtransfer.ticket import LinkReport
+from workers.config import ParallelConfig
 from workers.stats import WorkerStats
 
 ROLES = {
@@ -35,6 +36,7 @@ SAME_NAME = (
     "swaps",
     "swapped_blocks",
     "expired_leases",
+    "bubble_share",
 )
 
 
@@ -77,6 +79,8 @@ def _worker_message(worker: WorkerView) -> admin_pb2.Worker:
         memory_bytes=worker.memory_bytes,
         detail=worker.detail,
         audit=worker.audit,
+        tensor=worker.parallel.tensor,
+        pipeline=worker.parallel.pipeline,
         stats=stats,
     )
 
@@ -97,6 +101,7 @@ def _worker_from(message: admin_pb2.Worker) -> WorkerView:
         memory_bytes=message.memory_bytes,
         detail=message.detail,
         audit=message.audit,
+        parallel=ParallelConfig(max(1, message.tensor), max(1, message.pipeline)),
         stats=WorkerStats(step_s=seconds(message.stats.step_time), **same),
     )
 

@@ -153,8 +153,10 @@ def _hand_off_lines(report: TransferReport, ledger: LatencyLedger) -> list[str]:
 
 
 def workers_table(view: ClusterView) -> "Table":
-    headers = ("worker", "role", "state", "pid", "node", ">running", ">waiting", ">queued", ">blocks free", ">step")
-    table = _table(*headers, "detail")
+    """Columns of ranks stand only where a worker has several."""
+    headers = ["worker", "role", "state", "pid", "node", ">running", ">waiting", ">queued", ">blocks free", ">step"]
+    in_gangs = any(worker.parallel.world_size > 1 for worker in view.workers)
+    table = _table(*headers, *([">TP x PP", ">bubble"] if in_gangs else []), "detail")
     colours = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
     for worker in view.workers:
         stats, state = worker.stats, worker.state.value
@@ -169,9 +171,18 @@ def workers_table(view: ClusterView) -> "Table":
             f"{stats.queued_tokens} tok",
             f"{stats.free_blocks}/{stats.total_blocks}",
             f"{stats.step_s * 1e3:.1f} ms",
+            *([_ranks(worker), _bubble(worker)] if in_gangs else []),
             worker.detail,
         )
     return table
+
+
+def _ranks(worker: WorkerView) -> str:
+    return f"{worker.parallel.tensor} x {worker.parallel.pipeline}"
+
+
+def _bubble(worker: WorkerView) -> str:
+    return f"{worker.stats.bubble_share:.0%}" if worker.parallel.pipeline > 1 else ""
 
 
 def links_table(view: ClusterView) -> "Table":

@@ -13,7 +13,7 @@ from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
 from kvtransfer.ticket import LinkReport, TransferReport
-from workers.config import EngineConfig
+from workers.config import EngineConfig, ParallelConfig
 from workers.request import FinishReason, Request, TokenLogprobs
 from workers.stats import WorkerStats
 
@@ -151,9 +151,12 @@ def view(state: WorkerState = WorkerState.READY, revision: int = 1, capacity_tok
             4711,
             capacity_tokens=capacity_tokens,
             age_s=0.25,
-            stats=WorkerStats(total_blocks=256, free_blocks=200, steps=7, step_s=0.01),
+            parallel=parallel,
+            stats=WorkerStats(
+                total_blocks=256, free_blocks=200, steps=7, step_s=0.01, bubble_share=(parallel.pipeline - 1) / 4
+            ),
         )
-        for role in (Role.PREFILL, Role.DECODE)
+        for role, parallel in ((Role.PREFILL, ParallelConfig()), (Role.DECODE, ParallelConfig(2, 2)))
     )
     return ClusterView(revision, "test", MODEL, workers, (LINK,))
 

@@ -150,11 +150,14 @@ def test_status_shows_workers(endpoint: str) -> None:
     result = run("status", "--endpoint", endpoint, "--wait", "5")
     assert result.exit_code == 0
     assert "prefill-0" in result.stdout and "200/256" in result.stdout
+    assert "TP x PP" in result.stdout and "2 x 2" in result.stdout and "25%" in result.stdout
 
 
 def test_status_json(endpoint: str) -> None:
     told = json.loads(run("status", "--endpoint", endpoint, "--json").stdout)
     assert [worker["role"] for worker in told["workers"]] == ["prefill", "decode"]
+    assert told["workers"][1]["parallel"] == {"tensor": 2, "pipeline": 2, "placement": "pack"}
+    assert told["workers"][1]["stats"]["bubble_share"] == 0.25
     assert told["links"][0]["transport"] == "memory"
     assert told["gateway"]["max_requests"] == 256
 

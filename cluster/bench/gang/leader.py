@@ -6,7 +6,6 @@ kill                         the rank, while it has a plan: the last task
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -81,8 +80,7 @@ async def killed(delivery: Delivery) -> Mapping[str, object]:
     await asyncio.sleep(IN_FLIGHT_S)
     os.kill(delivery.pid, signal.SIGKILL)
     begun_s = time.perf_counter()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.wait([call])
+    await asyncio.wait([call])
     error = call.exception()
     assert error is not None, "a dead rank has answered"
     return {"after_s": time.perf_counter() - begun_s, "error": type(error).__name__}

@@ -19,7 +19,7 @@ from cluster.bench.hosted import MODEL
 ROUNDS = 3
 STEPS, QUICK_STEPS = 100, 5  # of ranks that compute nothing
 DECODES, PREFILLS = 12, 2  # of real ones
-EMPTY = ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2))  # (tensor, pipeline)
+EMPTY = ((1, 1), (2, 1), (1, 2), (2, 2))  # (tensor, pipeline)
 EMPTY_PLANS = ("decode of 1", "decode of 32", PROMPT)
 REAL_PLANS = ("decode of 1", "decode of 16", PROMPT)
 ALONE, BOTH_CORES, SHARED, PIPELINE = (

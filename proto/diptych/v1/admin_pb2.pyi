@@ -57,7 +57,7 @@ class Model(_message.Message):
     def __init__(self, name: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("name", "pool", "role", "state", "incarnation", "node", "pid", "restarts", "capacity_tokens", "age", "memory_bytes", "detail", "stats", "audit")
+    __slots__ = ("name", "pool", "role", "state", "incarnation", "node", "pid", "restarts", "capacity_tokens", "age", "memory_bytes", "detail", "stats", "audit", "tensor", "pipeline")
     NAME_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,8 @@ class Worker(_message.Message):
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_FIELD_NUMBER: _ClassVar[int]
     name: str
     pool: str
     role: _common_pb2.PoolRole
@@ -86,10 +88,12 @@ class Worker(_message.Message):
     detail: str
     stats: WorkerStats
     audit: str
-    def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memory_bytes: _Optional[int] = ..., detail: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., audit: _Optional[str] = ...) -> None: ...
+    tensor: int
+    pipeline: int
+    def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memory_bytes: _Optional[int] = ..., detail: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., audit: _Optional[str] = ..., tensor: _Optional[int] = ..., pipeline: _Optional[int] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases", "swaps", "swapped_blocks")
+    __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases", "swaps", "swapped_blocks", "bubble_share")
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +109,7 @@ class WorkerStats(_message.Message):
     EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
     SWAPS_FIELD_NUMBER: _ClassVar[int]
     SWAPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BUBBLE_SHARE_FIELD_NUMBER: _ClassVar[int]
     queued_tokens: int
     waiting: int
     running: int
@@ -120,7 +125,8 @@ class WorkerStats(_message.Message):
     expired_leases: int
     swaps: int
     swapped_blocks: int
-    def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ..., swaps: _Optional[int] = ..., swapped_blocks: _Optional[int] = ...) -> None: ...
+    bubble_share: float
+    def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ..., swaps: _Optional[int] = ..., swapped_blocks: _Optional[int] = ..., bubble_share: _Optional[float] = ...) -> None: ...
 
 class Link(_message.Message):
     __slots__ = ("reader", "owner", "transport", "path", "latency", "bytes_per_second", "skipped")
