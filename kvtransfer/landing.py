@@ -74,7 +74,7 @@ class Landing:
         least = SLOTS * max(-(-_staged(source, piece).block_bytes // ALIGNMENT) * ALIGNMENT for piece in pieces)
         raise PeerRefused(
             f"{pair}, and a staging area of {self._region.staging_bytes} bytes has no room for {SLOTS} of its blocks: "
-            f"set staging_bytes to {least}, or better to many times as much, or use one dtype on both sides"
+            f"set transfer.staging_bytes to {least}, or better to many times as much, or use one dtype on both sides"
         )
 
     async def read(self, order: PullOrder, link: Link, digests: tuple[int, ...], failed: Failed) -> ReadStats | None:
@@ -173,7 +173,7 @@ class Landing:
                 offset = await self._slots.get()
         except TimeoutError:
             raise TransferTimeout(
-                f"the staging area had no room within {deadline_s:.1f} s: give it more staging_bytes, or ask again"
+                f"the staging area had no room within {deadline_s:.1f} s: raise transfer.staging_bytes, or ask again"
             ) from None
         try:
             yield offset

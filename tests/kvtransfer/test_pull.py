@@ -4,15 +4,18 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvtransfer.control import ControlClient, ControlServer
 from kvtransfer.digest import digest_cells
 from kvtransfer.errors import DigestMismatch, LeaseLost, PeerLost, PeerRefused, TransferError
+from kvtransfer.layout import KVLayout
 from kvtransfer.leases import MemoryLeases
 from kvtransfer.pull import pull
 from kvtransfer.ticket import Piece, Progress, TransferReport, TransferTicket
-from kvtransfer.transport import PullOrder, Read, ReadStats
+from kvtransfer.transport import PullOrder, Read, ReadStats, Region
+from tests.kvtransfer.grids import by_slots
 from tests.kvtransfer.peers import (
     LAYOUT,
     SECRET,
@@ -33,8 +36,8 @@ TAIL = 10  # tokens in the last block
 class Story:
     """An owner with leases and a reader connected to it, over tcp and a real control connection."""
 
-    async def begin(self) -> None:
-        self.theirs, self.ours = make_region(filled=True), make_region()
+    async def begin(self, ours: KVLayout = LAYOUT) -> None:
+        self.theirs, self.ours = make_region(filled=True), make_region(ours)
         self.owner = open_set(self.theirs, ("tcp",), "owner")
         self.reader = open_set(self.ours, ("tcp",), "reader")
         self.leases = MemoryLeases(LAYOUT)
@@ -65,6 +68,10 @@ class Story:
         options = {**self.options, "skip_tokens": min(skip_blocks * LAYOUT.block_size, NUM_TOKENS), **options}
         targets = TARGETS[skip_blocks:]
         return asyncio.create_task(pull(self.client, self.read, self.ticket, targets, **options))  # type: ignore[arg-type]
+
+    async def fetch(self, block_size: int, targets: tuple[int, ...], skip_tokens: int = 0) -> TransferReport:
+        options = {**self.options, "block_size": block_size, "skip_tokens": skip_tokens}
+        return await pull(self.client, self.read, self.ticket, targets, **options)  # type: ignore[arg-type]
 
     @property
     def options(self) -> dict[str, object]:
@@ -224,3 +231,54 @@ async def test_an_owner_that_reports_nonsense_is_refused(story: Story) -> None:
     ):
         with pytest.raises(PeerRefused):
             await pull(SlowOwner(progress), story.read, story.ticket, TARGETS, **story.options)  # type: ignore[arg-type]
+
+
+# ---- blocks of unequal sizes -------------------------------------------------------------------------------------
+
+OURS = replace(LAYOUT, block_size=24)  # 90 tokens: four blocks, the last of 18
+
+
+@pytest.fixture
+async def recut() -> AsyncIterator[Story]:
+    made = Story()
+    await made.begin(OURS)
+    yield made
+    await made.end()
+
+
+def tokens_of(region: Region, blocks: tuple[int, ...]) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
+    """[token, kv_head, layer, k|v, byte]"""
+    held = by_slots(np.frombuffer(region.bytes(), np.uint8), region.layout)[list(blocks)]
+    return held.transpose(0, 4, 1, 2, 3, 5).reshape(-1, *held.shape[1:4], held.shape[5])[:NUM_TOKENS]
+
+
+async def test_chunks_that_end_inside_our_blocks_are_read_as_they_come(recut: Story) -> None:
+    task = asyncio.create_task(recut.fetch(OURS.block_size, (40, 43, 41, 42)))
+    for chunk in (BLOCKS[:1], BLOCKS[1:4]):  # 16 tokens, then up to the 64th
+        recut.compute(*chunk)
+        order, read = await recut.begun.get()
+        await read.done
+    assert (order.first_token, order.num_tokens, order.target_blocks) == (16, 48, (40, 43, 41))
+    recut.compute(*BLOCKS[4:])
+    recut.leases.finish("lease")
+    report = await task
+    assert (tokens_of(recut.ours, (40, 43, 41, 42)) == tokens_of(recut.theirs, BLOCKS)).all()
+    assert (report.num_reads, report.num_blocks, report.digests_verified) == (3, 4, 6)
+
+
+async def test_a_prefix_that_ends_with_blocks_of_both_is_not_read(recut: Story) -> None:
+    recut.compute(*BLOCKS)
+    recut.leases.finish("lease")
+    report = await recut.fetch(OURS.block_size, (41, 42), skip_tokens=48)
+    assert (tokens_of(recut.ours, (40, 43, 41, 42))[48:] == tokens_of(recut.theirs, BLOCKS)[48:]).all()
+    assert (report.reused_blocks, report.num_blocks, report.digests_verified) == (2, 2, 3)
+
+
+async def test_a_prefix_that_ends_inside_a_block_of_the_owner_is_refused(recut: Story) -> None:
+    with pytest.raises(PeerRefused, match=r"24 tokens that are here end inside a block of the owner.*prefix_tokens"):
+        await recut.fetch(OURS.block_size, (43, 41, 42), skip_tokens=24)
+
+
+async def test_targets_that_do_not_hold_the_prompt_are_an_error(recut: Story) -> None:
+    with pytest.raises(ValueError, match="3 target blocks"):
+        await recut.fetch(OURS.block_size, (43, 41, 42))

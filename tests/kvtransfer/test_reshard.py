@@ -228,7 +228,7 @@ async def test_without_room_a_staged_pull_times_out_and_settles(meet: Meet) -> N
     slots = reader.sets[0]._landing._slots
     taken = [slots.get_nowait() for _ in range(slots.qsize())]
     read = reader.sets[0].pull(replace(reader.order(0, 6), deadline_s=0.05))
-    with pytest.raises(TransferTimeout, match="staging"):
+    with pytest.raises(TransferTimeout, match=r"transfer\.staging_bytes"):
         await read.done
     await asyncio.wait_for(read.settled, 5)
     for offset in taken:
@@ -236,7 +236,7 @@ async def test_without_room_a_staged_pull_times_out_and_settles(meet: Meet) -> N
 
 
 async def test_another_dtype_without_a_staging_area_is_refused_when_they_meet(meet: Meet) -> None:
-    with pytest.raises(PeerRefused, match=r"float32, ours bfloat16.*set staging_bytes to \d+"):
+    with pytest.raises(PeerRefused, match=r"float32, ours bfloat16.*set transfer\.staging_bytes to \d+"):
         await meet("2x1", Side(1, 1, 16, "bfloat16"), 0)
 
 
