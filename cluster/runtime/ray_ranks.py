@@ -37,14 +37,19 @@ def shortage(wanted: Sequence[Mapping[str, float]], placement: str, nodes: Seque
         needs, fits = f"{needs} for each of {count} ranks on one node", max(rooms, default=0) >= count
     else:
         needs, fits = f"{needs} for each of {count} ranks", sum(rooms) >= count
+    there = "the only node" if len(nodes) == 1 else f"the {len(nodes)} nodes"
     if fits:
-        return f"{needs}, which others hold on the {len(nodes)} node{'s' * (len(nodes) != 1)} there are"
-    held = ", ".join(map(str, sorted(rooms, reverse=True))) or "none"
-    return f"{needs}; the {len(nodes)} node{'s' * (len(nodes) != 1)} there are would hold {held} of them, if empty"
+        return f"{needs}, which others hold on {there}"
+    held = ", ".join(map(str, sorted(rooms, reverse=True))) or "no"
+    return f"{needs}; {there}, if empty, would hold {held} ranks"
 
 
 def listed(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{kind}: {amount:g}" for kind, amount in sorted(resources.items()) if ":" not in kind)
+    return ", ".join(
+        f"{kind}: {amount:g}"
+        for kind, amount in sorted(resources.items())
+        if ":" not in kind and not kind.startswith("bundle_group")
+    )
 
 
 def rank_options(order: WorkerOrder, group: PlacementGroup, rank: int) -> dict[str, Any]:

@@ -10,12 +10,12 @@ NODES = [{"CPU": 4.0, "memory": 9.0}, {"CPU": 1.0, "GPU": 1.0}]
 @pytest.mark.parametrize(
     ("count", "placement", "words"),
     [
-        (1, "pack", "for each of 1 ranks, which others hold on the 2 nodes there are"),
+        (1, "pack", "for each of 1 ranks, which others hold on the 2 nodes"),
         (5, "pack", "for each of 5 ranks, which others hold"),
-        (6, "spread", "for each of 6 ranks; the 2 nodes there are would hold 4, 1 of them, if empty"),
-        (5, "strict_pack", "for each of 5 ranks on one node; the 2 nodes there are would hold 4, 1"),
+        (6, "spread", "for each of 6 ranks; the 2 nodes, if empty, would hold 4, 1 ranks"),
+        (5, "strict_pack", "for each of 5 ranks on one node; the 2 nodes, if empty, would hold 4, 1 ranks"),
         (2, "strict_spread", "on each of 2 nodes, which others hold"),
-        (3, "strict_spread", "on each of 3 nodes; the 2 nodes there are would hold 4, 1"),
+        (3, "strict_spread", "on each of 3 nodes; the 2 nodes, if empty, would hold 4, 1 ranks"),
     ],
 )
 def test_the_shortage_is_named(count: int, placement: str, words: str) -> None:
@@ -24,4 +24,4 @@ def test_the_shortage_is_named(count: int, placement: str, words: str) -> None:
 
 def test_a_resource_that_no_node_has_is_named() -> None:
     assert "{CPU: 1, TPU: 2}" in shortage([{"CPU": 1.0, "TPU": 2.0}], "pack", NODES)
-    assert "would hold none" in shortage([{"CPU": 1.0}], "pack", [])
+    assert "the 0 nodes, if empty, would hold no ranks" in shortage([{"CPU": 1.0}], "pack", [])

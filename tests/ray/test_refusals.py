@@ -1,0 +1,44 @@
+"""A parallel setting that cannot work is refused by `diptych serve` itself: one line, exit code 1, nothing left behind."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from served import ROOT, laptop
+
+from tests.model.tiny import write_tiny_llama
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"pipeline": 3}, "parallel.pipeline is 3, but the model has 2 layers; set it to 2 or less"),
+        (
+            {"tensor": 2, "placement": "strict_spread"},
+            "no room for prefill-0: it needs {CPU: 1} on each of 2 nodes; the only node, if empty, would hold",
+        ),
+    ],
+    ids=["stages", "placement"],
+)
+def test_a_setting_that_cannot_work_is_refused_at_start(tmp_path: Path, parallel: dict[str, Any], words: str) -> None:
+    document = laptop(model=str(write_tiny_llama(tmp_path / "tiny")), health={"place_timeout_s": 3.0})
+    document["pools"][0]["parallel"] = parallel
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(document))
+    ended = subprocess.run(
+        [sys.executable, "-m", "cluster.cli", "serve", "-f", str(path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1 and words in errors[0], ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stdout + ended.stderr
