@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-engine study proto clean chaos fuzz
+.PHONY: demo test check bench bench-engine study proto clean chaos fuzz pairs
+
+# make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
 
 # make fuzz ROUNDS=10: the property tests with new examples, over and over.
 # make chaos ROUNDS=10: kill workers under load, over and over, with other prompts each time.
@@ -38,6 +40,9 @@ study: $(VENV)/.bench
 
 chaos: $(READY)
 	@DIPTYCH_CHAOS_ROUNDS=$(or $(ROUNDS),10) $(BIN)/python -m pytest -q tests/ray/test_death.py
+
+pairs: $(READY)
+	@DIPTYCH_PAIRS_MODEL=$(or $(MODEL),smollm2-135m) $(BIN)/python -m pytest -q tests/cluster/test_pairs.py
 
 fuzz: $(READY)
 	@for round in $$(seq $(or $(ROUNDS),3)); do \

@@ -188,8 +188,9 @@ class RayRuntime:
             remove_placement_group(group)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             raise RuntimeUnavailable(
-                f"no room for {order.config.name}: {shortage(wanted, parallel.placement, nodes)}; free in the whole cluster are "
-                f"{{{listed(ray.available_resources())}}}; lower pools[].parallel or pools[].resources, or add nodes"
+                f"no room for {order.config.name}: {shortage(wanted, parallel.placement, nodes)}; free in the whole "
+                f"cluster are {{{listed(ray.available_resources())}}}; lower pools[].parallel or pools[].resources, or "
+                "add nodes"
             ) from None
         return group
 

@@ -1,5 +1,6 @@
 """Split output equals colocated output, token for token, for every pair of tensor and pipeline settings."""
 
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,9 @@ LENGTHS = (3, 8, 33, 70)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """`make pairs MODEL=smollm2-135m` names a real one; it takes 12 GB of memory."""
+    if name := os.environ.get("DIPTYCH_PAIRS_MODEL"):
+        return name
     folder: Path = tmp_path_factory.mktemp("models") / "nine-heads"
     return str(
         write_tiny_llama(folder, num_layers=7, hidden_size=72, ffn_size=100, num_heads=9, num_kv_heads=3, head_dim=8)
