@@ -6,4 +6,5 @@ machine         where and with what it was measured      transfer  against one t
 hosted, host    clusters in a process of their own       overhead  against the door alone, and without Ray
 asking          one request, its tokens timed            startup   against a bare Ray that imports torch
 environments    peers in environments of their own       engine    the engine against its peers, its step taken apart
+                                                         gang      several ranks against one, and what lies between them
 """

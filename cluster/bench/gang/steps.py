@@ -121,5 +121,5 @@ def claims(empty: EmptySamples, real: RealSamples) -> tuple[Claim, ...]:
 NOTES = (
     "Plans go straight to the executor, one at a time; times are taken on the leader's event loop.",
     "Each rank is a process of this machine; gangs of more ranks than cores take turns on them.",
-    "All workers are loaded at once and asked in turns; those that wait use about a hundredth of a core.",
+    "All workers are loaded at once and asked in turns; those that wait use a few hundredths of a core.",
 )
