@@ -17,7 +17,14 @@ VOCAB = 1000
 EOS = 0
 
 
-def engine(*, cost: CostModel | None = None, block_bytes: int = 0, depth: int = 1, **config: object) -> Engine:
+def engine(
+    *,
+    cost: CostModel | None = None,
+    block_bytes: int = 0,
+    depth: int = 1,
+    prefix_tokens: int = 1,
+    **config: object,
+) -> Engine:
     sizes: dict[str, object] = {"block_size": 4, "kv_blocks": 34, "max_batch_tokens": 16, "max_running": 8}
     return Engine(
         EngineConfig(**(sizes | config)),  # type: ignore[arg-type]
@@ -29,6 +36,7 @@ def engine(*, cost: CostModel | None = None, block_bytes: int = 0, depth: int = 
         cost=cost,
         block_bytes=block_bytes,
         depth=depth,
+        prefix_tokens=prefix_tokens,
     )
 
 

@@ -129,6 +129,31 @@ def test_the_prefix_a_decode_worker_already_has_is_not_moved_again() -> None:
     assert again.cached_tokens == 8 and again.num_blocks == 3
 
 
+def test_a_prefix_counts_up_to_a_multiple_of_the_tokens_that_both_sides_can_begin_at() -> None:
+    subject = engine(prefix_tokens=6)  # blocks of 4 here and of 6 there: 12
+    for name, prompt, cached in (("a", 18, 0), ("b", 11, 0), ("c", 12, 12), ("d", 18, 12)):
+        reservation = subject.reserve(request(name, tuple(range(1, prompt + 1))), 0.0)
+        assert (reservation.cached_tokens, reservation.num_blocks) == (cached, -(-prompt // 4)), name
+        subject.check()
+        subject.fetched(f"{name}/0", 0.0)
+        subject.abort(f"{name}/0")
+    subject.check()
+
+
+def test_a_shared_prefix_is_digested_for_each_prompt_that_waits_for_it_and_once_only() -> None:
+    """The second is admitted while the first's digests are known; its own tail is all that is left to digest."""
+    subject = engine()
+    subject.add(request("a", tuple(range(1, 11))), 0.0, hold=True)
+    plan, _ = step(subject)
+    assert [slots for _, slots in plan.digest_blocks] == [4, 4, 2]
+    subject.add(request("b", (*range(1, 9), 50, 51, 52)), 0.0, hold=True)
+    plan, told = step(subject)
+    lease = next(each for each in told if isinstance(each, Lease))
+    assert plan.digest_blocks == ((lease.blocks[2], 3),)
+    cells = tuple(map(digest_of, lease.blocks, (4, 4, 3)))
+    assert subject.leases.progress("b/0", lease.epoch, 0, 0.0).cells == (cells,)
+
+
 def test_a_promise_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     subject = engine(staging_blocks=4)
     subject.reserve(request("a", tuple(range(1, 13))), 0.0)
