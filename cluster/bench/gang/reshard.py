@@ -49,18 +49,19 @@ class Case:
     num_tokens: int
     fragmented: bool
     reader_block_size: int = WHOLE.block_size
+    staged: bool = False  # the blocks land as they are, as workers have it that differ in block size
 
     def __str__(self) -> str:
         sizes = f"blocks of {WHOLE.block_size}"
         if self.reader_block_size != WHOLE.block_size:
-            sizes = f"{sizes} into blocks of {self.reader_block_size}"
+            sizes = f"{sizes} into blocks of {self.reader_block_size}{', staged' if self.staged else ''}"
         return f"{self.num_tokens:,} tokens, {'fragmented' if self.fragmented else 'ascending'} {sizes}"
 
 
 CASES = tuple(
-    Case(num_tokens, fragmented, size)
+    Case(num_tokens, fragmented, size, staged)
     for num_tokens in (REQUEST_TOKENS, LONG_TOKENS)
-    for size in (WHOLE.block_size, OTHER_BLOCK_SIZE)
+    for size, staged in ((WHOLE.block_size, False), (OTHER_BLOCK_SIZE, True), (OTHER_BLOCK_SIZE, False))
     for fragmented in (False, True)
 )
 Samples = Mapping[tuple[Case, Split, Split], Sequence[Resharding]]  # owner, reader
@@ -92,6 +93,8 @@ def blocks(count: int, fragmented: bool, seed: int) -> tuple[int, ...]:
 def resharding(case: Case, owner: Split, reader: Split) -> Resharding:
     sources = shards(owner)
     targets = shards(reader, replace(WHOLE, block_size=case.reader_block_size))
+    form: KVLayout
+    there: Sequence[int]
     source_blocks = blocks(WHOLE.blocks_for(case.num_tokens), case.fragmented, 1)
     target_blocks = blocks(targets[0].blocks_for(case.num_tokens), case.fragmented, 2)
     ranks = []
@@ -99,10 +102,13 @@ def resharding(case: Case, owner: Split, reader: Split) -> Resharding:
         taken_s = []
         for _ in range(REPEATS if case.num_tokens == LONG_TOKENS else 1):
             begun_s = time.perf_counter()
-            plans = [
-                plan_copies(piece, sources[piece.shard], target, source_blocks, target_blocks, 0, case.num_tokens)
-                for piece in pieces_of(sources, target, rank)
-            ]
+            plans = []
+            for piece in pieces_of(sources, target, rank):
+                source = sources[piece.shard]
+                form, there = target, target_blocks
+                if case.staged:
+                    form, there = replace(source, heads=piece.heads, layers=piece.layers), range(len(source_blocks))
+                plans.append(plan_copies(piece, source, form, source_blocks, there, 0, case.num_tokens))
             taken_s.append(time.perf_counter() - begun_s)
         num_bytes = sum(int(plan[:, 2].sum()) for plan in plans)
         ranks.append((median(taken_s), sum(len(plan) for plan in plans), num_bytes))
