@@ -196,3 +196,25 @@ def test_the_death_of_a_process_is_noticed() -> None:
             group.close()
         finally:
             other.kill()
+
+
+@pytest.mark.parametrize("what", ["sum", "activations"])
+def test_closing_lets_go_whoever_waits_there(way: str, what: str) -> None:
+    """The peer is connected and silent, as one that is stopped: neither its end nor the bound would help."""
+    given_up = threading.Event()
+
+    def act(rank: int, group: TensorGroup | None, link: StageLink | None) -> str:
+        mine = group or link
+        assert mine is not None
+        if rank == (1 if group else 0):
+            assert given_up.wait(30)
+            return ""
+        closing = threading.Timer(0.3, mine.close)
+        closing.start()
+        with pytest.raises(RankLost) as lost:
+            group.all_reduce(torch.ones(3)) if group else mine.receive((2, 2), torch.float32, CPU)  # type: ignore[union-attr]
+        given_up.set()
+        return str(lost.value)
+
+    answers = on_all_ranks(ParallelConfig(2) if what == "sum" else ParallelConfig(1, 2), act, timeout_s=60.0)
+    assert any("has closed its" in answer for answer in answers)

@@ -3,7 +3,7 @@
 Knows process groups and tensors; knows no model and no plan. Groups are plain objects, none is torch's global one, so
 several gangs, and several ranks as threads, live in one process. Every wait is bounded: a rank that dies, closes its
 groups or stays away longer than the bound is a `RankLost` for those that wait for it, and their groups are of no
-further use. Each object is used from one thread.
+further use. Each object is used from one thread; any thread may close it, and lets go whoever waits in it by that.
 
     how a sum travels    between             order of the summands
     shared memory        CPUs of one host    by rank
@@ -17,6 +17,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from workers.errors import RankLost
 from workers.ops.shared_sum import open_shared_sum
 
 PARTS_BYTES = 128 << 10  # of three ranks and more, each sums only a part of this much
+_NEVER_SENT = 1  # a tag beside the one of all that is sent
 
 
 class Sum(Protocol):
@@ -58,21 +60,17 @@ class Lines:
     def send(self, x: Tensor, peer: int) -> int:
         """Starts to; x is dense and must not change before `finish` of the answer."""
         number = next(self._numbers)
-
-        def start() -> None:
-            self._sending[number] = self._group.send([x], peer, 0), x
-
-        self._call(start, self._names[peer])
+        self._sending[number] = self._call(lambda group: group.send([x], peer, 0), self._names[peer]), x
         return number
 
     def finish(self, number: int, peer: int) -> None:
         """Wait until the peer has what was sent."""
-        self._call(lambda: self._sending[number][0].wait(), self._names[peer])
-        del self._sending[number]
+        self._call(lambda _: self._sending[number][0].wait(), self._names[peer])
+        self._sending.pop(number, None)
 
     def receive(self, x: Tensor, peer: int) -> Tensor:
         """x, filled with what the peer sent: as many numbers of the same dtype."""
-        self._call(lambda: self._group.recv([x], peer, 0).wait(), self._names[peer])
+        self._call(lambda group: group.recv([x], peer, 0).wait(), self._names[peer])
         return x
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
@@ -86,24 +84,40 @@ class Lines:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """By the group's own method, in place."""
-        self._call(lambda: self._group.allreduce([x]).wait(), "one of " + ", ".join(self._names))
+        self._call(lambda group: group.allreduce([x]).wait(), "one of " + ", ".join(self._names))
         return x
 
-    def _call(self, act: Callable[[], Any], whom: str) -> None:
+    def _call(self, act: Callable[[Any], Any], whom: str) -> Any:
+        group, begun = self._group, time.perf_counter()
+        if group is not None:
+            try:
+                return act(group)
+            except (RuntimeError, KeyError) as error:  # KeyError: closed meanwhile
+                lost = _lost(whom, time.perf_counter() - begun, self._timeout_s, error)
         if self._group is None:
-            raise RankLost(f"{self._names[self.rank]} has closed its lines to the others")
-        begun = time.perf_counter()
-        try:
-            act()
-            return
-        except RuntimeError as error:
-            lost = _lost(whom, time.perf_counter() - begun, self._timeout_s, error)
+            lost = RankLost(f"{self._names[self.rank]} has closed its lines to the others")
         raise lost  # without the error, whose frames would keep the connections that it speaks of
 
     def close(self) -> None:
-        """Whoever waits for this rank learns of it."""
-        self._group = None
-        self._sending.clear()
+        """Whoever waits for this rank learns of it, and so does whoever waits here. What is being sent is given up."""
+        group, self._group = self._group, None
+        if group is not None:
+            _hang_up(group)
+        self._sending = {}
+
+
+def _hang_up(group: Any) -> None:
+    """Break a group's connections while others may wait in it.
+
+    Gloo has no call for it, but breaks all of a context's connections when a wait in it runs into its timeout.
+    """
+    if not isinstance(group, dist.ProcessGroupGloo):
+        group.abort()
+        return
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 class ExchangedSum:
@@ -241,7 +255,7 @@ class StageLink:
         return taken
 
     def close(self) -> None:
-        """What is still being sent is given up."""
+        """What is still being sent is given up; whoever waits here is let go."""
         self._lines.close()
 
 
@@ -309,7 +323,7 @@ def _open_sum(store: Store, lines: Lines, names: Sequence[str], device: torch.de
     return shared or ExchangedSum(lines)
 
 
-def _lost(whom: str, seconds: float, timeout_s: float, error: RuntimeError) -> RankLost:
+def _lost(whom: str, seconds: float, timeout_s: float, error: Exception) -> RankLost:
     words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if seconds >= 0.9 * timeout_s:
         return RankLost(f"{whom} did not answer within {timeout_s:g} s")

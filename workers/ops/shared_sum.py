@@ -72,16 +72,22 @@ class SharedSum:
                 raise RankLost(f"{self._names[missing]} did not answer within {self._timeout_s:g} s")
 
     def _is_here(self, rank: int) -> bool:
-        found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, rank))
+        try:
+            found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, rank))
+        except (OSError, ValueError):
+            raise RankLost(f"{self._names[self._rank]} has closed its sum with the others") from None
         return bool(struct.unpack(_LOCK, found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Whoever waits for this rank learns of it. Memory and descriptor go with the object's last use."""
-        if self._file >= 0:
+        """From any thread: whoever waits for this rank learns of it, and so does whoever waits here.
+
+        The memory goes with the object's last use.
+        """
+        file, self._file = self._file, -1
+        if file >= 0:
             with suppress(OSError):
-                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK, self._rank))
-            os.close(self._file)
-            self._file = -1
+                fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK, self._rank))
+            os.close(file)
 
 
 def open_shared_sum(store: Store, rank: int, names: Sequence[str], timeout_s: float) -> SharedSum | None:
