@@ -145,7 +145,8 @@ def _hand_off_lines(report: TransferReport, ledger: LatencyLedger) -> list[str]:
     moved = f"{report.num_blocks} blocks, {size(report.num_bytes)}"
     return [
         f"hand-off  {report.transport}, {report.path}, lease {report.lease}",
-        f"moved     {moved} in {report.num_reads} reads; {report.reused_blocks} blocks were there already",
+        f"moved     {moved} in {report.num_reads} reads of {report.num_descriptors} ranges; "
+        f"{report.reused_blocks} blocks were there already",
         f"checked   {report.digests_verified} digests verified in {report.digest_s * 1e3:.2f} ms",
         f"overlap   pull {report.elapsed_s * 1e3:.2f} ms (bytes in flight {report.busy_s * 1e3:.2f} ms), "
         f"{hidden_s * 1e3:.2f} ms of it while the prompt was still computed",
