@@ -136,7 +136,7 @@ class NixlAgent:
                 metadata=metadata,
                 metadata_digest=hashlib.sha256(metadata).digest(),
                 base=self._region.address,
-                num_bytes=self._region.num_bytes,
+                num_bytes=self._region.pool_bytes,
                 block_bytes=self._region.layout.block_bytes,
                 device=self._region.device,
                 fabrics=fabrics(self._region.device),
