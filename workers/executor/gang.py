@@ -13,7 +13,7 @@ connection to the leader does. Knows ranks and frames; does not know what runs t
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +35,7 @@ from workers.executor import gang_wire as wire
 from workers.executor.opening import MEET_TIMEOUT_S, open_rank, warm_up
 from workers.executor.order import RankLauncher, RankOrder, Seat
 from workers.executor.rank import Rank, RankStep
+from workers.executor.remote_rank import CLOSE_TIMEOUT_S, RemoteRank, observe
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
 from workers.model.shard import shard_of
@@ -42,129 +43,7 @@ from workers.model.shard import shard_of
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120.0  # for a rank's process to start and call; a busy machine imports for a minute
-OPEN_TIMEOUT_S = 600.0  # for a rank to fetch and load its part of the model
-SILENT_S = 5.0  # a rank beats every second
-CLOSE_TIMEOUT_S = 5.0
-
-
-class RemoteRank:
-    """The leader's end of one rank. Calls are numbered; a broken connection fails them all with `RankLost`."""
-
-    def __init__(self, rank: int, channel: Channel, lost: Callable[[Exception], None]) -> None:
-        self.rank = rank
-        self.shard: ShardAddress | None = None  # from `open` on
-        self._channel = channel
-        self._lost = lost
-        self._error: Exception | None = None
-        self._number = 0
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._settling: dict[int, asyncio.Future[None]] = {}
-        self._opened: asyncio.Future[ShardAddress] = asyncio.get_running_loop().create_future()
-        self._tasks = [asyncio.ensure_future(self._listen())]
-
-    async def open(self) -> None:
-        """Let the rank load; returns when it has. Raises what it raised there."""
-        self._channel.send(wire.Open())
-        async with asyncio.timeout(OPEN_TIMEOUT_S):
-            self.shard = await asyncio.shield(self._opened)
-        self._tasks.append(asyncio.ensure_future(self._beat()))
-
-    def execute(self, plan: StepPlan) -> "asyncio.Future[RankStep]":
-        return self._call(lambda number: wire.Execute(number, plan))
-
-    async def connect(self, peer: PeerAddress) -> LinkReport:
-        report: LinkReport = await self._call(lambda number: wire.Connect(number, peer))
-        return report
-
-    def pull(self, order: PullOrder) -> Read:
-        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        done: asyncio.Future[ReadStats] = self._call(lambda number: wire.Pull(number, order))
-        if self._error is None:
-            self._settling[self._number] = settled
-        else:
-            settled.set_result(None)
-        return Read(done, settled)
-
-    async def forget(self, incarnation: str) -> None:
-        await self._call(lambda number: wire.Forget(number, incarnation))
-
-    async def close(self) -> None:
-        """Let the rank close in its own time, then hang up."""
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._call(wire.Close)
-        except (TimeoutError, RankLost) as error:
-            logger.warning("rank %d did not close: %s", self.rank, error or "no answer in time")
-        self._end(RankLost(f"rank {self.rank} is closed"))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close()
-
-    def _call(self, frame: Callable[[int], msgspec.Struct]) -> "asyncio.Future[Any]":
-        self._number += 1
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(_observe)
-        if self._error is not None:
-            future.set_exception(self._error)
-        else:
-            self._waiting[self._number] = future
-            self._channel.send(frame(self._number))
-        return future
-
-    async def _listen(self) -> None:
-        try:
-            while True:
-                async with asyncio.timeout(SILENT_S if self.shard else None):
-                    data = await self._channel.receive(wire.FRAME_BYTES)
-                self._take(msgspec.msgpack.decode(data, type=wire.ToLeader))
-        except (*BROKEN, TimeoutError) as error:
-            reason = f"was silent for {SILENT_S:.0f} s" if isinstance(error, TimeoutError) else "hung up"
-            self._end(RankLost(f"rank {self.rank} {reason}: its process died, or its node is cut off"))
-
-    async def _beat(self) -> None:
-        while True:
-            self._channel.send(wire.Alive())
-            await asyncio.sleep(wire.BEAT_S)
-
-    def _take(self, frame: wire.ToLeader) -> None:
-        match frame:
-            case wire.Opened(shard):
-                self._opened.set_result(shard)
-            case wire.Stepped(number, answer) | wire.Connected(number, answer) | wire.Pulled(number, answer):
-                self._answer(number).set_result(answer)
-            case wire.Done(number):
-                self._answer(number).set_result(None)
-            case wire.Failed(0):
-                self._opened.set_exception(wire.error_of(frame))
-            case wire.Failed(number):
-                self._answer(number).set_exception(wire.error_of(frame))
-            case wire.Settled(number):
-                self._settling.pop(number).set_result(None)
-            case wire.Moved(shard):
-                self.shard = shard
-
-    def _answer(self, number: int) -> "asyncio.Future[Any]":
-        """The future of a call; another one if its caller has gone."""
-        future = self._waiting.pop(number)
-        return future if not future.done() else asyncio.get_running_loop().create_future()
-
-    def _end(self, error: Exception) -> None:
-        """Fail what waits. No byte of ours lands in a pool that has gone with its process: its pulls have settled."""
-        if self._error is not None:
-            return
-        self._error = error
-        if not self._opened.done():
-            self._opened.set_exception(error)
-            self._opened.exception()
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(error)
-        for settled in self._settling.values():
-            settled.set_result(None)
-        self._waiting.clear()
-        self._settling.clear()
-        self._lost(error)
+GREET_TIMEOUT_S = 10.0  # for a caller to say who it is
 
 
 class GangExecutor:
@@ -179,6 +58,8 @@ class GangExecutor:
         self._own = own
         self._others = others
         self._meeting = meeting
+        self._steps: set[asyncio.Future[RankStep]] = set()
+        meeting.failure.add_done_callback(lambda _: own.abort())
         self._bubble = BubbleMeter(config.parallel.pipeline)
 
     @property
@@ -187,9 +68,19 @@ class GangExecutor:
 
     async def execute(self, plan: StepPlan) -> StepResult:
         """As the port says. The first rank that fails fails the step, and with it the gang."""
+        if self._meeting.failure.done():
+            raise self._meeting.failure.result()
         begun_s = asyncio.get_running_loop().time()
+        own = asyncio.ensure_future(self._own.execute(plan))
+        self._steps.add(own)
+        own.add_done_callback(self._steps.discard)
+        own.add_done_callback(observe)
         sent = [other.execute(plan) for other in self._others]
-        steps = await self._all([self._own.execute(plan), *sent])
+        try:
+            steps = await self._all([asyncio.shield(own), *sent])  # a caller who goes leaves no rank alone in a step
+        except Exception as error:
+            self._meeting.lost(error)
+            raise
         stages = [steps[start : start + self._tensor] for start in range(0, len(steps), self._tensor)]
         busy = [max(step.seconds - step.wait_s for step in stage) for stage in stages]
         self._bubble.add(begun_s, asyncio.get_running_loop().time(), busy)
@@ -210,11 +101,11 @@ class GangExecutor:
         loop = asyncio.get_running_loop()
         reads = [self._own.pull(order), *(other.pull(order) for other in self._others)]
         joined = Read(loop.create_future(), loop.create_future())
-        joined.done.add_done_callback(_observe)
+        joined.done.add_done_callback(observe)
         done = asyncio.ensure_future(self._all([read.done for read in reads]))
         done.add_done_callback(lambda ended: _pass_on(ended, joined.done))
         settled = asyncio.ensure_future(asyncio.wait([read.settled for read in reads]))
-        settled.add_done_callback(lambda _: joined.settled.set_result(None))
+        settled.add_done_callback(lambda _: None if joined.settled.done() else joined.settled.set_result(None))
         return joined
 
     async def forget(self, incarnation: str) -> None:
@@ -224,9 +115,11 @@ class GangExecutor:
         return await asyncio.shield(self._meeting.failure)
 
     async def close(self) -> None:
-        if self._meeting.failure.done():
-            self._own.abort()
+        """As the port says; of a gang that is lost, nothing is waited for."""
+        if self._steps:
+            await asyncio.wait(self._steps, timeout=CLOSE_TIMEOUT_S)
         await self._meeting.close()
+        self._own.abort()
         await self._own.close()
 
     async def _all(self, calls: "Sequence[Awaitable[Any]]") -> list[Any]:
@@ -248,11 +141,18 @@ class _Meeting:
         self._server: asyncio.Server | None = None
         self._store: TCPStore | None = None
         self._joined = asyncio.Event()
+        self._greeting: set[asyncio.Task[None]] = set()
         self._closing = False
         self._ends: list[asyncio.Future[Any]] = []
 
     async def gather(self) -> Seat:
         """Launch the other ranks and wait until all have called; answers our own seat. Raises `RankLost`."""
+        try:
+            return await self._gather()
+        finally:
+            await self._shut_door()
+
+    async def _gather(self) -> Seat:
         host = self._config.transfer.host
         self._server = await asyncio.start_server(self._accept, host, 0)
         self._store = open_store(host)
@@ -274,22 +174,42 @@ class _Meeting:
             raise RankLost(f"{self._config.name}: ranks {missing} did not come within {JOIN_TIMEOUT_S:.0f} s")
         return seats[0]
 
-    async def close(self) -> None:
+    async def close(self, error: Exception | None = None) -> None:
+        """End the ranks; with an error, or once the gang is lost, without asking them to."""
         self._closing = True
-        await asyncio.gather(*(remote.close() for remote in self.remotes.values()))
-        if self._server is not None:
-            self._server.close()
+        if error is not None:
+            self._break_up(error)
+        problems = await asyncio.gather(*(remote.close() for remote in self.remotes.values()))
+        for problem in filter(None, problems):
+            logger.warning("worker %s: %s", self._config.name, problem)
+        self._store = None
         await self._launcher.end()
         if self._ends:
             await asyncio.wait(self._ends, timeout=CLOSE_TIMEOUT_S)
-        self._store = None
         if not self.failure.done():
             self.failure.cancel()
 
     def lost(self, error: Exception) -> None:
+        """Of no further use, whatever else still works: nobody shall wait for anybody."""
         if not self._closing and not self.failure.done():
             logger.error("worker %s: %s", self._config.name, error)
             self.failure.set_result(error)
+            self._break_up(error)
+
+    def _break_up(self, error: Exception) -> None:
+        """Let go all that wait for one another: without the store nobody meets, without a leader each rank ends."""
+        for remote in self.remotes.values():
+            remote.hang_up(error)
+        self._store = None
+
+    async def _shut_door(self) -> None:
+        """Who is not in by now stays out."""
+        if self._server is not None:
+            self._server.close()
+        if self._greeting:
+            for task in self._greeting:
+                task.cancel()
+            await asyncio.wait(self._greeting)
 
     def _ended(self, rank: int, end: "asyncio.Future[Any]") -> None:
         error = None if end.cancelled() else end.exception()
@@ -297,15 +217,21 @@ class _Meeting:
         self.lost(RankLost(f"rank {rank} ended{f' ({reason})' if reason else ''}"))
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(reader, writer)
+        channel, rank = Channel(reader, writer), None
+        task = asyncio.current_task()
+        assert task is not None
+        self._greeting.add(task)
         try:
-            async with asyncio.timeout(JOIN_TIMEOUT_S):
+            async with asyncio.timeout(GREET_TIMEOUT_S):
                 rank = await self._greet(channel)
+            self.remotes[rank] = RemoteRank(rank, channel, self.lost)
         except (*BROKEN, TimeoutError, RankLost) as error:
-            logger.warning("worker %s: a caller was turned away: %s", self._config.name, error)
-            await channel.close()
-            return
-        self.remotes[rank] = RemoteRank(rank, channel, self.lost)
+            reason = str(error) or f"it has not said who it is within {GREET_TIMEOUT_S:.0f} s"
+            logger.warning("worker %s: a caller was turned away: %s", self._config.name, reason)
+        finally:
+            self._greeting.discard(task)
+            if rank is None:
+                await channel.close()
         if len(self.remotes) == self._config.parallel.world_size - 1:
             self._joined.set()
 
@@ -356,15 +282,21 @@ async def open_gang(
         seat = await meeting.gather()
         others = tuple(meeting.remotes[rank] for rank in sorted(meeting.remotes))
         opening = asyncio.ensure_future(open_rank(config, folder, incarnation, shared, seat))
-        await _first_error([opening, *(_named(other.rank, other.open()) for other in others)])
+        opened = asyncio.gather(opening, *(_named(other.rank, other.open()) for other in others))
+        opened.add_done_callback(observe)
+        waits: set[asyncio.Future[Any]] = {opened, meeting.failure}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if meeting.failure.done():
+            raise meeting.failure.result()
+        opened.result()
         facts, own = opening.result()
         executor = GangExecutor(facts, config, own, others, meeting)
         for plan in warm_up(config.engine.block_size):
             await executor.execute(plan)
-    except BaseException:
-        await meeting.close()
+    except BaseException as error:
+        await meeting.close(RankLost(f"the gang was given up while it opened: {error}"))
         if opening is not None:
-            await _abandon(opening)
+            await _abandon(config.name, opening)
         raise
     return executor
 
@@ -377,21 +309,20 @@ async def _named(rank: int, opening: Coroutine[Any, Any, None]) -> None:
         raise ModelError(f"rank {rank}: {error}") from error
 
 
-async def _first_error(calls: "Sequence[Awaitable[Any]]") -> None:
-    await asyncio.gather(*calls)
+async def _abandon(name: str, opening: "asyncio.Future[tuple[ModelFacts, Rank]]") -> None:
+    """Close our own rank. A load that is under way cannot be stopped: its rank is closed when it has ended."""
 
+    async def end() -> None:
+        await asyncio.wait([opening])
+        if not opening.cancelled() and opening.exception() is None:
+            _, rank = opening.result()
+            rank.abort()
+            await rank.close()
 
-async def _abandon(opening: "asyncio.Future[tuple[ModelFacts, Rank]]") -> None:
-    """Close our own rank if it opens yet: its thread cannot be stopped, and ends by its own deadlines."""
-    await asyncio.wait([opening])
-    if not opening.cancelled() and opening.exception() is None:
-        await opening.result()[1].close()
-
-
-def _observe(done: "asyncio.Future[Any]") -> None:
-    """Mark the error as seen, whoever waits for it or not."""
-    if not done.cancelled():
-        done.exception()
+    ending = asyncio.ensure_future(end())
+    _, running = await asyncio.wait([ending], timeout=CLOSE_TIMEOUT_S)
+    if running:
+        logger.warning("worker %s: its own rank still loads, and will be closed when it has loaded", name)
 
 
 def _pass_on(ended: "asyncio.Future[list[ReadStats]]", done: "asyncio.Future[ReadStats]") -> None:

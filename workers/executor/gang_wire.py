@@ -6,16 +6,21 @@
     rank -> leader   Opened(shard)   or   Failed
     leader -> rank   Execute | Connect | Pull | Forget | Close   } many at once; plans are computed in the order
     rank -> leader   Stepped | Connected | Pulled | Done | Failed   in which they were sent, the rest in any order
-    rank -> leader   Settled (no byte of that pull can land any more), Moved (its pool has a new address)
-    both             Alive, when there was nothing else to say
+    rank -> leader   Settled (no byte of that pull can land any more), Moved (its pool has a new address) for Alive
+    both             Alive, every second from Welcome on
 
 Knows frames and errors by name; knows no rank and no plan.
 """
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 import kvtransfer.errors
 import workers.errors
+from kvtransfer.control_wire import Channel
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, ReadStats
 from workers.engine.step import StepPlan
@@ -129,9 +134,40 @@ def failed(number: int, error: BaseException) -> Failed:
     return Failed(number, type(error).__name__, str(error))
 
 
-def error_of(frame: Failed) -> Exception:
+def error_of(frame: Failed, rank: int) -> Exception:
     """The error that a rank met: of the same class where it is one of ours with a message alone."""
     kind = _KINDS.get(frame.kind)
     if kind is None or kind.__init__ is not Exception.__init__:
-        return workers.errors.WorkerError(f"{frame.kind}: {frame.reason}")
+        return workers.errors.WorkerError(f"rank {rank}: {frame.kind}: {frame.reason}")
     return kind(frame.reason)
+
+
+class Line:
+    """A connection after its handshake. Both ends beat, so that each learns when the other is stopped or cut off.
+
+    Silence is counted in beats of our own: an end that was itself stopped or starved for a while suspects nobody.
+    """
+
+    def __init__(self, channel: Channel, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self.silent = False
+        self._channel = channel
+        self._quiet = 0
+
+    def send(self, frame: msgspec.Struct) -> None:
+        self._channel.send(frame)
+
+    async def receive(self, kinds: Any) -> Any:
+        """The next frame. Raises the errors of `Channel.receive`, EOFError after silence, and msgspec's."""
+        data = await self._channel.receive(FRAME_BYTES)
+        self._quiet = 0
+        return msgspec.msgpack.decode(data, type=kinds)
+
+    async def beat(self, news: Callable[[], msgspec.Struct] = Alive) -> None:
+        """Until cancelled, or until the other end has been silent for `patience_s`: that closes the connection."""
+        while self._quiet * BEAT_S < self.patience_s:
+            self.send(news())
+            self._quiet += 1
+            await asyncio.sleep(BEAT_S)
+        self.silent = True
+        await self._channel.close()

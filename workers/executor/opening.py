@@ -56,8 +56,10 @@ async def open_rank(
     torch.set_num_threads(1)
     name = config.name if seat is None else f"{config.name}/rank-{rank}"
     thread = ComputeThread(name, config.engine.threads or config.cpus, config.engine.cores)
+    groups: Part | None = None
     try:
         facts, part, pool = await thread.run(lambda: _load(config, folder, device, seat))
+        groups = part
         transports = open_transports(
             pool.region,
             config.transfer.backends,
@@ -70,6 +72,8 @@ async def open_rank(
             place=pool.place,
         )
     except BaseException:
+        if groups is not None:
+            groups.close()
         await thread.close()
         raise
     return facts, Rank(part, pool, transports, thread)

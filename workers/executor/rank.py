@@ -96,9 +96,11 @@ class Rank:
         self._part.close()
 
     async def close(self) -> None:
-        await self._transports.close()
-        await self._thread.run(self._part.close)
-        await self._thread.close()
+        try:
+            await self._transports.close()
+        finally:
+            await self._thread.run(self._part.close)
+            await self._thread.close()
 
 
 @torch.inference_mode()

@@ -45,8 +45,9 @@ class Recorder:
 
             executors, ranks = [ModelledExecutor], []
         else:
-            from workers.executor.gang import GangExecutor, RemoteRank
+            from workers.executor.gang import GangExecutor
             from workers.executor.rank import Rank
+            from workers.executor.remote_rank import RemoteRank
             from workers.executor.solo import SoloExecutor
 
             executors, ranks = [SoloExecutor, GangExecutor], [Rank, RemoteRank]
