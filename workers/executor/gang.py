@@ -225,8 +225,8 @@ class _Meeting:
             async with asyncio.timeout(GREET_TIMEOUT_S):
                 rank = await self._greet(channel)
             self.remotes[rank] = RemoteRank(rank, channel, self.lost)
-        except (*BROKEN, TimeoutError, RankLost) as error:
-            reason = str(error) or f"it has not said who it is within {GREET_TIMEOUT_S:.0f} s"
+        except (*BROKEN, TimeoutError, RankLost, asyncio.CancelledError) as error:
+            reason = str(error) or "it has not said in time who it is"
             logger.warning("worker %s: a caller was turned away: %s", self._config.name, reason)
         finally:
             self._greeting.discard(task)

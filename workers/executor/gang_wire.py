@@ -131,7 +131,8 @@ def seat_name(incarnation: str, rank: int) -> str:
 
 
 def failed(number: int, error: BaseException) -> Failed:
-    return Failed(number, type(error).__name__, str(error))
+    name, words = type(error).__name__, str(error).strip()
+    return Failed(number, name, words if name in _KINDS else words.partition("\n")[0])
 
 
 def error_of(frame: Failed, rank: int) -> Exception:

@@ -65,7 +65,16 @@ class Rank:
         self._thread = thread
 
     async def execute(self, plan: StepPlan) -> RankStep:
-        return await self._thread.run(lambda: compute(self._part, self._pool, plan))
+        """A rank that fails in a step leaves its gang: what it sent in the next one would be taken for this one's."""
+
+        def step() -> RankStep:
+            try:
+                return compute(self._part, self._pool, plan)
+            except BaseException:
+                self._part.close()
+                raise
+
+        return await self._thread.run(step)
 
     def shard(self) -> ShardAddress:
         return self._transports.shard()

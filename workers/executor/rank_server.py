@@ -24,7 +24,7 @@ from workers.model.folder import ModelFolder
 
 logger = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 120.0  # for the leader to answer
+JOIN_TIMEOUT_S = 120.0  # to reach the leader
 END_TIMEOUT_S = 3.0  # for the reads in flight to settle; a process may end without that
 LEADER_SILENT_S = 30.0  # a leader beats every second, but may be stopped for a while by its own machine
 
@@ -40,7 +40,7 @@ async def serve_rank(order: RankOrder, find: Callable[[str], ModelFolder], share
         reader, writer = await asyncio.open_connection(order.leader_host, order.leader_port)
     channel = Channel(reader, writer)
     try:
-        async with asyncio.timeout(JOIN_TIMEOUT_S):
+        async with asyncio.timeout(LEADER_SILENT_S):
             await _join(channel, order)
         await _Service(wire.Line(channel, LEADER_SILENT_S), order, find, shared).run()
     except (*BROKEN, TimeoutError) as error:
