@@ -1,20 +1,39 @@
 """A gang answers as one rank does, says which rank failed and why, and leaves nothing behind."""
 
 import asyncio
+import gc
+import os
+import signal
 import threading
-from collections.abc import Awaitable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 
+from kvtransfer.challenge import nonce
+from kvtransfer.control_wire import Channel
+from kvtransfer.errors import DigestMismatch, PeerLost, PeerRefused
+from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory
+from kvtransfer.ticket import ShardAddress
+from kvtransfer.transport import PullOrder, Read
+from tests.model.rank_processes import FORKS, MOMENTS, Fate, ProcessRanks, ended, lead
 from tests.model.tiny import write_tiny_llama
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
 from workers.engine.step import Chunk, Draw, StepPlan
-from workers.errors import ModelError, RankLost
+from workers.errors import ModelError, RankLost, WorkerError
+from workers.executor import gang as gang_module
+from workers.executor import gang_wire as wire
+from workers.executor import rank as rank_module
+from workers.executor import remote_rank
 from workers.executor.gang import GangExecutor, open_gang
-from workers.executor.order import RankOrder
+from workers.executor.kv_pool import KVPool
+from workers.executor.order import RankOrder, Seat
+from workers.executor.rank import Part, Rank, RankStep
 from workers.executor.rank_server import RankTasks, serve_rank
 from workers.executor.solo import open_solo
 from workers.model.folder import ModelFolder
@@ -34,7 +53,7 @@ def nine_heads(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 def config(tensor: int, pipeline: int, **engine: object) -> WorkerConfig:
     sizes = EngineConfig(**{"block_size": 8, "kv_blocks": 16, "max_batch_tokens": 64, "threads": 1, **engine})
     parallel = ParallelConfig(tensor, pipeline)
-    transfer = TransferConfig(backends=("memory",), host="127.0.0.1")
+    transfer = TransferConfig(backends=("memory", "tcp"), host="127.0.0.1")
     return WorkerConfig("w", "pool", "tiny", sizes, parallel, transfer, secret="of the test")
 
 
@@ -150,3 +169,321 @@ async def test_a_caller_without_the_secret_is_turned_away(nine_heads: ModelFolde
         await launcher.stranger
     assert (await gang.execute(plans()[0])).number == 1
     await gang.close()
+
+
+# ---- what happens when something fails -------------------------------------------------------------------------------
+
+SOON_S = 25.0  # far below the bounds of collectives (100 s) and of loading, far above what it takes
+
+
+def traces() -> tuple[set[str], set[object]]:
+    """Compute threads and shared memory; sockets of this process."""
+    names = [thread.name for thread in threading.enumerate()] + [str(path) for path in Path("/dev/shm").iterdir()]
+    ours = {name for name in names if name.startswith(("w/", "w_", "/dev/shm/diptych-"))}
+    return ours, {each.laddr for each in psutil.Process().net_connections("inet")}
+
+
+@pytest.fixture(autouse=True)
+async def nothing_is_left() -> AsyncIterator[None]:
+    unseen: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(str(context)))
+    before = traces()
+    yield
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not unseen
+    assert all(now <= then for now, then in zip(traces(), before, strict=True))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is noticed sooner than in earnest."""
+    monkeypatch.setattr(gang_module, "JOIN_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(gang_module, "GREET_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(remote_rank, "OPEN_SILENT_S", 2.0)
+    monkeypatch.setattr(remote_rank, "SILENT_S", 2.0)
+    monkeypatch.setattr(remote_rank, "CLOSE_TIMEOUT_S", 1.0)
+
+
+def an_order() -> PullOrder:
+    return PullOrder("nobody", (1,), (4,), 0, 8, (), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("moment", "how"),
+    [(moment, signal.SIGKILL) for moment in MOMENTS]
+    + [(moment, signal.SIGSTOP) for moment in ("join", "meet", "in a step", "close")],
+    ids=str,
+)
+async def test_a_rank_process_may_die_at_any_moment(
+    nine_heads: ModelFolder, impatient: None, moment: str, how: signal.Signals
+) -> None:
+    """The leader learns of it, every call fails with one line that names a rank, and all processes end."""
+    launcher = ProcessRanks(nine_heads, Fate(2, moment, how))
+    shape = (3, 1) if how == signal.SIGKILL else (1, 3)
+    during_opening = moment in MOMENTS[: MOMENTS.index("in a step")]
+    async with asyncio.timeout(SOON_S):
+        if during_opening:
+            with pytest.raises(RankLost, match="rank") as lost:
+                await open_gang(config(*shape), nine_heads, "w-1", launcher)
+            assert "\n" not in str(lost.value)
+        else:
+            gang = await open_gang(config(*shape), nine_heads, "w-1", launcher)
+            if moment == "in a step":
+                with pytest.raises(RankLost, match=r"rank [12]"):
+                    await asyncio.gather(*(gang.execute(plan) for plan in plans()))
+            if moment == "in a pull":
+                read = gang.pull(an_order())
+                with pytest.raises((RankLost, PeerLost)):
+                    await read.done
+                await read.settled
+            if moment != "close":
+                assert "rank 2" in str(await gang.failure()) or moment == "in a step"
+                with pytest.raises(RankLost):
+                    await gang.execute(plans()[0])
+            await gang.close()
+        await asyncio.gather(*(ended(process) for process in launcher.processes))
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (1, 3), (2, 2)], ids=str)
+async def test_a_rank_that_raises_in_a_step_leaves_nobody_waiting(
+    nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+) -> None:
+    compute = rank_module.compute
+
+    def failing(part: Part, pool: KVPool, plan: StepPlan) -> RankStep:
+        if plan.number == 1 and threading.current_thread().name.startswith("w/rank-1"):
+            raise RuntimeError("no memory left\non this device")
+        return compute(part, pool, plan)
+
+    monkeypatch.setattr(rank_module, "compute", failing)
+    async with asyncio.timeout(SOON_S):
+        gang = await open_tasks(nine_heads, *shape)
+        with pytest.raises(WorkerError, match=r"^rank 1: RuntimeError: no memory left$"):
+            await asyncio.gather(*(gang.execute(plan) for plan in plans()))
+        assert "no memory left" in str(await gang.failure())
+        await gang.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("when", ["loading", "idle", "in a step"])
+async def test_ranks_end_when_their_leader_does(nine_heads: ModelFolder, how: signal.Signals, when: str) -> None:
+    """Also when a third rank, for which they wait, is stopped."""
+    ours, theirs = FORKS.Pipe()
+    leader = FORKS.Process(target=lead, args=(config(1, 3), nine_heads, theirs, when == "in a step"), daemon=True)
+    leader.start()
+    launcher = ProcessRanks(nine_heads, Fate(2, "load", signal.SIGSTOP) if when == "loading" else None, 2.0)
+    try:
+        async with asyncio.timeout(SOON_S):
+            endings = launcher.launch(await asyncio.to_thread(ours.recv))
+            first, second = (asyncio.ensure_future(ending) for ending in endings)
+            if when != "loading":
+                assert await asyncio.to_thread(ours.recv) == "open"
+            assert leader.pid is not None
+            os.kill(leader.pid, how)
+            await first
+            if when == "loading":
+                launcher.processes[1].kill()
+            await second
+    finally:
+        leader.kill()
+        await launcher.end()
+        leader.join()
+
+
+async def test_an_opening_that_is_given_up_ends_its_ranks(nine_heads: ModelFolder) -> None:
+    launcher = ProcessRanks(nine_heads, Fate(1, "load", signal.SIGSTOP))
+    opening = asyncio.ensure_future(open_gang(config(2, 1), nine_heads, "w-1", launcher))
+    async with asyncio.timeout(SOON_S):
+        while not launcher.processes or psutil.Process(launcher.processes[0].pid).status() != psutil.STATUS_STOPPED:
+            await asyncio.sleep(0.02)
+        opening.cancel()
+        await asyncio.wait([opening])
+        assert opening.cancelled()
+        await ended(launcher.processes[0])
+
+
+async def test_ranks_listen_at_their_host_only_and_the_door_is_shut(nine_heads: ModelFolder) -> None:
+    class Crowded(ProcessRanks):
+        def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
+            self.door = (orders[0].leader_host, orders[0].leader_port)
+            self.strangers = [asyncio.ensure_future(asyncio.open_connection(*self.door)) for _ in range(5)]
+            return super().launch(orders)
+
+    launcher = Crowded(nine_heads)
+    async with asyncio.timeout(SOON_S):
+        gang = await open_gang(config(2, 2), nine_heads, "w-1", launcher)
+        for stranger in launcher.strangers:
+            reader, writer = await stranger
+            await reader.read()  # a greeting, then the end: nobody is kept waiting at a door that is shut
+            writer.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*launcher.door)
+        for pid in (os.getpid(), *(process.pid for process in launcher.processes)):
+            listening = [each for each in psutil.Process(pid).net_connections("inet") if each.status == "LISTEN"]
+            assert {each.laddr.ip for each in listening} <= {"127.0.0.1"}
+        await gang.close()
+        await asyncio.gather(*(ended(process) for process in launcher.processes))
+        assert {process.exitcode for process in launcher.processes} == {0}, "they were killed"
+
+
+async def test_a_leader_without_the_secret_is_refused(nine_heads: ModelFolder) -> None:
+    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = Channel(reader, writer)
+        channel.send(wire.Hello(nonce()))
+        await channel.receive(wire.STRANGER_BYTES)
+        channel.send(wire.Welcome(nonce()))
+        await reader.read()
+        await channel.close()
+
+    server = await asyncio.start_server(lie, "127.0.0.1", 0)
+    order = RankOrder(config(2, 1), "w-1", Seat(1, "127.0.0.1", 1), *server.sockets[0].getsockname())
+    async with asyncio.timeout(SOON_S):
+        with pytest.raises(PeerRefused, match="not the leader of this gang"):
+            await serve_rank(order, lambda _: nine_heads)
+    server.close()
+    await asyncio.sleep(0.05)
+
+
+async def test_all_ranks_compute_the_same_plans_in_the_same_order_whoever_waits_for_them(
+    nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, computed = rank_module.compute, defaultdict[str, list[int]](list)
+
+    def noted(part: Part, pool: KVPool, plan: StepPlan) -> RankStep:
+        computed[threading.current_thread().name].append(plan.number)
+        return compute(part, pool, plan)
+
+    async with asyncio.timeout(SOON_S):
+        gang = await open_tasks(nine_heads, 2, 2)
+        monkeypatch.setattr(rank_module, "compute", noted)
+        calls = [asyncio.ensure_future(gang.execute(replace(plans()[0], number=number))) for number in range(30)]
+        await asyncio.sleep(0)
+        for call in calls[::3]:
+            call.cancel()
+        await asyncio.wait(calls)
+        assert [call.result().number for call in calls if not call.cancelled()] == [n for n in range(30) if n % 3]
+        await gang.close()
+    assert list(computed.values()) == [list(range(30))] * 4
+
+
+async def test_a_pull_settles_when_it_has_on_every_rank_whatever_failed(
+    nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: dict[int, Read] = {}
+
+    def pull(self: Rank, order: PullOrder) -> Read:
+        loop = asyncio.get_running_loop()
+        reads[self.shard().rank] = Read(loop.create_future(), loop.create_future())
+        return reads[self.shard().rank]
+
+    monkeypatch.setattr(Rank, "pull", pull)
+    async with asyncio.timeout(SOON_S):
+        shared = SharedMemory()
+        launcher = Doomed(lambda _: nine_heads, shared)
+        gang = await open_gang(config(1, 3), nine_heads, "w-1", launcher, shared)
+        for lost in (False, True):
+            reads.clear()
+            read = gang.pull(an_order())
+            while len(reads) < 3:
+                await asyncio.sleep(0)
+            if lost:
+                launcher.kill(1)
+                with pytest.raises(RankLost, match="rank 2"):
+                    await read.done
+            else:
+                reads[1].done.set_exception(DigestMismatch("other bytes"))
+                with pytest.raises(DigestMismatch):
+                    await read.done
+            for rank in (1, 2, 0):
+                await asyncio.sleep(0.02)
+                assert not read.settled.done(), "the leader's own rank still reads"
+                if not reads[rank].done.done():
+                    reads[rank].done.cancel()
+                reads[rank].settled.set_result(None)
+            await read.settled
+        await gang.close()
+
+
+async def test_a_pool_with_a_new_address_is_told(nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard, moved = Rank.shard, (("memory", b"elsewhere"),)
+    async with asyncio.timeout(SOON_S):
+        gang = await open_tasks(nine_heads, 2, 1)
+        monkeypatch.setattr(Rank, "shard", lambda self: replace(shard(self), transports=moved))
+        while gang.shards()[1].transports != moved:
+            await asyncio.sleep(0.02)
+        await gang.close()
+
+
+class Wire:
+    """The leader's end of a rank, and the rank's end in the hands of a test."""
+
+    async def __aenter__(self) -> "Wire":
+        arrived: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
+        self._server = await asyncio.start_server(lambda *ends: arrived.set_result(Channel(*ends)), "127.0.0.1", 0)
+        self.reader, self.writer = await asyncio.open_connection(*self._server.sockets[0].getsockname())
+        self.lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self.remote = remote_rank.RemoteRank(1, await arrived, self.lost.set_result)
+        return self
+
+    def say(self, *frames: msgspec.Struct) -> None:
+        for frame in frames:
+            data = msgspec.msgpack.encode(frame)
+            self.writer.write(len(data).to_bytes(4, "big") + data)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.remote.close()
+        self.writer.close()
+        self._server.close()
+
+
+SHARD = ShardAddress(1, KVLayout("m", 1, 1, 8, 8), 4, ())
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "reason"),
+    [
+        (b"\x00\x00\x00\x03abc", "sent what no rank of a gang sends"),
+        (b"\xff\xff\xff\xff", "exceeds the limit"),
+        (b"\x00\x00", "hung up"),
+        (wire.Stepped(99, RankStep((), (), (), 0.0)), "sent what no rank of a gang sends: KeyError: 99"),
+        (wire.Settled(99), "KeyError: 99"),
+        (wire.Opened(SHARD), "InvalidStateError"),
+        (wire.Execute(1, StepPlan(1, ())), "sent what no rank of a gang sends"),
+    ],
+    ids=["garbage", "too large", "cut off", "unknown call", "unknown pull", "opened twice", "another's frame"],
+)
+async def test_frames_that_no_rank_sends_lose_the_rank(bytes_: bytes | msgspec.Struct, reason: str) -> None:
+    async with asyncio.timeout(SOON_S), Wire() as rank:
+        opening = asyncio.ensure_future(rank.remote.open())
+        rank.say(wire.Opened(SHARD))
+        await opening
+        step, read = rank.remote.execute(StepPlan(1, ())), rank.remote.pull(an_order())
+        if isinstance(bytes_, bytes):
+            rank.writer.write(bytes_)
+            rank.writer.write_eof()
+        else:
+            rank.say(bytes_)
+        assert reason in str(await rank.lost)
+        for call in (step, read.done, rank.remote.execute(StepPlan(2, ()))):
+            with pytest.raises(RankLost, match=r"^rank 1 "):
+                await call
+        await read.settled
+
+
+async def test_an_answer_to_a_caller_who_has_gone_is_dropped_and_a_second_one_is_not() -> None:
+    async with asyncio.timeout(SOON_S), Wire() as rank:
+        step = rank.remote.execute(StepPlan(1, ()))
+        step.cancel()
+        rank.say(wire.failed(1, ValueError("nobody hears this")), wire.Alive())
+        other = rank.remote.execute(StepPlan(2, ()))
+        rank.say(wire.Stepped(2, RankStep((5,), (None,), (), 0.0)))
+        assert (await other).tokens == (5,)
+        rank.say(wire.Stepped(2, RankStep((6,), (None,), (), 0.0)))
+        assert "KeyError: 2" in str(await rank.lost)
+
+
+async def test_a_rank_that_is_silent_from_the_first_moment_is_lost(impatient: None) -> None:
+    async with asyncio.timeout(SOON_S), Wire() as rank:
+        with pytest.raises(RankLost, match=r"rank 1 was silent for 2 s: its process is stopped"):
+            await rank.remote.open()
