@@ -111,7 +111,7 @@ def _hang_up(group: Any) -> None:
 
     Gloo has no call for it, but breaks all of a context's connections when a wait in it runs into its timeout.
     """
-    if not isinstance(group, dist.ProcessGroupGloo):
+    if isinstance(group, dist.ProcessGroupNCCL if dist.is_nccl_available() else ()):
         group.abort()
         return
     for peer in range(group.size()):
