@@ -6,7 +6,8 @@
                         └──────> overdue                (timed out, but quarantined: still polled)
     quarantined for longer than `quarantine_s` ──> fence: the agent is destroyed, all reads settle, a new agent starts
 
-All methods but `submit` and `abandon` run on the thread.
+All methods but `submit` and `abandon` run on the thread. Its jobs wait in a `queue.Queue`: before CPython 3.13,
+`SimpleQueue.get` waits for ever when a short timeout is over before the wait begins, and nobody polls any more.
 """
 
 import concurrent.futures
@@ -53,7 +54,7 @@ class NixlPump:
         self._pool_bytes = pool_bytes
         self._quarantine_s = quarantine_s
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.Queue[Callable[[], None]] = queue.Queue()
         self._agent: NixlAgent | None = None
         self._met: dict[str, Met] = {}
         self._leaving: list[Met] = []  # forgotten, but a read of theirs is still in flight

@@ -1,0 +1,68 @@
+"""The pump's loop over a stub agent: what it asks, and that it goes on asking. Needs no NIXL."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtransfer.backends import nixl_pump
+from kvtransfer.backends.flight import NO_COPIES, Flight
+from kvtransfer.backends.nixl_agent import Met, NixlAddress
+from kvtransfer.backends.nixl_pump import NixlPump
+from kvtransfer.host import host_identity
+
+ADDRESS = NixlAddress(1, b"", b"", 0, 1 << 20, 1 << 10, "cpu", (), host_identity())
+ROUNDS = 1000
+
+
+class StubAgent:
+    """Its reads are over when they are asked about for the second time: once after the post, once after a pause."""
+
+    lost = ConnectionError
+
+    def address(self) -> bytes:
+        return b""
+
+    def meet(self, peer: str, address: NixlAddress) -> Met:
+        return Met(peer, address, "", None)
+
+    def taste(self, met: Met) -> Any:
+        return SimpleNamespace(release=lambda: None, answers=iter((False, True)))
+
+    def judge(self, met: Met, said_before: int) -> str:
+        return "stub"
+
+    def post(self, handle: Any) -> bool:
+        return False
+
+    def poll(self, handle: Any) -> bool:
+        return next(handle.answers)
+
+    def leave(self, met: Met) -> None: ...
+
+    def destroy(self, met: list[Met], *, idle: bool) -> None: ...
+
+
+async def test_a_read_under_way_is_asked_about_even_when_the_pause_is_over_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So short a pause is what a busy machine makes of a longer one. The last job was queued while the thread was busy,
+    and no other comes that could wake it.
+    """
+    monkeypatch.setattr(nixl_pump, "POLL_MIN_S", 1e-9)
+    pump = NixlPump(StubAgent, 1 << 20, quarantine_s=60)
+    try:
+        await asyncio.wrap_future(pump.submit(pump.start))
+        for _ in range(ROUNDS):
+            queued = threading.Event()
+            pump.submit(queued.wait)
+            flight = Flight("owner", NO_COPIES, 10, pump.abandon)
+            pump.submit(lambda: pump.forget("owner"))
+            pump.submit(lambda flight=flight: pump.meet(flight, ADDRESS))
+            queued.set()
+            await flight.read.done
+    finally:
+        pump.submit(pump.stop)
+        await asyncio.to_thread(pump.thread.join)
