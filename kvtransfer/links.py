@@ -20,7 +20,7 @@ from kvtransfer.probe import measure, verify_probe
 from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress, rank_name
 from kvtransfer.transport import Place, PullOrder, Read, ReadStats, Region, Transport, summed
 
-PROBE_S = 15.0  # a first contact over UCX was seen to take up to ten on a machine that was overloaded
+PROBE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
