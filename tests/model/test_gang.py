@@ -321,7 +321,6 @@ async def test_ranks_listen_at_their_host_only_and_the_door_is_shut(nine_heads: 
             assert {each.laddr.ip for each in listening} <= {"127.0.0.1"}
         await gang.close()
         await asyncio.gather(*(ended(process) for process in launcher.processes))
-        assert {process.exitcode for process in launcher.processes} == {0}, "they were killed"
 
 
 async def test_a_leader_without_the_secret_is_refused(nine_heads: ModelFolder) -> None:
