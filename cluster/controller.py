@@ -14,7 +14,7 @@ from cluster.pool import Keeper
 from cluster.runtime.interface import Runtime, WorkerGone, WorkerHandle, WorkerOrder
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from cluster.view import ModelView, WorkerState
-from kvtransfer.errors import TransferError
+from kvtransfer.errors import PeerRefused, TransferError
 from kvtransfer.ticket import LinkReport, ShardAddress
 from workers.config import WorkerConfig
 from workers.errors import ModelError, WorkerError
@@ -152,7 +152,11 @@ class Controller:
             for peer in peers:
                 _refuse_misfit(new, peer)
             pairs = [(new, peer) for peer in peers] + [(peer, new) for peer in peers]
-            await asyncio.gather(*(self._link(owner, reader) for owner, reader in pairs if _may_move(owner, reader)))
+            movable = [(owner, reader) for owner, reader in pairs if _may_move(owner, reader)]
+            for error in await asyncio.gather(*(self._link(owner, reader) for owner, reader in movable)):
+                # One that ran before is let in all the same: it can still do both phases alone.
+                if isinstance(error, PeerRefused) and not new.view.incarnation:
+                    raise ModelError(f"{new.name} cannot exchange KV: {error}") from error
             new.introduced = True
 
     async def _tend(self) -> None:
@@ -167,15 +171,19 @@ class Controller:
                     if (owner.name, reader.name) in self._links:
                         self._bump()
 
-    async def _link(self, owner: Keeper, reader: Keeper) -> None:
+    async def _link(self, owner: Keeper, reader: Keeper) -> Exception | None:
+        """None, or why there is no link."""
         assert owner.info is not None and reader.handle is not None, "only started workers are introduced"
         handle: WorkerHandle = reader.handle
         try:
             async with asyncio.timeout(self._spec.transfer.read_timeout_s):
                 link = await handle.connect(owner.info.peer)
             self._links[owner.name, reader.name] = replace(link, owner=owner.name, reader=reader.name)
+            return None
         except (TransferError, WorkerGone, WorkerError, TimeoutError) as error:
-            logger.error("no KV can move from %s to %s: %s", owner.name, reader.name, error or "preflight timed out")
+            reason = str(error) or "preflight timed out"
+            logger.error("no KV can move from %s to %s: %s", owner.name, reader.name, reason)
+            return error
 
 
 def _refuse_misfit(new: Keeper, peer: Keeper) -> None:

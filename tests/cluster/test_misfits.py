@@ -49,3 +49,17 @@ async def test_another_model_is_refused_at_start() -> None:
 async def test_another_tokenizer_is_refused_at_start() -> None:
     message = await refusal(replace(modelled_facts(layout=KVLayout("modelled", 30, 3, 64, 16)), tokenizer="other"))
     assert "tokenizer" in message and "same model folder" in message
+
+
+async def test_kv_that_cannot_be_converted_is_refused_at_start() -> None:
+    """float32 there, bfloat16 here, and no memory to convert it in."""
+    spec = split_spec(backends=("tcp",))
+    prefill, decode = spec.pools
+    pools = (prefill, replace(decode, engine=replace(decode.engine, dtype="bfloat16")))
+    spec = replace(spec, pools=pools, transfer=replace(spec.transfer, staging_bytes=0))
+    facts = modelled_facts(layout=KVLayout("modelled", 30, 3, 64, 16, dtype="bfloat16"))
+    with pytest.raises(
+        ModelError, match=r"cannot exchange KV: the owner.s KV is float32, ours bfloat16, .*use one dtype"
+    ):
+        async with cluster(spec, build=building(facts)):
+            pass

@@ -9,9 +9,10 @@ import pytest
 import pytest_asyncio
 from pairs import PARALLEL, Legs, colocated, parallel_worker, words
 
+from kvtransfer.errors import PeerRefused
 from kvtransfer.open import SharedMemory
 from tests.model.tiny import write_tiny_llama
-from workers.config import EngineConfig
+from workers.config import EngineConfig, ParallelConfig
 from workers.request import Request, SamplingParams
 from workers.worker import Worker
 
@@ -94,3 +95,36 @@ async def test_a_gang_alone_answers_like_one_rank(
 ) -> None:
     assert await colocated(workers[f"d{parallel}"], requests()) == expected
     await workers[f"d{parallel}"].check()
+
+
+async def test_kv_of_another_dtype_is_rounded_on_its_way(
+    workers: dict[str, Worker], model: str, expected: list[tuple[int, ...]]
+) -> None:
+    """A decode worker that stores bfloat16: every block checked as it was, the first token the prefill's own."""
+    engine = replace(OTHER, dtype="bfloat16")
+    decode = parallel_worker(
+        "bf2x1", model, ParallelConfig(2, 1), engine, SharedMemory(), prefix_tokens=24, staging_bytes=200_000
+    )
+    await decode.start()
+    try:
+        for prefill in ("p1x3", "p2x2"):
+            moved = await Legs(workers[prefill], decode).run(requests())
+            assert [each.tokens[0] for each in moved] == [tokens[0] for tokens in expected]
+            assert all(len(each.tokens) == len(tokens) for each, tokens in zip(moved, expected, strict=True))
+            assert moved[-1].report.digests_verified > 0
+        await decode.check()
+    finally:
+        await decode.close()
+
+
+async def test_kv_of_another_dtype_without_room_to_convert_it_is_refused_when_workers_meet(
+    workers: dict[str, Worker], model: str
+) -> None:
+    engine = replace(ENGINE, dtype="bfloat16")
+    decode = parallel_worker("bf1x1", model, ParallelConfig(), engine, SharedMemory())
+    await decode.start()
+    try:
+        with pytest.raises(PeerRefused, match=r"set transfer\.staging_bytes to"):
+            await decode.connect((await workers["p1x1"].info()).peer)
+    finally:
+        await decode.close()

@@ -50,9 +50,9 @@ def why_not() -> str:
     """ "" where two nodes can be made, else what is missing."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [name for name in ("ip", "tc", "unshare", "nsenter") if shutil.which(name) is None]
+    missing = [name for name in ("ip", "tc", "unshare", "nsenter", "pgrep") if shutil.which(name) is None]
     if missing:
-        return f"{' and '.join(missing)} not found (packages iproute2 and util-linux)"
+        return f"{' and '.join(missing)} not found (packages iproute2, util-linux and procps)"
     done = subprocess.run([*ALONE, "sh", "-c", TRIAL], capture_output=True, text=True, timeout=COMMAND_S)
     return f"namespaces, veth or tbf are not permitted here: {done.stderr.strip()}" if done.returncode else ""
 

@@ -239,3 +239,29 @@ async def stream_over_a_cut(client: DiptychClient, link: Link, ask: Ask) -> list
 def is_back(view: ClusterView, gone: str) -> bool:
     decode = worker(view, "decode-0")
     return decode.state is WorkerState.READY and decode.incarnation != gone and view.linked("prefill-0", "decode-0")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_pipeline_over_two_nodes_answers_like_one_rank(
+    link: Link, asks: dict[str, Ask], expected: dict[str, list[int]]
+) -> None:
+    """Its stages pass activations over the link, from one node to the other."""
+    document = laptop(health={"dead_after_s": DEAD_AFTER_S})
+    pool = document["pools"][0] | {"name": "mixed", "role": "mixed"}
+    pool["parallel"] = {"pipeline": 2, "placement": "strict_spread"}
+    pool["engine"] |= ENGINE
+    document["pools"] = [pool]
+    with linked_nodes() as other:  # that of the tests above still stands
+        async with served_on(other, document, UCX_TLS="tcp") as endpoint, DiptychClient(endpoint) as client:
+            await client.wait_ready(30.0)
+            leader = worker((await client.status()).view, "mixed-0").pid
+            rank = other.left.run("pgrep", "-f", "ray::_RankActor")  # the one that is no leader
+            where = {other.left.network(pid) for pid in (leader, rank)}
+            assert where == {other.left.network(), other.right.network()}, "both stages lie on one node"
+            names = ["short", "middle", "seeded short", "stream"]
+            answers = await asyncio.gather(
+                *(client.complete(asks[name].prompt, timeout_s=60.0, **asks[name].options) for name in names)
+            )
+            assert [list(answer.output.tokens) for answer in answers] == [expected[name] for name in names]
+            shares = [each.stats.bubble_share for each in (await client.status()).view.workers]
+            assert 0.0 < shares[0] < 1.0
