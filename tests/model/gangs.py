@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from tests.model.paging import ragged
+from tests.model.paging import next_tokens, ragged
 from workers.config import ParallelConfig
 from workers.executor.kv_pool import KVPool
 from workers.model.decoder import Decoder
@@ -50,11 +50,7 @@ def run_stage(
     done = [0] * len(prompts)
     answers: list[Tensor | None] = []
     for step in steps:
-        tokens, positions = [], []
-        for prompt, length in step:
-            tokens += prompts[prompt][done[prompt] : done[prompt] + length]
-            positions += range(done[prompt], done[prompt] + length)
-            done[prompt] += length
+        tokens, positions = next_tokens(prompts, done, step)
         batch = ragged(
             [tables[prompt] for prompt, _ in step],
             [length for _, length in step],

@@ -44,6 +44,17 @@ def ragged(tables: list[list[int]], query_lens: list[int], context_lens: list[in
 
 
 @torch.inference_mode()
+def next_tokens(prompts: list[list[int]], done: list[int], step: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """The tokens of a step of (prompt, number of its next tokens), and their positions; counts them as done."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    for prompt, length in step:
+        tokens += prompts[prompt][done[prompt] : done[prompt] + length]
+        positions += range(done[prompt], done[prompt] + length)
+        done[prompt] += length
+    return tokens, positions
+
+
 def run_chunks(
     model: Decoder, pool: KVPool, prompts: list[list[int]], tables: list[list[int]], steps: list[list[tuple[int, int]]]
 ) -> list[Tensor]:
@@ -51,11 +62,7 @@ def run_chunks(
     done = [0] * len(prompts)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     for step in steps:
-        tokens, positions = [], []
-        for prompt, length in step:
-            tokens += prompts[prompt][done[prompt] : done[prompt] + length]
-            positions += range(done[prompt], done[prompt] + length)
-            done[prompt] += length
+        tokens, positions = next_tokens(prompts, done, step)
         batch = ragged(
             [tables[prompt] for prompt, _ in step],
             [length for _, length in step],

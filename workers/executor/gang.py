@@ -25,7 +25,7 @@ from kvtransfer.control_wire import BROKEN, Channel
 from kvtransfer.links import slowest
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
-from kvtransfer.transport import PullOrder, Read, ReadStats
+from kvtransfer.transport import PullOrder, Read, ReadStats, summed
 from workers.config import WorkerConfig
 from workers.engine.bubble import BubbleMeter
 from workers.engine.executor import ModelFacts
@@ -334,13 +334,4 @@ def _pass_on(ended: "asyncio.Future[list[ReadStats]]", done: "asyncio.Future[Rea
     elif (error := ended.exception()) is not None:
         done.set_exception(error)
     else:
-        every = ended.result()
-        done.set_result(
-            ReadStats(
-                num_bytes=sum(stats.num_bytes for stats in every),
-                num_descriptors=sum(stats.num_descriptors for stats in every),
-                seconds=max(stats.seconds for stats in every),
-                num_digests=sum(stats.num_digests for stats in every),
-                digest_seconds=max(stats.digest_seconds for stats in every),
-            )
-        )
+        done.set_result(summed(ended.result()))

@@ -1,7 +1,8 @@
 """Ways between a leader and a rank on one machine, each as an honest program that could serve a gang.
 
 The leader's end is asked from an event loop, where the engine lives; the rank's end calls on its compute thread.
-Each module has both ends:  `await lead(way, start) -> Delivery`  and  `serve(way, address, compute)`.
+Each module has both ends:  `await lead(way, start) -> Delivery`  and  `serve(way, address, compute)`;
+but Ray starts its ranks itself.
 """
 
 from collections.abc import Callable

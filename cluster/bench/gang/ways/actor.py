@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cluster.bench.gang.plans import answer
-from cluster.bench.gang.ways import DEADLINE_S, Compute, Start
+from cluster.bench.gang.ways import DEADLINE_S, Start
 from cluster.runtime.auth import settle_auth
 
 settle_auth()
@@ -51,7 +51,3 @@ async def lead(way: str, start: Start) -> Call:
     ranks: Any = ray.remote(_Rank)
     rank = ranks.remote()
     return Call(await rank.pid.remote(), rank)
-
-
-def serve(way: str, address: str, compute: Compute) -> None:
-    raise NotImplementedError("Ray starts its ranks itself")
