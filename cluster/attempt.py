@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from cluster.events import Unservable
 from cluster.ledger import Stopwatch
-from cluster.line import Heard, Inbox, Line, LineLost
+from cluster.line import Heard, Line, LineLost
 from cluster.runtime.interface import WorkerGone
 from kvtransfer.ticket import TransferReport
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError
@@ -60,7 +60,8 @@ class Attempt:
         self._watch = watch
         self._tokens = tokens
         self._background = background
-        self._inbox: Inbox = asyncio.Queue()
+        self._inbox: asyncio.Queue[Heard] = asyncio.Queue()  # bounded by the request's own tokens
+        self._taking = False
         self._held: dict[str, Line] = {}  # lines on which something of ours may still be held
         self._latest: LegTiming | None = None
         self._first_came = False
@@ -93,9 +94,27 @@ class Attempt:
             raise AttemptFailed(self._prefill.name, str(error), refused_s=error.retry_after_s) from None
         while True:
             heard = await self._inbox.get()
+            self._taking = True
             finish = await self._take(heard)
+            self._taking = False
             if finish is not None:
                 return finish
+
+    def hear(self, heard: Heard) -> None:
+        """Something came from one of our lines. Tokens in the middle of an answer wait for nobody: they go out at once.
+
+        Everything else is taken in its turn.
+        """
+        output = heard.output
+        waits = self._taking or not self._inbox.empty()
+        if waits or not isinstance(output, TokensOut) or output.prefilled or output.finish is not None:
+            self._inbox.put_nowait(heard)
+        else:
+            self._latest = output.timing
+            try:
+                self._tokens(output)
+            except Exception as error:  # ours to end with, not the line's
+                self._inbox.put_nowait(Heard(heard.worker, error))
 
     async def _take(self, heard: Heard) -> FinishReason | None:
         output = heard.output
@@ -103,6 +122,8 @@ class Attempt:
             if heard.worker not in self._held:
                 return None  # it had done its part
             raise AttemptFailed(heard.worker, f"the worker was lost ({output.reason})")
+        if isinstance(output, Exception):
+            raise output
         if isinstance(output, FailedOut):
             raise AttemptFailed(heard.worker, output.reason, corrupt=output.corrupt)
         if isinstance(output, TicketOut):
@@ -174,7 +195,7 @@ class Attempt:
         if line.name not in self._held:
             self._held[line.name] = line
             tokens = self._request.num_tokens if line is self._prefill else 0
-            line.join(self._request.key, self._inbox, tokens)
+            line.join(self._request.key, self.hear, tokens)
 
     async def _call(self, line: Line, call: Coroutine[Any, Any, T]) -> T:
         """A call that fails with its worker, or outlives it, fails the attempt; a caller's mistake is the caller's."""

@@ -7,7 +7,6 @@ Knows the policy as a function and workers as lines; knows no text and no wire.
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from typing import Any
 
 from cluster.attempt import Attempt, AttemptFailed
 from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
-from cluster.ledger import Stopwatch
+from cluster.ledger import Stopwatch, now_ns
 from cluster.line import Line
 from cluster.members import Member, Membership
 from cluster.policy.placement import Placement, Sent, place
@@ -59,6 +58,7 @@ class Dispatcher:
         self._watch_members = watch_members
         self._name = name
         self._membership = Membership(0)
+        self._pairs = self._membership.pairs
         self._lines: dict[str, Line] = {}
         self._changed = asyncio.Event()
         self._lives: dict[str, _Life] = {}
@@ -87,25 +87,37 @@ class Dispatcher:
     ) -> AsyncGenerator[Event, None]:
         """Run one request: Accepted, Delta..., Completed. Closing the iterator ends it on every worker.
 
-        `arrived_ns` (of `time.monotonic_ns`) lets the ledger count what the gateway did before.
+        `arrived_ns` (of `cluster.ledger.now_ns`) lets the ledger count what the gateway did before.
         Errors: `cluster.events`.
         """
         events: asyncio.Queue[Event | None] = asyncio.Queue()  # bounded by the request's own tokens
-        watch = Stopwatch(time.monotonic_ns, arrived_ns)
-        life = _Life(request, watch, events.put_nowait)
-        if request.id in self._lives:
-            raise Unservable(f"request id {request.id!r} is already running here")
-        self._lives[request.id] = life
-        task = asyncio.ensure_future(self._live(life, deadline_s))
+        running = self.run(request, events.put_nowait, deadline_s=deadline_s, arrived_ns=arrived_ns)
+        task = asyncio.ensure_future(running)
         task.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (event := await events.get()) is not None:
                 yield event
             await task
         finally:
-            self._lives.pop(request.id, None)
             task.cancel()
             await asyncio.wait([task])
+
+    async def run(
+        self,
+        request: Request,
+        emit: Callable[[Event], None],
+        *,
+        deadline_s: float | None = None,
+        arrived_ns: int | None = None,
+    ) -> None:
+        """Like `generate`, for a caller who takes each event at the moment it happens."""
+        if request.id in self._lives:
+            raise Unservable(f"request id {request.id!r} is already running here")
+        life = self._lives[request.id] = _Life(request, Stopwatch(now_ns, arrived_ns), emit)
+        try:
+            await self._live(life, deadline_s)
+        finally:
+            del self._lives[request.id]
 
     def finish(self, request_id: str) -> None:
         """The caller has all it wants (a stop string): the next event is Completed(STOP). Unknown ids are ignored."""
@@ -259,7 +271,12 @@ class Dispatcher:
                     view = replace(view, state=WorkerState.STARTING, detail="not heard yet")
             workers.append(view)
         return ClusterView(
-            self._membership.revision, self._spec.name, self._model, tuple(workers), self._membership.links
+            self._membership.revision,
+            self._spec.name,
+            self._model,
+            tuple(workers),
+            self._membership.links,
+            self._pairs,
         )
 
     async def audit(self) -> ClusterView:
@@ -292,6 +309,7 @@ class Dispatcher:
 
     def _take_membership(self, membership: Membership) -> None:
         self._membership = membership
+        self._pairs = membership.pairs
         ready = {
             member.view.name: member
             for member in membership.members

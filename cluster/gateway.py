@@ -16,13 +16,13 @@ ClusterError (`cluster.events`)
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
 from cluster.answers import Answer, give_out, one_end, siblings
 from cluster.events import ClusterError, Rejected, Unservable
+from cluster.ledger import now_ns
 from cluster.outbox import Outbox
 from cluster.serving import GatewayContext
 from cluster.spec import Role
@@ -83,7 +83,7 @@ class Gateway:
         best are known. `deadline_s` counts from now. Closing the iterator cancels the request on its workers. Errors:
         `cluster.events`, `InvalidRequest`, and those above.
         """
-        arrived_ns = time.monotonic_ns()
+        arrived_ns = now_ns()
         self._check_model(model)
         self._check_answers(sampling)
         request_id = request_id or f"req-{secrets.token_hex(8)}"
@@ -203,7 +203,7 @@ class Gateway:
 
         The first answer that fails, or an end from outside, ends them all.
         """
-        left_s = None if deadline_s is None else deadline_s - (time.monotonic_ns() - arrived_ns) / 1e9
+        left_s = None if deadline_s is None else deadline_s - (now_ns() - arrived_ns) / 1e9
         sampling = request.sampling
         ranked = sampling.num_answers > sampling.n
         answers = [

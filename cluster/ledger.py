@@ -2,9 +2,10 @@
 
 The dispatcher laps a `Stopwatch` on one clock: at every instant the request is in exactly one phase. What a worker
 measured on its own clock only *divides* a lap; what is left of the lap is the named remainder for the wire.
-All durations are integer nanoseconds, so sums are exact. Pure: the clock is handed in.
+All durations are integer nanoseconds, so sums are exact. The clock is the event loop's, or one that is handed in.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,11 @@ PHASES = (
     "decode_wire",  # the rest of the decode phase
     "recovery",  # a worker died or refused; waiting to try again
 )
+
+
+def now_ns() -> int:
+    """The running event loop's clock, which all laps of one process share."""
+    return round(asyncio.get_running_loop().time() * 1e9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,13 +28,13 @@ class LineLost:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Something that reached an attempt's inbox, and from which worker."""
+    """Something that reached an attempt, and from which worker. An exception: what taking it led to."""
 
     worker: str
-    output: Output | LineLost
+    output: Output | LineLost | Exception
 
 
-Inbox = asyncio.Queue[Heard]  # bounded by its request's own tokens: each adds at most one entry
+Hear = Callable[[Heard], None]
 
 
 class Line:
@@ -53,7 +53,7 @@ class Line:
         self.ended = asyncio.Event()
         self._silence_s = silence_s
         self._changed = changed
-        self._inboxes: dict[str, Inbox] = {}
+        self._attempts: dict[str, Hear] = {}
         self.heard_s = asyncio.get_running_loop().time()
         self._listening = asyncio.ensure_future(self._listen())
 
@@ -61,15 +61,15 @@ class Line:
     def name(self) -> str:
         return self.view.name
 
-    def join(self, key: str, inbox: Inbox, prompt_tokens: int) -> None:
-        """From now on, outputs for `key` go to `inbox`."""
-        self._inboxes[key] = inbox
+    def join(self, key: str, hear: Hear, prompt_tokens: int) -> None:
+        """From now on, outputs for `key` go to `hear`."""
+        self._attempts[key] = hear
         self.sent = Sent(self.sent.prompt_tokens + prompt_tokens, self.sent.sequences + 1)
         if self.lost is not None:
-            inbox.put_nowait(Heard(self.name, LineLost(self.lost)))
+            hear(Heard(self.name, LineLost(self.lost)))
 
     def leave(self, key: str) -> None:
-        self._inboxes.pop(key, None)
+        self._attempts.pop(key, None)
 
     async def close(self) -> None:
         self._listening.cancel()
@@ -98,9 +98,9 @@ class Line:
             self.stats = bundle.stats
             self.sent = Sent()
             for output in bundle.outputs:
-                inbox = self._inboxes.get(output.key)
-                if inbox is not None:
-                    inbox.put_nowait(Heard(self.name, output))
+                hear = self._attempts.get(output.key)
+                if hear is not None:
+                    hear(Heard(self.name, output))
 
     def hang_up(self, reason: str) -> None:
         """End the line; every attempt on it learns why. Only the first reason counts."""
@@ -109,6 +109,6 @@ class Line:
         logger.warning("worker %s is lost: %s", self.name, reason)
         self.lost = reason
         self.ended.set()
-        for inbox in self._inboxes.values():
-            inbox.put_nowait(Heard(self.name, LineLost(reason)))
+        for hear in tuple(self._attempts.values()):
+            hear(Heard(self.name, LineLost(reason)))
         self._changed()

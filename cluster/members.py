@@ -22,3 +22,8 @@ class Membership:
     revision: int
     members: tuple[Member, ...] = ()
     links: tuple[LinkReport, ...] = ()
+
+    @property
+    def pairs(self) -> frozenset[tuple[str, str]]:
+        """Owner and reader of each link."""
+        return frozenset((link.owner, link.reader) for link in self.links)

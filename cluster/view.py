@@ -48,17 +48,23 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """`revision` grows with every change of membership or state; statistics alone do not change it."""
+    """`revision` grows with every change of membership or state; statistics alone do not change it.
+
+    `pairs` is an index of the links, (owner, reader); None: they are searched one by one.
+    """
 
     revision: int
     name: str
     model: ModelView | None
     workers: tuple[WorkerView, ...]
     links: tuple[LinkReport, ...] = ()
+    pairs: frozenset[tuple[str, str]] | None = None
 
     def ready(self, *roles: Role) -> tuple[WorkerView, ...]:
         return tuple(worker for worker in self.workers if worker.state is WorkerState.READY and worker.role in roles)
 
     def linked(self, owner: str, reader: str) -> bool:
         """Whether preflight let KV flow from owner to reader."""
+        if self.pairs is not None:
+            return (owner, reader) in self.pairs
         return any(link.owner == owner and link.reader == reader for link in self.links)

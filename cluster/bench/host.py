@@ -8,14 +8,13 @@ import asyncio
 import json
 import signal
 import sys
-import time
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from cluster.api.server import open_door
 from cluster.events import Accepted, Completed, Delta, Event
-from cluster.ledger import Stopwatch
+from cluster.ledger import Stopwatch, now_ns
 from cluster.serving import GatewayContext, serve
 from cluster.spec import ClusterSpec, Role, parse_spec
 from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
@@ -34,7 +33,7 @@ class InstantDispatcher:
     async def generate(
         self, request: Request, *, deadline_s: float | None = None, arrived_ns: int | None = None
     ) -> AsyncGenerator[Event, None]:
-        watch = Stopwatch(time.monotonic_ns, arrived_ns)
+        watch = Stopwatch(now_ns, arrived_ns)
         count = request.sampling.max_tokens or 1
         yield Accepted(request.id, 0, len(request.prompt), "none", "none", "no cluster behind this door")
         for position in range(count):

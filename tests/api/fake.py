@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.events import Accepted, Completed, Delta, Event
-from cluster.ledger import Stopwatch
+from cluster.ledger import Stopwatch, now_ns
 from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
@@ -76,7 +76,7 @@ class FakeDispatcher:
     async def generate(
         self, request: Request, *, deadline_s: float | None = None, arrived_ns: int | None = None
     ) -> AsyncGenerator[Event, None]:
-        watch = Stopwatch(time.monotonic_ns, arrived_ns)
+        watch = Stopwatch(now_ns, arrived_ns)
         self.requests.append(request)
         self.deadlines.append(deadline_s)
         self.running.add(request.id)

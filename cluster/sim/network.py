@@ -1,0 +1,129 @@
+"""What a virtual loop has instead of sockets: listeners by port, and pairs of pipes. Bytes arrive at once, in order.
+
+Behind asyncio's streams nothing can tell the difference, so protocols run with their real frames and handshakes.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+FIRST_PORT = 1024
+
+Factory = Callable[[], asyncio.Protocol]
+
+
+class Network:
+    """Owned by its loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._listeners: dict[int, Listener] = {}
+        self._next_port = FIRST_PORT
+
+    def listen(self, factory: Factory, port: int) -> "Listener":
+        """Raises OSError when the port is taken."""
+        if port == 0:
+            port = self._next_port
+            self._next_port += 1
+        if port in self._listeners:
+            raise OSError(f"port {port} is in use")
+        listener = self._listeners[port] = Listener(self, factory, port)
+        return listener
+
+    def connect(self, factory: Factory, port: int) -> tuple["Pipe", asyncio.Protocol]:
+        """Raises ConnectionRefusedError when nobody listens."""
+        listener = self._listeners.get(port)
+        if listener is None:
+            raise ConnectionRefusedError(f"nobody listens on port {port}")
+        ours, theirs = factory(), listener.factory()
+        near, far = Pipe(self._loop, ours), Pipe(self._loop, theirs)
+        near.peer, far.peer = far, near
+        theirs.connection_made(far)
+        ours.connection_made(near)
+        return near, ours
+
+    def forget(self, port: int) -> None:
+        self._listeners.pop(port, None)
+
+
+class Listener:
+    """What `create_server` answers. `sockets[0].getsockname()` tells the port, as of a real server."""
+
+    def __init__(self, network: Network, factory: Factory, port: int) -> None:
+        self.factory = factory
+        self._network = network
+        self._port = port
+
+    @property
+    def sockets(self) -> tuple["Listener", ...]:
+        return (self,)
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", self._port
+
+    def is_serving(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._network.forget(self._port)
+
+    async def wait_closed(self) -> None:
+        """Nothing is left to wait for."""
+
+
+class Pipe(asyncio.Transport):
+    """One end of a connection."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, protocol: asyncio.Protocol) -> None:
+        super().__init__()
+        self.peer: Pipe | None = None
+        self._loop = loop
+        self._protocol = protocol
+        self._closing = False
+
+    def write(self, data: Any) -> None:
+        if not self._closing and self.peer is not None:
+            self._loop.call_soon(self.peer._receive, bytes(data))
+
+    def _receive(self, data: bytes) -> None:
+        if not self._closing:
+            self._protocol.data_received(data)
+
+    def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        self._loop.call_soon(self._protocol.connection_lost, None)
+        if self.peer is not None:
+            self._loop.call_soon(self.peer._ended)
+
+    def abort(self) -> None:
+        self.close()
+
+    def _ended(self) -> None:
+        if not self._closing and not self._protocol.eof_received():
+            self.close()
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Nothing is ever buffered."""
+
+    def pause_reading(self) -> None:
+        """A reader that is full gets the rest all the same; it is bounded by what its peer writes."""
+
+    def resume_reading(self) -> None:
+        """See `pause_reading`."""
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = cast(asyncio.Protocol, protocol)
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._protocol
