@@ -6,14 +6,14 @@ from dataclasses import replace
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory
 from workers.config import WorkerConfig
-from workers.costs import CostModel
+from workers.costs import CostModel, LinearCost
 from workers.engine.executor import Executor
 from workers.executor.order import RankLauncher, RankOrder
 from workers.worker import ExecutorFactory, Worker
 
 # The KV of SmolLM2-135M, so that a modelled worker moves as many bytes as the real one.
 MODELLED_LAYERS, MODELLED_KV_HEADS, MODELLED_HEAD_DIM = 30, 3, 64
-ZERO_COST = CostModel(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+ZERO_COST = LinearCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def build_worker(

@@ -31,7 +31,7 @@ from cluster.bench.study.steps import HELD_OUT, SEEN, plan
 from cluster.bench.study.virtual import Arrival, replay
 from cluster.bench.study.workload import LONG_PROMPT, MIXES, SHORT_ANSWER, Asked, asked
 from workers.config import EngineConfig
-from workers.costs import CostModel
+from workers.costs import CostModel, LinearCost
 from workers.engine.engine import Engine
 from workers.engine.estimate import plan_seconds
 from workers.executor.modelled import modelled_facts, open_modelled
@@ -51,7 +51,7 @@ def points(cost: CostModel, noise: float = 0.0) -> list[Point]:
 
 
 def test_the_fit_finds_the_model_that_made_the_points() -> None:
-    true = CostModel(0.04, 1e-3, 5e-7, 2e-3, 7e-6)
+    true = LinearCost(0.04, 1e-3, 5e-7, 2e-3, 7e-6)
     found = fit(points(true))
     for name in COEFFICIENTS:
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-3)
@@ -60,7 +60,7 @@ def test_the_fit_finds_the_model_that_made_the_points() -> None:
 
 
 def test_a_coefficient_that_would_be_negative_is_zero() -> None:
-    cost = CostModel(0.04, 1e-3, 5e-7, 2e-3, 7e-6)
+    cost = LinearCost(0.04, 1e-3, 5e-7, 2e-3, 7e-6)
     falling = [replace(p, seconds=p.seconds - 3e-6 * p.shape.batch * p.shape.context) for p in points(cost)]
     steeper = [replace(p, seconds=p.seconds - 8e-6 * p.shape.batch * p.shape.context) for p in points(cost)]
     assert fit(falling).decode_context_s > 0.0
@@ -68,7 +68,7 @@ def test_a_coefficient_that_would_be_negative_is_zero() -> None:
 
 
 def test_points_held_out_do_not_move_the_fit() -> None:
-    seen = points(CostModel())
+    seen = points(LinearCost())
     moved = [replace(point, seconds=2 * point.seconds) if point.held_out else point for point in seen]
     assert fit(moved) == fit(seen)
     assert {point.shape.kind for point in seen if point.held_out} == {"prompts", "decodes", "mixed"}
@@ -77,7 +77,7 @@ def test_points_held_out_do_not_move_the_fit() -> None:
 def test_measured_plans_cost_what_their_shape_says() -> None:
     for shape in (*SEEN, *HELD_OUT):
         made = plan(shape, 16)
-        assert plan_seconds(CostModel(), made) == pytest.approx(shape.seconds(CostModel()))
+        assert plan_seconds(LinearCost(), made) == pytest.approx(shape.seconds(LinearCost()))
         blocks = [block for chunk in made.chunks for block in chunk.blocks]
         assert len(set(blocks)) == len(blocks)
         assert max(blocks) < worker_config("").engine.kv_blocks
@@ -101,8 +101,8 @@ def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
 
 def test_an_end_token_ends_an_answer_whatever_length_was_told() -> None:
     requests = asked("short/short", 6, 0, 1.0)
-    told = virtual_run(CostModel(), YARDSTICK.config(CostModel()), requests, told=512)
-    assert told == virtual_run(CostModel(), YARDSTICK.config(CostModel()), requests)
+    told = virtual_run(LinearCost(), YARDSTICK.config(LinearCost()), requests, told=512)
+    assert told == virtual_run(LinearCost(), YARDSTICK.config(LinearCost()), requests)
 
 
 def test_figures_of_an_answer() -> None:
@@ -169,7 +169,7 @@ def test_who_sets_answers_aside_preempts_nobody_where_others_do() -> None:
 async def test_the_real_loop_gives_every_request_its_tokens() -> None:
     config = worker_config("")
     config = replace(config, transfer=replace(config.transfer, backends=("modelled",)))
-    executor = open_modelled(config, modelled_facts(vocab_size=50_000), CostModel(1e-4, 1e-6, 0, 0, 0), "study")
+    executor = open_modelled(config, modelled_facts(vocab_size=50_000), LinearCost(1e-4, 1e-6, 0, 0, 0), "study")
     try:
         engine = Watched(EngineConfig(kv_blocks=64), executor.facts)
         run = await real_run(engine, executor, asked("short/short", 8, 0, 100.0))

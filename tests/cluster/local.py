@@ -14,11 +14,11 @@ from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from kvtransfer.open import SharedMemory
 from workers.build import build_worker
 from workers.config import EngineConfig, TransferConfig
-from workers.costs import CostModel
+from workers.costs import CostModel, LinearCost
 from workers.request import Request, SamplingParams
 from workers.worker import Worker
 
-FAST = CostModel(0.001, 0.00002, 0.0, 0.0005, 0.0, 0.0, 0.0)
+FAST = LinearCost(0.001, 0.00002, 0.0, 0.0005, 0.0, 0.0, 0.0)
 VOCAB = 1000
 
 

@@ -13,12 +13,12 @@ from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Delta, Rejec
 from cluster.spec import Role
 from cluster.view import WorkerState
 from kvtransfer.transport import Read
-from workers.costs import CostModel
+from workers.costs import LinearCost
 from workers.errors import UnknownSequence, WorkerError
 from workers.executor.modelled import modelled_token
 from workers.request import FinishReason
 
-SLOW = CostModel(0.02, 0.002, 0.0, 0.001, 0.0, 0.0, 0.0)
+SLOW = LinearCost(0.02, 0.002, 0.0, 0.001, 0.0, 0.0, 0.0)
 
 
 def expected(name: str, length: int, count: int) -> list[int]:

@@ -17,7 +17,7 @@ from cluster.spec import ClusterSpec
 from cluster.text import TextDelta, TextEvent, TokenPrompt
 from tests.api.fake import ByteDetokenizer, ByteTokenizer
 from tests.model.tiny import write_tiny_llama
-from workers.costs import CostModel
+from workers.costs import LinearCost
 from workers.executor.modelled import modelled_token
 from workers.request import FinishReason, SamplingParams
 
@@ -104,7 +104,7 @@ async def test_cancelling_ends_all_answers_and_frees_their_blocks() -> None:
 @pytest.mark.parametrize(("victim", "after_s"), [("prefill-0", 0.08), ("decode-1", 0.3)])
 async def test_a_worker_that_dies_costs_no_answer_a_token(victim: str, after_s: float) -> None:
     spec = split_spec(2, 2)
-    async with cluster(spec, CostModel(0.02, 0.002, 0.0, 0.001, 0.0, 0.0, 0.0)) as subject:
+    async with cluster(spec, LinearCost(0.02, 0.002, 0.0, 0.001, 0.0, 0.0, 0.0)) as subject:
         running = asyncio.ensure_future(run(gateway_of(subject, spec), replace(DRAWN, n=6, prompt_logprobs=0), "r"))
         await asyncio.sleep(after_s)
         await subject.workers[victim].close()

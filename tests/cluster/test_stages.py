@@ -11,10 +11,10 @@ from local import cluster, completed, request, split_spec, tokens_of
 from cluster.events import Delta
 from cluster.spec import ClusterSpec
 from workers.config import ParallelConfig
-from workers.costs import CostModel
+from workers.costs import LinearCost
 from workers.executor.modelled import modelled_token
 
-COST = CostModel(0.002, 0.00002, 0.0, 0.0001, 0.0, 0.0, 0.0)
+COST = LinearCost(0.002, 0.00002, 0.0, 0.0001, 0.0, 0.0, 0.0)
 
 
 def staged(prefill: int, decode: int, **engine: int) -> ClusterSpec:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.config import BATCHING, EngineConfig
-from workers.costs import CostModel
+from workers.costs import LinearCost
 from workers.engine.engine import Engine
 from workers.engine.estimate import plan_seconds
 from workers.engine.step import StepPlan
@@ -114,7 +114,7 @@ def test_chunked_computes_all_decodes_and_hits_the_budget_exactly() -> None:
     ]
 
 
-COST = CostModel(step_s=0.010, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.001, decode_context_s=0.0)
+COST = LinearCost(step_s=0.010, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.001, decode_context_s=0.0)
 
 
 def test_chunked_cuts_prompts_to_what_the_tpot_promise_leaves() -> None:

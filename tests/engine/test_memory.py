@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtransfer.errors import LeaseLost
 from workers.config import BATCHING, EngineConfig
-from workers.costs import CostModel
+from workers.costs import CostModel, LinearCost
 from workers.engine.engine import Engine
 from workers.engine.sequence import Lease
 from workers.engine.step import StepPlan
@@ -18,8 +18,8 @@ from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import SLO, Request, SamplingParams, TokensOut
 
 PROMPT = tuple(range(1, 7))  # a block and a half
-CHEAP_SWAP = CostModel(swap_byte_s=0.0)
-DEAR_SWAP = CostModel(swap_byte_s=1.0)
+CHEAP_SWAP = LinearCost(swap_byte_s=0.0)
+DEAR_SWAP = LinearCost(swap_byte_s=1.0)
 
 
 def starved(**config: object):
@@ -148,7 +148,7 @@ def test_held_siblings_are_leased_apart_but_share_blocks() -> None:
 
 def admit_a_held_sibling_without_a_token() -> tuple[Engine, Device, StepPlan, Request]:
     """A decode's promise leaves 9.5 tokens for prompts: one of 9 takes them before the sibling's turn comes."""
-    cost = CostModel(step_s=0.004, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.0, decode_context_s=0.0)
+    cost = LinearCost(step_s=0.004, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.0, decode_context_s=0.0)
     subject, device = engine(max_batch_tokens=64, cost=cost), Device()
     subject.add(device.know(request("d", (90, 91, 92, 93, 94, 95), slo=SLO(tpot_s=0.0135))), 0.0, hold=False)
     step(subject, 0.0, device)
@@ -260,7 +260,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_batch_tokens=budget,
             batching=batching,
             depth=depth,
-            cost=CostModel(step_s=step_s, swap_byte_s=0.002),
+            cost=LinearCost(step_s=step_s, swap_byte_s=0.002),
             block_bytes=10,
         )
         self.flow = Pipeline(self.engine, depth, self.device)

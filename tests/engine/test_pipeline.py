@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.config import BATCHING
-from workers.costs import CostModel
+from workers.costs import LinearCost
 from workers.engine.bubble import BubbleMeter
 from workers.engine.engine import Engine
 from workers.engine.estimate import prompt_share
@@ -17,9 +17,9 @@ from workers.engine.step import StepPlan
 from workers.errors import InvalidRequest, Overloaded
 from workers.request import SLO, Request, SamplingParams, TokensOut
 
-COST = CostModel(step_s=0.010, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.001, decode_context_s=0.0)
-FREE_STEPS = CostModel(step_s=0.0)
-DEAR_STEPS = CostModel(step_s=1.0, prefill_token_s=0.001)
+COST = LinearCost(step_s=0.010, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.001, decode_context_s=0.0)
+FREE_STEPS = LinearCost(step_s=0.0)
+DEAR_STEPS = LinearCost(step_s=1.0, prefill_token_s=0.001)
 
 
 def prompt(length: int, first: int = 1) -> tuple[int, ...]:
@@ -161,7 +161,7 @@ def test_many_prompts_fill_the_budget_of_every_plan() -> None:
 @settings(max_examples=100, deadline=None)
 @given(num_tokens=st.integers(1, 100_000), stages=st.integers(1, 8), step_s=st.floats(0, 1), token_s=st.floats(0, 0.1))
 def test_the_cut_is_never_slower_than_the_whole(num_tokens: int, stages: int, step_s: float, token_s: float) -> None:
-    share = prompt_share(CostModel(step_s=step_s, prefill_token_s=token_s), num_tokens, stages)
+    share = prompt_share(LinearCost(step_s, token_s, prefill_pair_s=0.0), num_tokens, stages)
 
     def seconds(part: int) -> float:
         count = -(-num_tokens // part)
@@ -204,7 +204,7 @@ def test_prefill_only_keeps_the_size_of_its_chunks_and_never_mixes() -> None:
 
 def test_a_promise_binds_prompts_in_the_plans_beside_a_decode() -> None:
     """10 ms for the step, 1 ms for each prompt token: 20 ms leave 10, with or without a decode of one's own."""
-    cost = CostModel(step_s=0.010, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.0, decode_context_s=0.0)
+    cost = LinearCost(step_s=0.010, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.0, decode_context_s=0.0)
     subject = engine(depth=2, max_batch_tokens=64, cost=cost)
     flow = decoding(subject, 2, 1, slo=SLO(tpot_s=0.0205))
     subject.add(request("b", prompt(50, 50), max_tokens=1), 0.0, hold=False)

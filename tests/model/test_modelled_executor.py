@@ -11,7 +11,7 @@ from kvtransfer.open import SharedMemory, host_identity
 from kvtransfer.ticket import PeerAddress, Piece
 from kvtransfer.transport import PullOrder
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
-from workers.costs import CostModel
+from workers.costs import CostModel, LinearCost
 from workers.engine.engine import Engine, Told
 from workers.engine.estimate import plan_seconds
 from workers.engine.pump import Pump
@@ -20,7 +20,7 @@ from workers.executor.modelled import ModelledExecutor, modelled_facts, modelled
 from workers.request import Request, SamplingParams, TokensOut
 
 T = TypeVar("T")
-COST = CostModel()
+COST = LinearCost()
 DRAW = Draw(SamplingParams(), seed=1, position=10)
 
 
@@ -161,7 +161,7 @@ def test_costs_grow_with_the_work_and_refuse_nonsense() -> None:
     assert COST.transfer_seconds(10**9) == pytest.approx(COST.transfer_latency_s + 10**9 * COST.transfer_byte_s)
     for value in (-1.0, float("nan")):
         with pytest.raises(ValueError, match=r"cost\.step_s"):
-            CostModel(step_s=value)
+            LinearCost(step_s=value)
 
 
 # ---- stages ------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_plans_without_any_cost_still_end_in_their_order() -> None:
     ended: list[int] = []
 
     async def main() -> None:
-        executor = open_one("w", "modelled", stages=3, cost=CostModel(0.0, 0.0, 0.0, 0.0, 0.0))
+        executor = open_one("w", "modelled", stages=3, cost=LinearCost(0.0, 0.0, 0.0, 0.0, 0.0))
         running = [asyncio.ensure_future(executor.execute(StepPlan(number, plan().chunks))) for number in range(9)]
         for each in running:
             each.add_done_callback(lambda task: ended.append(task.result().number))
@@ -240,7 +240,7 @@ def serve(stages: int, count: int, cost: CostModel) -> tuple[float, float]:
 
 def test_with_enough_sequences_stages_multiply_the_throughput() -> None:
     """Where a step's fixed cost is small. One decode alone keeps one stage of four busy at a time."""
-    cost = CostModel(step_s=1e-4)
+    cost = LinearCost(step_s=1e-4)
     (alone_s, alone_share), (few_s, few_share), (many_s, many_share) = (serve(4, count, cost) for count in (1, 4, 16))
     assert serve(1, 16, cost)[0] / many_s > 3.4
     assert serve(1, 4, cost)[0] / few_s > 2.9

@@ -16,6 +16,7 @@ Sources: Yu et al., Orca (OSDI'22); Kwon et al., vLLM (SOSP'23); Holmes et al., 
 al., Sarathi-Serve (OSDI'24); Hu et al., TetriInfer (2024).
 """
 
+import sys
 from collections.abc import Callable
 from itertools import chain
 from typing import Protocol
@@ -119,33 +120,30 @@ class Chunked:
 
     def compose(self, step: Step) -> None:
         decoding = [sequence for sequence in step.decodable if step.decode(sequence)]
-        seconds = self._seconds_left(decoding, step)
-        chunked = False
+        bound_s = self._bound_s([*decoding, *step.beside])
+        context_tokens = sum(len(sequence.tokens) for sequence in decoding)
+        chunks: list[tuple[int, int]] = []
         for sequence in chain(step.unfinished, iter(step.admit, None)):
             most = min(step.left, step.share)
-            if seconds is not None:
-                within = step.cost.prompt_tokens_within(seconds, sequence.num_scheduled)
-                # However tight the promise, a prompt moves on: it must end some time.
-                most = min(most, within if chunked else max(within, self._least_chunk))
             first = sequence.num_scheduled
-            count = step.chunk(sequence, most)
-            chunked = chunked or count > 0
-            if seconds is not None:
-                seconds -= step.cost.prefill_seconds(count, first) - step.cost.step_s
-            if min(step.left, step.share) <= 0 or (seconds is not None and seconds <= 0):
+            within = sys.maxsize
+            if bound_s is not None:
+                within = step.cost.prompt_tokens_within(bound_s, first, chunks, len(decoding), context_tokens)
+                # However tight the promise, a prompt moves on: it must end some time.
+                most = min(most, within if chunks else max(within, self._least_chunk))
+            if count := step.chunk(sequence, most):
+                chunks.append((count, first))
+            if min(step.left, step.share) <= 0 or count > within:
                 return
 
-    def _seconds_left(self, decoding: list[Sequence], step: Step) -> float | None:
-        """What the tightest promise leaves for prompts beside these decodes; None: no promise to keep.
+    def _bound_s(self, promised: list[Sequence]) -> float | None:
+        """The tightest promise to these decodes; None: no promise to keep.
 
         The decodes of other steps count: each stage has to compute this step between two of theirs.
         """
-        promised = [*decoding, *step.beside]
         promises = [self._tpot_slo_s, *(sequence.request.slo.tpot_s for sequence in promised)]
         bounds = [promise for promise in promises if promise is not None]
-        if not promised or not bounds:
-            return None
-        return min(bounds) - step.cost.decode_seconds(len(decoding), sum(len(each.tokens) for each in decoding))
+        return min(bounds) if promised and bounds else None
 
 
 class PrefillOnly:

@@ -11,7 +11,7 @@ Time is an argument. Touched only from its worker's event loop; knows no device,
 import math
 
 from workers.config import EngineConfig
-from workers.costs import CostModel
+from workers.costs import CostModel, LinearCost
 from workers.engine.blocks import BlockPool, prefix_hashes, tail_hash
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
@@ -65,7 +65,7 @@ class Engine:
         self._prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
         self._eos = eos_token_ids
         self._vocab_size = vocab_size
-        self._estimate = StepEstimate(cost or CostModel())
+        self._estimate = StepEstimate(cost or LinearCost())
         self._scheduler = Scheduler(config, self.pool, self._estimate, block_bytes, depth)
         self._sequences: dict[str, Sequence] = {}
         self._transfers: list[tuple[int, ...]] = []  # blocks into which bytes may still land
@@ -186,6 +186,19 @@ class Engine:
             sequence.state = State.RUNNING
             sequence.ready_s = now_s
             self._scheduler.running.append(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence or a lease is here."""
+        return bool(self._sequences or len(self.leases))
+
+    def borrow(self, count: int) -> tuple[int, ...]:
+        """Blocks for steps of nobody's request, until `transfer_settled`. Raises `Overloaded` unless all are free."""
+        if self.has_work or self._transfers:
+            raise Overloaded("this worker has work; measure it when it is idle", retry_after_s=1.0)
+        blocks = tuple(self.pool.allocate(count))
+        self._transfers.append(blocks)
+        return blocks
 
     def transfer_begins(self, blocks: tuple[int, ...]) -> None:
         """Bytes may land in these blocks until `transfer_settled`, whatever becomes of their sequence."""

@@ -9,6 +9,7 @@ from workers.costs import CostModel
 from workers.engine.step import StepPlan
 
 _MEMORY = 0.1  # weight of the newest step; single steps are noisy, ten of them are not
+_USUAL_PROMPT = 512  # tokens
 _BOUND = 100.0  # a step that was this much off says nothing about speed
 
 
@@ -29,12 +30,15 @@ def prompt_share(cost: CostModel, num_tokens: int, stages: int) -> int:
     """How many of `num_tokens` prompt tokens a plan should take, so that `stages` work on some at the same time.
 
     Stages are idle while the first part reaches the last stage, and behind the last part. In m equal parts the tokens
-    are through after (stages - 1 + m) / stages plans of step_s + num_tokens * prefill_token_s / m seconds: least when
-    m² = (stages - 1) * num_tokens * prefill_token_s / step_s. Never more parts than stages: from there on little is
-    left to win, and a step's fixed cost is what the model knows least.
+    are through after (stages - 1 + m) / stages plans of fixed_s + num_tokens * token_s / m seconds: least when
+    m² = (stages - 1) * num_tokens * token_s / fixed_s. Never more parts than stages: from there on little is left to
+    win, and a step's fixed cost is what the model knows least. `fixed_s` is an empty step, `token_s` what a token of a
+    prompt of usual length adds to it.
     """
-    work_s = (stages - 1) * num_tokens * cost.prefill_token_s
-    parts = stages if work_s >= stages * stages * cost.step_s else max(1.0, math.sqrt(work_s / cost.step_s))
+    fixed_s = cost.mixed_seconds((), 0, 0)
+    usual = min(num_tokens, _USUAL_PROMPT)
+    work_s = (stages - 1) * num_tokens * (cost.prefill_seconds(usual) - fixed_s) / max(usual, 1)
+    parts = stages if work_s >= stages * stages * fixed_s else max(1.0, math.sqrt(work_s / fixed_s))
     return math.ceil(num_tokens / parts)
 
 

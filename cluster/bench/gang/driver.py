@@ -21,7 +21,7 @@ from cluster.bench.gang.plans import PLANS
 from cluster.bench.gang.recorded import Executed, Recorder
 from workers.build import build_worker
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
-from workers.costs import CostModel
+from workers.costs import LinearCost
 from workers.request import FailedOut, Request, SamplingParams, TokensOut
 
 KV_BLOCKS = 1024
@@ -30,7 +30,7 @@ SUBSCRIBER = "bench"
 UNTIMED_STEPS = 3  # of a decode, once all sequences decode
 WARM_UP = 1
 # A modelled worker's: 128 tokens take 48 ms, a decode of 16 takes 42 ms, so that timers are no matter.
-COST = CostModel(0.010, 0.0003, 0.0, 0.002, 0.0, 0.0, 0.0)
+COST = LinearCost(0.010, 0.0003, 0.0, 0.002, 0.0, 0.0, 0.0)
 
 
 class Order(msgspec.Struct, frozen=True):

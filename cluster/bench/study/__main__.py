@@ -13,11 +13,11 @@ from cluster.bench.study import page, pictures, real, record, steps
 from cluster.bench.study.cells import grid
 from cluster.bench.study.fit import fit
 from cluster.bench.study.record import Measured
-from workers.costs import CostModel
+from workers.costs import LinearCost
 
 MODEL = "smollm2-135m"
 PARTS = ("steps", "naive", "real")
-NOTHING = Measured("", "", "", real.THREADS, CostModel(), ())
+NOTHING = Measured("", "", "", real.THREADS, LinearCost(), ())
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 

@@ -11,7 +11,7 @@ from itertools import combinations
 
 import numpy as np
 
-from workers.costs import CostModel
+from workers.costs import CostModel, LinearCost
 
 COEFFICIENTS = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "decode_context_s")
 DIGITS = 5  # of a coefficient; the fit is good for two
@@ -47,18 +47,18 @@ class Point:
     held_out: bool
 
 
-def fit(points: Sequence[Point]) -> CostModel:
+def fit(points: Sequence[Point]) -> LinearCost:
     """The model with the least sum of squared relative errors over the points that are not held out.
 
     What the points say nothing of (transfers, swaps) stays as it is by default.
     """
     seen = [point for point in points if not point.held_out]
-    nothing = replace(CostModel(), **dict.fromkeys(COEFFICIENTS, 0.0))
+    nothing = replace(LinearCost(), **dict.fromkeys(COEFFICIENTS, 0.0))
     ones = [replace(nothing, **{name: 1.0}) for name in COEFFICIENTS]
     rows = np.array([[point.shape.seconds(one) / point.seconds for one in ones] for point in seen])
     found = non_negative(rows, np.ones(len(seen)))
     rounded = [float(f"{value:.{DIGITS - 1}e}") for value in found]
-    return replace(CostModel(), **dict(zip(COEFFICIENTS, rounded, strict=True)))
+    return replace(LinearCost(), **dict(zip(COEFFICIENTS, rounded, strict=True)))
 
 
 def non_negative(rows: "np.ndarray", wanted: "np.ndarray") -> "np.ndarray":

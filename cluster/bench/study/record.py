@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cluster.bench.study.fit import Point
 from cluster.bench.study.real import Naive, Real
-from workers.costs import CostModel
+from workers.costs import LinearCost
 
 FILE = Path(__file__).with_name("measured.json")
 
@@ -18,7 +18,7 @@ class Measured:
     machine: str
     versions: str
     threads: int
-    cost: CostModel
+    cost: LinearCost
     points: tuple[Point, ...]
     naive: tuple[Naive, ...] = ()
     real: tuple[Real, ...] = ()

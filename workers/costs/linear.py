@@ -1,0 +1,60 @@
+"""A step time that is linear in all that the step holds: few coefficients, fitted from real workers."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from workers.costs.port import MOST_TOKENS, CostModel, refuse_nonsense
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCost(CostModel):
+    """Coefficients in seconds. The defaults fit a 135M-parameter model in float32 on one laptop core.
+
+    A step costs `step_s` whatever it holds. A prompt token adds `prefill_token_s` (weights) and `prefill_pair_s` for
+    every earlier token that it attends to. A decode adds `decode_row_s`, and `decode_context_s` for every token of its
+    context. A transfer costs `transfer_latency_s` and `transfer_byte_s` for each byte; a swap to host memory, or back,
+    `swap_byte_s` for each byte.
+    """
+
+    step_s: float = 0.048
+    prefill_token_s: float = 0.0031
+    prefill_pair_s: float = 0.7e-6
+    decode_row_s: float = 0.0052
+    decode_context_s: float = 12.0e-6
+    transfer_latency_s: float = 0.001
+    transfer_byte_s: float = 1.0e-9
+    swap_byte_s: float = 0.3e-9
+
+    def __post_init__(self) -> None:
+        refuse_nonsense(self)
+
+    def mixed_seconds(self, chunks: Iterable[tuple[int, int]], batch: int, context_tokens: int) -> float:
+        seconds = self.step_s + batch * self.decode_row_s + context_tokens * self.decode_context_s
+        for num_tokens, cached_tokens in chunks:
+            pairs = num_tokens * cached_tokens + num_tokens * (num_tokens + 1) / 2
+            seconds += num_tokens * self.prefill_token_s + pairs * self.prefill_pair_s
+        return seconds
+
+    def prompt_tokens_within(
+        self,
+        seconds: float,
+        cached_tokens: int = 0,
+        chunks: Sequence[tuple[int, int]] = (),
+        batch: int = 0,
+        context_tokens: int = 0,
+    ) -> int:
+        seconds -= self.mixed_seconds(chunks, batch, context_tokens)
+        if seconds <= 0.0:
+            return 0
+        # tokens * linear + tokens² * square <= seconds
+        square = self.prefill_pair_s / 2
+        linear = self.prefill_token_s + self.prefill_pair_s * (cached_tokens + 0.5)
+        if square > 0.0:
+            # Not (sqrt(…) - linear) / (2 * square), which loses all digits when the square is small.
+            return int(min(2 * seconds / (linear + math.sqrt(linear * linear + 4 * square * seconds)), MOST_TOKENS))
+        return int(min(seconds / linear, MOST_TOKENS)) if linear > 0.0 else MOST_TOKENS
+
+    def scaled(self, ratio: float) -> "LinearCost":
+        steps = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "decode_context_s")
+        return replace(self, **{name: getattr(self, name) * ratio for name in steps})
