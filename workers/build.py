@@ -3,16 +3,15 @@
 import asyncio
 from dataclasses import replace
 
-from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory
 from workers.config import WorkerConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.executor import Executor
+from workers.executor.modelled import Modelled, modelled_facts
+from workers.executor.modelled import open_modelled as open_modelled_executor
 from workers.executor.order import RankLauncher, RankOrder
 from workers.worker import ExecutorFactory, Worker
 
-# The KV of SmolLM2-135M, so that a modelled worker moves as many bytes as the real one.
-MODELLED_LAYERS, MODELLED_KV_HEADS, MODELLED_HEAD_DIM = 30, 3, 64
 ZERO_COST = LinearCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -21,13 +20,15 @@ def build_worker(
     *,
     heartbeat_s: float = 0.25,
     shared: SharedMemory | None = None,
-    cost: CostModel = ZERO_COST,
+    cost: CostModel | None = None,
+    modelled: Modelled | None = None,
     launcher: RankLauncher | None = None,
 ) -> Worker:
     """A worker that is not started yet.
 
-    `shared` joins workers of one process, `cost` is a modelled worker's speed, `launcher` starts the other ranks of a
-    parallel worker: without one they are tasks of this process.
+    `shared` joins workers of one process. `cost` is a modelled worker's speed (the configuration's, or no time at all,
+    unless given), `modelled` what it stands for. `launcher` starts the other ranks of a parallel worker: without one
+    they are tasks of this process.
     """
     if config.transfer.host == "auto":
         config = replace(config, transfer=replace(config.transfer, host="127.0.0.1"))
@@ -46,12 +47,10 @@ def build_worker(
         return await open_gang(config, folder, incarnation, launcher or RankTasks(resolve, shared), shared)
 
     async def open_modelled(config: WorkerConfig, incarnation: str) -> Executor:
-        from workers.executor.modelled import modelled_facts
-        from workers.executor.modelled import open_modelled as open_it
-
-        size = config.engine.block_size
-        layout = KVLayout("modelled", MODELLED_LAYERS, MODELLED_KV_HEADS, MODELLED_HEAD_DIM, size)
-        return open_it(config, modelled_facts(size, layout=layout), cost, incarnation, shared)
+        stands_for = modelled or Modelled()
+        facts = modelled_facts(config.engine.block_size, stands_for)
+        speed = cost or config.cost or ZERO_COST
+        return open_modelled_executor(config, facts, speed, incarnation, shared, stands_for.observe)
 
     factories: dict[str, ExecutorFactory] = {"torch": open_torch, "modelled": open_modelled}
     return Worker(config, factories[config.executor], heartbeat_s=heartbeat_s)

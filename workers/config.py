@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from workers.costs import CostModel
+
 MAX_RANKS = 1024
 PLACEMENTS = ("pack", "strict_pack", "spread", "strict_spread")
 
@@ -134,7 +136,8 @@ class WorkerConfig:
 
     `prefix_tokens`: a cached prefix counts for a prompt that another worker computes only up to a multiple of so many
     tokens; the least common multiple of both block sizes, where they differ. `staging_bytes` of memory, on each rank,
-    take KV that comes in another dtype or block size.
+    take KV that comes in another dtype or block size. `cost` is what the engine takes its steps to cost before it has
+    seen any; None: it only knows their proportions.
     """
 
     name: str
@@ -148,6 +151,7 @@ class WorkerConfig:
     cpus: int = 1
     prefix_tokens: int = 1
     staging_bytes: int = 0
+    cost: CostModel | None = None
 
     def __post_init__(self) -> None:
         if self.prefix_tokens < 1 or self.staging_bytes < 0:

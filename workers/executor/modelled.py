@@ -7,6 +7,8 @@ with a pattern that follows from the tokens, so that digests and copies mean som
 
 import asyncio
 import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,12 +42,34 @@ def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, .
     return token
 
 
+Observe = Callable[[StepPlan, float, float], None]  # a plan, when its first stage began, when its last one ended
+
+
+@dataclass(frozen=True, slots=True)
+class Modelled:
+    """What a modelled worker stands for: the sizes of a model. The KV is SmolLM2-135M's unless told otherwise.
+
+    `observe` is told of every step.
+    """
+
+    num_layers: int = 30
+    num_kv_heads: int = 3
+    head_dim: int = 64
+    dtype: str = "float32"
+    context_length: int = 4096
+    vocab_size: int = 1000
+    observe: Observe | None = None
+
+
 def modelled_facts(
-    block_size: int = 16, vocab_size: int = 1000, context_length: int = 4096, layout: KVLayout | None = None
+    block_size: int = 16, model: Modelled | None = None, *, layout: KVLayout | None = None
 ) -> ModelFacts:
-    """A model that needs no weights; its KV takes 16 bytes a token unless `layout` says otherwise."""
-    layout = layout or KVLayout("modelled", num_layers=1, num_kv_heads=1, head_dim=2, block_size=block_size)
-    return ModelFacts("modelled", vocab_size, context_length, (0,), layout, num_parameters=0, weight_bytes=0)
+    """A model that needs no weights; its KV takes 16 bytes a token unless `model` or `layout` says otherwise."""
+    sizes = model or Modelled(1, 1, 2)
+    layout = layout or KVLayout(
+        "modelled", sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, block_size, dtype=sizes.dtype
+    )
+    return ModelFacts("modelled", sizes.vocab_size, sizes.context_length, (0,), layout, 0, 0)
 
 
 class ModelledExecutor:
@@ -62,8 +86,10 @@ class ModelledExecutor:
         region: Region,
         fill: bool,
         depth: int = 1,
+        observe: Observe | None = None,
     ) -> None:
         self.depth = depth
+        self._observe = observe
         self.facts = facts
         self._cost = cost
         self._transports = transports
@@ -85,6 +111,8 @@ class ModelledExecutor:
         end_s = self._through_stages(begin_s, seconds / self.depth)
         async with self._order:
             await asyncio.sleep(end_s - asyncio.get_running_loop().time())
+        if self._observe:
+            self._observe(plan, end_s - seconds, end_s)
         self._bubble.add(begin_s, end_s, (seconds / self.depth,) * self.depth)
         digests = (self._no_digests,) * len(plan.digest_blocks)
         if self._pattern:
@@ -136,6 +164,7 @@ def open_modelled(
     cost: CostModel,
     incarnation: str,
     shared: SharedMemory | None = None,
+    observe: Observe | None = None,
 ) -> ModelledExecutor:
     """A modelled worker with real transports over a small real pool, or with the modelled one at the cost's speed."""
     if facts.layout.block_size != config.engine.block_size:
@@ -143,7 +172,8 @@ def open_modelled(
             f"{config.name}: engine.block_size is {config.engine.block_size}, the modelled KV has "
             f"{facts.layout.block_size} tokens a block"
         )
-    region = _region(facts.layout, config.engine.kv_blocks)
+    fill = "modelled" not in config.transfer.backends
+    region = _region(facts.layout, config.engine.kv_blocks, fill)
     transports = open_transports(
         region,
         config.transfer.backends,
@@ -154,8 +184,7 @@ def open_modelled(
         shared=shared,
         model=LinkModel(cost.transfer_latency_s, 1 / max(cost.transfer_byte_s, 1e-15)),
     )
-    fill = "modelled" not in config.transfer.backends
-    return ModelledExecutor(facts, cost, transports, region, fill, config.parallel.pipeline)
+    return ModelledExecutor(facts, cost, transports, region, fill, config.parallel.pipeline, observe)
 
 
 class _Pattern:
@@ -184,9 +213,9 @@ class _Pattern:
             self._blocks[block, :, :, :, position % slots] = numbers.astype(self._blocks.dtype)
 
 
-def _region(layout: KVLayout, num_blocks: int) -> Region:
-    # Zeroed lazily by the system: a pool that nobody writes costs no memory, whatever its size.
-    memory = np.zeros(num_blocks * layout.block_bytes, np.uint8)
+def _region(layout: KVLayout, num_blocks: int, fill: bool) -> Region:
+    # Zeroed lazily by the system: a pool that nobody writes costs no memory. One that nobody even reads needs none.
+    memory = np.zeros(num_blocks * layout.block_bytes if fill else 1, np.uint8)
     return Region(layout, num_blocks, memory.ctypes.data, memory)
 
 
