@@ -1,1 +1,1 @@
-"""What a run of requests amounts to: records, percentiles, promises kept, goodput. The same for real and virtual runs."""
+"""What a run of requests amounts to: records, percentiles, promises kept, goodput. For real and virtual runs alike."""

@@ -1,0 +1,218 @@
+"""Goodput: the largest request rate at which a share of requests, the target, keeps its promises. Pure search.
+
+Each seed has a bracket of its own: from `start` the rate doubles until it breaks, or halves until it holds, and is then
+bisected (by geometric means, so all seeds and targets probe the same rates and share what is known) until the bracket
+is narrower than the tolerance. A seed's goodput is the greatest rate that held. The interval is Student's t over the
+seeds' goodputs; it says how far seeds differ, not how far the model is from the truth.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+from cluster.scoring.figures import Attainment, promise
+from workers.request import SLO
+
+Attain = Callable[[float, int], Attainment]  # at a rate, with a seed
+Map = Callable[..., Iterable[Any]]  # as the builtin `map`, or as an executor's: results in order
+
+# Student's t, two-sided 95 %, by degrees of freedom from 1 on; the last stands for more.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Where to look, in requests a second of the whole system, and how closely. Raises ValueError when that is nowhere.
+
+    Nothing below `floor` or above `cap` is tried; `tolerance` is relative: the rate that broke over the one that held.
+    """
+
+    start: float
+    floor: float
+    cap: float
+    tolerance: float = 0.03
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.floor <= self.start <= self.cap < inf:
+            raise ValueError(f"rates must be 0 < floor <= start <= cap, got {self.floor}, {self.start}, {self.cap}")
+        if not 1e-6 <= self.tolerance < inf:
+            raise ValueError(f"tolerance: must be 1e-6 or more, got {self.tolerance}")
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one seed attained at one rate."""
+
+    rate: float
+    seed: int
+    attained: Attainment
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Requests a second of the whole system on `gpus` GPUs, all that were provisioned.
+
+    `rate` is the mean of `by_seed`, `low` to `high` its 95 % confidence interval (both the rate itself with one seed).
+    `probes` are all that is known, by rate and seed; `target` is a share, 0 to 1.
+    """
+
+    slo: SLO
+    target: float
+    gpus: int
+    seeds: tuple[int, ...]
+    by_seed: tuple[float, ...]
+    rate: float
+    low: float
+    high: float
+    search: Search
+    probes: tuple[Probe, ...]
+
+    @property
+    def per_gpu(self) -> float:
+        return self.rate / self.gpus
+
+    @property
+    def unattainable(self) -> bool:
+        """No seed met the target even at the lowest rate."""
+        return self.rate == 0.0
+
+    @property
+    def capped(self) -> bool:
+        """Some seed met the target at the greatest rate tried, so the goodput is at least this."""
+        return self.search.cap in self.by_seed
+
+    @property
+    def closest(self) -> Probe:
+        """The probe with the greatest attainment; of equals the one at the greatest rate."""
+        return max(self.probes, key=lambda probe: (probe.attained.both, probe.rate))
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """What broke where each seed first failed, the most frequent first: TTFT, TPOT, or requests not served."""
+        named: dict[str, int] = {}
+        for seed, held in zip(self.seeds, self.by_seed, strict=True):
+            broken = (
+                each.attained.broken(self.target) for each in self.probes if each.seed == seed and each.rate > held
+            )
+            for name in next(filter(None, broken), ()):
+                named[name] = named.get(name, 0) + 1
+        return tuple(sorted(named, key=lambda name: -named[name]))
+
+    @property
+    def curve(self) -> tuple[tuple[float, Attainment], ...]:
+        """The mean attainment at each rate that was probed with all seeds: a mean over some would lean to one side."""
+        by_rate: dict[float, list[Attainment]] = {}
+        for probe in self.probes:
+            if probe.seed in self.seeds:
+                by_rate.setdefault(probe.rate, []).append(probe.attained)
+        return tuple((rate, _mean(each)) for rate, each in by_rate.items() if len(each) == len(self.seeds))
+
+    @property
+    def told(self) -> str:
+        """In words, with metric, target, promise, GPUs and how sure it is."""
+        asked = f"at least {100 * self.target:g} % of requests with {promise(self.slo)}"
+        if self.unattainable:
+            near = self.closest
+            return (
+                f"goodput 0 on {self.gpus} GPUs: {asked} is not attainable, not even at {self.search.floor:g} "
+                f"requests/s; closest is {near.attained.both:.1%} at {near.rate:.4g} requests/s ({_joined(self.limits)} missed)"
+            )
+        sure = f"95 % CI {self.low:.4g}..{self.high:.4g}, t over {len(self.seeds)} seeds"
+        bound = "at least " if self.capped else ""
+        limits = "the search's cap" if self.capped else _joined(self.limits)
+        return (
+            f"goodput {bound}{self.rate:.4g} requests/s ({sure if len(self.seeds) > 1 else 'one seed'}), "
+            f"{bound}{self.per_gpu:.4g} per GPU on {self.gpus} GPUs: {asked}; limited by {limits}"
+        )
+
+
+class Probes:
+    """All that is known of one system: evaluations by (rate, seed), made through `each` and kept for further targets.
+
+    `attain(rate, seed)` must be the same whenever it is called; `each` may be an executor's `map`, so `attain` may
+    have to be picklable.
+    """
+
+    def __init__(self, attain: Attain, each: Map = map) -> None:
+        self._attain = attain
+        self._each = each
+        self._known: dict[tuple[float, int], Attainment] = {}
+
+    def at(self, wanted: Sequence[tuple[float, int]]) -> list[Attainment]:
+        """Evaluate what is not known yet, all at once."""
+        new = [pair for pair in dict.fromkeys(wanted) if pair not in self._known]
+        if new:
+            made = self._each(self._attain, [rate for rate, _ in new], [seed for _, seed in new])
+            self._known.update(zip(new, made, strict=True))
+        return [self._known[pair] for pair in wanted]
+
+    @property
+    def all(self) -> tuple[Probe, ...]:
+        """By rate and seed."""
+        return tuple(Probe(rate, seed, attained) for (rate, seed), attained in sorted(self._known.items(), key=_first))
+
+
+def goodput(probes: Probes, search: Search, slo: SLO, *, target: float, seeds: Sequence[int], gpus: int) -> Goodput:
+    """Search until every seed's bracket is narrow. Raises ValueError on a target, seeds or GPUs that make no sense.
+
+    About log2(cap / start) + log2(1 / tolerance) probes a seed; all seeds' next probes go out together.
+    """
+    if not 0.0 < target <= 1.0:
+        raise ValueError(f"target: must be a share above 0 and at most 1, got {target}")
+    if not seeds or len(set(seeds)) != len(seeds) or gpus < 1:
+        raise ValueError(f"seeds must be one or more and differ, gpus at least 1; got {list(seeds)} and {gpus}")
+    brackets = {seed: _Bracket(search) for seed in seeds}
+    while pairs := [(rate, seed) for seed, bracket in brackets.items() if (rate := bracket.next()) is not None]:
+        for (rate, seed), attained in zip(pairs, probes.at(pairs), strict=True):
+            brackets[seed].learn(rate, attained.both >= target)
+    by_seed = tuple(bracket.held for bracket in brackets.values())
+    rate, off = fmean(by_seed), _half_width(by_seed)
+    return Goodput(
+        *(slo, target, gpus, tuple(seeds), by_seed, rate, max(0.0, rate - off), rate + off, search, probes.all)
+    )
+
+
+class _Bracket:
+    """One seed's search: the greatest rate that held (0: none yet) and the least that broke (infinite: none yet)."""
+
+    def __init__(self, search: Search) -> None:
+        self._search = search
+        self.held = 0.0
+        self._broke = inf
+
+    def next(self) -> float | None:
+        """The rate to try, None when it is narrow enough."""
+        search = self._search
+        if self.held == 0.0 and self._broke == inf:
+            return search.start
+        if self._broke == inf:
+            return min(2.0 * self.held, search.cap) if self.held < search.cap else None
+        if self.held == 0.0:
+            return max(self._broke / 2.0, search.floor) if self._broke > search.floor else None
+        return sqrt(self.held * self._broke) if self._broke > self.held * (1.0 + search.tolerance) else None
+
+    def learn(self, rate: float, held: bool) -> None:
+        if held:
+            self.held = rate
+        else:
+            self._broke = rate
+
+
+def _half_width(samples: Sequence[float]) -> float:
+    if len(samples) < 2:
+        return 0.0
+    return T95[min(len(samples) - 1, len(T95)) - 1] * stdev(samples) / sqrt(len(samples))
+
+
+def _mean(attained: Sequence[Attainment]) -> Attainment:
+    return Attainment(*(fmean(getattr(each, name) for each in attained) for name in ("ttft", "tpot", "both", "served")))
+
+
+def _first(item: tuple[tuple[float, int], Attainment]) -> tuple[float, int]:
+    return item[0]
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join(names) or "nothing"
