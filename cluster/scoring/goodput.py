@@ -93,10 +93,8 @@ class Goodput:
         """What broke where each seed first failed, the most frequent first: TTFT, TPOT, or requests not served."""
         named: dict[str, int] = {}
         for seed, held in zip(self.seeds, self.by_seed, strict=True):
-            broken = (
-                each.attained.broken(self.target) for each in self.probes if each.seed == seed and each.rate > held
-            )
-            for name in next(filter(None, broken), ()):
+            above = (each.attained for each in self.probes if each.seed == seed and each.rate > held)
+            for name in next(filter(None, (attained.broken(self.target) for attained in above)), ()):
                 named[name] = named.get(name, 0) + 1
         return tuple(sorted(named, key=lambda name: -named[name]))
 
@@ -117,7 +115,8 @@ class Goodput:
             near = self.closest
             return (
                 f"goodput 0 on {self.gpus} GPUs: {asked} is not attainable, not even at {self.search.floor:g} "
-                f"requests/s; closest is {near.attained.both:.1%} at {near.rate:.4g} requests/s ({_joined(self.limits)} missed)"
+                f"requests/s; closest is {near.attained.both:.1%} at {near.rate:.4g} requests/s "
+                f"({_joined(self.limits)} missed)"
             )
         sure = f"95 % CI {self.low:.4g}..{self.high:.4g}, t over {len(self.seeds)} seeds"
         bound = "at least " if self.capped else ""

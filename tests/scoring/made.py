@@ -1,6 +1,7 @@
 """Runs made by hand, with answers that are known."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from cluster.ledger import LatencyLedger, Stopwatch
 from cluster.scoring.records import Ending, Run, Served, StepRecord, WorkerRecord
@@ -61,7 +62,7 @@ def split_ledger(queue_ms: int, compute_ms: int, wait_ms: int, decode_ms: int) -
 
 
 def split_run(requests: int = 6, gap_s: float = 0.05, tokens: int = 8) -> Run:
-    """One prefill and one decode worker, a request every `gap_s`; 40 ms of prompt, 10 ms to hand over, 15 ms a token."""
+    """One prefill and one decode worker, a request every `gap_s`: 40 ms of prompt, 10 ms of transfer, 15 ms a token."""
     made: list[Served] = []
     steps: list[StepRecord] = []
     for index in range(requests):
@@ -85,7 +86,7 @@ def split_run(requests: int = 6, gap_s: float = 0.05, tokens: int = 8) -> Run:
             )
         )
         steps.append(StepRecord("prefill-0", at + 0.009, at + 0.049, 225, 0, (index,)))
-        for sooner, later in zip(token_s, token_s[1:], strict=False):
+        for sooner, later in pairwise(token_s):
             steps.append(StepRecord("decode-0", sooner + 0.004, later, 0, 1, (index,)))
     end = max(each.token_s[-1] for each in made)
     seconds = end - made[0].arrival_s

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from array import array
 from dataclasses import replace
 
@@ -38,7 +37,7 @@ def test_percentiles_of_eleven_steady_requests_are_those_by_hand() -> None:
 
 def test_all_gaps_are_pooled_and_the_worst_tenth_is_each_requests_own() -> None:
     smooth = steady(0, 0.0, 0.1, 0.01, 21)
-    stalled = served(1, 0.0, [0.1, *(0.2 + 0.01 * n for n in range(18)), 1.37, 1.87])  # 19 gaps and a stall of 0.5
+    stalled = served(1, 0.0, [*(0.1 + 0.01 * n for n in range(18)), 1.27, 1.77])  # 17 gaps and two stalls
     made = figures(run([smooth, stalled]), ANY)
     assert made.tbt_s is not None and made.worst_tbt_s is not None
     assert made.tbt_s.count == 39
@@ -165,7 +164,5 @@ def test_latencies_are_those_of_the_records() -> None:
 def test_two_million_gaps_are_scored() -> None:
     token_s = array("d", (0.01 * n for n in range(100)))
     made = run([served(n, 0.0, token_s) for n in range(20_000)], 100.0)
-    begin = time.perf_counter()
     done = figures(made, SLO(1.0, 1.0))
-    print(f"{time.perf_counter() - begin:.2f} s")
     assert done.tbt_s is not None and done.tbt_s.count == 20_000 * 99
