@@ -35,6 +35,7 @@ class Heard:
 
 
 Hear = Callable[[Heard], None]
+NOTHING_SENT = Sent()
 
 
 class Line:
@@ -96,7 +97,7 @@ class Line:
                 self._changed()
             received = bundle.number
             self.stats = bundle.stats
-            self.sent = Sent()
+            self.sent = NOTHING_SENT
             for output in bundle.outputs:
                 hear = self._attempts.get(output.key)
                 if hear is not None:

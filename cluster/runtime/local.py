@@ -4,11 +4,20 @@ The same worker and controller code as under Ray; only the process borders are m
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from cluster.runtime.interface import ServiceHandle, WorkerGone, WorkerHandle, WorkerOrder
 from workers.build import build_worker
+from workers.costs import CostModel
+from workers.executor.modelled import Modelled
 from workers.worker import Worker
+
+
+def modelled_worker(order: WorkerOrder, cost: CostModel, modelled: Modelled) -> Worker:
+    """A worker that takes this cost's seconds, and whose engine knows it."""
+    config = replace(order.config, cost=cost)
+    return build_worker(config, heartbeat_s=order.heartbeat_s, modelled=modelled)
 
 
 class LocalService:

@@ -16,20 +16,26 @@ class BubbleMeter:
 
     def __init__(self, stages: int, window: int = WINDOW) -> None:
         self._stages = stages
-        self._plans: deque[tuple[float, float]] = deque(maxlen=window)  # (seconds covered, busy seconds of all stages)
+        self._window = window
+        self._plans: deque[tuple[float, float]] = deque()  # (seconds covered, busy seconds of all stages)
         self._covered_to_s = float("-inf")
 
     def add(self, begin_s: float, end_s: float, busy_s: Iterable[float]) -> None:
         """A plan was in flight from `begin_s` to `end_s`, and kept each stage busy for so long."""
+        if self._stages == 1:
+            return
         covered_s = max(0.0, end_s - max(begin_s, self._covered_to_s))
         self._covered_to_s = max(self._covered_to_s, end_s)
         self._plans.append((covered_s, sum(busy_s)))
+        if len(self._plans) > self._window:
+            self._plans.popleft()
 
     @property
     def share(self) -> float:
         """1 - busy stage seconds / (stages * seconds with a plan in flight), 0 to 1; 0.0 for one stage, or no plan."""
-        covered_s = sum(covered for covered, _ in self._plans)
-        if self._stages == 1 or covered_s <= 0.0:
+        if not self._plans:
             return 0.0
-        busy_s = sum(busy for _, busy in self._plans)
+        covered_s, busy_s = map(sum, zip(*self._plans, strict=True))
+        if covered_s <= 0.0:
+            return 0.0
         return min(max(0.0, 1.0 - busy_s / (self._stages * covered_s)), 1.0)

@@ -365,7 +365,7 @@ class Engine:
         """Whether a sequence of this key is alive here (its lease may outlive it)."""
         return key in self._sequences
 
-    def stats(self) -> WorkerStats:
+    def stats(self, bubble_share: float = 0.0) -> WorkerStats:
         sequences = self._sequences.values()
         return WorkerStats(
             queued_tokens=sum(len(s.tokens) - s.num_computed for s in sequences if s.state is not State.RESERVED),
@@ -383,6 +383,7 @@ class Engine:
             swaps=self._scheduler.swaps,
             swapped_blocks=self._scheduler.host.num_blocks - self._scheduler.host.num_free,
             expired_leases=self.leases.expired,
+            bubble_share=bubble_share,
         )
 
     def check(self) -> None:

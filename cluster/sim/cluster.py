@@ -1,0 +1,172 @@
+"""A whole cluster in virtual time: the production controller, dispatchers, workers and engines over modelled leaves."""
+
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from cluster.dispatcher import Dispatcher
+from cluster.runtime.interface import WorkerOrder
+from cluster.runtime.local import LocalRuntime, modelled_worker
+from cluster.scoring.records import StepRecord, WorkerRecord
+from cluster.serving import GatewayContext, serve
+from cluster.spec import ClusterSpec, PoolSpec
+from workers.costs import CostModel
+from workers.engine.step import StepPlan
+from workers.executor.modelled import Modelled
+from workers.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class PoolModel:
+    """What the workers of a pool are in simulation. `kv_token_bytes`: of one token on all ranks of a worker together.
+
+    `call_s`: seconds that a call to a worker takes on its way.
+    """
+
+    cost: CostModel
+    kv_token_bytes: int = 46_080
+    context_length: int = 1 << 20
+    vocab_size: int = 32_000
+    call_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kv_token_bytes < 4 or self.kv_token_bytes % 4:
+            raise ValueError(f"kv_token_bytes is {self.kv_token_bytes}; it must be a positive multiple of 4")
+
+    def modelled(self, meter: "Meter") -> Modelled:
+        # One layer and one head of the same size: whole blocks move, and the arithmetic of re-sharding costs nothing.
+        return Modelled(1, 1, self.kv_token_bytes // 4, "bfloat16", self.context_length, self.vocab_size, meter.observe)
+
+
+@dataclass(slots=True)
+class Meter:
+    """Sees every step of one worker."""
+
+    name: str
+    pool: str
+    trace: bool
+    worker: Worker | None = None
+    steps: int = 0
+    busy_s: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    used_block_s: float = 0.0
+    records: list[StepRecord] = field(default_factory=list)
+    _busy_to_s: float = 0.0
+    _used_blocks: int = 0
+    _used_since_s: float = 0.0
+
+    def observe(self, plan: StepPlan, begin_s: float, end_s: float) -> None:
+        """A step has ended."""
+        self.steps += 1
+        self.busy_s += max(0.0, end_s - max(begin_s, self._busy_to_s))
+        self._busy_to_s = end_s
+        batch = prompt_tokens = 0
+        for chunk in plan.chunks:
+            if chunk.draw is not None:
+                self.output_tokens += 1
+            if chunk.draw is not None and len(chunk.tokens) == 1:
+                batch += 1
+            else:
+                prompt_tokens += len(chunk.tokens)
+        self.prompt_tokens += prompt_tokens
+        self.settle(end_s)
+        if self.trace:
+            requests = tuple(index_of(chunk.key) for chunk in plan.chunks)
+            self.records.append(StepRecord(self.name, begin_s, end_s, prompt_tokens, batch, requests))
+
+    def settle(self, now_s: float) -> None:
+        """Count the blocks used since the last call."""
+        assert self.worker is not None, "a meter is told its worker when it is built"
+        self.used_block_s += self._used_blocks * (now_s - self._used_since_s)
+        pool = self.worker.engine.pool
+        self._used_blocks, self._used_since_s = pool.num_blocks - pool.num_free, now_s
+
+    def record(self, pool: PoolSpec) -> WorkerRecord:
+        assert self.worker is not None
+        stats = self.worker.engine.stats()
+        return WorkerRecord(
+            name=self.name,
+            pool=pool.name,
+            role=pool.role.value,
+            gpus=pool.parallel.world_size,
+            kv_blocks=stats.total_blocks,
+            steps=self.steps,
+            busy_s=self.busy_s,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            used_block_s=self.used_block_s,
+            preemptions=stats.preemptions,
+            swaps=stats.swaps,
+        )
+
+
+def request_id(index: int) -> str:
+    """Of a workload's request."""
+    return f"w-{index}"
+
+
+def index_of(key: str) -> int:
+    """The workload's index of a sequence key."""
+    return int(key.partition("/")[0][2:])
+
+
+class SimRuntime(LocalRuntime):
+    """`LocalRuntime` whose workers are modelled and metered."""
+
+    def __init__(self, models: Mapping[str, PoolModel], trace: bool) -> None:
+        super().__init__(self._modelled)
+        self._models = models
+        self._trace = trace
+        self.meters: dict[str, list[Meter]] = defaultdict(list)  # worker name -> one for each start
+
+    def _modelled(self, order: WorkerOrder) -> Worker:
+        model = self._models[order.config.pool]
+        meter = Meter(order.config.name, order.config.pool, self._trace)
+        meter.worker = modelled_worker(order, model.cost, model.modelled(meter))
+        self.meters[meter.name].append(meter)
+        return meter.worker
+
+
+@dataclass(slots=True)
+class SimCluster:
+    """Owned by `open_cluster`."""
+
+    spec: ClusterSpec
+    runtime: SimRuntime
+    dispatchers: list[Dispatcher]
+
+
+def virtual(spec: ClusterSpec) -> ClusterSpec:
+    """The same cluster on modelled leaves: no bytes move, so there are none to digest or to convert."""
+    transfer = replace(spec.transfer, backends=("modelled",), digest=False, host="127.0.0.1")
+    return replace(spec, executor="modelled", transfer=transfer)
+
+
+@asynccontextmanager
+async def open_cluster(
+    spec: ClusterSpec, models: Mapping[str, PoolModel], *, trace: bool = False
+) -> AsyncIterator[SimCluster]:
+    """Every worker started and introduced. `models` by pool name. Raises what production raises."""
+    runtime = SimRuntime(models, trace)
+    dispatchers: list[Dispatcher] = []
+    serving = await serve(virtual(spec), runtime=runtime, door=lambda context: _Door(context, dispatchers))
+    try:
+        yield SimCluster(spec, runtime, dispatchers)
+    finally:
+        await serving.close()
+
+
+class _Door:
+    """No server: the load is driven through the dispatcher itself."""
+
+    def __init__(self, context: GatewayContext, dispatchers: list[Dispatcher]) -> None:
+        assert isinstance(context.dispatcher, Dispatcher)
+        dispatchers.append(context.dispatcher)
+
+    async def open(self) -> str:
+        return "virtual:0"
+
+    async def close(self, grace_s: float) -> None:
+        """Nothing listens."""

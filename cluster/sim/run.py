@@ -1,0 +1,236 @@
+"""A workload through a simulated cluster: what each request saw and what each worker did, as a `Run`.
+
+The same specification, models, workload and seed give the same run, to the bit.
+"""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from cluster.dispatcher import Dispatcher
+from cluster.events import Accepted, ClusterError, Completed, Delta, Event, Rejected
+from cluster.ledger import LatencyLedger
+from cluster.scoring.records import Ending, Run, Served
+from cluster.sim.clock import Deadlock, run
+from cluster.sim.cluster import PoolModel, SimCluster, open_cluster, request_id
+from cluster.spec import ClusterSpec
+from cluster.workload.arrivals import Arrival, Workload
+from cluster.workload.prompts import prompt_tokens
+from workers.request import SLO, Request, SamplingParams
+from workers.stats import WorkerStats
+
+STALLED_S = 3600.0  # virtual seconds without a token anywhere: nobody waits so long, something is lost
+SETTLE_S = 60.0  # virtual seconds in which workers must have let go of everything
+
+
+class Leaked(RuntimeError):
+    """Every request has ended, but a worker still holds blocks; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a run is made. `trace` keeps every step. `until_s`: the run is cut so long after the first arrival."""
+
+    seed: int = 0
+    slo: SLO = field(default_factory=SLO)
+    trace: bool = False
+    until_s: float | None = None
+    system: str = ""
+
+
+def simulate(
+    spec: ClusterSpec, models: Mapping[str, PoolModel], workload: Workload, options: Options | None = None
+) -> Run:
+    """Run the whole workload. `models` by pool name.
+
+    Raises `Deadlock` when requests are stuck, `Leaked`, and what production raises for a cluster that cannot start.
+    """
+    return run(_simulate(spec, models, workload, options or Options()))
+
+
+async def _simulate(
+    spec: ClusterSpec, models: Mapping[str, PoolModel], workload: Workload, options: Options
+) -> Run:
+    begun = time.perf_counter()
+    async with open_cluster(spec, models, trace=options.trace) as cluster:
+        load = _Load(cluster, workload, options, min(model.vocab_size for model in models.values()))
+        await load.run()
+        await _settle(cluster)
+        return load.result(time.perf_counter() - begun)
+
+
+class _Load:
+    """Sends every request at its time, whatever became of those before it."""
+
+    def __init__(self, cluster: SimCluster, workload: Workload, options: Options, vocab_size: int) -> None:
+        self._cluster = cluster
+        self._workload = workload
+        self._options = options
+        self._vocab_size = vocab_size
+        self._begin_s = asyncio.get_running_loop().time() - workload.arrivals[0].at_s
+        self.watches = [_Watch(index, arrival) for index, arrival in enumerate(workload.arrivals)]
+        self._open: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        sending = asyncio.ensure_future(self._send())
+        watching = asyncio.ensure_future(self._notice_stall())
+        limit_s = self._options.until_s
+        cut = None if limit_s is None else limit_s - (loop.time() - self._begin_s)
+        try:
+            await asyncio.wait({sending, watching}, timeout=cut, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            if sending.done():
+                sending.result()
+        finally:
+            watching.cancel()
+            sending.cancel()
+            for task in self._open:
+                task.cancel()
+            await asyncio.wait({sending, watching, *self._open})
+
+    async def _send(self) -> None:
+        loop = asyncio.get_running_loop()
+        for watch in self.watches:
+            await asyncio.sleep(self._begin_s + watch.arrival.at_s - loop.time())
+            task = asyncio.ensure_future(self._one(watch))
+            self._open.add(task)
+            task.add_done_callback(self._ended)
+        while self._open:
+            await asyncio.wait(self._open)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._open.discard(task)
+
+    async def _one(self, watch: "_Watch") -> None:
+        watch.arrived_s = asyncio.get_running_loop().time()
+        dispatchers = self._cluster.dispatchers
+        dispatcher: Dispatcher = dispatchers[watch.index % len(dispatchers)]
+        try:
+            await dispatcher.run(self._request(watch), watch.see)
+        except Rejected as error:
+            watch.end(Ending.REJECTED, str(error))
+        except ClusterError as error:
+            watch.end(Ending.FAILED, f"{type(error).__name__}: {error}")
+
+    def _request(self, watch: "_Watch") -> Request:
+        arrival = watch.arrival
+        prompt = prompt_tokens(self._workload, watch.index, self._vocab_size)
+        sampling = SamplingParams(
+            temperature=0.0, seed=watch.index, max_tokens=arrival.output_tokens, ignore_eos=True
+        )
+        return Request(request_id(watch.index), prompt, sampling, self._options.slo, session=arrival.session)
+
+    async def _notice_stall(self) -> None:
+        seen = -1
+        while True:
+            await asyncio.sleep(STALLED_S)
+            events = sum(watch.events for watch in self.watches)
+            waiting = [watch for watch in self.watches if watch.ending is Ending.UNFINISHED and watch.events]
+            if events == seen and waiting:
+                names = ", ".join(f"{request_id(each.index)} ({each.where})" for each in waiting[:8])
+                raise Deadlock(f"no token anywhere for {STALLED_S:.0f} s; {len(waiting)} requests wait: {names}")
+            seen = events
+
+    def result(self, wall_s: float) -> Run:
+        served = tuple(watch.served(self._begin_s) for watch in self.watches)
+        ends = [each.token_s[-1] for each in served if len(each.token_s)]
+        spec, now_s = self._cluster.spec, asyncio.get_running_loop().time()
+        meters = self._cluster.runtime.meters
+        pools = {pool.name: pool for pool in spec.pools}
+        for each in (meter for group in meters.values() for meter in group):
+            each.settle(now_s)
+        return Run(
+            system=self._options.system or spec.name,
+            workload=self._workload.name,
+            clock="virtual",
+            seed=self._options.seed,
+            gpus=sum(pool.num_ranks for pool in spec.pools),
+            seconds=max(ends, default=0.0) - served[0].arrival_s,
+            wall_s=wall_s,
+            served=served,
+            workers=tuple(meter.record(pools[meter.pool]) for group in meters.values() for meter in group),
+            steps=tuple(
+                replace(step, begin_s=step.begin_s - self._begin_s, end_s=step.end_s - self._begin_s)
+                for group in meters.values()
+                for meter in group
+                for step in meter.records
+            ),
+            notes=self._workload.notes,
+        )
+
+
+class _Watch:
+    """One request, as its client sees it."""
+
+    def __init__(self, index: int, arrival: Arrival) -> None:
+        self.index = index
+        self.arrival = arrival
+        self.arrived_s = 0.0
+        self.ending = Ending.UNFINISHED
+        self.events = 0
+        self._detail = ""
+        self._token_s = array("d")
+        self._accepted: Accepted | None = None
+        self._completed: Completed | None = None
+
+    @property
+    def where(self) -> str:
+        accepted = self._accepted
+        return f"{len(self._token_s)} tokens, on {accepted.decode_worker}" if accepted else "not placed"
+
+    def see(self, event: Event) -> None:
+        self.events += 1
+        if isinstance(event, Delta):
+            now_s = asyncio.get_running_loop().time()
+            for _ in event.tokens:
+                self._token_s.append(now_s)
+        elif isinstance(event, Accepted):
+            self._accepted = event
+        else:
+            self._completed = event
+            self.ending = Ending.FINISHED
+
+    def end(self, ending: Ending, detail: str) -> None:
+        self.ending, self._detail = ending, detail
+
+    def served(self, begin_s: float) -> Served:
+        accepted, completed = self._accepted, self._completed
+        transfers = completed.transfers if completed else ()
+        ledger: LatencyLedger | None = completed.ledger if completed else None
+        return Served(
+            index=self.index,
+            arrival_s=self.arrival.at_s,
+            prompt_tokens=self.arrival.prompt_tokens,
+            output_tokens=self.arrival.output_tokens,
+            token_s=array("d", (at_s - begin_s for at_s in self._token_s)),
+            ending=self.ending,
+            detail=self._detail,
+            prefill_worker=accepted.prefill_worker if accepted else "",
+            decode_worker=accepted.decode_worker if accepted else "",
+            cached_tokens=completed.cached_tokens if completed else 0,
+            attempts=completed.attempts if completed else 1,
+            transfer_bytes=sum(each.num_bytes for each in transfers),
+            transfer_s=sum(each.elapsed_s for each in transfers),
+            ledger=ledger,
+        )
+
+
+async def _settle(cluster: SimCluster) -> None:
+    """Prove that nothing is held when nothing is asked."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + SETTLE_S
+    workers = cluster.runtime.workers
+    while busy := [name for name, worker in workers.items() if _holds_blocks(worker.engine.stats())]:
+        if loop.time() > until_s:
+            raise Leaked(f"{', '.join(busy)} still hold blocks {SETTLE_S:.0f} s after the last request")
+        await asyncio.sleep(0.5)
+    for worker in workers.values():
+        worker.engine.check()
+
+
+def _holds_blocks(stats: WorkerStats) -> bool:
+    return stats.free_blocks != stats.total_blocks or bool(stats.running or stats.waiting or stats.reserved)
