@@ -12,10 +12,19 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
+from workers.costs import LinearCost
+from workers.request import SLO
 
 
 class SpecError(ValueError):
     """The specification cannot be used; the message says where and what to write instead."""
+
+
+ROUTING = (
+    *("least-loaded", "random", "round-robin", "power-of-two", "product"),
+    *("distserve", "splitwise", "tetri", "mooncake-local"),
+)
+ADMISSION = ("none", "late", "early", "predictive")
 
 
 class Role(Enum):
@@ -41,7 +50,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """A group of equal workers."""
+    """A group of equal workers. `cost` is what steps cost there, for routers that predict; None: they guess."""
 
     name: str
     role: Role
@@ -50,6 +59,7 @@ class PoolSpec:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     resources: Resources = field(default_factory=Resources)
+    cost: LinearCost | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
@@ -65,7 +75,11 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class GatewaySpec:
-    """The doors. `max_requests` bounds the requests in flight in one gateway; one more is refused."""
+    """The doors. `max_requests` bounds the requests in flight in one gateway; one more is refused.
+
+    `routing` names what chooses workers, `admission` what turns requests away whose promise could not be kept (see
+    `cluster.policy`). `slo` is the promise for requests that ask for none.
+    """
 
     replicas: int = 1
     host: str = "127.0.0.1"
@@ -75,8 +89,18 @@ class GatewaySpec:
     default_max_tokens: int = 512
     placement_timeout_s: float = 60.0  # how long a request may wait for a worker or a reservation
     max_attempts: int = 6
+    routing: str = "least-loaded"
+    admission: str = "none"
+    slo: SLO = field(default_factory=SLO)
 
     def __post_init__(self) -> None:
+        for name, known in (("routing", ROUTING), ("admission", ADMISSION)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
+        for name in ("ttft_s", "tpot_s"):
+            seconds = getattr(self.slo, name)
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"slo.{name} is {seconds}; it must be above 0 seconds")
         if not 0 <= self.grpc_port <= 65535:
             raise ValueError(f"grpc_port is {self.grpc_port}; it must lie between 0 (any free port) and 65535")
         for name in ("replicas", "max_requests", "max_prompt_bytes", "default_max_tokens", "max_attempts"):

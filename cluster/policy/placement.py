@@ -1,15 +1,15 @@
-"""Which workers serve a request: plain least-loaded.
+"""What a router is asked and what it answers, and the port itself. Pure: time, randomness and costs are handed in.
 
-Prefill goes to the worker with the fewest prompt tokens queued, decode to the linked worker with the fewest sequences.
-A pool that is empty for the moment does not stop the service: every worker can do both phases, so a healthy one of any
-role serves the request alone. Pure.
+A router belongs to one dispatcher. It sees the view (what workers said of themselves), what this gateway has sent
+since, and whatever it kept of its own choices; of other gateways it knows what the view shows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from cluster.spec import Role
-from cluster.view import ClusterView, WorkerView
+from cluster.view import ClusterView
 from workers.request import Request
 
 
@@ -21,17 +21,74 @@ class Sent:
     sequences: int = 0
 
 
+NOTHING_SENT = Sent()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request to place, at `now_s` of the dispatcher's clock.
+
+    Workers in `avoid` failed or refused this request before; they are left out. `alone`: where no pair is ready, a
+    prefill or decode worker may do both phases. `beside` names the worker that computes the same prompt for a sibling:
+    it comes first, since there the prompt is computed once.
+    """
+
+    view: ClusterView
+    request: Request
+    sent: Mapping[str, Sent] = field(default_factory=dict)
+    avoid: Collection[str] = ()
+    alone: bool = True
+    beside: str = ""
+    now_s: float = 0.0
+
+    def sent_to(self, worker: str) -> Sent:
+        return self.sent.get(worker, NOTHING_SENT)
+
+    @property
+    def tokens_left(self) -> int | None:
+        """How long the answer may still get; None: as long as there is room."""
+        most = self.request.sampling.max_tokens
+        return None if most is None else most - len(self.request.generated)
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`prefill` and `decode` name workers; the same name twice: one worker does both, and nothing moves."""
+    """`prefill` and `decode` name workers; the same name twice: one worker does both, and nothing moves.
+
+    The prefill worker is believed to have the prompt's first `cached_tokens`. Predictions: None is no opinion.
+    """
 
     prefill: str
     decode: str
     reason: str
+    cached_tokens: int = 0
+    predicted_ttft_s: float | None = None
+    predicted_tpot_s: float | None = None
 
     @property
     def colocated(self) -> bool:
         return self.prefill == self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The request is better turned away: the promise made to it could not be kept."""
+
+    reason: str
+    retry_after_s: float
+
+
+class Router(ABC):
+    """Chooses workers. `links_all`: it may pair any two workers, so that all must be linked, whatever their roles."""
+
+    links_all: ClassVar[bool] = False
+
+    @abstractmethod
+    def choose(self, ask: Ask) -> Placement | None:
+        """A placement that fits the request; None when nobody is ready for it. Asking binds to nothing."""
+
+    def began(self, ask: Ask, placement: Placement) -> None:  # noqa: B027  (most routers have nothing to keep)
+        """The request goes there: a router that learns from its own choices notes it."""
 
 
 def place(
@@ -43,47 +100,6 @@ def place(
     alone: bool = True,
     beside: str = "",
 ) -> Placement | None:
-    """The least-loaded placement that fits the request; None when nobody is ready for it.
+    from cluster.policy.loads import LeastLoaded
 
-    Workers in `avoid` failed or refused this request before; they are left out. `alone`: where no pair is ready, a
-    prefill or decode worker may do both phases. `beside` names the worker that computes the same prompt for a sibling:
-    it comes first, since there the prompt is computed once.
-    """
-    fitting = [
-        worker
-        for worker in view.ready(*Role)
-        if request.num_tokens < worker.capacity_tokens and worker.name not in avoid
-    ]
-    prefills = sorted(
-        (w for w in fitting if w.role is Role.PREFILL), key=lambda w: (w.name != beside, _queued_tokens(w, sent))
-    )
-    decodes = sorted((w for w in fitting if w.role is Role.DECODE), key=lambda w: _sequences(w, sent))
-    mixed = sorted((w for w in fitting if w.role is Role.MIXED), key=lambda w: (w.name != beside, _load(w, sent)))
-
-    if request.sampling.max_tokens is not None and request.sampling.max_tokens - len(request.generated) == 1:
-        first = (prefills + mixed)[:1]
-        if first:
-            return Placement(first[0].name, first[0].name, "one token is wanted: nothing to hand over")
-    for prefill in prefills:
-        for decode in decodes:
-            if view.linked(prefill.name, decode.name):
-                return Placement(prefill.name, decode.name, "least-loaded prefill and decode workers")
-    if mixed:
-        return Placement(mixed[0].name, mixed[0].name, "least-loaded mixed worker")
-    either = sorted(prefills + decodes, key=lambda w: _load(w, sent))[:1]
-    if either and alone:
-        return Placement(either[0].name, either[0].name, "no linked pair is ready: one worker does both")
-    return None
-
-
-def _queued_tokens(worker: WorkerView, sent: Mapping[str, Sent]) -> tuple[int, str]:
-    return worker.stats.queued_tokens + sent.get(worker.name, Sent()).prompt_tokens, worker.name
-
-
-def _sequences(worker: WorkerView, sent: Mapping[str, Sent]) -> tuple[int, int, str]:
-    stats = worker.stats
-    return stats.running + stats.reserved + sent.get(worker.name, Sent()).sequences, -stats.free_blocks, worker.name
-
-
-def _load(worker: WorkerView, sent: Mapping[str, Sent]) -> tuple[int, int, str]:
-    return _queued_tokens(worker, sent)[0], _sequences(worker, sent)[0], worker.name
+    return LeastLoaded().choose(Ask(view, request, sent, avoid, alone, beside))

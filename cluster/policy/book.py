@@ -1,0 +1,131 @@
+"""What this gateway has under way on which worker, and how long its requests decode. Knows no other gateway."""
+
+from collections.abc import Iterator, ValuesView
+from dataclasses import dataclass
+
+_MEMORY = 0.02  # weight of the newest answer in the mean: fifty answers make a workload
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One attempt under way. `new_tokens` of its prompt must be computed, which shall take `prefill_s`.
+
+    `first_token_s` is when that is expected to be done, and when it was once `prefilled_s` tells; its turn had come at
+    `turn_s`, as far as we can see.
+    """
+
+    key: str
+    prefill: str
+    decode: str
+    prompt_tokens: int
+    new_tokens: int
+    output_tokens: int  # expected
+    prefill_s: float
+    began_s: float
+    first_token_s: float
+    prefilled_s: float | None = None
+    turn_s: float = 0.0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether decoding is work of its own: one token comes out of the prefill."""
+        return self.output_tokens > 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+class Book:
+    """Owned by a Policy, read by its router. Every `began` has its `ended`."""
+
+    def __init__(self) -> None:
+        self._works: dict[str, Work] = {}
+        self._prefilling: dict[str, dict[str, Work]] = {}  # worker -> key -> work, oldest first
+        self._decoding: dict[str, dict[str, Work]] = {}  # from the promise of a slot to the last token
+        self._touched_s: dict[str, float] = {}  # worker -> when work of ours last began or ended there
+        self._prefilled_s: dict[str, float] = {}  # worker -> when it last ended a prompt of ours
+        self.decode_s: float | None = None  # how long a request decodes, on average; None until one has
+
+    def __len__(self) -> int:
+        return len(self._works)
+
+    def __iter__(self) -> Iterator[Work]:
+        return iter(self._works.values())
+
+    def prefilling(self, worker: str) -> ValuesView[Work]:
+        """Prompts of ours that the worker computes or will, oldest first."""
+        return self._prefilling.get(worker, {}).values()
+
+    def decoding(self, worker: str) -> ValuesView[Work]:
+        """Requests of ours that decode there or will."""
+        return self._decoding.get(worker, {}).values()
+
+    def touched_s(self, worker: str) -> float:
+        """When work of ours last began or ended there; 0 when none has."""
+        return self._touched_s.get(worker, 0.0)
+
+    def ahead_s(self, worker: str, now_s: float) -> float:
+        """How long the prompts of ours that wait or run there will still take, one after the other."""
+        works = self.prefilling(worker)
+        if not works:
+            return 0.0
+        head = next(iter(works))
+        elapsed_s = now_s - self._turn_s(head)
+        return sum(work.prefill_s for work in works) - min(head.prefill_s, elapsed_s)
+
+    def began(self, work: Work) -> None:
+        """The request is on its way to its workers."""
+        assert work.key not in self._works, f"{work.key} is in the book already"
+        self._works[work.key] = work
+        self._prefilling.setdefault(work.prefill, {})[work.key] = work
+        self._touched_s[work.prefill] = work.began_s
+        if work.decodes:
+            self._decoding.setdefault(work.decode, {})[work.key] = work
+            self._touched_s[work.decode] = work.began_s
+
+    def prefilled(self, key: str, now_s: float) -> Work | None:
+        """Its first token came. Answers the work, or None when it is not here or was told before."""
+        work = self._works.get(key)
+        if work is None or work.prefilled_s is not None:
+            return None
+        work.turn_s = self._turn_s(work)
+        work.prefilled_s = work.first_token_s = now_s
+        self._drop(self._prefilling, work.prefill, key)
+        self._touched_s[work.prefill] = self._prefilled_s[work.prefill] = now_s
+        return work
+
+    def ended(self, key: str, now_s: float) -> None:
+        """It finished, failed or was cancelled; nothing of it is left. Unknown keys are ignored."""
+        work = self._works.pop(key, None)
+        if work is None:
+            return
+        self._touched_s[work.prefill] = now_s
+        if work.prefilled_s is None:
+            self._drop(self._prefilling, work.prefill, key)
+        if work.decodes:
+            self._drop(self._decoding, work.decode, key)
+            self._touched_s[work.decode] = now_s
+            if work.prefilled_s is not None:
+                self._learn(now_s - work.prefilled_s)
+
+    def _turn_s(self, work: Work) -> float:
+        return max(work.began_s, self._prefilled_s.get(work.prefill, 0.0))
+
+    def _learn(self, decode_s: float) -> None:
+        self.decode_s = decode_s if self.decode_s is None else self.decode_s + _MEMORY * (decode_s - self.decode_s)
+
+    @staticmethod
+    def _drop(shelf: dict[str, dict[str, Work]], worker: str, key: str) -> None:
+        works = shelf[worker]
+        del works[key]
+        if not works:
+            del shelf[worker]
+
+    def check(self) -> None:
+        """Prove that both shelves hold the works that are under way, each once. Raises AssertionError."""
+        waiting = {key for works in self._prefilling.values() for key in works}
+        assert waiting == {key for key, work in self._works.items() if work.prefilled_s is None}
+        decoding = {key for works in self._decoding.values() for key in works}
+        assert decoding == {key for key, work in self._works.items() if work.decodes}
+        assert all(self._prefilling.values()) and all(self._decoding.values()), "an empty shelf was kept"

@@ -1,0 +1,117 @@
+"""The way that most routers share: a prefill worker is picked, then one of the decode workers linked to it.
+
+A pool that is empty for the moment does not stop the service: every worker can do both phases, so a healthy one of any
+role serves the request alone. How one of several is picked is all that routers differ in.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from cluster.policy.placement import Ask, Placement, Router
+from cluster.spec import Role
+from cluster.view import ClusterView, WorkerState, WorkerView
+from kvtransfer.ticket import LinkReport
+
+Workers = Sequence[WorkerView]
+
+
+class Reach:
+    """The links of a view by their ends. Rebuilt only when the view has other links."""
+
+    def __init__(self) -> None:
+        self._links: tuple[LinkReport, ...] = ()
+        self._by_owner: dict[str, dict[str, LinkReport]] = {}
+
+    def readers(self, view: ClusterView, owner: str) -> dict[str, LinkReport]:
+        """Who may read from `owner`, by name."""
+        if view.links is not self._links:
+            self._links, self._by_owner = view.links, {}
+            for link in view.links:
+                self._by_owner.setdefault(link.owner, {})[link.reader] = link
+        return self._by_owner.get(owner, {})
+
+
+class Picking(Router):
+    """A router that picks one of several workers for a phase at a time."""
+
+    def __init__(self) -> None:
+        self.reach = Reach()
+
+    @abstractmethod
+    def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
+        """One of at least one workers, to compute the prompt."""
+
+    @abstractmethod
+    def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
+        """One of at least one workers, to decode."""
+
+    def pick_whole(self, ask: Ask, workers: Workers) -> WorkerView:
+        """One of at least one workers, to do both phases."""
+        return self.pick_prefill(ask, workers)
+
+    def role(self, worker: WorkerView) -> Role:
+        """What the worker is for, in this router's eyes."""
+        return worker.role
+
+    def choose(self, ask: Ask) -> Placement | None:
+        prefills: list[WorkerView] = []
+        decodes: list[WorkerView] = []
+        mixed: list[WorkerView] = []
+        sides = {Role.PREFILL: prefills, Role.DECODE: decodes, Role.MIXED: mixed}
+        for worker in fitting(ask):
+            sides[self.role(worker)].append(worker)
+        if ask.tokens_left == 1 and (prefills or mixed):
+            worker = self.pick_prefill(ask, beside(ask, prefills or mixed))
+            return self.placed(ask, worker, worker, "one token is wanted: nothing to hand over")
+        while prefills and decodes:
+            prefill = self.pick_prefill(ask, beside(ask, prefills))
+            readers = self.reach.readers(ask.view, prefill.name)
+            if linked := [worker for worker in decodes if worker.name in readers]:
+                return self.placed(ask, prefill, self.pick_decode(ask, linked), self.reason)
+            prefills.remove(prefill)
+        if mixed:
+            worker = self.pick_whole(ask, beside(ask, mixed))
+            return self.placed(ask, worker, worker, f"{self.reason}: mixed worker")
+        if ask.alone and (either := fitting(ask)):
+            worker = self.pick_whole(ask, either)
+            return self.placed(ask, worker, worker, "no linked pair is ready: one worker does both")
+        return None
+
+    def placed(self, ask: Ask, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
+        """The placement on these two, with what else this router knows of it."""
+        return Placement(prefill.name, decode.name, reason)
+
+    @property
+    @abstractmethod
+    def reason(self) -> str:
+        """Why a pair was taken, in a few words."""
+
+
+def fitting(ask: Ask) -> list[WorkerView]:
+    """Ready workers that can hold the request."""
+    tokens, avoid = ask.request.num_tokens, ask.avoid
+    return [
+        worker
+        for worker in ask.view.workers
+        if worker.state is WorkerState.READY and tokens < worker.capacity_tokens and worker.name not in avoid
+    ]
+
+
+def beside(ask: Ask, workers: Workers) -> Workers:
+    """Only the worker that computes this prompt for a sibling, when it is one of these."""
+    return [worker for worker in workers if worker.name == ask.beside] or workers if ask.beside else workers
+
+
+def queued_tokens(ask: Ask, worker: WorkerView) -> int:
+    """Prompt tokens that it still has to compute."""
+    return worker.stats.queued_tokens + ask.sent_to(worker.name).prompt_tokens
+
+
+def num_sequences(ask: Ask, worker: WorkerView) -> int:
+    """Sequences that decode there, or were promised a slot."""
+    return worker.stats.running + worker.stats.reserved + ask.sent_to(worker.name).sequences
+
+
+def most_room(ask: Ask, worker: WorkerView) -> tuple[int, int, str]:
+    """Sorts by sequences, then free blocks."""
+    return num_sequences(ask, worker), -worker.stats.free_blocks, worker.name

@@ -1,0 +1,157 @@
+"""The policy of one gateway, put together: a router, an admission, and the book of what is under way.
+
+    choose ──> Placement ──> began ──> prefilled ──> ended
+       └─────> Refusal                     └──────> Refusal (late admission only)
+
+Pure. The one place that knows routers by name.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from cluster.policy.admission import Admission, Early, Late, Predictive
+from cluster.policy.book import Book, Work
+from cluster.policy.caches import MooncakeLocal, Product
+from cluster.policy.draws import Draws
+from cluster.policy.forecast import Forecast
+from cluster.policy.lengths import Buckets, Lengths, asked_length
+from cluster.policy.loads import DistServe, LeastLoaded, PowerOfTwo, Random, RoundRobin
+from cluster.policy.placement import Ask, Placement, Refusal, Router
+from cluster.policy.splitwise import Splitwise
+from cluster.policy.tetri import Tetri
+from cluster.spec import ADMISSION, ROUTING, ClusterSpec, SpecError
+from cluster.view import WorkerView
+from workers.costs import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What routers are made of."""
+
+    book: Book
+    forecast: Forecast
+    draws: Draws
+    lengths: Lengths
+
+
+_ROUTERS: dict[str, Callable[[Parts], Router]] = {
+    "least-loaded": lambda parts: LeastLoaded(),
+    "random": lambda parts: Random(parts.draws),
+    "round-robin": lambda parts: RoundRobin(),
+    "power-of-two": lambda parts: PowerOfTwo(parts.draws),
+    "product": lambda parts: Product(parts.forecast),
+    "distserve": lambda parts: DistServe(),
+    "splitwise": lambda parts: Splitwise(parts.forecast, parts.book, asked_length),
+    "tetri": lambda parts: Tetri(parts.forecast, parts.book, parts.lengths, parts.draws),
+    "mooncake-local": lambda parts: MooncakeLocal(parts.forecast),
+}
+
+
+class Policy:
+    """Owned by one dispatcher. Every placement that `began` has its `ended`."""
+
+    def __init__(self, router: Router, admission: Admission, forecast: Forecast, book: Book) -> None:
+        self.book = book
+        self._router = router
+        self._admission = admission
+        self._forecast = forecast
+
+    @property
+    def links_all(self) -> bool:
+        """Whether any two workers may be paired, whatever their roles, so that all must be linked."""
+        return self._router.links_all
+
+    @property
+    def looks_behind_prefill(self) -> bool:
+        """Whether `judge` may refuse a request whose prompt is done."""
+        return self._admission.looks_behind_prefill
+
+    def choose(self, ask: Ask) -> Placement | Refusal | None:
+        """Where the request shall go; None when nobody is ready for it. Asking binds to nothing.
+
+        Only first attempts are refused: what has begun is brought to its end.
+        """
+        placement = self._router.choose(ask)
+        if placement is None:
+            return None
+        placement = self._predicted(ask, placement)
+        if ask.request.attempt or not self._admission.looks:
+            return placement
+        assert placement.predicted_ttft_s is not None, "an admission that looks has predictions"
+        decode = _worker(ask, placement.decode)
+        return self._admission.at_arrival(ask, placement.predicted_ttft_s, decode) or placement
+
+    def _predicted(self, ask: Ask, placement: Placement) -> Placement:
+        """With what is expected of it, where costs are known or the admission needs to know."""
+        prefill, decode = _worker(ask, placement.prefill), _worker(ask, placement.decode)
+        is_sure = self._forecast.is_sure(prefill) and self._forecast.is_sure(decode)
+        if not (is_sure or self._admission.looks):
+            return placement
+        return replace(
+            placement,
+            predicted_ttft_s=self._forecast.ttft_seconds(ask, prefill, placement.cached_tokens),
+            predicted_tpot_s=self._forecast.tpot_seconds(ask, decode),
+        )
+
+    def began(self, ask: Ask, placement: Placement) -> None:
+        """The attempt is on its way to the workers chosen."""
+        request, prefill = ask.request, _worker(ask, placement.prefill)
+        new_tokens = request.num_tokens - placement.cached_tokens
+        prefill_s = self._forecast.prefill_seconds(prefill, new_tokens, placement.cached_tokens)
+        queue_s = self._forecast.queue_seconds(ask, prefill)
+        work = Work(
+            key=request.key,
+            prefill=placement.prefill,
+            decode=placement.decode,
+            prompt_tokens=request.num_tokens,
+            new_tokens=new_tokens,
+            output_tokens=asked_length(request),
+            prefill_s=prefill_s,
+            began_s=ask.now_s,
+            first_token_s=ask.now_s + queue_s + prefill_s,
+        )
+        self._router.began(ask, placement)
+        self.book.began(work)
+
+    def prefilled(self, key: str, now_s: float) -> None:
+        """The attempt's first token came. Told twice, or of an unknown key, it says nothing new."""
+        work = self.book.prefilled(key, now_s)
+        if work is not None:
+            self._forecast.learn(work)
+
+    def judge(self, ask: Ask, decode: str) -> Refusal | None:
+        """Whether a request whose prompt is done is turned away after all."""
+        if ask.request.attempt or not self.looks_behind_prefill:
+            return None
+        return self._admission.behind_prefill(ask, _worker(ask, decode))
+
+    def ended(self, key: str, now_s: float) -> None:
+        """The attempt is over, however. Unknown keys are ignored."""
+        self.book.ended(key, now_s)
+
+
+def open_policy(
+    spec: ClusterSpec, seed: int, costs: Mapping[str, CostModel] | None = None, lengths: Lengths | None = None
+) -> Policy:
+    """The policy that `spec.gateway` names. `costs` are by pool and come before `PoolSpec.cost`.
+
+    `lengths` predicts answers for "tetri"; by default as well as its classifier did. Raises `SpecError`.
+    """
+    routing, admission = spec.gateway.routing, spec.gateway.admission
+    for name, known in ((routing, ROUTING), (admission, ADMISSION)):
+        if name not in known:
+            raise SpecError(f"gateway: {name!r} is not one of {', '.join(known)}")
+    book = Book()
+    forecast = Forecast(spec, book, costs or {})
+    parts = Parts(book, forecast, Draws(seed), lengths or Buckets(seed))
+    judges: dict[str, Callable[[], Admission]] = {
+        "none": Admission,
+        "late": lambda: Late(spec.gateway.slo, forecast, book),
+        "early": lambda: Early(spec.gateway.slo, forecast, book),
+        "predictive": lambda: Predictive(spec.gateway.slo, forecast, book),
+    }
+    return Policy(_ROUTERS[routing](parts), judges[admission](), forecast, book)
+
+
+def _worker(ask: Ask, name: str) -> WorkerView:
+    return next(worker for worker in ask.view.workers if worker.name == name)
