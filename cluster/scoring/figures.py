@@ -175,7 +175,6 @@ def figures(run: Run, slo: SLO) -> Figures:
     worst = np.array([worst_mean_s(taken) for taken in between])
     endings = Counter(served.ending for served in run.served)
     finished = [served for served, ok in zip(run.served, done, strict=True) if ok]
-    blocks = sum(worker.kv_blocks for worker in run.workers)
     return Figures(
         system=run.system,
         workload=run.workload,
@@ -204,7 +203,7 @@ def figures(run: Run, slo: SLO) -> Figures:
         attainment=_attained(each, slo),
         effective_capacity=_share(_within(each.ttft_s, slo.ttft_s) & done & _within(worst, slo.tpot_s)),
         mfu=_over(run.model_flops, run.peak_flops * run.seconds) if run.model_flops else None,
-        kv_occupancy=_over(sum(worker.used_block_s for worker in run.workers), blocks * run.seconds),
+        kv_occupancy=_occupancy(run.workers, run.seconds),
         exposed_transfer_share=_exposed(finished),
         transfer_share=_over(sum(served.transfer_s for served in finished), float(each.e2e_s[done].sum())),
         cached_share=_over(
@@ -262,16 +261,25 @@ def _pools(workers: Sequence[WorkerRecord], seconds: float) -> tuple[PoolFigures
     return tuple(_pool(name, [worker for worker in workers if worker.pool == name], seconds) for name in names)
 
 
+def _present(workers: Sequence[WorkerRecord]) -> list[WorkerRecord]:
+    """Each worker once: one that was started again has a record for each start."""
+    return list({worker.name: worker for worker in workers}.values())
+
+
+def _occupancy(workers: Sequence[WorkerRecord], seconds: float) -> float | None:
+    blocks = sum(worker.kv_blocks for worker in _present(workers))
+    return _over(sum(worker.used_block_s for worker in workers), blocks * seconds)
+
+
 def _pool(name: str, workers: Sequence[WorkerRecord], seconds: float) -> PoolFigures:
+    present = _present(workers)
     return PoolFigures(
         pool=name,
         role=", ".join(dict.fromkeys(worker.role for worker in workers)),
-        workers=len(workers),
-        gpus=sum(worker.gpus for worker in workers),
-        busy_share=_over(sum(worker.busy_s for worker in workers), len(workers) * seconds),
-        kv_occupancy=_over(
-            sum(worker.used_block_s for worker in workers), sum(worker.kv_blocks for worker in workers) * seconds
-        ),
+        workers=len(present),
+        gpus=sum(worker.gpus for worker in present),
+        busy_share=_over(sum(worker.busy_s for worker in workers), len(present) * seconds),
+        kv_occupancy=_occupancy(workers, seconds),
         steps=sum(worker.steps for worker in workers),
         prompt_tokens=sum(worker.prompt_tokens for worker in workers),
         output_tokens=sum(worker.output_tokens for worker in workers),

@@ -153,6 +153,14 @@ def test_percentiles_agree_with_numpy(samples: list[float]) -> None:
     assert worst_mean_s(np.array(samples)) == pytest.approx(sum(worst) / len(worst))
 
 
+def test_a_worker_that_was_started_again_is_one_worker() -> None:
+    starts = tuple(WorkerRecord("d-0", "decode", "decode", 1, 10, busy_s=2.0, used_block_s=20.0) for _ in range(2))
+    made = figures(replace(run([steady(0, 0.0, 0.1, 0.01, 2)]), workers=starts), ANY)
+    assert (made.pools[0].workers, made.pools[0].gpus) == (1, 1)
+    assert made.pools[0].busy_share == pytest.approx(0.4)
+    assert made.kv_occupancy == made.pools[0].kv_occupancy == pytest.approx(0.4)
+
+
 def test_latencies_are_those_of_the_records() -> None:
     made = split_run()
     ours = figures(made, ANY)

@@ -1,0 +1,79 @@
+"""What happened when, by a run's records: a request's phases as spans, steps in lanes, what is worth showing. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cluster.scoring.records import Ending, Run, Served, StepRecord
+
+TRANSFER = "transfer"  # not a phase of the ledger: what it overlaps with is
+WINDOW_STEPS = 60  # of the busiest worker, in the part that is shown
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From `begin_ns` to `end_ns`, nanoseconds on the run's clock, so that spans that touch do so exactly."""
+
+    name: str
+    begin_ns: int
+    end_ns: int
+
+
+def phases(served: Served) -> tuple[Span, ...]:
+    """The ledger's phases one behind the other from the arrival on, up to the first token and up to the last.
+
+    A ledger has sums: what a request did several times, over several attempts, is one span. Without a ledger (the
+    request did not finish) there are none; phases that took no time are left out.
+    """
+    if served.ledger is None:
+        return ()
+    spans, at = [], round(served.arrival_s * 1e9)
+    for name, ns in served.ledger.first + served.ledger.rest:
+        if ns:
+            spans.append(Span(name, at, at + ns))
+        at += ns
+    return tuple(spans)
+
+
+def whole(served: Served) -> Span:
+    """From arrival to the end of the books, or to the last token that came."""
+    begin = round(served.arrival_s * 1e9)
+    if served.ledger is not None:
+        return Span("request", begin, begin + served.ledger.total_ns)
+    return Span("request", begin, max(begin, round(served.token_s[-1] * 1e9)) if len(served.token_s) else begin)
+
+
+def transfer(served: Served) -> Span | None:
+    """The hand-off's elapsed time, ending where the wait for it ended; most of it lies behind the prefill."""
+    waits = [span for span in phases(served) if span.name == "transfer_wait"]
+    if served.ledger is None or served.transfer_s <= 0.0:
+        return None
+    begin = round(served.arrival_s * 1e9)
+    end = waits[0].end_ns if waits else begin + served.ledger.ttft_ns
+    return Span(TRANSFER, max(begin, end - round(served.transfer_s * 1e9)), end)
+
+
+def lanes(steps: Iterable[StepRecord]) -> tuple[tuple[int, StepRecord], ...]:
+    """Each step of one worker with its lane: steps in flight at the same time (pipeline stages) have different ones."""
+    free: list[float] = []  # when each lane's last step ends
+    laid = []
+    for step in sorted(steps, key=lambda step: (step.begin_s, step.end_s)):
+        lane = next((lane for lane, end_s in enumerate(free) if end_s <= step.begin_s), len(free))
+        free[lane : lane + 1] = [step.end_s]
+        laid.append((lane, step))
+    return tuple(laid)
+
+
+def middle(run: Run) -> tuple[float, float]:
+    """Seconds from and to, around the middle step of the worker with the most steps. The run must have been traced."""
+    most = Counter(step.worker for step in run.steps).most_common(1)[0][0]
+    steps = sorted((step for step in run.steps if step.worker == most), key=lambda step: step.begin_s)
+    first = max(0, (len(steps) - WINDOW_STEPS) // 2)
+    return steps[first].begin_s, max(step.end_s for step in steps[first : first + WINDOW_STEPS])
+
+
+def typical(run: Run, percentile: float = 50.0) -> Served | None:
+    """The finished request with a ledger that stands at this percentile of E2E; None when there is none."""
+    finished = [each for each in run.served if each.ending is Ending.FINISHED and each.ledger is not None]
+    ordered: Sequence[Served] = sorted(finished, key=lambda each: (each.e2e_s or 0.0, each.index))
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percentile / 100.0))] if ordered else None

@@ -1,0 +1,94 @@
+"""How pictures look, and how they become files. The same figures give the same bytes. Needs matplotlib, an extra."""
+
+from collections.abc import Callable
+from functools import wraps
+from io import BytesIO
+from pathlib import Path
+from typing import Any, ParamSpec
+
+P = ParamSpec("P")
+
+# Okabe and Ito's colours, which people with any colour vision tell apart.
+BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, RED, GREY = (
+    *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#56B4E9", "#D55E00", "#7F7F7F"),
+)
+COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, "#000000", GREY)
+MARKERS = "osD^vP*X<>"
+RULES: Any = {
+    "svg.hashsalt": "diptych",
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+DPI = 120
+
+
+class NoPictures(RuntimeError):
+    """Pictures were asked for and cannot be drawn; the message says what to install."""
+
+
+def drawn(draw: Callable[P, Any]) -> Callable[P, Any]:
+    """In our style, or `NoPictures`."""
+
+    @wraps(draw)
+    def styled(*args: P.args, **more: P.kwargs) -> Any:
+        with _rules():
+            return draw(*args, **more)
+
+    return styled
+
+
+def panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
+    """A picture of so many inches, and its panels by [row][column]."""
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(width, height), layout="constrained")
+    return picture, picture.subplots(rows, columns, squeeze=False, **options)
+
+
+def plain(axis: Any) -> None:
+    """Whole and broken numbers instead of powers of ten on a logarithmic axis, at few places."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    low, high = sorted(axis.get_view_interval())
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if low > 0 and high / low < 300 else (1.0,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def look(number: int) -> dict[str, Any]:
+    """Colour and marker of the n-th system: never the same pair for dozens of them."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+
+
+def png(picture: Any) -> bytes:
+    with _rules():
+        made = BytesIO()
+        picture.savefig(made, format="png", dpi=DPI, metadata={"Software": None})
+        return made.getvalue()
+
+
+def save(picture: Any, path: Path) -> Path:
+    """As what the suffix says (.png, .svg, .pdf); the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".png":
+        path.write_bytes(png(picture))
+        return path
+    dated = {".svg": "Date", ".pdf": "CreationDate"}.get(path.suffix)
+    with _rules():
+        picture.savefig(path, dpi=DPI, metadata={dated: None} if dated else None)
+    return path
+
+
+def _rules() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise NoPictures("pictures need matplotlib; install it with `pip install 'diptych[pictures]'`") from None
+    return matplotlib.rc_context(RULES)
