@@ -9,12 +9,14 @@ Source of the idea: simulation by a loop whose selector advances the clock, as i
 
 import asyncio
 import heapq
-from collections.abc import Coroutine
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 from cluster.sim.network import Network
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 SWEPT_AT_LEAST = 100
 MOST_NAMED = 12
@@ -40,28 +42,32 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now_s
 
-    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
         return self.call_at(self._now_s + delay, callback, *args, context=context)
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
-        handle: Any = asyncio.TimerHandle(when, callback, args, self, context)
-        handle._scheduled = True
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle._scheduled = True  # type: ignore[attr-defined]  # or its cancellation would not be told
         self._number += 1
         heapq.heappush(self._timers, (when, self._number, handle))
-        return handle  # type: ignore[no-any-return]
+        return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Most timers are deadlines that nobody misses: they are swept out when they are half of all."""
         self._num_cancelled += 1
         if self._num_cancelled > SWEPT_AT_LEAST and 2 * self._num_cancelled > len(self._timers):
-            self._timers = [each for each in self._timers if not each[2]._cancelled]  # type: ignore[attr-defined]
+            self._timers = [each for each in self._timers if not each[2]._cancelled]
             heapq.heapify(self._timers)
             self._num_cancelled = 0
 
     def _run_once(self) -> None:
         """One turn: everything that may run now, or else a jump to the next timer."""
         ready, timers = self._ready, self._timers
-        while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
+        while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
             self._num_cancelled -= 1
         if not ready:
@@ -89,7 +95,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
         return self._network.connect(protocol_factory, port)
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)  # there are no other threads
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
