@@ -133,8 +133,6 @@ def _cancel_all(loop: VirtualLoop) -> None:
         loop.run_until_complete(asyncio.wait(tasks))
 
 
-
-
 def _waiters(loop: VirtualLoop) -> str:
     """Where each task stands, innermost line last."""
     told = sorted(f"{task.get_name()} in {_place(task)}" for task in asyncio.all_tasks(loop))

@@ -17,8 +17,8 @@ from cluster.sim.clock import Deadlock, run
 from cluster.sim.cluster import PoolModel, SimCluster, open_cluster, request_id
 from cluster.spec import ClusterSpec
 from cluster.workload.arrivals import Arrival, Workload
-from cluster.workload.prompts import prompt_tokens
-from workers.request import SLO, Request, SamplingParams
+from cluster.workload.prompts import request
+from workers.request import SLO
 from workers.stats import WorkerStats
 
 STALLED_S = 3600.0  # virtual seconds without a token anywhere: nobody waits so long, something is lost
@@ -50,9 +50,7 @@ def simulate(
     return run(_simulate(spec, models, workload, options or Options()))
 
 
-async def _simulate(
-    spec: ClusterSpec, models: Mapping[str, PoolModel], workload: Workload, options: Options
-) -> Run:
+async def _simulate(spec: ClusterSpec, models: Mapping[str, PoolModel], workload: Workload, options: Options) -> Run:
     begun = time.perf_counter()
     async with open_cluster(spec, models, trace=options.trace) as cluster:
         load = _Load(cluster, workload, options, min(model.vocab_size for model in models.values()))
@@ -110,19 +108,14 @@ class _Load:
         dispatchers = self._cluster.dispatchers
         dispatcher: Dispatcher = dispatchers[watch.index % len(dispatchers)]
         try:
-            await dispatcher.run(self._request(watch), watch.see)
+            asked = request(
+                self._workload, watch.index, self._vocab_size, slo=self._options.slo, seed=self._options.seed
+            )
+            await dispatcher.run(asked, watch.see)
         except Rejected as error:
             watch.end(Ending.REJECTED, str(error))
         except ClusterError as error:
             watch.end(Ending.FAILED, f"{type(error).__name__}: {error}")
-
-    def _request(self, watch: "_Watch") -> Request:
-        arrival = watch.arrival
-        prompt = prompt_tokens(self._workload, watch.index, self._vocab_size)
-        sampling = SamplingParams(
-            temperature=0.0, seed=watch.index, max_tokens=arrival.output_tokens, ignore_eos=True
-        )
-        return Request(request_id(watch.index), prompt, sampling, self._options.slo, session=arrival.session)
 
     async def _notice_stall(self) -> None:
         seen = -1
