@@ -1,46 +1,21 @@
 """What is asked and when: five mixes of lengths, Poisson arrivals, all from seeds. Knows no engine and no machine.
 
-A prompt above 512 tokens and an answer above 128 are long; the borders are TetriInfer's (Hu et al., 2024). Lengths are
-log-normal between their borders. The same seed gives the same lengths and the same order at every rate.
+The same seed gives the same lengths and the same order at every rate.
 """
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.workload.changes import synthetic
+from cluster.workload.lengths import KINDS, LONG_ANSWER, Mix
+from cluster.workload.processes import Burst, Poisson
 from workers.request import Request, SamplingParams
 
 FIRST_TOKEN, LAST_TOKEN = 1000, 40_000  # ordinary tokens of the measured model's vocabulary
 
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Log-normal with this median, drawn again until it lies between `least` and `most`."""
-
-    median: int
-    sigma: float
-    least: int
-    most: int
-
-    def draw(self, source: random.Random) -> int:
-        while True:
-            drawn = round(self.median * math.exp(source.gauss(0.0, self.sigma)))
-            if self.least <= drawn <= self.most:
-                return drawn
-
-
-SHORT_PROMPT, LONG_PROMPT = Lengths(128, 0.7, 16, 512), Lengths(1024, 0.4, 513, 2048)
-SHORT_ANSWER, LONG_ANSWER = Lengths(32, 0.7, 4, 128), Lengths(256, 0.4, 129, 512)
+MIXES = KINDS
 LONGEST_ANSWER = LONG_ANSWER.most
-_PURE = {
-    "short/short": (SHORT_PROMPT, SHORT_ANSWER),
-    "short/long": (SHORT_PROMPT, LONG_ANSWER),
-    "long/short": (LONG_PROMPT, SHORT_ANSWER),
-    "long/long": (LONG_PROMPT, LONG_ANSWER),
-}
-# prompt/answer -> what a request is drawn from
-MIXES = {name: (lengths,) for name, lengths in _PURE.items()} | {"mixed": tuple(_PURE.values())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +43,12 @@ class Asked:
 
 def asked(mix: str, count: int, seed: int, rate: float | None) -> tuple[Asked, ...]:
     """`count` requests, `rate` a second from time 0 on; rate None: all of them are there at time 0."""
-    lengths, gaps = random.Random(f"{mix}, lengths, {seed}"), random.Random(f"{mix}, gaps, {seed}")
-    made = []
-    at_s = 0.0
-    for number in range(count):
-        prompt, answer = lengths.choice(MIXES[mix])
-        made.append(Asked(f"{mix}-{seed}-{number}", at_s, prompt.draw(lengths), answer.draw(lengths)))
-        at_s += gaps.expovariate(rate) if rate is not None else 0.0
-    return tuple(made)
+    process = Burst() if rate is None else Poisson(rate)
+    made = synthetic(mix, process, Mix(MIXES[mix]), key=mix, seed=seed, count=count).arrivals
+    return tuple(
+        Asked(f"{mix}-{seed}-{number}", each.at_s, each.prompt_tokens, each.output_tokens)
+        for number, each in enumerate(made)
+    )
 
 
 def mean_lengths(requests: Sequence[Asked]) -> tuple[float, float]:
