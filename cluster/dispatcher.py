@@ -22,8 +22,9 @@ from cluster.runtime.interface import WorkerGone
 from cluster.spec import ClusterSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
 from kvtransfer.ticket import TransferReport
-from workers.errors import WorkerError
+from workers.errors import InvalidRequest, Overloaded, WorkerClosed, WorkerError
 from workers.request import FinishReason, Request, TokensOut
+from workers.shapes import Shape, Timings
 
 logger = logging.getLogger(__name__)
 
@@ -287,6 +288,22 @@ class Dispatcher:
         return replace(
             view, workers=tuple(replace(w, audit=audit) for w, audit in zip(view.workers, audits, strict=True))
         )
+
+    async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
+        """Have this idle worker time steps of a shape. Errors: `InvalidRequest`; `Rejected`: it has work or is gone."""
+        line = self._lines.get(worker)
+        if line is None or line.lost is not None:
+            names = ", ".join(self._lines) or "none"
+            raise InvalidRequest("worker", f"{worker!r} is not ready here; ready are: {names}")
+        clock = asyncio.get_running_loop()
+        begun_s = clock.time()
+        try:
+            timings = await line.handle.measure(shape, repeats)
+        except Overloaded as error:
+            raise Rejected(f"{worker}: {error}", error.retry_after_s) from None
+        except (WorkerGone, WorkerClosed) as error:
+            raise Rejected(f"{worker} is gone: {error}", REDIAL_S) from None
+        return replace(timings, call_s=clock.time() - begun_s - timings.elapsed_s)
 
     def view_change(self) -> Awaitable[object]:
         """Done after the next change of membership or state; statistics alone are none."""

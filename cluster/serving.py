@@ -19,6 +19,7 @@ from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle
 from cluster.spec import ClusterSpec
 from cluster.view import ClusterView, ModelView, WorkerState
 from workers.request import Request
+from workers.shapes import Shape, Timings
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,10 @@ class RequestDispatcher(Protocol):
 
     async def audit(self) -> ClusterView:
         """The view, with every ready worker's proof that its blocks are accounted for."""
+        ...
+
+    async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
+        """Have this idle worker time steps of a shape. Errors: `InvalidRequest`, `Rejected`."""
         ...
 
     def view_change(self) -> Awaitable[object]:

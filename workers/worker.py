@@ -33,8 +33,10 @@ from workers.engine.sequence import Lease
 from workers.errors import Overloaded, UnknownSequence, WorkerClosed, WorkerError
 from workers.lease_desk import LeaseDesk
 from workers.mailbox import Mailbox
+from workers.measuring import measure
 from workers.peers import Peers
 from workers.request import Bundle, FetchedOut, Output, Request, Reservation, TicketOut
+from workers.shapes import Shape, Timings
 from workers.stats import WorkerInfo, WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class Worker:
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._reservations: deque[_Asked] = deque()
         self._fetches: dict[str, asyncio.Task[None]] = {}
+        self._measurements: set[asyncio.Task[Timings]] = set()
         self._sweeper: asyncio.TimerHandle | None = None
 
     # ---- life ------------------------------------------------------------------------------------------------
@@ -90,6 +93,7 @@ class Worker:
             block_bytes=facts.layout.block_bytes,
             prefix_tokens=self.config.prefix_tokens,
             depth=self._executor.depth,
+            cost=self.config.cost,
         )
         self._peers = Peers(self.config, self._executor)
         layouts = [shard.layout for shard in self._executor.shards()]
@@ -160,7 +164,7 @@ class Worker:
         for task in self._fetches.values():
             task.cancel()
         self._pump.stop()
-        await asyncio.wait([self._pumping, *self._fetches.values()])
+        await asyncio.wait([self._pumping, *self._fetches.values(), *self._measurements])
         self._watching.cancel()
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -257,13 +261,34 @@ class Worker:
         self._require_open()
         self.engine.check()
 
+    async def measure(self, shape: Shape, repeats: int) -> Timings:
+        """Time steps of this shape while nothing else is to do; see `workers.measuring`. A caller may leave any time.
+
+        Errors: `InvalidRequest`, `Overloaded`.
+        """
+        self._require_open()
+        steps = measure(self.engine, self._executor, self.config.engine, shape, repeats, self._is_wanted)
+        measuring = asyncio.ensure_future(steps)
+        self._measurements.add(measuring)
+        measuring.add_done_callback(self._measured)
+        return await asyncio.shield(measuring)
+
+    def _is_wanted(self) -> bool:
+        return self._closed or self.engine.has_work or bool(self._reservations)
+
+    def _measured(self, task: "asyncio.Task[Timings]") -> None:
+        self._measurements.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            return None if isinstance(error, WorkerError) else self._unfit(error)
+        self._changed()  # somebody may have waited for the blocks
+
     # ---- inside ----------------------------------------------------------------------------------------------
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
 
     def _stats(self) -> WorkerStats:
-        return replace(self.engine.stats(), bubble_share=self._executor.bubble_share)
+        return self.engine.stats(self._executor.bubble_share)
 
     def at(self, incarnation: str) -> "Worker":
         """This worker, for callers that mean this incarnation only. An object never becomes another one."""
@@ -343,7 +368,10 @@ class Worker:
         subscriber = self._routes.get(output.key)
         if subscriber is None:
             return  # cancelled meanwhile
-        self._mailboxes.setdefault(subscriber, Mailbox(self._now_s())).put(output)
+        mailbox = self._mailboxes.get(subscriber)
+        if mailbox is None:
+            mailbox = self._mailboxes[subscriber] = Mailbox(self._now_s())
+        mailbox.put(output)
 
     # ---- fetching ----------------------------------------------------------------------------------------------
 

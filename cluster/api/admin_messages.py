@@ -6,6 +6,7 @@ from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
 from diptych.v1 import admin_pb2, common_pb2
 from kvtransfer.ticket import LinkReport
 from workers.config import ParallelConfig
+from workers.shapes import Shape, Timings
 from workers.stats import WorkerStats
 
 ROLES = {
@@ -128,3 +129,29 @@ def _link_from(message: admin_pb2.Link) -> LinkReport:
         bytes_per_s=message.bytes_per_second,
         skipped=tuple(message.skipped),
     )
+
+
+def measure_message(worker: str, shape: Shape, repeats: int) -> admin_pb2.MeasureStepsRequest:
+    return admin_pb2.MeasureStepsRequest(
+        worker=worker,
+        chunks=[admin_pb2.PromptChunk(tokens=tokens, cached=cached) for tokens, cached in shape.chunks],
+        batch=shape.batch,
+        context=shape.context,
+        swap_bytes=shape.swap_bytes,
+        repeats=repeats,
+    )
+
+
+def shape_from(message: admin_pb2.MeasureStepsRequest) -> Shape:
+    chunks = tuple((chunk.tokens, chunk.cached) for chunk in message.chunks)
+    return Shape(chunks, message.batch, message.context, message.swap_bytes)
+
+
+def timings_message(timings: Timings) -> admin_pb2.MeasureStepsResponse:
+    return admin_pb2.MeasureStepsResponse(
+        seconds=timings.seconds, elapsed_seconds=timings.elapsed_s, call_seconds=timings.call_s
+    )
+
+
+def timings_from(message: admin_pb2.MeasureStepsResponse) -> Timings:
+    return Timings(tuple(message.seconds), message.elapsed_seconds, message.call_seconds)

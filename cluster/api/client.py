@@ -17,7 +17,7 @@ from typing import Any, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.api.admin_messages import view_from
+from cluster.api.admin_messages import measure_message, timings_from, view_from
 from cluster.api.errors import DiptychError
 from cluster.api.failures import error_from, error_of_call
 from cluster.api.messages import SamplingOptions, events_from, sampling_message, slo_message
@@ -28,6 +28,7 @@ from cluster.view import ClusterView
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from workers.errors import InvalidRequest
 from workers.request import SLO
+from workers.shapes import Shape, Timings
 
 Prompt = str | Sequence[int]
 Messages = Sequence[tuple[str, str] | Mapping[str, str]]  # (role, content), or {"role": ..., "content": ...}
@@ -172,6 +173,13 @@ class DiptychClient:
             message = await self._admin.GetCluster(admin_pb2.GetClusterRequest(audit=audit), timeout=timeout_s)
         gateway = message.gateway
         return ClusterStatus(view_from(message), gateway.name, gateway.active_requests, gateway.max_requests)
+
+    async def measure(self, worker: str, shape: Shape, repeats: int = 1, *, timeout_s: float = 150.0) -> Timings:
+        """Have an idle worker time steps of this shape. Errors, as statuses: INVALID_ARGUMENT for a shape that no
+        step there can have, RESOURCE_EXHAUSTED when it has work."""
+        with self._errors():
+            message = measure_message(worker, shape, repeats)
+            return timings_from(await self._admin.MeasureSteps(message, timeout=timeout_s))
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when workers for both phases are ready; the server itself may still be starting."""

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc_status import rpc_status
 
-from cluster.api.admin_messages import view_message
+from cluster.api.admin_messages import shape_from, timings_message, view_message
 from cluster.api.messages import delta_message, event_message, prompt_from, sampling_from, slo_from
 from cluster.api.statuses import status_of
 from cluster.api.wire import MAX_MESSAGE_BYTES
@@ -108,6 +108,15 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
         view = await self._context.dispatcher.audit() if request.audit else self._gateway.view
         return view_message(view, gateway)
+
+    async def MeasureSteps(
+        self, request: admin_pb2.MeasureStepsRequest, context: Context
+    ) -> admin_pb2.MeasureStepsResponse:
+        try:
+            timings = await self._context.dispatcher.measure(request.worker, shape_from(request), request.repeats)
+        except Exception as error:
+            await context.abort_with_status(rpc_status.to_status(status_of(error, servable(self._gateway.view))))
+        return timings_message(timings)
 
 
 async def responses(

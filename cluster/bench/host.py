@@ -18,7 +18,9 @@ from cluster.ledger import Stopwatch, now_ns
 from cluster.serving import GatewayContext, serve
 from cluster.spec import ClusterSpec, Role, parse_spec
 from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
+from workers.errors import InvalidRequest
 from workers.request import FinishReason, Request
+from workers.shapes import Shape, Timings
 
 VOCABULARY, CONTEXT, CAPACITY = 1000, 4096, 1 << 20
 
@@ -47,6 +49,9 @@ class InstantDispatcher:
 
     async def audit(self) -> ClusterView:
         return self.view
+
+    async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
+        raise InvalidRequest("worker", "there is none behind this door")
 
     def view_change(self) -> Awaitable[object]:
         return asyncio.get_running_loop().create_future()

@@ -12,6 +12,7 @@ from cluster.spec import Resources
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.config import WorkerConfig
 from workers.request import Bundle, Request, Reservation
+from workers.shapes import Shape, Timings
 from workers.stats import WorkerInfo
 
 
@@ -41,6 +42,7 @@ class WorkerHandle(Protocol):
     async def cancel(self, key: str) -> None: ...
     async def poll(self, subscriber: str, received: int) -> Bundle: ...
     async def check(self) -> None: ...
+    async def measure(self, shape: Shape, repeats: int) -> Timings: ...
 
 
 class ServiceHandle(Protocol):

@@ -24,12 +24,14 @@ from cluster.spec import ClusterSpec
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.build import build_worker
 from workers.request import Bundle, Request, Reservation
+from workers.shapes import Shape, Timings
 from workers.stats import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "diptych"
 CALL_TIMEOUT_S = 10.0
+MEASURE_TIMEOUT_S = 130.0  # a worker gives up its own steps before
 CONNECT_TIMEOUT_S = 90.0
 REACH_TIMEOUT_S = 5.0
 UNFIT_TIMEOUT_S = 1.0
@@ -137,6 +139,10 @@ class RayWorker:
 
     async def check(self) -> None:
         await self._call("check")
+
+    async def measure(self, shape: Shape, repeats: int) -> Timings:
+        timings: Timings = await self._call("measure", shape, repeats, timeout_s=MEASURE_TIMEOUT_S)
+        return timings
 
 
 @dataclass(frozen=True)

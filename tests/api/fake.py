@@ -2,7 +2,6 @@
 
 import asyncio
 import codecs
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
 from kvtransfer.ticket import LinkReport, TransferReport
 from workers.config import EngineConfig, ParallelConfig
 from workers.request import FinishReason, Request, TokenLogprobs
+from workers.shapes import Shape, Timings
 from workers.stats import WorkerStats
 
 MODEL = ModelView("bytes", context_length=8192, vocab_size=256)
@@ -120,6 +120,9 @@ class FakeDispatcher:
 
     async def audit(self) -> ClusterView:
         return replace(self.view, workers=tuple(replace(worker, audit="clean") for worker in self.view.workers))
+
+    async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
+        raise NotImplementedError("nothing here can be measured")
 
     def view_change(self) -> Awaitable[object]:
         return self._changed.wait()

@@ -25,16 +25,17 @@ from cluster.bench.study.cells import (
     rate,
     virtual_run,
 )
-from cluster.bench.study.fit import COEFFICIENTS, Point, fit, relative_error
 from cluster.bench.study.real import Watched, real_run, worker_config
 from cluster.bench.study.steps import HELD_OUT, SEEN, plan
 from cluster.bench.study.virtual import Arrival, replay
-from cluster.bench.study.workload import LONG_PROMPT, MIXES, SHORT_ANSWER, Asked, asked
+from cluster.bench.study.workload import MIXES, Asked, asked
+from cluster.workload.lengths import LONG_PROMPT, SHORT_ANSWER
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.engine import Engine
 from workers.engine.estimate import plan_seconds
-from workers.executor.modelled import modelled_facts, open_modelled
+from workers.executor.modelled import Modelled, modelled_facts, open_modelled
+from workers.fit import COEFFICIENTS, Point, fit, relative_error
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MEASURED = record.load()
@@ -76,7 +77,7 @@ def test_points_held_out_do_not_move_the_fit() -> None:
 
 def test_measured_plans_cost_what_their_shape_says() -> None:
     for shape in (*SEEN, *HELD_OUT):
-        made = plan(shape, 16)
+        made = plan(shape, 16, 49152)
         assert plan_seconds(LinearCost(), made) == pytest.approx(shape.seconds(LinearCost()))
         blocks = [block for chunk in made.chunks for block in chunk.blocks]
         assert len(set(blocks)) == len(blocks)
@@ -169,7 +170,7 @@ def test_who_sets_answers_aside_preempts_nobody_where_others_do() -> None:
 async def test_the_real_loop_gives_every_request_its_tokens() -> None:
     config = worker_config("")
     config = replace(config, transfer=replace(config.transfer, backends=("modelled",)))
-    executor = open_modelled(config, modelled_facts(vocab_size=50_000), LinearCost(1e-4, 1e-6, 0, 0, 0), "study")
+    executor = open_modelled(config, modelled_facts(model=Modelled(1, 1, 2, vocab_size=50_000)), LinearCost(1e-4, 1e-6, 0, 0, 0), "study")
     try:
         engine = Watched(EngineConfig(kv_blocks=64), executor.facts)
         run = await real_run(engine, executor, asked("short/short", 8, 0, 100.0))

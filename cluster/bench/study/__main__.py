@@ -11,9 +11,9 @@ import click
 from cluster.bench import machine
 from cluster.bench.study import page, pictures, real, record, steps
 from cluster.bench.study.cells import grid
-from cluster.bench.study.fit import fit
 from cluster.bench.study.record import Measured
 from workers.costs import LinearCost
+from workers.fit import fit
 
 MODEL = "smollm2-135m"
 PARTS = ("steps", "naive", "real")

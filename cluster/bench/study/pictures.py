@@ -19,11 +19,11 @@ from cluster.bench.study.cells import (
     Contender,
     Grid,
 )
-from cluster.bench.study.fit import relative_error
 from cluster.bench.study.page import LOAD
 from cluster.bench.study.real import NAIVE_ANSWER
 from cluster.bench.study.record import Measured
 from cluster.bench.study.workload import MIXES
+from workers.fit import relative_error
 
 COLOURS = {
     "static": "#8d99ae",

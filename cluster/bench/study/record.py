@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.bench.study.fit import Point
 from cluster.bench.study.real import Naive, Real
 from workers.costs import LinearCost
+from workers.fit import Point
 
 FILE = Path(__file__).with_name("measured.json")
 

@@ -3,17 +3,17 @@
 Every sequence of a plan has blocks of its own, as in service: what a decode reads is read once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 
-from cluster.bench.study.fit import Point, Shape
 from kvtransfer.open import RESERVED_BLOCKS
 from workers.engine.executor import Executor
-from workers.engine.step import Chunk, Draw, StepPlan
-from workers.request import SamplingParams
+from workers.engine.step import StepPlan
+from workers.fit import Point
+from workers.measuring import num_blocks, step_plan
+from workers.shapes import Shape
 
 ROUNDS = 3
-TOKEN = 1000  # any ordinary one: what a step costs does not depend on it
 
 SEEN = (
     *(Shape(((tokens, 0),)) for tokens in (16, 64, 128, 256, 512, 1024)),
@@ -34,7 +34,8 @@ HELD_OUT = (
 
 async def measure(executor: Executor, tell: Callable[[str], None]) -> tuple[Point, ...]:
     """Medians over rounds, each of which measures every shape once."""
-    plans = {shape: plan(shape, executor.facts.layout.block_size) for shape in (*SEEN, *HELD_OUT)}
+    facts = executor.facts
+    plans = {shape: plan(shape, facts.layout.block_size, facts.vocab_size) for shape in (*SEEN, *HELD_OUT)}
     seconds: dict[Shape, list[float]] = {shape: [] for shape in plans}
     for number in range(ROUNDS):
         for shape, each in plans.items():
@@ -43,16 +44,7 @@ async def measure(executor: Executor, tell: Callable[[str], None]) -> tuple[Poin
     return tuple(Point(shape, round(median(seconds[shape]), 6), shape in HELD_OUT) for shape in plans)
 
 
-def plan(shape: Shape, block_size: int) -> StepPlan:
-    """The shape as a step that greedily draws after every chunk; decodes first, as kernels want them."""
-    runs: Sequence[tuple[int, int]] = (*((1, shape.context - 1),) * shape.batch, *shape.chunks)
-    chunks = []
-    free = RESERVED_BLOCKS
-    for number, (tokens, first) in enumerate(runs):
-        stop = first + tokens
-        num_blocks = -(-stop // block_size)
-        blocks = tuple(range(free, free + num_blocks))
-        free += num_blocks
-        draw = Draw(SamplingParams(temperature=0.0), seed=0, position=stop)
-        chunks.append(Chunk(f"{number}/0", (TOKEN,) * tokens, first, blocks, draw))
-    return StepPlan(1, tuple(chunks))
+def plan(shape: Shape, block_size: int, vocab_size: int) -> StepPlan:
+    """The shape as a step on the first blocks of a pool."""
+    blocks = range(RESERVED_BLOCKS, RESERVED_BLOCKS + num_blocks(shape, block_size))
+    return step_plan(shape, blocks, block_size, vocab_size)

@@ -146,6 +146,40 @@ class Link(_message.Message):
     skipped: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, reader: _Optional[str] = ..., owner: _Optional[str] = ..., transport: _Optional[str] = ..., path: _Optional[str] = ..., latency: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., bytes_per_second: _Optional[float] = ..., skipped: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class MeasureStepsRequest(_message.Message):
+    __slots__ = ("worker", "chunks", "batch", "context", "swap_bytes", "repeats")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SWAP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REPEATS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    chunks: _containers.RepeatedCompositeFieldContainer[PromptChunk]
+    batch: int
+    context: int
+    swap_bytes: int
+    repeats: int
+    def __init__(self, worker: _Optional[str] = ..., chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ..., batch: _Optional[int] = ..., context: _Optional[int] = ..., swap_bytes: _Optional[int] = ..., repeats: _Optional[int] = ...) -> None: ...
+
+class PromptChunk(_message.Message):
+    __slots__ = ("tokens", "cached")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    cached: int
+    def __init__(self, tokens: _Optional[int] = ..., cached: _Optional[int] = ...) -> None: ...
+
+class MeasureStepsResponse(_message.Message):
+    __slots__ = ("seconds", "elapsed_seconds", "call_seconds")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: _containers.RepeatedScalarFieldContainer[float]
+    elapsed_seconds: float
+    call_seconds: float
+    def __init__(self, seconds: _Optional[_Iterable[float]] = ..., elapsed_seconds: _Optional[float] = ..., call_seconds: _Optional[float] = ...) -> None: ...
+
 class Gateway(_message.Message):
     __slots__ = ("name", "active_requests", "max_requests")
     NAME_FIELD_NUMBER: _ClassVar[int]

@@ -39,6 +39,11 @@ class AdminServiceStub:
                 request_serializer=diptych_dot_v1_dot_admin__pb2.GetClusterRequest.SerializeToString,
                 response_deserializer=diptych_dot_v1_dot_admin__pb2.GetClusterResponse.FromString,
                 _registered_method=True)
+        self.MeasureSteps = channel.unary_unary(
+                '/diptych.v1.AdminService/MeasureSteps',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.MeasureStepsRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.MeasureStepsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -50,6 +55,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MeasureSteps(self, request, context):
+        """Time steps of one shape on an idle worker. INVALID_ARGUMENT: no step there can have this shape.
+        RESOURCE_EXHAUSTED: the worker has work.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +70,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetCluster,
                     request_deserializer=diptych_dot_v1_dot_admin__pb2.GetClusterRequest.FromString,
                     response_serializer=diptych_dot_v1_dot_admin__pb2.GetClusterResponse.SerializeToString,
+            ),
+            'MeasureSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.MeasureSteps,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.MeasureStepsRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.MeasureStepsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +104,33 @@ class AdminService:
             '/diptych.v1.AdminService/GetCluster',
             diptych_dot_v1_dot_admin__pb2.GetClusterRequest.SerializeToString,
             diptych_dot_v1_dot_admin__pb2.GetClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MeasureSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/MeasureSteps',
+            diptych_dot_v1_dot_admin__pb2.MeasureStepsRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.MeasureStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

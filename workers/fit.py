@@ -1,6 +1,6 @@
 """A cost model fitted to measured steps: non-negative least squares of relative errors.
 
-    seconds = step + prompt tokens * a + pairs * b + decodes * c + context * d          all of them 0 or more
+    seconds = step + prompt tokens * a + pairs * b + decodes * c + context * d + swapped bytes * e     all 0 or more
 
 Pure: knows shapes and seconds, not how they were measured.
 """
@@ -8,34 +8,15 @@ Pure: knows shapes and seconds, not how they were measured.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from statistics import median
 
 import numpy as np
 
 from workers.costs import CostModel, LinearCost
+from workers.shapes import Shape
 
 COEFFICIENTS = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "decode_context_s")
 DIGITS = 5  # of a coefficient; the fit is good for two
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A step: prompt chunks, each (tokens, tokens before them), and `batch` decodes of `context` tokens each."""
-
-    chunks: tuple[tuple[int, int], ...] = ()
-    batch: int = 0
-    context: int = 0
-
-    @property
-    def kind(self) -> str:
-        return "mixed" if self.chunks and self.batch else "prompts" if self.chunks else "decodes"
-
-    @property
-    def num_tokens(self) -> int:
-        """All that stand in the KV after the step."""
-        return sum(tokens + cached for tokens, cached in self.chunks) + self.batch * self.context
-
-    def seconds(self, cost: CostModel) -> float:
-        return cost.mixed_seconds(self.chunks, self.batch, self.batch * self.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +28,28 @@ class Point:
     held_out: bool
 
 
+@dataclass(frozen=True, slots=True)
+class FitError:
+    """Of predictions, relative and without sign. `points`: how many they were about."""
+
+    points: int
+    median: float
+    greatest: float
+
+
 def fit(points: Sequence[Point]) -> LinearCost:
     """The model with the least sum of squared relative errors over the points that are not held out.
 
-    What the points say nothing of (transfers, swaps) stays as it is by default.
+    What the points say nothing of (transfers; swaps, unless a point has some) stays as it is by default.
     """
     seen = [point for point in points if not point.held_out]
-    nothing = replace(LinearCost(), **dict.fromkeys(COEFFICIENTS, 0.0))
-    ones = [replace(nothing, **{name: 1.0}) for name in COEFFICIENTS]
+    names = (*COEFFICIENTS, "swap_byte_s") if any(point.shape.swap_bytes for point in seen) else COEFFICIENTS
+    nothing = replace(LinearCost(), swap_byte_s=0.0, **dict.fromkeys(COEFFICIENTS, 0.0))
+    ones = [replace(nothing, **{name: 1.0}) for name in names]
     rows = np.array([[point.shape.seconds(one) / point.seconds for one in ones] for point in seen])
     found = non_negative(rows, np.ones(len(seen)))
     rounded = [float(f"{value:.{DIGITS - 1}e}") for value in found]
-    return replace(LinearCost(), **dict(zip(COEFFICIENTS, rounded, strict=True)))
+    return replace(LinearCost(), **dict(zip(names, rounded, strict=True)))
 
 
 def non_negative(rows: "np.ndarray", wanted: "np.ndarray") -> "np.ndarray":
@@ -79,3 +70,9 @@ def non_negative(rows: "np.ndarray", wanted: "np.ndarray") -> "np.ndarray":
 def relative_error(cost: CostModel, point: Point) -> float:
     """Predicted over measured, minus one: positive where the model is too slow."""
     return point.shape.seconds(cost) / point.seconds - 1.0
+
+
+def error_of(cost: CostModel, points: Sequence[Point]) -> FitError:
+    """Over all of these points; of none, it is zero."""
+    errors = [abs(relative_error(cost, point)) for point in points]
+    return FitError(len(errors), median(errors) if errors else 0.0, max(errors, default=0.0))

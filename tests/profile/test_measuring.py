@@ -1,0 +1,228 @@
+"""A worker times steps of nobody's request: what it takes it gives back, requests come first, nonsense is refused."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
+from workers.build import build_worker
+from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
+from workers.costs import LinearCost
+from workers.engine.estimate import plan_seconds
+from workers.engine.executor import Executor
+from workers.engine.step import StepPlan, StepResult
+from workers.errors import InvalidRequest, Overloaded, WorkerClosed, WorkerError
+from workers.executor.gang import open_gang
+from workers.executor.modelled import modelled_facts, open_modelled
+from workers.executor.rank_server import RankTasks
+from workers.executor.solo import open_solo
+from workers.measuring import num_blocks, step_plan
+from workers.model.folder import ModelFolder
+from workers.request import Request, SamplingParams
+from workers.shapes import Shape
+from workers.worker import ExecutorFactory, Worker
+
+COST = LinearCost(1e-4, 1e-5, 1e-8, 2e-5, 1e-7)
+SHAPES = (
+    Shape(((16, 0),)),
+    Shape(((8, 40), (5, 0))),
+    Shape((), 4, 30),
+    Shape(((16, 16),), 3, 20),
+    Shape(((16, 0),), 1, 9, swap_bytes=1),
+)
+
+
+def request(name: str, length: int, max_tokens: int = 8) -> Request:
+    return Request(name, tuple(range(1, length + 1)), SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens))
+
+
+def config(executor: str = "modelled", parallel: ParallelConfig | None = None, **engine: object) -> WorkerConfig:
+    sizes = {"block_size": 8, "kv_blocks": 66, "max_batch_tokens": 32, "max_running": 8, "swap_blocks": 4, "threads": 1}
+    return WorkerConfig(
+        "w-0",
+        "w",
+        "tiny",
+        EngineConfig(**(sizes | engine)),  # type: ignore[arg-type]
+        parallel or ParallelConfig(),
+        TransferConfig(backends=("memory",), host="127.0.0.1"),
+        executor,
+        secret="of the test",
+    )
+
+
+@asynccontextmanager
+async def modelled(cost: LinearCost = COST, **engine: object) -> AsyncIterator[Worker]:
+    async with running(build_worker(config(**engine), shared=SharedMemory(), cost=cost)) as worker:
+        yield worker
+
+
+@asynccontextmanager
+async def running(worker: Worker) -> AsyncIterator[Worker]:
+    await worker.start()
+    try:
+        yield worker
+        stats = worker.engine.stats()
+        assert stats.free_blocks == stats.total_blocks, stats
+        worker.engine.check()
+    finally:
+        await worker.close()
+
+
+def real(folder: ModelFolder, tensor: int, pipeline: int) -> Worker:
+    shared = SharedMemory()
+
+    async def open_it(config: WorkerConfig, incarnation: str) -> Executor:
+        if tensor * pipeline == 1:
+            return await open_solo(config, folder, incarnation, shared)
+        return await open_gang(config, folder, incarnation, RankTasks(lambda _: folder, shared), shared)
+
+    return Worker(config("torch", ParallelConfig(tensor, pipeline)), open_it)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2)])
+async def test_steps_of_every_shape_are_timed_and_their_blocks_come_back(
+    tiny: ModelFolder, tensor: int, pipeline: int
+) -> None:
+    async with running(real(tiny, tensor, pipeline)) as worker:
+        for shape in SHAPES:
+            timings = await worker.measure(shape, 2)
+            assert len(timings.seconds) == 2 and 0.0 < sum(timings.seconds) <= timings.elapsed_s
+            assert worker.engine.stats().free_blocks == worker.engine.stats().total_blocks
+
+
+async def test_a_modelled_worker_tells_what_its_cost_model_says() -> None:
+    async with modelled() as worker:
+        for shape in SHAPES[:-1]:
+            (seconds,) = (await worker.measure(shape, 1)).seconds
+            assert seconds == pytest.approx(shape.seconds(COST))
+
+
+async def test_a_worker_with_work_is_not_measured() -> None:
+    async with modelled(LinearCost(0.05, 0.0, 0.0, 0.0, 0.0)) as worker:
+        await worker.generate(request("busy", 20, max_tokens=8))
+        with pytest.raises(Overloaded, match="idle"):
+            await worker.measure(SHAPES[0], 1)
+        await worker.cancel("busy/0")
+        async with asyncio.timeout(5.0):
+            while worker.engine.has_work:
+                await asyncio.sleep(0.005)
+        assert (await worker.measure(SHAPES[0], 1)).seconds
+
+
+async def test_two_measurements_do_not_share_a_worker() -> None:
+    async with modelled(LinearCost(0.05, 0.0, 0.0, 0.0, 0.0)) as worker:
+        first = asyncio.ensure_future(worker.measure(SHAPES[0], 2))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await worker.measure(SHAPES[1], 1)
+        assert len((await first).seconds) == 2
+
+
+async def test_a_request_ends_the_measurement_and_gets_the_blocks() -> None:
+    async with modelled(LinearCost(0.02, 0.0, 0.0, 0.0, 0.0), kv_blocks=RESERVED_BLOCKS + 8) as worker:
+        whole = Shape(((32, 32),))  # all blocks there are
+        measuring = asyncio.ensure_future(worker.measure(whole, 256))
+        async with asyncio.timeout(5.0):
+            while not worker.engine.stats().quarantined_blocks:
+                await asyncio.sleep(0)
+        reservation = await worker.reserve(request("comes", 20), timeout_s=5.0)
+        assert reservation.num_blocks == 3
+        assert len((await measuring).seconds) < 256
+        await worker.cancel("comes/0")
+
+
+async def test_who_asks_may_leave_in_the_middle() -> None:
+    async with modelled(LinearCost(0.02, 0.0, 0.0, 0.0, 0.0)) as worker:
+        measuring = asyncio.ensure_future(worker.measure(SHAPES[0], 3))
+        await asyncio.sleep(0.01)
+        measuring.cancel()
+        await asyncio.wait([measuring])
+        assert worker.engine.stats().free_blocks < worker.engine.stats().total_blocks  # the step goes on
+        async with asyncio.timeout(5.0):
+            while worker.engine.stats().quarantined_blocks:
+                await asyncio.sleep(0.005)
+
+
+async def test_closing_waits_for_the_step_and_begins_no_other() -> None:
+    worker = build_worker(config(), shared=SharedMemory(), cost=LinearCost(0.02, 0.0, 0.0, 0.0, 0.0))
+    await worker.start()
+    measuring = asyncio.ensure_future(worker.measure(SHAPES[0], 256))
+    await asyncio.sleep(0.01)
+    await worker.close()
+    assert len((await measuring).seconds) < 256
+    worker.engine.check()
+    with pytest.raises(WorkerClosed):
+        await worker.measure(SHAPES[0], 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "repeats", "what"),
+    [
+        (Shape(), 1, "tokens in the step"),
+        (Shape(((33, 0),)), 1, "tokens in the step"),
+        (Shape(((0, 8),), 2, 4), 1, "chunk"),
+        (Shape((), 9, 4), 1, "decodes"),
+        (Shape((), 2, 0), 1, "behind a decode"),
+        (Shape((), 8, 400), 1, "blocks"),
+        (Shape(((8, 5000),)), 1, "before a chunk"),
+        (Shape((), 1, 4, swap_bytes=1 << 40), 1, "swapped"),
+        (Shape((), 1, 4), 0, "repeats"),
+        (Shape((), 1, 4), 1 << 20, "repeats"),
+    ],
+)
+async def test_what_no_step_can_be_is_refused(shape: Shape, repeats: int, what: str) -> None:
+    async with modelled() as worker:
+        with pytest.raises(InvalidRequest, match=what):
+            await worker.measure(shape, repeats)
+
+
+async def test_a_device_that_fails_in_a_measured_step_makes_its_worker_unfit() -> None:
+    async with running(Worker(config(), failing())) as worker:
+        with pytest.raises(RuntimeError, match="the device"):
+            await worker.measure(SHAPES[0], 1)
+        with pytest.raises(WorkerError, match="the device"):
+            await worker.measure(SHAPES[0], 1)
+
+
+def failing() -> ExecutorFactory:
+    async def open_it(config: WorkerConfig, incarnation: str) -> Executor:
+        executor = open_modelled(config, modelled_facts(8), COST, incarnation, SharedMemory())
+
+        async def execute(plan: StepPlan) -> StepResult:
+            raise RuntimeError("the device is gone")
+
+        executor.execute = execute  # type: ignore[method-assign]
+        return executor
+
+    return open_it
+
+
+shapes = st.builds(
+    Shape,
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), max_size=3).map(tuple),
+    st.integers(0, 5),
+    st.integers(1, 70),
+)
+
+
+@given(shapes, st.integers(1, 20), st.integers(0, 4))
+def test_a_plan_costs_what_its_shape_says_and_no_block_is_in_it_twice(
+    shape: Shape, block_size: int, swaps: int
+) -> None:
+    blocks = range(3, 3 + num_blocks(shape, block_size, swaps))
+    plan = step_plan(shape, blocks, block_size, 500, swaps)
+    # A chunk of one token that draws is a decode, wherever it stands.
+    lone = any(tokens == 1 for tokens, _ in shape.chunks)
+    assert lone or plan_seconds(COST, plan) == pytest.approx(shape.seconds(COST))
+    taken: Sequence[int] = [
+        *(block for chunk in plan.chunks for block in chunk.blocks),
+        *(block for block, _ in plan.swap_out),
+        *(block for _, block in plan.swap_in),
+    ]
+    assert sorted(taken) == list(blocks)
+    assert all(0 <= token < 500 for chunk in plan.chunks for token in chunk.tokens)
+    assert all(len(chunk.blocks) == -(-chunk.context // block_size) for chunk in plan.chunks)

@@ -1,0 +1,106 @@
+"""Steps of nobody's request: plans of a given shape, timed on an idle worker's own executor.
+
+Their blocks are borrowed from the engine's pool and given back. Steps stop as soon as a request comes. Knows shapes and
+plans; knows no cost model.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from workers.config import EngineConfig
+from workers.engine.engine import Engine
+from workers.engine.executor import Executor
+from workers.engine.pump import STEP_TIMEOUT_S
+from workers.engine.step import Chunk, Draw, StepPlan
+from workers.errors import InvalidRequest
+from workers.request import SamplingParams
+from workers.shapes import Shape, Timings
+
+MOST_REPEATS = 256
+CALL_S = 5.0  # no step begins later than this after the call
+TOUCH_BLOCKS = 32  # copied at once: the pool gathers copies in memory of its own
+STRIDE = 7919  # token ids that differ, lest the experts of a layer are all the same
+
+
+def step_plan(shape: Shape, blocks: Sequence[int], block_size: int, vocab_size: int, swaps: int = 0) -> StepPlan:
+    """The shape as a step that greedily draws after every chunk; every sequence has blocks of its own, as in service.
+
+    `blocks` are at least as many as `num_blocks` says. The last 2 * `swaps` of them are swapped: to the first host
+    blocks, and back into others.
+    """
+    chunks = []
+    free = iter(blocks)
+    for number, (tokens, first) in enumerate(shape.runs):
+        stop = first + tokens
+        taken = tuple(next(free) for _ in range(-(-stop // block_size)))
+        draw = Draw(SamplingParams(temperature=0.0), seed=0, position=stop)
+        ids = tuple((position * STRIDE + number) % vocab_size for position in range(first, stop))
+        chunks.append(Chunk(f"measured-{number}/0", ids, first, taken, draw))
+    saved = [next(free) for _ in range(swaps)]
+    restored = [next(free) for _ in range(swaps)]
+    return StepPlan(
+        0,
+        tuple(chunks),
+        swap_out=tuple((block, host) for host, block in enumerate(saved)),
+        swap_in=tuple(enumerate(restored)),
+    )
+
+
+def num_blocks(shape: Shape, block_size: int, swaps: int = 0) -> int:
+    """That its plan needs."""
+    return sum(-(-(tokens + first) // block_size) for tokens, first in shape.runs) + 2 * swaps
+
+
+async def measure(
+    engine: Engine,
+    executor: Executor,
+    config: EngineConfig,
+    shape: Shape,
+    repeats: int,
+    interrupted: Callable[[], bool],
+) -> Timings:
+    """Time up to `repeats` steps of this shape, in `CALL_S` or the time of one step, and until `interrupted`.
+
+    Raises `InvalidRequest` for a shape that no step of this engine can have, `Overloaded` when the engine has work.
+    """
+    begun_s = asyncio.get_running_loop().time()
+    swaps = -(-shape.swap_bytes // executor.facts.layout.block_bytes)
+    wanted = num_blocks(shape, config.block_size, swaps)
+    _check(engine, config, shape, repeats, swaps, wanted)
+    seconds: list[float] = []
+    blocks = engine.borrow(wanted)
+    try:
+        await _touch(executor, blocks)
+        plan = step_plan(shape, blocks, config.block_size, executor.facts.vocab_size, swaps)
+        while len(seconds) < repeats and not interrupted():
+            async with asyncio.timeout(STEP_TIMEOUT_S):
+                seconds.append((await executor.execute(plan)).seconds)
+            if asyncio.get_running_loop().time() - begun_s > CALL_S:
+                break
+    finally:
+        engine.transfer_settled(blocks)
+    return Timings(tuple(seconds), asyncio.get_running_loop().time() - begun_s)
+
+
+async def _touch(executor: Executor, blocks: Sequence[int]) -> None:
+    """Write all blocks: memory that nobody wrote is one page of zeros, read faster than any KV."""
+    for start in range(1, len(blocks), TOUCH_BLOCKS):
+        targets = blocks[start : start + TOUCH_BLOCKS]
+        await executor.execute(StepPlan(0, (), copies=tuple((blocks[0], target) for target in targets)))
+
+
+def _check(engine: Engine, config: EngineConfig, shape: Shape, repeats: int, swaps: int, wanted: int) -> None:
+    """Raises `InvalidRequest`."""
+
+    def refuse_above(what: str, value: int, least: int, most: int) -> None:
+        if not least <= value <= most:
+            raise InvalidRequest("shape", f"{what} is {value}; here it must lie between {least} and {most}")
+
+    refuse_above("repeats", repeats, 1, MOST_REPEATS)
+    refuse_above("the number of decodes", shape.batch, 0, config.max_running)
+    refuse_above("the number of tokens in the step", shape.step_tokens, 1, config.max_batch_tokens)
+    for tokens, first in shape.runs:
+        refuse_above("the tokens of a chunk", tokens, 1, config.max_batch_tokens)
+        refuse_above("the tokens before a chunk, or behind a decode", first, 0, engine.max_length - tokens)
+    refuse_above("the number of swapped blocks", swaps, 0, config.swap_blocks)
+    refuse_above("the number of blocks", wanted, 1, engine.pool.num_blocks)
