@@ -135,6 +135,7 @@ class Controller:
             cpus=max(1, int(pool.resources.cpu)),
             prefix_tokens=math.lcm(*(block_size for block_size, _ in forms)),
             staging_bytes=self._spec.transfer.staging_bytes if len(forms) > 1 else 0,
+            cost=pool.cost,
         )
         health = self._spec.health
         return WorkerOrder(config, pool.resources, health.heartbeat_s, health.dead_after_s, health.place_timeout_s)

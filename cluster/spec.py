@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
-from workers.costs import LinearCost
+from workers.costs import CostModel, LinearCost
 from workers.request import SLO
 
 
@@ -50,7 +50,10 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """A group of equal workers. `cost` is what steps cost there, for routers that predict; None: they guess."""
+    """A group of equal workers. `cost` is what steps cost there, for engines and routers that predict; None: they guess.
+
+    `hardware` names the GPU (`workers.profiles`), for plans and simulations; placement goes by `resources`.
+    """
 
     name: str
     role: Role
@@ -59,7 +62,8 @@ class PoolSpec:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     resources: Resources = field(default_factory=Resources)
-    cost: LinearCost | None = None
+    cost: CostModel | None = None
+    hardware: str = ""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
@@ -205,7 +209,7 @@ def parse_spec(document: object) -> ClusterSpec:
 
     _refuse_unknown_keys(document, ClusterSpec, "")
     try:
-        return msgspec.convert(document, ClusterSpec)
+        return msgspec.convert(document, ClusterSpec, dec_hook=_custom)
     except msgspec.ValidationError as error:
         raise SpecError(_readable(str(error))) from None
 
@@ -217,6 +221,8 @@ def _refuse_unknown_keys(value: object, expected: Any, path: str) -> None:
         for index, item in enumerate(value):
             _refuse_unknown_keys(item, options[0], f"{path}[{index}]")
         return
+    if CostModel in get_args(expected):
+        options = [LinearCost]
     kind = options[0] if options else expected
     if not (is_dataclass(kind) and isinstance(value, dict)):
         return
@@ -229,6 +235,18 @@ def _refuse_unknown_keys(value: object, expected: Any, path: str) -> None:
             hint = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
             raise SpecError(f"{where}: unknown key; {hint}")
         _refuse_unknown_keys(item, hints[key], where)
+
+
+def _custom(kind: type, value: object) -> object:
+    """The one cost model that has a form in YAML."""
+    import msgspec
+
+    if kind is not CostModel:
+        raise NotImplementedError(f"{kind} cannot be read")
+    try:
+        return msgspec.convert(value, LinearCost)
+    except msgspec.ValidationError as error:
+        raise ValueError(_readable(str(error))) from None  # msgspec adds the place
 
 
 def _readable(message: str) -> str:

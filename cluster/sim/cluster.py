@@ -10,10 +10,11 @@ from cluster.runtime.interface import WorkerOrder
 from cluster.runtime.local import LocalRuntime, modelled_worker
 from cluster.scoring.records import StepRecord, WorkerRecord
 from cluster.serving import GatewayContext, serve
-from cluster.spec import ClusterSpec, PoolSpec
+from cluster.spec import ClusterSpec, PoolSpec, SpecError
 from workers.costs import CostModel
 from workers.engine.step import StepPlan
 from workers.executor.modelled import Modelled
+from workers.profiles.shapes import ModelShape
 from workers.worker import Worker
 
 
@@ -21,7 +22,7 @@ from workers.worker import Worker
 class PoolModel:
     """What the workers of a pool are in simulation. `kv_token_bytes`: of one token on all ranks of a worker together.
 
-    `call_s`: seconds that a call to a worker takes on its way.
+    `call_s`: seconds that a call to a worker takes on its way. `shape` and `peak_flops`, of a worker, are for the MFU.
     """
 
     cost: CostModel
@@ -29,6 +30,8 @@ class PoolModel:
     context_length: int = 1 << 20
     vocab_size: int = 32_000
     call_s: float = 0.0
+    shape: ModelShape | None = None
+    peak_flops: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kv_token_bytes < 4 or self.kv_token_bytes % 4:
@@ -138,10 +141,17 @@ class SimCluster:
     dispatchers: list[Dispatcher]
 
 
-def virtual(spec: ClusterSpec) -> ClusterSpec:
-    """The same cluster on modelled leaves: no bytes move, so there are none to digest or to convert."""
+def virtual(spec: ClusterSpec, models: Mapping[str, PoolModel]) -> ClusterSpec:
+    """The same cluster on modelled leaves: no bytes move, so there are none to digest or to convert.
+
+    Engines and routers know what is modelled, as they would know what was measured. Raises `SpecError`.
+    """
+    missing = [pool.name for pool in spec.pools if pool.name not in models]
+    if missing:
+        raise SpecError(f"pools: nothing says what {', '.join(missing)} is made of")
     transfer = replace(spec.transfer, backends=("modelled",), digest=False, host="127.0.0.1")
-    return replace(spec, executor="modelled", transfer=transfer)
+    pools = tuple(replace(pool, cost=models[pool.name].cost) for pool in spec.pools)
+    return replace(spec, pools=pools, executor="modelled", transfer=transfer)
 
 
 @asynccontextmanager
@@ -151,7 +161,7 @@ async def open_cluster(
     """Every worker started and introduced. `models` by pool name. Raises what production raises."""
     runtime = SimRuntime(models, trace)
     dispatchers: list[Dispatcher] = []
-    serving = await serve(virtual(spec), runtime=runtime, door=lambda context: _Door(context, dispatchers))
+    serving = await serve(virtual(spec, models), runtime=runtime, door=lambda context: _Door(context, dispatchers))
     try:
         yield SimCluster(spec, runtime, dispatchers)
     finally:

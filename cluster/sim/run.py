@@ -6,7 +6,7 @@ The same specification, models, workload and seed give the same run, to the bit.
 import asyncio
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.dispatcher import Dispatcher
@@ -53,7 +53,7 @@ def simulate(
 async def _simulate(spec: ClusterSpec, models: Mapping[str, PoolModel], workload: Workload, options: Options) -> Run:
     begun = time.perf_counter()
     async with open_cluster(spec, models, trace=options.trace) as cluster:
-        load = _Load(cluster, workload, options, min(model.vocab_size for model in models.values()))
+        load = _Load(cluster, models, workload, options)
         await load.run()
         await _settle(cluster)
         return load.result(time.perf_counter() - begun)
@@ -62,11 +62,14 @@ async def _simulate(spec: ClusterSpec, models: Mapping[str, PoolModel], workload
 class _Load:
     """Sends every request at its time, whatever became of those before it."""
 
-    def __init__(self, cluster: SimCluster, workload: Workload, options: Options, vocab_size: int) -> None:
+    def __init__(
+        self, cluster: SimCluster, models: Mapping[str, PoolModel], workload: Workload, options: Options
+    ) -> None:
         self._cluster = cluster
+        self._models = {pool.name: models[pool.name] for pool in cluster.spec.pools}
         self._workload = workload
         self._options = options
-        self._vocab_size = vocab_size
+        self._vocab_size = min(model.vocab_size for model in self._models.values())
         self._begin_s = asyncio.get_running_loop().time() - workload.arrivals[0].at_s
         self.watches = [_Watch(index, arrival) for index, arrival in enumerate(workload.arrivals)]
         self._open: set[asyncio.Task[None]] = set()
@@ -152,8 +155,22 @@ class _Load:
                 for meter in group
                 for step in meter.records
             ),
+            model_flops=self._model_flops(served),
+            peak_flops=sum(model.peak_flops * pools[name].replicas for name, model in self._models.items()),
             notes=self._workload.notes,
         )
+
+    def _model_flops(self, served: Sequence[Served]) -> float:
+        """Of all tokens that clients got; what was computed twice counts once, as in the MFU's definition."""
+        shape = next(iter(self._models.values())).shape
+        if shape is None:
+            return 0.0
+        total = 0.0
+        for each in served:
+            if count := len(each.token_s):
+                total += shape.prefill_flops(each.prompt_tokens, each.cached_tokens)
+                total += (count - 1) * shape.decode_flops(each.prompt_tokens + count // 2)
+        return total
 
 
 class _Watch:
