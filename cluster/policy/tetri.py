@@ -26,7 +26,10 @@ _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 
 class Tetri(LeastLoaded):
-    """`lengths` predicts; a worker that has been idle for `idle_s` flips when all of the other side are busy."""
+    """`lengths` predicts. A worker that has been idle for `idle_s` flips when all of the other side are busy.
+
+    One at a time, `idle_s` apart; a side is never emptied.
+    """
 
     links_all: ClassVar[bool] = True
 
@@ -40,13 +43,14 @@ class Tetri(LeastLoaded):
         self._draws = draws
         self._idle_s = idle_s
         self._flipped: set[str] = set()
+        self._flipped_s = -math.inf
         self._busy_s: dict[str, float] = {}  # worker -> when it was last seen with work
 
     def role(self, worker: WorkerView) -> Role:
         return _OTHER[worker.role] if worker.name in self._flipped else worker.role
 
     def began(self, ask: Ask, placement: Placement) -> None:
-        """Each request that comes is also a look at who is idle; at most one worker flips."""
+        """Each request that comes is also a look at who is idle."""
         sides: dict[Role, list[WorkerView]] = {Role.PREFILL: [], Role.DECODE: [], Role.MIXED: []}
         busy = set()
         for worker in ask.view.workers:
@@ -56,24 +60,21 @@ class Tetri(LeastLoaded):
                     busy.add(worker.name)
                     self._busy_s[worker.name] = ask.now_s
         for role, other in _OTHER.items():
-            if len(sides[role]) > 1 and sides[other] and all(worker.name in busy for worker in sides[other]):
-                idle = [worker.name for worker in sides[role] if self._idle_for(worker.name, ask.now_s) >= self._idle_s]
-                if idle:
-                    self._flip(min(idle), ask.now_s)
-                    return
+            idle = [worker.name for worker in sides[role] if self._idles(worker.name, ask.now_s)]
+            wanted = sides[other] and all(worker.name in busy for worker in sides[other])
+            if idle and wanted and len(sides[role]) > 1 and ask.now_s - self._flipped_s >= self._idle_s:
+                self._flipped ^= {min(idle)}
+                self._flipped_s = self._busy_s[min(idle)] = ask.now_s
 
-    def _idle_for(self, worker: str, now_s: float) -> float:
-        return now_s - max(self._busy_s.setdefault(worker, now_s), self._book.touched_s(worker))
-
-    def _flip(self, worker: str, now_s: float) -> None:
-        self._flipped ^= {worker}
-        self._busy_s[worker] = now_s  # a minute on the new side, at least
+    def _idles(self, worker: str, now_s: float) -> bool:
+        since_s = max(self._busy_s.setdefault(worker, now_s), self._book.touched_s(worker))
+        return now_s - since_s >= self._idle_s
 
     def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
         wanted = ask.request.num_tokens + self._lengths(ask.request)
         alpha = [worker for worker in workers if self._free_tokens(worker) >= wanted]
         drawn = two_of(self._draws, alpha or workers)
-        return min(drawn, key=lambda worker: (self._heaviness(worker), num_sequences(ask, worker), worker.name))
+        return min(drawn, key=lambda worker: (self._heaviness(worker), num_sequences(ask, worker)))
 
     def _free_tokens(self, worker: WorkerView) -> int:
         """Memory that our requests there will not need for what they still have to write."""

@@ -1,0 +1,125 @@
+"""Prefix indices, and the routers that use them."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from views import Story, changed, request, view, worker
+
+from cluster.policy.placement import Placement
+from cluster.policy.prefix_index import PrefixIndex, chain
+
+TWO = view(worker("p0"), worker("p1"), worker("d0"))
+
+
+def test_chains_are_equal_as_far_as_tokens_are() -> None:
+    assert chain(range(10), 4) == chain((*range(8), 77), 4)
+    assert chain(range(10), 4) != chain((0, 9, *range(2, 10)), 4)
+    assert chain((1, 2, 3, 4, 1, 2, 3, 4), 4)[0] != chain((1, 2, 3, 4, 1, 2, 3, 4), 4)[1]
+    assert chain(range(3), 4) == []
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), min_size=1, max_size=6)), max_size=40),
+    st.integers(1, 8),
+)
+def test_what_is_remembered_is_a_beginning_and_never_more_than_fits(
+    uses: list[tuple[int, list[int]]], capacity: int
+) -> None:
+    index = PrefixIndex(block_tokens=1)
+    for who, tokens in uses:
+        index.use(f"w{who}", "1", chain(tokens, 1), capacity)
+        assert index.cached_tokens(f"w{who}", "1", chain(tokens, 1)) == min(len(tokens), capacity)
+        for each in range(3):
+            blocks = index._blocks.get(f"w{each}", {})
+            assert len(blocks) <= capacity
+            for _, other in uses:
+                names = chain(other, 1)
+                known = [name in blocks for name in names]
+                assert known == sorted(known, reverse=True), "a hole in a chain"
+                assert index.cached_tokens(f"w{each}", "1", names) == sum(known)
+
+
+def test_the_least_recently_used_is_forgotten_first() -> None:
+    index = PrefixIndex(block_tokens=1)
+    for tokens in ([1, 1], [2, 2], [1, 1], [3, 3]):
+        index.use("w", "1", chain(tokens, 1), 4)
+    found = [index.cached_tokens("w", "1", chain([n, n], 1)) for n in (1, 2, 3)]
+    assert found == [2, 0, 2]
+
+
+def test_a_restarted_worker_has_nothing() -> None:
+    index = PrefixIndex(block_tokens=1)
+    index.use("w", "1", chain([1, 2], 1), 4)
+    assert index.cached_tokens("w", "2", chain([1, 2], 1)) == 0
+    index.use("w", "2", chain([5], 1), 4)
+    assert index.cached_tokens("w", "2", chain([1, 2], 1)) == 0
+
+
+def test_mooncake_goes_where_the_prefix_is() -> None:
+    story, wanted = Story("mooncake-local"), request("a", length=1000, first=5)
+    assert story.send(TWO, wanted).prefill == "p0"
+    story.prefilled(wanted)
+    story.ended(wanted)
+    longer = request("b", length=1200, first=5)
+    placement = story.send(TWO, longer)
+    assert (placement.prefill, placement.cached_tokens) == ("p0", 7 * 128)
+    assert placement.predicted_ttft_s is not None and abs(placement.predicted_ttft_s - 0.304) < 1e-9
+
+
+def test_mooncake_leaves_the_prefix_where_the_queue_costs_more() -> None:
+    story = Story("mooncake-local")
+    story.send(TWO, request("a", length=1000, first=5))  # a second of work on p0
+    assert story.names(TWO, request("b", length=1000, first=5)) == ("p1", "d0"), "1.0 s ahead + 0.104 s > 1.0 s"
+    story.now_s += 0.2
+    assert story.names(TWO, request("b", length=1000, first=5)) == ("p0", "d0"), "0.8 s ahead + 0.104 s < 1.0 s"
+
+
+def test_the_queue_of_other_gateways_counts_too() -> None:
+    story = Story("mooncake-local")
+    assert story.names(changed(TWO, worker("p0", queued_tokens=50)))[0] == "p1"
+
+
+def test_kv_found_corrupt_is_not_looked_for_again() -> None:
+    story, wanted = Story("mooncake-local"), request("a", length=1000)
+    story.send(TWO, wanted)
+    story.ended(wanted)
+    again = story.choose(TWO, replace(wanted, fresh=True))
+    assert isinstance(again, Placement) and again.cached_tokens == 0
+
+
+def test_the_whole_prompt_is_never_cached() -> None:
+    story, wanted = Story("mooncake-local"), request("a", length=256)
+    story.send(TWO, wanted)
+    story.ended(wanted)
+    found = story.choose(TWO, request("b", length=256))
+    assert isinstance(found, Placement) and found.cached_tokens == 255
+
+
+def test_mooncake_decodes_where_a_step_is_shortest() -> None:
+    picture = view(worker("p0"), worker("d0", running=5), worker("d1", running=3, reserved=1))
+    assert Story("mooncake-local").names(picture)[1] == "d1"
+
+
+def test_product_weighs_new_tokens_against_sequences() -> None:
+    story, wanted = Story("product"), request("a", length=1000)
+    story.send(TWO, wanted)
+    story.prefilled(wanted)
+    story.ended(wanted)
+    again = request("b", length=1000)  # 104 tokens to compute on p0, 1,000 on p1
+    assert story.names(changed(TWO, worker("p0", running=8)), again)[0] == "p0", "104 * 9 < 1,000 * 1"
+    assert story.names(changed(TWO, worker("p0", running=9)), again)[0] == "p1", "104 * 10 > 1,000 * 1"
+
+
+def test_routers_without_costs_learn_from_prompts_and_steps() -> None:
+    story = Story("mooncake-local", cost=None, max_batch_tokens=512)
+    assert story.names(TWO)[0] == "p0"
+    slow = request("a", length=100)
+    story.send(TWO, slow)
+    story.now_s += 60.0  # a minute for 100 tokens: p0 is slow
+    story.prefilled(slow)
+    story.ended(slow)
+    assert story.names(TWO, request("b", length=150))[0] == "p1"
+    stepping = view(worker("p0"), worker("d0", running=4, step_s=9.0), worker("d1", running=4, step_s=0.1))
+    assert story.names(stepping)[1] == "d1"

@@ -1,0 +1,119 @@
+"""Routers that look at loads only: their rules, one by one."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from views import BLOCKS, Story, request, view, worker
+
+from cluster.policy.draws import Draws
+from cluster.policy.placement import Placement, Sent
+from cluster.view import ClusterView
+
+SPLIT = view(worker("p0", queued_tokens=50), worker("p1", queued_tokens=10), worker("d0"), worker("d1"))
+
+
+def test_the_prefill_worker_with_the_fewest_queued_tokens_is_taken() -> None:
+    assert Story("least-loaded").names(SPLIT) == ("p1", "d0")
+
+
+def test_what_was_sent_since_the_last_statistics_counts() -> None:
+    sent = {"p1": Sent(prompt_tokens=100), "d0": Sent(sequences=1)}
+    assert Story("least-loaded").names(SPLIT, sent=sent) == ("p0", "d1")
+
+
+def test_a_sibling_goes_where_its_prompt_is_computed_already() -> None:
+    story = Story("least-loaded")
+    assert story.names(SPLIT, beside="p0") == ("p0", "d0")
+    assert story.names(SPLIT, beside="p0", avoid={"p0"}) == ("p1", "d0")
+    mixed = view(worker("m0", queued_tokens=50), worker("m1", queued_tokens=10))
+    assert story.names(mixed, beside="m0") == ("m0", "m0")
+
+
+def test_one_wanted_token_needs_no_decode_worker() -> None:
+    assert Story("least-loaded").names(SPLIT, request(max_tokens=1)) == ("p1", "p1")
+
+
+def test_unlinked_pairs_are_passed_over() -> None:
+    linked = replace(SPLIT, links=tuple(link for link in SPLIT.links if {link.owner, link.reader} == {"p0", "d1"}))
+    assert Story("least-loaded").names(linked) == ("p0", "d1")
+
+
+def test_a_worker_alone_does_both_phases_only_when_allowed() -> None:
+    decodes = view(worker("d0"))
+    assert Story("least-loaded").names(decodes) == ("d0", "d0")
+    assert Story("least-loaded").choose(decodes, request(), alone=False) is None
+
+
+def test_a_prompt_that_nobody_can_hold_has_no_place() -> None:
+    assert Story("least-loaded").choose(SPLIT, request(length=16 * BLOCKS)) is None
+
+
+def test_distserve_counts_requests_and_not_tokens() -> None:
+    picture = view(worker("p0", waiting=2, queued_tokens=20), worker("p1", running=1, queued_tokens=900), worker("d0"))
+    assert Story("distserve").names(picture)[0] == "p1"
+    assert Story("least-loaded").names(picture)[0] == "p0"
+
+
+def test_round_robin_takes_turns_and_passes_over_who_is_away() -> None:
+    story = Story("round-robin")
+    taken = [story.send(SPLIT, request(f"r{n}")) for n in range(4)]
+    assert [(each.prefill, each.decode) for each in taken] == [("p0", "d0"), ("p1", "d1")] * 2
+    assert story.send(SPLIT, request("s"), avoid={"p0"}).prefill == "p1"
+    assert story.send(SPLIT, request("t")).prefill == "p0"
+
+
+def test_asking_does_not_take_a_turn() -> None:
+    story = Story("round-robin")
+    assert {story.names(SPLIT) for _ in range(3)} == {("p0", "d0")}
+
+
+@pytest.mark.parametrize("routing", ["random", "power-of-two", "tetri"])
+def test_draws_follow_from_the_seed(routing: str) -> None:
+    def drawn(seed: int) -> list[Placement]:
+        story = Story(routing, seed=seed)
+        return [story.send(MANY, request(f"r{n}")) for n in range(20)]
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+
+
+MANY = view(*(worker(f"{role}{n}", queued_tokens=n, running=n) for role in "pd" for n in range(8)))
+
+
+def test_random_takes_all_alike() -> None:
+    story = Story("random")
+    taken = Counter(story.names(MANY)[0] for _ in range(800))
+    assert len(taken) == 8 and min(taken.values()) > 60
+
+
+def test_power_of_two_never_takes_the_most_loaded_and_prefers_the_less_loaded() -> None:
+    story = Story("power-of-two")
+    taken = Counter(story.names(MANY)[1] for _ in range(800))
+    assert "d7" not in taken
+    assert taken["d0"] > taken["d3"] > taken["d6"] > 0
+
+
+def test_power_of_two_bounds_the_fullest_far_better_than_random() -> None:
+    """Balls into bins: the most loaded of n gets about log log n instead of log n / log log n."""
+
+    def fullest(routing: str) -> int:
+        story, loads = Story(routing), Counter[str]()
+        for n in range(200):
+            sent = {name: Sent(prompt_tokens=count, sequences=count) for name, count in loads.items()}
+            placement = story.send(EMPTY, request(f"r{n}"), sent=sent)
+            loads[placement.prefill] += 1
+        return max(loads.values())
+
+    assert fullest("power-of-two") <= 4 < 5 <= fullest("random")
+
+
+EMPTY: ClusterView = view(*(worker(f"p{n}") for n in range(100)), worker("d0"))
+
+
+def test_draws_are_uniform_and_stay_in_bounds() -> None:
+    draws = Draws(3)
+    counts = Counter(draws.below(5) for _ in range(5000))
+    assert set(counts) == set(range(5)) and min(counts.values()) > 900
+    shares = [Draws(seed).share() for seed in range(1000)]
+    assert all(0.0 <= share < 1.0 for share in shares) and abs(sum(shares) / 1000 - 0.5) < 0.03

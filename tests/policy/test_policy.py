@@ -1,0 +1,144 @@
+"""What holds for every router, whatever the cluster looks like."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from views import BLOCK, BLOCKS, SIMPLE, Story, request, spec, view, worker
+
+from cluster.policy import policy as policy_module
+from cluster.policy.placement import Ask, Placement, Refusal, Sent
+from cluster.policy.policy import open_policy
+from cluster.spec import ADMISSION, ROUTING, SpecError, parse_spec
+from cluster.view import ClusterView, WorkerState, WorkerView
+from workers.request import SLO, Request
+
+SLOW_TO_COME = SLO(ttft_s=0.2, tpot_s=0.05)
+
+
+@st.composite
+def workers(draw: st.DrawFn) -> WorkerView:
+    role = draw(st.sampled_from("pdm"))
+    total = draw(st.sampled_from([0, 10, BLOCKS]))
+    used = draw(st.integers(0, total))
+    found = worker(
+        f"{role}{draw(st.integers(0, 3))}",
+        total_blocks=total,
+        free_blocks=total - used,
+        queued_tokens=draw(st.sampled_from([0, 5, 300, 9000])),
+        waiting=draw(st.integers(0, 3)),
+        running=draw(st.integers(0, 40)),
+        reserved=draw(st.integers(0, 3)),
+        step_s=draw(st.sampled_from([0.0, 0.02])),
+    )
+    state = draw(st.sampled_from([WorkerState.READY] * 4 + list(WorkerState)))
+    pool = draw(st.sampled_from([found.pool, "no-such-pool"]))
+    return replace(found, state=state, pool=pool, capacity_tokens=draw(st.sampled_from([0, 50, BLOCK * BLOCKS])))
+
+
+@st.composite
+def pictures(draw: st.DrawFn) -> ClusterView:
+    found = {each.name: each for each in draw(st.lists(workers(), max_size=8))}
+    whole = view(*found.values())
+    return replace(whole, links=tuple(link for link in whole.links if draw(st.integers(0, 3))))
+
+
+asked = st.builds(
+    request,
+    st.just("r"),
+    st.sampled_from([1, 40, 200, 3000]),
+    max_tokens=st.sampled_from([1, 2, 500]),
+    first=st.integers(0, 1),
+    slo=st.sampled_from([SLO(), SLOW_TO_COME]),
+)
+steps = st.lists(
+    st.tuples(
+        pictures(),
+        asked,
+        st.sets(st.sampled_from(["p0", "d0", "m0", "d1"]), max_size=2),
+        st.booleans(),
+        st.sampled_from(["", "p0", "m1"]),
+        st.sampled_from([0.0, 0.3, 61.0]),
+        st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("routing", ROUTING)
+@settings(max_examples=60, deadline=None)
+@given(steps, st.sampled_from(ADMISSION), st.sampled_from([SIMPLE, None]))
+def test_a_placement_can_always_be_carried_out(routing: str, told: list[tuple], admission: str, cost: object) -> None:  # type: ignore[type-arg]
+    story = Story(routing, admission, cost=cost)  # type: ignore[arg-type]
+    under_way: list[Request] = []
+    for number, (picture, like, avoid, alone, beside, seconds, ends) in enumerate(told):
+        wanted = replace(like, id=f"r{number}")
+        ask = Ask(picture, wanted, {"p0": Sent(50, 1)}, avoid, alone, beside, story.now_s)
+        placement = story.policy.choose(ask)
+        possible(picture, wanted, avoid, placement)
+        if isinstance(placement, Placement):
+            story.policy.began(ask, placement)
+            under_way.append(wanted)
+        story.now_s += seconds
+        for _ in range(min(ends, len(under_way))):
+            story.prefilled(under_way[0])
+            story.ended(under_way.pop(0))
+        story.policy.book.check()
+    for wanted in under_way:
+        story.ended(wanted)
+    story.policy.book.check()
+    assert len(story.policy.book) == 0
+
+
+def possible(picture: ClusterView, wanted: Request, avoid: set[str], placement: Placement | Refusal | None) -> None:
+    ready = {w.name: w for w in picture.workers if w.state is WorkerState.READY and w.name not in avoid}
+    fit = {name for name, each in ready.items() if wanted.num_tokens < each.capacity_tokens}
+    if isinstance(placement, Refusal):
+        assert placement.reason and placement.retry_after_s > 0
+    elif placement is None:
+        assert not [name for name in fit if name[0] == "m"], "a mixed worker serves alone"
+    else:
+        assert {placement.prefill, placement.decode} <= fit
+        assert placement.colocated or picture.linked(placement.prefill, placement.decode)
+        assert 0 <= placement.cached_tokens < wanted.num_tokens
+
+
+@pytest.mark.parametrize("routing", ROUTING)
+@settings(max_examples=20, deadline=None)
+@given(steps)
+def test_the_same_seed_and_story_give_the_same_placements(routing: str, told: list[tuple]) -> None:  # type: ignore[type-arg]
+    def told_once() -> list[Placement | Refusal | None]:
+        story, answers = Story(routing, seed=5), []
+        for number, (picture, like, avoid, alone, beside, seconds, _) in enumerate(told):
+            ask = Ask(picture, replace(like, id=f"r{number}"), {}, avoid, alone, beside, story.now_s)
+            answers.append(story.policy.choose(ask))
+            if isinstance(answers[-1], Placement):
+                story.policy.began(ask, answers[-1])
+            story.now_s += seconds
+        return answers
+
+    assert told_once() == told_once()
+
+
+def test_every_name_of_the_specification_has_its_router() -> None:
+    assert tuple(sorted(ROUTING)) == tuple(sorted(policy_module._ROUTERS))
+
+
+def test_an_unknown_name_is_one_error_with_the_list() -> None:
+    document = {"model": "m", "pools": [{"name": "m", "role": "mixed"}]}
+    with pytest.raises(SpecError, match=r"gateway: routing 'mooncak' is not one of least-loaded, random"):
+        parse_spec(document | {"gateway": {"routing": "mooncak"}})
+    with pytest.raises(SpecError, match=r"gateway: admission 'all' is not one of none, late, early, predictive"):
+        parse_spec(document | {"gateway": {"admission": "all"}})
+    with pytest.raises(SpecError, match=r"gateway: slo.tpot_s is -1.0; it must be above 0 seconds"):
+        parse_spec(document | {"gateway": {"slo": {"tpot_s": -1.0}}})
+
+
+def test_costs_of_a_pool_come_from_its_specification() -> None:
+    given = spec("least-loaded")
+    known = replace(given, pools=tuple(replace(pool, cost=SIMPLE) for pool in given.pools))
+    for cluster, known_s in ((known, 0.1), (given, None)):
+        placement = open_policy(cluster, 1).choose(Ask(view(worker("m0")), request(length=100)))
+        assert isinstance(placement, Placement) and placement.predicted_ttft_s == known_s

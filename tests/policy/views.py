@@ -1,0 +1,97 @@
+"""Pictures of clusters made by hand, and policies over them."""
+
+from dataclasses import replace
+
+from cluster.policy.placement import Ask, Placement, Refusal, Sent
+from cluster.policy.policy import Policy, open_policy
+from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
+from cluster.view import ClusterView, WorkerState, WorkerView
+from kvtransfer.ticket import LinkReport
+from workers.config import EngineConfig
+from workers.costs import CostModel, LinearCost
+from workers.request import SLO, Request, SamplingParams
+from workers.stats import WorkerStats
+
+BLOCK = 16
+BLOCKS = 1000
+# A millisecond for each prompt token, ten for each sequence of a decode step, nothing else: sums by heart.
+SIMPLE = LinearCost(0.0, 0.001, 0.0, 0.01, 0.0, 0.0, 0.0, 0.0)
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
+
+
+def worker(name: str, **stats: float) -> WorkerView:
+    """Ready; its pool and role follow from the first letter of its name. `used` counts blocks."""
+    role, used = ROLES[name[0]], int(stats.pop("used", 0))
+    known = WorkerStats(**{"total_blocks": BLOCKS, "free_blocks": BLOCKS - used} | stats)  # type: ignore[arg-type]
+    return WorkerView(name, role.value, role, WorkerState.READY, "1", capacity_tokens=BLOCK * BLOCKS, stats=known)
+
+
+def view(*workers: WorkerView) -> ClusterView:
+    """Every pair is linked."""
+    links = tuple(LinkReport(a.name, b.name, "memory", "", 0.0, 1e9) for a in workers for b in workers if a is not b)
+    return ClusterView(1, "c", None, workers, links)
+
+
+def changed(picture: ClusterView, *workers: WorkerView) -> ClusterView:
+    """The same workers and links, with these workers as they are now."""
+    now = {each.name: each for each in workers}
+    return replace(picture, workers=tuple(now.get(each.name, each) for each in picture.workers))
+
+
+def request(
+    name: str = "r", length: int = 100, *, max_tokens: int = 9, first: int = 0, slo: SLO | None = None, attempt: int = 0
+) -> Request:
+    prompt = tuple(range(first, first + length))
+    return Request(name, prompt, SamplingParams(seed=1, max_tokens=max_tokens), slo or SLO(), attempt=attempt)
+
+
+def spec(routing: str, admission: str = "none", slo: SLO | None = None, **engine: int) -> ClusterSpec:
+    config = EngineConfig(**{"block_size": BLOCK, "kv_blocks": BLOCKS, "max_batch_tokens": 100_000} | engine)  # type: ignore[arg-type]
+    return ClusterSpec(
+        model="m",
+        pools=tuple(PoolSpec(role.value, role, engine=config) for role in Role),
+        gateway=GatewaySpec(routing=routing, admission=admission, slo=slo or SLO()),
+    )
+
+
+class Story:
+    """A policy that is asked and told, on a clock of its own."""
+
+    def __init__(
+        self,
+        routing: str,
+        admission: str = "none",
+        slo: SLO | None = None,
+        *,
+        seed: int = 1,
+        cost: CostModel | None = SIMPLE,
+        **engine: int,
+    ) -> None:
+        costs = {role.value: cost for role in Role} if cost else {}
+        self.policy: Policy = open_policy(spec(routing, admission, slo, **engine), seed, costs)
+        self.now_s = 1000.0
+
+    def ask(self, picture: ClusterView, wanted: Request, sent: dict[str, Sent] | None = None, **options: object) -> Ask:
+        return Ask(picture, wanted, sent or {}, now_s=self.now_s, **options)  # type: ignore[arg-type]
+
+    def choose(self, picture: ClusterView, wanted: Request, **options: object) -> Placement | Refusal | None:
+        return self.policy.choose(self.ask(picture, wanted, **options))  # type: ignore[arg-type]
+
+    def names(self, picture: ClusterView, wanted: Request | None = None, **options: object) -> tuple[str, str]:
+        placement = self.choose(picture, wanted or request(), **options)
+        assert isinstance(placement, Placement), placement
+        return placement.prefill, placement.decode
+
+    def send(self, picture: ClusterView, wanted: Request, **options: object) -> Placement:
+        """Choose, and begin."""
+        ask = self.ask(picture, wanted, **options)  # type: ignore[arg-type]
+        placement = self.policy.choose(ask)
+        assert isinstance(placement, Placement), placement
+        self.policy.began(ask, placement)
+        return placement
+
+    def prefilled(self, wanted: Request) -> None:
+        self.policy.prefilled(wanted.key, self.now_s)
+
+    def ended(self, wanted: Request) -> None:
+        self.policy.ended(wanted.key, self.now_s)
