@@ -23,6 +23,7 @@ PHASE_COLOURS = {
 PREFILL, MIXED, DECODE = "prompts only", "prompts and decodes", "decodes only"
 STEP_COLOURS = {PREFILL: BLUE, MIXED: YELLOW, DECODE: RED}
 MOST_WORKERS = 24
+TOLD: dict[str, Any] = {"va": "center", "fontsize": 8, "bbox": {"color": "white", "pad": 0.5, "alpha": 0.8}}
 
 
 @drawn
@@ -34,11 +35,10 @@ def request_gantt(served: Served) -> Any:
     for row, span in enumerate(rows):
         left, width = (span.begin_ns - begin_ns) / 1e6, (span.end_ns - span.begin_ns) / 1e6
         panel.barh(row, width, left=left, height=0.7, **_look(span))
-        told = f"{width:.3g} ms"
-        panel.annotate(told, (left + width, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        panel.annotate(_ms(width), (left + width, row), (4, 0), textcoords="offset points", **TOLD)
     tokens_ms = [1e3 * (at - served.arrival_s) for at in served.token_s]
     panel.plot(tokens_ms, [len(rows)] * len(tokens_ms), "|", color="black")
-    panel.axvline(tokens_ms[0], color="black", linewidth=0.8, linestyle="--")
+    panel.axvline(tokens_ms[0], color="black", linewidth=0.8, linestyle="--", zorder=0.5)
     panel.set_yticks(range(len(rows) + 1), [*(_label(span) for span in rows), "tokens"])
     panel.invert_yaxis()
     panel.margins(x=0.12)
@@ -61,17 +61,21 @@ def _rows(served: Served) -> list[Span]:
 def _look(span: Span) -> dict[str, Any]:
     if span.name == TRANSFER:
         return {"hatch": "////", "facecolor": "white", "edgecolor": PURPLE}
-    return {"color": PHASE_COLOURS[span.name]}
+    return {"color": PHASE_COLOURS[span.name], "linewidth": 1.0}  # so that the shortest is seen
 
 
 def _label(span: Span) -> str:
     return "transfer, elapsed" if span.name == TRANSFER else span.name.replace("_", " ")
 
 
+def _ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 100.0 else f"{value:.3g} ms"
+
+
 def _title(served: Served) -> str:
     where = " to ".join(dict.fromkeys(filter(None, (served.prefill_worker, served.decode_worker))))
     asked = f"Request {served.index}: {served.prompt_tokens} prompt tokens, {len(served.token_s)} answered"
-    took = f"TTFT {1e3 * (served.ttft_s or 0.0):.4g} ms (dashed), TPOT {1e3 * (served.tpot_s or 0.0):.3g} ms"
+    took = f"TTFT {_ms(1e3 * (served.ttft_s or 0.0))} (dashed), TPOT {_ms(1e3 * (served.tpot_s or 0.0))}"
     return f"{asked}{where and ', '}{where}\n{took}"
 
 

@@ -4,11 +4,12 @@ Pictures for matplotlib, from figures alone. Rates are per GPU, counting all tha
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from cluster.report.compared import Compared
 from cluster.report.gantt import PHASE_COLOURS
-from cluster.report.style import BLUE, COLOURS, GREEN, RED, drawn, look, panels, plain
+from cluster.report.style import BLUE, COLOURS, GREEN, GREY, RED, drawn, look, panels, plain
 from cluster.scoring.figures import Figures, Percentiles, attainment, promise
 from cluster.scoring.goodput import Goodput
 from cluster.scoring.latencies import latencies
@@ -17,10 +18,11 @@ from workers.request import SLO
 
 LINES = {"p50": "-", "p90": "--", "p99": ":"}
 COLUMNS = 3
-METRICS: Mapping[str, Callable[[Figures], Percentiles | None]] = {
-    "TTFT, s": lambda figures: figures.ttft_s,
-    "TPOT, s": lambda figures: figures.tpot_s,
-    "E2E, s": lambda figures: figures.e2e_s,
+# name -> what is drawn of the figures, times what, and the promise on it
+METRICS: Mapping[str, tuple[Callable[[Figures], Percentiles | None], float, Callable[[SLO], float | None]]] = {
+    "TTFT, s": (lambda figures: figures.ttft_s, 1.0, lambda slo: slo.ttft_s),
+    "TPOT, ms": (lambda figures: figures.tpot_s, 1e3, lambda slo: slo.tpot_s),
+    "E2E, s": (lambda figures: figures.e2e_s, 1.0, lambda slo: None),
 }
 
 
@@ -45,7 +47,7 @@ def goodput_bars(systems: Sequence[Compared]) -> Any:
     panel.set_xlim(left=0.0)
     panel.grid(axis="y", visible=False)
     slo = next(goodput.slo for system in systems for goodput in system.goodputs)
-    panel.set(xlabel="goodput, requests/s per GPU (bars: 95 % CI over seeds)", title=f"Goodput with {promise(slo)}")
+    panel.set(xlabel="goodput, requests/s per GPU (black: 95 % CI over seeds)", title=f"Goodput with {promise(slo)}")
     _legend(picture, panel)
     return picture
 
@@ -99,8 +101,8 @@ def scatter(runs: Sequence[Run], slo: SLO) -> Any:
     for panel, run in zip(grid.flat, runs, strict=False):
         each = latencies(run.served)
         done = each.finished & (each.output_tokens > 1)
-        ttft, tpot = each.ttft_s[done], each.tpot_s[done]
-        kept = (ttft <= _bound(slo.ttft_s)) & (tpot <= _bound(slo.tpot_s))
+        ttft, tpot = each.ttft_s[done], 1e3 * each.tpot_s[done]
+        kept = (ttft <= _bound(slo.ttft_s)) & (each.tpot_s[done] <= _bound(slo.tpot_s))
         for mask, colour, marker, label in ((kept, BLUE, "o", "kept"), (~kept, RED, "x", "missed")):
             panel.plot(
                 *(ttft[mask], tpot[mask], marker), color=colour, markersize=2.5, alpha=0.5, label=label, rasterized=True
@@ -116,20 +118,24 @@ def scatter(runs: Sequence[Run], slo: SLO) -> Any:
         _box(panel, slo)
         plain(panel.xaxis)
         plain(panel.yaxis)
-    picture.supxlabel("TTFT, s")
-    picture.supylabel("TPOT, s")
+    for panel in grid[:, 0]:
+        panel.set_ylabel("TPOT, ms")
+    for panel in grid.flat[max(0, len(runs) - columns) : len(runs)]:
+        panel.set_xlabel("TTFT, s")
     _legend(picture, grid.flat[0], markerscale=2.5)
     return picture
 
 
 def _bound(seconds: float | None) -> float:
-    return float("inf") if seconds is None else seconds
+    return inf if seconds is None else seconds
 
 
 def _box(panel: Any, slo: SLO) -> None:
-    """The promises as a box from the lower left corner, in axes that stay as they are."""
+    """The promises as a box from the lower left corner; the axes reach beyond it."""
+    ttft_s, tpot_ms = _bound(slo.ttft_s), 1e3 * _bound(slo.tpot_s)
     (left, right), (low, high) = panel.get_xlim(), panel.get_ylim()
-    corner = min(right, _bound(slo.ttft_s)), min(high, _bound(slo.tpot_s))
+    right, high = (max(end, 1.3 * bound) if bound < inf else end for end, bound in ((right, ttft_s), (high, tpot_ms)))
+    corner = min(right, ttft_s), min(high, tpot_ms)
     panel.fill_between([left, corner[0]], low, corner[1], color=GREEN, alpha=0.12, linewidth=0, label="promised")
     panel.plot([corner[0], corner[0], left], [low, corner[1], corner[1]], color=GREEN, linewidth=1.0)
     panel.set(xlim=(left, right), ylim=(low, high))
@@ -142,22 +148,17 @@ def latency_curves(systems: Sequence[Compared]) -> Any:
     if not swept:
         raise ValueError("no system was run at several rates: there are no curves to draw")
     picture, grid = panels(1, len(METRICS), 11.5, 4.2)
-    for panel, (label, metric) in zip(grid.flat, METRICS.items(), strict=True):
+    for panel, (label, (metric, factor, promised)) in zip(grid.flat, METRICS.items(), strict=True):
         for number, system in enumerate(swept):
+            taken = [(each.offered_rate / each.gpus, metric(each)) for each in system.sweep]
             for name, line in LINES.items():
-                points = [
-                    (figures.offered_rate / figures.gpus, getattr(taken, name))
-                    for figures in system.sweep
-                    if (taken := metric(figures)) is not None
-                ]
+                points = [(rate, factor * getattr(found, name)) for rate, found in taken if found is not None]
                 style = look(number) if name == "p50" else {"color": look(number)["color"]}
-                panel.plot(*zip(*points, strict=True), **style, linestyle=line, markersize=4)
-        bound = {"TTFT, s": swept[0].sweep[0].slo.ttft_s, "TPOT, s": swept[0].sweep[0].slo.tpot_s}.get(label)
-        if bound is not None:
-            panel.axhline(bound, color=GREEN, linewidth=1.2)
-        panel.set(yscale="log", title=label)
+                panel.plot([x for x, _ in points], [y for _, y in points], **style, linestyle=line, markersize=4)
+        if (bound := promised(swept[0].sweep[0].slo)) is not None:
+            panel.axhline(factor * bound, color="black", linewidth=1.2, alpha=0.6)
+        panel.set(yscale="log", title=label, xlabel="offered requests/s per GPU")
         plain(panel.yaxis)
-    picture.supxlabel("offered requests/s per GPU")
     _line_legend(picture, swept)
     return picture
 
@@ -167,8 +168,8 @@ def _line_legend(picture: Any, systems: Sequence[Compared]) -> None:
 
     looks: list[dict[str, Any]] = [
         *({**look(number), "label": f"{each.name} ({each.figures.gpus} GPUs)"} for number, each in enumerate(systems)),
-        *({"color": "black", "linestyle": line, "label": name} for name, line in LINES.items()),
-        {"color": GREEN, "label": "promised"},
+        *({"color": GREY, "linestyle": line, "label": name} for name, line in LINES.items()),
+        {"color": "black", "alpha": 0.6, "linewidth": 1.2, "label": "promised"},
     ]
     handles = [Line2D([], [], **each) for each in looks]
     picture.legend(handles=handles, loc="outside lower center", ncols=4)
@@ -181,10 +182,12 @@ def phase_bars(systems: Sequence[Compared]) -> Any:
     if not told:
         raise ValueError("no request has a ledger: there are no phases to draw")
     picture, ((panel,),) = panels(1, 1, 9.0, 1.9 + 0.42 * len(told))
+    most_s = max(sum(seconds for _, seconds in system.figures.phases_s) for system in told)
     for row, system in enumerate(told):
         left = 0.0
         for name, seconds in system.figures.phases_s:
-            panel.barh(row, seconds, left=left, height=0.7, color=PHASE_COLOURS[name], label=name.replace("_", " "))
+            label = name.replace("_", " ") if seconds > 1e-3 * most_s else None  # what nobody sees needs no name
+            panel.barh(row, seconds, left=left, height=0.7, color=PHASE_COLOURS[name], label=label)
             left += seconds
         panel.annotate(f"{left:.3g} s", (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
     panel.set_yticks(range(len(told)), [each.name for each in told])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cluster.scoring.records import Ending, Run, Served, StepRecord
 
 TRANSFER = "transfer"  # not a phase of the ledger: what it overlaps with is
-WINDOW_STEPS = 60  # of the busiest worker, in the part that is shown
+WINDOW_STEPS = 100  # of the busiest worker, in the part that is shown
 
 
 @dataclass(frozen=True, slots=True)

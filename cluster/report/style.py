@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import wraps
 from io import BytesIO
+from math import log10
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -57,7 +58,9 @@ def plain(axis: Any) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = sorted(axis.get_view_interval())
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if low > 0 and high / low < 300 else (1.0,)))
+    decades = log10(high / low)
+    places = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if decades < 1.0 else (1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)
+    axis.set_major_locator(LogLocator(subs=places))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
 
