@@ -10,7 +10,9 @@ import click
 from cluster.cli.demo import demo
 from cluster.cli.doctor import doctor
 from cluster.cli.models import models
+from cluster.cli.profile import profile
 from cluster.cli.serve import serve
+from cluster.cli.simulate import simulate
 from cluster.cli.status import status
 from cluster.cli.talk import chat, generate
 
@@ -57,5 +59,5 @@ def main(debug: bool) -> None:
     """
 
 
-for command in (demo, serve, generate, chat, status, models, doctor):
+for command in (demo, serve, generate, chat, status, simulate, models, doctor, profile):
     main.add_command(command)
