@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from cluster.members import Member, Membership
+from cluster.policy.policy import open_policy
 from cluster.pool import Keeper
 from cluster.runtime.interface import Runtime, WorkerGone, WorkerHandle, WorkerOrder
 from cluster.spec import ClusterSpec, PoolSpec, Role
@@ -35,6 +36,7 @@ class Controller:
         self._spec = spec
         self._runtime = runtime
         self._secret = secret
+        self._links_all = open_policy(spec, seed=0).links_all
         self._tending: asyncio.Task[None] | None = None
         self._revision = 0
         self._links: dict[tuple[str, str], LinkReport] = {}  # (owner, reader)
@@ -151,14 +153,19 @@ class Controller:
             self._links = {pair: link for pair, link in self._links.items() if new.name not in pair}
             peers = [peer for peer in self._keepers if peer is not new and peer.introduced]
             for peer in peers:
-                _refuse_misfit(new, peer)
+                _refuse_misfit(new, peer, moving=self._may_move(new, peer) or self._may_move(peer, new))
             pairs = [(new, peer) for peer in peers] + [(peer, new) for peer in peers]
-            movable = [(owner, reader) for owner, reader in pairs if _may_move(owner, reader)]
+            movable = [(owner, reader) for owner, reader in pairs if self._may_move(owner, reader)]
             for error in await asyncio.gather(*(self._link(owner, reader) for owner, reader in movable)):
                 # One that ran before is let in all the same: it can still do both phases alone.
                 if isinstance(error, PeerRefused) and not new.view.incarnation:
                     raise ModelError(f"{new.name} cannot exchange KV: {error}") from error
             new.introduced = True
+
+    def _may_move(self, owner: Keeper, reader: Keeper) -> bool:
+        """Whether the policy may send KV that way: any way, or from who prefills to who decodes."""
+        usual = owner.pool.role is not Role.DECODE and reader.pool.role is not Role.PREFILL
+        return self._links_all or usual
 
     async def _tend(self) -> None:
         """Try again, once in a while, to link pairs whose preflight failed though both live."""
@@ -167,7 +174,7 @@ class Controller:
             met = [keeper for keeper in self._keepers if keeper.view.state is WorkerState.READY]
             missing = [(o, r) for o in met for r in met if o is not r and (o.name, r.name) not in self._links]
             for owner, reader in missing:
-                if _may_move(owner, reader):
+                if self._may_move(owner, reader):
                     await self._link(owner, reader)
                     if (owner.name, reader.name) in self._links:
                         self._bump()
@@ -187,8 +194,8 @@ class Controller:
             return error
 
 
-def _refuse_misfit(new: Keeper, peer: Keeper) -> None:
-    """Raise `ModelError` when two workers could not serve one request together."""
+def _refuse_misfit(new: Keeper, peer: Keeper, *, moving: bool) -> None:
+    """Raise `ModelError` when two workers could not serve one request together. `moving`: KV may move between them."""
     assert new.info is not None and peer.info is not None
     ours, theirs = new.info, peer.info
     if ours.tokenizer != theirs.tokenizer:
@@ -197,7 +204,7 @@ def _refuse_misfit(new: Keeper, peer: Keeper) -> None:
             f"{theirs.tokenizer}: one token would mean two things; give all pools the same model folder"
         )
     kv, other = ours.peer.shards[0], theirs.peer.shards[0]
-    if (_may_move(new, peer) or _may_move(peer, new)) and kv.layout.fingerprint != other.layout.fingerprint:
+    if moving and kv.layout.fingerprint != other.layout.fingerprint:
         raise ModelError(
             f"the KV of {new.name} ({_kv_words(kv)}) is not that of {peer.name} ({_kv_words(other)}), and no request "
             "could move between them: give both pools the same model and the same engine.weights"
@@ -207,7 +214,3 @@ def _refuse_misfit(new: Keeper, peer: Keeper) -> None:
 def _kv_words(shard: ShardAddress) -> str:
     layout = shard.layout
     return f"model {layout.model}, {layout.num_layers} layers, {layout.num_kv_heads} KV heads of {layout.head_dim}"
-
-
-def _may_move(owner: Keeper, reader: Keeper) -> bool:
-    return owner.pool.role is not Role.DECODE and reader.pool.role is not Role.PREFILL

@@ -2,12 +2,13 @@
 
 It owns the request's cancel scope, its deadline, its ledger and the tokens already sent. Workers that die cost an
 attempt, never a token: the next attempt gets the prompt plus what the client already has, and draws the same tokens.
-Knows the policy as a function and workers as lines; knows no text and no wire.
+It asks the policy and tells it what became of each attempt. Knows workers as lines; knows no text and no wire.
 """
 
 import asyncio
 import logging
 import uuid
+import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +18,8 @@ from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, D
 from cluster.ledger import Stopwatch, now_ns
 from cluster.line import Line
 from cluster.members import Member, Membership
-from cluster.policy.placement import Placement, Sent, place
+from cluster.policy.placement import Ask, Placement, Refusal, Sent
+from cluster.policy.policy import open_policy
 from cluster.runtime.interface import WorkerGone
 from cluster.spec import ClusterSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
@@ -46,7 +48,7 @@ class _Life:
     transfers: list[TransferReport] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)  # workers that failed or refused this request
     cached_tokens: int = 0
-    prefill: str = ""  # where the prompt is, or was, computed
+    placement: Placement | None = None  # the latest
     phase: str = "queueing"
 
 
@@ -58,6 +60,7 @@ class Dispatcher:
         self._model = model
         self._watch_members = watch_members
         self._name = name
+        self._policy = open_policy(spec, seed=zlib.crc32(name.encode()))  # gateways do not all draw the same
         self._membership = Membership(0)
         self._pairs = self._membership.pairs
         self._lines: dict[str, Line] = {}
@@ -157,7 +160,7 @@ class Dispatcher:
                 life.avoid.add(failure.worker)
                 # A full decode pool is no reason to decode on prefill workers; a dead one is.
                 full = failure.refused_s is not None
-                nobody_else = place(self.view, life.request, self._sent(), life.avoid, alone=not full) is None
+                nobody_else = self._policy.choose(self._ask(life, alone=not full)) is None
                 if failure.refused_s is not None and nobody_else:
                     raise Rejected(str(failure), failure.refused_s) from None
                 if spent >= self._spec.gateway.max_attempts:
@@ -169,7 +172,7 @@ class Dispatcher:
                 await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2**life.request.attempt))
 
     async def _attempt(self, life: _Life) -> FinishReason:
-        placement = await self._place(life)
+        placement, key = await self._place(life), life.request.key
         lines = self._lines[placement.prefill], self._lines[placement.decode]
         attempt = Attempt(
             life.request, *lines, life.watch, lambda output: self._on_tokens(life, output), self._in_background
@@ -186,11 +189,14 @@ class Dispatcher:
                     prefill_worker=placement.prefill,
                     decode_worker=placement.decode,
                     reason=placement.reason,
+                    predicted_ttft_s=placement.predicted_ttft_s,
+                    predicted_tpot_s=placement.predicted_tpot_s,
                 )
             )
             return await self._run_or_stop(life, attempt)
         finally:
             life.phase = attempt.phase
+            self._policy.ended(key, asyncio.get_running_loop().time())
             attempt.release()
             if attempt.transfer is not None:
                 life.transfers.append(attempt.transfer)
@@ -219,13 +225,26 @@ class Dispatcher:
         )
         life.sent.extend(output.tokens)
         life.emit(Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs))
+        if output.prefilled:
+            self._prefilled(life, ended=output.finish is not None)
+
+    def _prefilled(self, life: _Life, *, ended: bool) -> None:
+        """Tell the policy. Raises `Rejected` when it turns the request away now."""
+        self._policy.prefilled(life.request.key, asyncio.get_running_loop().time())
+        if self._policy.looks_behind_prefill and not ended and life.placement is not None:
+            refusal = self._policy.judge(self._ask(life), life.placement.decode)
+            if refusal is not None:
+                raise Rejected(refusal.reason, refusal.retry_after_s)
 
     async def _place(self, life: _Life) -> Placement:
-        """Wait for workers that can serve the request. Raises `Rejected` when none came in time."""
+        """Wait for workers that can serve the request, and tell the policy that it goes there.
+
+        Raises `Rejected` when none came in time, or when the policy turns it away.
+        """
         limit_s = self._spec.gateway.placement_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                while (placement := self._choose(life)) is None:
+                while (placement := self._policy.choose(ask := self._ask(life))) is None:
                     if life.avoid:
                         life.avoid.clear()
                         continue
@@ -234,14 +253,22 @@ class Dispatcher:
         except TimeoutError:
             raise Rejected(f"no healthy worker within {limit_s:.0f} s", retry_after_s=5.0) from None
         life.watch.lap("recovery" if life.request.attempt else "route")
-        life.prefill = placement.prefill
+        if isinstance(placement, Refusal):
+            raise Rejected(placement.reason, placement.retry_after_s)
+        self._policy.began(ask, placement)
+        life.placement = placement
         return placement
 
-    def _choose(self, life: _Life) -> Placement | None:
-        group = life.request.group
-        siblings = (each.prefill for each in self._lives.values() if group and each.request.group == group)
-        beside = next(filter(None, siblings), "")
-        return place(self.view, life.request, self._sent(), life.avoid, beside=beside)
+    def _ask(self, life: _Life, *, alone: bool = True) -> Ask:
+        request = life.request
+        beside = self._beside(request.group) if request.group else ""
+        now_s = asyncio.get_running_loop().time()
+        return Ask(self.view, request, self._sent(), life.avoid, alone, beside, now_s)
+
+    def _beside(self, group: str) -> str:
+        """The worker that computes, or computed, the prompt of a sibling."""
+        placements = (each.placement for each in self._lives.values() if each.request.group == group)
+        return next((placement.prefill for placement in placements if placement), "")
 
     def _refuse_unservable(self, request: Request) -> None:
         capacities = [member.view.capacity_tokens for member in self._membership.members if member.view.capacity_tokens]

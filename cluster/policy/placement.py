@@ -89,17 +89,3 @@ class Router(ABC):
 
     def began(self, ask: Ask, placement: Placement) -> None:  # noqa: B027  (most routers have nothing to keep)
         """The request goes there: a router that learns from its own choices notes it."""
-
-
-def place(
-    view: ClusterView,
-    request: Request,
-    sent: Mapping[str, Sent],
-    avoid: Collection[str] = (),
-    *,
-    alone: bool = True,
-    beside: str = "",
-) -> Placement | None:
-    from cluster.policy.loads import LeastLoaded
-
-    return LeastLoaded().choose(Ask(view, request, sent, avoid, alone, beside))
