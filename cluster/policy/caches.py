@@ -13,7 +13,6 @@ class CacheAware(LeastLoaded):
     """Keeps an index of prefixes: a prompt is in its prefill worker's cache from when it is sent there."""
 
     def __init__(self, forecast: Forecast) -> None:
-        super().__init__()
         self.forecast = forecast
         self._index = PrefixIndex()
         self._request: Request | None = None

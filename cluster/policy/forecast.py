@@ -1,10 +1,8 @@
 """What a placement would give: seconds to the first token, and for each further one. Pure.
 
-Step costs are those of the pool, as `PoolSpec.cost` has them or the owner hands in. Where nobody gave any, the defaults
-are corrected by what is seen: decode steps by the worker's own step time, prompts by the book.
+Step costs are those of `PoolSpec.cost`. Where nobody gave any, the defaults are corrected by what is seen: decode steps
+by the worker's own step time, prompts by the book.
 """
-
-from collections.abc import Mapping
 
 from cluster.policy.book import Book, Work
 from cluster.policy.picking import num_sequences, queued_tokens
@@ -20,13 +18,13 @@ _WHOLE_PROMPTS = ("static", "orca", "prefill-first")  # batching policies that d
 
 
 class Forecast:
-    """Owned by a Policy. `costs` are by pool and come before those of the specification."""
+    """Owned by a Policy."""
 
-    def __init__(self, spec: ClusterSpec, book: Book, costs: Mapping[str, CostModel]) -> None:
+    def __init__(self, spec: ClusterSpec, book: Book) -> None:
         self._book = book
         self._engines = {pool.name: pool.engine for pool in spec.pools}
         self._no_engine = EngineConfig()
-        self._given = {pool.name: pool.cost for pool in spec.pools if pool.cost is not None} | dict(costs)
+        self._given = {pool.name: pool.cost for pool in spec.pools if pool.cost is not None}
         self._default = LinearCost()
         self._ratios: dict[str, float] = {}  # worker -> seconds a prompt took for each second of the defaults
 

@@ -42,7 +42,6 @@ class Random(Picking):
     """Any worker, all alike."""
 
     def __init__(self, draws: Draws) -> None:
-        super().__init__()
         self._draws = draws
 
     def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
@@ -60,7 +59,6 @@ class RoundRobin(Picking):
     """One after the other: of those that fit, the one whose last turn, in this phase, is longest ago."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._turns = 0
         self._prefilled: dict[str, int] = {}  # worker -> number of its last turn
         self._decoded: dict[str, int] = {}
@@ -84,7 +82,6 @@ class PowerOfTwo(LeastLoaded):
     """The less loaded of two drawn at random (Mitzenmacher, 2001): nearly as good as all, and no herd on one."""
 
     def __init__(self, draws: Draws) -> None:
-        super().__init__()
         self._draws = draws
 
     def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:

@@ -9,33 +9,13 @@ from collections.abc import Sequence
 
 from cluster.policy.placement import Ask, Placement, Router
 from cluster.spec import Role
-from cluster.view import ClusterView, WorkerState, WorkerView
-from kvtransfer.ticket import LinkReport
+from cluster.view import WorkerState, WorkerView
 
 Workers = Sequence[WorkerView]
 
 
-class Reach:
-    """The links of a view by their ends. Rebuilt only when the view has other links."""
-
-    def __init__(self) -> None:
-        self._links: tuple[LinkReport, ...] = ()
-        self._by_owner: dict[str, dict[str, LinkReport]] = {}
-
-    def readers(self, view: ClusterView, owner: str) -> dict[str, LinkReport]:
-        """Who may read from `owner`, by name."""
-        if view.links is not self._links:
-            self._links, self._by_owner = view.links, {}
-            for link in view.links:
-                self._by_owner.setdefault(link.owner, {})[link.reader] = link
-        return self._by_owner.get(owner, {})
-
-
 class Picking(Router):
     """A router that picks one of several workers for a phase at a time."""
-
-    def __init__(self) -> None:
-        self.reach = Reach()
 
     @abstractmethod
     def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
@@ -65,8 +45,7 @@ class Picking(Router):
             return self.placed(ask, worker, worker, "one token is wanted: nothing to hand over")
         while prefills and decodes:
             prefill = self.pick_prefill(ask, beside(ask, prefills))
-            readers = self.reach.readers(ask.view, prefill.name)
-            if linked := [worker for worker in decodes if worker.name in readers]:
+            if linked := [worker for worker in decodes if ask.view.linked(prefill.name, worker.name)]:
                 return self.placed(ask, prefill, self.pick_decode(ask, linked), self.reason)
             prefills.remove(prefill)
         if mixed:

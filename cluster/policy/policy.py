@@ -6,7 +6,7 @@
 Pure. The one place that knows routers by name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cluster.policy.admission import Admission, Early, Late, Predictive
@@ -21,7 +21,6 @@ from cluster.policy.splitwise import Splitwise
 from cluster.policy.tetri import Tetri
 from cluster.spec import ADMISSION, ROUTING, ClusterSpec, SpecError
 from cluster.view import WorkerView
-from workers.costs import CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +129,17 @@ class Policy:
         self.book.ended(key, now_s)
 
 
-def open_policy(
-    spec: ClusterSpec, seed: int, costs: Mapping[str, CostModel] | None = None, lengths: Lengths | None = None
-) -> Policy:
-    """The policy that `spec.gateway` names. `costs` are by pool and come before `PoolSpec.cost`.
+def open_policy(spec: ClusterSpec, seed: int, lengths: Lengths | None = None) -> Policy:
+    """The policy that `spec.gateway` names. Raises `SpecError`.
 
-    `lengths` predicts answers for "tetri"; by default as well as its classifier did. Raises `SpecError`.
+    `lengths` predicts answers for "tetri"; by default as well as its classifier did.
     """
     routing, admission = spec.gateway.routing, spec.gateway.admission
     for name, known in ((routing, ROUTING), (admission, ADMISSION)):
         if name not in known:
             raise SpecError(f"gateway: {name!r} is not one of {', '.join(known)}")
     book = Book()
-    forecast = Forecast(spec, book, costs or {})
+    forecast = Forecast(spec, book)
     parts = Parts(book, forecast, Draws(seed), lengths or Buckets(seed))
     judges: dict[str, Callable[[], Admission]] = {
         "none": Admission,

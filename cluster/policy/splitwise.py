@@ -29,7 +29,6 @@ class Splitwise(LeastLoaded):
     links_all: ClassVar[bool] = True
 
     def __init__(self, forecast: Forecast, book: Book, lengths: Lengths, queue_tokens: int = QUEUE_TOKENS) -> None:
-        super().__init__()
         self._forecast = forecast
         self._book = book
         self._lengths = lengths
@@ -51,7 +50,7 @@ class Splitwise(LeastLoaded):
         if prefill is None or decode is None:
             least = min(fitting(ask), key=lambda worker: _pending(ask, worker))
             return self.placed(ask, least, least, "all machines are full: the one with the fewest pending tokens")
-        if prefill is not decode and decode.name not in self.reach.readers(ask.view, prefill.name):
+        if prefill is not decode and not ask.view.linked(prefill.name, decode.name):
             return super().choose(ask)
         usual = prefill.role is not Role.DECODE and decode.role is not Role.PREFILL
         return self.placed(ask, prefill, decode, self.reason if usual else "overflow into the other pool")

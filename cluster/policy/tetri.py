@@ -36,7 +36,6 @@ class Tetri(LeastLoaded):
     def __init__(
         self, forecast: Forecast, book: Book, lengths: Lengths, draws: Draws, *, idle_s: float = IDLE_S
     ) -> None:
-        super().__init__()
         self._forecast = forecast
         self._book = book
         self._lengths = lengths

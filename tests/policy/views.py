@@ -45,11 +45,13 @@ def request(
     return Request(name, prompt, SamplingParams(seed=1, max_tokens=max_tokens), slo or SLO(), attempt=attempt)
 
 
-def spec(routing: str, admission: str = "none", slo: SLO | None = None, **engine: int) -> ClusterSpec:
+def spec(
+    routing: str, admission: str = "none", slo: SLO | None = None, cost: CostModel | None = None, **engine: int
+) -> ClusterSpec:
     config = EngineConfig(**{"block_size": BLOCK, "kv_blocks": BLOCKS, "max_batch_tokens": 100_000} | engine)  # type: ignore[arg-type]
     return ClusterSpec(
         model="m",
-        pools=tuple(PoolSpec(role.value, role, engine=config) for role in Role),
+        pools=tuple(PoolSpec(role.value, role, engine=config, cost=cost) for role in Role),
         gateway=GatewaySpec(routing=routing, admission=admission, slo=slo or SLO()),
     )
 
@@ -67,8 +69,7 @@ class Story:
         cost: CostModel | None = SIMPLE,
         **engine: int,
     ) -> None:
-        costs = {role.value: cost for role in Role} if cost else {}
-        self.policy: Policy = open_policy(spec(routing, admission, slo, **engine), seed, costs)
+        self.policy: Policy = open_policy(spec(routing, admission, slo, cost, **engine), seed)
         self.now_s = 1000.0
 
     def ask(self, picture: ClusterView, wanted: Request, sent: dict[str, Sent] | None = None, **options: object) -> Ask:
