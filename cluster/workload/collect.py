@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.workload import changes
-from cluster.workload.arrivals import MOST_TOKENS, Arrival, Workload, WorkloadError
+from cluster.workload.arrivals import MOST_REQUESTS, MOST_TOKENS, Arrival, Workload, WorkloadError
 from cluster.workload.options import Options
 from cluster.workload.streams import opened
 from cluster.workload.traces import Row, TokenCounter, read
 
 _LARGEST_ID = 2**64 - 1  # of a prefix block
+_LONGEST_TICK_S = 60.0
 
 
 def collect(path: Path, said: Options, seed: int, count_tokens: TokenCounter | None = None) -> Workload:
@@ -27,7 +28,8 @@ def collect(path: Path, said: Options, seed: int, count_tokens: TokenCounter | N
         arrivals = list(_wanted(_arrivals(filled, block_tokens, said.sort == "yes"), said))
     left_out = f"{filled.empty} requests of 0 tokens left out" if filled.empty else ""
     if not arrivals:
-        raise WorkloadError(f"{path} has no requests{left_out and ', '}{left_out}")
+        window = "" if said.begin is None else f" from {said.begin:g} s on"
+        raise WorkloadError(f"{path} has no requests{window}{left_out and ', '}{left_out}")
     if said.sort == "yes":
         arrivals.sort(key=lambda each: each.at_s)
         arrivals = [replace(each, at_s=each.at_s - arrivals[0].at_s) for each in arrivals]
@@ -75,7 +77,7 @@ def _problem(row: Row, block_tokens: int, last_s: float, timed: bool, any_order:
     for what, tokens in (("prompt", row.prompt_tokens), ("answer", row.output_tokens)):
         if not 1 <= tokens <= MOST_TOKENS:
             hint = "; with zero=drop such requests are left out" if tokens == 0 else ""
-            return f"the {what} has {tokens} tokens; it must have 1 to {MOST_TOKENS:,}{hint}"
+            return f"the {what} has {str(tokens)[:20]} tokens; it must have 1 to {MOST_TOKENS:,}{hint}"
     if (len(row.prefix) - 1) * block_tokens >= row.prompt_tokens:
         return (
             f"{len(row.prefix)} blocks of {block_tokens} tokens are more than the prompt of {row.prompt_tokens} has; "
@@ -87,15 +89,20 @@ def _problem(row: Row, block_tokens: int, last_s: float, timed: bool, any_order:
 
 
 def _wanted(arrivals: Iterator[Arrival], said: Options) -> Iterator[Arrival]:
-    """As many as the options can need; whole ticks."""
-    if said.sort == "yes":
-        yield from arrivals
-        return
+    """As many as the options can need; whole ticks, and before a window those that jitter may bring into it."""
+    unsorted = said.sort == "yes"
+    begin_s = said.begin or 0.0
+    reach_s = said.jitter if isinstance(said.jitter, float) else _LONGEST_TICK_S
     count, last_s = 0, 0.0
     for arrival in arrivals:
-        enough = said.first is not None and said.begin is None and count >= said.first and arrival.at_s > last_s
-        if enough or (said.until is not None and arrival.at_s >= said.until):
-            return
+        if not unsorted:
+            enough = said.first is not None and not begin_s and count >= said.first and arrival.at_s > last_s
+            if enough or (said.until is not None and arrival.at_s >= said.until):
+                return
+            if arrival.at_s < begin_s - reach_s:
+                continue
+        if count == MOST_REQUESTS:
+            raise WorkloadError(f"more than {MOST_REQUESTS:,} requests; ask for a part, by first= or from= and until=")
         yield arrival
         count, last_s = count + 1, arrival.at_s
 

@@ -3,7 +3,7 @@
     tokens of a stretch     [ its number in base vocab_size - 3, lowest digit first | ordinary tokens ]
 
 A stretch is a block that a prefix names, or what a prompt has behind these. Its number says which, so that two
-stretches differ within their first few tokens (5 for vocabularies above 12,000) without any chance in it; the rest is a
+stretches differ within their first few tokens (5 for vocabularies above 22,000) without any chance in it; the rest is a
 slice of a fixed table, which makes a prompt of 12,000 tokens a matter of copying references.
 """
 
@@ -16,7 +16,7 @@ from workers.request import SLO, Request, SamplingParams
 
 FIRST_TOKEN = 3  # the tokens below often end a text
 _TABLE_TOKENS = 1 << 16
-_NUMBERS = 2**68  # above twice any block's id or request's index
+_NUMBERS = 2**72  # above twice any block's id or request's index
 _STRIDE = 40_503  # odd: neighbours' slices begin far apart, and every place in the table is used
 _NO_SLO = SLO()
 
@@ -52,7 +52,8 @@ def requests(workload: Workload, vocab_size: int, *, slo: SLO = _NO_SLO, seed: i
 
 def _stretch(number: int, count: int, vocab_size: int) -> list[int]:
     table, width = _table(vocab_size)
-    assert 0 <= number < _NUMBERS
+    if not 0 <= number < _NUMBERS:
+        raise WorkloadError(f"a prefix block's id is {number // 2}; ids must be 0 to {_NUMBERS // 2 - 1}")
     base, rest = vocab_size - FIRST_TOKEN, number
     tokens = []
     for _ in range(width):

@@ -6,6 +6,7 @@ Knows no trace format. What is wrong with a file is a `WorkloadError` that names
 import csv
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from cluster.workload.arrivals import WorkloadError
 LONGEST_LINE = 64 << 20  # bytes; a line beyond this is no line of a trace
 _PIECE = 1 << 20
 _BOM = b"\xef\xbb\xbf"
+_BETWEEN = re.compile(r"[\s,]*")  # objects of an array
 
 
 @contextmanager
@@ -88,22 +90,26 @@ def json_array(stream: BufferedReader, path: Path) -> Iterator[tuple[str, dict[s
     """The objects of one large array, each with its place; holds a piece of the file and one object."""
     text = TextIOWrapper(stream, "utf-8-sig")
     decoder = json.JSONDecoder()
-    held, piece, number = text.read(_PIECE).lstrip()[1:], _PIECE, 0
-    while True:
-        held = held.lstrip().removeprefix(",").lstrip() if number else held.lstrip()
-        if held.startswith("]"):
-            return
+    held, piece, number = text.read(_PIECE), _PIECE, 0
+    at = _behind(held, held.index("[") + 1)
+    while held[at : at + 1] != "]":
         place = f"{path}, record {number + 1}"
         try:
-            found, end = decoder.raw_decode(held)
+            found, at = decoder.raw_decode(held, at)
         except (ValueError, RecursionError) as error:
             more = text.read(piece)
-            if not more or len(held) > LONGEST_LINE:
+            if not more or len(held) - at > LONGEST_LINE:
                 raise WorkloadError(f"{place}: not JSON, or cut off ({error})") from error
-            held, piece = held + more, 2 * piece  # one long object must not be decoded once for every piece
-            continue
-        held, piece, number = held[end:], _PIECE, number + 1
-        yield place, _object(found, place)
+            held, at, piece = held[at:] + more, 0, 2 * piece  # one long object is not decoded once for every piece
+        else:
+            piece, number = _PIECE, number + 1
+            yield place, _object(found, place)
+        at = _behind(held, at)
+
+
+def _behind(text: str, at: int) -> int:
+    found = _BETWEEN.match(text, at)
+    return found.end() if found else at
 
 
 def _object(found: Any, place: str) -> dict[str, Any]:
