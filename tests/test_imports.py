@@ -36,7 +36,7 @@ LAYERS = [
     ["cluster.text", "cluster.outbox", "cluster.answers", "cluster.gateway"],
     ["cluster.sim"],
     ["cluster.plan", "cluster.report"],
-    ["cluster.api", "cluster.bench"],
+    ["cluster.api", "cluster.bench", "cluster.profile"],
     ["cluster.cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

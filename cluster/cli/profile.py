@@ -1,0 +1,92 @@
+"""`diptych profile`: what steps, transfers and calls cost on a running cluster, as a file for simulations and plans."""
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from cluster.cli.lifetime import run, running_cluster, with_port
+from cluster.cli.screen import console, print_json, progress_bar, say
+from cluster.cli.serve import fetch_model
+from cluster.cli.talk import ENDPOINT
+
+if TYPE_CHECKING:
+    from cluster.spec import ClusterSpec
+    from workers.profiles.measured import ClusterProfile
+
+
+@click.command()
+@ENDPOINT
+@click.option("-f", "--file", metavar="YAML", help="Start this cluster, measure it, and take it down again.")
+@click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True, help="For -f.")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default="profile.json", show_default=True
+)
+@click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="Of measuring every step.")
+@click.option("--json", "as_json", is_flag=True, help="The profile as JSON on standard output, too.")
+def profile(endpoint: str, file: str | None, runtime: str, output: Path, rounds: int, as_json: bool) -> None:
+    """Measure the workers of an idle cluster and fit a cost model to each pool.
+
+    Some minutes on CPUs. Requests that come meanwhile are served first; a worker that has work is not measured.
+
+    \b
+    Example:
+      diptych profile -f examples/laptop.yaml -o laptop-profile.json
+    """
+    from workers.profiles.measured import save
+
+    if not output.parent.is_dir():
+        raise click.BadParameter(f"{output.parent} is no folder; make it first", param_hint="--output")
+    found = asyncio.run(_measure(endpoint, rounds)) if file is None else _measure_file(file, runtime, rounds)
+    save(found, output)
+    if as_json:
+        import msgspec
+
+        print_json(msgspec.to_builtins(found))
+    else:
+        _show(found)
+    say(f"written: {output}")
+
+
+def _measure_file(file: str, runtime: str, rounds: int) -> "ClusterProfile":
+    from cluster.spec import load_spec
+
+    spec = with_port(load_spec(file), 0)
+    fetch_model(spec)
+    found: list[ClusterProfile] = []
+
+    async def measured(spec: "ClusterSpec") -> None:
+        async with running_cluster(spec, runtime, say) as serving:
+            found.append(await _measure(serving.endpoint, rounds))
+
+    run(measured(spec))
+    return found[0]
+
+
+async def _measure(endpoint: str, rounds: int) -> "ClusterProfile":
+    from cluster.api.client import DiptychClient
+    from cluster.profile.measure import measure
+
+    with progress_bar() as tell:
+        async with DiptychClient(endpoint) as client:
+            return await measure(client, tell, rounds)
+
+
+def _show(found: "ClusterProfile") -> None:
+    screen = console()
+    screen.print(f"cluster {found.cluster}, model {found.model}; {found.machine}", markup=False)
+    for pool in found.pools:
+        cost, error = pool.cost, pool.error
+        screen.print(
+            f"{pool.pool}: step {cost.step_s * 1e3:.2f} ms, + {cost.prefill_token_s * 1e3:.3f} ms a prompt token, "
+            f"+ {cost.decode_row_s * 1e3:.3f} ms a decode, + {cost.decode_context_s * 1e6:.2f} us a token of context; "
+            f"error on {error.points} steps not fitted: median {error.median:.1%}, greatest {error.greatest:.1%}; "
+            f"between steps {pool.gap_s * 1e3:.2f} ms, a call {pool.call_s * 1e3:.2f} ms",
+            markup=False,
+        )
+    for link in found.links:
+        speed = f"{link.bytes_per_s / 1e9:.2f} GB/s, {link.latency_s * 1e6:.0f} us"
+        screen.print(f"{link.owner} -> {link.reader}: {link.transport}, {speed}", markup=False)
+    for each in found.neighbours:
+        screen.print(f"{each.pool} beside {each.other}: steps take {each.ratio:.2f} times as long", markup=False)

@@ -1,0 +1,1 @@
+"""A running cluster measured from outside, through its door, for whoever simulates or plans it."""

@@ -1,0 +1,115 @@
+"""The whole of a profile: every pool's steps, the path of requests, and who slows whom. Knows the client."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+
+from cluster.api.client import DiptychClient
+from cluster.bench import machine
+from cluster.profile.path import Path, measure_path
+from cluster.profile.steps import Steps, measure_side_by_side, measure_steps
+from cluster.spec import Role
+from cluster.view import ClusterView, WorkerView
+from workers.fit import fit
+from workers.profiles.errors import ProfileError
+from workers.profiles.measured import ClusterProfile, LinkProfile, Neighbours, PoolProfile
+
+ROUNDS = 3
+
+Tell = Callable[[str, int, int | None], None]  # what, done, of how many
+
+
+async def measure(client: DiptychClient, tell: Tell, rounds: int = ROUNDS) -> ClusterProfile:
+    """Measure an idle, running cluster: one worker of each pool stands for its pool.
+
+    Raises `DiptychError` when nobody answers or a worker has work, `ProfileError` when there is nothing to fit.
+    """
+    view = (await client.status()).view
+    workers = _one_of_each(view)
+    decoder = next(worker for worker in workers if worker.role is not Role.PREFILL)
+    assert view.model is not None, "a cluster with ready workers knows its model"
+    tell("requests", 0, None)
+    path = await measure_path(client, decoder.name, view.model.vocab_size)
+    pools = []
+    for worker in workers:
+        steps = await measure_steps(client, worker.name, rounds, partial(tell, f"steps of {worker.name}"))
+        pools.append(_pool(worker, steps, path))
+    neighbours = []
+    for one, other in _neighbours(view):
+        tell(f"{one.name} beside {other.name}", 0, None)
+        ratios = await measure_side_by_side(client, one, other)
+        neighbours += [Neighbours(one.pool, other.pool, ratios[0]), Neighbours(other.pool, one.pool, ratios[1])]
+    return ClusterProfile(
+        cluster=view.name,
+        model=view.model.name,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=f"{len(machine.allowed_cores())} cores of {machine.cpu_name()}, {machine.system_name()}",
+        versions=", ".join(f"{name} {version}" for name, version in machine.versions().items()),
+        context_length=view.model.context_length,
+        vocab_size=view.model.vocab_size,
+        pools=tuple(pools),
+        links=tuple(_links(view)),
+        neighbours=tuple(_worst(neighbours)),
+        kv_token_bytes=path.kv_token_bytes,
+        door_s=path.door_s,
+        lone_s=path.lone_s,
+    )
+
+
+def _pool(worker: WorkerView, steps: Steps, path: Path) -> PoolProfile:
+    return PoolProfile(
+        worker.pool,
+        worker.parallel.tensor,
+        worker.parallel.pipeline,
+        fit(steps.points),
+        steps.points,
+        path.gap_s,
+        path.gap_row_s,
+        steps.call_s,
+    )
+
+
+def _one_of_each(view: ClusterView) -> list[WorkerView]:
+    """The first ready worker of each pool. Raises `ProfileError`."""
+    first: dict[str, WorkerView] = {}
+    for worker in view.ready(*Role):
+        first.setdefault(worker.pool, worker)
+    if missing := {worker.pool for worker in view.workers} - first.keys():
+        raise ProfileError(f"no worker of {', '.join(sorted(missing))} is ready; wait for it, or take the pool out")
+    if not first:
+        raise ProfileError("this cluster has no workers to measure")
+    return list(first.values())
+
+
+def _neighbours(view: ClusterView) -> Iterator[tuple[WorkerView, WorkerView]]:
+    """A pair of different workers on one node for each pair of pools that has one."""
+    done: set[frozenset[str]] = set()
+    ready = view.ready(*Role)
+    for index, one in enumerate(ready):
+        for other in ready[index + 1 :]:
+            pools = frozenset((one.pool, other.pool))
+            if one.node == other.node and pools not in done:
+                done.add(pools)
+                yield one, other
+
+
+def _links(view: ClusterView) -> Iterator[LinkProfile]:
+    """For each pair of pools its slowest link."""
+    pool_of = {worker.name: worker.pool for worker in view.workers}
+    slowest: dict[tuple[str, str], LinkProfile] = {}
+    for link in view.links:
+        pools = pool_of[link.owner], pool_of[link.reader]
+        found = slowest.get(pools)
+        if found is None or link.bytes_per_s < found.bytes_per_s:
+            slowest[pools] = LinkProfile(*pools, link.transport, link.latency_s, link.bytes_per_s)
+    yield from slowest.values()
+
+
+def _worst(found: list[Neighbours]) -> Iterator[Neighbours]:
+    """A pool's two workers side by side give two ratios; the larger holds."""
+    worst: dict[tuple[str, str], Neighbours] = {}
+    for each in found:
+        known = worst.get((each.pool, each.other))
+        worst[each.pool, each.other] = each if known is None else replace(each, ratio=max(each.ratio, known.ratio))
+    yield from worst.values()

@@ -1,0 +1,102 @@
+"""Steps measured through the door: the points of a fit, and how much neighbours slow each other down.
+
+Knows the client and shapes; knows no engine.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from cluster.api.client import DiptychClient
+from cluster.api.errors import DiptychError
+from cluster.profile.points import DECODE_LOAD, HELD_OUT, PREFILL_LOAD, SEEN
+from cluster.spec import Role
+from cluster.view import WorkerView
+from workers.fit import COEFFICIENTS, Point
+from workers.profiles.errors import ProfileError
+from workers.shapes import Shape, Timings
+
+SHORT_S = 0.25  # steps are repeated for so long in a round
+MOST_REPEATS = 8
+SIDE_BY_SIDE = 256  # repeats: as many as one call has time for
+
+Tell = Callable[[int, int], None]  # done, of how many
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Of one worker. `call_s`: from the gateway to it and back."""
+
+    points: tuple[Point, ...]
+    call_s: float
+
+
+async def measure_steps(client: DiptychClient, worker: str, rounds: int, tell: Tell) -> Steps:
+    """Medians over rounds, each of which measures every shape that this worker's engine takes.
+
+    Raises `DiptychError` (it has work, is gone), `ProfileError` when it takes too few shapes for a fit.
+    """
+    shapes = (*SEEN, *HELD_OUT)
+    seconds: dict[Shape, list[float]] = defaultdict(list)
+    calls: list[float] = []
+    for number in range(rounds):
+        for done, shape in enumerate(shapes if number == 0 else tuple(seconds)):
+            told = seconds.get(shape)
+            repeats = max(1, min(MOST_REPEATS, int(SHORT_S / max(told[0], 1e-4)))) if told else 1
+            if timings := await _measured(client, worker, shape, repeats):
+                seconds[shape] += timings.seconds
+                calls.append(timings.call_s)
+            tell(number * len(shapes) + done + 1, rounds * len(shapes))
+    points = tuple(Point(shape, median(took), shape in HELD_OUT) for shape, took in seconds.items() if took)
+    if sum(not point.held_out for point in points) <= len(COEFFICIENTS):
+        raise ProfileError(
+            f"{worker} could be measured with {len(points)} of {len(shapes)} shapes, too few for a fit: raise "
+            "engine.max_batch_tokens, engine.max_running or engine.kv_blocks, or measure when no requests come"
+        )
+    if not all(point.seconds > 0.0 for point in points):
+        raise ProfileError(f"the steps of {worker} take no time; a modelled worker without a cost has none to fit")
+    return Steps(points, max(0.0, median(calls)))
+
+
+async def _measured(client: DiptychClient, worker: str, shape: Shape, repeats: int) -> Timings | None:
+    """None: no step there can have this shape."""
+    try:
+        return await client.measure(worker, shape, repeats)
+    except DiptychError as error:
+        if error.code == "INVALID_ARGUMENT" and error.field == "shape":
+            return None
+        raise
+
+
+async def measure_side_by_side(client: DiptychClient, one: WorkerView, other: WorkerView) -> tuple[float, float]:
+    """How many times as long a step of each takes while the other computes. Raises `DiptychError`."""
+    workers = (one, other)
+    loads = [await _load(client, worker) for worker in workers]
+    before = [await _timed(client, worker, load, MOST_REPEATS) for worker, load in zip(workers, loads, strict=True)]
+    both = await asyncio.gather(
+        *(_timed(client, worker, load, SIDE_BY_SIDE) for worker, load in zip(workers, loads, strict=True))
+    )
+    after = [await _timed(client, worker, load, MOST_REPEATS) for worker, load in zip(workers, loads, strict=True)]
+    ratios = [
+        median(together) / median((*sooner, *later))
+        for together, sooner, later in zip(both, before, after, strict=True)
+    ]
+    return ratios[0], ratios[1]
+
+
+async def _timed(client: DiptychClient, worker: WorkerView, load: Shape, repeats: int) -> Sequence[float]:
+    timings = await client.measure(worker.name, load, repeats)
+    if not timings.seconds:
+        raise ProfileError(f"{worker.name} got requests while it was measured; measure an idle cluster")
+    return timings.seconds
+
+
+async def _load(client: DiptychClient, worker: WorkerView) -> Shape:
+    """What a worker of this role does most of the time."""
+    wanted = (*PREFILL_LOAD, *DECODE_LOAD) if worker.role is Role.PREFILL else (*DECODE_LOAD, *PREFILL_LOAD)
+    for shape in wanted:
+        if await _measured(client, worker.name, shape, 1):
+            return shape
+    raise ProfileError(f"{worker.name} takes none of the shapes that would keep it busy")

@@ -1,0 +1,152 @@
+"""What `diptych profile` measured of a running cluster, as one JSON file: all that a simulation of it needs.
+
+Knows figures and their file; knows neither how they were measured nor a cluster.
+"""
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from workers.costs import LinearCost
+from workers.fit import FitError, Point, error_of
+from workers.profiles.errors import ProfileError
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PoolProfile:
+    """One worker of a pool: `cost` of its steps, alone on its machine, as fitted to `points`.
+
+    Between two steps pass `gap_s`, and `gap_row_s` for each sequence: the engine's own time. A call from the gateway
+    takes `call_s`, there and back.
+    """
+
+    pool: str
+    tensor: int
+    pipeline: int
+    cost: LinearCost
+    points: tuple[Point, ...] = ()
+    gap_s: float = 0.0
+    gap_row_s: float = 0.0
+    call_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _refuse_negative(self)
+
+    @property
+    def error(self) -> FitError:
+        """On the points that the fit did not see."""
+        return error_of(self.cost, [point for point in self.points if point.held_out])
+
+    @property
+    def served(self) -> LinearCost:
+        """What a step takes from the beginning of it to the beginning of the next."""
+        cost = self.cost
+        return replace(cost, step_s=cost.step_s + self.gap_s, decode_row_s=cost.decode_row_s + self.gap_row_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """KV from a worker of the pool `owner` to one of `reader`, as preflight measured it."""
+
+    owner: str
+    reader: str
+    transport: str
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        _refuse_negative(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """A worker of `pool` takes `ratio` times as long for a step while one of `other` computes on the same machine."""
+
+    pool: str
+    other: str
+    ratio: float
+
+    def __post_init__(self) -> None:
+        _refuse_negative(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterProfile:
+    """`door_s`: what a client waits for a first token beyond what the gateway's ledger counts.
+
+    `lone_s`: the median phases of a lone request's ledger, to its first token. `kv_token_bytes` is 0 when no KV moved.
+    """
+
+    cluster: str
+    model: str
+    date: str
+    machine: str
+    versions: str
+    context_length: int
+    vocab_size: int
+    pools: tuple[PoolProfile, ...]
+    links: tuple[LinkProfile, ...] = ()
+    neighbours: tuple[Neighbours, ...] = ()
+    kv_token_bytes: int = 0
+    door_s: float = 0.0
+    lone_s: dict[str, float] = field(default_factory=dict)
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ProfileError(f"version is {self.version}; this program reads {VERSION}: measure again")
+        if not self.pools:
+            raise ProfileError("pools is empty; a profile has at least one")
+        _refuse_negative(self)
+
+    def pool(self, name: str) -> PoolProfile:
+        """Raises `ProfileError`, which names the pools there are."""
+        for each in self.pools:
+            if each.pool == name:
+                return each
+        known = ", ".join(each.pool for each in self.pools)
+        raise ProfileError(f"pool {name!r} was not measured; the profile of {self.cluster} has {known}")
+
+    def cost(self, name: str) -> LinearCost:
+        """Of a pool, as served, with the slowest of the links over which KV comes to it."""
+        served = self.pool(name).served
+        links = [link for link in self.links if link.reader == name and link.bytes_per_s > 0.0]
+        if not links:
+            return served
+        return replace(
+            served,
+            transfer_latency_s=max(link.latency_s for link in links),
+            transfer_byte_s=max(1.0 / link.bytes_per_s for link in links),
+        )
+
+    def slowdown(self, pool: str, other: str) -> float:
+        """Of steps in `pool` while `other` computes beside it; 1.0 where nobody measured."""
+        return next((each.ratio for each in self.neighbours if (each.pool, each.other) == (pool, other)), 1.0)
+
+
+def load(file: Path) -> ClusterProfile:
+    """Raises `ProfileError` for a file that is missing or holds something else."""
+    import msgspec
+
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=ClusterProfile)
+    except OSError as error:
+        raise ProfileError(f"{file}: cannot be read ({error.strerror}); `diptych profile` writes one") from None
+    except (msgspec.DecodeError, ProfileError) as error:
+        raise ProfileError(f"{file}: is no profile of a cluster: {error}; `diptych profile` writes one") from None
+
+
+def save(profile: ClusterProfile, file: Path) -> None:
+    """Raises OSError."""
+    import msgspec
+
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+
+
+def _refuse_negative(record: PoolProfile | LinkProfile | Neighbours | ClusterProfile) -> None:
+    for each in fields(record):
+        value = getattr(record, each.name)
+        if isinstance(value, (int, float)) and not 0.0 <= value < math.inf:
+            raise ProfileError(f"{each.name} is {value}; it must be 0 or more, and finite")
