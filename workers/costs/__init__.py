@@ -1,9 +1,29 @@
 """What steps, transfers and swaps cost in seconds. Pure: no clock, no device.
 
 The router predicts with a `CostModel`, the modelled executor and the simulator sleep by it.
+
+    CostModel            the port: seconds of a mixed step, and what follows from it
+    ├─ LinearCost        few coefficients, fitted from running workers
+    ├─ PhasedCost        DistServe's fits of prefill and decode
+    ├─ TableCost         Splitwise's measured steps
+    ├─ LayeredCost       Vidur's measured operators of a layer
+    └─ RooflineCost      arithmetic and traffic, for hardware that nobody measured
 """
 
+from workers.costs.curve import Curve
 from workers.costs.linear import LinearCost
-from workers.costs.port import CostModel
+from workers.costs.phased import PhasedCost
+from workers.costs.port import MOST_TOKENS, CostModel
+from workers.costs.roofline import RooflineCost
+from workers.costs.table import LayeredCost, TableCost
 
-__all__ = ["CostModel", "LinearCost"]
+__all__ = [
+    "MOST_TOKENS",
+    "CostModel",
+    "Curve",
+    "LayeredCost",
+    "LinearCost",
+    "PhasedCost",
+    "RooflineCost",
+    "TableCost",
+]

@@ -47,6 +47,8 @@ class LinearCost(CostModel):
         seconds -= self.mixed_seconds(chunks, batch, context_tokens)
         if seconds <= 0.0:
             return 0
+        if seconds == math.inf:
+            return MOST_TOKENS
         # tokens * linear + tokens² * square <= seconds
         square = self.prefill_pair_s / 2
         linear = self.prefill_token_s + self.prefill_pair_s * (cached_tokens + 0.5)

@@ -1,0 +1,182 @@
+"""Models by their shape: what their weights, their KV and a token of theirs take. Knows no hardware and no weights.
+
+Norms and biases are left out; what is counted is within 1 % of the published numbers of parameters.
+"""
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from workers.profiles.errors import ProfileError, UnknownName
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A dense decoder. `positions`: learned position embeddings. `element_bytes`: of weights and of KV alike.
+
+    Raises `ProfileError` when a number is not positive, or query heads cannot share the KV heads.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    head_dim: int
+    gated: bool = True
+    tied: bool = False
+    positions: int = 0
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name == "positions" else 1
+            if field.type is int and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ProfileError(f"model {self.name!r}: {field.name} is {value!r}; it must be an integer >= {least}")
+        if self.heads % self.kv_heads:
+            raise ProfileError(f"model {self.name!r}: {self.heads} heads cannot share {self.kv_heads} KV heads")
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of all layers: what every token passes, head and embeddings aside."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + (3 if self.gated else 2) * self.hidden * self.ffn)
+
+    @property
+    def head_parameters(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        embeddings = (self.vocab * (1 if self.tied else 2) + self.positions) * self.hidden
+        return self.layer_parameters + embeddings
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.element_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.element_bytes
+
+    @property
+    def attention_flops_per_pair(self) -> int:
+        """Of one query token and one token that it attends to: scores and weighted sum, in all layers."""
+        return 4 * self.layers * self.heads * self.head_dim
+
+    def prefill_flops(self, num_tokens: int, cached_tokens: int = 0) -> float:
+        """Of all layers for a prompt of n tokens, the first p of them known: 2N(n - p) + 2Ld(n² - p²).
+
+        The head is left out: it computes one token of a prompt.
+        """
+        pairs = (num_tokens**2 - cached_tokens**2) / 2
+        return 2.0 * self.layer_parameters * (num_tokens - cached_tokens) + self.attention_flops_per_pair * pairs
+
+    def decode_flops(self, context_tokens: int) -> float:
+        """Of one token, head included, that attends to `context_tokens`."""
+        weights = 2.0 * (self.layer_parameters + self.head_parameters)
+        return weights + self.attention_flops_per_pair * context_tokens
+
+
+def _shape(
+    name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: Any
+) -> ModelShape:
+    return ModelShape(name, layers, hidden, heads, kv_heads, ffn, vocab, more.pop("head_dim", hidden // heads), **more)
+
+
+_OPT: dict[str, Any] = {"gated": False, "tied": True, "positions": 2050}
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        _shape("opt-13b", 40, 5120, 40, 40, 20480, 50272, **_OPT),
+        _shape("opt-66b", 64, 9216, 72, 72, 36864, 50272, **_OPT),
+        _shape("opt-175b", 96, 12288, 96, 96, 49152, 50272, **_OPT),
+        _shape("bloom-176b", 70, 14336, 112, 112, 57344, 250880, gated=False, tied=True),
+        _shape("llama-2-7b", 32, 4096, 32, 32, 11008, 32000),
+        _shape("llama-2-13b", 40, 5120, 40, 40, 13824, 32000),
+        _shape("llama-2-70b", 80, 8192, 64, 8, 28672, 32000),
+        _shape("llama-3-8b", 32, 4096, 32, 8, 14336, 128256),
+        _shape("llama-3-70b", 80, 8192, 64, 8, 28672, 128256),
+        _shape("mistral-7b", 32, 4096, 32, 8, 14336, 32000),
+        _shape("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151936, tied=True),
+        _shape("qwen2.5-7b", 28, 3584, 28, 4, 18944, 152064),
+        _shape("qwen3-0.6b", 28, 1024, 16, 8, 3072, 151936, head_dim=128, tied=True),
+        _shape("smollm2-135m", 30, 576, 9, 3, 1536, 49152, tied=True),
+    )
+}
+_ENDINGS = ("-hf", "-instruct", "-chat", "-base", "-v0.1", "-v0.2", "-v0.3", "-it")
+_FIRST = {"meta-llama-": "llama-", "llama2-": "llama-2-", "llama3-": "llama-3-"}
+
+
+def canonical(name: str) -> str:
+    """The name that `SHAPES` has for a model: "meta-llama/Llama-2-70b-chat-hf" and "llama2-70b" are "llama-2-70b"."""
+    short = name.strip().lower().rsplit("/", 1)[-1]
+    while ending := next((each for each in _ENDINGS if short.endswith(each)), None):
+        short = short.removesuffix(ending)
+    for first, plain in _FIRST.items():
+        if short.startswith(first):
+            short = plain + short.removeprefix(first)
+    return {"bloom": "bloom-176b"}.get(short, short)
+
+
+def shape_of(model: str | ModelShape) -> ModelShape:
+    """A shape by name, of a config.json or of the folder that holds one. Raises `ProfileError`."""
+    if isinstance(model, ModelShape):
+        return model
+    if (known := SHAPES.get(canonical(model))) is not None:
+        return known
+    path = Path(model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if path.suffix == ".json":
+        return read_shape(path)
+    raise UnknownName("model", model, SHAPES, "; or give the path of a config.json")
+
+
+def read_shape(path: Path) -> ModelShape:
+    """The shape that a Hugging Face config.json states. Raises `ProfileError` on one that is no dense decoder's."""
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"{path} cannot be read as a model's config.json: {error}") from None
+    if not isinstance(config, dict):
+        raise ProfileError(f"{path} holds no JSON object")
+    if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")):
+        raise ProfileError(f"{path}: experts and latent attention have no cost model here; profile a worker")
+    shape = _of_config(path, config)
+    known = SHAPES.get(canonical(shape.name))
+    return known if known == replace(shape, name=known.name if known else "") else shape
+
+
+def _of_config(path: Path, config: dict[str, Any]) -> ModelShape:
+    def first(*keys: str) -> Any:
+        found = next((config[key] for key in keys if config.get(key) is not None), None)
+        if found is None:
+            raise ProfileError(f"{path} has no {' or '.join(keys)}; it must state the shape of a decoder")
+        return found
+
+    hidden, heads = first("hidden_size", "n_embd", "n_embed"), first("num_attention_heads", "n_head", "num_heads")
+    if not (isinstance(hidden, int) and isinstance(heads, int) and hidden > 0 and heads > 0):
+        raise ProfileError(f"{path}: hidden size {hidden!r} and {heads!r} heads; both must be positive integers")
+    kind = str(config.get("model_type", ""))
+    gated = kind not in ("opt", "bloom", "gpt2", "gpt_neox", "gptj", "falcon", "phi", "starcoder2")
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
+    ffn = next((config[key] for key in ("intermediate_size", "ffn_dim", "n_inner") if config.get(key)), 4 * hidden)
+    return ModelShape(
+        name=str(config.get("_name_or_path") or path.parent.name or kind),
+        layers=first("num_hidden_layers", "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads),
+        ffn=ffn,
+        vocab=first("vocab_size"),
+        head_dim=config.get("head_dim") or hidden // heads,
+        gated=gated,
+        tied=bool(config.get("tie_word_embeddings", kind in ("opt", "bloom", "gpt2"))),
+        positions=config.get("max_position_embeddings", 0) + 2 if kind == "opt" else config.get("n_positions", 0),
+        element_bytes={"float32": 4, "float8_e4m3fn": 1, "int8": 1}.get(dtype, 2),
+    )

@@ -1,0 +1,153 @@
+"""Which cost model stands for a model on a machine: published fit, else measured table, else operators, else roofline.
+
+distserve        fits of DistServe's engine: OPT on A100
+distserve-vllm   the same authors' fits of vLLM; only when asked for
+splitwise        measured steps: Llama-2-70B and BLOOM on A100 and H100
+vidur            measured operators: Llama on A100 and H100
+roofline         any shape on any data sheet
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from workers.costs import CostModel
+from workers.costs.profiled import ProfiledCost
+from workers.profiles.computed import GOOD_ENGINE, check_parallel, roofline
+from workers.profiles.errors import ProfileError, UnknownName
+from workers.profiles.hardware import Hardware, hardware_of
+from workers.profiles.published import (
+    Key,
+    distserve,
+    distserve_fits,
+    splitwise,
+    splitwise_medians,
+    vidur,
+    vidur_layers,
+    vidur_links,
+)
+from workers.profiles.shapes import SHAPES, ModelShape, shape_of
+
+BEST = "best"
+CROSS, NODE = "cross", "node"  # a network between nodes; the links within one
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One GPU's way to another's memory: seconds for each transfer, and seconds for each byte."""
+
+    latency_s: float
+    byte_s: float
+    provenance: str
+
+    def __post_init__(self) -> None:
+        for name, value in (("latency_s", self.latency_s), ("byte_s", self.byte_s)):
+            if not 0.0 <= value < float("inf"):
+                raise ProfileError(f"link.{name} is {value}; it must be 0 or more seconds, and finite")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A cost model and where its figures come from, in words."""
+
+    cost: CostModel
+    source: str
+    provenance: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    build: Callable[[ModelShape, Hardware, int, int], ProfiledCost | None]
+    known: Callable[[], Mapping[Key, object]]
+    words: str
+
+
+_SOURCES = {
+    "distserve": _Source(distserve, partial(distserve_fits, "distserve"), "DistServe's fits of its own engine"),
+    "splitwise": _Source(splitwise, splitwise_medians, "medians of Splitwise's measured steps"),
+    "vidur": _Source(vidur, vidur_layers, "Vidur's measured operators, attention by roofline"),
+    "distserve-vllm": _Source(
+        partial(distserve, engine="vllm"), partial(distserve_fits, "vllm"), "DistServe's fits of vLLM"
+    ),
+}
+_BEST = ("distserve", "splitwise", "vidur")
+SOURCES = (*_SOURCES, "roofline")
+
+
+def cost_of(
+    model: str | ModelShape,
+    hardware: str | Hardware,
+    tensor: int = 1,
+    pipeline: int = 1,
+    source: str = BEST,
+    link: str | Link = CROSS,
+) -> CostModel:
+    """What `profile_of` finds, without the words."""
+    return profile_of(model, hardware, tensor, pipeline, source, link).cost
+
+
+def profile_of(
+    model: str | ModelShape,
+    hardware: str | Hardware,
+    tensor: int = 1,
+    pipeline: int = 1,
+    source: str = BEST,
+    link: str | Link = CROSS,
+) -> Profile:
+    """The cost of an instance of `tensor` times `pipeline` GPUs, its KV sent by all of them over `link`.
+
+    `source`: one of `SOURCES`, or "best". Raises `ProfileError` on an unknown name (with the nearest), a split that
+    no engine would run, and a source that does not have this (with what it has).
+    """
+    shape, sheet = shape_of(model), hardware_of(hardware)
+    check_parallel(shape, sheet, tensor, pipeline)
+    name, cost, words = _steps(shape, sheet, tensor, pipeline, source)
+    way = link if isinstance(link, Link) else link_of(sheet, link)
+    gpus = tensor * pipeline
+    whole = replace(
+        cost,
+        transfer_latency_s=way.latency_s,
+        transfer_byte_s=way.byte_s / gpus,
+        swap_byte_s=1.0 / (sheet.host_link_byte_s * GOOD_ENGINE.memory * gpus),
+    )
+    setting = f"{shape.name} on {sheet.name}, TP {tensor}, PP {pipeline}"
+    return Profile(whole, name, f"steps of {setting}: {words}; transfers over {gpus} links: {way.provenance}")
+
+
+def _steps(
+    shape: ModelShape, sheet: Hardware, tensor: int, pipeline: int, source: str
+) -> tuple[str, ProfiledCost, str]:
+    if source not in (BEST, *SOURCES):
+        raise UnknownName("source of costs", source, (BEST, *SOURCES))
+    for name in _BEST if source == BEST else (source,) if source in _SOURCES else ():
+        # What was measured holds for the model as published: no other number format, no other sizes.
+        if SHAPES.get(shape.name) == shape and (cost := _SOURCES[name].build(shape, sheet, tensor, pipeline)):
+            return name, cost, _SOURCES[name].words
+    if source in _SOURCES:
+        raise ProfileError(
+            f"{source} has no {shape.name} on {sheet.name} at TP {tensor}; it has {_listed(_SOURCES[source].known())}. "
+            "The roofline has any model and hardware"
+        )
+    return "roofline", roofline(shape, sheet, tensor, pipeline), "roofline from the model's shape and the data sheet"
+
+
+def _listed(known: Mapping[Key, object]) -> str:
+    tensors: dict[tuple[str, str], list[str]] = {}
+    for model, hardware, tensor in sorted(known):
+        tensors.setdefault((model, hardware), []).append(str(tensor))
+    return "; ".join(f"{model} on {hardware} at TP {', '.join(found)}" for (model, hardware), found in tensors.items())
+
+
+def link_of(hardware: str | Hardware, where: str = CROSS) -> Link:
+    """Vidur's measured sends on DGX nodes where they exist, else the data sheet's link at a good engine's efficiency.
+
+    The latency is the smallest message's time, the rate that between the smallest and the largest.
+    """
+    sheet = hardware_of(hardware)
+    if where not in (CROSS, NODE):
+        raise UnknownName("link", where, (CROSS, NODE))
+    if (sends := vidur_links().get((sheet.name, "send_recv", where, 2))) is not None:
+        byte_s = (sends.ys[-1] - sends.ys[0]) / (sends.xs[-1] - sends.xs[0])
+        return Link(sends.ys[0], byte_s, f"Vidur's measured sends ({where})")
+    rate = sheet.node_link_byte_s if where == NODE else sheet.cross_link_byte_s
+    return Link(GOOD_ENGINE.send_s, 1.0 / (rate * GOOD_ENGINE.link), f"data sheet ({where})")
