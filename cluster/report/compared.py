@@ -1,6 +1,7 @@
 """What there is to show of one system. Pure."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.scoring.figures import Figures
 from cluster.scoring.goodput import Goodput
@@ -19,3 +20,12 @@ class Compared:
     goodputs: tuple[Goodput, ...] = ()
     sweep: tuple[Figures, ...] = ()
     run: Run | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures, built of what JSON knows; the run's records are not among them."""
+        return {
+            "name": self.name,
+            "figures": self.figures.as_json(),
+            "goodputs": [goodput.as_json() for goodput in self.goodputs],
+            "sweep": [figures.as_json() for figures in self.sweep],
+        }

@@ -68,7 +68,8 @@ def attainment_curves(systems: Sequence[Compared]) -> Any:
         raise ValueError("no system's goodput was searched: there are no curves to draw")
     picture, ((panel,),) = panels(1, 1, 8.5, 4.4)
     for number, system in enumerate(systems):
-        for goodput in system.goodputs[-1:]:  # its probes hold those of the targets before
+        if system.goodputs:
+            goodput = max(system.goodputs, key=lambda each: len(each.probes))
             style = look(number)
             curve = [(rate / goodput.gpus, 100 * attained.both) for rate, attained in goodput.curve]
             dots = [(probe.rate / goodput.gpus, 100 * probe.attained.both) for probe in goodput.probes]
@@ -99,6 +100,7 @@ def scatter(runs: Sequence[Run], slo: SLO) -> Any:
     rows = -(-len(runs) // columns)
     picture, grid = panels(rows, columns, 1.0 + 3.6 * columns, 0.9 + 3.0 * rows, sharex=True, sharey=True)
     for panel, run in zip(grid.flat, runs, strict=False):
+        panel.set(xscale="log", yscale="log")
         each = latencies(run.served)
         done = each.finished & (each.output_tokens > 1)
         ttft, tpot = each.ttft_s[done], 1e3 * each.tpot_s[done]
@@ -111,7 +113,6 @@ def scatter(runs: Sequence[Run], slo: SLO) -> Any:
         unserved = f", {missing} not served" if missing else ""
         both = attainment(run, slo).both
         panel.set_title(f"{run.system}\n{both:.1%} of {len(done)} kept both{unserved}")
-        panel.set(xscale="log", yscale="log")
     for panel in grid.flat[len(runs) :]:
         panel.axis("off")
     for panel in grid.flat[: len(runs)]:

@@ -18,6 +18,7 @@ MARKERS = "osD^vP*X<>"
 RULES: Any = {
     "svg.hashsalt": "diptych",
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar in a name is a dollar
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.spines.top": False,

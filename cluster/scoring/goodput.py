@@ -126,6 +126,23 @@ class Goodput:
             f"{bound}{self.per_gpu:.4g} per GPU on {self.gpus} GPUs: {asked}; limited by {limits}"
         )
 
+    def as_json(self) -> dict[str, Any]:
+        """Built of what JSON knows."""
+        import msgspec
+
+        written: dict[str, Any] = msgspec.to_builtins(self)
+        return {
+            **written,
+            "promise": promise(self.slo),
+            "per_gpu": self.per_gpu,
+            "interval": f"95 %, Student's t over {len(self.seeds)} seeds" if len(self.seeds) > 1 else "none: one seed",
+            "unattainable": self.unattainable,
+            "capped": self.capped,
+            "limits": self.limits,
+            "closest": msgspec.to_builtins(self.closest),
+            "told": self.told,
+        }
+
 
 class Probes:
     """All that is known of one system: evaluations by (rate, seed), made through `each` and kept for further targets.

@@ -1,5 +1,6 @@
 """The search for goodput finds what is known, and says what it does not find."""
 
+import json
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from random import Random
@@ -79,6 +80,14 @@ def test_every_word_of_the_result_is_there() -> None:
     told = searched(5.0, Search(1.0, 0.1, 64.0)).told
     for word in ("90 %", "TTFT <= 0.25 s and TPOT <= 0.1 s", "4 GPUs", "per GPU", "limited by TPOT"):
         assert word in told
+
+
+def test_json_names_target_promise_gpus_and_interval() -> None:
+    made = searched(5.0, Search(1.0, 0.1, 64.0), 0.1)
+    written = json.loads(json.dumps(made.as_json(), allow_nan=False))
+    assert (written["target"], written["gpus"], written["per_gpu"]) == (0.9, 4, made.per_gpu)
+    assert written["promise"] == "TTFT <= 0.25 s and TPOT <= 0.1 s" and "t over 5 seeds" in written["interval"]
+    assert len(written["probes"]) == len(made.probes) and written["limits"] == ["TPOT"]
 
 
 def test_what_no_rate_can_meet_is_zero_with_the_closest_and_what_broke() -> None:

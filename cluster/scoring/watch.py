@@ -1,0 +1,71 @@
+"""One request as its client sees it, event by event, until it is a record. Pure: its clock is given."""
+
+from array import array
+from collections.abc import Callable
+from typing import Protocol
+
+from cluster.events import Accepted, Completed
+from cluster.scoring.records import Ending, Served
+from cluster.workload.arrivals import Arrival
+
+
+class _Tokens(Protocol):
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+
+
+class Watch:
+    """Owned by whoever sends the request. `clock`: seconds as the workload counts them."""
+
+    def __init__(self, index: int, arrival: Arrival, clock: Callable[[], float]) -> None:
+        self.index = index
+        self.arrival = arrival
+        self.ending = Ending.UNFINISHED
+        self.events = 0
+        self._clock = clock
+        self._detail = ""
+        self._token_s = array("d")
+        self._accepted: Accepted | None = None
+        self._completed: Completed | None = None
+
+    @property
+    def where(self) -> str:
+        """How far it is, in words."""
+        accepted = self._accepted
+        return f"{len(self._token_s)} tokens, on {accepted.decode_worker}" if accepted else "not placed"
+
+    def see(self, event: Accepted | Completed | _Tokens) -> None:
+        self.events += 1
+        if isinstance(event, Accepted):
+            self._accepted = event
+        elif isinstance(event, Completed):
+            self._completed = event
+            self.ending = Ending.FINISHED
+        else:
+            now_s = self._clock()
+            for _ in event.tokens:
+                self._token_s.append(now_s)
+
+    def end(self, ending: Ending, detail: str) -> None:
+        """It ended without finishing."""
+        self.ending, self._detail = ending, detail
+
+    def served(self) -> Served:
+        accepted, completed = self._accepted, self._completed
+        transfers = completed.transfers if completed else ()
+        return Served(
+            index=self.index,
+            arrival_s=self.arrival.at_s,
+            prompt_tokens=self.arrival.prompt_tokens,
+            output_tokens=self.arrival.output_tokens,
+            token_s=self._token_s,
+            ending=self.ending,
+            detail=self._detail,
+            prefill_worker=accepted.prefill_worker if accepted else "",
+            decode_worker=accepted.decode_worker if accepted else "",
+            cached_tokens=completed.cached_tokens if completed else 0,
+            attempts=completed.attempts if completed else 1,
+            transfer_bytes=sum(each.num_bytes for each in transfers),
+            transfer_s=sum(each.elapsed_s for each in transfers),
+            ledger=completed.ledger if completed else None,
+        )
