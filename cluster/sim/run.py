@@ -5,18 +5,17 @@ The same specification, models, workload and seed give the same run, to the bit.
 
 import asyncio
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.dispatcher import Dispatcher
-from cluster.events import Accepted, ClusterError, Completed, Delta, Event, Rejected
-from cluster.ledger import LatencyLedger
+from cluster.events import ClusterError, Rejected
 from cluster.scoring.records import Ending, Run, Served
+from cluster.scoring.watch import Watch
 from cluster.sim.clock import Deadlock, run
 from cluster.sim.cluster import PoolModel, SimCluster, open_cluster, request_id
 from cluster.spec import ClusterSpec
-from cluster.workload.arrivals import Arrival, Workload
+from cluster.workload.arrivals import Workload
 from cluster.workload.prompts import request
 from workers.request import SLO
 from workers.stats import WorkerStats
@@ -71,8 +70,11 @@ class _Load:
         self._options = options
         self._vocab_size = min(model.vocab_size for model in self._models.values())
         self._begin_s = asyncio.get_running_loop().time() - workload.arrivals[0].at_s
-        self.watches = [_Watch(index, arrival) for index, arrival in enumerate(workload.arrivals)]
+        self.watches = [Watch(index, arrival, self._now_s) for index, arrival in enumerate(workload.arrivals)]
         self._open: set[asyncio.Task[None]] = set()
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time() - self._begin_s
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -106,8 +108,7 @@ class _Load:
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._open.discard(task)
 
-    async def _one(self, watch: "_Watch") -> None:
-        watch.arrived_s = asyncio.get_running_loop().time()
+    async def _one(self, watch: Watch) -> None:
         dispatchers = self._cluster.dispatchers
         dispatcher: Dispatcher = dispatchers[watch.index % len(dispatchers)]
         try:
@@ -132,7 +133,7 @@ class _Load:
             seen = events
 
     def result(self, wall_s: float) -> Run:
-        served = tuple(watch.served(self._begin_s) for watch in self.watches)
+        served = tuple(watch.served() for watch in self.watches)
         ends = [each.token_s[-1] for each in served if len(each.token_s)]
         spec, now_s = self._cluster.spec, asyncio.get_running_loop().time()
         meters = self._cluster.runtime.meters
@@ -171,62 +172,6 @@ class _Load:
                 total += shape.prefill_flops(each.prompt_tokens, each.cached_tokens)
                 total += (count - 1) * shape.decode_flops(each.prompt_tokens + count // 2)
         return total
-
-
-class _Watch:
-    """One request, as its client sees it."""
-
-    def __init__(self, index: int, arrival: Arrival) -> None:
-        self.index = index
-        self.arrival = arrival
-        self.arrived_s = 0.0
-        self.ending = Ending.UNFINISHED
-        self.events = 0
-        self._detail = ""
-        self._token_s = array("d")
-        self._accepted: Accepted | None = None
-        self._completed: Completed | None = None
-
-    @property
-    def where(self) -> str:
-        accepted = self._accepted
-        return f"{len(self._token_s)} tokens, on {accepted.decode_worker}" if accepted else "not placed"
-
-    def see(self, event: Event) -> None:
-        self.events += 1
-        if isinstance(event, Delta):
-            now_s = asyncio.get_running_loop().time()
-            for _ in event.tokens:
-                self._token_s.append(now_s)
-        elif isinstance(event, Accepted):
-            self._accepted = event
-        else:
-            self._completed = event
-            self.ending = Ending.FINISHED
-
-    def end(self, ending: Ending, detail: str) -> None:
-        self.ending, self._detail = ending, detail
-
-    def served(self, begin_s: float) -> Served:
-        accepted, completed = self._accepted, self._completed
-        transfers = completed.transfers if completed else ()
-        ledger: LatencyLedger | None = completed.ledger if completed else None
-        return Served(
-            index=self.index,
-            arrival_s=self.arrival.at_s,
-            prompt_tokens=self.arrival.prompt_tokens,
-            output_tokens=self.arrival.output_tokens,
-            token_s=array("d", (at_s - begin_s for at_s in self._token_s)),
-            ending=self.ending,
-            detail=self._detail,
-            prefill_worker=accepted.prefill_worker if accepted else "",
-            decode_worker=accepted.decode_worker if accepted else "",
-            cached_tokens=completed.cached_tokens if completed else 0,
-            attempts=completed.attempts if completed else 1,
-            transfer_bytes=sum(each.num_bytes for each in transfers),
-            transfer_s=sum(each.elapsed_s for each in transfers),
-            ledger=ledger,
-        )
 
 
 async def _settle(cluster: SimCluster) -> None:
