@@ -1,6 +1,7 @@
 """What every cost model promises, whatever it was made from."""
 
 import math
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -135,6 +136,19 @@ def test_times_that_cannot_be_are_refused(kind: type[CostModel], fields: dict[st
         kind(**fields).scaled(value)
     with pytest.raises(ValueError, match="rising points"):
         Curve((1.0, 2.0), (1.0, value))
+
+
+def test_what_is_no_number_or_would_make_mixing_pay_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cost\.step_s is 1 ms"):
+        LinearCost(step_s="1 ms")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"mixed_factor is 0\.9"):
+        TableCost(**SOUND[2][1], mixed_factor=0.9)
+
+
+@EVERY
+def test_a_model_survives_the_way_to_another_process(cost: CostModel) -> None:
+    assert pickle.loads(pickle.dumps(cost)) == cost
+    assert hash(cost) == hash(pickle.loads(pickle.dumps(cost)))
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.floats(0, 10)), min_size=1, unique_by=lambda point: point[0]))

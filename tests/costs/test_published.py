@@ -107,6 +107,7 @@ def test_capacities_are_distserves_where_it_has_them_and_near_by_arithmetic() ->
     assert kv_capacity_tokens("opt-66b", A100, 2, 2) == 78512
     assert kv_capacity_tokens("opt-175b", A100, 3, 3) == 76192
     assert len(distserve_capacity()) == 76
+    assert kv_capacity_tokens(replace(SHAPES["opt-13b"], element_bytes=1), A100) > 2 * 66144
     for (model, hardware, tensor, pipeline), tokens in distserve_capacity().items():
         assert kv_capacity_tokens(model, hardware, tensor, pipeline) == tokens
         if tokens > 100_000:  # below, a little more or less for activations is much of what is left
@@ -170,6 +171,7 @@ def test_links_are_vidurs_sends() -> None:
             assert "Vidur" in found.provenance
     sums = {hardware: vidur_links()[hardware, "all_reduce", NODE, 8](67_108_864) for hardware in (A100, H100)}
     assert [round(ms(each), 3) for each in sums.values()] == [0.675, 0.322]
+    assert link_of("h200").byte_s == link_of(H100).byte_s
     assert link_of("l4").provenance == "data sheet (cross)"
 
 

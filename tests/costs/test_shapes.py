@@ -167,7 +167,13 @@ def test_capacity_is_what_the_weights_leave() -> None:
     tokens = kv_capacity_tokens(shape, sheet, 4, 1)
     used = shape.weight_bytes + tokens * shape.kv_bytes_per_token
     assert 0 <= 4 * 0.9 * sheet.memory_bytes - used < 4 * shape.kv_bytes_per_token
+    # Two stages, each with one end's embeddings or head: as much as four tensor ranks, shared by two.
     assert kv_capacity_tokens(shape, sheet, 2, 2) == tokens
+    uneven = kv_capacity_tokens(shape, sheet, 1, 3)  # 27, 27 and 26 layers
+    rank_bytes = (
+        shape.layer_parameters * 27 / 80 + shape.head_parameters
+    ) * 2 + uneven * shape.kv_bytes_per_token * 27 / 80
+    assert rank_bytes == pytest.approx(0.9 * sheet.memory_bytes, rel=1e-4)
     assert kv_capacity_tokens("qwen2.5-0.5b", "h200", 2) > kv_capacity_tokens("qwen2.5-0.5b", "h200", 1)
 
 

@@ -4,6 +4,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,8 @@ class Curve:
     @classmethod
     def rising(cls, points: Iterable[tuple[float, float]]) -> "Curve":
         """Through measured points; one below an earlier one is noise and is lifted to it."""
-        xs, ys = zip(*sorted(points), strict=True)
-        highest = [max(ys[: number + 1]) for number in range(len(ys))]
-        return cls(tuple(xs), tuple(highest))
+        sound = sorted(points)
+        return cls(tuple(x for x, _ in sound), tuple(accumulate((y for _, y in sound), max)))
 
     def plus(self, fixed: float, slope: float) -> "Curve":
         """The curve with fixed + slope * x more."""

@@ -77,8 +77,9 @@ class CostModel(ABC):
 
 
 def refuse_nonsense(cost: Any) -> None:
-    """Every float field of a cost model must be 0 or more and finite. Raises ValueError, which names the field."""
+    """Every number of a cost model must be 0 or more and finite. Raises ValueError, which names the field."""
     for field in fields(cost):
         value = getattr(cost, field.name)
-        if isinstance(value, (int, float)) and not 0.0 <= value < math.inf:  # NaN fails too
+        numeric = isinstance(value, int | float)
+        if field.type in (int, float) and not (numeric and 0.0 <= value < math.inf):  # NaN fails too
             raise ValueError(f"cost.{field.name} is {value}; it must be 0 or more, and finite")

@@ -13,9 +13,9 @@ class TableCost(ProfiledCost):
 
     `prompt` is one prompt by its tokens, `prompts` several by the sum of theirs, `decode` the seconds by batch. Several
     take at least what the longest takes alone. The table knows no context, so a decode costs the same at any. It knows
-    no cached prefix either: each of a chunk's tokens counts as 1 + cached * `attention_share` tokens, the part of
-    its FLOPs that attending to one more token adds. A mixed step costs `mixed_factor` of a prompt step that has the decodes among
-    its tokens, as in the released simulator; that is slower than a pure one, and never faster than its decodes alone.
+    no cached prefix either: each of a chunk's tokens counts as 1 + cached * `attention_share` tokens, the part of its
+    FLOPs that attending to one more token adds. A mixed step costs `mixed_factor` of a prompt step that has the decodes
+    among its tokens, as in the released simulator; that is slower than a pure one, and never faster than its decodes.
     """
 
     prompt: Curve
@@ -23,6 +23,11 @@ class TableCost(ProfiledCost):
     decode: Curve
     attention_share: float
     mixed_factor: float = 1.1
+
+    def __post_init__(self) -> None:
+        super(TableCost, self).__post_init__()
+        if self.mixed_factor < 1.0:
+            raise ValueError(f"cost.mixed_factor is {self.mixed_factor}; a decode makes no prompt step shorter")
 
     def mixed_seconds(self, chunks: Iterable[tuple[int, int]], batch: int, context_tokens: int) -> float:
         tokens = longest = 0.0

@@ -1,10 +1,12 @@
 """How many tokens of KV an instance holds beside its weights."""
 
+import math
+
 from workers.profiles.computed import check_parallel
 from workers.profiles.errors import DoesNotFit, ProfileError
 from workers.profiles.hardware import Hardware, hardware_of
 from workers.profiles.published import distserve_capacity
-from workers.profiles.shapes import ModelShape, shape_of
+from workers.profiles.shapes import SHAPES, ModelShape, shape_of
 
 # Of a GPU's memory, for weights and KV; the rest is for activations and the runtime. vLLM's default; DistServe's table
 # of capacities follows from 0.93 on GPUs of 80 GiB.
@@ -26,8 +28,10 @@ def kv_capacity_tokens(
     check_parallel(shape, sheet, tensor, pipeline)
     if not 0.0 < utilisation <= 1.0:
         raise ProfileError(f"utilisation is {utilisation}; it must be above 0 and at most 1")
-    if utilisation == UTILISATION and (known := distserve_capacity().get((shape.name, sheet.name, tensor, pipeline))):
-        return known
+    if utilisation == UTILISATION and SHAPES.get(shape.name) == shape:
+        known = distserve_capacity().get((shape.name, sheet.name, tensor, pipeline))
+        if known is not None:
+            return known
     tokens = _tokens(shape, sheet, tensor, pipeline, utilisation)
     if tokens < 1:
         least, best = least_gpus(shape, sheet, utilisation)
@@ -63,10 +67,13 @@ def least_gpus(
 
 
 def _tokens(shape: ModelShape, sheet: Hardware, tensor: int, pipeline: int, utilisation: float) -> int:
-    """By memory of one rank: its part of the weights, and of each token its layers and KV heads.
-
-    Tensor ranks beyond the KV heads hold copies.
+    """By the rank that holds most: the largest stage's layers and the embeddings or the head; of each token the KV of
+    those layers and of its heads. Tensor ranks beyond the KV heads hold copies.
     """
-    room = sheet.memory_bytes * utilisation - shape.weight_bytes / (tensor * pipeline)
-    rank_token_bytes = shape.kv_bytes_per_token / (min(tensor, shape.kv_heads) * pipeline)
-    return max(0, int(room / rank_token_bytes))
+    part = math.ceil(shape.layers / pipeline) / shape.layers  # of all layers
+    outside = shape.parameters - shape.layer_parameters
+    if pipeline > 1 and not shape.tied:
+        outside -= shape.head_parameters  # the other end's
+    weight_bytes = (shape.layer_parameters * part + outside) * shape.element_bytes / tensor
+    token_bytes = shape.kv_bytes_per_token * part / min(tensor, shape.kv_heads)
+    return max(0, int((sheet.memory_bytes * utilisation - weight_bytes) / token_bytes))

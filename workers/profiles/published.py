@@ -15,6 +15,7 @@ from workers.profiles.shapes import ModelShape, canonical
 Key = tuple[str, str, int]  # model, hardware, tensor parallelism
 _DISTSERVE_GPU = "a100-80gb"
 _VIDUR_GPUS = {"a100": ("a100-80gb",), "h100": ("h100-80gb",)}
+_SAME_LINKS = {"a100": ("a100-40gb", "a100-80gb"), "h100": ("h100-80gb", "h100-80gb-pcap", "h200")}
 
 
 @cache
@@ -127,7 +128,7 @@ def vidur_links() -> dict[tuple[str, str, str, int], Curve]:
     """(hardware, "send_recv" or "all_reduce", "node" or "cross", ranks) to the seconds by bytes."""
     found: dict[tuple[str, str, str, int], list[tuple[float, float]]] = defaultdict(list)
     for row in _rows("vidur_links.csv"):
-        for hardware in _VIDUR_GPUS[row["hardware"]]:
+        for hardware in _SAME_LINKS[row["hardware"]]:
             key = hardware, row["kind"], row["where"], int(row["ranks"])
             found[key].append((float(row["bytes"]), float(row["ms"]) / 1e3))
     return {key: Curve.rising(points) for key, points in found.items()}

@@ -111,7 +111,7 @@ def profile_of(
         swap_byte_s=1.0 / (sheet.host_link_byte_s * GOOD_ENGINE.memory * gpus),
     )
     setting = f"{shape.name} on {sheet.name}, TP {tensor}, PP {pipeline}"
-    return Profile(whole, name, f"steps of {setting}: {words}; transfers over {gpus} links: {way.provenance}")
+    return Profile(whole, name, f"steps of {setting}: {words}; transfers by {gpus} GPUs at once: {way.provenance}")
 
 
 def _steps(
