@@ -50,7 +50,7 @@ def build_worker(
         stands_for = modelled or Modelled()
         facts = modelled_facts(config.engine.block_size, stands_for)
         speed = cost or config.cost or ZERO_COST
-        return open_modelled_executor(config, facts, speed, incarnation, shared, stands_for.observe)
+        return open_modelled_executor(config, facts, speed, incarnation, shared, stands_for.observe, stands_for.pace)
 
     factories: dict[str, ExecutorFactory] = {"torch": open_torch, "modelled": open_modelled}
     return Worker(config, factories[config.executor], heartbeat_s=heartbeat_s)

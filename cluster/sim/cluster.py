@@ -4,16 +4,20 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import cast
 
 from cluster.dispatcher import Dispatcher
-from cluster.runtime.interface import WorkerOrder
+from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime, modelled_worker
 from cluster.scoring.records import StepRecord, WorkerRecord
 from cluster.serving import GatewayContext, serve
+from cluster.sim.distance import Distant
+from cluster.sim.machine import Machine, Slowdown
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
 from workers.costs import CostModel
 from workers.engine.step import StepPlan
-from workers.executor.modelled import Modelled
+from workers.executor.modelled import Modelled, Observe, Pace
 from workers.profiles.shapes import ModelShape
 from workers.worker import Worker
 
@@ -37,9 +41,21 @@ class PoolModel:
         if self.kv_token_bytes < 4 or self.kv_token_bytes % 4:
             raise ValueError(f"kv_token_bytes is {self.kv_token_bytes}; it must be a positive multiple of 4")
 
-    def modelled(self, meter: "Meter") -> Modelled:
+    def modelled(self, observe: Observe, pace: Pace | None) -> Modelled:
         # One layer and one head of the same size: whole blocks move, and the arithmetic of re-sharding costs nothing.
-        return Modelled(1, 1, self.kv_token_bytes // 4, "bfloat16", self.context_length, self.vocab_size, meter.observe)
+        sizes = (1, 1, self.kv_token_bytes // 4, "bfloat16", self.context_length, self.vocab_size)
+        return Modelled(*sizes, observe=observe, pace=pace)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What lies around the workers. `slowdown`: they share one machine; without it each has its own.
+
+    `door_s`: what a request pays in the gateway before it is dispatched.
+    """
+
+    slowdown: Slowdown | None = None
+    door_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -116,20 +132,32 @@ def index_of(key: str) -> int:
 
 
 class SimRuntime(LocalRuntime):
-    """`LocalRuntime` whose workers are modelled and metered."""
+    """`LocalRuntime` whose workers are modelled and metered, and lie as far off as their model says."""
 
-    def __init__(self, models: Mapping[str, PoolModel], trace: bool) -> None:
+    def __init__(self, models: Mapping[str, PoolModel], around: Surroundings, trace: bool) -> None:
         super().__init__(self._modelled)
         self._models = models
         self._trace = trace
+        self._machine = None if around.slowdown is None else Machine(around.slowdown)
         self.meters: dict[str, list[Meter]] = defaultdict(list)  # worker name -> one for each start
 
     def _modelled(self, order: WorkerOrder) -> Worker:
-        model = self._models[order.config.pool]
-        meter = Meter(order.config.name, order.config.pool, self._trace)
-        meter.worker = modelled_worker(order, model.cost, model.modelled(meter))
+        pool = order.config.pool
+        model = self._models[pool]
+        meter = Meter(order.config.name, pool, self._trace)
+        pace = None if self._machine is None else partial(self._machine.spend, pool)
+        meter.worker = modelled_worker(order, model.cost, model.modelled(meter.observe, pace))
         self.meters[meter.name].append(meter)
         return meter.worker
+
+    async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
+        worker = await super().start_worker(order)
+        call_s = self._models[order.config.pool].call_s
+        assert isinstance(worker, Worker)
+        return cast(WorkerHandle, Distant(worker, call_s)) if call_s else worker
+
+    async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
+        await super().stop_worker(handle.worker if isinstance(handle, Distant) else handle, grace_s)
 
 
 @dataclass(slots=True)
@@ -154,12 +182,19 @@ def virtual(spec: ClusterSpec, models: Mapping[str, PoolModel]) -> ClusterSpec:
     return replace(spec, pools=pools, executor="modelled", transfer=transfer)
 
 
+ALONE = Surroundings()
+
+
 @asynccontextmanager
 async def open_cluster(
-    spec: ClusterSpec, models: Mapping[str, PoolModel], *, trace: bool = False
+    spec: ClusterSpec,
+    models: Mapping[str, PoolModel],
+    around: Surroundings = ALONE,
+    *,
+    trace: bool = False,
 ) -> AsyncIterator[SimCluster]:
     """Every worker started and introduced. `models` by pool name. Raises what production raises."""
-    runtime = SimRuntime(models, trace)
+    runtime = SimRuntime(models, around, trace)
     dispatchers: list[Dispatcher] = []
     serving = await serve(virtual(spec, models), runtime=runtime, door=lambda context: _Door(context, dispatchers))
     try:

@@ -13,7 +13,7 @@ from cluster.events import ClusterError, Rejected
 from cluster.scoring.records import Ending, Run, Served
 from cluster.scoring.watch import Watch
 from cluster.sim.clock import Deadlock, run
-from cluster.sim.cluster import PoolModel, SimCluster, open_cluster, request_id
+from cluster.sim.cluster import ALONE, PoolModel, SimCluster, Surroundings, open_cluster, request_id
 from cluster.spec import ClusterSpec
 from cluster.workload.arrivals import Workload
 from cluster.workload.prompts import request
@@ -37,6 +37,7 @@ class Options:
     trace: bool = False
     until_s: float | None = None
     system: str = ""
+    around: Surroundings = ALONE
 
 
 def simulate(
@@ -51,7 +52,7 @@ def simulate(
 
 async def _simulate(spec: ClusterSpec, models: Mapping[str, PoolModel], workload: Workload, options: Options) -> Run:
     begun = time.perf_counter()
-    async with open_cluster(spec, models, trace=options.trace) as cluster:
+    async with open_cluster(spec, models, options.around, trace=options.trace) as cluster:
         load = _Load(cluster, models, workload, options)
         await load.run()
         await _settle(cluster)
@@ -111,6 +112,8 @@ class _Load:
     async def _one(self, watch: Watch) -> None:
         dispatchers = self._cluster.dispatchers
         dispatcher: Dispatcher = dispatchers[watch.index % len(dispatchers)]
+        if self._options.around.door_s:
+            await asyncio.sleep(self._options.around.door_s)
         try:
             asked = request(
                 self._workload, watch.index, self._vocab_size, slo=self._options.slo, seed=self._options.seed

@@ -71,6 +71,7 @@ LEAVES = {
     "cluster.sim.cluster.SimRuntime",
     "cluster.sim.cluster.SimCluster",
     "cluster.sim.cluster.PoolModel",
+    "cluster.sim.cluster.Surroundings",
     "cluster.sim.cluster.Meter",
     "cluster.sim.cluster._Door",
 }

@@ -7,7 +7,7 @@ with a pattern that follows from the tokens, so that digests and copies mean som
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,13 +43,14 @@ def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, .
 
 
 Observe = Callable[[StepPlan, float, float], None]  # a plan, when its first stage began, when its last one ended
+Pace = Callable[[float], Awaitable[float]]  # waits for a step that takes so long alone; answers how long it took
 
 
 @dataclass(frozen=True, slots=True)
 class Modelled:
     """What a modelled worker stands for: the sizes of a model. The KV is SmolLM2-135M's unless told otherwise.
 
-    `observe` is told of every step.
+    `observe` is told of every step. `pace` lets a step take its time where others slow it down: one step at a time.
     """
 
     num_layers: int = 30
@@ -59,6 +60,7 @@ class Modelled:
     context_length: int = 4096
     vocab_size: int = 1000
     observe: Observe | None = None
+    pace: Pace | None = None
 
 
 def modelled_facts(
@@ -87,9 +89,11 @@ class ModelledExecutor:
         fill: bool,
         depth: int = 1,
         observe: Observe | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.depth = depth
         self._observe = observe
+        self._pace = pace
         self.facts = facts
         self._cost = cost
         self._transports = transports
@@ -108,9 +112,14 @@ class ModelledExecutor:
     async def execute(self, plan: StepPlan) -> StepResult:
         seconds = plan_seconds(self._cost, plan)
         begin_s = asyncio.get_running_loop().time()
-        end_s = self._through_stages(begin_s, seconds / self.depth)
-        async with self._order:
-            await asyncio.sleep(end_s - asyncio.get_running_loop().time())
+        if self._pace is None:
+            end_s = self._through_stages(begin_s, seconds / self.depth)
+            async with self._order:
+                await asyncio.sleep(end_s - asyncio.get_running_loop().time())
+        else:
+            async with self._order:
+                seconds = await self._pace(seconds)
+            end_s = asyncio.get_running_loop().time()
         if self._observe:
             self._observe(plan, end_s - seconds, end_s)
         self._bubble.add(begin_s, end_s, (seconds / self.depth,) * self.depth)
@@ -165,6 +174,7 @@ def open_modelled(
     incarnation: str,
     shared: SharedMemory | None = None,
     observe: Observe | None = None,
+    pace: Pace | None = None,
 ) -> ModelledExecutor:
     """A modelled worker with real transports over a small real pool, or with the modelled one at the cost's speed."""
     if facts.layout.block_size != config.engine.block_size:
@@ -184,7 +194,7 @@ def open_modelled(
         shared=shared,
         model=LinkModel(cost.transfer_latency_s, 1 / max(cost.transfer_byte_s, 1e-15)),
     )
-    return ModelledExecutor(facts, cost, transports, region, fill, config.parallel.pipeline, observe)
+    return ModelledExecutor(facts, cost, transports, region, fill, config.parallel.pipeline, observe, pace)
 
 
 class _Pattern:
