@@ -18,7 +18,7 @@ from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, D
 from cluster.ledger import Stopwatch, now_ns
 from cluster.line import Line
 from cluster.members import Member, Membership
-from cluster.policy.placement import Ask, Placement, Refusal, Sent
+from cluster.policy.placement import NOTHING_SENT, Ask, Placement, Refusal, Sent
 from cluster.policy.policy import open_policy
 from cluster.runtime.interface import WorkerGone
 from cluster.spec import ClusterSpec, Role
@@ -179,7 +179,7 @@ class Dispatcher:
         )
         try:
             if not placement.colocated:
-                others = len(self.view.ready(Role.DECODE, Role.MIXED)) - len(life.avoid)
+                others = len(self._picture().ready(Role.DECODE, Role.MIXED)) - len(life.avoid)
                 await attempt.reserve(self._spec.gateway.placement_timeout_s / max(1, others))
             life.emit(
                 Accepted(
@@ -263,7 +263,7 @@ class Dispatcher:
         request = life.request
         beside = self._beside(request.group) if request.group else ""
         now_s = asyncio.get_running_loop().time()
-        return Ask(self.view, request, self._sent(), life.avoid, alone, beside, now_s)
+        return Ask(self._picture(), request, self._sent(), life.avoid, alone, beside, now_s)
 
     def _beside(self, group: str) -> str:
         """The worker that computes, or computed, the prompt of a sibling."""
@@ -287,25 +287,24 @@ class Dispatcher:
     @property
     def view(self) -> ClusterView:
         """Membership as published, statistics as last heard; a worker whose line is lost counts as dead."""
-        now = asyncio.get_running_loop().time()
-        workers = []
-        for member in self._membership.members:
-            view, line = member.view, self._lines.get(member.view.name)
-            if line is not None and line.view.incarnation == view.incarnation:
-                view = replace(view, stats=line.stats, age_s=now - line.heard_s)
-                if view.state is WorkerState.READY and line.lost is not None:
-                    view = replace(view, state=WorkerState.DEAD, detail=line.lost)
-                elif view.state is WorkerState.READY and not line.heard:
-                    view = replace(view, state=WorkerState.STARTING, detail="not heard yet")
-            workers.append(view)
-        return ClusterView(
-            self._membership.revision,
-            self._spec.name,
-            self._model,
-            tuple(workers),
-            self._membership.links,
-            self._pairs,
+        picture, now_s = self._picture(), asyncio.get_running_loop().time()
+        return replace(picture, workers=tuple(self._aged(worker, now_s) for worker in picture.workers))
+
+    def _aged(self, worker: WorkerView, now_s: float) -> WorkerView:
+        line = self._lines.get(worker.name)
+        if line is None or line.view.incarnation != worker.incarnation:
+            return worker
+        return replace(worker, age_s=now_s - line.heard_s)
+
+    def _picture(self) -> ClusterView:
+        """The view without ages, for the policy: what has not changed is not made anew."""
+        lines = self._lines
+        workers = tuple(
+            line.seen(member.view) if (line := lines.get(member.view.name)) is not None else member.view
+            for member in self._membership.members
         )
+        known = self._membership
+        return ClusterView(known.revision, self._spec.name, self._model, workers, known.links, self._pairs)
 
     async def audit(self) -> ClusterView:
         """The view, with every ready worker's proof that its blocks are accounted for."""
@@ -337,7 +336,7 @@ class Dispatcher:
         return self._changed.wait()
 
     def _sent(self) -> dict[str, Sent]:
-        return {name: line.sent for name, line in self._lines.items()}
+        return {name: line.sent for name, line in self._lines.items() if line.sent is not NOTHING_SENT}
 
     async def _follow(self) -> None:
         """Keep the membership fresh. Without a controller the last known one stays in force."""

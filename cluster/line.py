@@ -7,11 +7,11 @@ at once, and nobody places on it again. Knows no policy and no request.
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cluster.policy.placement import Sent
+from cluster.policy.placement import NOTHING_SENT, Sent
 from cluster.runtime.interface import WorkerGone, WorkerHandle
-from cluster.view import WorkerView
+from cluster.view import WorkerState, WorkerView
 from workers.errors import WorkerError
 from workers.request import Output
 from workers.stats import WorkerStats
@@ -35,7 +35,6 @@ class Heard:
 
 
 Hear = Callable[[Heard], None]
-NOTHING_SENT = Sent()
 
 
 class Line:
@@ -49,18 +48,33 @@ class Line:
         self.subscriber = subscriber
         self.heard = False
         self.stats: WorkerStats = view.stats
-        self.sent = Sent()
+        self.sent = NOTHING_SENT
         self.lost: str | None = None
         self.ended = asyncio.Event()
         self._silence_s = silence_s
         self._changed = changed
         self._attempts: dict[str, Hear] = {}
+        self._seen: tuple[tuple[WorkerView, WorkerStats, bool, str | None], WorkerView] | None = None
         self.heard_s = asyncio.get_running_loop().time()
         self._listening = asyncio.ensure_future(self._listen())
 
     @property
     def name(self) -> str:
         return self.view.name
+
+    def seen(self, published: WorkerView) -> WorkerView:
+        """The published view with what this line knows of the worker; the same object while nothing changes."""
+        if published.incarnation != self.view.incarnation:
+            return published
+        known = (published, self.stats, self.heard, self.lost)
+        if self._seen is None or any(new is not old for new, old in zip(known, self._seen[0], strict=True)):
+            seen = replace(published, stats=self.stats)
+            if published.state is WorkerState.READY and self.lost is not None:
+                seen = replace(seen, state=WorkerState.DEAD, detail=self.lost)
+            elif published.state is WorkerState.READY and not self.heard:
+                seen = replace(seen, state=WorkerState.STARTING, detail="not heard yet")
+            self._seen = known, seen
+        return self._seen[1]
 
     def join(self, key: str, hear: Hear, prompt_tokens: int) -> None:
         """From now on, outputs for `key` go to `hear`."""
