@@ -13,6 +13,7 @@ from cluster.cli.screen import console, print_json, progress_bar, say
 if TYPE_CHECKING:
     from cluster.report.compared import Compared
     from cluster.scoring.goodput import Map
+    from cluster.sim.cluster import Surroundings
     from cluster.sim.compare import Case, Question
     from cluster.workload.arrivals import Workload
     from workers.request import SLO
@@ -30,10 +31,12 @@ class Wanted:
     question: "Question | None"
     seed: int
     trace: bool
+    around: "Surroundings | None" = None
 
 
 @click.command()
 @click.option("-f", "--file", "path", type=click.Path(dir_okay=False), help="A cluster YAML: its pools are the system.")
+@click.option("--profile", type=click.Path(dir_okay=False, path_type=Path), help="With -f: of `diptych profile`.")
 @click.option("--compare", metavar="A,B,...", help="Systems of the field on equal workers; see below.")
 @click.option("--model", metavar="NAME", help="With --compare: a model's name, such as llama-2-70b.")
 @click.option("--hardware", metavar="GPU", help="With --compare, or for pools that name none: such as h100-80gb.")
@@ -56,6 +59,7 @@ class Wanted:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 def simulate(
     path: str | None,
+    profile: Path | None,
     compare: str | None,
     model: str | None,
     hardware: str | None,
@@ -94,15 +98,19 @@ def simulate(
     slo = _slo(ttft_s, tpot_s, wants_goodput)
     if (path is None) == (compare is None):
         raise click.UsageError("give either a cluster YAML (-f) or systems (--compare), one of them")
+    around: Surroundings | None = None
     if path is not None:
-        cases = [_from_file(path, hardware, network)]
+        case, around = _from_file(path, hardware, network, profile)
+        cases = [case]
+    elif profile is not None:
+        raise click.UsageError("--profile goes with a cluster YAML (-f): systems to compare run on --hardware")
     else:
         if model is None or hardware is None:
             raise click.UsageError("--compare needs --model and --hardware")
         fleet = _Fleet(model, hardware, tensor, pipeline, workers, prefills, network, workload)
         cases = [fleet.case(name.strip()) for name in (compare or "").split(",") if name.strip()]
-    question = _question(workload, slo, targets, requests, seed, seeds) if wants_goodput else None
-    wanted = Wanted(cases, workload, slo, question, seed, wants_trace)
+    question = _question(workload, slo, targets, requests, seed, seeds, around) if wants_goodput else None
+    wanted = Wanted(cases, workload, slo, question, seed, wants_trace, around)
     compared = _run(wanted, processes or _cores())
     _tell(compared, as_json)
     if out is not None:
@@ -126,16 +134,23 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _from_file(path: str, hardware: str | None, network: str) -> "Case":
+def _from_file(
+    path: str, hardware: str | None, network: str, profile: Path | None
+) -> "tuple[Case, Surroundings | None]":
     from cluster.sim.compare import Case
     from cluster.sim.fleet import models_of
+    from cluster.sim.measured import models_measured, surroundings
     from cluster.spec import load_spec
+    from workers.profiles.measured import load
 
     spec = load_spec(path)
+    if profile is not None:
+        measured = load(profile)
+        return Case(spec.name, spec, models_measured(spec, measured)), surroundings(measured)
     if hardware is not None:
         pools = tuple(pool if pool.hardware or pool.cost else replace(pool, hardware=hardware) for pool in spec.pools)
         spec = replace(spec, pools=pools)
-    return Case(spec.name, spec, models_of(spec, link=network))
+    return Case(spec.name, spec, models_of(spec, link=network)), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +179,23 @@ class _Fleet:
 
 
 def _question(
-    workload: "Workload", slo: "SLO", targets: Sequence[float], requests: int, seed: int, seeds: int
+    workload: "Workload",
+    slo: "SLO",
+    targets: Sequence[float],
+    requests: int,
+    seed: int,
+    seeds: int,
+    around: "Surroundings | None",
 ) -> "Question":
+    from cluster.sim.cluster import ALONE
     from cluster.sim.compare import Question
 
     for target in targets:
         if not 0.0 < target <= 1.0:
             raise click.UsageError(f"--target is {target}; it is a share, above 0 and at most 1")
     wanted = tuple(sorted(set(targets))) or (0.9, 0.99)
-    return Question(workload, slo, wanted, tuple(range(seed, seed + seeds)), requests)
+    draws = tuple(range(seed, seed + seeds))
+    return Question(workload, slo, wanted, draws, requests, around=around or ALONE)
 
 
 def _run(wanted: Wanted, processes: int) -> "list[Compared]":
@@ -188,10 +211,11 @@ def _run(wanted: Wanted, processes: int) -> "list[Compared]":
 def _compared(wanted: Wanted, each: "Map", done: Callable[[int], None]) -> "list[Compared]":
     from cluster.report.compared import Compared
     from cluster.scoring.figures import figures
+    from cluster.sim.cluster import ALONE
     from cluster.sim.compare import capacity, goodputs, run_all
     from cluster.sim.run import Options
 
-    options = Options(seed=wanted.seed, slo=wanted.slo, trace=wanted.trace)
+    options = Options(seed=wanted.seed, slo=wanted.slo, trace=wanted.trace, around=wanted.around or ALONE)
     made: list[Compared] = []
     for case, run in zip(wanted.cases, run_all(wanted.cases, wanted.workload, [options], each), strict=True):
         made.append(Compared(case.name, figures(run, wanted.slo), run=run))

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from cluster.scoring.figures import Attainment, attainment
 from cluster.scoring.goodput import Goodput, Map, Probes, Search, goodput
 from cluster.scoring.records import Run
-from cluster.sim.cluster import PoolModel
+from cluster.sim.cluster import ALONE, PoolModel, Surroundings
 from cluster.sim.run import Options, simulate
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from cluster.workload.arrivals import Workload
@@ -67,13 +67,15 @@ class Attain:
     source: Workload
     count: int
     slo: SLO
+    around: Surroundings = ALONE
 
     def __call__(self, rate: float, seed: int) -> Attainment:
         workload = resampled(self.source, self.count, rate, seed)
         last = max(self.source.arrivals, key=lambda each: each.output_tokens).output_tokens
         promised_s = (self.slo.ttft_s or 0.0) + last * (self.slo.tpot_s or 0.0)
         until_s = workload.duration_s + CUT_AFTER * promised_s if promised_s else None
-        return attainment(run_case(self.case, workload, Options(seed=seed, slo=self.slo, until_s=until_s)), self.slo)
+        options = Options(seed=seed, slo=self.slo, until_s=until_s, around=self.around)
+        return attainment(run_case(self.case, workload, options), self.slo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +88,12 @@ class Question:
     seeds: tuple[int, ...] = (0, 1, 2)
     count: int = 300
     tolerance: float = 0.03
+    around: Surroundings = ALONE
 
 
 def goodputs(case: Case, question: Question, start: float, each: Map) -> tuple[Goodput, ...]:
     """For each target, by one search that keeps what it has seen. `start`: requests a second to begin at."""
-    probes = Probes(Attain(case, question.source, question.count, question.slo), each)
+    probes = Probes(Attain(case, question.source, question.count, question.slo, question.around), each)
     search = Search(start, floor=start / 4096, cap=start * 4096, tolerance=question.tolerance)
     return tuple(
         goodput(probes, search, question.slo, target=target, seeds=question.seeds, gpus=case.gpus)

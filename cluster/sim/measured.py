@@ -1,41 +1,27 @@
-"""From a profile of a running cluster (`diptych profile`) to its simulation."""
-
-from collections.abc import Mapping
+"""A simulated cluster from a profile of a real one: the same pools, as fast, as far off, in each other's way."""
 
 from cluster.sim.cluster import PoolModel, Surroundings
 from cluster.spec import ClusterSpec
-from workers.profiles.errors import ProfileError
 from workers.profiles.measured import ClusterProfile
-from workers.profiles.shapes import ModelShape
+
+UNKNOWN_TOKEN_BYTES = 4  # where no KV moved, none will
 
 
-def models_measured(
-    spec: ClusterSpec, profile: ClusterProfile, shape: ModelShape | None = None
-) -> Mapping[str, PoolModel]:
-    """By pool name. Where no KV moved, its size is the `shape`'s.
-
-    Raises `ProfileError` for a pool that was not measured, and where nothing says how large the KV is.
-    """
-    token_bytes = profile.kv_token_bytes or (shape.kv_bytes_per_token if shape else 0)
-    if not token_bytes:
-        raise ProfileError(
-            f"no KV moved when {profile.cluster} was measured, and the shape of {profile.model} is unknown"
-        )
+def models_of(profile: ClusterProfile, spec: ClusterSpec) -> dict[str, PoolModel]:
+    """By pool name. Raises `ProfileError` for a pool that was not measured."""
     return {
         pool.name: PoolModel(
-            cost=profile.cost(pool.name),
-            kv_token_bytes=token_bytes,
+            profile.cost(pool.name),
+            kv_token_bytes=profile.kv_token_bytes or UNKNOWN_TOKEN_BYTES,
             context_length=profile.context_length,
             vocab_size=profile.vocab_size,
             call_s=profile.pool(pool.name).call_s,
-            shape=shape,
         )
         for pool in spec.pools
     }
 
 
-def surroundings(profile: ClusterProfile) -> Surroundings:
-    """One machine for all workers, when neighbours were measured, and the door."""
+def surroundings_of(profile: ClusterProfile) -> Surroundings:
+    """All measured workers on one machine, if any two of them were measured there side by side."""
     slowdown = {(each.pool, each.other): each.ratio for each in profile.neighbours}
-    before = sum(profile.lone_s.get(phase, 0.0) for phase in ("admission", "route"))
-    return Surroundings(slowdown=slowdown or None, door_s=profile.door_s + before)
+    return Surroundings(slowdown or None, profile.door_s)
