@@ -139,14 +139,15 @@ def _from_file(
 ) -> "tuple[Case, Surroundings | None]":
     from cluster.sim.compare import Case
     from cluster.sim.fleet import models_of
-    from cluster.sim.measured import models_measured, surroundings
+    from cluster.sim.measured import models_of as measured_models
+    from cluster.sim.measured import surroundings_of
     from cluster.spec import load_spec
     from workers.profiles.measured import load
 
     spec = load_spec(path)
     if profile is not None:
         measured = load(profile)
-        return Case(spec.name, spec, models_measured(spec, measured)), surroundings(measured)
+        return Case(spec.name, spec, measured_models(measured, spec)), surroundings_of(measured)
     if hardware is not None:
         pools = tuple(pool if pool.hardware or pool.cost else replace(pool, hardware=hardware) for pool in spec.pools)
         spec = replace(spec, pools=pools)
