@@ -53,7 +53,8 @@ def test_no_step_gets_shorter_by_more_work(
 ) -> None:
     before = cost.mixed_seconds(chunks, batch, context)
     assert before <= cost.mixed_seconds((*chunks, (more, cached)), batch, context) * LITTLE
-    assert before <= cost.mixed_seconds(chunks, batch + 1, context) * LITTLE
+    if not isinstance(cost, PhasedCost) or batch + 1 != cost.border:  # there one published fit hands over to the other
+        assert before <= cost.mixed_seconds(chunks, batch + 1, context) * LITTLE
     assert before <= cost.mixed_seconds(chunks, batch, context + more) * LITTLE
     if chunks:
         tokens, first = chunks.pop(which % len(chunks))

@@ -79,8 +79,9 @@ def test_every_published_fit_is_evaluated_as_its_simulator_does(engine: str) -> 
             a, b, c = fit["decoding_smallbs"]
             assert ms(cost.decode_seconds(94, 94 * 300)) == pytest.approx(a + b * 94 * 300 + c * 94)
             large_a, large_b, large_c = fit["decoding_largebs"]
-            small, large = a + b * 60_000 + c * 200, large_a + large_b * 60_000 + large_c * 200
-            assert ms(cost.decode_seconds(200, 60_000)) == pytest.approx(max(small, large))
+            for batch in (95, 200):
+                expected = large_a + large_b * 300 * batch + large_c * batch
+                assert ms(cost.decode_seconds(batch, 300 * batch)) == pytest.approx(expected)
 
 
 def test_each_step_pays_distserves_overheads_once() -> None:

@@ -22,8 +22,8 @@ class PhasedCost(ProfiledCost):
     """Seconds through all stages.
 
     A prefill of prompts l costs a + b * sum(l) + c * sum(l²); a chunk of n behind p cached tokens has n(n + 2p) in the
-    place of l². A decode costs a + b * context + c * batch, by `small_batch` below `border` sequences and by the
-    larger of the two fits from there on, so that no step gets shorter by one more decode. Every step costs
+    place of l². A decode costs a + b * context + c * batch, by `small_batch` below `border` sequences and by
+    `large_batch` from there on; where the fits meet, a step may get shorter by one more decode. Every step costs
     `overhead_s` and `overhead_token_s` for each token that its sequences have, and a prefill `prefill_stages_s`.
 
     DistServe mixes no phases. A mixed step here is the prefill and the decode with one fixed cost, the larger one: the
@@ -66,14 +66,11 @@ class PhasedCost(ProfiledCost):
             present += cached_tokens
             squares += num_tokens * (num_tokens + 2 * cached_tokens)
         prefill_a, prefill_b, prefill_c = self.prefill
-        decode_a, decode_b, decode_c = self.small_batch
+        decode_a, decode_b, decode_c = self.small_batch if batch < self.border else self.large_batch
         seconds = decode_b * context_tokens + decode_c * batch
-        if batch >= self.border:
-            large_a, large_b, large_c = self.large_batch
-            seconds = max(seconds, large_a - decode_a + large_b * context_tokens + large_c * batch)
         if tokens:
             fixed = max(prefill_a, decode_a) if batch else prefill_a
             seconds += fixed + prefill_b * tokens + prefill_c * squares + self.prefill_stages_s
         else:
-            seconds += decode_a if batch else min(prefill_a, decode_a)
+            seconds += decode_a if batch else min(prefill_a, decode_a, self.large_batch[0])
         return self.ratio * (seconds + self.overhead_s + self.overhead_token_s * (tokens + present + context_tokens))

@@ -13,7 +13,7 @@ MOST_TOKENS = 1 << 40  # more than any prompt has: what no step time bounds
 
 
 class CostModel(ABC):
-    """Seconds of steps, transfers and swaps. `mixed_seconds` grows, or stays, with each of its arguments."""
+    """Seconds of steps, transfers and swaps. `mixed_seconds` grows, or stays, with chunks and with context."""
 
     __slots__ = ()
 
