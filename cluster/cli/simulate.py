@@ -50,7 +50,9 @@ class Wanted:
 @click.option("--tpot", "tpot_s", type=float, metavar="S", help="Promise: seconds for each token after it.")
 @click.option("--goodput", "wants_goodput", is_flag=True, help="Search the largest rate that keeps both promises.")
 @click.option("--target", "targets", type=float, multiple=True, help="Share of requests that must (0.9 and 0.99).")
-@click.option("--requests", type=click.IntRange(10), default=300, show_default=True, help="Of each goodput probe.")
+@click.option(
+    "--requests", type=click.IntRange(10), default=300, show_default=True, help="Of a goodput probe, at least."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Of a goodput search.")
 @click.option("--processes", type=click.IntRange(1), help="How many to use (all cores).")

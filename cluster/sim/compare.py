@@ -1,5 +1,6 @@
 """Several systems under the same load: one run each, or the goodput of each, on as many processes as are wanted."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from cluster.workload.changes import resampled
 from workers.costs import CostModel
 from workers.request import SLO
 
+MOST_REQUESTS = 20_000  # of one probe
 CUT_AFTER = 30.0  # a goodput run ends so many promises after its last arrival: who waits longer has missed his
 
 
@@ -61,7 +63,10 @@ def _run_job(workload: Workload, case: Case, options: Options) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class Attain:
-    """Attainment of a case at a rate: `count` requests with lengths drawn from the source's, Poisson arrivals."""
+    """Attainment of a case at a rate: requests with lengths drawn from the source's, Poisson arrivals.
+
+    There are `count` of them, or as many as come in `span_s`: a queue that grows needs time to break a promise.
+    """
 
     case: Case
     source: Workload
@@ -69,8 +74,16 @@ class Attain:
     slo: SLO
     around: Surroundings = ALONE
 
+    @property
+    def span_s(self) -> float:
+        """Ten times the wait that is allowed, and two answers."""
+        arrivals = self.source.arrivals
+        answer_s = (self.slo.tpot_s or 0.0) * sum(each.output_tokens for each in arrivals) / len(arrivals)
+        return 10 * (self.slo.ttft_s or 0.0) + 2 * answer_s
+
     def __call__(self, rate: float, seed: int) -> Attainment:
-        workload = resampled(self.source, self.count, rate, seed)
+        count = max(self.count, min(MOST_REQUESTS, math.ceil(rate * self.span_s)))
+        workload = resampled(self.source, count, rate, seed)
         last = max(self.source.arrivals, key=lambda each: each.output_tokens).output_tokens
         promised_s = (self.slo.ttft_s or 0.0) + last * (self.slo.tpot_s or 0.0)
         until_s = workload.duration_s + CUT_AFTER * promised_s if promised_s else None
@@ -80,7 +93,7 @@ class Attain:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What goodput is asked for. `count`: requests of each probe."""
+    """What goodput is asked for. `count`: the fewest requests of a probe."""
 
     source: Workload
     slo: SLO
