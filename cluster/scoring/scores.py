@@ -47,12 +47,15 @@ def nine_way(run: Run, unloaded: Unloaded, bounds: tuple[tuple[float, ...], ...]
     """Each request against itself on an idle reference machine; TBT is a request's mean gap.
 
     A percentile is the least slowdown that so many percent of all requests do not exceed; a request that was not
-    served has an infinite one. Answers of one token have no TBT and are left out of it.
+    served has an infinite one. Answers of one token have no TBT and are left out of it. Raises ValueError where
+    `unloaded` gives no time.
     """
     import numpy as np
 
     each = latencies(run.served)
     alone = np.array([unloaded(served.prompt_tokens, served.output_tokens) for served in run.served]).reshape(-1, 2)
+    if (alone <= 0.0).any():
+        raise ValueError("unloaded TTFT and TPOT must be above 0 seconds: slowdowns are multiples of them")
     outputs = np.array([served.output_tokens for served in run.served])
     several = outputs > 1
     slowdowns = (

@@ -62,6 +62,15 @@ def test_steps_in_flight_at_once_lie_on_threads_of_their_own(tmp_path: Path) -> 
     assert sorted(named.values()) == ["engine", "engine", "engine, lane 1"]  # the decode worker has one too
 
 
+def test_an_arrow_leaves_the_last_prefill_step_and_enters_the_first_decode_step(tmp_path: Path) -> None:
+    chunks = tuple(StepRecord("prefill-0", 1.0 + 0.1 * n, 1.1 + 0.1 * n, 64, 0, (0,)) for n in range(3))
+    decodes = tuple(StepRecord("decode-0", 1.4 + 0.1 * n, 1.5 + 0.1 * n, 0, 1, (0,)) for n in range(3))
+    events = written(replace(split_run(1), steps=chunks + decodes), tmp_path)
+    check(events)
+    start, end = (event["ts"] for event in events if event["ph"] in "sf")
+    assert 1_200_000 < start < 1_300_000 and end == 1_400_000
+
+
 def test_a_run_without_steps_and_requests_without_tokens_can_be_opened(tmp_path: Path) -> None:
     run = replace(split_run(2), steps=(), served=(refused(0, 0.5), split_run(2).served[1]))
     events = written(run, tmp_path)

@@ -24,7 +24,7 @@ ENGINE = {"kv_blocks": 400, "max_batch_tokens": 256, "max_running": 32}
 @pytest.fixture(scope="module")
 def run() -> Run:
     pools = [{"name": f"{role}s", "role": role, "engine": ENGINE, "replicas": 2} for role in ("prefill", "decode")]
-    spec = parse_spec({"model": "none", "name": "two and two", "pools": pools})
+    spec = parse_spec({"model": "none", "name": "two-and-two", "pools": pools})
     cost = LinearCost(step_s=0.01, prefill_token_s=2e-4, decode_row_s=2e-4, decode_context_s=1e-6)
     workload = load_workload("poisson:rate=12,count=40,lengths=20-300/5-30", seed=3)
     return simulate(spec, {pool.name: PoolModel(cost) for pool in spec.pools}, workload, Options(trace=True))
@@ -64,5 +64,5 @@ def test_its_trace_keeps_the_rules_and_hands_every_request_over(run: Run) -> Non
 
 
 def test_its_page_is_written(run: Run, made: Figures, tmp_path: Path) -> None:
-    written = page("simulated", [Compared("two and two", made, run=run)])
-    assert written.count("<img") == 5 and "two and two" in written
+    written = page("simulated", [Compared("two-and-two", made, run=run)])
+    assert written.count("<img") == 5 and "two-and-two" in written

@@ -115,6 +115,39 @@ def test_what_never_breaks_is_at_least_the_cap() -> None:
     assert "at least 50 requests/s" in made.told
 
 
+def test_exactly_the_target_is_enough() -> None:
+    probes = Probes(lambda rate, seed: Attainment(0.9, 0.9, 0.9, 1.0))
+    made = goodput(probes, Search(1.0, 0.25, 8.0), PROMISE, target=0.9, seeds=(1,), gpus=1)
+    assert made.rate == 8.0
+
+
+def test_nothing_below_the_floor_is_tried() -> None:
+    probes = Probes(lambda rate, seed: Attainment(0.0, 1.0, 0.0, 1.0))
+    made = goodput(probes, Search(1.0, 0.3, 8.0), PROMISE, target=0.9, seeds=(1,), gpus=1)
+    assert [probe.rate for probe in made.probes] == [0.3, 0.5, 1.0]
+
+
+def test_the_limit_is_what_broke_next_above_the_goodput() -> None:
+    def attain(rate: float, seed: int) -> Attainment:
+        if rate < 0.6:
+            return Attainment(0.1, 1.0, 0.1, 1.0)  # a probe that somebody else made
+        return Attainment(float(rate < 7.9), float(rate < 5.0), float(rate < 5.0), 1.0)
+
+    probes = Probes(attain)
+    probes.at([(0.5, 1), (0.5, 2)])
+    made = goodput(probes, Search(1.0, 0.1, 64.0), PROMISE, target=0.9, seeds=(1, 2), gpus=1)
+    assert made.limits == ("TPOT",)
+
+
+def test_a_curve_has_only_rates_that_all_seeds_were_probed_at() -> None:
+    made = searched(5.0, Search(1.0, 0.1, 64.0), 0.2)
+    seen = {rate: {probe.seed for probe in made.probes if probe.rate == rate} for rate, _ in made.curve}
+    assert seen and all(seeds == set(SEEDS) for seeds in seen.values())
+    assert len(seen) < len({probe.rate for probe in made.probes})
+    rate, attained = made.curve[-1]
+    assert attained.both == pytest.approx(sum(falling(5.0, 0.2, rate, seed).both for seed in SEEDS) / len(SEEDS))
+
+
 def test_refused_requests_are_named_as_the_limit() -> None:
     def attain(rate: float, seed: int) -> Attainment:
         share = min(1.0, 4.0 / rate)

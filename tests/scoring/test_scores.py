@@ -1,8 +1,11 @@
 """Splitwise's nine bounds and FastGen's effective throughput, on runs made by hand."""
 
 import math
+from itertools import accumulate
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.scoring.records import Run, Served
 from cluster.scoring.scores import effective_throughput, nine_way
@@ -52,6 +55,11 @@ def test_answers_of_one_token_have_no_part_in_tbt() -> None:
     assert made.slowdowns == ((pytest.approx(1.0),) * 3, (0.0,) * 3, (pytest.approx(1.0),) * 3)
 
 
+def test_a_reference_that_takes_no_time_is_refused() -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        nine_way(run([steady(0, 0.0, 0.1, 0.01, 5)]), lambda prompt, output: (0.1, 0.0))
+
+
 def test_effective_throughput_counts_who_is_fast_at_every_token() -> None:
     good = steady(0, 0.0, 0.9, 0.2, 30, prompt_tokens=512)
     late = steady(1, 0.0, 1.1, 0.2, 30, prompt_tokens=512)
@@ -72,3 +80,15 @@ def test_one_stall_late_in_an_answer_is_averaged_away_and_one_at_its_beginning_i
 
     assert effective_throughput(run([stalled(30)]), 4.0) == pytest.approx(0.1)
     assert effective_throughput(run([stalled(0)]), 4.0) == 0.0
+
+
+@given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=40))
+def test_the_moving_average_has_the_weights_of_an_exponential_window(gaps: list[float]) -> None:
+    keep = 1 - 2 / (16 + 1)
+    averages = []
+    for n in range(1, len(gaps) + 1):
+        weights = [keep ** (n - 1 - k) for k in range(n)]
+        averages.append(sum(w * gap for w, gap in zip(weights, gaps, strict=False)) / sum(weights))
+    request = served(0, 0.0, list(accumulate(gaps, initial=0.5)), prompt_tokens=512)
+    assert effective_throughput(run([request]), 0.999 / max(averages)) > 0.0
+    assert effective_throughput(run([request]), 1.001 / max(averages)) == 0.0
