@@ -1,0 +1,1 @@
+"""The simulator held against the cluster it simulates: the same requests to both, and how far off each figure is."""
