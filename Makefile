@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-engine study proto clean chaos fuzz pairs
+.PHONY: demo test check bench bench-engine study sim-vs-real proto clean chaos fuzz pairs
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
 
@@ -37,6 +37,10 @@ $(VENV)/.bench: $(READY)
 # The batching policies compared: docs/batching.md and its pictures. ARGS=--fitted: from the committed measurements.
 study: $(VENV)/.bench
 	@$(BIN)/python -m cluster.bench.study $(ARGS)
+
+# A small load on the real cluster and in the simulator: docs/simulator.md. ARGS=--recorded: simulate the same runs again.
+sim-vs-real: $(READY)
+	@$(BIN)/python -m cluster.bench.sim_vs_real $(ARGS)
 
 chaos: $(READY)
 	@DIPTYCH_CHAOS_ROUNDS=$(or $(ROUNDS),10) $(BIN)/python -m pytest -q tests/ray/test_death.py

@@ -106,7 +106,7 @@ async def _real(endpoint: str, spec: ClusterSpec, profile: ClusterProfile, load:
     requests = len(asked.arrivals)
     _tell(f"{spec.name} at {load:.0%}: {requests} requests in {asked.duration_s:.0f} s and a while longer")
     slo = promise(profile, spec)
-    sent = Load(profile.vocab_size, DEADLINE_S, requests, slo=slo, system=spec.name)
+    sent = Load(profile.vocab_size, DEADLINE_S, requests, system=spec.name)
     async with DiptychClient(endpoint) as client:
         run = await drive(through(client, DEADLINE_S), asked, sent)
     return record.recorded(run, dict(figures(run, slo).phases_s), load, slo)
