@@ -8,6 +8,7 @@ held on either side is released behind. Knows no policy.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from cluster.runtime.interface import WorkerGone
 from kvtransfer.ticket import TransferReport
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError
 from workers.request import FailedOut, FetchedOut, FinishReason, LegTiming, Request, TicketOut, TokensOut
+
+logger = logging.getLogger(__name__)
 
 CANCEL_TIMEOUT_S = 5.0
 
@@ -43,7 +46,10 @@ class AttemptFailed(Exception):
 
 
 class Attempt:
-    """Owned by its dispatcher coroutine. `prefill` and `decode` are one line when colocated."""
+    """Owned by its dispatcher coroutine. `prefill` and `decode` are one line when colocated.
+
+    `lender` may have the prompt's beginning; the prefill worker then fetches it first, for at most `borrow_s`.
+    """
 
     def __init__(
         self,
@@ -53,6 +59,9 @@ class Attempt:
         watch: Stopwatch,
         tokens: Callable[[TokensOut], None],
         background: Callable[[Coroutine[Any, Any, None]], None],
+        *,
+        lender: Line | None = None,
+        borrow_s: float = 0.0,
     ) -> None:
         self._request = request
         self._prefill = prefill
@@ -60,6 +69,8 @@ class Attempt:
         self._watch = watch
         self._tokens = tokens
         self._background = background
+        self._lender = lender
+        self._borrow_s = borrow_s
         self._inbox: asyncio.Queue[Heard] = asyncio.Queue()  # bounded by the request's own tokens
         self._taking = False
         self._held: dict[str, Line] = {}  # lines on which something of ours may still be held
@@ -87,6 +98,8 @@ class Attempt:
         self._hold(self._prefill)
         handle = self._prefill.handle
         split = self._prefill is not self._decode
+        if self._lender is not None:
+            await self._borrow(self._lender)
         try:
             request = self._for(self._prefill)
             await self._call(self._prefill, handle.prefill(request) if split else handle.generate(request))
@@ -99,6 +112,17 @@ class Attempt:
             self._taking = False
             if finish is not None:
                 return finish
+
+    async def _borrow(self, lender: Line) -> None:
+        """Have the prefill worker fetch the prompt's beginning from who has it. If that fails, it computes more."""
+        try:
+            ticket = await self._call(lender, lender.handle.lend(self._request))
+        except AttemptFailed as failure:
+            logger.warning("request %s: nothing could be borrowed from %s", self._request.id, failure)
+            return
+        if ticket is not None:
+            borrowing = self._prefill.handle.borrow(self._request, ticket, self._borrow_s)
+            await self._call(self._prefill, borrowing)
 
     def hear(self, heard: Heard) -> None:
         """Something came from one of our lines. Tokens in the middle of an answer wait for nobody: they go out at once.

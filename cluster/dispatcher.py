@@ -175,7 +175,13 @@ class Dispatcher:
         placement, key = await self._place(life), life.request.key
         lines = self._lines[placement.prefill], self._lines[placement.decode]
         attempt = Attempt(
-            life.request, *lines, life.watch, lambda output: self._on_tokens(life, output), self._in_background
+            life.request,
+            *lines,
+            life.watch,
+            lambda output: self._on_tokens(life, output),
+            self._in_background,
+            lender=self._lines.get(placement.lender),
+            borrow_s=self._spec.transfer.read_timeout_s,
         )
         try:
             if not placement.colocated:

@@ -105,6 +105,7 @@ class Keeper:
             pid=self.info.pid,
             capacity_tokens=self.info.capacity_tokens,
             memory_bytes=self.info.memory_bytes,
+            kv_token_bytes=sum(each.layout.block_bytes // each.layout.block_size for each in self.info.peer.shards),
             detail="",
         )
         await self._listen(self.handle)

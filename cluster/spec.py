@@ -22,7 +22,7 @@ class SpecError(ValueError):
 
 ROUTING = (
     *("least-loaded", "random", "round-robin", "power-of-two", "product"),
-    *("distserve", "splitwise", "tetri", "mooncake-local"),
+    *("distserve", "splitwise", "tetri", "mooncake", "mooncake-local"),
 )
 ADMISSION = ("none", "late", "early", "predictive")
 

@@ -31,6 +31,7 @@ class WorkerView:
     capacity_tokens: int = 0
     age_s: float = 0.0
     memory_bytes: int = 0
+    kv_token_bytes: int = 0  # of one token, on all its ranks together
     detail: str = ""
     audit: str = ""  # "clean", or what does not balance; empty when not asked for
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -23,7 +23,7 @@ LAYERS = [
     ["workers.costs"],
     ["workers.profiles", "workers.fit", "workers.shapes"],
     ["workers.model", "workers.engine", "workers.tokenizer", "workers.mailbox"],
-    ["workers.lease_desk", "workers.peers", "workers.measuring"],
+    ["workers.lease_desk", "workers.peers", "workers.measuring", "workers.fetching"],
     ["workers.executor", "workers.worker"],
     ["workers.build"],
     ["cluster.spec"],

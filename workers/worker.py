@@ -14,23 +14,21 @@ import socket
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import psutil
 
 from kvtransfer.control import ControlServer
-from kvtransfer.copies import union_of_pieces
-from kvtransfer.errors import DigestMismatch, PeerLost, TransferError
+from kvtransfer.errors import DigestMismatch, TransferError
 from kvtransfer.open import RESERVED_BLOCKS, host_identity
-from kvtransfer.pull import pull
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
-from kvtransfer.transport import PullOrder, Read
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine, Told
 from workers.engine.executor import Executor
 from workers.engine.pump import Pump
 from workers.engine.sequence import Lease
 from workers.errors import Overloaded, UnknownSequence, WorkerClosed, WorkerError
+from workers.fetching import Fetching
 from workers.lease_desk import LeaseDesk
 from workers.mailbox import Mailbox
 from workers.measuring import measure
@@ -96,6 +94,7 @@ class Worker:
             cost=self.config.cost,
         )
         self._peers = Peers(self.config, self._executor)
+        self._fetching = Fetching(self.config, self.engine, self._executor, self._peers, self._changed)
         layouts = [shard.layout for shard in self._executor.shards()]
         self._desk = LeaseDesk(self.engine.leases, layouts, self._changed)
         self._control = ControlServer(self._desk, self._peer_now, self.config.secret.encode())
@@ -165,6 +164,7 @@ class Worker:
             task.cancel()
         self._pump.stop()
         await asyncio.wait([self._pumping, *self._fetches.values(), *self._measurements])
+        await self._fetching.close()
         self._watching.cancel()
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -220,6 +220,22 @@ class Worker:
         self._require_open()
         self.engine.decode(key, first_token, self._now_s())
         self._changed()
+
+    async def lend(self, request: Request) -> TransferTicket | None:
+        """What our cache has of the beginning of this prompt, held for one reader. None: nothing it could read."""
+        self._accept(request)
+        tokens = (*request.prompt, *request.generated)
+        lease = self.engine.loans.lend(f"{request.key}:prefix", tokens, self._now_s())
+        self._arm()
+        return None if lease is None else self._ticket(lease).ticket
+
+    async def borrow(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
+        """Pull what another worker lends of this prompt into our cache.
+
+        Answers how many tokens lie there then; 0 when they did not come in time, which is no error.
+        """
+        self._accept(request)
+        return await self._fetching.borrow((*request.prompt, *request.generated), ticket, timeout_s)
 
     async def cancel(self, key: str) -> None:
         """End whatever this worker does for the key and free what it holds. Always succeeds."""
@@ -376,45 +392,20 @@ class Worker:
     # ---- fetching ----------------------------------------------------------------------------------------------
 
     async def _fetch(self, key: str, ticket: TransferTicket) -> None:
-        transfer = self.config.transfer
         try:
             sequence = self.engine.reserved(key)
             if ticket.num_tokens != sequence.request.num_tokens:
                 raise TransferError(f"the ticket holds {ticket.num_tokens} tokens, {key} has {len(sequence.tokens)}")
-            client, link = await self._peers.meet(ticket.owner)
-            block_size = self.config.engine.block_size
-            ours = [(shard.layout, shard.rank) for shard in self._executor.shards()]
-            report = await pull(
-                client,
-                self._read,
-                ticket,
-                tuple(sequence.blocks[sequence.cached_tokens // block_size :]),
-                link=link,
-                read_timeout_s=transfer.read_timeout_s,
-                block_size=block_size,
-                pieces=union_of_pieces([shard.layout for shard in ticket.owner.shards], ours),
-                skip_tokens=sequence.cached_tokens,
-            )
+            blocks = tuple(sequence.blocks[sequence.cached_tokens // self.config.engine.block_size :])
+            report = await self._fetching.pull(ticket, blocks, sequence.cached_tokens)
             self.engine.fetched(key, self._now_s())
             self._post(FetchedOut(key, report))
         except (TransferError, UnknownSequence) as error:
-            if isinstance(error, PeerLost):
-                self._peers.unlink(ticket.owner.incarnation)
             corrupt = isinstance(error, DigestMismatch)
             self.engine.fail(key, f"{type(error).__name__}: {error}", corrupt=corrupt)
         except Exception as error:
             logger.exception("worker %s: fetch of %s", self.config.name, key)
             self.engine.fail(key, f"unexpected {type(error).__name__}: {error}")
-        self._changed()
-
-    def _read(self, order: PullOrder) -> Read:
-        read = self._executor.pull(order)
-        self.engine.transfer_begins(order.target_blocks)
-        read.settled.add_done_callback(lambda _: self._settled(order.target_blocks))
-        return read
-
-    def _settled(self, blocks: tuple[int, ...]) -> None:
-        self.engine.transfer_settled(blocks)
         self._changed()
 
     # ---- reclaim -----------------------------------------------------------------------------------------------

@@ -1,12 +1,19 @@
-"""Routers that know what workers have cached: Mooncake's, without fetching, and the product of LMetric."""
+"""Routers that know what workers have cached: Mooncake's, with and without fetching, and the product of LMetric."""
+
+import math
+from dataclasses import replace
+from typing import ClassVar
 
 from cluster.policy.forecast import Forecast
 from cluster.policy.loads import LeastLoaded
 from cluster.policy.picking import Workers, num_sequences
 from cluster.policy.placement import Ask, Placement
 from cluster.policy.prefix_index import PrefixIndex, chain
+from cluster.spec import Role
 from cluster.view import WorkerView
 from workers.request import Request
+
+BALANCING_THRESHOLD = 1.5  # the paper's is tuned by hand and not told
 
 
 class CacheAware(LeastLoaded):
@@ -63,6 +70,54 @@ class MooncakeLocal(CacheAware):
     @property
     def reason(self) -> str:
         return "first token expected soonest"
+
+
+class Mooncake(MooncakeLocal):
+    """Also fetches: the longest beginning that any worker has may be brought to where the queue is shorter.
+
+    Worth a thought where it is more than `threshold` times what the worker itself has; done where the first token is
+    then expected sooner. What is fetched stays there too: this is how hot prefixes spread.
+    """
+
+    links_all: ClassVar[bool] = True
+
+    def __init__(self, forecast: Forecast, threshold: float = BALANCING_THRESHOLD) -> None:
+        super().__init__(forecast)
+        self._threshold = threshold
+        self._owners: list[tuple[int, str]] = []  # of the request asked for last: cached tokens, worker; most first
+
+    def choose(self, ask: Ask) -> Placement | None:
+        """Look up once what each worker has."""
+        owners = ((self.cached_tokens(ask, worker), worker.name) for worker in ask.view.ready(*Role))
+        self._owners = sorted((each for each in owners if each[0] and each[1] not in ask.avoid), reverse=True)
+        return super().choose(ask)
+
+    def placed(self, ask: Ask, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
+        placement = super().placed(ask, prefill, decode, reason)
+        fetched, lender = self._to_fetch(ask, prefill)
+        if not lender or self._fetching_seconds(ask, prefill) >= super()._ttft_seconds(ask, prefill):
+            return placement
+        return replace(placement, cached_tokens=fetched, lender=lender, reason="fetching a prefix pays")
+
+    def _ttft_seconds(self, ask: Ask, worker: WorkerView) -> float:
+        return min(super()._ttft_seconds(ask, worker), self._fetching_seconds(ask, worker))
+
+    def _fetching_seconds(self, ask: Ask, worker: WorkerView) -> float:
+        fetched, lender = self._to_fetch(ask, worker)
+        if not lender:
+            return math.inf
+        missing = fetched - self.cached_tokens(ask, worker)
+        return self.forecast.transfer_seconds(worker, missing) + self.forecast.ttft_seconds(ask, worker, fetched)
+
+    def _to_fetch(self, ask: Ask, worker: WorkerView) -> tuple[int, str]:
+        """The longest beginning that could be brought there, in tokens, and who has it; nobody: 0 and ""."""
+        own = self.cached_tokens(ask, worker)
+        for cached, owner in self._owners:
+            if cached <= own * self._threshold:
+                break
+            if owner != worker.name and ask.view.linked(owner, worker.name):
+                return cached, owner
+        return 0, ""
 
 
 class Product(CacheAware):

@@ -71,6 +71,10 @@ class Forecast:
         new_tokens = max(1, ask.request.num_tokens - cached_tokens)
         return self.queue_seconds(ask, worker) + self.prefill_seconds(worker, new_tokens, cached_tokens)
 
+    def transfer_seconds(self, worker: WorkerView, num_tokens: int) -> float:
+        """Bringing the KV of so many tokens to the worker, alone on the wire."""
+        return self._cost(worker).transfer_seconds(num_tokens * worker.kv_token_bytes)
+
     def tpot_seconds(self, ask: Ask, worker: WorkerView) -> float:
         """A decode step of the worker once all that were promised a slot decode, this request among them."""
         batch = num_sequences(ask, worker)

@@ -55,13 +55,15 @@ class Ask:
 class Placement:
     """`prefill` and `decode` name workers; the same name twice: one worker does both, and nothing moves.
 
-    The prefill worker is believed to have the prompt's first `cached_tokens`. Predictions: None is no opinion.
+    The prefill worker is believed to have the prompt's first `cached_tokens`, or will once it has fetched them from the
+    `lender`. Predictions: None is no opinion.
     """
 
     prefill: str
     decode: str
     reason: str
     cached_tokens: int = 0
+    lender: str = ""
     predicted_ttft_s: float | None = None
     predicted_tpot_s: float | None = None
 

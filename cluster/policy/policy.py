@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from cluster.policy.admission import Admission, Early, Late, Predictive
 from cluster.policy.book import Book, Work
-from cluster.policy.caches import MooncakeLocal, Product
+from cluster.policy.caches import Mooncake, MooncakeLocal, Product
 from cluster.policy.draws import Draws
 from cluster.policy.forecast import Forecast
 from cluster.policy.lengths import Buckets, Lengths, asked_length
@@ -42,6 +42,7 @@ _ROUTERS: dict[str, Callable[[Parts], Router]] = {
     "distserve": lambda parts: DistServe(),
     "splitwise": lambda parts: Splitwise(parts.forecast, parts.book, asked_length),
     "tetri": lambda parts: Tetri(parts.forecast, parts.book, parts.lengths, parts.draws),
+    "mooncake": lambda parts: Mooncake(parts.forecast),
     "mooncake-local": lambda parts: MooncakeLocal(parts.forecast),
 }
 

@@ -130,6 +130,15 @@ class RayWorker:
     async def decode(self, key: str, first_token: int) -> None:
         await self._call("decode", key, first_token)
 
+    async def lend(self, request: Request) -> TransferTicket | None:
+        ticket: TransferTicket | None = await self._call("lend", request)
+        return ticket
+
+    async def borrow(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
+        args = request, ticket, timeout_s
+        num_tokens: int = await self._call("borrow", *args, timeout_s=timeout_s + CALL_TIMEOUT_S)
+        return num_tokens
+
     async def cancel(self, key: str) -> None:
         await self._call("cancel", key)
 

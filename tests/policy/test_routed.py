@@ -1,6 +1,8 @@
 """Every policy through a whole cluster: the same tokens, nothing left behind on workers or in the books."""
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -8,10 +10,17 @@ import pytest
 from cluster.dispatcher import Dispatcher
 from cluster.events import Accepted, Delta, Event, Rejected
 from cluster.spec import ROUTING, ClusterSpec, Role
-from tests.cluster.local import cluster, completed, request, split_spec, tokens_of
+from kvtransfer.ticket import TransferTicket
+from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
 from workers.costs import LinearCost
+from workers.engine.blocks import OutOfBlocks
+from workers.engine.loans import Loan
+from workers.engine.sequence import Lease
+from workers.engine.step import StepPlan, StepResult
+from workers.errors import WorkerError
 from workers.executor.modelled import modelled_token
 from workers.request import SLO, Request
+from workers.worker import Worker
 
 SLOW = LinearCost(0.01, 0.001, 0.0, 0.005, 0.0, 0.0, 0.0)
 
@@ -62,6 +71,106 @@ async def test_books_are_empty_after_cancelled_and_refused_requests(routing: str
         assert all(isinstance(task.exception(), Rejected) for task in done if task.exception())
         await subject.settle()
         assert books_are_empty(subject.dispatcher)
+
+
+BELIEVED = replace(SLOW, step_s=1.0, prefill_token_s=0.1)
+
+
+@asynccontextmanager
+async def occupied() -> AsyncIterator[Cluster]:
+    """prefill-0 computed a prompt of 400 tokens, and does not get on with another one, of some 40 s as is believed.
+
+    It goes on when we leave; then everything must end with nothing held.
+    """
+    spec = routed(split_spec(2, 1, kv_blocks=400), "mooncake")
+    async with cluster(replace(spec, pools=tuple(replace(pool, cost=BELIEVED) for pool in spec.pools))) as subject:
+        await subject.run(request("first", 400, max_tokens=2))
+        accepted, goes_on = asyncio.Event(), asyncio.Event()
+        executor = subject.workers["prefill-0"]._executor
+        execute = executor.execute
+
+        async def held_up(plan: StepPlan) -> StepResult:
+            await goes_on.wait()
+            return await execute(plan)
+
+        executor.execute = held_up  # type: ignore[method-assign]
+        other = request("busy", 399, first=500, max_tokens=2)
+        busy = asyncio.ensure_future(subject.dispatcher.run(other, lambda event: accepted.set()))
+        await accepted.wait()
+        yield subject
+        goes_on.set()
+        await busy
+        await subject.settle()
+        assert books_are_empty(subject.dispatcher)
+
+
+async def fetched(subject: Cluster) -> int:
+    """How many tokens of its prompt a request found on prefill-1, whose beginning prefill-0 has."""
+    events = await subject.run(request("second", 500))
+    accepted = events[0]
+    assert isinstance(accepted, Accepted) and accepted.prefill_worker == "prefill-1"
+    assert tokens_of(events) == expected(request("second", 500))
+    return completed(events).cached_tokens
+
+
+async def test_a_prefix_is_fetched_where_that_is_sooner_and_stays_there() -> None:
+    async with occupied() as subject:
+        assert await fetched(subject) == 400
+        assert await fetched(subject) == 496, "all but the last, partial block"
+
+
+async def test_a_prefix_that_is_gone_or_refused_is_computed_again() -> None:
+    for break_it in (forget_the_cache, refuse_to_lend, leave_no_room, damage):
+        async with occupied() as subject:
+            break_it(subject.workers)
+            assert await fetched(subject) == 0, break_it.__name__
+
+
+def forget_the_cache(workers: dict[str, Worker]) -> None:
+    workers["prefill-0"].engine.pool.clear_cache()
+
+
+def refuse_to_lend(workers: dict[str, Worker]) -> None:
+    async def lend(request: Request) -> TransferTicket | None:
+        raise WorkerError("no loans today")
+
+    workers["prefill-0"].lend = lend  # type: ignore[method-assign]
+
+
+def leave_no_room(workers: dict[str, Worker]) -> None:
+    def borrow(tokens: Sequence[int]) -> Loan:
+        raise OutOfBlocks("none left")
+
+    workers["prefill-1"].engine.loans.borrow = borrow  # type: ignore[method-assign]
+
+
+def damage(workers: dict[str, Worker]) -> None:
+    """The owner's digests are not those of its bytes."""
+    lend = workers["prefill-0"].engine.leases.lend
+
+    def lying(key: str, blocks: list[int], now_s: float) -> Lease | None:
+        lease = lend(key, blocks, now_s)
+        assert lease is not None
+        lease.digests[0] = tuple(bytes(len(cells)) for cells in lease.digests[0])
+        return lease
+
+    workers["prefill-0"].engine.leases.lend = lying  # type: ignore[method-assign]
+
+
+async def test_a_cancelled_borrower_leaves_nothing() -> None:
+    async with occupied() as subject:
+        asked = asyncio.Event()
+
+        async def never(request: Request) -> TransferTicket | None:
+            asked.set()
+            await asyncio.Event().wait()
+            return None
+
+        subject.workers["prefill-0"].lend = never  # type: ignore[method-assign]
+        second = asyncio.ensure_future(subject.run(request("second", 500)))
+        await asked.wait()
+        second.cancel()
+        await asyncio.wait({second})
 
 
 async def test_a_gateway_turns_away_what_it_could_not_serve_in_time() -> None:

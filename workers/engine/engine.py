@@ -15,6 +15,7 @@ from workers.costs import CostModel, LinearCost
 from workers.engine.blocks import BlockPool, prefix_hashes, tail_hash
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
+from workers.engine.loans import Loans
 from workers.engine.scheduler import Scheduler, Slice
 from workers.engine.sequence import Lease, Sequence, State
 from workers.engine.step import Chunk, StepPlan, StepResult
@@ -70,6 +71,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._transfers: list[tuple[int, ...]] = []  # blocks into which bytes may still land
         self.leases = LeaseBook(self.pool, lease_s, digest=digest)
+        self.loans = Loans(self.pool, self.leases, self._prefix_blocks)
         self._told: list[Told] = []
         self._steps = 0
         self._step_s = 0.0
@@ -394,6 +396,7 @@ class Engine:
                 *self._scheduler.leaving(),
                 *self._transfers,
                 *(x.blocks for x in self.leases),
+                *(x.blocks for x in self.loans),
             ]
         )
         self._scheduler.check()

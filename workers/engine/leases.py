@@ -52,6 +52,28 @@ class LeaseBook:
         self._advance_known(lease, sequence)
         return lease
 
+    def lend(self, key: str, blocks: list[int], now_s: float) -> Lease | None:
+        """Keep cached blocks for a reader; their references become the lease's. None when there are none to read.
+
+        Where KV is digested, blocks behind the first without a digest are let go.
+        """
+        digests: list[tuple[bytes, ...]] = []
+        for block in blocks:
+            known = self._pool.digests.get(block, ())
+            if self._digest and not known:
+                break
+            digests.append(known)
+        lent = tuple(blocks[: len(digests)])
+        self._pool.free(blocks[len(lent) :])
+        if not lent:
+            return None
+        self.drop(key)
+        self._epoch += 1
+        num_tokens = len(lent) * self._pool.block_size
+        lease = Lease(key, self._epoch, lent, num_tokens, self._ttl_s, now_s + self._ttl_s, digests, finished=True)
+        self._leases[key] = lease
+        return lease
+
     def undigested(self, sequence: Sequence, computed: int) -> list[tuple[int, int]]:
         """(block, slots with tokens) of a held sequence to digest once `computed` of its tokens have their KV.
 

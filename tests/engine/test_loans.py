@@ -1,0 +1,152 @@
+"""Prefixes that are lent and borrowed: what is held meanwhile, and what stays."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.errors import LeaseLost
+from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes
+from workers.engine.leases import LeaseBook
+from workers.engine.loans import Loan, Loans
+from workers.engine.sequence import Lease
+
+BLOCK = 4
+CELLS = (b"12345678",)  # digests of a block on one rank
+
+
+class Side:
+    """The pool, leases and loans of one worker."""
+
+    def __init__(self, num_blocks: int = 8, *, digest: bool = True, prefix_blocks: int = 1) -> None:
+        self.pool = BlockPool(num_blocks, BLOCK)
+        self.leases = LeaseBook(self.pool, 10.0, digest=digest)
+        self.loans = Loans(self.pool, self.leases, prefix_blocks)
+
+    def computed(self, tokens: range, *, digested: int = 99) -> None:
+        """A prompt was computed here, held for a reader, and let go."""
+        names = prefix_hashes(tokens, BLOCK)
+        shared = self.pool.match(names)
+        blocks = shared + self.pool.allocate(len(names) - len(shared))
+        for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
+            self.pool.name(block, name)
+            if index < digested:
+                self.pool.digests[block] = CELLS
+        self.pool.free(blocks)
+
+    def cached(self, tokens: range) -> int:
+        found = self.pool.match(prefix_hashes(tokens, BLOCK))
+        self.pool.free(found)
+        return len(found)
+
+    def check(self) -> None:
+        self.pool.check([*(lease.blocks for lease in self.leases), *(loan.blocks for loan in self.loans)])
+
+
+def test_what_is_lent_is_all_ready_and_held_until_it_is_released() -> None:
+    side = Side()
+    side.computed(range(10))
+    lease = side.loans.lend("r:prefix", range(20), 0.0)
+    assert lease is not None and (lease.num_tokens, len(lease.blocks)) == (8, 2)
+    mark = side.leases.progress("r:prefix", lease.epoch, 0, 1.0)
+    assert (mark.ready_blocks, mark.finished, mark.cells) == (2, True, (CELLS * 2,))
+    with pytest.raises(OutOfBlocks):
+        side.pool.allocate(7)
+    side.check()
+    side.leases.release("r:prefix", lease.epoch)
+    assert side.cached(range(10)) == 2 and side.pool.num_free == 8
+
+
+def test_nothing_is_lent_of_what_is_not_here() -> None:
+    side = Side()
+    side.computed(range(10))
+    assert side.loans.lend("r", range(50, 60), 0.0) is None
+    assert side.loans.lend("r", range(3), 0.0) is None
+    assert side.pool.num_free == 8 and len(side.leases) == 0
+
+
+def test_blocks_without_a_digest_are_lent_only_where_nobody_digests() -> None:
+    for digest, lent in ((True, 4), (False, 12)):
+        side = Side(digest=digest)
+        side.computed(range(12), digested=1)
+        lease = side.loans.lend("r", range(12), 0.0)
+        assert lease is not None and lease.num_tokens == lent
+        side.check()
+
+
+def test_a_reader_that_never_comes_is_waited_for_no_longer_than_the_lease() -> None:
+    side = Side()
+    side.computed(range(8))
+    lease = side.loans.lend("r", range(8), 0.0)
+    assert lease is not None
+    side.leases.expire(10.0)
+    assert side.pool.num_free == 8
+    with pytest.raises(LeaseLost):
+        side.leases.release("r", lease.epoch)
+
+
+def test_what_was_borrowed_is_in_the_cache_and_what_did_not_come_is_free() -> None:
+    side = Side()
+    for arrived, cached in ((False, 0), (True, 2)):
+        loan = side.loans.borrow(range(9))  # two full blocks and one token
+        side.check()
+        assert len(loan.blocks) == 3
+        side.loans.end(loan, arrived=arrived)
+        assert (side.cached(range(9)), side.pool.num_free) == (cached, 8)
+
+
+def test_only_what_is_not_here_is_borrowed() -> None:
+    side = Side(num_blocks=16, prefix_blocks=2)
+    side.computed(range(12))
+    loan = side.loans.borrow(range(24))
+    assert (loan.num_shared, len(loan.blocks)) == (2, 6), "three blocks are here, of which two count"
+    side.loans.end(loan, arrived=True)
+    assert side.cached(range(24)) == 6
+
+
+def test_a_prefix_that_does_not_fit_changes_nothing() -> None:
+    side = Side()
+    side.computed(range(8))
+    held = side.pool.allocate(5)
+    with pytest.raises(OutOfBlocks):
+        side.loans.borrow(range(20))
+    side.pool.free(held)
+    assert side.pool.num_free == 8
+    side.check()
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["lend", "release", "borrow", "end", "lose", "compute"]), st.integers(0, 3)),
+        max_size=40,
+    ),
+    st.booleans(),
+)
+def test_any_order_of_lending_and_borrowing_balances(steps: list[tuple[str, int]], digest: bool) -> None:
+    side = Side(num_blocks=12, digest=digest)
+    prompts = [range(100 * (n // 2), 100 * (n // 2) + 8 + 5 * (n % 2)) for n in range(4)]
+    lent: list[Lease] = []
+    coming: list[Loan] = []
+    for what, number in steps:
+        try:
+            if what == "compute":
+                side.computed(prompts[number])
+            elif what == "lend":
+                lease = side.loans.lend(f"r{number}", prompts[number], 0.0)
+                lent = [each for each in lent if each.key != f"r{number}" or lease is None]
+                lent += [lease] if lease else []
+            elif what == "borrow":
+                coming.append(side.loans.borrow(prompts[number]))
+            elif what == "release" and lent:
+                done = lent.pop(number % len(lent))
+                side.leases.release(done.key, done.epoch)
+            elif what in ("end", "lose") and coming:
+                side.loans.end(coming.pop(number % len(coming)), arrived=what == "end")
+        except OutOfBlocks:
+            assert lent or coming
+        side.check()
+    for loan in coming:
+        side.loans.end(loan, arrived=False)
+    side.leases.expire(99.0)
+    side.check()
+    assert side.pool.num_free == 12
