@@ -1,6 +1,7 @@
 """What a request pays outside steps, from a few requests to an idle cluster. Knows the client; knows no worker.
 
-A worker's time between two steps is the gap between two tokens less the step that made the later one.
+What a worker adds to its steps when there is somebody to tell of them: the gap between two tokens less the same step
+measured alone.
 """
 
 import asyncio
@@ -11,14 +12,15 @@ from statistics import median
 
 from cluster.api.client import DiptychClient
 from cluster.events import Completed
+from cluster.profile.steps import measured
 from cluster.text import TextDelta
-from cluster.view import ClusterView
 from workers.profiles.errors import ProfileError
+from workers.shapes import Shape
 
 FIRST_TOKEN = 3  # the tokens below often end a text
-PROMPT_TOKENS, ANSWER_TOKENS = 64, 32
-LONE, TOGETHER = 5, 8  # requests
-WINDOW = 8  # tokens: as far as a worker's average of its steps reaches back
+PROMPT_TOKENS, ANSWER_TOKENS = 64, 48
+LONE, TOGETHER, CROWDS = 5, 8, 2  # lone requests; requests at once, and how often
+STEPS = 24
 TIMEOUT_S = 120.0
 
 
@@ -26,7 +28,7 @@ TIMEOUT_S = 120.0
 class Path:
     """`door_s`: the first token's way beyond the ledger. `lone_s`: the ledger's phases to the first token, medians.
 
-    `gap_s` passes between two steps of a worker that decodes, and `gap_row_s` more for each sequence beyond the first.
+    `gap_s` is added to a step of one decode, and `gap_row_s` more for each beyond the first.
     """
 
     door_s: float
@@ -50,76 +52,74 @@ class _Answer:
 async def measure_path(client: DiptychClient, decoder: str, vocab_size: int, seed: int = 0) -> Path:
     """`decoder`: a worker that decodes; those of its pool are alike.
 
-    Raises `DiptychError`, and `ProfileError` when requests do not end in time.
+    Raises `DiptychError`, also when requests do not end in time, and `ProfileError` when other requests are in the way.
     """
     draw = random.Random(seed)
-
-    def prompt() -> list[int]:
-        return draw.choices(range(FIRST_TOKEN, vocab_size), k=PROMPT_TOKENS)
-
-    await _ask(client, prompt(), asyncio.Event())  # what the first request has to build is no one else's
-    alone = [await _watched(client, decoder, [prompt()]) for _ in range(LONE)]
-    together = [await _watched(client, decoder, [prompt() for _ in range(TOGETHER)]) for _ in range(2)]
-    answers = [answer for group, _ in alone for answer in group]
-    gap_s = max(0.0, median(gap for _, gap in alone))
-    more_s = max(0.0, median(gap for _, gap in together) - gap_s)
+    await _asked(client, draw, vocab_size, 1)  # what the first request has to build is no one else's
+    alone = [await _asked(client, draw, vocab_size, 1) for _ in range(LONE)]
+    step_s, crowd_step_s = await _step_s(client, decoder, 1), await _step_s(client, decoder, TOGETHER)
+    gap_s = crowd_s = max(0.0, median(map(_token_gap_s, alone)) - step_s) if step_s is not None else 0.0
+    if crowd_step_s is not None:
+        together = [await _asked(client, draw, vocab_size, TOGETHER) for _ in range(CROWDS)]
+        crowd_s = median(map(_token_gap_s, together)) - crowd_step_s
     phases: dict[str, list[float]] = {}
-    for answer in answers:
+    for (answer,) in alone:
         for phase, ns in answer.completed.ledger.first:
             phases.setdefault(phase, []).append(ns / 1e9)
     return Path(
-        door_s=max(0.0, median(answer.door_s for answer in answers)),
+        door_s=max(0.0, median(answer.door_s for (answer,) in alone)),
         gap_s=gap_s,
-        gap_row_s=more_s / (TOGETHER - 1),
-        kv_token_bytes=_token_bytes(answers[0].completed),
+        gap_row_s=max(0.0, crowd_s - gap_s) / (TOGETHER - 1),
+        kv_token_bytes=_token_bytes(alone[0][0].completed),
         lone_s={phase: median(took) for phase, took in phases.items()},
     )
 
 
-async def _watched(client: DiptychClient, decoder: str, prompts: list[list[int]]) -> tuple[list[_Answer], float]:
-    """The answers, and the gap: what lies between tokens beside the decoder's steps, when all answers are under way."""
-    halfway = [asyncio.Event() for _ in prompts]
-    asked = [asyncio.ensure_future(_ask(client, each, event)) for each, event in zip(prompts, halfway, strict=True)]
+async def _asked(client: DiptychClient, draw: random.Random, vocab_size: int, count: int) -> list[_Answer]:
+    """So many answers at once. The first error ends them all."""
+    prompts = [draw.choices(range(FIRST_TOKEN, vocab_size), k=PROMPT_TOKENS) for _ in range(count)]
     try:
-        async with asyncio.timeout(TIMEOUT_S):
-            for event in halfway:
-                await event.wait()
-            view = (await client.status()).view
-            seen_s = asyncio.get_running_loop().time()
-            answers = await asyncio.gather(*asked)
-    except TimeoutError:
-        raise ProfileError(f"requests did not end within {TIMEOUT_S:.0f} s; is the cluster busy?") from None
-    finally:
-        for each in asked:
-            each.cancel()
-    gaps = []
-    for answer in answers:
-        before = [at_s for at_s in answer.token_s[1:] if at_s <= seen_s][-WINDOW - 1 :]
-        gaps += [later - sooner for sooner, later in pairwise(before)]
-    return answers, median(gaps) - _step_s(view, decoder) if gaps else 0.0
+        async with asyncio.TaskGroup() as group:
+            asking = [group.create_task(_ask(client, prompt)) for prompt in prompts]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in asking]
 
 
-async def _ask(client: DiptychClient, prompt: list[int], halfway: asyncio.Event) -> _Answer:
+def _token_gap_s(answers: list[_Answer]) -> float:
+    """The median time between two tokens while all answers were under way."""
+    begin_s = max(answer.token_s[1] for answer in answers)
+    end_s = min(answer.token_s[-1] for answer in answers)
+    gaps = [
+        later - sooner
+        for answer in answers
+        for sooner, later in pairwise(answer.token_s)
+        if begin_s <= sooner and later <= end_s
+    ]
+    if not gaps:
+        raise ProfileError(f"{len(answers)} answers were never under way together; is the cluster busy?")
+    return median(gaps)
+
+
+async def _step_s(client: DiptychClient, decoder: str, batch: int) -> float | None:
+    """The same step without anybody to tell of it; None when the worker takes no such step."""
+    timings = await measured(client, decoder, Shape((), batch, PROMPT_TOKENS + ANSWER_TOKENS // 2), STEPS)
+    return median(timings.seconds) if timings is not None and timings.seconds else None
+
+
+async def _ask(client: DiptychClient, prompt: list[int]) -> _Answer:
     clock = asyncio.get_running_loop()
-    asked_s, token_s = clock.time(), []
+    asked_s = clock.time()
+    token_s: list[float] = []
     completed: Completed | None = None
     answer = client.generate(prompt, max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, timeout_s=TIMEOUT_S)
-    try:
-        async for event in answer:
-            if isinstance(event, TextDelta):
-                token_s += [clock.time()] * len(event.tokens)
-                if len(token_s) > ANSWER_TOKENS // 2:
-                    halfway.set()
-            elif isinstance(event, Completed):
-                completed = event
-    finally:
-        halfway.set()  # nobody shall wait for an answer that failed
-    assert completed is not None and token_s, "a stream that ends well has tokens and an end"
+    async for event in answer:
+        if isinstance(event, TextDelta):
+            token_s += [clock.time()] * len(event.tokens)
+        elif isinstance(event, Completed):
+            completed = event
+    assert completed is not None and len(token_s) == ANSWER_TOKENS, "a stream that ends well has all its tokens"
     return _Answer(asked_s, tuple(token_s), completed)
-
-
-def _step_s(view: ClusterView, worker: str) -> float:
-    return next((each.stats.step_s for each in view.workers if each.name == worker), 0.0)
 
 
 def _token_bytes(completed: Completed) -> int:

@@ -20,6 +20,7 @@ from workers.shapes import Shape, Timings
 
 SHORT_S = 0.25  # steps are repeated for so long in a round
 MOST_REPEATS = 8
+TRIES = 3
 SIDE_BY_SIDE = 256  # repeats: as many as one call has time for
 
 Tell = Callable[[int, int], None]  # done, of how many
@@ -45,7 +46,7 @@ async def measure_steps(client: DiptychClient, worker: str, rounds: int, tell: T
         for done, shape in enumerate(shapes if number == 0 else tuple(seconds)):
             told = seconds.get(shape)
             repeats = max(1, min(MOST_REPEATS, int(SHORT_S / max(told[0], 1e-4)))) if told else 1
-            if timings := await _measured(client, worker, shape, repeats):
+            if timings := await measured(client, worker, shape, repeats):
                 seconds[shape] += timings.seconds
                 calls.append(timings.call_s)
             tell(number * len(shapes) + done + 1, rounds * len(shapes))
@@ -60,14 +61,18 @@ async def measure_steps(client: DiptychClient, worker: str, rounds: int, tell: T
     return Steps(points, max(0.0, median(calls)))
 
 
-async def _measured(client: DiptychClient, worker: str, shape: Shape, repeats: int) -> Timings | None:
-    """None: no step there can have this shape."""
-    try:
-        return await client.measure(worker, shape, repeats)
-    except DiptychError as error:
-        if error.code == "INVALID_ARGUMENT" and error.field == "shape":
-            return None
-        raise
+async def measured(client: DiptychClient, worker: str, shape: Shape, repeats: int) -> Timings | None:
+    """None: no step there can have this shape. What the last request left behind is waited for, `TRIES` times."""
+    for left in reversed(range(TRIES)):
+        try:
+            return await client.measure(worker, shape, repeats)
+        except DiptychError as error:
+            if error.code == "INVALID_ARGUMENT" and error.field == "shape":
+                return None
+            if error.code != "RESOURCE_EXHAUSTED" or not left:
+                raise
+            await asyncio.sleep(error.retry_after_s or 0.0)
+    raise AssertionError("the last try answers or raises")
 
 
 async def measure_side_by_side(client: DiptychClient, one: WorkerView, other: WorkerView) -> tuple[float, float]:
@@ -97,6 +102,6 @@ async def _load(client: DiptychClient, worker: WorkerView) -> Shape:
     """What a worker of this role does most of the time."""
     wanted = (*PREFILL_LOAD, *DECODE_LOAD) if worker.role is Role.PREFILL else (*DECODE_LOAD, *PREFILL_LOAD)
     for shape in wanted:
-        if await _measured(client, worker.name, shape, 1):
+        if await measured(client, worker.name, shape, 1):
             return shape
     raise ProfileError(f"{worker.name} takes none of the shapes that would keep it busy")

@@ -12,6 +12,7 @@ from cluster.api.errors import DiptychError
 from cluster.cli import main
 from cluster.profile import measure as module
 from cluster.profile.measure import measure
+from cluster.profile.path import measure_path
 from cluster.profile.points import HELD_OUT, SEEN
 from cluster.profile.steps import measure_side_by_side, measure_steps
 from tests.profile.served import COST, served, spec
@@ -69,6 +70,20 @@ async def test_an_engine_of_small_budgets_is_fitted_by_what_it_takes() -> None:
         steps = await measure_steps(client, "decode-0", 1, lambda done, total: None)
         assert 10 < len(steps.points) < len(SEEN) + len(HELD_OUT)
         assert all(point.shape.step_tokens <= 64 and point.shape.batch <= 4 for point in steps.points)
+
+
+async def test_a_worker_that_cannot_decode_a_crowd_is_measured_alone() -> None:
+    async with served(spec(max_running=2)) as (client, _):
+        path = await measure_path(client, "decode-0", 1000)
+        assert path.gap_s > 0.0 and path.gap_row_s == 0.0 and path.door_s > 0.0
+
+
+async def test_requests_that_do_not_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.profile.path.TIMEOUT_S", 0.3)
+    async with served(spec(), LinearCost(0.2, 0.0, 0.0, 0.0, 0.0)) as (client, _):
+        with pytest.raises(DiptychError) as caught:
+            await measure_path(client, "decode-0", 1000)
+        assert caught.value.code == "DEADLINE_EXCEEDED"
 
 
 async def test_an_engine_too_small_for_a_fit_says_what_to_raise() -> None:
