@@ -111,10 +111,12 @@ def _spread(workload: Workload, said: Options, seed: int, ticked: bool) -> Workl
     wish = said.jitter or "auto"
     if isinstance(wish, float):
         return changes.jittered(workload, wish, seed)
+    if wish == "auto" and not ticked:
+        return workload
     tick = changes.tick_s([each.at_s for each in workload.arrivals])
     if wish == "on" and not tick:
         raise WorkloadError(f"{workload.name}: no ticks in its times; say jitter=off, or the tick's seconds")
-    if not tick or (wish == "auto" and not ticked):
+    if not tick:
         return workload
     if wish == "off":
         return workload.noted(workload.arrivals, f"arrivals left on their ticks of {tick:.4g} s")

@@ -72,7 +72,7 @@ def read(stream: BufferedReader, path: Path, count_tokens: TokenCounter | None =
 
 def _utc_seconds(text: str) -> float:
     """`2023-11-16 18:15:46.6805900`, with or without an offset; UTC where there is none."""
-    found = datetime.fromisoformat(text)
+    found = datetime.fromisoformat(text.strip())
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
@@ -122,17 +122,20 @@ def _columns(rows: Iterator[tuple[int, list[str]]], path: Path) -> Trace:
 def _cells(rows: Iterator[tuple[int, list[str]]], form: _Format, found: dict[str, int], path: Path) -> Iterator[Row]:
     at, prompt, output, session = (found.get(name.casefold(), -1) for name in (*form.columns, form.session))
     least = max(at, prompt, output) + 1
+    line = f"{path}, line "
     for number, cells in rows:
-        place = f"{path}, line {number}"
+        place = line + str(number)
         if len(cells) < least:
             raise WorkloadError(f"{place}: {len(cells)} columns where the first line has {len(found)}")
-        yield Row(
-            place,
-            None if at < 0 else _read(form.at_s, cells[at], form.at, place),
-            _read(_whole, cells[prompt], form.prompt, place),
-            _read(_whole, cells[output], form.output, place),
-            session=cells[session].strip() if 0 <= session < len(cells) else "",
-        )
+        try:
+            at_s = None if at < 0 else form.at_s(cells[at])
+            lengths = _whole(cells[prompt]), _whole(cells[output])
+        except (ValueError, OverflowError):
+            readers = zip(form.columns, (form.at_s, _whole, _whole), (at, prompt, output), strict=True)
+            raise _misread(
+                [(name, read, cells[column]) for name, read, column in readers if column >= 0], place
+            ) from None
+        yield Row(place, at_s, *lengths, session=cells[session].strip() if 0 <= session < len(cells) else "")
 
 
 def _whole(text: str) -> int:
@@ -146,12 +149,15 @@ def _whole(text: str) -> int:
         return int(number)
 
 
-def _read(reader: Callable[[str], Kind], text: str, column: str, place: str) -> Kind:
-    try:
-        return reader(text.strip())
-    except (ValueError, OverflowError):
-        what = "a time" if reader is _utc_seconds else "a number"
-        raise WorkloadError(f"{place}: {column} is {_shortened(repr(text))}, which is not {what}") from None
+def _misread(cells: Iterable[tuple[str, Callable[[str], float], str]], place: str) -> WorkloadError:
+    """Names the first of (column, its reader, its text) that cannot be read."""
+    for column, read_cell, text in cells:
+        try:
+            read_cell(text)
+        except (ValueError, OverflowError):
+            what = "a time" if read_cell is _utc_seconds else "a number"
+            return WorkloadError(f"{place}: {column} is {_shortened(repr(text))}, which is not {what}")
+    raise AssertionError("all of them can be read")
 
 
 def _shortened(text: str) -> str:
