@@ -100,15 +100,16 @@ class Placement:
         asked = self._asked
         left = max(0, asked.most_requests - self._requests)
         effort = Effort(asked.target, asked.seeds[:1], max(COARSE, asked.tolerance), left)
+        trials = [replace(trial, give_up=asked.target) for trial in trials]
         ranking = best_of(trials, effort, self._each, keep=keep, told=lambda name: self._told(f"{what}: {name}"))
         self._requests += ranking.requests
         counts = ", ".join(f"{count} {each.value}" for each in Outcome if (count := ranking.count(each)))
         best = f"; best {ranking.best[0].candidate.name}: {ranking.best[0].rate:.4g} requests/s" if ranking.best else ""
         self._notes.append(f"{len(trials)} {what}: {counts}{best}")
         for found in ranking.found:
-            near = found.goodput.closest.attained.both if found.goodput else found.candidate.alone
+            near = found.candidate.alone
             if not found.rate and found.outcome in (Outcome.HOPELESS, Outcome.MEASURED):
-                self._near(near, f"{found.candidate.name} attains {near:.1%} when nothing else runs")
+                self._near(near, f"{found.candidate.name}, with which {near:.1%} would, each having it to itself")
         return ranking
 
     def _near(self, attained: float, words: str) -> None:
@@ -196,8 +197,8 @@ class Placement:
             else:
                 return None
         self._told(f"the whole: {layout.told}")
-        cap = max(trial.estimate * SLACK, asked.rate or 0.0)
-        search = Search(asked.rate or cap / 2.0, cap / LEAST, cap, asked.tolerance)
+        cap = max(trial.most * SLACK, asked.rate or 0.0)
+        search = Search(asked.rate or min(trial.estimate, cap) / 2.0, cap / LEAST, cap, asked.tolerance)
         probes = Probes(trial, self._each)
         found = goodput(probes, search, asked.slo, target=asked.target, seeds=asked.seeds, gpus=layout.gpus)
         self._requests += len(found.probes) * trial.requests

@@ -20,8 +20,8 @@ from cluster.scoring.goodput import Goodput, Map, Probes, Search, goodput
 from workers.request import SLO
 
 WAVE = 4  # candidates that are tried at once; the answer does not depend on how many processes there are
-SLACK = 1.1  # an estimate is that of the mean request; a goodput above so many times it is a run that was too short
-LEAST = 256.0  # a search ends at the estimate over this
+SLACK = 1.1  # `most` is that of the mean request; a goodput above so many times it is a run that was too short
+LEAST = 256.0  # a search ends at `most` over this
 
 
 class Candidate(Protocol):
@@ -37,6 +37,8 @@ class Candidate(Protocol):
     def weight(self) -> float: ...
     @property
     def estimate(self) -> float: ...
+    @property
+    def most(self) -> float: ...
     @property
     def alone(self) -> float: ...
     @property
@@ -154,8 +156,8 @@ def _waves(candidates: Sequence[C]) -> Iterator[list[C]]:
 def measure(effort: Effort, beat: float, candidate: C) -> Found[C]:
     """Its goodput, unless it does not hold the rate that it needs to be worth more than `beat`."""
     probes = Probes(candidate)
-    cap = candidate.estimate * SLACK
-    start = cap / 2.0
+    cap = candidate.most * SLACK
+    start = min(candidate.estimate, cap) / 2.0
     if beat > 0.0:
         start = beat * candidate.weight * (1.0 + effort.tolerance)
         if start > cap:

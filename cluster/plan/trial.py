@@ -3,9 +3,11 @@
 Runs anywhere: a trial is a value, so it can be sent to another process.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from cluster.plan.asked import Asked
+from cluster.plan.capacity import capacity
 from cluster.plan.deploy import Group, Layout, case_of, decode_alone, prefill_alone
 from cluster.plan.load import Load, Phase
 from cluster.scoring.figures import Attainment, attainment
@@ -17,14 +19,16 @@ from cluster.workload.arrivals import Arrival, Workload
 from workers.costs import CostModel
 from workers.request import SLO
 
-MOST_REQUESTS = 4  # a large cluster's run has so many times the requests of one instance's
+MOST_REQUESTS = 8  # a run at a high rate has so many times the requests asked for, at most
+TTFTS, ANSWERS = 10, 2  # promises for which a run must last
 MARGIN = 0.05  # a draw of some hundred requests attains by so much more than all of them would, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """`estimate`: requests a second that it could serve were it never idle. `alone`: share of requests that would meet
-    the promise if each had the machine to itself; no load attains more. `weight`: its GPUs as the objective counts them.
+    """`estimate`: requests a second that it should be able to serve, `most`: that nothing lets it exceed. `alone`:
+    share of requests that would meet the promise if each had the machine to itself; no load attains more. `weight`: its
+    GPUs as the objective counts them. `give_up`: a run ends once it cannot attain this share any more.
     """
 
     layout: Layout
@@ -36,7 +40,9 @@ class Trial:
     gpus: int
     weight: float
     estimate: float
+    most: float
     alone: float
+    give_up: float | None = None
 
     @property
     def name(self) -> str:
@@ -48,9 +54,21 @@ class Trial:
         return attainment(self.run(rate, seed), self.slo)
 
     def run(self, rate: float, seed: int) -> Run:
-        workload = self.load.at(rate, seed, self.requests, self.phase)
-        options = Options(seed=seed, slo=self.slo, until_s=promised_end_s(workload, self.slo), system=self.name)
+        count = min(self.requests * MOST_REQUESTS, max(self.requests, math.ceil(rate * self.span_s)))
+        workload = self.load.at(rate, seed, count, self.phase)
+        missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals))
+        until_s = promised_end_s(workload, self.slo)
+        options = Options(seed=seed, slo=self.slo, until_s=until_s, most_missed=missed, system=self.name)
         return simulate(self.case.spec, self.case.models, workload, options)
+
+    @property
+    def span_s(self) -> float:
+        """A run has at least the requests of this time: a queue that grows needs time to break a promise."""
+        arrivals = self.load.arrivals
+        answer = (
+            sum(each.output_tokens for each in arrivals) / len(arrivals) if self.phase is not Phase.PREFILL else 1.0
+        )
+        return TTFTS * (self.slo.ttft_s or 0.0) + ANSWERS * answer * (self.slo.tpot_s or 0.0)
 
 
 def promised_end_s(workload: Workload, slo: SLO) -> float | None:
@@ -64,18 +82,9 @@ def promised_end_s(workload: Workload, slo: SLO) -> float | None:
 
 def whole(asked: Asked, layout: Layout) -> Trial:
     """Raises `DoesNotFit` and `ProfileError`, as all of these."""
-    case = case_of(asked, layout)
-    requests = asked.requests * min(MOST_REQUESTS, max(group.replicas for group in layout.groups))
     weight = sum(group.gpus * asked.weight(group.hardware) for group in layout.groups)
-    rates, shares = [], []
-    for pool in case.spec.pools:
-        cost = case.models[pool.name].cost
-        rates.append(_pool_rate(asked, pool, cost, asked.load.arrivals))
-        shares.append(_alone(pool, cost, asked.load.arrivals, asked.slo))
-    return Trial(
-        *(layout, case, asked.load, Phase.WHOLE, asked.slo, requests, layout.gpus, weight),
-        *(min(rates), min(shares)),
-    )
+    case, pools = case_of(asked, layout), tuple(group.role.value for group in layout.groups)
+    return _trial(asked, layout, case, Phase.WHOLE, asked.slo, weight, pools)
 
 
 def prefill(asked: Asked, group: Group) -> Trial:
@@ -90,43 +99,27 @@ def decode(asked: Asked, group: Group) -> Trial:
 
 
 def _phase(asked: Asked, group: Group, phase: Phase, case: Case, slo: SLO, pool: str) -> Trial:
-    spec = next(each for each in case.spec.pools if each.name == pool)
+    layout = Layout("split", (replace(group, replicas=1),))
+    return _trial(asked, layout, case, phase, slo, group.gpus_each * asked.weight(group.hardware), (pool,))
+
+
+def _trial(
+    asked: Asked, layout: Layout, case: Case, phase: Phase, slo: SLO, weight: float, pools: tuple[str, ...]
+) -> Trial:
     arrivals = asked.load.arrivals
     if phase is Phase.PREFILL:
         arrivals = tuple(replace(each, output_tokens=1) for each in arrivals)
-    cost = case.models[pool].cost
-    rate, alone = _pool_rate(asked, spec, cost, arrivals), _alone(spec, cost, arrivals, slo)
-    gpus = group.gpus_each
-    layout = Layout("split", (replace(group, replicas=1),))
-    weight = gpus * asked.weight(group.hardware)
-    return Trial(layout, case, asked.load, phase, slo, asked.requests, gpus, weight, rate, alone)
-
-
-def _pool_rate(asked: Asked, pool: PoolSpec, cost: CostModel, arrivals: tuple[Arrival, ...]) -> float:
-    """Requests a second of a pool that is never idle: mean requests, prompts in full steps, decodes in the largest
-    batch that keeps TPOT and fits. A worker of both phases hides the shorter one behind the longer, at best."""
-    engine = pool.engine
-    prompt = round(sum(each.prompt_tokens for each in arrivals) / len(arrivals))
-    output = sum(each.output_tokens for each in arrivals) / len(arrivals)
-    context = prompt + round(output / 2)
-    prefill_s = decode_s = 0.0
-    if pool.role is not Role.DECODE:
-        together = max(1, engine.max_batch_tokens // prompt)
-        prefill_s = cost.mixed_seconds(((prompt, 0),) * together, 0, 0) / together
-    if pool.role is not Role.PREFILL and output > 1:
-        most = max(1, min(engine.max_running, engine.kv_blocks * engine.block_size // context))
-        batch = _largest_batch(cost, most, context, asked.slo.tpot_s)
-        decode_s = output * cost.decode_seconds(batch, batch * context) / batch
-    return pool.replicas * pool.parallel.pipeline / max(prefill_s, decode_s, 1e-9)
-
-
-def _largest_batch(cost: CostModel, most: int, context: int, tpot_s: float | None) -> int:
-    least, above = 1, most + 1
-    while tpot_s is not None and above - least > 1:
-        middle = (least + above) // 2
-        within = cost.decode_seconds(middle, middle * context) <= tpot_s
-        least, above = (middle, above) if within else (least, middle)
-    return least if tpot_s is not None else most
+    bounds = [
+        (capacity(pool, case.models[pool.name].cost, arrivals, asked.slo.tpot_s), pool)
+        for pool in case.spec.pools
+        if pool.name in pools
+    ]
+    return Trial(
+        *(layout, case, asked.load, phase, slo, asked.requests, layout.gpus, weight),
+        estimate=min(bound.usual for bound, _ in bounds),
+        most=min(bound.most for bound, _ in bounds),
+        alone=min(_alone(pool, case.models[pool.name].cost, arrivals, slo) for _, pool in bounds),
+    )
 
 
 def _alone(pool: PoolSpec, cost: CostModel, arrivals: tuple[Arrival, ...], slo: SLO) -> float:

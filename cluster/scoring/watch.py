@@ -7,6 +7,7 @@ from typing import Protocol
 from cluster.events import Accepted, Completed
 from cluster.scoring.records import Ending, Served
 from cluster.workload.arrivals import Arrival
+from workers.request import SLO
 
 
 class _Tokens(Protocol):
@@ -45,6 +46,21 @@ class Watch:
             now_s = self._clock()
             for _ in event.tokens:
                 self._token_s.append(now_s)
+
+    def can_keep(self, slo: SLO) -> bool:
+        """Whether it kept both promises, or still may."""
+        done = self.ending is not Ending.UNFINISHED
+        so_far = self.served()
+        now_s = self._clock()
+        late_s = now_s - self.arrival.at_s if so_far.ttft_s is None else so_far.ttft_s
+        if slo.ttft_s is not None and late_s > slo.ttft_s:
+            return False
+        if not done:
+            least_s = (slo.ttft_s or 0.0) + (slo.tpot_s or 0.0) * (self.arrival.output_tokens - 1)
+            bounded = slo.ttft_s is not None and slo.tpot_s is not None
+            return not bounded or now_s - self.arrival.at_s <= least_s
+        kept = so_far.tpot_s is not None and (slo.tpot_s is None or so_far.tpot_s <= slo.tpot_s)
+        return self.ending is Ending.FINISHED and kept
 
     def end(self, ending: Ending, detail: str) -> None:
         """It ended without finishing."""

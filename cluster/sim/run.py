@@ -21,6 +21,7 @@ from workers.request import SLO
 from workers.stats import WorkerStats
 
 STALLED_S = 3600.0  # virtual seconds without a token anywhere: nobody waits so long, something is lost
+DUE = 1.0 + 1e-9  # what comes at the very moment is in time
 SETTLE_S = 60.0  # virtual seconds in which workers must have let go of everything
 
 
@@ -30,12 +31,16 @@ class Leaked(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a run is made. `trace` keeps every step. `until_s`: the run is cut so long after the first arrival."""
+    """How a run is made. `trace` keeps every step. `until_s`: the run is cut so long after the first arrival.
+
+    `most_missed`: it is cut as soon as more requests cannot keep `slo` any more, for who only wants to know whether.
+    """
 
     seed: int = 0
     slo: SLO = field(default_factory=SLO)
     trace: bool = False
     until_s: float | None = None
+    most_missed: int | None = None
     system: str = ""
     around: Surroundings = ALONE
 
@@ -73,6 +78,8 @@ class _Load:
         self._begin_s = asyncio.get_running_loop().time() - workload.arrivals[0].at_s
         self.watches = [Watch(index, arrival, self._now_s) for index, arrival in enumerate(workload.arrivals)]
         self._open: set[asyncio.Task[None]] = set()
+        self._missed: set[int] = set()
+        self._too_many = asyncio.Event()
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time() - self._begin_s
@@ -81,10 +88,11 @@ class _Load:
         loop = asyncio.get_running_loop()
         sending = asyncio.ensure_future(self._send())
         watching = asyncio.ensure_future(self._notice_stall())
+        missing = asyncio.ensure_future(self._too_many.wait())
         limit_s = self._options.until_s
         cut = None if limit_s is None else limit_s - (loop.time() - self._begin_s)
         try:
-            await asyncio.wait({sending, watching}, timeout=cut, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sending, watching, missing}, timeout=cut, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 watching.result()
             if sending.done():
@@ -92,9 +100,10 @@ class _Load:
         finally:
             watching.cancel()
             sending.cancel()
+            missing.cancel()
             for task in self._open:
                 task.cancel()
-            await asyncio.wait({sending, watching, *self._open})
+            await asyncio.wait({sending, watching, missing, *self._open})
 
     async def _send(self) -> None:
         loop = asyncio.get_running_loop()
@@ -103,11 +112,38 @@ class _Load:
             task = asyncio.ensure_future(self._one(watch))
             self._open.add(task)
             task.add_done_callback(self._ended)
+            if self._options.most_missed is not None:
+                self._judge_in_time(watch, task)
         while self._open:
             await asyncio.wait(self._open)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._open.discard(task)
+
+    def _judge_in_time(self, watch: Watch, task: "asyncio.Task[None]") -> None:
+        """When it ends, and when its first and last token are due."""
+        slo, loop = self._options.slo, asyncio.get_running_loop()
+        due = []
+        if slo.ttft_s is not None:
+            due.append(loop.call_later(slo.ttft_s * DUE, self._judge, watch))
+            if slo.tpot_s is not None:
+                answer_s = slo.tpot_s * (watch.arrival.output_tokens - 1)
+                due.append(loop.call_later((slo.ttft_s + answer_s) * DUE, self._judge, watch))
+
+        def ended(_: object) -> None:
+            for timer in due:
+                timer.cancel()
+            self._judge(watch)
+
+        task.add_done_callback(ended)
+
+    def _judge(self, watch: Watch) -> None:
+        if watch.can_keep(self._options.slo):
+            return
+        self._missed.add(watch.index)
+        assert self._options.most_missed is not None, "only asked when there is a limit"
+        if len(self._missed) > self._options.most_missed:
+            self._too_many.set()
 
     async def _one(self, watch: Watch) -> None:
         dispatchers = self._cluster.dispatchers
