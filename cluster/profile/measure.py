@@ -27,8 +27,9 @@ async def measure(client: DiptychClient, tell: Tell, rounds: int = ROUNDS) -> Cl
     """
     view = (await client.status()).view
     workers = _one_of_each(view)
-    decoder = next(worker for worker in workers if worker.role is not Role.PREFILL)
-    assert view.model is not None, "a cluster with ready workers knows its model"
+    decoder = next((worker for worker in workers if worker.role is not Role.PREFILL), None)
+    if decoder is None or view.model is None:
+        raise ProfileError("no worker that decodes is ready; wait for one, or raise its pool's replicas")
     tell("requests", 0, None)
     path = await measure_path(client, decoder.name, view.model.vocab_size)
     pools = []
@@ -77,8 +78,6 @@ def _one_of_each(view: ClusterView) -> list[WorkerView]:
         first.setdefault(worker.pool, worker)
     if missing := {worker.pool for worker in view.workers} - first.keys():
         raise ProfileError(f"no worker of {', '.join(sorted(missing))} is ready; wait for it, or take the pool out")
-    if not first:
-        raise ProfileError("this cluster has no workers to measure")
     return list(first.values())
 
 
