@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from cluster.events import Unservable
 from cluster.ledger import Stopwatch
-from cluster.line import Heard, Line, LineLost
+from cluster.line import Line, LineLost, Said
 from cluster.runtime.interface import WorkerGone
 from kvtransfer.ticket import TransferReport
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError
@@ -71,7 +71,7 @@ class Attempt:
         self._background = background
         self._lender = lender
         self._borrow_s = borrow_s
-        self._inbox: asyncio.Queue[Heard] = asyncio.Queue()  # bounded by the request's own tokens
+        self._inbox: asyncio.Queue[tuple[str, Said | Exception]] = asyncio.Queue()  # bounded by its tokens
         self._taking = False
         self._held: dict[str, Line] = {}  # lines on which something of ours may still be held
         self._latest: LegTiming | None = None
@@ -106,9 +106,9 @@ class Attempt:
         except Overloaded as error:
             raise AttemptFailed(self._prefill.name, str(error), refused_s=error.retry_after_s) from None
         while True:
-            heard = await self._inbox.get()
+            worker, said = await self._inbox.get()
             self._taking = True
-            finish = await self._take(heard)
+            finish = await self._take(worker, said)
             self._taking = False
             if finish is not None:
                 return finish
@@ -124,32 +124,30 @@ class Attempt:
             borrowing = self._prefill.handle.borrow(self._request, ticket, self._borrow_s)
             await self._call(self._prefill, borrowing)
 
-    def hear(self, heard: Heard) -> None:
+    def hear(self, worker: str, said: Said) -> None:
         """Something came from one of our lines. Tokens in the middle of an answer wait for nobody: they go out at once.
 
         Everything else is taken in its turn.
         """
-        output = heard.output
         waits = self._taking or not self._inbox.empty()
-        if waits or not isinstance(output, TokensOut) or output.prefilled or output.finish is not None:
-            self._inbox.put_nowait(heard)
+        if waits or not isinstance(said, TokensOut) or said.prefilled or said.finish is not None:
+            self._inbox.put_nowait((worker, said))
         else:
-            self._latest = output.timing
+            self._latest = said.timing
             try:
-                self._tokens(output)
+                self._tokens(said)
             except Exception as error:  # ours to end with, not the line's
-                self._inbox.put_nowait(Heard(heard.worker, error))
+                self._inbox.put_nowait((worker, error))
 
-    async def _take(self, heard: Heard) -> FinishReason | None:
-        output = heard.output
+    async def _take(self, worker: str, output: Said | Exception) -> FinishReason | None:
         if isinstance(output, LineLost):
-            if heard.worker not in self._held:
+            if worker not in self._held:
                 return None  # it had done its part
-            raise AttemptFailed(heard.worker, f"the worker was lost ({output.reason})")
+            raise AttemptFailed(worker, f"the worker was lost ({output.reason})")
         if isinstance(output, Exception):
             raise output
         if isinstance(output, FailedOut):
-            raise AttemptFailed(heard.worker, output.reason, corrupt=output.corrupt)
+            raise AttemptFailed(worker, output.reason, corrupt=output.corrupt)
         if isinstance(output, TicketOut):
             await self._call(self._decode, self._decode.handle.fetch(output.key, output.ticket))
             return None

@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import structs
+
 from cluster.attempt import Attempt, AttemptFailed
 from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
 from cluster.ledger import Stopwatch, now_ns
@@ -300,7 +302,7 @@ class Dispatcher:
         line = self._lines.get(worker.name)
         if line is None or line.view.incarnation != worker.incarnation:
             return worker
-        return replace(worker, age_s=now_s - line.heard_s)
+        return structs.replace(worker, age_s=now_s - line.heard_s)
 
     def _picture(self) -> ClusterView:
         """The view without ages, for the policy: what has not changed is not made anew."""
@@ -318,7 +320,7 @@ class Dispatcher:
         lines = [self._lines.get(worker.name) for worker in view.workers]
         audits = await asyncio.gather(*(_audit(line) for line in lines))
         return replace(
-            view, workers=tuple(replace(w, audit=audit) for w, audit in zip(view.workers, audits, strict=True))
+            view, workers=tuple(structs.replace(w, audit=audit) for w, audit in zip(view.workers, audits, strict=True))
         )
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:

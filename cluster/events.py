@@ -11,6 +11,8 @@ ClusterError
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from cluster.ledger import LatencyLedger
 from kvtransfer.ticket import TransferReport
 from workers.request import FinishReason, TokenLogprobs
@@ -69,8 +71,7 @@ class Accepted:
     index: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Struct, frozen=True, gc=False):
     """New tokens. `first_position` counts output tokens from 0; no position is ever sent twice.
 
     `prompt_logprobs`, when asked for, come with the first one: of the prompt's second token and those behind it.

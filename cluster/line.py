@@ -7,13 +7,16 @@ at once, and nobody places on it again. Knows no policy and no request.
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from cluster.policy.placement import NOTHING_SENT, Sent
 from cluster.runtime.interface import WorkerGone, WorkerHandle
 from cluster.view import WorkerState, WorkerView
+from workers.alarm import Alarm
 from workers.errors import WorkerError
-from workers.request import Output
+from workers.request import Bundle, Output
 from workers.stats import WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -26,15 +29,8 @@ class LineLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """Something that reached an attempt, and from which worker. An exception: what taking it led to."""
-
-    worker: str
-    output: Output | LineLost | Exception
-
-
-Hear = Callable[[Heard], None]
+Said = Output | LineLost
+Hear = Callable[[str, Said], None]  # the worker's name, and what it said
 
 
 class Line:
@@ -56,6 +52,7 @@ class Line:
         self._attempts: dict[str, Hear] = {}
         self._seen: tuple[tuple[WorkerView, WorkerStats, bool, str | None], WorkerView] | None = None
         self.heard_s = asyncio.get_running_loop().time()
+        self._silence = Alarm(self._fall_silent)
         self._listening = asyncio.ensure_future(self._listen())
 
     @property
@@ -81,41 +78,49 @@ class Line:
         self._attempts[key] = hear
         self.sent = Sent(self.sent.prompt_tokens + prompt_tokens, self.sent.sequences + 1)
         if self.lost is not None:
-            hear(Heard(self.name, LineLost(self.lost)))
+            hear(self.name, LineLost(self.lost))
 
     def leave(self, key: str) -> None:
         self._attempts.pop(key, None)
 
     async def close(self) -> None:
+        self._silence.close()
         self._listening.cancel()
         await asyncio.wait([self._listening])
 
     async def _listen(self) -> None:
         received = 0
-        while True:
-            try:
-                async with asyncio.timeout(self._silence_s):
-                    bundle = await self.handle.poll(self.subscriber, received)
-            except (WorkerGone, WorkerError) as error:
-                return self.hang_up(f"{type(error).__name__}: {error}")
-            except TimeoutError:
-                return self.hang_up(f"it was silent for {self._silence_s:.1f} s")
-            except Exception as error:
-                logger.exception("polling worker %s", self.name)
-                return self.hang_up(f"unexpected {type(error).__name__}: {error}")
-            if bundle.incarnation != self.view.incarnation:
-                return self.hang_up("it restarted")
-            self.heard_s = asyncio.get_running_loop().time()
-            if not self.heard:
-                self.heard = True
-                self._changed()
-            received = bundle.number
-            self.stats = bundle.stats
-            self.sent = NOTHING_SENT
-            for output in bundle.outputs:
-                hear = self._attempts.get(output.key)
-                if hear is not None:
-                    hear(Heard(self.name, output))
+        try:
+            while self.lost is None:
+                self._silence.set(self._silence_s)
+                bundle = await self.handle.poll(self.subscriber, received)
+                if bundle.incarnation != self.view.incarnation:
+                    return self.hang_up("it restarted")
+                self._take(bundle)
+                received = bundle.number
+        except (WorkerGone, WorkerError) as error:
+            self.hang_up(f"{type(error).__name__}: {error}")
+        except Exception as error:
+            logger.exception("polling worker %s", self.name)
+            self.hang_up(f"unexpected {type(error).__name__}: {error}")
+        finally:
+            self._silence.close()
+
+    def _take(self, bundle: Bundle) -> None:
+        self.heard_s = asyncio.get_running_loop().time()
+        if not self.heard:
+            self.heard = True
+            self._changed()
+        self.stats = bundle.stats
+        self.sent = NOTHING_SENT
+        for output in bundle.outputs:
+            hear = self._attempts.get(output.key)
+            if hear is not None:
+                hear(self.name, output)
+
+    def _fall_silent(self) -> None:
+        self.hang_up(f"it was silent for {self._silence_s:.1f} s")
+        self._listening.cancel()
 
     def hang_up(self, reason: str) -> None:
         """End the line; every attempt on it learns why. Only the first reason counts."""
@@ -125,5 +130,5 @@ class Line:
         self.lost = reason
         self.ended.set()
         for hear in tuple(self._attempts.values()):
-            hear(Heard(self.name, LineLost(reason)))
+            hear(self.name, LineLost(reason))
         self._changed()

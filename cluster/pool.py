@@ -8,7 +8,8 @@ One `Keeper` for each replica, one task for each keeper. Knows one worker; the c
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, WorkerGone, WorkerHandle, WorkerOrder
 from cluster.spec import PoolSpec
@@ -131,5 +132,5 @@ class Keeper:
             self.view = replace(self.view, stats=bundle.stats)  # statistics alone are no change of membership
 
     def _show(self, state: WorkerState, **facts: str | int) -> None:
-        self.view = replace(self.view, state=state, **facts)  # type: ignore[arg-type]
+        self.view = replace(self.view, state=state, **facts)
         self._changed()

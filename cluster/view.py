@@ -1,7 +1,9 @@
 """An immutable picture of the cluster: who is there and how they are doing. What policies look at."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct, field
 
 from cluster.spec import Role
 from kvtransfer.ticket import LinkReport
@@ -16,8 +18,7 @@ class WorkerState(Enum):
     DEAD = "dead"
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerView:
+class WorkerView(Struct, frozen=True, gc=False):
     """One worker. `capacity_tokens`: the longest sequence its pool can hold; `age_s`: since it last spoke."""
 
     name: str

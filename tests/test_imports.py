@@ -18,7 +18,7 @@ LAYERS = [
     ["kvtransfer.probe", "kvtransfer.landing", "kvtransfer.links", "kvtransfer.control", "kvtransfer.pull"],
     ["kvtransfer.open", "kvtransfer.doctor"],
     ["workers.costs"],
-    ["workers.request", "workers.config", "workers.stats", "workers.errors"],
+    ["workers.request", "workers.config", "workers.stats", "workers.errors", "workers.alarm"],
     ["workers.ops"],
     ["workers.costs"],
     ["workers.profiles", "workers.fit", "workers.shapes"],

@@ -5,8 +5,10 @@ transport. Bounded by the subscriber's own requests: each adds at most its token
 """
 
 import asyncio
-from dataclasses import replace
 
+from msgspec.structs import replace
+
+from workers.alarm import Alarm
 from workers.request import Output, TokensOut
 
 
@@ -20,6 +22,7 @@ class Mailbox:
         self._sent: tuple[Output, ...] = ()
         self._number = 0
         self._arrived = asyncio.Event()
+        self._heartbeat = Alarm(self._arrived.set)
         self._turn = asyncio.Lock()  # a poll given up by its caller may still be waiting when the next one comes
 
     def put(self, output: Output) -> None:
@@ -35,6 +38,11 @@ class Mailbox:
         """Let a waiting poll answer now."""
         self._arrived.set()
 
+    def close(self) -> None:
+        """Nobody will poll again; whoever does now is answered."""
+        self._heartbeat.close()
+        self._arrived.set()
+
     async def take(self, received: int, wait_s: float) -> tuple[int, tuple[Output, ...]]:
         """The next bundle's number and outputs; empty after `wait_s`. `received` is the last number that arrived."""
         async with self._turn:
@@ -48,11 +56,9 @@ class Mailbox:
 
     async def _wait(self, wait_s: float) -> None:
         self._arrived.clear()
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._arrived.wait()
-        except TimeoutError:
-            return  # nothing came: an empty bundle is the heartbeat
+        self._heartbeat.set(wait_s)  # when nothing comes, an empty bundle is the heartbeat
+        await self._arrived.wait()
+        self._heartbeat.off()
 
 
 def _adjacent(last: TokensOut, new: TokensOut) -> bool:

@@ -6,6 +6,8 @@ Knows no text (the gateway encodes and decodes), no device and no clock. Everyth
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from msgspec import Struct
+
 from kvtransfer.ticket import TransferReport, TransferTicket
 from workers.errors import InvalidRequest
 from workers.stats import WorkerStats
@@ -157,8 +159,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LegTiming:
+class LegTiming(Struct, frozen=True, gc=False):
     """Durations of one leg on its worker's clock, up to now. They follow one another without a gap.
 
     To the first token of a prompt computed here: `queue_s` arrival to first step, `compute_s` first step to token.
@@ -171,8 +172,7 @@ class LegTiming:
     compute_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokensOut:
+class TokensOut(Struct, frozen=True, gc=False):
     """New tokens of one sequence. `first_position` counts output tokens from 0, over all attempts.
 
     `prefilled`: the first token of a prompt that this worker computed; `timing` then is that of the prefill.
@@ -217,8 +217,7 @@ class FailedOut:
 Output = TokensOut | TicketOut | FetchedOut | FailedOut
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
+class Bundle(Struct, frozen=True, gc=False):
     """All that one worker has to say to one subscriber since the last bundle; when idle, a heartbeat.
 
     `number` counts a subscriber's bundles from 1. The next poll acknowledges it; until then it is sent again.

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from kvtransfer.ticket import PeerAddress
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStats:
+class WorkerStats(Struct, frozen=True, gc=False):
     """`queued_tokens`: prompt tokens still to compute. `reserved`: decode slots promised whose KV is not here yet.
 
     free + used (sequences, leases and quarantine together) = total blocks; `cached_blocks` is the part of `free`

@@ -169,7 +169,7 @@ class Worker:
         if self._sweeper is not None:
             self._sweeper.cancel()
         for mailbox in self._mailboxes.values():
-            mailbox.pulse()
+            mailbox.close()
         await self._peers.close()
         await self._control.close()
         await self._executor.close()
@@ -192,7 +192,7 @@ class Worker:
         future: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
         entry = _Asked(request, future, self._now_s())
         self._reservations.append(entry)
-        self._mailboxes.setdefault(request.reply_to, Mailbox(self._now_s()))  # from now on its silence is noticed
+        self._mailbox(request.reply_to)  # from now on its silence is noticed
         self._grant()
         self._arm()
         try:
@@ -255,8 +255,7 @@ class Worker:
     async def poll(self, subscriber: str, received: int) -> Bundle:
         """The next bundle for this subscriber, after at most a heartbeat. `received`: the last bundle that arrived."""
         self._require_open()
-        now = self._now_s()
-        mailbox = self._mailboxes.setdefault(subscriber, Mailbox(now))
+        mailbox = self._mailbox(subscriber)
         mailbox.polling += 1
         try:
             number, outputs = await mailbox.take(received, self._heartbeat_s)
@@ -384,10 +383,13 @@ class Worker:
         subscriber = self._routes.get(output.key)
         if subscriber is None:
             return  # cancelled meanwhile
+        self._mailbox(subscriber).put(output)
+
+    def _mailbox(self, subscriber: str) -> Mailbox:
         mailbox = self._mailboxes.get(subscriber)
         if mailbox is None:
             mailbox = self._mailboxes[subscriber] = Mailbox(self._now_s())
-        mailbox.put(output)
+        return mailbox
 
     # ---- fetching ----------------------------------------------------------------------------------------------
 
@@ -424,7 +426,7 @@ class Worker:
             if mailbox.polling or now - mailbox.last_poll_s < SUBSCRIBER_TIMEOUT_S:
                 continue
             logger.warning("worker %s: subscriber %s went silent; its requests end", self.config.name, subscriber)
-            del self._mailboxes[subscriber]
+            self._mailboxes.pop(subscriber).close()
             for asked in self._reservations:
                 if asked.request.reply_to == subscriber and not asked.future.done():
                     asked.future.set_exception(UnknownSequence(f"subscriber {subscriber} went silent"))

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from cluster.events import Accepted, Completed
 from cluster.ledger import PHASES, LatencyLedger
@@ -90,7 +91,8 @@ def answer_json(text: str, tokens: tuple[int, ...], accepted: Accepted, complete
 
 
 def worker_json(worker: WorkerView) -> dict[str, Any]:
-    return asdict(worker) | {"role": worker.role.value, "state": worker.state.value}
+    told: dict[str, Any] = msgspec.to_builtins(worker)
+    return told
 
 
 def view_json(view: ClusterView) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from msgspec import Struct
+
 from cluster.view import ClusterView
 from workers.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(Struct, frozen=True, gc=False):
     """What this gateway has sent to a worker since the statistics in the view were taken."""
 
     prompt_tokens: int = 0

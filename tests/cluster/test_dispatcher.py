@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local import cluster, completed, mixed_spec, request, split_spec, tokens_of
+from msgspec import structs
 
 from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Delta, Rejected, Unservable
 from cluster.spec import Role
@@ -225,7 +226,7 @@ async def test_corrupted_kv_is_noticed_and_recomputed() -> None:
             if plan.digest_blocks and lies:
                 lies -= 1
                 damaged = tuple(tuple(bytes([cells[0] ^ 1]) + cells[1:] for cells in rank) for rank in result.digests)
-                result = replace(result, digests=damaged)
+                result = structs.replace(result, digests=damaged)
             return result
 
         executor.execute = lying
@@ -316,7 +317,7 @@ async def test_a_controller_that_starts_anew_does_not_cut_living_streams() -> No
         await asyncio.sleep(0.4)
         known = subject.dispatcher._membership
         anew = tuple(
-            replace(m, view=replace(m.view, state=WorkerState.STARTING, incarnation="")) for m in known.members
+            replace(m, view=structs.replace(m.view, state=WorkerState.STARTING, incarnation="")) for m in known.members
         )
         subject.dispatcher._take_membership(replace(known, members=anew))
         await asyncio.sleep(0.1)

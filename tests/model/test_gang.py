@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from msgspec import structs
 
 from kvtransfer.challenge import nonce
 from kvtransfer.control_wire import Channel
@@ -353,7 +354,9 @@ async def test_all_ranks_compute_the_same_plans_in_the_same_order_whoever_waits_
     async with asyncio.timeout(SOON_S):
         gang = await open_tasks(nine_heads, 2, 2)
         monkeypatch.setattr(rank_module, "compute", noted)
-        calls = [asyncio.ensure_future(gang.execute(replace(plans()[0], number=number))) for number in range(30)]
+        calls = [
+            asyncio.ensure_future(gang.execute(structs.replace(plans()[0], number=number))) for number in range(30)
+        ]
         await asyncio.sleep(0)
         for call in calls[::3]:
             call.cancel()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from views import BLOCK, BLOCKS, SIMPLE, Story, request, spec, view, worker
 
 from cluster.policy import policy as policy_module
@@ -34,7 +35,9 @@ def workers(draw: st.DrawFn) -> WorkerView:
     )
     state = draw(st.sampled_from([WorkerState.READY] * 4 + list(WorkerState)))
     pool = draw(st.sampled_from([found.pool, "no-such-pool"]))
-    return replace(found, state=state, pool=pool, capacity_tokens=draw(st.sampled_from([0, 50, BLOCK * BLOCKS])))
+    return structs.replace(
+        found, state=state, pool=pool, capacity_tokens=draw(st.sampled_from([0, 50, BLOCK * BLOCKS]))
+    )
 
 
 @st.composite

@@ -3,6 +3,7 @@
 Implementations live in `workers.executor`. All methods are called from one event loop.
 """
 
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,7 +38,7 @@ class Executor(Protocol):
         """The stages' idle share of the time with a plan in flight, lately; 0.0 for one stage. See `bubble`."""
         ...
 
-    async def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> Awaitable[StepResult]:
         """Run one plan, in the order of the calls. Not cancellable: a step that began ends."""
         ...
 

@@ -6,7 +6,9 @@ Knows the engine's three verbs and the executor's one; knows no request and no w
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
+from workers.alarm import Alarm
 from workers.engine.engine import Engine, Told
 from workers.engine.executor import Executor
 from workers.engine.step import StepPlan, StepResult
@@ -26,6 +28,9 @@ class Pump:
         self._now_s = now_s
         self._work = asyncio.Event()
         self._closing = False
+        self._in_flight: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
+        self._overdue = Alarm(self._give_up)
+        self._gave_up = False
 
     def wake(self) -> None:
         self._work.set()
@@ -37,42 +42,51 @@ class Pump:
 
     async def run(self) -> None:
         """Until `stop`. An executor's error ends it: the worker is then unfit and must be replaced."""
-        in_flight: deque[tuple[StepPlan, asyncio.Task[StepResult]]] = deque()
+        in_flight = self._in_flight
         try:
             while True:
                 self._work.clear()
-                self._fill(in_flight)
+                self._fill()
                 if in_flight:
-                    await self._oldest_or_work(in_flight)
+                    await self._oldest_or_work()
                 elif self._closing:
                     return
                 else:
                     await self._work.wait()
         finally:
-            for _, task in in_flight:
-                task.cancel()
+            self._overdue.close()
+            for _, step in in_flight:
+                step.cancel()
 
-    def _fill(self, in_flight: "deque[tuple[StepPlan, asyncio.Task[StepResult]]]") -> None:
-        while not self._closing and len(in_flight) < self._executor.depth:
+    def _fill(self) -> None:
+        while not self._closing and len(self._in_flight) < self._executor.depth:
             plan = self._engine.schedule(self._now_s())
             if plan is None:
                 break
-            in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
+            self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
         self._deliver(self._engine.drain())
 
-    async def _oldest_or_work(self, in_flight: "deque[tuple[StepPlan, asyncio.Task[StepResult]]]") -> None:
-        plan, task = in_flight[0]
-        if len(in_flight) < self._executor.depth and not task.done():
+    async def _oldest_or_work(self) -> None:
+        plan, step = self._in_flight[0]
+        if len(self._in_flight) < self._executor.depth and not step.done():
             work = asyncio.ensure_future(self._work.wait())
-            await asyncio.wait({task, work}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {step, work}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             work.cancel()
-            if not task.done():
+            if not step.done():
                 return
+        self._overdue.set(STEP_TIMEOUT_S)
         try:
-            async with asyncio.timeout(STEP_TIMEOUT_S):
-                result = await task
-        except TimeoutError:
-            raise RuntimeError(f"step {plan.number} has not ended within {STEP_TIMEOUT_S:.0f} s") from None
-        in_flight.popleft()
+            result = await step
+        except asyncio.CancelledError:
+            if self._gave_up:
+                raise RuntimeError(f"step {plan.number} has not ended within {STEP_TIMEOUT_S:.0f} s") from None
+            raise
+        self._overdue.off()
+        self._in_flight.popleft()
         self._engine.commit(plan, result, self._now_s())
         self._deliver(self._engine.drain())
+
+    def _give_up(self) -> None:
+        self._gave_up = True
+        self._in_flight[0][1].cancel()

@@ -1,12 +1,11 @@
 """What one forward pass computes and what it gives back: the joint between scheduler and device."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from workers.request import SamplingParams, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(Struct, frozen=True, gc=False):
     """How to draw the token after a chunk's last position.
 
     `position` is the absolute position of the drawn token and, with `seed`, the whole state of the generator.
@@ -28,8 +27,7 @@ class Draw:
         return bool(self.seen or self.params.logit_bias or self.banned)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True, gc=False):
     """A run of one sequence's tokens to compute.
 
     `tokens` stand at positions first_position ...; `blocks` is the block table up to the chunk's end: token at
@@ -52,8 +50,7 @@ class Chunk:
         return self.first_position + len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(Struct, frozen=True, gc=False):
     """One iteration: first the copies, in this order, then the chunks, at last the digests.
 
     `swap_out` are pairs (block, host block) to save, `swap_in` pairs (host block, block) to bring back, `copies` pairs
@@ -73,8 +70,7 @@ class StepPlan:
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(Struct, frozen=True, gc=False):
     """`tokens[i]` belongs to the i-th chunk (None where nothing was drawn), `logprobs` likewise.
 
     `prompt_logprobs[i]` has one entry for each of the i-th chunk's targets (all empty: nobody asked).

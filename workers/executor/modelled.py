@@ -7,6 +7,7 @@ with a pattern that follows from the tokens, so that digests and copies mean som
 
 import asyncio
 import zlib
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -74,6 +75,17 @@ def modelled_facts(
     return ModelFacts("modelled", sizes.vocab_size, sizes.context_length, (0,), layout, 0, 0)
 
 
+@dataclass(slots=True)
+class _Running:
+    """A plan under way."""
+
+    plan: StepPlan
+    begin_s: float
+    end_s: float
+    seconds: float
+    result: "asyncio.Future[StepResult]"
+
+
 class ModelledExecutor:
     """`Executor` by arithmetic. Without `fill` nothing is written, and digests are zeros that nobody compares.
 
@@ -102,24 +114,40 @@ class ModelledExecutor:
         heads, layers, *_ = region.layout.shape
         self._no_digests = bytes(8 * heads * layers)
         self._free_s = [0.0] * depth  # when each stage has done all it was given so far
-        self._order = asyncio.Lock()  # plans that end at the same instant still end in their order
+        self._running: deque[_Running] = deque()
+        self._order = asyncio.Lock()
         self._bubble = BubbleMeter(depth)
 
     @property
     def bubble_share(self) -> float:
         return self._bubble.share
 
-    async def execute(self, plan: StepPlan) -> StepResult:
-        seconds = plan_seconds(self._cost, plan)
-        begin_s = asyncio.get_running_loop().time()
-        if self._pace is None:
-            end_s = self._through_stages(begin_s, seconds / self.depth)
-            async with self._order:
-                await asyncio.sleep(end_s - asyncio.get_running_loop().time())
-        else:
-            async with self._order:
-                seconds = await self._pace(seconds)
-            end_s = asyncio.get_running_loop().time()
+    def execute(self, plan: StepPlan) -> Awaitable[StepResult]:
+        loop = asyncio.get_running_loop()
+        begin_s, seconds = loop.time(), plan_seconds(self._cost, plan)
+        if self._pace is not None:
+            return self._paced(self._pace, plan, begin_s, seconds)
+        end_s = self._through_stages(begin_s, seconds / self.depth)
+        step = _Running(plan, begin_s, end_s, seconds, loop.create_future())
+        self._running.append(step)
+        loop.call_at(end_s, self._end_oldest)  # plans that end at the same instant still end in their order
+        return step.result
+
+    async def _paced(self, pace: Pace, plan: StepPlan, begin_s: float, seconds: float) -> StepResult:
+        async with self._order:
+            seconds = await pace(seconds)
+        return self._compute(plan, begin_s, asyncio.get_running_loop().time(), seconds)
+
+    def _end_oldest(self) -> None:
+        step = self._running.popleft()
+        if step.result.done():  # its caller has left
+            return
+        try:
+            step.result.set_result(self._compute(step.plan, step.begin_s, step.end_s, step.seconds))
+        except Exception as error:
+            step.result.set_exception(error)
+
+    def _compute(self, plan: StepPlan, begin_s: float, end_s: float, seconds: float) -> StepResult:
         if self._observe:
             self._observe(plan, end_s - seconds, end_s)
         self._bubble.add(begin_s, end_s, (seconds / self.depth,) * self.depth)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch
+from msgspec import structs
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvtransfer.layout import KVLayout
@@ -191,5 +192,5 @@ def warm_up(block_size: int) -> tuple[StepPlan, StepPlan]:
     draw = Draw(SamplingParams(temperature=0.0), seed=0, position=WARM_UP_TOKENS)
     blocks = (SCRATCH_BLOCK,) * -(-(WARM_UP_TOKENS + 1) // block_size)
     prompt = Chunk("warm-up/0", (1,) * WARM_UP_TOKENS, 0, blocks[: -(-WARM_UP_TOKENS // block_size)], draw)
-    decode = Chunk("warm-up/0", (1,), WARM_UP_TOKENS, blocks, replace(draw, position=WARM_UP_TOKENS + 1))
+    decode = Chunk("warm-up/0", (1,), WARM_UP_TOKENS, blocks, structs.replace(draw, position=WARM_UP_TOKENS + 1))
     return StepPlan(0, (prompt,)), StepPlan(0, (decode,))
