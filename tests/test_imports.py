@@ -20,7 +20,6 @@ LAYERS = [
     ["workers.costs"],
     ["workers.request", "workers.config", "workers.stats", "workers.errors", "workers.alarm"],
     ["workers.ops"],
-    ["workers.costs"],
     ["workers.profiles", "workers.fit", "workers.shapes"],
     ["workers.model", "workers.engine", "workers.tokenizer", "workers.mailbox"],
     ["workers.lease_desk", "workers.peers", "workers.measuring", "workers.fetching"],
