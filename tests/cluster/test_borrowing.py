@@ -1,0 +1,66 @@
+"""A prefix that was fetched from another worker's cache gives the tokens that a computed one gives: a real model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pairs import Legs, colocated, parallel_worker, words
+
+from kvtransfer.open import SharedMemory
+from tests.model.tiny import write_tiny_llama
+from workers.config import EngineConfig, ParallelConfig
+from workers.request import Request, SamplingParams
+
+ENGINE = EngineConfig(block_size=8, kv_blocks=96, max_batch_tokens=24, max_running=8)
+OTHER = replace(ENGINE, block_size=12)
+PROMPT = tuple(3 + 11 * position % 300 for position in range(70))  # eight blocks of 8 tokens, five of 12, and some
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("models") / "nine-heads"
+    return str(
+        write_tiny_llama(folder, num_layers=3, hidden_size=72, ffn_size=100, num_heads=9, num_kv_heads=3, head_dim=8)
+    )
+
+
+@pytest.mark.parametrize("backend", ["tcp", "memory"])
+@pytest.mark.parametrize(
+    ("owner", "borrower", "engine"),
+    [((1, 1), (1, 1), ENGINE), ((3, 1), (1, 2), ENGINE), ((1, 2), (3, 1), OTHER)],
+    ids=["alike", "other parallel settings", "other blocks too"],
+)
+async def test_a_borrowed_prefix_gives_the_same_tokens(
+    model: str, owner: tuple[int, int], borrower: tuple[int, int], engine: EngineConfig, backend: str
+) -> None:
+    shared = SharedMemory()
+    settings = (("owner", owner, ENGINE), ("borrower", borrower, engine), ("decode", (1, 1), ENGINE))
+    workers = [
+        parallel_worker(name, model, ParallelConfig(*each), sizes, shared, (backend,), prefix_tokens=24)
+        for name, each, sizes in settings
+    ]
+    try:
+        for worker in workers:
+            await worker.start()
+        lender, reader, decode = workers
+        sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=9, ignore_eos=True)
+        (first,) = await Legs(lender, decode).run([Request("first", PROMPT, sampling)])
+        longer = Request("longer", (*PROMPT, *range(5, 25)), sampling)
+        (expected,) = await colocated(decode, [longer])
+
+        ticket = await lender.lend(longer)
+        assert ticket is not None and ticket.num_tokens == 64
+        assert await reader.borrow(longer, ticket, 30.0) == 64, words(ParallelConfig(*owner))
+        before = reader.engine.stats().cached_blocks
+        assert before == 64 // engine.block_size
+        (moved,) = await Legs(reader, decode).run([longer])
+        assert moved.tokens == expected and first.tokens
+        assert (await reader.lend(replace(longer, id="again"))) is not None, "what was borrowed can be lent on"
+        for worker in workers:
+            worker.engine.expire(float("inf"))
+            await worker.check()
+            stats = worker.engine.stats()
+            assert stats.free_blocks == stats.total_blocks
+    finally:
+        for worker in workers:
+            await worker.close()
