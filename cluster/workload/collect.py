@@ -17,6 +17,7 @@ from cluster.workload.traces import Row, TokenCounter, read
 
 _LARGEST_ID = 2**64 - 1  # of a prefix block
 _LONGEST_TICK_S = 60.0
+_TICKS = 100  # enough to know the usual one
 
 
 def collect(path: Path, said: Options, seed: int, count_tokens: TokenCounter | None = None) -> Workload:
@@ -25,7 +26,7 @@ def collect(path: Path, said: Options, seed: int, count_tokens: TokenCounter | N
         trace = read(stream, path, count_tokens)
         block_tokens = said.block or trace.block_tokens
         filled = _Filled(trace.rows, trace.drops_empty or said.zero == "drop")
-        arrivals = list(_wanted(_arrivals(filled, block_tokens, said.sort == "yes"), said))
+        arrivals = list(_wanted(_arrivals(filled, block_tokens, said.sort == "yes"), said, path, trace.ticked))
     left_out = f"{filled.empty} requests of 0 tokens left out" if filled.empty else ""
     if not arrivals:
         window = "" if said.begin is None else f" from {said.begin:g} s on"
@@ -88,23 +89,29 @@ def _problem(row: Row, block_tokens: int, last_s: float, timed: bool, any_order:
     return ""
 
 
-def _wanted(arrivals: Iterator[Arrival], said: Options) -> Iterator[Arrival]:
-    """As many as the options can need; whole ticks, and before a window those that jitter may bring into it."""
-    unsorted = said.sort == "yes"
+def _wanted(arrivals: Iterator[Arrival], said: Options, path: Path, ticked: bool) -> Iterator[Arrival]:
+    """As many as the options can need; for jitter some ticks more, and those before a window that it may move there."""
+    in_order = said.sort != "yes"
     begin_s = said.begin or 0.0
     reach_s = said.jitter if isinstance(said.jitter, float) else _LONGEST_TICK_S
-    count, last_s = 0, 0.0
+    first = said.first if in_order and not begin_s else None
+    ticks_wanted = _TICKS if ticked or said.jitter not in (None, "auto", "off") else 0
+    count, ticks, last_s = 0, 0, -1.0
     for arrival in arrivals:
-        if not unsorted:
-            enough = said.first is not None and not begin_s and count >= said.first and arrival.at_s > last_s
-            if enough or (said.until is not None and arrival.at_s >= said.until):
-                return
-            if arrival.at_s < begin_s - reach_s:
-                continue
+        ticks += arrival.at_s != last_s
+        last_s = arrival.at_s
+        if first is not None and count >= first and ticks > ticks_wanted:
+            return
+        if in_order and said.until is not None and arrival.at_s >= said.until:
+            return
+        if in_order and arrival.at_s < begin_s - reach_s:
+            continue
         if count == MOST_REQUESTS:
-            raise WorkloadError(f"more than {MOST_REQUESTS:,} requests; ask for a part, by first= or from= and until=")
+            raise WorkloadError(
+                f"{path}: more than {MOST_REQUESTS:,} requests; take a part, by first= or from=, until="
+            )
         yield arrival
-        count, last_s = count + 1, arrival.at_s
+        count += 1
 
 
 def _spread(workload: Workload, said: Options, seed: int, ticked: bool) -> Workload:

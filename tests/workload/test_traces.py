@@ -153,6 +153,7 @@ def test_what_is_not_asked_for_is_not_read(load) -> None:
     broken = minutes(10) + "what is this\n"
     assert len(load(broken, "first=3").arrivals) == 3
     assert len(load(broken, "until=500").arrivals) == 9
+    assert len(load("num_prefill_tokens,num_decode_tokens\n1,1\n2,2\n3,3\nwhat\n", "first=2,rate=1").arrivals) == 2
     with pytest.raises(WorkloadError, match="line 12: 1 columns"):
         load(broken)
 
@@ -160,7 +161,8 @@ def test_what_is_not_asked_for_is_not_read(load) -> None:
 def test_the_first_requests_are_the_same_however_much_is_read(load) -> None:
     rows = [{"timestamp": 3000 * (n // 10), "input_length": n + 1, "output_length": 1} for n in range(100)]
     content = "\n".join(map(json.dumps, rows))
-    assert load(content, "first=25").arrivals == load(content).arrivals[:25]
+    for count in (1, 25, 100):
+        assert load(content, f"first={count}").arrivals == load(content).arrivals[:count]
 
 
 def test_another_rate_stretches_times_and_new_arrivals_replace_them(load) -> None:
