@@ -32,19 +32,21 @@ def request_gantt(served: Served) -> Any:
     rows = _rows(served)
     picture, ((panel,),) = panels(1, 1, 8.5, 1.6 + 0.27 * (len(rows) + 1))
     begin_ns = served.arrival_s * 1e9
+    unit, unit_ns = ("s", 1e9) if rows[-1].end_ns - begin_ns > 10e9 else ("ms", 1e6)
     for row, span in enumerate(rows):
-        left, width = (span.begin_ns - begin_ns) / 1e6, (span.end_ns - span.begin_ns) / 1e6
+        left, width = (span.begin_ns - begin_ns) / unit_ns, (span.end_ns - span.begin_ns) / unit_ns
         panel.barh(row, width, left=left, height=0.7, **_look(span))
-        panel.annotate(_ms(width), (left + width, row), (4, 0), textcoords="offset points", **TOLD)
-    tokens_ms = [1e3 * (at - served.arrival_s) for at in served.token_s]
-    panel.plot(tokens_ms, [len(rows)] * len(tokens_ms), "|", color="black")
-    panel.axvline(tokens_ms[0], color="black", linewidth=0.8, linestyle="--", zorder=0.5)
+        told = _time(span.end_ns - span.begin_ns)
+        panel.annotate(told, (left + width, row), (4, 0), textcoords="offset points", **TOLD)
+    tokens = [1e9 / unit_ns * (at - served.arrival_s) for at in served.token_s]
+    panel.plot(tokens, [len(rows)] * len(tokens), "|", color="black")
+    panel.axvline(tokens[0], color="black", linewidth=0.8, linestyle="--", zorder=0.5)
     panel.set_yticks(range(len(rows) + 1), [*(_label(span) for span in rows), "tokens"])
     panel.invert_yaxis()
     panel.margins(x=0.12)
     panel.set_xlim(left=0.0)
     panel.grid(axis="y", visible=False)
-    panel.set(xlabel="ms since the request arrived", title=_title(served))
+    panel.set(xlabel=f"{unit} since the request arrived", title=_title(served))
     return picture
 
 
@@ -68,14 +70,15 @@ def _label(span: Span) -> str:
     return "transfer, elapsed" if span.name == TRANSFER else span.name.replace("_", " ")
 
 
-def _ms(value: float) -> str:
-    return f"{value:.0f} ms" if value >= 100.0 else f"{value:.3g} ms"
+def _time(ns: float) -> str:
+    ms = ns / 1e6
+    return f"{ms / 1e3:.3g} s" if ms >= 1e4 else f"{ms:.0f} ms" if ms >= 100.0 else f"{ms:.3g} ms"
 
 
 def _title(served: Served) -> str:
     where = " to ".join(dict.fromkeys(filter(None, (served.prefill_worker, served.decode_worker))))
     asked = f"Request {served.index}: {served.prompt_tokens} prompt tokens, {len(served.token_s)} answered"
-    took = f"TTFT {_ms(1e3 * (served.ttft_s or 0.0))} (dashed), TPOT {_ms(1e3 * (served.tpot_s or 0.0))}"
+    took = f"TTFT {_time(1e9 * (served.ttft_s or 0.0))} (dashed), TPOT {_time(1e9 * (served.tpot_s or 0.0))}"
     return f"{asked}{where and ', '}{where}\n{took}"
 
 

@@ -1,7 +1,7 @@
 """One HTML page that stands alone: tables, pictures and what the words mean. No script, no link to anywhere."""
 
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,10 +72,18 @@ def _ran(system: Compared) -> tuple[str, ...]:
     )
 
 
-def page(title: str, systems: Sequence[Compared], *, subtitle: str = "", notes: Sequence[str] = ()) -> str:
+def page(
+    title: str,
+    systems: Sequence[Compared],
+    *,
+    subtitle: str = "",
+    notes: Sequence[str] = (),
+    images: Mapping[str, bytes] | None = None,
+) -> str:
     """The whole page. Raises `NoPictures` without matplotlib, ValueError without systems.
 
-    `notes` go below what was run, with the notes of the runs behind them.
+    `notes` go below what was run, with the notes of the runs behind them. `images`: pictures that are PNGs already,
+    by name; all others are drawn.
     """
     from jinja2 import Environment, StrictUndefined
 
@@ -83,6 +91,8 @@ def page(title: str, systems: Sequence[Compared], *, subtitle: str = "", notes: 
         raise ValueError("a report needs at least one system")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     of_runs = (note for system in systems for note in system.figures.notes)
+    have = images or {}
+    shown = ((each.caption, have.get(each.name) or png(each.draw())) for each in pictures(systems))
     return environment.from_string(TEMPLATE.read_text()).render(
         title=title,
         subtitle=subtitle,
@@ -90,8 +100,6 @@ def page(title: str, systems: Sequence[Compared], *, subtitle: str = "", notes: 
         notes=list(dict.fromkeys((*notes, *of_runs))),
         told=[f"{system.name}: {goodput.told}" for system in systems for goodput in system.goodputs],
         grids=[grid for grid in (comparison(systems), details(systems), pools(systems)) if grid.rows],
-        pictures=[
-            {"caption": each.caption, "base64": b64encode(png(each.draw())).decode()} for each in pictures(systems)
-        ],
+        pictures=[{"caption": caption, "base64": b64encode(image).decode()} for caption, image in shown],
         definitions=DEFINITIONS,
     )

@@ -123,6 +123,7 @@ def scatter(runs: Sequence[Run], slo: SLO) -> Any:
         panel.set_ylabel("TPOT, ms")
     for panel in grid.flat[max(0, len(runs) - columns) : len(runs)]:
         panel.set_xlabel("TTFT, s")
+        panel.tick_params(labelbottom=True)
     _legend(picture, grid.flat[0], markerscale=2.5)
     return picture
 

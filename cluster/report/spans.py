@@ -1,5 +1,6 @@
 """What happened when, by a run's records: a request's phases as spans, steps in lanes, what is worth showing. Pure."""
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from cluster.scoring.records import Ending, Run, Served, StepRecord
 
 TRANSFER = "transfer"  # not a phase of the ledger: what it overlaps with is
+NOTICED_NS = 1_000
 WINDOW_STEPS = 100  # of the busiest worker, in the part that is shown
 
 
@@ -23,13 +25,13 @@ def phases(served: Served) -> tuple[Span, ...]:
     """The ledger's phases one behind the other from the arrival on, up to the first token and up to the last.
 
     A ledger has sums: what a request did several times, over several attempts, is one span. Without a ledger (the
-    request did not finish) there are none; phases that took no time are left out.
+    request did not finish) there are none; phases of less than a microsecond are left out.
     """
     if served.ledger is None:
         return ()
     spans, at = [], round(served.arrival_s * 1e9)
     for name, ns in served.ledger.first + served.ledger.rest:
-        if ns:
+        if ns >= NOTICED_NS:
             spans.append(Span(name, at, at + ns))
         at += ns
     return tuple(spans)
@@ -65,10 +67,15 @@ def lanes(steps: Iterable[StepRecord]) -> tuple[tuple[int, StepRecord], ...]:
 
 
 def middle(run: Run) -> tuple[float, float]:
-    """Seconds from and to, around the middle step of the worker with the most steps. The run must have been traced."""
+    """Seconds from and to, so that the worker with the most steps has `WINDOW_STEPS` there, around the middle prompt.
+
+    Not around the middle step: at the end of a run come long answers and no prompts. The run must have been traced.
+    """
     most = Counter(step.worker for step in run.steps).most_common(1)[0][0]
     steps = sorted((step for step in run.steps if step.worker == most), key=lambda step: step.begin_s)
-    first = max(0, (len(steps) - WINDOW_STEPS) // 2)
+    prompts = sorted(step.begin_s for step in run.steps if step.prompt_tokens) or [step.begin_s for step in steps]
+    at = bisect([step.begin_s for step in steps], prompts[len(prompts) // 2])
+    first = max(0, min(at - WINDOW_STEPS // 2, len(steps) - WINDOW_STEPS))
     return steps[first].begin_s, max(step.end_s for step in steps[first : first + WINDOW_STEPS])
 
 

@@ -41,9 +41,10 @@ def _title(systems: Sequence[Compared]) -> str:
             (each.promise for each in figures),
         )
     )
+    sure = "Goodput counts all GPUs provisioned, with its 95 % CI over seeds. "
     return (
-        f"{workloads} at {rates} requests/s; {promises}. Goodput counts all GPUs provisioned, with its 95 % CI over "
-        "seeds; percentiles are of finished requests, kept both is of all."
+        f"{workloads} at {rates} requests/s; {promises}. {sure if any(system.goodputs for system in systems) else ''}"
+        "Percentiles are of finished requests, kept both is of all."
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -77,6 +77,13 @@ def test_json_has_all_figures_of_all_systems() -> None:
     assert [each["target"] for each in ours["goodputs"]] == [0.9, 0.99]
     assert len(ours["sweep"]) == 3 and ours["figures"]["mfu"] == pytest.approx(0.25)
     assert theirs["figures"]["rejected"] == 3 and theirs["goodputs"][0]["unattainable"]
+
+
+def test_pictures_that_are_there_are_not_drawn_again() -> None:
+    both = systems()
+    images = {each.name: each.name.encode() for each in html.pictures(both)}
+    page = html.page("drawn before", both, images=images)
+    assert all(b64encode(image).decode() in page for image in images.values())
 
 
 def test_a_page_of_nothing_is_refused() -> None:

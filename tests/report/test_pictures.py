@@ -14,7 +14,7 @@ from cluster.report.spans import phases
 from cluster.report.style import NoPictures, png, save
 from cluster.scoring.records import StepRecord, WorkerRecord
 from tests.report.compared_systems import PROMISE, systems
-from tests.scoring.made import refused, split_run
+from tests.scoring.made import refused, served, split_ledger, split_run
 from workers.request import SLO
 
 
@@ -80,6 +80,14 @@ def test_a_requests_bars_are_its_phases() -> None:
     assert sorted(widths) == pytest.approx(sorted([*lengths, 30.0]))
     for word in ("transfer, elapsed", "prefill compute", "prefill-0 to decode-0", "300 prompt tokens", "ms since"):
         assert word in texts(picture)
+
+
+def test_a_long_request_is_told_in_seconds() -> None:
+    ledger = split_ledger(queue_ms=20_000, compute_ms=40, wait_ms=10, decode_ms=105)
+    shown = texts(request_gantt(served(0, 0.0, [20.045, 20.163], ledger=ledger)))
+    for word in ("s since the request arrived", "20 s", "40 ms", "TTFT 20 s"):
+        assert word in shown
+    assert "ms since" not in shown
 
 
 def test_a_pools_bars_are_the_steps_in_the_window_by_what_they_held() -> None:

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.ledger import PHASES
+from cluster.ledger import PHASES, LatencyLedger
 from cluster.report.spans import WINDOW_STEPS, lanes, middle, phases, transfer, typical, whole
 from cluster.scoring.records import Ending, StepRecord
 from tests.scoring.made import refused, served, split_run
@@ -36,6 +36,7 @@ def test_who_did_not_finish_has_a_span_and_no_phases() -> None:
     assert whole(refused(1, 3.0)).begin_ns == whole(refused(1, 3.0)).end_ns
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 3)), max_size=30))
 def test_lanes_never_overlap_and_are_as_few_as_possible(drawn: list[tuple[float, float]]) -> None:
     steps = [StepRecord("w", begin, begin + length, 1, 0) for begin, length in drawn]
@@ -57,6 +58,24 @@ def test_the_middle_holds_so_many_steps_of_the_busiest() -> None:
     inside = [step for step in run.steps if step.worker == "decode-0" and begin_s <= step.begin_s < end_s]
     assert len(inside) >= WINDOW_STEPS
     assert run.steps[0].begin_s < begin_s < end_s < run.steps[-1].end_s
+
+
+def test_the_middle_has_prompts_however_long_the_answers_go_on() -> None:
+    tail = tuple(StepRecord("decode-0", 10.0 + n, 11.0 + n, 0, 1) for n in range(1000))
+    run = replace(split_run(20), steps=split_run(20).steps + tail)
+    begin_s, end_s = middle(run)
+    assert any(begin_s <= step.begin_s < end_s and step.prompt_tokens for step in run.steps)
+    only = replace(run, steps=tail[:3])
+    assert middle(only) == (10.0, 13.0)
+
+
+def test_what_took_less_than_a_microsecond_is_no_phase_and_moves_nothing() -> None:
+    ledger = LatencyLedger((("route", 5_000), ("reserve", 1)), (("decode_compute", 2_000),), 5_001, 7_001)
+    spans = phases(served(0, 0.0, [5e-6], ledger=ledger))
+    assert [(span.name, span.begin_ns, span.end_ns) for span in spans] == [
+        ("route", 0, 5_000),
+        ("decode_compute", 5_001, 7_001),
+    ]
 
 
 def test_the_typical_request_stands_in_the_middle() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.scoring.figures import DEFINITIONS, Attainment, attainment, figures, percentiles, promise
@@ -131,6 +131,7 @@ requests = st.lists(
 bound = st.none() | st.floats(0, 5)
 
 
+@settings(deadline=None)
 @given(requests, bound, bound, st.floats(0, 2))
 def test_a_looser_promise_is_never_kept_less(
     drawn: list[tuple[float, float, float, int, Ending]], ttft: float | None, tpot: float | None, more: float
@@ -143,6 +144,7 @@ def test_a_looser_promise_is_never_kept_less(
     assert attainment(made, ANY).both == tight.served
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=60))
 def test_percentiles_agree_with_numpy(samples: list[float]) -> None:
     made = percentiles(np.array(samples))

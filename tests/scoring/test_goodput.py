@@ -6,7 +6,7 @@ from functools import partial
 from random import Random
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.scoring.figures import Attainment
@@ -32,6 +32,7 @@ def searched(threshold: float, search: Search, spread: float = 0.0, target: floa
     return goodput(probes, search, PROMISE, target=target, seeds=SEEDS, gpus=4)
 
 
+@settings(deadline=None)
 @given(st.floats(0.011, 99.0), st.floats(0.01, 100.0), st.floats(0.0, 0.3), st.sampled_from((0.01, 0.05, 0.2)))
 @example(99.0, 100.0, 0.3, 0.01)
 def test_the_threshold_is_found_within_the_tolerance(
@@ -46,6 +47,7 @@ def test_the_threshold_is_found_within_the_tolerance(
     assert not made.capped and not made.unattainable
 
 
+@settings(deadline=None)
 @given(st.floats(0.02, 90.0), st.integers(0, 1000))
 def test_noise_in_each_probe_moves_the_result_no_farther_than_the_noise(threshold: float, salt: int) -> None:
     def noisy(rate: float, seed: int) -> Attainment:

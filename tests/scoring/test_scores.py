@@ -4,7 +4,7 @@ import math
 from itertools import accumulate
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.scoring.records import Run, Served
@@ -82,6 +82,7 @@ def test_one_stall_late_in_an_answer_is_averaged_away_and_one_at_its_beginning_i
     assert effective_throughput(run([stalled(0)]), 4.0) == 0.0
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=40))
 def test_the_moving_average_has_the_weights_of_an_exponential_window(gaps: list[float]) -> None:
     keep = 1 - 2 / (16 + 1)
