@@ -143,7 +143,7 @@ def case_of(asked: Asked, layout: Layout) -> Case:
 def prefill_alone(asked: Asked, group: Group) -> Case:
     """One instance that takes whole requests: those of one token stay on the worker that computed their prompt."""
     layout = Layout("colocated", (replace(group, role=Role.MIXED, replicas=1),))
-    return case_of(asked, layout)
+    return replace(case_of(asked, layout), name=f"{replace(group, replicas=1).told}, alone")
 
 
 def decode_alone(asked: Asked, group: Group) -> Case:
@@ -166,7 +166,7 @@ def decode_alone(asked: Asked, group: Group) -> Case:
         "prefill": replace(model, cost=free),
         "decode": replace(model, cost=cost),
     }
-    return Case(f"decode alone: {group.told}", _quick(asked, spec), models)
+    return Case(f"{replace(group, replicas=1).told}, alone", _quick(asked, spec), models)
 
 
 def _quick(asked: Asked, spec: ClusterSpec) -> ClusterSpec:

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from cluster.workload.arrivals import Arrival, Workload
 from cluster.workload.changes import at_rate, resampled
@@ -10,23 +9,17 @@ from cluster.workload.changes import at_rate, resampled
 MOST_KEPT = 4096  # pairs of lengths; more say nothing new about their distribution
 
 
-class Phase(Enum):
-    """What of each request is simulated."""
-
-    WHOLE = "whole"
-    PREFILL = "prefill"  # answers of one token: the prompt is all the work there is
-    DECODE = "decode"  # prompts cost nothing
-
-
 @dataclass(frozen=True, slots=True)
 class Load:
     """Requests like those of `source`. With `own_times` runs of its requests at its own gaps, stretched to the rate,
     bursts and shared prefixes kept; a seed is another place in it. Else lengths drawn from it, Poisson arrivals, as
-    DistServe's simulator does: a seed is another draw, and one seed's draws are the same at every rate.
+    DistServe's simulator does: a seed is another draw, and one seed's draws are the same at every rate. With
+    `one_token` no more than that is wanted of each answer: the prompt is all the work there is.
     """
 
     source: Workload
     own_times: bool = False
+    one_token: bool = False
 
     @classmethod
     def of(cls, workload: Workload, own_times: bool = False) -> "Load":
@@ -43,12 +36,13 @@ class Load:
 
     @property
     def arrivals(self) -> tuple[Arrival, ...]:
-        return self.source.arrivals
+        arrivals = self.source.arrivals
+        return tuple(replace(each, output_tokens=1) for each in arrivals) if self.one_token else arrivals
 
-    def at(self, rate: float, seed: int, count: int, phase: Phase = Phase.WHOLE) -> Workload:
+    def at(self, rate: float, seed: int, count: int) -> Workload:
         """`count` requests, or all that the source has when it has fewer and keeps its own times."""
         workload = self._part(seed, count, rate) if self.own_times else resampled(self.source, count, rate, seed)
-        if phase is not Phase.PREFILL:
+        if not self.one_token:
             return workload
         return workload.noted([replace(each, output_tokens=1) for each in workload.arrivals], "one token wanted")
 

@@ -4,12 +4,14 @@ Runs anywhere: a trial is a value, so it can be sent to another process.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from cluster.plan.asked import Asked
 from cluster.plan.capacity import capacity
 from cluster.plan.deploy import Group, Layout, case_of, decode_alone, prefill_alone
-from cluster.plan.load import Load, Phase
+from cluster.plan.load import Load
 from cluster.scoring.figures import Attainment, attainment
 from cluster.scoring.records import Run
 from cluster.sim.compare import Case
@@ -24,17 +26,31 @@ TTFTS, ANSWERS = 10, 2  # promises for which a run must last
 MARGIN = 0.05  # a draw of some hundred requests attains by so much more than all of them would, at most
 
 
+class Terms(Protocol):
+    """What of a question a trial needs; see `Asked`."""
+
+    @property
+    def load(self) -> Load: ...
+    @property
+    def slo(self) -> SLO: ...
+    @property
+    def target(self) -> float: ...
+    @property
+    def requests(self) -> int: ...
+    def weight(self, hardware: str) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """`estimate`: requests a second that it should be able to serve, `most`: that nothing lets it exceed. `alone`:
     share of requests that would meet the promise if each had the machine to itself; no load attains more. `weight`: its
-    GPUs as the objective counts them. `give_up`: a run ends once it cannot attain this share any more.
+    GPUs as the objective counts them. `give_up`: a run ends once it cannot attain this share any more;
+    `cut`: and once nobody who is left can keep the promise.
     """
 
     layout: Layout
     case: Case
     load: Load
-    phase: Phase
     slo: SLO
     requests: int
     gpus: int
@@ -43,21 +59,20 @@ class Trial:
     most: float
     alone: float
     give_up: float | None = None
+    cut: bool = True
 
     @property
     def name(self) -> str:
-        return (
-            self.layout.told if self.phase is Phase.WHOLE else f"{self.layout.groups[0].told}, {self.phase.value} alone"
-        )
+        return self.case.name
 
     def __call__(self, rate: float, seed: int) -> Attainment:
         return attainment(self.run(rate, seed), self.slo)
 
     def run(self, rate: float, seed: int) -> Run:
         count = min(self.requests * MOST_REQUESTS, max(self.requests, math.ceil(rate * self.span_s)))
-        workload = self.load.at(rate, seed, count, self.phase)
+        workload = self.load.at(rate, seed, count)
         missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals))
-        until_s = promised_end_s(workload, self.slo)
+        until_s = promised_end_s(workload, self.slo) if self.cut else None
         options = Options(seed=seed, slo=self.slo, until_s=until_s, most_missed=missed, system=self.name)
         return simulate(self.case.spec, self.case.models, workload, options)
 
@@ -65,9 +80,7 @@ class Trial:
     def span_s(self) -> float:
         """A run has at least the requests of this time: a queue that grows needs time to break a promise."""
         arrivals = self.load.arrivals
-        answer = (
-            sum(each.output_tokens for each in arrivals) / len(arrivals) if self.phase is not Phase.PREFILL else 1.0
-        )
+        answer = sum(each.output_tokens for each in arrivals) / len(arrivals)
         return TTFTS * (self.slo.ttft_s or 0.0) + ANSWERS * answer * (self.slo.tpot_s or 0.0)
 
 
@@ -82,47 +95,56 @@ def promised_end_s(workload: Workload, slo: SLO) -> float | None:
 
 def whole(asked: Asked, layout: Layout) -> Trial:
     """Raises `DoesNotFit` and `ProfileError`, as all of these."""
-    weight = sum(group.gpus * asked.weight(group.hardware) for group in layout.groups)
-    case, pools = case_of(asked, layout), tuple(group.role.value for group in layout.groups)
-    return _trial(asked, layout, case, Phase.WHOLE, asked.slo, weight, pools)
+    return trial_of(asked, case_of(asked, layout), layout)
 
 
 def prefill(asked: Asked, group: Group) -> Trial:
     """A prefill instance alone, against TTFT."""
-    return _phase(asked, group, Phase.PREFILL, prefill_alone(asked, group), replace(asked.slo, tpot_s=None), "mixed")
+    of_one = replace(asked.load, one_token=True)
+    slo = replace(asked.slo, tpot_s=None)
+    return trial_of(asked, prefill_alone(asked, group), _only(group), load=of_one, slo=slo)
 
 
 def decode(asked: Asked, group: Group) -> Trial:
     """A decode instance alone, against TPOT; and against TTFT, which here is what its promise of blocks takes: that
     comes before the prompt is computed, so an instance that is full shows there and not in TPOT."""
-    return _phase(asked, group, Phase.DECODE, decode_alone(asked, group), asked.slo, "decode")
+    return trial_of(asked, decode_alone(asked, group), _only(group), pool="decode")
 
 
-def _phase(asked: Asked, group: Group, phase: Phase, case: Case, slo: SLO, pool: str) -> Trial:
-    layout = Layout("split", (replace(group, replicas=1),))
-    return _trial(asked, layout, case, phase, slo, group.gpus_each * asked.weight(group.hardware), (pool,))
+def _only(group: Group) -> Layout:
+    return Layout("split", (replace(group, replicas=1),))
 
 
-def _trial(
-    asked: Asked, layout: Layout, case: Case, phase: Phase, slo: SLO, weight: float, pools: tuple[str, ...]
+def trial_of(
+    asked: Terms, case: Case, layout: Layout, *, load: Load | None = None, slo: SLO | None = None, pool: str = ""
 ) -> Trial:
-    arrivals = asked.load.arrivals
-    if phase is Phase.PREFILL:
-        arrivals = tuple(replace(each, output_tokens=1) for each in arrivals)
-    bounds = [
-        (capacity(pool, case.models[pool.name].cost, arrivals, asked.slo.tpot_s), pool)
-        for pool in case.spec.pools
-        if pool.name in pools
-    ]
+    """`pool`: the only one whose seconds count; else all do."""
+    load, slo = load or asked.load, slo or asked.slo
+    weight = sum(group.gpus * asked.weight(group.hardware) for group in layout.groups) or float(case.gpus)
+    pools = [each for each in case.spec.pools if pool in ("", each.name)]
+    arrivals = load.arrivals
+    bounds = [capacity(each, case.models[each.name].cost, arrivals, slo.tpot_s) for each in pools]
+    busy = [_busy(each, case.models[each.name].cost, arrivals, slo, asked.target) for each in pools]
     return Trial(
-        *(layout, case, asked.load, phase, slo, asked.requests, layout.gpus, weight),
-        estimate=min(bound.usual for bound, _ in bounds),
-        most=min(bound.most for bound, _ in bounds),
-        alone=min(_alone(pool, case.models[pool.name].cost, arrivals, slo) for _, pool in bounds),
+        *(layout, case, load, slo, asked.requests, layout.gpus or case.gpus, weight),
+        estimate=min(bound.usual * share for bound, share in zip(bounds, busy, strict=True)),
+        most=min(bound.most for bound in bounds),
+        alone=min(_alone(each, case.models[each.name].cost, arrivals, slo) for each in pools),
     )
 
 
-def _alone(pool: PoolSpec, cost: CostModel, arrivals: tuple[Arrival, ...], slo: SLO) -> float:
+def _busy(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], slo: SLO, target: float) -> float:
+    """The share of time that prompts may keep the pool busy, so that the slowest of the target still come in time: the
+    wait in M/D/1 is on average half a prompt's time over the idle share, and one in ten waits for about twice that."""
+    if pool.role is Role.DECODE or slo.ttft_s is None:
+        return 1.0
+    alone = sorted(cost.prefill_seconds(each.prompt_tokens) / pool.parallel.pipeline for each in arrivals)
+    slowest_s = alone[min(len(alone) - 1, int(target * len(alone)))]
+    left_s = max(slo.ttft_s - slowest_s, 0.01 * slo.ttft_s)
+    return left_s / (left_s + sum(alone) / len(alone))
+
+
+def _alone(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], slo: SLO) -> float:
     """Stages can share a prompt, but not a token."""
 
     def kept(each: Arrival) -> bool:
