@@ -258,14 +258,16 @@ def _write(compared: "Sequence[Compared]", out: Path, source: str) -> None:
 
     from cluster.report import perfetto
     from cluster.report.html import page, pictures
-    from cluster.report.style import save
+    from cluster.report.style import png
 
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{RESULTS}.json").write_text(json.dumps([_json(each) for each in compared], indent=2) + "\n")
     written = [f"{RESULTS}.json", "report.html"]
-    (out / "report.html").write_text(page("Simulation", compared, subtitle=source))
-    for each in pictures(compared):
-        written.append(save(each.draw(), out / f"{each.name}.png").name)
+    images = {each.name: png(each.draw()) for each in pictures(compared)}
+    (out / "report.html").write_text(page("Simulation", compared, subtitle=source, images=images))
+    for name, image in images.items():
+        (out / f"{name}.png").write_bytes(image)
+        written.append(f"{name}.png")
     for system in compared:
         if system.run is not None and system.run.steps:
             perfetto.write(system.run, out / f"{system.name}.trace.json")
