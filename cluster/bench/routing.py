@@ -4,7 +4,6 @@ python -m cluster.bench.routing
 """
 
 import time
-from dataclasses import replace
 
 from cluster.policy.placement import Ask, Placement
 from cluster.policy.policy import open_policy
@@ -50,8 +49,8 @@ def _view(num_workers: int) -> ClusterView:
     for number in range(num_workers):
         role = Role.PREFILL if number % 2 else Role.DECODE
         stats = WorkerStats(queued_tokens=number % 13, running=number % 7, total_blocks=4000, free_blocks=2000)
-        known = WorkerView(f"{role.value}-{number}", role.value, role, WorkerState.READY, "1", capacity_tokens=8192)
-        workers.append(replace(known, stats=stats))
+        name = f"{role.value}-{number}"
+        workers.append(WorkerView(name, role.value, role, WorkerState.READY, "1", capacity_tokens=8192, stats=stats))
     names = [worker.name for worker in workers]
     pairs = frozenset((owner, reader) for owner in names for reader in names if owner != reader)
     return ClusterView(1, "bench", None, tuple(workers), pairs=pairs)

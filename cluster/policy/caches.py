@@ -1,8 +1,6 @@
 """Routers that know what workers have cached: Mooncake's, with and without fetching, and the product of LMetric."""
 
-import math
-from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from cluster.policy.forecast import Forecast
 from cluster.policy.loads import LeastLoaded
@@ -48,6 +46,14 @@ class CacheAware(LeastLoaded):
                 self._index.use(worker.name, worker.incarnation, self.names(ask.request), capacity_tokens)
 
 
+class Way(NamedTuple):
+    """How a worker would come to the first token: with so much of the prompt from its cache, or from a lender's."""
+
+    ttft_s: float
+    cached_tokens: int
+    lender: str = ""
+
+
 class MooncakeLocal(CacheAware):
     """Prefill where the first token is expected soonest: the queue there, and what its cache does not have.
 
@@ -56,7 +62,12 @@ class MooncakeLocal(CacheAware):
     """
 
     def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
-        return min(workers, key=lambda worker: (self._ttft_seconds(ask, worker), worker.name))
+        return min(workers, key=lambda worker: self._preference(self._way(ask, worker), worker))
+
+    @staticmethod
+    def _preference(way: Way, worker: WorkerView) -> tuple[float, str, str]:
+        """The sooner the better; of what is equally soon, to the microsecond, what moves nothing."""
+        return round(way.ttft_s, 6), way.lender, worker.name
 
     def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
         return min(workers, key=lambda worker: (self.forecast.tpot_seconds(ask, worker), worker.name))
@@ -64,8 +75,14 @@ class MooncakeLocal(CacheAware):
     def pick_whole(self, ask: Ask, workers: Workers) -> WorkerView:
         return self.pick_prefill(ask, workers)
 
-    def _ttft_seconds(self, ask: Ask, worker: WorkerView) -> float:
-        return self.forecast.ttft_seconds(ask, worker, self.cached_tokens(ask, worker))
+    def placed(self, ask: Ask, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
+        _, cached_tokens, lender = self._way(ask, prefill)
+        reason = "the first token is expected soonest with a prefix fetched" if lender else reason
+        return Placement(prefill.name, decode.name, reason, cached_tokens=cached_tokens, lender=lender)
+
+    def _way(self, ask: Ask, worker: WorkerView) -> Way:
+        cached = self.cached_tokens(ask, worker)
+        return Way(self.forecast.ttft_seconds(ask, worker, cached), cached)
 
     @property
     def reason(self) -> str:
@@ -87,37 +104,27 @@ class Mooncake(MooncakeLocal):
         self._owners: list[tuple[int, str]] = []  # of the request asked for last: cached tokens, worker; most first
 
     def choose(self, ask: Ask) -> Placement | None:
-        """Look up once what each worker has."""
-        owners = ((self.cached_tokens(ask, worker), worker.name) for worker in ask.view.ready(*Role))
+        """Look up once what each prefill worker has: only what they hold for readers is digested, and can be lent."""
+        owners = ((self.cached_tokens(ask, worker), worker.name) for worker in ask.view.ready(Role.PREFILL))
         self._owners = sorted((each for each in owners if each[0] and each[1] not in ask.avoid), reverse=True)
         return super().choose(ask)
 
-    def placed(self, ask: Ask, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
-        placement = super().placed(ask, prefill, decode, reason)
-        fetched, lender = self._to_fetch(ask, prefill)
-        if not lender or self._fetching_seconds(ask, prefill) >= super()._ttft_seconds(ask, prefill):
-            return placement
-        return replace(placement, cached_tokens=fetched, lender=lender, reason="fetching a prefix pays")
-
-    def _ttft_seconds(self, ask: Ask, worker: WorkerView) -> float:
-        return min(super()._ttft_seconds(ask, worker), self._fetching_seconds(ask, worker))
-
-    def _fetching_seconds(self, ask: Ask, worker: WorkerView) -> float:
-        fetched, lender = self._to_fetch(ask, worker)
-        if not lender:
-            return math.inf
-        missing = fetched - self.cached_tokens(ask, worker)
-        return self.forecast.transfer_seconds(worker, missing) + self.forecast.ttft_seconds(ask, worker, fetched)
-
-    def _to_fetch(self, ask: Ask, worker: WorkerView) -> tuple[int, str]:
-        """The longest beginning that could be brought there, in tokens, and who has it; nobody: 0 and ""."""
-        own = self.cached_tokens(ask, worker)
+    def _way(self, ask: Ask, worker: WorkerView) -> Way:
+        local = super()._way(ask, worker)
         for cached, owner in self._owners:
-            if cached <= own * self._threshold:
+            if cached <= local.cached_tokens * self._threshold:
                 break
             if owner != worker.name and ask.view.linked(owner, worker.name):
-                return cached, owner
-        return 0, ""
+                saved_s = self._saved_seconds(ask, worker, local.cached_tokens, cached)
+                return Way(local.ttft_s - saved_s, cached, owner) if saved_s > 0.0 else local
+        return local
+
+    def _saved_seconds(self, ask: Ask, worker: WorkerView, own_tokens: int, fetched_tokens: int) -> float:
+        """How much sooner the prompt is done with the fetched prefix, its way here counted."""
+        num_tokens, forecast = ask.request.num_tokens, self.forecast
+        computing_s = forecast.prefill_seconds(worker, num_tokens - own_tokens, own_tokens)
+        rest_s = forecast.prefill_seconds(worker, num_tokens - fetched_tokens, fetched_tokens)
+        return computing_s - rest_s - forecast.transfer_seconds(worker, fetched_tokens - own_tokens)
 
 
 class Product(CacheAware):

@@ -46,10 +46,10 @@ class Forecast:
         """
         engine, cost = self._engine(worker), self._cost(worker)
         steps = 1 if engine.batching in _WHOLE_PROMPTS else -(-num_tokens // engine.max_batch_tokens)
-        batch = len(self._book.decoding(worker.name))
-        context_tokens = sum(work.num_tokens for work in self._book.decoding(worker.name))
-        step_s = cost.mixed_seconds((), batch, context_tokens)
-        alone_s = cost.prefill_seconds(num_tokens, cached_tokens) - cost.mixed_seconds((), 0, 0)
+        empty_s = step_s = cost.mixed_seconds((), 0, 0)
+        if decodes := self._book.decoding(worker.name):
+            step_s = cost.mixed_seconds((), len(decodes), sum(work.num_tokens for work in decodes))
+        alone_s = cost.prefill_seconds(num_tokens, cached_tokens) - empty_s
         ratio = 1.0 if self.is_sure(worker) else self._ratios.get(worker.name, 1.0)
         return (alone_s + steps * step_s) * ratio
 

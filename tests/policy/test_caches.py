@@ -4,10 +4,12 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from views import Story, changed, request, view, worker
+from msgspec import structs
+from views import SIMPLE, Story, changed, request, view, worker
 
 from cluster.policy.placement import Placement
 from cluster.policy.prefix_index import PrefixIndex, chain
+from cluster.view import ClusterView
 
 TWO = view(worker("p0"), worker("p1"), worker("d0"))
 
@@ -100,6 +102,52 @@ def test_the_whole_prompt_is_never_cached() -> None:
 def test_mooncake_decodes_where_a_step_is_shortest() -> None:
     picture = view(worker("p0"), worker("d0", running=5), worker("d1", running=3, reserved=1))
     assert Story("mooncake-local").names(picture)[1] == "d1"
+
+
+def after_one_prompt(routing: str) -> Story:
+    """p0 computed a prompt of 1,000 tokens, of which the index counts 896."""
+    story, wanted = Story(routing), request("a", length=1000)
+    story.send(TWO, wanted)
+    story.prefilled(wanted)
+    story.ended(wanted)
+    return story
+
+
+def waits(name: str, tokens: int) -> ClusterView:
+    return changed(TWO, worker(name, queued_tokens=tokens))
+
+
+def test_mooncake_fetches_a_prefix_to_where_the_queue_is_shorter() -> None:
+    for routing, found in (("mooncake", ("p1", 896, "p0")), ("mooncake-local", ("p0", 896, ""))):
+        placement = after_one_prompt(routing).choose(waits("p0", 500), request("b", length=1000))
+        assert isinstance(placement, Placement)
+        assert (placement.prefill, placement.cached_tokens, placement.lender) == found
+
+
+def test_mooncake_does_not_fetch_what_is_there_or_hardly_longer() -> None:
+    story, wanted = after_one_prompt("mooncake"), request("b", length=1000)
+    at_home = story.choose(TWO, wanted)
+    assert isinstance(at_home, Placement) and (at_home.prefill, at_home.lender) == ("p0", "")
+    shorter = request("c", length=700)  # 640 tokens of it lie on p1 then: 896 are not half as much again
+    story.send(waits("p0", 9000), shorter, avoid={"p0"})
+    story.ended(shorter)
+    placement = story.choose(waits("p0", 9000), wanted)
+    assert isinstance(placement, Placement)
+    assert (placement.prefill, placement.cached_tokens, placement.lender) == ("p1", 640, "")
+
+
+def test_mooncake_does_not_fetch_over_a_slow_link_nor_from_who_is_away() -> None:
+    slow = Story("mooncake", cost=replace(SIMPLE, transfer_byte_s=1.0))
+    wanted = request("a", length=1000)
+    heavy = view(*(structs.replace(each, kv_token_bytes=1) for each in TWO.workers))
+    slow.send(heavy, wanted)
+    slow.prefilled(wanted)
+    slow.ended(wanted)
+    busy = changed(heavy, structs.replace(worker("p0", queued_tokens=500), kv_token_bytes=1))
+    placement = slow.choose(busy, request("b", length=1000))
+    assert isinstance(placement, Placement) and (placement.prefill, placement.lender) == ("p0", "")
+    away = after_one_prompt("mooncake").choose(TWO, request("b", length=1000), avoid={"p0"})
+    assert isinstance(away, Placement) and (away.prefill, away.cached_tokens, away.lender) == ("p1", 0, "")
 
 
 def test_product_weighs_new_tokens_against_sequences() -> None:
