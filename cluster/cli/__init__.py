@@ -10,6 +10,7 @@ import click
 from cluster.cli.demo import demo
 from cluster.cli.doctor import doctor
 from cluster.cli.models import models
+from cluster.cli.plan import plan
 from cluster.cli.profile import profile
 from cluster.cli.serve import serve
 from cluster.cli.simulate import simulate
@@ -59,5 +60,5 @@ def main(debug: bool) -> None:
     """
 
 
-for command in (demo, serve, generate, chat, status, simulate, models, doctor, profile):
+for command in (demo, serve, generate, chat, status, simulate, plan, models, doctor, profile):
     main.add_command(command)

@@ -29,6 +29,7 @@ from cluster.spec import Role
 from cluster.workload.arrivals import Arrival, Workload, WorkloadError
 from cluster.workload.lengths import Uniform
 from cluster.workload.prompts import request
+from workers.profiles.capacity import least_gpus
 from workers.request import SLO
 
 ROUNDS = 6  # requests of each user, of which the first is not counted: they all begin with an idle machine
@@ -90,6 +91,11 @@ class Answer:
     users: tuple[UnderLoad, ...]
     throughput: Goodput
     mean_output: float
+
+
+def least(model: str, hardware: str) -> int:
+    """The fewest GPUs of a kind that hold the model. Raises `DoesNotFit` and `ProfileError`."""
+    return least_gpus(model, hardware)[0]
 
 
 def answers(asked: Asked, lengths: Lengths, users: Sequence[int], each: Map = map) -> list[Answer]:

@@ -13,6 +13,7 @@ seeds, and that is reported. Source: Zhong et al., DistServe (OSDI'24), section 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import ceil
 from statistics import fmean
@@ -30,7 +31,7 @@ VERIFIED = 2  # combinations that are simulated whole
 MOST_ADDED = 4  # instances added to a combination that does not serve the rate after all
 COARSE = 0.05  # relative tolerance of what is only to be ranked
 
-Told = Callable[[str], None]
+Told = Callable[[str, int, int | None], None]  # what is being done, how much of it is, and of how much
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,12 @@ class Searched:
 class Placement:
     """One search. `each` may be an executor's `map`; `told` hears of each step."""
 
-    def __init__(self, asked: Asked, each: Map = map, told: Told = lambda line: None) -> None:
+    def __init__(self, asked: Asked, each: Map = map, told: Told = lambda what, done, total: None) -> None:
         self._asked = asked
         self._each = each
         self._told = told
         self._requests = 0
+        self._verifying = 0
         self._notes: list[str] = []
         self._closest: tuple[float, str] = (-1.0, "")  # attained, in words
 
@@ -101,7 +103,7 @@ class Placement:
         left = max(0, asked.most_requests - self._requests)
         effort = Effort(asked.target, asked.seeds[:1], max(COARSE, asked.tolerance), left)
         trials = [replace(trial, give_up=asked.target) for trial in trials]
-        ranking = best_of(trials, effort, self._each, keep=keep, told=lambda name: self._told(f"{what}: {name}"))
+        ranking = best_of(trials, effort, self._each, keep=keep, told=partial(self._told, what))
         self._requests += ranking.requests
         counts = ", ".join(f"{count} {each.value}" for each in Outcome if (count := ranking.count(each)))
         best = f"; best {ranking.best[0].candidate.name}: {ranking.best[0].rate:.4g} requests/s" if ranking.best else ""
@@ -196,7 +198,8 @@ class Placement:
                 trial = whole(asked, layout)
             else:
                 return None
-        self._told(f"the whole: {layout.told}")
+        self._verifying += 1
+        self._told("layouts simulated whole, with all seeds", self._verifying, None)
         cap = max(trial.most * SLACK, asked.rate or 0.0)
         search = Search(asked.rate or min(trial.estimate, cap) / 2.0, cap / LEAST, cap, asked.tolerance)
         probes = Probes(trial, self._each)

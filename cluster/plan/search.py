@@ -120,15 +120,14 @@ def best_of(
     each: Map = map,
     *,
     keep: int | None = 1,
-    told: Callable[[str], None] = lambda name: None,
+    told: Callable[[int, int], None] = lambda done, total: None,
 ) -> Ranking[C]:
-    """The `keep` best (None: all are measured). `each` may be an executor's `map`; `told` hears of every outcome."""
+    """The `keep` best (None: all are measured). `each` may be an executor's `map`; `told` hears how many are done."""
     ranking: Ranking[C] = Ranking()
     hopeful = []
     for candidate in candidates:
         if candidate.alone < effort.target - MARGIN:
             ranking.found.append(Found(candidate, Outcome.HOPELESS))
-            told(candidate.name)
         else:
             hopeful.append(candidate)
     hopeful.sort(key=lambda candidate: -candidate.estimate / candidate.weight)
@@ -139,7 +138,7 @@ def best_of(
         beat = ranking._beat(keep)
         for found in each(partial(measure, effort, beat), wave):
             ranking.found.append(found)
-            told(found.candidate.name)
+            told(len(ranking.found), len(candidates))
     ranking.sort()
     return ranking
 

@@ -1,0 +1,264 @@
+"""How many prompt machines and token machines of which kinds: Splitwise's provisioning, by simulation.
+
+Patel et al., Splitwise (ISCA'24), section 4.4: a design names the kind of each phase's machines. A point of a design is
+a number of each; it will do when two minutes of load keep all nine bounds on slowdown against an idle A100. What will
+do still does with one machine more, so only the border between the two is walked.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+from cluster.plan.asked import Asked, PlanError
+from cluster.plan.deploy import Group, Layout
+from cluster.plan.search import SLACK, Effort, best_of
+from cluster.plan.trial import Trial, whole
+from cluster.scoring.figures import Attainment
+from cluster.scoring.goodput import Map
+from cluster.scoring.scores import NineWay, nine_way
+from cluster.spec import Role
+from workers.costs import CostModel
+from workers.profiles.sources import cost_of
+from workers.request import SLO
+
+MACHINE = 8  # GPUs, one tensor-parallel worker
+SPAN_S = 120.0
+REFERENCE = "a100-80gb"  # the idle machine that slowdowns are counted against
+LETTERS = {"a100-80gb": "A", "h100-80gb": "H", "h100-80gb-pcap": "Hcap"}
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """Kinds of the prompt and of the token machines."""
+
+    prompt: str
+    token: str
+
+    @property
+    def name(self) -> str:
+        """`HA`, or `HHcap`, where the kinds have letters."""
+        return "".join(LETTERS.get(kind, f"[{kind}]") for kind in (self.prompt, self.token))
+
+    def layout(self, prompts: int, tokens: int) -> Layout:
+        groups = (
+            Group(Role.PREFILL, self.prompt, MACHINE, 1, prompts, "prefill-first"),
+            Group(Role.DECODE, self.token, MACHINE, 1, tokens, "prefill-first"),
+        )
+        return Layout("split", groups, "splitwise")
+
+
+def designs(kinds: Sequence[str]) -> list[Design]:
+    """Every pair of kinds but those whose prompts run under a power cap: prompts cannot bear it."""
+    return [Design(prompt, token) for prompt, token in product(kinds, kinds) if not prompt.endswith("-pcap")]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A design with numbers of machines; `weight` in the objective's unit."""
+
+    design: Design
+    prompts: int
+    tokens: int
+    weight: float
+
+    @property
+    def told(self) -> str:
+        return f"{self.design.name}: {self.prompts} prompt and {self.tokens} token machines"
+
+
+@dataclass(frozen=True, slots=True)
+class Provisioned:
+    """`points`: for a rate, the border of what will do, the least weight first. `rates`: for most throughput, what each
+    point serves. `tried`: points that were simulated."""
+
+    points: tuple[Point, ...]
+    rates: tuple[float, ...] = ()
+    tried: int = 0
+
+
+def border(will_do: Callable[[int, int], bool], most: int) -> list[tuple[int, int]]:
+    """The pairs (prompts, tokens), at most `most` together, that will do and with one of either less will not.
+
+    `will_do` must stay true with more of either. Walks the border: about `most` questions instead of most²/2.
+    """
+    found: list[tuple[int, int]] = []
+    tokens = 1
+    for prompts in range(most - 1, 0, -1):
+        while prompts + tokens <= most and not will_do(prompts, tokens):
+            tokens += 1
+        if prompts + tokens <= most:
+            if found and found[-1][1] == tokens:
+                found.pop()  # fewer prompt machines do as well
+            found.append((prompts, tokens))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class NineTrial:
+    """Attains everything when all nine bounds hold, and nothing else does."""
+
+    trial: Trial
+    reference: "Reference"
+
+    @property
+    def name(self) -> str:
+        return self.trial.name
+
+    @property
+    def slo(self) -> SLO:
+        return self.trial.slo
+
+    @property
+    def gpus(self) -> int:
+        return self.trial.gpus
+
+    @property
+    def weight(self) -> float:
+        return self.trial.weight
+
+    @property
+    def estimate(self) -> float:
+        return self.trial.estimate
+
+    @property
+    def most(self) -> float:
+        return self.trial.most
+
+    @property
+    def alone(self) -> float:
+        """Bounds are multiples of what a request takes alone: every machine near the reference's kind has a chance."""
+        return 1.0
+
+    @property
+    def requests(self) -> int:
+        return self.trial.requests
+
+    def judged(self, rate: float, seed: int) -> NineWay:
+        count = max(self.trial.requests, math.ceil(rate * SPAN_S))
+        run = replace(self.trial, requests=count, cut=False).run(rate, seed)
+        return nine_way(run, self.reference)
+
+    def __call__(self, rate: float, seed: int) -> Attainment:
+        met = float(self.judged(rate, seed).met)
+        return Attainment(met, met, met, met)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Seconds to the first token, and for each further one, of a request on an idle A100 machine."""
+
+    model: str
+
+    def __call__(self, prompt: int, output: int) -> tuple[float, float]:
+        cost = _reference_cost(self.model)
+        return cost.prefill_seconds(prompt), cost.decode_seconds(1, prompt + output // 2)
+
+
+@cache
+def _reference_cost(model: str) -> CostModel:
+    return cost_of(model, REFERENCE, MACHINE)
+
+
+Told = Callable[[str], None]
+
+
+def provision(asked: Asked, machines: int, each: Map = map, told: Told = lambda what: None) -> Provisioned:
+    """With a rate: what serves it, the least of the objective first. Without: what serves most for the same weight as
+    `machines` machines of the first kind have. Raises `PlanError` when nothing does."""
+    kinds = designs(asked.hardware)
+    if asked.rate is not None:
+        told(f"walking the border of {len(kinds)} designs")
+        walked = list(each(partial(_walk, asked, machines), kinds))
+        points = sorted((point for points, _ in walked for point in points), key=lambda point: point.weight)
+        if not points:
+            raise PlanError(_nothing(asked, machines, kinds))
+        return Provisioned(tuple(points), tried=sum(tried for _, tried in walked))
+    budget = machines * MACHINE * asked.weight(asked.hardware[0])
+    points = [point for design in kinds for point in _affordable(asked, design, budget)]
+    told(f"trying {len(points)} designs for {budget:g} {asked.unit}")
+    trials = {_trial(asked, point): point for point in points}
+    effort = Effort(1.0, asked.seeds[:1], max(0.05, asked.tolerance), asked.most_requests)
+    ranking = best_of(list(trials), effort, each)
+    if not ranking.best:
+        raise PlanError(_nothing(asked, machines, kinds))
+    best = tuple(trials[found.candidate] for found in ranking.best)
+    return Provisioned(best, tuple(found.rate for found in ranking.best), len(points))
+
+
+def _walk(asked: Asked, machines: int, design: Design) -> tuple[list[Point], int]:
+    assert asked.rate is not None, "a border is that of a rate"
+    rate, tried = asked.rate, 0
+
+    def will_do(prompts: int, tokens: int) -> bool:
+        nonlocal tried
+        tried += 1
+        trial = NineTrial(whole(asked, design.layout(prompts, tokens)), Reference(asked.model))
+        return trial.most * SLACK >= rate and all(trial.judged(rate, seed).met for seed in asked.seeds)
+
+    pairs = border(will_do, machines)
+    return [_point(asked, design, *pair) for pair in pairs], tried
+
+
+def _point(asked: Asked, design: Design, prompts: int, tokens: int) -> Point:
+    weights = MACHINE * asked.weight(design.prompt), MACHINE * asked.weight(design.token)
+    return Point(design, prompts, tokens, prompts * weights[0] + tokens * weights[1])
+
+
+def _affordable(asked: Asked, design: Design, budget: float) -> list[Point]:
+    """For each number of prompt machines as many token machines as the rest pays for."""
+    prompt, token = MACHINE * asked.weight(design.prompt), MACHINE * asked.weight(design.token)
+    most = int(budget / prompt + 1e-9)
+    pairs = [(count, int((budget - count * prompt) / token + 1e-9)) for count in range(1, most + 1)]
+    return [_point(asked, design, *pair) for pair in pairs if pair[1] >= 1]
+
+
+def _trial(asked: Asked, point: Point) -> NineTrial:
+    """All affordable points have the same budget, so what counts is the rate."""
+    trial = whole(asked, point.design.layout(point.prompts, point.tokens))
+    return NineTrial(replace(trial, weight=1.0), Reference(asked.model))
+
+
+def _nothing(asked: Asked, machines: int, kinds: Sequence[Design]) -> str:
+    half = machines // 2
+    layout = kinds[0].layout(machines - half, half)
+    judged = NineTrial(whole(asked, layout), Reference(asked.model)).judged(asked.rate or 0.1, asked.seeds[0])
+    what = f"{asked.rate:g} requests/s" if asked.rate is not None else "any rate"
+    return (
+        f"no design on {machines} machines keeps the nine bounds on slowdown at {what}; with {layout.told}: "
+        f"{', '.join(judged.broken)}"
+    )
+
+
+def told_of(asked: Asked, found: Provisioned) -> list[str]:
+    lines = [
+        f"{asked.shape.name} for {asked.load.source.name}: P50, P90 and P99 of TTFT, TBT and E2E within Splitwise's"
+    ]
+    lines.append(f"slowdowns against an idle {REFERENCE}; {found.tried} points tried")
+    for number, point in enumerate(found.points):
+        serves = f", {found.rates[number]:.4g} requests/s" if found.rates else f" serve {asked.rate:g} requests/s"
+        lines.append(f"  {point.told}{serves}: {point.weight:g} {asked.unit}")
+    return lines
+
+
+def as_json(asked: Asked, found: Provisioned) -> dict[str, Any]:
+    rates = found.rates or (asked.rate,) * len(found.points)
+    return {
+        "model": asked.model,
+        "workload": asked.load.source.name,
+        "objective": asked.objective,
+        "tried": found.tried,
+        "points": [
+            {
+                "design": point.design.name,
+                "prompt_machines": point.prompts,
+                "token_machines": point.tokens,
+                "weight": point.weight,
+                "unit": asked.unit,
+                "requests_per_s": rate,
+            }
+            for point, rate in zip(found.points, rates, strict=True)
+        ],
+    }
