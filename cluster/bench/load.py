@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.api.client import DiptychClient
 from cluster.api.errors import DiptychError
@@ -37,7 +37,6 @@ class Load:
     seed: int = 0
     slo: SLO = field(default_factory=SLO)
     system: str = ""
-    gpus: int = 1
 
     def __post_init__(self) -> None:
         if not self.deadline_s > 0.0 or self.most_in_flight < 1:
@@ -65,11 +64,23 @@ def through(client: DiptychClient, deadline_s: float) -> Ask:
 
 
 async def drive(ask: Ask, workload: Workload, load: Load) -> Run:
-    """Send all of it and wait for the last answer; cancelling ends every request. What nobody foresaw is raised."""
+    """Send all of it and wait for the last answer; cancelling ends every request. What nobody foresaw is raised.
+
+    The run counts one GPU and no workers: who asks may know better.
+    """
     sender = _Sender(ask, workload, load)
     begun_s = time.perf_counter()
     await sender.run()
     return sender.result(time.perf_counter() - begun_s)
+
+
+async def drive_cluster(client: DiptychClient, workload: Workload, load: Load) -> Run:
+    """The same through a cluster's door, with its workers' own counts. Raises `DiptychError` when nobody answers."""
+    before = (await client.status()).view
+    run = await drive(through(client, load.deadline_s), workload, load)
+    after = (await client.status()).view
+    workers = workers_between(before, after)
+    return replace(run, gpus=sum(worker.gpus for worker in workers), workers=workers)
 
 
 class _Sender:
@@ -130,7 +141,7 @@ class _Sender:
             workload=self._workload.name,
             clock="real",
             seed=self._load.seed,
-            gpus=self._load.gpus,
+            gpus=1,
             seconds=max(ends, default=0.0) - served[0].arrival_s,
             wall_s=wall_s,
             served=served,

@@ -10,7 +10,7 @@ import click
 
 from cluster.api.client import DiptychClient
 from cluster.bench.hosted import hosted, refuse_foreign_ray
-from cluster.bench.load import Load, drive, through
+from cluster.bench.load import Load, drive_cluster
 from cluster.bench.sim_vs_real import page, record
 from cluster.bench.sim_vs_real.compare import compare
 from cluster.bench.sim_vs_real.systems import SYSTEMS, capacity, promise, workload
@@ -108,7 +108,7 @@ async def _real(endpoint: str, spec: ClusterSpec, profile: ClusterProfile, load:
     slo = promise(profile, spec)
     sent = Load(profile.vocab_size, DEADLINE_S, requests, system=spec.name)
     async with DiptychClient(endpoint) as client:
-        run = await drive(through(client, DEADLINE_S), asked, sent)
+        run = await drive_cluster(client, asked, sent)
     return record.recorded(run, dict(figures(run, slo).phases_s), load, slo)
 
 
