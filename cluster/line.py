@@ -51,7 +51,8 @@ class Line:
         self._changed = changed
         self._attempts: dict[str, Hear] = {}
         self._seen: tuple[tuple[WorkerView, WorkerStats, bool, str | None], WorkerView] | None = None
-        self.heard_s = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self.heard_s = self._loop.time()
         self._silence = Alarm(self._fall_silent)
         self._listening = asyncio.ensure_future(self._listen())
 
@@ -107,7 +108,7 @@ class Line:
             self._silence.close()
 
     def _take(self, bundle: Bundle) -> None:
-        self.heard_s = asyncio.get_running_loop().time()
+        self.heard_s = self._loop.time()
         if not self.heard:
             self.heard = True
             self._changed()
@@ -116,7 +117,7 @@ class Line:
         for output in bundle.outputs:
             hear = self._attempts.get(output.key)
             if hear is not None:
-                hear(self.name, output)
+                hear(self.view.name, output)
 
     def _fall_silent(self) -> None:
         self.hang_up(f"it was silent for {self._silence_s:.1f} s")

@@ -19,13 +19,14 @@ class Alarm:
         self._loop = asyncio.get_running_loop()
         self._due_s = math.inf
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = math.inf  # when it comes
 
     def set(self, seconds: float) -> None:
         """Ring in so many seconds, and not when it was set to before."""
         self._due_s = self._loop.time() + seconds
         if self._timer is None:
             self._arm()
-        elif self._timer.when() > self._due_s:
+        elif self._timer_s > self._due_s:
             self._timer.cancel()
             self._arm()
 
@@ -41,6 +42,7 @@ class Alarm:
             self._timer = None
 
     def _arm(self) -> None:
+        self._timer_s = self._due_s
         self._timer = self._loop.call_at(self._due_s, self._wake)
 
     def _wake(self) -> None:

@@ -20,11 +20,13 @@ class LeaseDesk:
         self._layouts = layouts
         self._released = released
         self._progressed = asyncio.Event()
+        self._num_waiting = 0
 
     def progressed(self) -> None:
         """Watermarks may have moved: wake the readers."""
-        self._progressed.set()
-        self._progressed = asyncio.Event()
+        if self._num_waiting:
+            self._progressed.set()
+            self._progressed = asyncio.Event()
 
     async def watch(
         self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
@@ -45,11 +47,14 @@ class LeaseDesk:
                     finished=mark.finished,
                     ttl_s=mark.ttl_s,
                 )
+            self._num_waiting += 1
             try:
                 async with asyncio.timeout_at(deadline_s):
                     await progressed.wait()
             except TimeoutError:
                 continue  # the deadline is over: the next round answers with what there is
+            finally:
+                self._num_waiting -= 1
 
     def release(self, lease: str, epoch: int) -> None:
         """The reader has everything. Raises `LeaseLost`."""

@@ -21,8 +21,8 @@ class Mailbox:
         self._fresh: list[Output] = []
         self._sent: tuple[Output, ...] = ()
         self._number = 0
-        self._arrived = asyncio.Event()
-        self._heartbeat = Alarm(self._arrived.set)
+        self._arrived: asyncio.Future[None] | None = None  # while a poll waits
+        self._heartbeat = Alarm(self.pulse)
         self._turn = asyncio.Lock()  # a poll given up by its caller may still be waiting when the next one comes
 
     def put(self, output: Output) -> None:
@@ -32,16 +32,17 @@ class Mailbox:
             self._fresh[-1] = _merged(last, output)
         else:
             self._fresh.append(output)
-        self._arrived.set()
+        self.pulse()
 
     def pulse(self) -> None:
         """Let a waiting poll answer now."""
-        self._arrived.set()
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
 
     def close(self) -> None:
         """Nobody will poll again; whoever does now is answered."""
         self._heartbeat.close()
-        self._arrived.set()
+        self.pulse()
 
     async def take(self, received: int, wait_s: float) -> tuple[int, tuple[Output, ...]]:
         """The next bundle's number and outputs; empty after `wait_s`. `received` is the last number that arrived."""
@@ -55,9 +56,9 @@ class Mailbox:
             return self._number, self._sent
 
     async def _wait(self, wait_s: float) -> None:
-        self._arrived.clear()
         self._heartbeat.set(wait_s)  # when nothing comes, an empty bundle is the heartbeat
-        await self._arrived.wait()
+        self._arrived = asyncio.get_running_loop().create_future()
+        await self._arrived
         self._heartbeat.off()
 
 

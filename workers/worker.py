@@ -55,6 +55,7 @@ class Worker:
         self._open_executor = open_executor
         self._heartbeat_s = heartbeat_s
         self._starting: asyncio.Task[WorkerInfo] | None = None
+        self._is_started = False
         self._failure: str | None = None
         self._closed = False
         self._mailboxes: dict[str, Mailbox] = {}
@@ -72,7 +73,7 @@ class Worker:
 
         Errors: `ModelError`, `TransportUnavailable`, `RankLost`.
         """
-        if self._starting is None or (self._starting.done() and not self._is_started()):
+        if self._starting is None or (self._starting.done() and not self._is_started):
             self._starting = asyncio.ensure_future(self._start())
         return await asyncio.shield(self._starting)
 
@@ -99,10 +100,11 @@ class Worker:
         self._desk = LeaseDesk(self.engine.leases, layouts, self._changed)
         self._control = ControlServer(self._desk, self._peer_now, self.config.secret.encode())
         self._port = await self._control.start(transfer.host)
-        self._pump = Pump(self.engine, self._executor, self._deliver, self._now_s)
+        self._pump = Pump(self.engine, self._executor, self._deliver, asyncio.get_running_loop().time)
         self._pumping = asyncio.ensure_future(self._pump.run())
         self._pumping.add_done_callback(self._pump_ended)
         self._watching = asyncio.ensure_future(self._watch())
+        self._is_started = True
         return self._info()
 
     def _peer_now(self) -> PeerAddress:
@@ -239,7 +241,7 @@ class Worker:
 
     async def cancel(self, key: str) -> None:
         """End whatever this worker does for the key and free what it holds. Always succeeds."""
-        if not self._is_started():
+        if not self._is_started:
             return  # nothing can be held yet
         self._cancelled[key] = None
         while len(self._cancelled) > REMEMBERED_CANCELS:
@@ -315,14 +317,10 @@ class Worker:
         if incarnation != self.incarnation:
             raise WorkerClosed(f"worker {self.config.name} restarted: {incarnation} is gone")
 
-    def _is_started(self) -> bool:
-        starting = self._starting
-        return starting is not None and starting.done() and not starting.cancelled() and starting.exception() is None
-
     def _require_open(self) -> None:
         if self._failure is not None:
             raise WorkerError(self._failure)
-        if self._closed or not self._is_started():
+        if self._closed or not self._is_started:
             raise WorkerClosed(f"worker {self.config.name} is {'closing' if self._closed else 'still loading'}")
 
     def _accept(self, request: Request) -> None:
@@ -372,8 +370,10 @@ class Worker:
             if not self.engine.holds(each.key):
                 self._routes.pop(each.key, None)
         self._desk.progressed()
-        self._grant()
-        self._arm()
+        if self._reservations:
+            self._grant()
+        if self._sweeper is None:
+            self._arm()
 
     def _ticket(self, lease: Lease) -> TicketOut:
         ticket = TransferTicket(lease.key, lease.epoch, self._peer_now(), lease.blocks, lease.num_tokens, lease.ttl_s)
@@ -414,7 +414,7 @@ class Worker:
 
     def _arm(self) -> None:
         """Sweep while there is something that can expire."""
-        pending = len(self.engine.leases) or self._routes or self._reservations
+        pending = self._routes or self._reservations or len(self.engine.leases)
         if self._sweeper is None and pending and not self._closed:
             self._sweeper = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 

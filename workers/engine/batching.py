@@ -33,7 +33,16 @@ class Step(Protocol):
     beside: list[Sequence]  # decodes that other steps compute meanwhile
     left: int  # tokens of the budget not taken yet
     share: int  # prompt tokens not taken yet of those that keep other stages waiting least; one stage: no bound
-    cost: CostModel
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether prompts wait to be let in."""
+        ...
+
+    @property
+    def cost(self) -> CostModel:
+        """What steps are believed to cost."""
+        ...
 
     def decode(self, sequence: Sequence) -> bool:
         """Compute the sequence's newest token; False when there is no block for it, no budget, or when it belongs in
@@ -120,15 +129,18 @@ class Chunked:
 
     def compose(self, step: Step) -> None:
         decoding = [sequence for sequence in step.decodable if step.decode(sequence)]
+        if not step.unfinished and not step.has_waiting:
+            return
         bound_s = self._bound_s([*decoding, *step.beside])
         context_tokens = sum(len(sequence.tokens) for sequence in decoding)
+        cost = step.cost
         chunks: list[tuple[int, int]] = []
         for sequence in chain(step.unfinished, iter(step.admit, None)):
             most = min(step.left, step.share)
             first = sequence.num_scheduled
             within = sys.maxsize
             if bound_s is not None:
-                within = step.cost.prompt_tokens_within(bound_s, first, chunks, len(decoding), context_tokens)
+                within = cost.prompt_tokens_within(bound_s, first, chunks, len(decoding), context_tokens)
                 # However tight the promise, a prompt moves on: it must end some time.
                 most = min(most, within if chunks else max(within, self._least_chunk))
             if count := step.chunk(sequence, most):

@@ -35,10 +35,12 @@ def prefix_hashes(tokens: Sequence[int], block_size: int, known: Sequence[bytes]
     `known` are the names of the first blocks, as computed before.
     """
     hashes = list(known)
-    for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
-        parent = hashes[-1] if hashes else b""
-        content = struct.pack(f"<{block_size}I", *tokens[start : start + block_size])
-        hashes.append(blake2b(parent + content, digest_size=16).digest())
+    name = hashes[-1] if hashes else b""
+    fresh = tokens[len(hashes) * block_size : len(tokens) // block_size * block_size]
+    content, stride = struct.pack(f"<{len(fresh)}I", *fresh), 4 * block_size
+    for start in range(0, len(content), stride):
+        name = blake2b(name + content[start : start + stride], digest_size=16).digest()
+        hashes.append(name)
     return hashes
 
 

@@ -241,15 +241,11 @@ class Engine:
         sequence, first, stop = each.sequence, each.first, each.first + each.count
         if sequence.first_step_s is None:
             sequence.first_step_s = now_s
-        return Chunk(
-            key=sequence.key,
-            tokens=tuple(sequence.tokens[first:stop]),
-            first_position=first,
-            blocks=tuple(sequence.blocks[: -(-stop // self.pool.block_size)]),
-            draw=sequence.draw(self._eos) if stop == len(sequence.tokens) else None,
-            targets=tuple(sequence.tokens[first + 1 : stop + 1]) if sequence.wants_prompt_logprobs else (),
-            num_top=sequence.request.sampling.prompt_logprobs or 0,
-        )
+        blocks = tuple(sequence.blocks[: -(-stop // self.pool.block_size)])
+        draw = sequence.draw(self._eos) if stop == len(sequence.tokens) else None
+        targets = tuple(sequence.tokens[first + 1 : stop + 1]) if sequence.wants_prompt_logprobs else ()
+        num_top = sequence.request.sampling.prompt_logprobs or 0
+        return Chunk(sequence.key, tuple(sequence.tokens[first:stop]), first, blocks, draw, targets, num_top)
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """Take in what the oldest step in flight computed."""
@@ -258,6 +254,7 @@ class Engine:
         self._estimate.learn(plan, result.seconds)
         touched = self._scheduler.land()
         digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
+        size = self.pool.block_size
         scored = result.prompt_logprobs or ((),) * len(plan.chunks)
         for chunk, token, logprobs, prompt in zip(plan.chunks, result.tokens, result.logprobs, scored, strict=True):
             sequence = self._sequences[chunk.key]
@@ -265,8 +262,10 @@ class Engine:
             sequence.num_computed = chunk.context
             if sequence.doomed:
                 continue
-            sequence.prompt_logprobs += prompt
-            self._name_blocks(sequence)
+            if prompt:
+                sequence.prompt_logprobs += prompt
+            if sequence.num_computed >= (sequence.num_named + 1) * size or sequence.request.group:
+                self._name_blocks(sequence)
             if sequence.hold:
                 self.leases.advance(sequence, digests)
             if token is not None:
@@ -278,26 +277,25 @@ class Engine:
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
         sequence.tokens.append(token)
         finish = sequence.finish_reason(self._eos)
-        ended = finish is not None or sequence.hold
         first = sequence.decode_called_s is None and sequence.first_token_s is None
         self._told.append(
             TokensOut(
-                key=sequence.key,
-                first_position=sequence.num_output - 1,
-                tokens=(token,),
-                logprobs=(logprobs,) if logprobs is not None else (),
-                finish=finish,
-                timing=self._timing(sequence, now_s),
-                prefilled=first,
-                cached_tokens=sequence.cached_tokens,
-                prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
+                sequence.key,
+                sequence.num_output - 1,
+                (token,),
+                self._timing(sequence, now_s),
+                (logprobs,) if logprobs is not None else (),
+                finish,
+                first,
+                sequence.cached_tokens,
+                tuple(sequence.prompt_logprobs) if first else (),
             )
         )
         if first:
             sequence.first_token_s = now_s
         if sequence.hold:
             self.leases.finish(sequence.key)
-        if ended:
+        if finish is not None or sequence.hold:
             self._end(sequence)
 
     def _timing(self, sequence: Sequence, now_s: float) -> LegTiming:
@@ -368,16 +366,21 @@ class Engine:
         return key in self._sequences
 
     def stats(self, bubble_share: float = 0.0) -> WorkerStats:
-        sequences = self._sequences.values()
+        queued_tokens = num_reserved = 0
+        for each in self._sequences.values():
+            if each.state is State.RESERVED:
+                num_reserved += 1
+            else:
+                queued_tokens += len(each.tokens) - each.num_computed
         return WorkerStats(
-            queued_tokens=sum(len(s.tokens) - s.num_computed for s in sequences if s.state is not State.RESERVED),
+            queued_tokens=queued_tokens,
             waiting=len(self._scheduler.waiting),
             running=len(self._scheduler.running),
-            reserved=sum(s.state is State.RESERVED for s in sequences),
+            reserved=num_reserved,
             leases=len(self.leases),
             free_blocks=self.pool.num_free,
             cached_blocks=self.pool.num_cached,
-            quarantined_blocks=len({block for blocks in self._transfers for block in blocks}),
+            quarantined_blocks=len(set().union(*self._transfers)),
             total_blocks=self.pool.num_blocks,
             steps=self._steps,
             step_s=self._step_s,

@@ -43,10 +43,9 @@ def prompt_share(cost: CostModel, num_tokens: int, stages: int) -> int:
 
 
 class StepEstimate:
-    """Owned by an Engine. `cost` is the model as corrected so far."""
+    """Owned by an Engine."""
 
     def __init__(self, cost: CostModel) -> None:
-        self.cost = cost
         self._given = cost
         self._ratio = 1.0
         self._seen = False
@@ -59,4 +58,8 @@ class StepEstimate:
         ratio = min(max(seconds / expected, 1 / _BOUND), _BOUND)
         self._ratio = ratio if not self._seen else self._ratio + _MEMORY * (ratio - self._ratio)
         self._seen = True
-        self.cost = self._given.scaled(self._ratio)
+
+    @property
+    def cost(self) -> CostModel:
+        """The model as corrected so far."""
+        return self._given.scaled(self._ratio) if self._seen else self._given

@@ -23,7 +23,7 @@ from workers.engine.estimate import StepEstimate, prompt_share
 from workers.engine.sequence import Sequence, State
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Slice:
     """`count` tokens of a sequence, from position `first` on."""
 
@@ -32,7 +32,7 @@ class Slice:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
     """A step under way: the sequences whose blocks it touches, and blocks without them that its copies still read."""
 
@@ -72,27 +72,46 @@ class Scheduler:
 
     def schedule(self) -> "StepDraft | None":
         """What the next step computes and copies; None when that is nothing."""
-        ready = [each for each in self.running if each.num_scheduled < len(each.tokens) and not each.doomed]
-        ordered = [each for each in self.running if each.num_scheduled == len(each.tokens) and not each.doomed]
-        decodable = [each for each in ready if each.is_decoding]
-        if self._depth > 1:
-            decodable.sort(key=lambda each: each.last_step)
+        if not self.running and not self.waiting:
+            return None
+        decodable, unfinished, ordered = self._sorted()
         draft = StepDraft(
             self,
             decodable=tuple(decodable),
-            unfinished=tuple(each for each in ready if not each.is_decoding),
-            beside=[each for each in ordered if each.num_computed >= each.request.num_tokens],
+            unfinished=tuple(unfinished),
+            beside=[each for each in ordered if each.num_computed >= each.num_given],
             rows=self._rows(len(decodable), len(decodable) + len(ordered)),
             budget=self._config.max_batch_tokens,
             share=self._prompt_share(),
-            cost=self._estimate.cost,
+            estimate=self._estimate,
         )
-        draft.coming = sum(len(flight.leaving) for flight in self._flights)
+        for flight in self._flights:
+            draft.coming += len(flight.leaving)
         self._policy.compose(draft)
         if not (draft.slices or draft.swap_out or draft.admitted):
             return None
         self._take_off(draft)
         return draft
+
+    def _sorted(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
+        """Of those who run: who decodes, who has prompt tokens still to order, and whose tokens are all in flight."""
+        decodable: list[Sequence] = []
+        unfinished: list[Sequence] = []
+        ordered: list[Sequence] = []
+        for each in self.running:
+            if each.doomed:
+                continue
+            num_tokens = len(each.tokens)
+            num_missing = num_tokens - each.num_computed - each.num_ordered
+            if num_missing == 0:
+                ordered.append(each)
+            elif num_missing == 1 and num_tokens > each.num_given:
+                decodable.append(each)
+            else:
+                unfinished.append(each)
+        if self._depth > 1:
+            decodable.sort(key=lambda each: each.last_step)
+        return decodable, unfinished, ordered
 
     def _rows(self, num_ready: int, num_decoding: int) -> int:
         """How many decodes the next step takes: an equal part for each step that is to be in flight.
@@ -115,7 +134,7 @@ class Scheduler:
         self._steps += 1
         # The kernels want one-token runs first.
         draft.slices.sort(key=lambda each: each.count > 1)
-        touched = tuple(dict.fromkeys([*(each.sequence for each in draft.slices), *draft.admitted]))
+        touched = tuple(dict.fromkeys([*[each.sequence for each in draft.slices], *draft.admitted]))
         for sequence in touched:
             sequence.in_flight += 1
             sequence.last_step = self._steps
@@ -346,14 +365,13 @@ class StepDraft:
         rows: int,
         budget: int,
         share: int,
-        cost: CostModel,
+        estimate: StepEstimate,
     ) -> None:
         self.decodable = decodable
         self.unfinished = unfinished
         self.beside = beside
         self.left = budget
         self.share = share
-        self.cost = cost
         self.slices: list[Slice] = []
         self.chosen: set[Sequence] = set()
         self.stopped: set[Sequence] = set()  # in flight, to be preempted when they no longer are
@@ -365,6 +383,15 @@ class StepDraft:
         self.coming = 0  # blocks that come free with steps under way, and that nobody waits for yet
         self._rows = rows
         self._scheduler = scheduler
+        self._estimate = estimate
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._scheduler.waiting)
+
+    @property
+    def cost(self) -> CostModel:
+        return self._estimate.cost
 
     def decode(self, sequence: Sequence) -> bool:
         if self._rows <= 0:

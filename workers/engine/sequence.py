@@ -58,13 +58,13 @@ class Sequence:
     first_step_s: float | None = None
     first_token_s: float | None = None  # of a prompt computed here
     counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # read when a penalty asks for it
+    key: str = field(init=False)
+    num_given: int = field(init=False)  # tokens it came with
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.generated]
-
-    @property
-    def key(self) -> str:
-        return self.request.key
+        self.key = self.request.key
+        self.num_given = len(self.tokens)
 
     @property
     def num_scheduled(self) -> int:
@@ -89,20 +89,22 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """All but the newest token are computed or ordered, and at least one came out of a step or a hand-off."""
-        return self.num_scheduled == len(self.tokens) - 1 >= self.request.num_tokens
+        return self.num_scheduled == len(self.tokens) - 1 >= self.num_given
 
     @property
     def is_prefilling(self) -> bool:
         """More than the newest token still has to come back from a step: the prompt, or an answer that lost its KV."""
-        return self.num_computed < max(len(self.tokens) - 1, self.request.num_tokens)
+        return self.num_computed < max(len(self.tokens) - 1, self.num_given)
 
     def draw(self, end_tokens: tuple[int, ...]) -> Draw:
         """How to sample the next token."""
         params = self.request.sampling
         assert params.seed is not None, "the gateway fixes the seed before a request reaches a worker"
-        banned = (*end_tokens, *params.stop_token_ids) if self.num_output < params.min_tokens else ()
+        banned: tuple[int, ...] = ()
+        if params.min_tokens and self.num_output < params.min_tokens:
+            banned = (*end_tokens, *params.stop_token_ids)
         if not params.penalises:
-            return Draw(params, params.seed, len(self.tokens), banned=banned)
+            return Draw(params, params.seed, len(self.tokens), b"", b"", banned)
         seen, counts = self.counts.read(
             self.tokens, len(self.request.prompt), with_prompt=params.repetition_penalty != 1.0
         )

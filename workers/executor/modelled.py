@@ -152,14 +152,14 @@ class ModelledExecutor:
             self._observe(plan, end_s - seconds, end_s)
         self._bubble.add(begin_s, end_s, (seconds / self.depth,) * self.depth)
         digests = (self._no_digests,) * len(plan.digest_blocks)
-        if self._pattern:
+        if self._pattern is not None:
             self._pattern.move(plan)
             for chunk in plan.chunks:
                 self._pattern.write(chunk)
             digests = digest_cells(self._region, plan.digest_blocks)
-        tokens = tuple(self._token(chunk) for chunk in plan.chunks)
-        logprobs = tuple(_logprobs(chunk.draw) for chunk in plan.chunks)
-        scored = tuple((TokenLogprobs(chosen=0.0),) * len(chunk.targets) for chunk in plan.chunks)
+        tokens = tuple([self._token(chunk) for chunk in plan.chunks])
+        logprobs = tuple([_logprobs(chunk.draw) for chunk in plan.chunks])
+        scored = tuple([(TokenLogprobs(chosen=0.0),) * len(chunk.targets) for chunk in plan.chunks])
         return StepResult(plan.number, tokens, logprobs, (digests,), seconds, scored)
 
     def shards(self) -> tuple[ShardAddress, ...]:
