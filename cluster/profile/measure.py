@@ -7,8 +7,9 @@ from functools import partial
 
 from cluster.api.client import DiptychClient
 from cluster.bench import machine
+from cluster.profile.beside import measure_beside
 from cluster.profile.path import Path, measure_path
-from cluster.profile.steps import Steps, measure_side_by_side, measure_steps
+from cluster.profile.steps import Steps, measure_steps
 from cluster.spec import Role
 from cluster.view import ClusterView, WorkerView
 from workers.fit import fit
@@ -39,7 +40,8 @@ async def measure(client: DiptychClient, tell: Tell, rounds: int = ROUNDS) -> Cl
     neighbours = []
     for one, other in _neighbours(view):
         tell(f"{one.name} beside {other.name}", 0, None)
-        ratios = await measure_side_by_side(client, one, other)
+        linked = view.linked(one.name, other.name)
+        ratios = await measure_beside(client, one, other, linked, view.model.vocab_size)
         neighbours += [Neighbours(one.pool, other.pool, ratios[0]), Neighbours(other.pool, one.pool, ratios[1])]
     return ClusterProfile(
         cluster=view.name,
@@ -82,15 +84,15 @@ def _one_of_each(view: ClusterView) -> list[WorkerView]:
 
 
 def _neighbours(view: ClusterView) -> Iterator[tuple[WorkerView, WorkerView]]:
-    """A pair of different workers on one node for each pair of pools that has one."""
-    done: set[frozenset[str]] = set()
+    """Two workers on one node for each pair of pools that has such; linked ones, owner first, if there are any."""
     ready = view.ready(*Role)
-    for index, one in enumerate(ready):
-        for other in ready[index + 1 :]:
-            pools = frozenset((one.pool, other.pool))
-            if one.node == other.node and pools not in done:
-                done.add(pools)
-                yield one, other
+    pairs = [(one, other) for one in ready for other in ready if one is not other and one.node == other.node]
+    done: set[frozenset[str]] = set()
+    for one, other in sorted(pairs, key=lambda pair: not view.linked(pair[0].name, pair[1].name)):
+        pools = frozenset((one.pool, other.pool))
+        if pools not in done:
+            done.add(pools)
+            yield one, other
 
 
 def _links(view: ClusterView) -> Iterator[LinkProfile]:

@@ -1,19 +1,17 @@
-"""Steps measured through the door: the points of a fit, and how much neighbours slow each other down.
+"""Steps measured through the door: the points of a fit.
 
 Knows the client and shapes; knows no engine.
 """
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
 from cluster.api.client import DiptychClient
 from cluster.api.errors import DiptychError
-from cluster.profile.points import DECODE_LOAD, HELD_OUT, PREFILL_LOAD, SEEN
-from cluster.spec import Role
-from cluster.view import WorkerView
+from cluster.profile.points import HELD_OUT, SEEN
 from workers.fit import COEFFICIENTS, Point
 from workers.profiles.errors import ProfileError
 from workers.shapes import Shape, Timings
@@ -21,7 +19,6 @@ from workers.shapes import Shape, Timings
 SHORT_S = 0.25  # steps are repeated for so long in a round
 MOST_REPEATS = 8
 TRIES = 3
-SIDE_BY_SIDE = 256  # repeats: as many as one call has time for
 
 Tell = Callable[[int, int], None]  # done, of how many
 
@@ -73,35 +70,3 @@ async def measured(client: DiptychClient, worker: str, shape: Shape, repeats: in
                 raise
             await asyncio.sleep(error.retry_after_s or 0.0)
     raise AssertionError("the last try answers or raises")
-
-
-async def measure_side_by_side(client: DiptychClient, one: WorkerView, other: WorkerView) -> tuple[float, float]:
-    """How many times as long a step of each takes while the other computes. Raises `DiptychError`."""
-    workers = (one, other)
-    loads = [await _load(client, worker) for worker in workers]
-    before = [await _timed(client, worker, load, MOST_REPEATS) for worker, load in zip(workers, loads, strict=True)]
-    both = await asyncio.gather(
-        *(_timed(client, worker, load, SIDE_BY_SIDE) for worker, load in zip(workers, loads, strict=True))
-    )
-    after = [await _timed(client, worker, load, MOST_REPEATS) for worker, load in zip(workers, loads, strict=True)]
-    ratios = [
-        median(together) / median((*sooner, *later))
-        for together, sooner, later in zip(both, before, after, strict=True)
-    ]
-    return ratios[0], ratios[1]
-
-
-async def _timed(client: DiptychClient, worker: WorkerView, load: Shape, repeats: int) -> Sequence[float]:
-    timings = await client.measure(worker.name, load, repeats)
-    if not timings.seconds:
-        raise ProfileError(f"{worker.name} got requests while it was measured; measure an idle cluster")
-    return timings.seconds
-
-
-async def _load(client: DiptychClient, worker: WorkerView) -> Shape:
-    """What a worker of this role does most of the time."""
-    wanted = (*PREFILL_LOAD, *DECODE_LOAD) if worker.role is Role.PREFILL else (*DECODE_LOAD, *PREFILL_LOAD)
-    for shape in wanted:
-        if await measured(client, worker.name, shape, 1):
-            return shape
-    raise ProfileError(f"{worker.name} takes none of the shapes that would keep it busy")

@@ -11,10 +11,11 @@ from click.testing import CliRunner
 from cluster.api.errors import DiptychError
 from cluster.cli import main
 from cluster.profile import measure as module
+from cluster.profile.beside import measure_beside
 from cluster.profile.measure import measure
 from cluster.profile.path import measure_path
 from cluster.profile.points import HELD_OUT, SEEN
-from cluster.profile.steps import measure_side_by_side, measure_steps
+from cluster.profile.steps import measure_steps
 from tests.profile.served import COST, served, spec
 from workers.costs import LinearCost
 from workers.fit import COEFFICIENTS, Point
@@ -126,8 +127,23 @@ async def test_a_worker_that_is_not_there_is_named_with_those_that_are() -> None
 
 async def test_modelled_neighbours_do_not_slow_each_other() -> None:
     async with served(spec(), LinearCost(0.01, 0.0, 0.0, 0.0, 0.0)) as (client, _):
-        workers = (await client.status()).view.workers
-        assert await measure_side_by_side(client, *workers) == pytest.approx((1.0, 1.0))
+        one, other = (await client.status()).view.workers
+        assert await measure_beside(client, one, other, False, 1000) == pytest.approx((1.0, 1.0))
+
+
+async def test_a_prefill_worker_is_measured_while_the_other_answers() -> None:
+    async with served(spec(), LinearCost(0.004, 0.0, 0.0, 0.0, 0.0)) as (client, runtime):
+        prefill, decode = (await client.status()).view.workers
+        steps, gaps = await measure_beside(client, prefill, decode, True, 1000)
+        assert steps == pytest.approx(1.0) and gaps > 0.0
+        assert runtime.workers["decode-0"].engine.stats().steps > 240
+
+
+async def test_answers_that_fail_end_the_measurement() -> None:
+    async with served(spec()) as (client, _):
+        prefill, decode = (await client.status()).view.workers
+        with pytest.raises(DiptychError, match="token ids end at 999"):
+            await measure_beside(client, prefill, decode, True, 1 << 20)
 
 
 def test_a_pools_two_workers_are_as_slow_as_the_slower() -> None:
