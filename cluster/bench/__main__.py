@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from cluster.bench import handoff, machine, overhead, peer, startup, transfer
+from cluster.bench import handoff, machine, overhead, peer, simulator, startup, transfer
 from cluster.bench.engine import chart, compare, step
 from cluster.bench.environments import PEERS, VLLM
 from cluster.bench.figures import Part, Report, report_json
@@ -42,6 +42,7 @@ PARTS = {
     "gang-reshard": Measurement(reshard.measure, reshard.ROUNDS),
     "gang-step": Measurement(steps.measure, steps.ROUNDS),
     "gang-bubble": Measurement(bubble.measure, bubble.ROUNDS),
+    "simulator": Measurement(simulator.measure, simulator.ROUNDS),
 }
 GROUPS = {"all": tuple(PARTS), "gang": tuple(name for name in PARTS if name.startswith("gang-"))}
 

@@ -54,8 +54,9 @@ class BlockPool:
         self.num_blocks = num_blocks - reserved
         self._first = reserved
         self._prefix_caching = prefix_caching
-        self._references = [0] * num_blocks
-        self._clean = list(range(reserved, num_blocks))  # a heap: lowest ids first, so that runs are adjacent
+        self._references = [0] * reserved  # of each block that was ever taken: a pool costs what of it is used
+        self._end = num_blocks
+        self._clean: list[int] = []  # a heap of those given back: lowest ids first, so that runs are adjacent
         self._cached: OrderedDict[int, bytes] = OrderedDict()  # unreferenced but reusable, oldest first
         self._names: dict[int, bytes] = {}  # block -> content name, referenced or not
         self._blocks: dict[bytes, int] = {}  # content name -> block
@@ -63,7 +64,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._clean) + len(self._cached)
+        return len(self._clean) + len(self._cached) + self._end - len(self._references)
 
     @property
     def num_cached(self) -> int:
@@ -78,6 +79,10 @@ class BlockPool:
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} free")
         taken = [heapq.heappop(self._clean) for _ in range(min(count, len(self._clean)))]
+        first = len(self._references)  # every id that was given back is lower
+        untouched = range(first, min(first + count - len(taken), self._end))
+        self._references += [0] * len(untouched)
+        taken += untouched
         while len(taken) < count:
             block, _ = self._cached.popitem(last=False)
             self._forget(block)
@@ -164,6 +169,7 @@ class BlockPool:
             for block in blocks:
                 expected[block] += 1
         assert expected == self._references, "references differ from what the owners hold"
+        assert len(expected) <= self._end, "more blocks were taken than there are"
         free = sorted([*self._clean, *self._cached])
         assert free == [b for b in range(self._first, len(expected)) if not expected[b]], "free list differs"
         assert len(self._names) == len(self._blocks) and all(self._blocks[n] == b for b, n in self._names.items())
