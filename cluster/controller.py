@@ -40,6 +40,7 @@ class Controller:
         self._tending: asyncio.Task[None] | None = None
         self._revision = 0
         self._links: dict[tuple[str, str], LinkReport] = {}  # (owner, reader)
+        self._unlinked: dict[tuple[Keeper, Keeper], None] = {}  # pairs whose preflight failed, oldest first
         self._changed = asyncio.Event()
         self._introducing = asyncio.Lock()
         self._orphan_after_s = orphan_after_s
@@ -150,7 +151,9 @@ class Controller:
         Raises `ModelError` for a worker that can never work with one that is here.
         """
         async with self._introducing:  # one at a time, or two newcomers would both miss each other
-            self._links = {pair: link for pair, link in self._links.items() if new.name not in pair}
+            for peer in self._keepers:
+                self._links.pop((new.name, peer.name), None)
+                self._links.pop((peer.name, new.name), None)
             peers = [peer for peer in self._keepers if peer is not new and peer.introduced]
             for peer in peers:
                 _refuse_misfit(new, peer, moving=self._may_move(new, peer) or self._may_move(peer, new))
@@ -171,12 +174,9 @@ class Controller:
         """Try again, once in a while, to link pairs whose preflight failed though both live."""
         while True:
             await asyncio.sleep(RELINK_S)
-            met = [keeper for keeper in self._keepers if keeper.view.state is WorkerState.READY]
-            missing = [(o, r) for o in met for r in met if o is not r and (o.name, r.name) not in self._links]
-            for owner, reader in missing:
-                if self._may_move(owner, reader):
-                    await self._link(owner, reader)
-                    if (owner.name, reader.name) in self._links:
+            for owner, reader in tuple(self._unlinked):
+                if owner.view.state is reader.view.state is WorkerState.READY:
+                    if await self._link(owner, reader) is None:
                         self._bump()
 
     async def _link(self, owner: Keeper, reader: Keeper) -> Exception | None:
@@ -187,10 +187,12 @@ class Controller:
             async with asyncio.timeout(self._spec.transfer.read_timeout_s):
                 link = await handle.connect(owner.info.peer)
             self._links[owner.name, reader.name] = replace(link, owner=owner.name, reader=reader.name)
+            self._unlinked.pop((owner, reader), None)
             return None
         except (TransferError, WorkerGone, WorkerError, TimeoutError) as error:
             reason = str(error) or "preflight timed out"
             logger.error("no KV can move from %s to %s: %s", owner.name, reader.name, reason)
+            self._unlinked[owner, reader] = None
             return error
 
 

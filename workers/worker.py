@@ -95,6 +95,7 @@ class Worker:
             cost=self.config.cost,
         )
         self._peers = Peers(self.config, self._executor)
+        self._host = host_identity()
         self._fetching = Fetching(self.config, self.engine, self._executor, self._peers, self._changed)
         layouts = [shard.layout for shard in self._executor.shards()]
         self._desk = LeaseDesk(self.engine.leases, layouts, self._changed)
@@ -110,7 +111,7 @@ class Worker:
     def _peer_now(self) -> PeerAddress:
         """How others reach us; a transport that was rebuilt has a new address."""
         host, shards = self.config.transfer.host, self._executor.shards()
-        return PeerAddress(self.config.name, self.incarnation, host, self._port, host_identity(), shards)
+        return PeerAddress(self.config.name, self.incarnation, host, self._port, self._host, shards)
 
     def _info(self) -> WorkerInfo:
         peer = self._peer_now()

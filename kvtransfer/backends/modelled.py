@@ -27,14 +27,17 @@ class LinkModel:
 
 @dataclass(slots=True)
 class _Wire:
-    """One owner's link to us: its size and the turn of its reads."""
+    """One owner's link to us: the size of its pool, and when the reads asked for so far will have passed."""
 
     source_bytes: int
-    turn: asyncio.Lock
+    free_s: float = 0.0
 
 
 class ModelledTransport:
-    """`Transport` whose reads take modelled seconds. At the deadline a read stops and settles at once."""
+    """`Transport` whose reads take modelled seconds. At the deadline a read stops and settles at once.
+
+    Those behind it on the wire come when they would have come.
+    """
 
     name = "modelled"
 
@@ -42,7 +45,7 @@ class ModelledTransport:
         self._region = region
         self._model = model
         self._wires: dict[str, _Wire] = {}
-        self._flights: dict[Flight, asyncio.Task[None]] = {}
+        self._flights: dict[Flight, asyncio.TimerHandle] = {}
 
     def address(self) -> bytes:
         return b"modelled"
@@ -52,7 +55,7 @@ class ModelledTransport:
             await asyncio.sleep(deadline_s)
             raise TransferTimeout(f"{peer} did not answer within {deadline_s} s")
         await asyncio.sleep(self._model.latency_s)
-        self._wires.setdefault(peer, _Wire(shard.num_blocks * shard.layout.block_bytes, asyncio.Lock()))
+        self._wires.setdefault(peer, _Wire(shard.num_blocks * shard.layout.block_bytes))
         return f"modelled ({self._model.latency_s * 1e6:.0f} us, {self._model.bytes_per_s / 1e9:.2f} GB/s)"
 
     def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
@@ -66,24 +69,20 @@ class ModelledTransport:
         except (TransferError, ValueError) as error:
             flight.crash(error)
             return flight.read
-        self._flights[flight] = asyncio.get_running_loop().create_task(self._fly(flight, wire))
+        loop = asyncio.get_running_loop()
+        seconds = self._model.seconds(flight.num_bytes) if len(copies) else 0.0
+        wire.free_s = max(wire.free_s, loop.time()) + seconds
+        self._flights[flight] = loop.call_at(wire.free_s, self._land, flight, seconds)
         return flight.read
 
-    async def _fly(self, flight: Flight, wire: _Wire) -> None:
-        try:
-            async with wire.turn:
-                seconds = self._model.seconds(flight.num_bytes) if len(flight.copies) else 0.0
-                await asyncio.sleep(seconds)
-                flight.land(seconds)
-        finally:
-            self._flights.pop(flight, None)
-            flight.settle()
+    def _land(self, flight: Flight, seconds: float) -> None:
+        del self._flights[flight]
+        flight.land(seconds)
 
     def _stop(self, flight: Flight) -> None:
-        task = self._flights.pop(flight, None)
-        if task:
-            task.cancel()
-            flight.settle()  # a task cancelled before its first turn never reaches its own end
+        if (timer := self._flights.pop(flight, None)) is not None:
+            timer.cancel()
+            flight.settle()
 
     async def forget(self, peer: str) -> None:
         self._wires.pop(peer, None)
