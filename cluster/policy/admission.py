@@ -8,8 +8,6 @@ lets the two pools swing against each other; at arrival, but as it will be when 
 A request without an SLO, where the gateway has none either, is never refused.
 """
 
-import math
-
 from cluster.policy.book import Book
 from cluster.policy.forecast import Forecast
 from cluster.policy.placement import Ask, Refusal
@@ -80,13 +78,13 @@ class Early(Late):
 class Predictive(Early):
     """Both sides at arrival, the decode side as it will be when this prompt is done.
 
-    Every request is taken to decode equally long: as long as those before it did, on average; none ends before one has.
+    Every request is taken to decode equally long: as long as those before it, on average; none ends before one has.
     What other gateways have under way is taken to stay as it is. The load is the mean over the decode workers.
     """
 
     def _tpot_seconds(self, ask: Ask, ttft_s: float, decode: WorkerView) -> float:
         now_s, then_s = ask.now_s, ask.now_s + ttft_s
-        decode_s = math.inf if self._book.decode_s is None else self._book.decode_s
+        decode_s = self._book.decode_seconds(now_s)
         batch, context_tokens, ours = 1, ask.request.num_tokens, 0
         for work in self._book:
             if not work.decodes:

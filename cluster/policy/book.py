@@ -1,9 +1,10 @@
 """What this gateway has under way on which worker, and how long its requests decode. Knows no other gateway."""
 
+import math
 from collections.abc import Iterator, ValuesView
 from dataclasses import dataclass
 
-_MEMORY = 0.02  # weight of the newest answer in the mean: fifty answers make a workload
+_MEMORY = 1000  # ends of answers that the mean looks back on
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +46,8 @@ class Book:
         self._decoding: dict[str, dict[str, Work]] = {}  # from the promise of a slot to the last token
         self._touched_s: dict[str, float] = {}  # worker -> when work of ours last began or ended there
         self._prefilled_s: dict[str, float] = {}  # worker -> when it last ended a prompt of ours
-        self.decode_s: float | None = None  # how long a request decodes, on average; None until one has
+        self._num_decoded = 0
+        self._mean_decode_s = 0.0
 
     def __len__(self) -> int:
         return len(self._works)
@@ -73,6 +75,17 @@ class Book:
         head = next(iter(works))
         elapsed_s = now_s - self._turn_s(head)
         return sum(work.prefill_s for work in works) - min(head.prefill_s, elapsed_s)
+
+    def decode_seconds(self, now_s: float) -> float:
+        """How long a request decodes, on average; infinite until one has ended.
+
+        All time spent decoding over the number of ends: the mean of those that have ended would be that of the short
+        ones, at first (the maximum likelihood of exponential lifetimes of which some are not over).
+        """
+        if not self._num_decoded:
+            return math.inf
+        running_s = sum(now_s - work.prefilled_s for work in self if work.decodes and work.prefilled_s is not None)
+        return self._mean_decode_s + running_s / self._num_decoded
 
     def began(self, work: Work) -> None:
         """The request is on its way to its workers."""
@@ -113,7 +126,8 @@ class Book:
         return max(work.began_s, self._prefilled_s.get(work.prefill, 0.0))
 
     def _learn(self, decode_s: float) -> None:
-        self.decode_s = decode_s if self.decode_s is None else self.decode_s + _MEMORY * (decode_s - self.decode_s)
+        self._num_decoded = min(self._num_decoded + 1, _MEMORY)
+        self._mean_decode_s += (decode_s - self._mean_decode_s) / self._num_decoded
 
     @staticmethod
     def _drop(shelf: dict[str, dict[str, Work]], worker: str, key: str) -> None:

@@ -86,6 +86,21 @@ def test_predictive_counts_the_prefills_that_end_before_and_drops_the_decodes_th
     assert not refused(story, decoding, length=2000), "they will have ended when so long a prompt is done"
 
 
+def test_how_long_requests_decode_is_not_that_of_the_short_ones_alone() -> None:
+    story, book = Story("least-loaded"), Story("least-loaded").policy.book
+    assert book.decode_seconds(0.0) == float("inf")
+    for n in range(4):
+        story.send(CALM, request(f"r{n}"))
+        story.prefilled(request(f"r{n}"))
+    story.now_s += 1.0
+    story.ended(request("r0"))
+    assert story.policy.book.decode_seconds(story.now_s) == pytest.approx(4.0), "four seconds decoded, one end"
+    story.now_s += 9.0
+    for n in range(1, 4):
+        story.ended(request(f"r{n}"))
+    assert story.policy.book.decode_seconds(story.now_s) == pytest.approx((1 + 3 * 10) / 4)
+
+
 def test_predictions_come_with_the_placement_where_costs_are_known() -> None:
     placement = Story("least-loaded").choose(changed(CALM, worker("d0", running=2)), request())
     assert isinstance(placement, Placement)
