@@ -85,8 +85,8 @@ def simulate(
 ) -> None:
     """Replay a workload through the shipped scheduling code on a virtual clock; no GPU and no model is needed.
 
-    Systems for --compare: static, orca, vllm, sarathi, distserve, splitwise, tetri, mooncake, mooncake-early,
-    mooncake-predictive, ours. Each gets the same workers.
+    Systems for --compare: static, orca, vllm, sarathi, distserve, splitwise, tetri, mooncake, mooncake-late,
+    mooncake-early, mooncake-predictive, ours. Each gets the same workers.
 
     \b
     Examples:

@@ -46,6 +46,12 @@ _MOONCAKE: dict[str, Any] = {
     "decode": {"batching": "prefill-first", "max_batch_tokens": PROMPT_BATCH},
 }
 
+
+def _mooncake(title: str, admission: str) -> System:
+    source = "Qin et al., 2024 (arXiv 2407.00079)"
+    return System(f"Mooncake, {title}", source, **_MOONCAKE, routing="mooncake", admission=admission)
+
+
 SYSTEMS: dict[str, System] = {
     "static": System("static batching", "request-level batches", {"batching": "static"}),
     "orca": System("Orca", "Yu et al., OSDI'22", {"batching": "orca", "max_batch_tokens": 1 << 20}),
@@ -64,17 +70,10 @@ SYSTEMS: dict[str, System] = {
         decode={"batching": "orca", "max_batch_tokens": PROMPT_BATCH},
         routing="tetri",
     ),
-    "mooncake": System("Mooncake", "Qin et al., FAST'25", **_MOONCAKE, routing="mooncake-local"),
-    "mooncake-early": System(
-        "Mooncake, early rejection", "Qin et al., 2024", **_MOONCAKE, routing="mooncake-local", admission="early"
-    ),
-    "mooncake-predictive": System(
-        "Mooncake, predictive rejection",
-        "Qin et al., 2024",
-        **_MOONCAKE,
-        routing="mooncake-local",
-        admission="predictive",
-    ),
+    "mooncake": System("Mooncake", "Qin et al., FAST'25", **_MOONCAKE, routing="mooncake"),
+    "mooncake-late": _mooncake("late rejection", "late"),
+    "mooncake-early": _mooncake("early rejection", "early"),
+    "mooncake-predictive": _mooncake("predictive early rejection", "predictive"),
     "ours": System("Diptych", "what `serve` runs unless told otherwise"),
 }
 

@@ -1,0 +1,137 @@
+"""What Mooncake's papers say of routers and rejection, on its own trace (Qin et al., FAST'25 and arXiv 2407.00079).
+
+Their 16 nodes of 8 A800 became 8 prefill and 8 decode workers on a roofline of that machine. The trace's answers are
+cut short where only the first token is looked at. The order of the routers and of the rejection policies is tested;
+the papers' own figures stand beside ours in docs/simulator.md.
+"""
+
+import os
+import random
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from cluster.scoring.records import Ending, Run
+from cluster.sim.cluster import PoolModel
+from cluster.sim.fleet import fleet, pool_model
+from cluster.sim.run import Options, simulate
+from cluster.sim.systems import arrange
+from cluster.spec import ClusterSpec
+from cluster.workload.arrivals import Arrival, Workload
+from cluster.workload.load import load_workload
+from cluster.workload.summary import prefix_reuse
+from tests.shared import shared
+from tests.sim.cases import ENGINE, colocated, models
+from workers.config import ParallelConfig
+from workers.request import SLO
+
+WHOLE = bool(os.environ.get("DIPTYCH_LITERATURE"))
+TRACE = "traces/mooncake/conversation_trace.jsonl.gz"
+BLOCK = 512
+
+
+def cluster_of(routing: str, admission: str = "none", workers: int = 16) -> tuple[ClusterSpec, dict[str, PoolModel]]:
+    parallel = ParallelConfig(tensor=8)
+    made = fleet("llama-3-70b", "a800", parallel, workers)
+    blocks = made.engine.kv_blocks * made.engine.block_size // BLOCK
+    made = replace(made, engine=replace(made.engine, block_size=BLOCK, kv_blocks=blocks))
+    spec = arrange("mooncake", made, workers // 2)
+    gateway = replace(spec.gateway, routing=routing, admission=admission, placement_timeout_s=3600.0)
+    model = pool_model("llama-3-70b", "a800", parallel)
+    return replace(spec, gateway=gateway), {"prefill": model, "decode": model}
+
+
+def conversations(users: int, turns: int, think_s: float) -> Workload:
+    """Every user comes back, after a while, with all that was said before: prefixes grow from turn to turn."""
+    draw = random.Random("conversations")
+    rows = []
+    for user in range(users):
+        at_s = draw.uniform(0.0, think_s)
+        blocks = draw.randint(4, 30)
+        for _ in range(turns):
+            prefix = (0, *(1 + user * 1000 + block for block in range(blocks - 1)))
+            rows.append(Arrival(at_s, blocks * BLOCK, 2, prefix))
+            at_s += draw.expovariate(1.0 / think_s)
+            blocks += draw.randint(2, 10)
+    return Workload("conversations", tuple(sorted(rows, key=lambda row: row.at_s)), BLOCK)
+
+
+def mean_ttft_s(run: Run) -> float:
+    return fmean(each.ttft_s or 0.0 for each in run.served)
+
+
+def by_router(workload: Workload, workers: int) -> dict[str, float]:
+    times = {}
+    for routing in ("random", "least-loaded", "mooncake-local", "mooncake"):
+        spec, made = cluster_of(routing, workers=workers)
+        times[routing] = mean_ttft_s(simulate(spec, made, workload))
+    print({routing: round(ttft_s, 2) for routing, ttft_s in times.items()})
+    return times
+
+
+def test_routers_that_know_more_answer_sooner() -> None:
+    times = by_router(conversations(users=48, turns=5, think_s=14.0), workers=8)
+    assert times["random"] > times["least-loaded"] > times["mooncake-local"] > times["mooncake"]
+
+
+@pytest.mark.skipif(not WHOLE, reason="takes minutes: make literature")
+@pytest.mark.timeout(1800)
+def test_routers_on_the_papers_trace() -> None:
+    """The paper: 19.65, 5.27, 3.58 and 3.07 s (FAST'25, figure 5)."""
+    trace = load_workload(f"{shared(TRACE)}:first=2500,speed=1.3", seed=0)
+    short = trace.noted([replace(each, output_tokens=4) for each in trace.arrivals], "answers of 4 tokens")
+    times = by_router(short, workers=16)
+    assert times["random"] > times["least-loaded"] > times["mooncake-local"] > times["mooncake"]
+
+
+@pytest.mark.parametrize("capacity", [150, 400])
+def test_an_engine_finds_what_a_cache_of_its_size_would_hold(capacity: int) -> None:
+    """One worker, requests one by one: hits are those of an LRU list, up to the blocks that a prompt itself needs."""
+    trace = load_workload(f"{shared(TRACE)}:first=120,jitter=off,clip=20000", seed=0)
+    apart = [replace(each, at_s=30.0 * n, output_tokens=1) for n, each in enumerate(trace.arrivals)]
+    workload = trace.noted(apart, "one by one")
+    engine = replace(ENGINE, block_size=BLOCK, kv_blocks=capacity + 2, max_batch_tokens=1 << 15)
+    run = simulate(colocated(engine=engine), models(colocated()), workload)
+    found = sum(each.cached_tokens for each in run.served) / sum(each.prompt_tokens for each in run.served)
+    assert found == pytest.approx(prefix_reuse(workload, capacity), abs=0.01)
+
+
+def rejections(admission: str, workload: Workload, slo: SLO) -> tuple[Run, int]:
+    """The run, and how many prompts were computed for nobody."""
+    spec, made = cluster_of("mooncake", admission, workers=4)
+    run = simulate(spec, made, workload, Options(slo=slo))
+    wasted = sum(each.ending is Ending.REJECTED and len(each.token_s) > 0 for each in run.served)
+    return run, wasted
+
+
+def test_looking_at_decode_behind_the_prefill_wastes_prompts() -> None:
+    """Arxiv version, section 7.1: what is refused behind its prefill was computed for nobody."""
+    overload = load_workload("poisson:rate=6,count=160,lengths=2000-4000/150-300", seed=1)
+    slo = SLO(15.0, 0.0268)  # a decode step of 16 sequences
+    (late, wasted), (early, none), (predictive, neither) = (
+        rejections(admission, overload, slo) for admission in ("late", "early", "predictive")
+    )
+    assert wasted > 10 and none == neither == 0
+    assert all(Ending.REJECTED in {each.ending for each in run.served} for run in (late, early, predictive))
+
+
+@pytest.mark.skipif(not WHOLE, reason="takes minutes: make literature")
+@pytest.mark.timeout(1800)
+def test_rejections_on_the_papers_trace() -> None:
+    """The paper: 4,183 rejected late, 3,771 early, 3,589 with prediction; 8 + 8 machines at twice the trace's speed."""
+    trace = load_workload(f"{shared(TRACE)}:first=2000,speed=2.5", seed=0)
+    counted = {}
+    for admission in ("late", "early", "predictive"):
+        spec, made = cluster_of("mooncake", admission)
+        run = simulate(spec, made, trace, Options(slo=SLO(30.0, 0.03)))
+        refused = [each for each in run.served if each.ending is Ending.REJECTED]
+        counted[admission] = (len(refused), sum(len(each.token_s) > 0 for each in refused))
+    print(
+        {
+            admission: f"{refused} rejected, {wasted} of them computed"
+            for admission, (refused, wasted) in counted.items()
+        }
+    )
+    assert counted["late"][1] > 0 and counted["early"][1] == counted["predictive"][1] == 0
+    assert counted["predictive"][0] <= counted["early"][0]
