@@ -221,9 +221,10 @@ class Attempt:
 
     async def _call(self, line: Line, call: Coroutine[Any, Any, T]) -> T:
         """A call that fails with its worker, or outlives it, fails the attempt; a caller's mistake is the caller's."""
-        calling, ended = asyncio.ensure_future(call), asyncio.ensure_future(line.ended.wait())
+        calling = asyncio.ensure_future(call)
+        either: set[asyncio.Future[Any]] = {calling, line.ended}
         try:
-            await asyncio.wait({calling, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not calling.done():
                 raise AttemptFailed(line.name, f"the worker was lost ({line.lost})")
             return calling.result()
@@ -240,7 +241,6 @@ class Attempt:
             raise AttemptFailed(line.name, str(error)) from None
         finally:
             calling.cancel()
-            ended.cancel()
 
     def release(self) -> None:
         """Let both sides drop what they still hold; does not wait."""

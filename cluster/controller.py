@@ -175,9 +175,9 @@ class Controller:
         while True:
             await asyncio.sleep(RELINK_S)
             for owner, reader in tuple(self._unlinked):
-                if owner.view.state is reader.view.state is WorkerState.READY:
-                    if await self._link(owner, reader) is None:
-                        self._bump()
+                are_ready = owner.view.state is reader.view.state is WorkerState.READY
+                if are_ready and await self._link(owner, reader) is None:
+                    self._bump()
 
     async def _link(self, owner: Keeper, reader: Keeper) -> Exception | None:
         """None, or why there is no link."""

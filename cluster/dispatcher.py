@@ -45,7 +45,7 @@ class _Life:
     request: Request
     watch: Stopwatch
     emit: Callable[[Event], None]
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     sent: list[int] = field(default_factory=list)
     transfers: list[TransferReport] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)  # workers that failed or refused this request
@@ -127,8 +127,9 @@ class Dispatcher:
 
     def finish(self, request_id: str) -> None:
         """The caller has all it wants (a stop string): the next event is Completed(STOP). Unknown ids are ignored."""
-        if (life := self._lives.get(request_id)) is not None:
-            life.stop.set()
+        life = self._lives.get(request_id)
+        if life is not None and not life.stop.done():
+            life.stop.set_result(None)
 
     async def _live(self, life: _Life, deadline_s: float | None) -> None:
         bound = asyncio.timeout(deadline_s)
@@ -213,9 +214,9 @@ class Dispatcher:
     async def _run_or_stop(self, life: _Life, attempt: Attempt) -> FinishReason:
         """The attempt's end, or STOP as soon as the caller asks for it. Open laps are closed either way."""
         running = asyncio.ensure_future(attempt.run())
-        stopping = asyncio.ensure_future(life.stop.wait())
+        either: set[asyncio.Future[Any]] = {running, life.stop}
         try:
-            await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if running.done() and running.exception() is None:
                 return running.result()
             attempt.close_lap()
@@ -224,8 +225,7 @@ class Dispatcher:
             return FinishReason.STOP
         finally:
             running.cancel()
-            stopping.cancel()
-            await asyncio.wait({running, stopping})
+            await asyncio.wait({running})
 
     def _on_tokens(self, life: _Life, output: TokensOut) -> None:
         assert output.first_position == len(life.sent), (

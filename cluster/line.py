@@ -46,7 +46,7 @@ class Line:
         self.stats: WorkerStats = view.stats
         self.sent = NOTHING_SENT
         self.lost: str | None = None
-        self.ended = asyncio.Event()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._silence_s = silence_s
         self._changed = changed
         self._attempts: dict[str, Hear] = {}
@@ -129,7 +129,7 @@ class Line:
             return
         logger.warning("worker %s is lost: %s", self.name, reason)
         self.lost = reason
-        self.ended.set()
+        self.ended.set_result(None)
         for hear in tuple(self._attempts.values()):
             hear(self.name, LineLost(reason))
         self._changed()

@@ -106,10 +106,10 @@ def covering(block_size: int, first_token: int, num_tokens: int) -> Range:
 def refuse_outside(copies: Copies, source_bytes: int, target_bytes: int) -> None:
     """Raise unless every range lies inside its pool: `PeerRefused` for the owner's side, `ValueError` for ours."""
     source, target, num_bytes = copies.T
-    if (bad := (num_bytes <= 0) | (source < 0) | (source + num_bytes > source_bytes)).any():
+    if np.count_nonzero(bad := (num_bytes <= 0) | (source < 0) | (source + num_bytes > source_bytes)):
         start, _, length = copies[bad.argmax()].tolist()
         raise PeerRefused(f"bytes {start}..{start + length} lie outside the owner's {source_bytes}")
-    if (bad := (target < 0) | (target + num_bytes > target_bytes)).any():
+    if np.count_nonzero(bad := (target < 0) | (target + num_bytes > target_bytes)):
         _, start, length = copies[bad.argmax()].tolist()
         raise ValueError(f"bytes {start}..{start + length} lie outside our {target_bytes}")
 

@@ -258,8 +258,9 @@ class Engine:
         scored = result.prompt_logprobs or ((),) * len(plan.chunks)
         for chunk, token, logprobs, prompt in zip(plan.chunks, result.tokens, result.logprobs, scored, strict=True):
             sequence = self._sequences[chunk.key]
-            sequence.num_ordered -= len(chunk.tokens)
-            sequence.num_computed = chunk.context
+            num_tokens = len(chunk.tokens)
+            sequence.num_ordered -= num_tokens
+            sequence.num_computed = chunk.first_position + num_tokens
             if sequence.doomed:
                 continue
             if prompt:

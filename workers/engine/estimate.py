@@ -18,11 +18,12 @@ def plan_seconds(cost: CostModel, plan: StepPlan) -> float:
     batch = context_tokens = 0
     prompts = []
     for chunk in plan.chunks:
-        if chunk.draw is not None and len(chunk.tokens) == 1:
+        num_tokens = len(chunk.tokens)
+        if num_tokens == 1 and chunk.draw is not None:
             batch += 1
-            context_tokens += chunk.context
+            context_tokens += chunk.first_position + 1
         else:
-            prompts.append((len(chunk.tokens), chunk.first_position))
+            prompts.append((num_tokens, chunk.first_position))
     return cost.mixed_seconds(prompts, batch, context_tokens)
 
 

@@ -59,11 +59,13 @@ class Sequence:
     first_token_s: float | None = None  # of a prompt computed here
     counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # read when a penalty asks for it
     key: str = field(init=False)
-    num_given: int = field(init=False)  # tokens it came with
+    num_prompt: int = field(init=False)
+    num_given: int = field(init=False)  # tokens it came with: the prompt and what was generated before
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.generated]
         self.key = self.request.key
+        self.num_prompt = len(self.request.prompt)
         self.num_given = len(self.tokens)
 
     @property
@@ -84,7 +86,7 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
+        return len(self.tokens) - self.num_prompt
 
     @property
     def is_decoding(self) -> bool:
