@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-engine study sim-vs-real proto clean chaos fuzz pairs
+.PHONY: demo test check bench bench-engine study sim-vs-real literature proto clean chaos fuzz pairs
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
 
@@ -52,6 +52,10 @@ fuzz: $(READY)
 	@for round in $$(seq $(or $(ROUNDS),3)); do \
 		HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q -m hypothesis || exit 1; \
 	done
+
+# What the papers' own traces say, at length; needs the public traces (tests/shared.py says where).
+literature: $(READY)
+	@DIPTYCH_LITERATURE=1 $(BIN)/python -m pytest -q -s tests/literature
 
 proto: $(READY)
 	@$(BIN)/python -m cluster.api.generate_stubs

@@ -81,9 +81,9 @@ def test_every_command_of_the_readme_exists() -> None:
 
 
 def test_every_make_target_of_the_docs_exists() -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     for page in PAGES:
-        for target in re.findall(r"(?:^|`)make (\w+)", page.read_text(), re.M):
+        for target in re.findall(r"(?:^|`)make ([\w-]+)", page.read_text(), re.M):
             assert target in targets, f"{page_name(page)} names `make {target}`"
 
 
