@@ -1,14 +1,15 @@
 """`diptych simulate`: a workload through the production scheduling code in virtual time, one system or several."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.screen import console, print_json, progress_bar, say
+from cluster.cli.comparison import positive_slo, tell, write
+from cluster.cli.screen import progress_bar
 
 if TYPE_CHECKING:
     from cluster.report.compared import Compared
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from cluster.sim.compare import Case, Question
     from cluster.workload.arrivals import Workload
     from workers.request import SLO
-
-RESULTS = "simulation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +28,8 @@ class Wanted:
     workload: "Workload"
     slo: "SLO"
     question: "Question | None"
+    rates: tuple[float, ...]
+    requests: int
     seed: int
     trace: bool
     around: "Surroundings | None" = None
@@ -50,6 +51,7 @@ class Wanted:
 @click.option("--tpot", "tpot_s", type=float, metavar="S", help="Promise: seconds for each token after it.")
 @click.option("--goodput", "wants_goodput", is_flag=True, help="Search the largest rate that keeps both promises.")
 @click.option("--target", "targets", type=float, multiple=True, help="Share of requests that must (0.9 and 0.99).")
+@click.option("--rates", metavar="R,R,...", help="Also run at these rates, for curves of latency over rate.")
 @click.option(
     "--requests", type=click.IntRange(10), default=300, show_default=True, help="Of a goodput probe, at least."
 )
@@ -75,6 +77,7 @@ def simulate(
     tpot_s: float | None,
     wants_goodput: bool,
     targets: tuple[float, ...],
+    rates: str | None,
     requests: int,
     seed: int,
     seeds: int,
@@ -97,7 +100,9 @@ def simulate(
     from cluster.workload.load import load_workload
 
     workload = load_workload(source, seed=seed)
-    slo = _slo(ttft_s, tpot_s, wants_goodput)
+    slo = positive_slo(ttft_s, tpot_s)
+    if wants_goodput and slo.ttft_s is None and slo.tpot_s is None:
+        raise click.UsageError("--goodput needs a promise: --ttft, --tpot, or both")
     if (path is None) == (compare is None):
         raise click.UsageError("give either a cluster YAML (-f) or systems (--compare), one of them")
     around: Surroundings | None = None
@@ -112,22 +117,11 @@ def simulate(
         fleet = _Fleet(model, hardware, tensor, pipeline, workers, prefills, network, workload)
         cases = [fleet.case(name.strip()) for name in (compare or "").split(",") if name.strip()]
     question = _question(workload, slo, targets, requests, seed, seeds, around) if wants_goodput else None
-    wanted = Wanted(cases, workload, slo, question, seed, wants_trace, around)
+    wanted = Wanted(cases, workload, slo, question, _rates(rates), requests, seed, wants_trace, around)
     compared = _run(wanted, processes or _cores())
-    _tell(compared, as_json)
+    tell(compared, as_json)
     if out is not None:
-        _write(compared, out, source)
-
-
-def _slo(ttft_s: float | None, tpot_s: float | None, needed: bool) -> "SLO":
-    from workers.request import SLO
-
-    for name, value in (("--ttft", ttft_s), ("--tpot", tpot_s)):
-        if value is not None and not 0.0 < value < float("inf"):
-            raise click.UsageError(f"{name} is {value}; a promise is above 0 seconds")
-    if needed and ttft_s is None and tpot_s is None:
-        raise click.UsageError("--goodput needs a promise: --ttft, --tpot, or both")
-    return SLO(ttft_s, tpot_s)
+        write(compared, out, "Simulation", source)
 
 
 def _cores() -> int:
@@ -201,11 +195,21 @@ def _question(
     return Question(workload, slo, wanted, draws, requests, around=around or ALONE)
 
 
+def _rates(text: str | None) -> tuple[float, ...]:
+    try:
+        rates = tuple(sorted({float(each) for each in (text or "").split(",") if each.strip()}))
+    except ValueError:
+        raise click.UsageError(f"--rates is {text!r}; it is numbers with commas, such as 1,2,4") from None
+    if any(not 0.0 < rate < float("inf") for rate in rates):
+        raise click.UsageError(f"--rates is {text!r}; every rate is above 0 requests a second")
+    return rates
+
+
 def _run(wanted: Wanted, processes: int) -> "list[Compared]":
     from cluster.sim.compare import processes as opened
 
     with opened(processes) as each, progress_bar() as tell:
-        total = len(wanted.cases) * (2 if wanted.question else 1)
+        total = len(wanted.cases) * (1 + bool(wanted.rates) + bool(wanted.question))
         done = partial(tell, "simulating")
         done(0, total)
         return _compared(wanted, each, lambda count: done(count, total))
@@ -215,7 +219,7 @@ def _compared(wanted: Wanted, each: "Map", done: Callable[[int], None]) -> "list
     from cluster.report.compared import Compared
     from cluster.scoring.figures import figures
     from cluster.sim.cluster import ALONE
-    from cluster.sim.compare import capacity, goodputs, run_all
+    from cluster.sim.compare import capacity, goodputs, run_all, run_at
     from cluster.sim.run import Options
 
     options = Options(seed=wanted.seed, slo=wanted.slo, trace=wanted.trace, around=wanted.around or ALONE)
@@ -223,53 +227,14 @@ def _compared(wanted: Wanted, each: "Map", done: Callable[[int], None]) -> "list
     for case, run in zip(wanted.cases, run_all(wanted.cases, wanted.workload, [options], each), strict=True):
         made.append(Compared(case.name, figures(run, wanted.slo), run=run))
         done(len(made))
-    if wanted.question is not None:
-        for number, case in enumerate(wanted.cases):
+    count = len(made)
+    for number, case in enumerate(wanted.cases):
+        if wanted.rates:
+            runs = run_at(case, wanted.workload, wanted.rates, wanted.requests, options, each)
+            made[number] = replace(made[number], sweep=tuple(figures(run, wanted.slo) for run in runs))
+            done(count := count + 1)
+        if wanted.question is not None:
             start = capacity(case, wanted.workload) / 4
             made[number] = replace(made[number], goodputs=goodputs(case, wanted.question, start, each))
-            done(len(wanted.cases) + number + 1)
+            done(count := count + 1)
     return made
-
-
-def _tell(compared: "Sequence[Compared]", as_json: bool) -> None:
-    from cluster.report.table import comparison, pools, terminal
-
-    if as_json:
-        print_json([_json(each) for each in compared])
-        return
-    screen = console()
-    screen.print(terminal(comparison(compared)))
-    screen.print(terminal(pools(compared)))
-    for system in compared:
-        for found in system.goodputs:
-            screen.print(f"{system.name}: {found.told}", markup=False)
-
-
-def _json(system: "Compared") -> dict[str, Any]:
-    return {
-        "system": system.name,
-        "figures": system.figures.as_json(),
-        "goodput": [asdict(found) | {"per_gpu": found.per_gpu, "told": found.told} for found in system.goodputs],
-    }
-
-
-def _write(compared: "Sequence[Compared]", out: Path, source: str) -> None:
-    import json
-
-    from cluster.report import perfetto
-    from cluster.report.html import page, pictures
-    from cluster.report.style import png
-
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{RESULTS}.json").write_text(json.dumps([_json(each) for each in compared], indent=2) + "\n")
-    written = [f"{RESULTS}.json", "report.html"]
-    images = {each.name: png(each.draw()) for each in pictures(compared)}
-    (out / "report.html").write_text(page("Simulation", compared, subtitle=source, images=images))
-    for name, image in images.items():
-        (out / f"{name}.png").write_bytes(image)
-        written.append(f"{name}.png")
-    for system in compared:
-        if system.run is not None and system.run.steps:
-            perfetto.write(system.run, out / f"{system.name}.trace.json")
-            written.append(f"{system.name}.trace.json (open it in ui.perfetto.dev)")
-    say(f"written to {out}: {', '.join(written)}")

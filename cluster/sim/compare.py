@@ -57,6 +57,14 @@ def run_all(cases: Sequence[Case], workload: Workload, seeds: Sequence[Options],
     return each(partial(_run_job, workload), [case for case, _ in jobs], [options for _, options in jobs])
 
 
+def run_at(
+    case: Case, source: Workload, rates: Sequence[float], count: int, options: Options, each: Map
+) -> Iterable[Run]:
+    """A case at several rates: the same `count` requests drawn from the source, Poisson arrivals."""
+    drawn = [resampled(source, count, rate, options.seed) for rate in rates]
+    return each(partial(run_case, case, options=replace(options, trace=False)), drawn)
+
+
 def _run_job(workload: Workload, case: Case, options: Options) -> Run:
     return run_case(case, workload, options)
 

@@ -1,0 +1,69 @@
+"""How compared runs, real or simulated, look on a terminal and in a folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cluster.cli.screen import console, print_json, say
+
+if TYPE_CHECKING:
+    from cluster.report.compared import Compared
+    from workers.request import SLO
+
+
+def positive_slo(ttft_s: float | None, tpot_s: float | None) -> "SLO":
+    """The promises of the command line, checked."""
+    from workers.request import SLO
+
+    for name, value in (("--ttft", ttft_s), ("--tpot", tpot_s)):
+        if value is not None and not 0.0 < value < float("inf"):
+            raise click.UsageError(f"{name} is {value}; a promise is above 0 seconds")
+    return SLO(ttft_s, tpot_s)
+
+
+def tell(compared: "Sequence[Compared]", as_json: bool) -> None:
+    """Tables, or one JSON list."""
+    from cluster.report.table import comparison, pools, terminal
+
+    if as_json:
+        print_json([_json(each) for each in compared])
+        return
+    screen = console()
+    screen.print(terminal(comparison(compared)))
+    screen.print(terminal(pools(compared)))
+    for system in compared:
+        for found in system.goodputs:
+            screen.print(f"{system.name}: {found.told}", markup=False)
+
+
+def _json(system: "Compared") -> dict[str, Any]:
+    return {
+        "system": system.name,
+        "figures": system.figures.as_json(),
+        "goodput": [found.as_json() for found in system.goodputs],
+    }
+
+
+def write(compared: "Sequence[Compared]", out: Path, title: str, source: str) -> None:
+    """Figures as JSON, every picture, one page with all of them, and a trace of each run that has one."""
+    import json
+
+    from cluster.report import perfetto
+    from cluster.report.html import page, pictures
+    from cluster.report.style import png
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "figures.json").write_text(json.dumps([_json(each) for each in compared], indent=2) + "\n")
+    written = ["figures.json", "report.html"]
+    images = {each.name: png(each.draw()) for each in pictures(compared)}
+    (out / "report.html").write_text(page(title, compared, subtitle=source, images=images))
+    for name, image in images.items():
+        (out / f"{name}.png").write_bytes(image)
+        written.append(f"{name}.png")
+    for system in compared:
+        if system.run is not None and (system.run.steps or system.run.clock == "real"):
+            perfetto.write(system.run, out / f"{system.name}.trace.json")
+            written.append(f"{system.name}.trace.json (open it in ui.perfetto.dev)")
+    say(f"written to {out}: {', '.join(written)}")
