@@ -55,12 +55,15 @@ def transfer(served: Served) -> Span | None:
     return Span(TRANSFER, max(begin, end - round(served.transfer_s * 1e9)), end)
 
 
+_SAME_S = 1e-9  # times are sums of floats: a step may seem to begin just before the one that it follows ended
+
+
 def lanes(steps: Iterable[StepRecord]) -> tuple[tuple[int, StepRecord], ...]:
     """Each step of one worker with its lane: steps in flight at the same time (pipeline stages) have different ones."""
     free: list[float] = []  # when each lane's last step ends
     laid = []
     for step in sorted(steps, key=lambda step: (step.begin_s, step.end_s)):
-        lane = next((lane for lane, end_s in enumerate(free) if end_s <= step.begin_s), len(free))
+        lane = next((lane for lane, end_s in enumerate(free) if end_s <= step.begin_s + _SAME_S), len(free))
         free[lane : lane + 1] = [step.end_s]
         laid.append((lane, step))
     return tuple(laid)
