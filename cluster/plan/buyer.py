@@ -46,7 +46,10 @@ class Lengths:
 
     @property
     def name(self) -> str:
-        prompt, output = (f"{each.least}-{each.most}" for each in (self.prompt, self.output))
+        prompt, output = (
+            f"{each.least}" if each.least == each.most else f"{each.least}-{each.most}"
+            for each in (self.prompt, self.output)
+        )
         return f"prompts of {prompt}, answers of {output} tokens"
 
     def workload(self, seed: int = 0) -> Workload:
@@ -108,7 +111,10 @@ def answer(asked: Asked, lengths: Lengths, users: tuple[int, ...], group: Group)
     layout = Layout("colocated", (replace(group, role=Role.MIXED),))
     case = case_of(asked, layout)
     alone = [run(_one_after_another(case, pair)) for pair in lengths.ends]
-    loaded = tuple(run(_users(case, lengths, count, asked.slo)) for count in users)
+    slowest_s = max(each.tpot_s or 0.0 for each in alone)
+    # An engine that can never keep a promise would starve prompts for it.
+    slo = asked.slo if asked.slo.tpot_s is None or slowest_s <= asked.slo.tpot_s else SLO()
+    loaded = tuple(run(_users(case, lengths, count, slo)) for count in users)
     return Answer(
         group,
         ttft_s=(alone[0].ttft_s or 0.0, alone[1].ttft_s or 0.0),

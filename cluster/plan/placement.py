@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from math import ceil
+from math import ceil, inf
 from statistics import fmean
 
 from cluster.plan.asked import Asked, PlanError
@@ -101,7 +101,7 @@ class Placement:
     def _ranked(self, what: str, trials: Sequence[Trial], keep: int) -> Ranking[Trial]:
         asked = self._asked
         left = max(0, asked.most_requests - self._requests)
-        effort = Effort(asked.target, asked.seeds[:1], max(COARSE, asked.tolerance), left)
+        effort = Effort(asked.target, asked.seeds[:1], max(COARSE, asked.tolerance), left, asked.rate or inf)
         trials = [replace(trial, give_up=asked.target) for trial in trials]
         ranking = best_of(trials, effort, self._each, keep=keep, told=partial(self._told, what))
         self._requests += ranking.requests
@@ -150,11 +150,16 @@ class Placement:
             if len(rates) > 1:
                 counts = _useful(most, each)
         sized = [(count, layout.times(*count)) for count in counts]
-        return [
+        fitting = [
             (min(n * rate for n, rate in zip(count, each, strict=True)), made)
             for count, made in sized
             if made.gpus <= asked.gpus
         ]
+        if not fitting and asked.rate is not None:
+            serves = min(each)
+            words = f"{layout.told} keeps it up to {serves:.4g} requests/s, and {sized[0][1].gpus} GPUs would be needed"
+            self._near(min(0.5, serves / asked.rate), words)
+        return fitting
 
     def _most_valuable(self, sized: Sequence[tuple[float, Layout]]) -> list[Layout]:
         """By what they are expected to serve for their weight; of equals the smaller."""

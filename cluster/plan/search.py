@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import islice
+from math import inf
 from typing import Generic, Protocol, TypeVar
 
 from cluster.plan.trial import MARGIN
@@ -60,12 +61,13 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[C]):
-    """`goodput` of what was measured. `requests`: simulated for it."""
+    """`goodput` of what was measured. `requests`: simulated for it. A rate above `enough` is worth nothing more."""
 
     candidate: C
     outcome: Outcome
     goodput: Goodput | None = None
     requests: int = 0
+    enough: float = inf
 
     @property
     def rate(self) -> float:
@@ -73,18 +75,19 @@ class Found(Generic[C]):
 
     @property
     def value(self) -> float:
-        return self.rate / self.candidate.weight
+        return min(self.rate, self.enough) / self.candidate.weight
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How a search is made: for this attained share, with these seeds, to this relative tolerance, until so many
-    requests have been simulated."""
+    requests have been simulated. No rate above `enough` is looked at."""
 
     target: float
     seeds: tuple[int, ...] = (0,)
     tolerance: float = 0.05
     most_requests: int = 1_000_000
+    enough: float = inf
 
 
 @dataclass(slots=True)
@@ -155,7 +158,7 @@ def _waves(candidates: Sequence[C]) -> Iterator[list[C]]:
 def measure(effort: Effort, beat: float, candidate: C) -> Found[C]:
     """Its goodput, unless it does not hold the rate that it needs to be worth more than `beat`."""
     probes = Probes(candidate)
-    cap = candidate.most * SLACK
+    cap = min(candidate.most * SLACK, effort.enough)
     start = min(candidate.estimate, cap) / 2.0
     if beat > 0.0:
         start = beat * candidate.weight * (1.0 + effort.tolerance)
@@ -166,4 +169,4 @@ def measure(effort: Effort, beat: float, candidate: C) -> Found[C]:
             return Found(candidate, Outcome.BEATEN, requests=candidate.requests)
     search = Search(start, min(start, cap / LEAST), cap, effort.tolerance)
     known = goodput(probes, search, candidate.slo, target=effort.target, seeds=effort.seeds, gpus=candidate.gpus)
-    return Found(candidate, Outcome.MEASURED, known, len(known.probes) * candidate.requests)
+    return Found(candidate, Outcome.MEASURED, known, len(known.probes) * candidate.requests, effort.enough)
