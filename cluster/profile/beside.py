@@ -7,7 +7,6 @@ too; any other two, beside each other's steps. Knows the client; knows no engine
 import asyncio
 import random
 from collections.abc import Sequence
-from itertools import pairwise
 from statistics import median
 
 from cluster.api.client import DiptychClient
@@ -60,17 +59,20 @@ async def _beside_answers(
             left_s = gap_s * (answer_tokens - max(map(len, told)))
             repeats = max(1, min(AS_MANY_AS_FIT, int(left_s / 2 / median(alone))))
             beside = await _timed(client, prefill, load, repeats)
-            return median(beside) / median(alone), _gap_s(told, begin_s, clock.time()) / gap_s
+            ratios = median(beside) / median(alone), _gap_s(told, begin_s, clock.time()) / gap_s
+            return max(1.0, ratios[0]), max(1.0, ratios[1])  # below 1 it is noise
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
 def _gap_s(told: Sequence[Sequence[float]], begin_s: float, end_s: float) -> float:
-    """The median gap between two tokens in this time."""
-    gaps = [b - a for times in told for a, b in pairwise(times) if begin_s <= a and b <= end_s]
-    if not gaps:
+    """The mean gap between two tokens in this time: several may come at once, when everybody is busy."""
+    within = [[at_s for at_s in times if begin_s <= at_s <= end_s] for times in told]
+    spans = [(times[-1] - times[0], len(times) - 1) for times in within if len(times) > 1]
+    seconds, count = (sum(each) for each in zip(*spans, strict=True)) if spans else (0.0, 0)
+    if not seconds:
         raise ProfileError("answers ended before their neighbour was measured; is the cluster busy?")
-    return median(gaps)
+    return seconds / count
 
 
 async def _answer(
@@ -103,7 +105,7 @@ async def _side_by_side(client: DiptychClient, one: WorkerView, other: WorkerVie
         median(together) / median((*sooner, *later))
         for together, sooner, later in zip(both, before, after, strict=True)
     ]
-    return ratios[0], ratios[1]
+    return max(1.0, ratios[0]), max(1.0, ratios[1])
 
 
 async def _timed(client: DiptychClient, worker: WorkerView, load: Shape, repeats: int) -> Sequence[float]:

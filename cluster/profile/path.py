@@ -7,7 +7,6 @@ measured alone.
 import asyncio
 import random
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 
 from cluster.api.client import DiptychClient
@@ -87,18 +86,14 @@ async def _asked(client: DiptychClient, draw: random.Random, vocab_size: int, co
 
 
 def _token_gap_s(answers: list[_Answer]) -> float:
-    """The median time between two tokens while all answers were under way."""
+    """The mean time between two tokens while all answers were under way: several may come at once."""
     begin_s = max(answer.token_s[1] for answer in answers)
     end_s = min(answer.token_s[-1] for answer in answers)
-    gaps = [
-        later - sooner
-        for answer in answers
-        for sooner, later in pairwise(answer.token_s)
-        if begin_s <= sooner and later <= end_s
-    ]
-    if not gaps:
+    within = [[at_s for at_s in answer.token_s if begin_s <= at_s <= end_s] for answer in answers]
+    gaps = sum(len(times) - 1 for times in within if times)
+    if gaps < 1:
         raise ProfileError(f"{len(answers)} answers were never under way together; is the cluster busy?")
-    return median(gaps)
+    return sum(times[-1] - times[0] for times in within if times) / gaps
 
 
 async def _step_s(client: DiptychClient, decoder: str, batch: int) -> float | None:
