@@ -101,6 +101,7 @@ class NineTrial:
     """Attains everything when all nine bounds hold, and nothing else does."""
 
     trial: Trial
+    point: Point
     reference: "Reference"
 
     @property
@@ -136,8 +137,8 @@ class NineTrial:
     def requests(self) -> int:
         return self.trial.requests
 
-    def judged(self, rate: float, seed: int) -> NineWay:
-        count = max(self.trial.requests, math.ceil(rate * SPAN_S))
+    def judged(self, rate: float, seed: int, span_s: float = SPAN_S) -> NineWay:
+        count = max(self.trial.requests, math.ceil(rate * span_s))
         run = replace(self.trial, requests=count, cut=False).run(rate, seed)
         return nine_way(run, self.reference)
 
@@ -179,12 +180,12 @@ def provision(asked: Asked, machines: int, each: Map = map, told: Told = lambda 
     budget = machines * MACHINE * asked.weight(asked.hardware[0])
     points = [point for design in kinds for point in _affordable(asked, design, budget)]
     told(f"trying {len(points)} designs for {budget:g} {asked.unit}")
-    trials = {_trial(asked, point): point for point in points}
+    trials = [_trial(asked, point) for point in points]
     effort = Effort(1.0, asked.seeds[:1], max(0.05, asked.tolerance), asked.most_requests)
-    ranking = best_of(list(trials), effort, each)
+    ranking = best_of(trials, effort, each)
     if not ranking.best:
         raise PlanError(_nothing(asked, machines, kinds))
-    best = tuple(trials[found.candidate] for found in ranking.best)
+    best = tuple(found.candidate.point for found in ranking.best)
     return Provisioned(best, tuple(found.rate for found in ranking.best), len(points))
 
 
@@ -195,7 +196,7 @@ def _walk(asked: Asked, machines: int, design: Design) -> tuple[list[Point], int
     def will_do(prompts: int, tokens: int) -> bool:
         nonlocal tried
         tried += 1
-        trial = NineTrial(whole(asked, design.layout(prompts, tokens)), Reference(asked.model))
+        trial = _trial(asked, _point(asked, design, prompts, tokens))
         return trial.most * SLACK >= rate and all(trial.judged(rate, seed).met for seed in asked.seeds)
 
     pairs = border(will_do, machines)
@@ -216,18 +217,18 @@ def _affordable(asked: Asked, design: Design, budget: float) -> list[Point]:
 
 
 def _trial(asked: Asked, point: Point) -> NineTrial:
-    """All affordable points have the same budget, so what counts is the rate."""
+    """Points of one budget: what counts is the rate alone."""
     trial = whole(asked, point.design.layout(point.prompts, point.tokens))
-    return NineTrial(replace(trial, weight=1.0), Reference(asked.model))
+    return NineTrial(replace(trial, weight=1.0), point, Reference(asked.model))
 
 
 def _nothing(asked: Asked, machines: int, kinds: Sequence[Design]) -> str:
     half = machines // 2
-    layout = kinds[0].layout(machines - half, half)
-    judged = NineTrial(whole(asked, layout), Reference(asked.model)).judged(asked.rate or 0.1, asked.seeds[0])
+    point = _point(asked, kinds[0], machines - half, half)
+    judged = _trial(asked, point).judged(asked.rate or 0.1, asked.seeds[0], span_s=0.0)
     what = f"{asked.rate:g} requests/s" if asked.rate is not None else "any rate"
     return (
-        f"no design on {machines} machines keeps the nine bounds on slowdown at {what}; with {layout.told}: "
+        f"no design on {machines} machines keeps the nine bounds on slowdown at {what}; with {point.told}: "
         f"{', '.join(judged.broken)}"
     )
 

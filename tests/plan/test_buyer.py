@@ -1,0 +1,66 @@
+"""Three answers: TTFT, TPOT and throughput, each of its own."""
+
+import pytest
+
+from cluster.plan.asked import PlanError
+from cluster.plan.bought import as_json, told
+from cluster.plan.buyer import Answer, Lengths, answers, span
+from cluster.plan.load import Load
+from cluster.workload.lengths import Uniform
+from tests.plan.asking import L4, asked
+from workers.profiles.sources import cost_of
+from workers.request import SLO
+
+LENGTHS = Lengths(Uniform(300, 900), Uniform(8, 12))
+QUESTION = asked(gpus=1, load=Load.of(LENGTHS.workload()), slo=SLO(1.0, 0.1))
+
+
+@pytest.fixture(scope="module")
+def answer() -> Answer:
+    (found,) = answers(QUESTION, LENGTHS, (1, 4))
+    return found
+
+
+def test_alone_ttft_is_the_prefill_and_tpot_the_decode_step(answer: Answer) -> None:
+    cost = cost_of("llama-3-8b", L4, source="roofline")
+    assert answer.ttft_s == pytest.approx((cost.prefill_seconds(300), cost.prefill_seconds(900)), rel=1e-3)
+    assert answer.tpot_s == pytest.approx((cost.decode_seconds(1, 304), cost.decode_seconds(1, 906)), rel=1e-2)
+
+
+def test_more_users_wait_longer_and_get_more_done(answer: Answer) -> None:
+    one, four = answer.users
+    assert four.ttft_s.p90 > one.ttft_s.p90
+    assert four.output_tokens_rate > 1.5 * one.output_tokens_rate
+    assert one.ttft_s.count == 5 and four.ttft_s.count == 20  # the first of each user's six is not counted
+
+
+def test_throughput_is_where_both_promises_still_hold(answer: Answer) -> None:
+    found = answer.throughput
+    assert found.rate > 0.0
+    assert all(each.attained.both >= 0.9 for each in found.probes if each.rate in found.by_seed)
+
+
+def test_the_three_are_never_mixed(answer: Answer) -> None:
+    lines = told(QUESTION, LENGTHS, [answer])
+    first, second, third = (next(i for i, line in enumerate(lines) if line.startswith(f"{n}.")) for n in (1, 2, 3))
+    assert not any("requests/s" in line for line in lines[first:third])
+    assert not any("TPOT" in line for line in lines[first:second])
+    value = as_json(QUESTION, LENGTHS, [answer])
+    assert value["ttft"][0]["one_user_s"] == dict(zip(("shortest", "longest"), answer.ttft_s, strict=True))
+
+
+def test_a_promise_that_cannot_be_kept_starves_no_prompt() -> None:
+    (found,) = answers(asked(gpus=1, load=QUESTION.load, slo=SLO(1.0, 0.01)), LENGTHS, (4,))
+    assert found.throughput.unattainable
+    assert found.users[0].ttft_s.p90 < 2.0
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "7-3", "many", "1-2-3", "1.5"])
+def test_lengths_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="--prompt"):
+        span(text, "--prompt")
+
+
+def test_a_range_and_a_number() -> None:
+    assert span("1500-2000", "--prompt") == Uniform(1500, 2000)
+    assert span(" 500 ", "--output") == Uniform(500, 500)

@@ -1,0 +1,30 @@
+"""Two clusters against each other."""
+
+import pytest
+
+from cluster.plan.deploy import Group, Layout, case_of
+from cluster.plan.whatif import Terms, against, as_json, rows, told
+from cluster.spec import Role
+from tests.plan.asking import L4, asked, load
+from workers.request import SLO
+
+TERMS = Terms(load(), SLO(0.4, 0.1), rate=2.0, requests=24, seeds=(0, 1), tolerance=0.2)
+ONE = case_of(asked(), Layout("colocated", (Group(Role.MIXED, L4),)))
+TWO = case_of(asked(), Layout("colocated", (Group(Role.MIXED, L4, replicas=2),)))
+
+
+def test_a_cluster_differs_from_itself_by_nothing() -> None:
+    left, right = against(ONE, ONE, TERMS)
+    assert all(row.difference.mean == 0.0 and not row.difference.is_sure for row in rows(left, right))
+    assert told(left, right, TERMS)[1].startswith("no sure difference")
+
+
+def test_twice_the_workers_serve_more() -> None:
+    left, right = against(ONE, TWO, TERMS)
+    by_name = {row.name: row for row in rows(left, right)}
+    assert by_name["goodput"].right > 1.5 * by_name["goodput"].left
+    assert by_name["TTFT p90"].difference.mean <= 0.0
+    assert {"attainment", "TPOT p99", "E2E p50"} <= set(by_name)
+    value = as_json(left, right, TERMS)
+    assert value["gpus"] == [1, 2]
+    assert value["rows"][0]["difference"] == pytest.approx(by_name["goodput"].difference.mean)
