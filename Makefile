@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-engine study sim-vs-real literature proto clean chaos fuzz pairs
+.PHONY: demo test check bench bench-engine study sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
 
@@ -47,6 +47,10 @@ chaos: $(READY)
 
 pairs: $(READY)
 	@DIPTYCH_PAIRS_MODEL=$(or $(MODEL),smollm2-135m) $(BIN)/python -m pytest -q tests/cluster/test_pairs.py
+
+# Placements of the literature, searched in full; minutes to a quarter of an hour.
+plan-acceptance: $(READY)
+	@DIPTYCH_PLAN_ACCEPTANCE=1 $(BIN)/python -m pytest -q -s -o timeout=3600 tests/plan/test_published.py
 
 fuzz: $(READY)
 	@for round in $$(seq $(or $(ROUNDS),3)); do \

@@ -99,6 +99,8 @@ class Placement:
         return whole(self._asked, Layout("colocated", (group,)))
 
     def _ranked(self, what: str, trials: Sequence[Trial], keep: int) -> Ranking[Trial]:
+        if not trials:
+            return Ranking()
         asked = self._asked
         left = max(0, asked.most_requests - self._requests)
         effort = Effort(asked.target, asked.seeds[:1], max(COARSE, asked.tolerance), left, asked.rate or inf)
@@ -111,7 +113,7 @@ class Placement:
         for found in ranking.found:
             near = found.candidate.alone
             if not found.rate and found.outcome in (Outcome.HOPELESS, Outcome.MEASURED):
-                self._near(near, f"{found.candidate.name}, with which {near:.1%} would, each having it to itself")
+                self._near(near, f"{found.candidate.name} would keep it for {near:.1%}, if each had it to itself")
         return ranking
 
     def _near(self, attained: float, words: str) -> None:

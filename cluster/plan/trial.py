@@ -159,9 +159,12 @@ def _busy(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], slo: SLO
 
 
 def _alone(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], slo: SLO) -> float:
-    """Stages can share a prompt, but not a token."""
+    """Stages can share a prompt, but not a token. What does not fit in the KV is not served at all."""
+    room = pool.engine.kv_blocks * pool.engine.block_size
 
     def kept(each: Arrival) -> bool:
+        if each.prompt_tokens + each.output_tokens > room:
+            return False
         prefills, decodes = pool.role is not Role.DECODE, pool.role is not Role.PREFILL and each.output_tokens > 1
         in_time = cost.prefill_seconds(each.prompt_tokens) / pool.parallel.pipeline if prefills else 0.0
         token_s = cost.decode_seconds(1, each.prompt_tokens) if decodes else 0.0

@@ -81,6 +81,11 @@ def test_a_promise_that_nobody_can_keep_names_the_closest() -> None:
         search(asked(slo=SLO(1e-4, 0.1)))
 
 
+def test_requests_that_no_kv_holds_are_hopeless() -> None:
+    with pytest.raises(PlanError, match=r"closest: .* would keep it for 0\.0%"):
+        search(asked(gpus=1, load=load("60000/10"), slo=SLO(100.0, 0.1)))
+
+
 def test_a_rate_that_is_too_much_names_what_the_closest_attains() -> None:
     with pytest.raises(PlanError, match=r"serves 5000 requests/s.*closest: .* keeps it up to .* GPUs would be needed"):
         search(asked(gpus=1, rate=5000.0, load=load("100-200/2"), slo=SLO(0.4, 0.1)))

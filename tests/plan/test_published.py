@@ -69,9 +69,9 @@ def test_distserves_pair_holds_near_its_rate() -> None:
 
 @acceptance
 def test_distserves_case_has_distserves_placement() -> None:
-    """The split is theirs, within a fifth of their figure. It does not beat all that is colocated: with the same fits of
-    step times one TP 4 instance that computes prompts first serves more, since a TPOT of 100 ms is five of its decode
-    steps. The paper's baseline is TP 1, which serves less."""
+    """The split is theirs, within a fifth of their figure. It does not beat all that is colocated: with the same fits
+    of step times one TP 4 instance that computes prompts first serves more, since a TPOT of 100 ms is five of its
+    decode steps. The paper's baseline is TP 1, which serves less."""
     asked = distserve(seeds=(0, 1, 2))
     with processes(2) as each:
         found = Placement(asked, each).search()
