@@ -1,10 +1,10 @@
 """How far simulated figures are from real ones, and whether that is within the aim. Pure."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
-from cluster.bench.sim_vs_real.record import Real
+from cluster.bench.sim_vs_real.record import Real, spread
 from cluster.bench.sim_vs_real.systems import SYSTEMS
 from cluster.scoring.figures import Figures, Percentiles, figures
 from cluster.scoring.records import Run, Served
@@ -57,8 +57,23 @@ def compare(real: Real, profile: ClusterProfile) -> Comparison:
     return compared(real, simulated)
 
 
+def at_gateway(run: Run) -> Run:
+    """The same run by the gateways' ledgers."""
+    served = tuple(
+        replace(
+            each,
+            token_s=spread(each.arrival_s, each.ledger.ttft_ns / 1e9, each.ledger.total_ns / 1e9, len(each.token_s)),
+        )
+        if each.ledger is not None
+        else each
+        for each in run.served
+    )
+    return replace(run, served=served)
+
+
 def compared(real: Real, simulated: Run) -> Comparison:
-    run = real.run
+    """At the gateways: the client of the real run shares the machine with the cluster, that of the other does not."""
+    run, simulated = real.run, at_gateway(simulated)
     ours, theirs = figures(run, real.slo), figures(simulated, real.slo)
     return Comparison(
         real.name,

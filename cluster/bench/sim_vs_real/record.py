@@ -13,13 +13,25 @@ FILE = Path(__file__).with_name("recorded.json")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One request of a real run. `token_s` counts from its arrival."""
+    """One request of a real run. `token_s` counts from its arrival, at its client; the rest is its gateway's ledger.
+
+    The client shares the machine with all it measures: when it is kept from running, tokens seem to come late.
+    """
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     ending: Ending
     token_s: tuple[float, ...]
+    ledger_ttft_s: float | None = None
+    ledger_total_s: float | None = None
+
+    @property
+    def at_gateway_s(self) -> tuple[float, ...]:
+        """When its tokens came, on the run's clock."""
+        if self.ledger_ttft_s is None or self.ledger_total_s is None:
+            return tuple(self.at_s + token_s for token_s in self.token_s)
+        return spread(self.at_s, self.ledger_ttft_s, self.ledger_total_s, len(self.token_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +58,14 @@ class Real:
 
     @property
     def run(self) -> Run:
-        """As far as it was recorded."""
+        """As far as it was recorded, at the gateway."""
         served = tuple(
             Served(
                 index,
                 each.at_s,
                 each.prompt_tokens,
                 each.output_tokens,
-                tuple(each.at_s + token_s for token_s in each.token_s),
+                each.at_gateway_s,
                 each.ending,
             )
             for index, each in enumerate(self.seen)
@@ -71,6 +83,12 @@ class Recorded:
     runs: tuple[Real, ...]
 
 
+def spread(at_s: float, ttft_s: float, total_s: float, count: int) -> tuple[float, ...]:
+    """Token times of which only the first and the last are known."""
+    step_s = (total_s - ttft_s) / max(1, count - 1)
+    return tuple(at_s + ttft_s + index * step_s for index in range(count))
+
+
 def recorded(run: Run, phases_s: dict[str, float], load: float, slo: SLO) -> Real:
     """To a tenth of a millisecond."""
     seen = tuple(
@@ -80,6 +98,8 @@ def recorded(run: Run, phases_s: dict[str, float], load: float, slo: SLO) -> Rea
             each.output_tokens,
             each.ending,
             tuple(round(at_s - each.arrival_s, 4) for at_s in each.token_s),
+            round(each.ledger.ttft_ns / 1e9, 4) if each.ledger else None,
+            round(each.ledger.total_ns / 1e9, 4) if each.ledger else None,
         )
         for each in run.served
     )
