@@ -97,7 +97,7 @@ def spec_of(asked: Asked, layout: Layout) -> ClusterSpec:
             replicas=group.replicas,
             parallel=ParallelConfig(group.tensor, group.pipeline),
             engine=engine_of(asked, group),
-            resources=Resources(gpu=1, custom=_kind(group.hardware) if several else {}),
+            resources=Resources(gpu=1, custom=_kind(asked.sheets[group.hardware].name) if several else {}),
             hardware=group.hardware,
         )
         for group in layout.groups

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from cluster.plan.asked import Asked, PlanError
-from cluster.plan.deploy import PROMPT_BATCH, Group, kv_blocks
+from cluster.plan.deploy import PROMPT_BATCH, Group
+from cluster.sim.fleet import BLOCK_SIZE
 from cluster.spec import Role
-from workers.profiles.capacity import least_gpus
+from workers.profiles.capacity import kv_capacity_tokens, least_gpus
 from workers.profiles.errors import ProfileError
 from workers.profiles.hardware import Hardware
 from workers.profiles.sources import profile_of
@@ -24,14 +25,17 @@ def instances(asked: Asked) -> list[Group]:
 
     A tensor group stays in a node. Stages divide the layers evenly.
     """
-    found = []
+    found, refused = [], None
     for name, sheet in asked.sheets.items():
         for tensor, pipeline in _cuts(asked, sheet):
             try:
                 profile_of(asked.shape, sheet, tensor, pipeline, asked.sources[name])
-            except ProfileError:
+            except ProfileError as error:
+                refused = error
                 continue
             found.append(Group(Role.MIXED, name, tensor, pipeline))
+    if not found and refused is not None:
+        raise PlanError(str(refused))
     if not found:
         raise PlanError(f"{asked.shape.name} does not fit: {_needs(asked)}; {asked.gpus} were given")
     return found
@@ -40,13 +44,13 @@ def instances(asked: Asked) -> list[Group]:
 def _cuts(asked: Asked, sheet: Hardware) -> Iterator[tuple[int, int]]:
     for tensor in range(1, min(sheet.gpus_per_node, asked.gpus) + 1):
         for pipeline in range(1, min(MOST_STAGES, asked.gpus // tensor) + 1):
-            if asked.shape.layers % pipeline == 0 and _fits(asked, Group(Role.MIXED, sheet.name, tensor, pipeline)):
+            if asked.shape.layers % pipeline == 0 and _fits(asked, sheet, tensor, pipeline):
                 yield tensor, pipeline
 
 
-def _fits(asked: Asked, group: Group) -> bool:
+def _fits(asked: Asked, sheet: Hardware, tensor: int, pipeline: int) -> bool:
     try:
-        return kv_blocks(asked, group) > 0
+        return kv_capacity_tokens(asked.shape, sheet, tensor, pipeline) >= BLOCK_SIZE
     except ProfileError:
         return False
 

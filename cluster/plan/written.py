@@ -128,7 +128,11 @@ def spec_yaml(spec: ClusterSpec, comments: list[str]) -> str:
 
 def write_plan(path: Path, asked: Asked, searched: Searched, verdict: Verdict) -> None:
     """The chosen layout. Raises OSError."""
-    comments = ["Written by `diptych plan`. Start it with `diptych serve -f` this file.", ""]
+    comments = [
+        "Written by `diptych plan`. Start it with `diptych serve -f` this file, once model is one that can be fetched:",
+        "a name of `diptych models list`, a folder, or owner/name.",
+        "",
+    ]
     comments += described(asked, searched, verdict)
     path.write_text(spec_yaml(spec_of(asked, verdict.chosen.layout), comments))
 

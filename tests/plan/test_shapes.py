@@ -1,15 +1,19 @@
 """Which instances and pairs there can be."""
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.plan.asked import PlanError
-from cluster.plan.deploy import Group
+from cluster.plan.deploy import Group, Layout, spec_of
 from cluster.plan.shapes import CHUNKS, colocated, instances, is_close
 from cluster.spec import Role
 from tests.plan.asking import A100, H100, asked
 from workers.profiles.errors import ProfileError
+from workers.profiles.hardware import DATA
 
 
 def cuts(**changed: object) -> set[tuple[int, int]]:
@@ -36,6 +40,20 @@ def test_all_instances_of_a_kind_have_one_source_of_times() -> None:
 def test_a_model_that_fits_nowhere_says_what_it_needs() -> None:
     with pytest.raises(PlanError, match=r"llama-3-70b does not fit: it needs 2 h100-80gb at least.*1 were given"):
         instances(asked(model="llama-3-70b", hardware=(H100,), gpus=1))
+
+
+def test_a_source_that_has_nothing_of_it_says_what_it_has() -> None:
+    with pytest.raises(PlanError, match=r"splitwise has no llama-3-8b.*it has .*llama-2-70b"):
+        instances(asked(source="splitwise"))
+
+
+def test_a_hardware_file_is_a_kind_too(tmp_path: Path) -> None:
+    sheet = json.loads((DATA / "hardware.json").read_text())["l4"]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"mine": sheet}))
+    question = asked(hardware=(str(path),))
+    assert {group.hardware for group in instances(question)} == {str(path)}
+    assert spec_of(question, Layout("colocated", (instances(question)[0],))).pools[0].hardware == str(path)
 
 
 def test_unknown_names_have_the_nearest() -> None:
