@@ -47,23 +47,23 @@ def lindley(run: Run, service_s: float, behind_s: float = 0.0) -> list[float]:
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.9])
 def test_one_device_is_an_md1_queue(load: float) -> None:
-    run = prefills(load, 600)
+    run = prefills(load, 300)
     assert [served.ttft_s for served in run.served] == pytest.approx(lindley(run, D_S), abs=1e-8)
 
 
 @pytest.mark.parametrize("load", [0.6, 1.4])
 def test_two_stages_queue_for_half_as_long(load: float) -> None:
-    run = prefills(load, 600, stages=2)
+    run = prefills(load, 300, stages=2)
     assert [served.ttft_s for served in run.served] == pytest.approx(lindley(run, D_S / 2, D_S / 2), abs=1e-8)
 
 
 def test_mean_times_are_those_of_the_formulas() -> None:
-    """Within what 2,500 draws allow; that nothing else is off is what Lindley's recursion shows."""
+    """Within what 1,500 draws allow; that nothing else is off is what Lindley's recursion shows."""
     rate = 0.5 / D_S
-    assert mean_ttft_s(prefills(0.5, 2500)) == pytest.approx(single_ttft_s(rate, D_S), rel=0.06)
-    assert mean_ttft_s(prefills(0.5, 2500, stages=2)) == pytest.approx(two_stage_ttft_s(rate, D_S), rel=0.06)
-    tensor = mean_ttft_s(prefills(0.5, 2500, seconds=D_S / 1.5))
-    assert tensor == pytest.approx(tensor_ttft_s(rate, D_S, 1.5), rel=0.06)
+    assert mean_ttft_s(prefills(0.5, 1500)) == pytest.approx(single_ttft_s(rate, D_S), rel=0.08)
+    assert mean_ttft_s(prefills(0.5, 1500, stages=2)) == pytest.approx(two_stage_ttft_s(rate, D_S), rel=0.08)
+    tensor = mean_ttft_s(prefills(0.5, 1500, seconds=D_S / 1.5))
+    assert tensor == pytest.approx(tensor_ttft_s(rate, D_S, 1.5), rel=0.08)
 
 
 @pytest.mark.parametrize("speedup", [1.3, 1.7])
@@ -71,7 +71,7 @@ def test_tensor_parallelism_wins_below_the_crossover_and_pipelining_above_it(spe
     border = crossover_load(speedup)
 
     def tensor_over_pipeline(load: float) -> float:
-        return mean_ttft_s(prefills(load, 1200, seconds=D_S / speedup)) / mean_ttft_s(prefills(load, 1200, stages=2))
+        return mean_ttft_s(prefills(load, 500, seconds=D_S / speedup)) / mean_ttft_s(prefills(load, 500, stages=2))
 
     assert tensor_over_pipeline(border - 0.25) < 1.0 < tensor_over_pipeline(border + 0.12)
 
