@@ -151,3 +151,12 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
     unknown = CliRunner().invoke(main, ["split", "--keep-profile", "--record", record_file])
     assert both.exit_code != 0 and "--recorded runs nothing" in both.output
     assert unknown.exit_code != 0 and "no recorded profile" in unknown.output
+
+
+def test_the_simulator_still_meets_the_recorded_runs() -> None:
+    """Virtual time, so no machine decides: real runs and profiles are those of recorded.json."""
+    found = record.load()
+    assert {real.system for real in found.runs} == set(SYSTEMS)
+    for real in found.runs:
+        for row in compare(real, found.profiles[real.system]).rows:
+            assert row.error is not None and abs(row.error) < row.aim + 0.05, (real.name, row)
