@@ -98,6 +98,19 @@ def test_a_step_takes_what_the_cost_model_says_and_no_real_time() -> None:
     assert result.tokens == (modelled_token("a/0", 10, 1000, (0,)),)
 
 
+def test_swapped_blocks_take_their_time_each_way() -> None:
+    async def main() -> Any:
+        executor = open_one("w", "modelled", cost=LinearCost(swap_byte_s=1e-6))
+        swapping = StepPlan(1, plan().chunks, swap_out=((6, 0), (7, 1)), swap_in=((2, 8),))
+        result = await executor.execute(swapping)
+        await executor.close()
+        return result
+
+    result, seconds = run_virtually(main())
+    num_bytes = 3 * modelled_facts(block_size=4).layout.block_bytes
+    assert seconds == pytest.approx(COST.prefill_seconds(10) + num_bytes * 1e-6) == result.seconds
+
+
 def test_a_pull_takes_modelled_time_on_the_virtual_clock() -> None:
     async def main() -> float:
         owner, reader = open_one("owner", "modelled"), open_one("reader", "modelled")

@@ -125,6 +125,8 @@ class ModelledExecutor:
     def execute(self, plan: StepPlan) -> Awaitable[StepResult]:
         loop = asyncio.get_running_loop()
         begin_s, seconds = loop.time(), plan_seconds(self._cost, plan)
+        if num_swapped := len(plan.swap_out) + len(plan.swap_in):
+            seconds += num_swapped * self._region.layout.block_bytes * self._cost.swap_byte_s
         if self._pace is not None:
             return self._paced(self._pace, plan, begin_s, seconds)
         end_s = self._through_stages(begin_s, seconds / self.depth)
