@@ -1,12 +1,12 @@
 """The modelled transport spends virtual time, and nothing else."""
 
 import asyncio
-import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
+from cluster.sim import clock
 from kvtransfer.errors import PeerLost, TransferTimeout
 from kvtransfer.links import TransportSet
 from kvtransfer.open import LinkModel
@@ -14,31 +14,6 @@ from kvtransfer.transport import PullOrder, Region
 from tests.kvtransfer.peers import LAYOUT, address_of, open_set, whole_piece
 
 MODEL = LinkModel(latency_s=0.5, bytes_per_s=LAYOUT.block_bytes)  # a block a second
-
-
-class _Jump(selectors.SelectSelector):
-    """Never waits: tells its loop how long it would have."""
-
-    waited: Callable[[float], None]
-
-    def select(self, timeout: float | None = None) -> Any:
-        assert timeout is not None, "deadlock: nothing is left to wait for"
-        self.waited(timeout)
-        return super().select(0)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        selector = _Jump()
-        super().__init__(selector)
-        self.now = 0.0
-        selector.waited = self._jump
-
-    def _jump(self, seconds: float) -> None:
-        self.now += max(0.0, seconds)
-
-    def time(self) -> float:
-        return self.now
 
 
 def run(story: Callable[[TransportSet], Coroutine[Any, Any, float]]) -> float:
@@ -55,8 +30,7 @@ def run(story: Callable[[TransportSet], Coroutine[Any, Any, float]]) -> float:
         finally:
             await reader.close()
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(tell())
+    return clock.run(tell())
 
 
 def order(num_blocks: int, deadline_s: float = 100.0) -> PullOrder:

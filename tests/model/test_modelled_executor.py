@@ -1,11 +1,11 @@
 import asyncio
-import selectors
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import pytest
 
+from cluster.sim.clock import run
 from kvtransfer.digest import combine
 from kvtransfer.open import SharedMemory, host_identity
 from kvtransfer.ticket import PeerAddress, Piece
@@ -24,26 +24,13 @@ COST = LinearCost()
 DRAW = Draw(SamplingParams(), seed=1, position=10)
 
 
-class JumpingSelector(selectors.SelectSelector):
-    """Never waits: the clock jumps to the next timer instead."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        assert timeout is not None, "deadlock: nothing is left to wait for"
-        self.now += timeout
-        return super().select(0)
-
-
 def run_virtually(main: Coroutine[Any, Any, T]) -> tuple[T, float]:
     """The result and the virtual seconds it took."""
-    selector = JumpingSelector()
-    loop = asyncio.SelectorEventLoop(selector)
-    loop.time = lambda: selector.now  # type: ignore[method-assign]
-    try:
-        return loop.run_until_complete(main), selector.now
-    finally:
-        loop.close()
+
+    async def timed() -> tuple[T, float]:
+        return await main, asyncio.get_running_loop().time()
+
+    return run(timed())
 
 
 def open_one(
