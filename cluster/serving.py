@@ -38,8 +38,8 @@ class RequestDispatcher(Protocol):
     ) -> AsyncGenerator[Event, None]:
         """Run one request. Closing the iterator, or cancelling the task that waits on it, cancels it on both workers.
 
-        `deadline_s` counts from now. `arrived_ns` (of `cluster.ledger.now_ns`) is when the gateway took the request; the
-        ledger begins there. Errors: `cluster.events`.
+        `deadline_s` counts from now. `arrived_ns` (of `cluster.ledger.now_ns`) is when the gateway took the request:
+        there the ledger begins. Errors: `cluster.events`.
         """
         ...
 

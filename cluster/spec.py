@@ -50,7 +50,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """A group of equal workers. `cost` is what steps cost there, for engines and routers that predict; None: they guess.
+    """A group of equal workers. `cost` is what steps cost there, for engines and routers; None: they guess.
 
     `hardware` names the GPU (`workers.profiles`), for plans and simulations; placement goes by `resources`.
     """

@@ -170,7 +170,9 @@ def test_who_sets_answers_aside_preempts_nobody_where_others_do() -> None:
 async def test_the_real_loop_gives_every_request_its_tokens() -> None:
     config = worker_config("")
     config = replace(config, transfer=replace(config.transfer, backends=("modelled",)))
-    executor = open_modelled(config, modelled_facts(model=Modelled(1, 1, 2, vocab_size=50_000)), LinearCost(1e-4, 1e-6, 0, 0, 0), "study")
+    executor = open_modelled(
+        config, modelled_facts(model=Modelled(1, 1, 2, vocab_size=50_000)), LinearCost(1e-4, 1e-6, 0, 0, 0), "study"
+    )
     try:
         engine = Watched(EngineConfig(kv_blocks=64), executor.facts)
         run = await real_run(engine, executor, asked("short/short", 8, 0, 100.0))
