@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cluster.dispatcher import Dispatcher
 from cluster.events import ClusterError, Rejected
@@ -80,6 +81,7 @@ class _Load:
         self._open: set[asyncio.Task[None]] = set()
         self._missed: set[int] = set()
         self._too_many = asyncio.Event()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by what nobody foresaw
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time() - self._begin_s
@@ -92,11 +94,11 @@ class _Load:
         limit_s = self._options.until_s
         cut = None if limit_s is None else limit_s - (loop.time() - self._begin_s)
         try:
-            await asyncio.wait({sending, watching, missing}, timeout=cut, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                watching.result()
-            if sending.done():
-                sending.result()
+            ends: set[asyncio.Future[Any]] = {sending, watching, missing, self._broken}
+            await asyncio.wait(ends, timeout=cut, return_when=asyncio.FIRST_COMPLETED)
+            for done in (self._broken, watching, sending):
+                if done.done():
+                    done.result()
         finally:
             watching.cancel()
             sending.cancel()
@@ -119,6 +121,8 @@ class _Load:
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._open.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
+            self._broken.set_exception(error)
 
     def _judge_in_time(self, watch: Watch, task: "asyncio.Task[None]") -> None:
         """When it ends, and when its first and last token are due."""

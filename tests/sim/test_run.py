@@ -140,6 +140,15 @@ def test_a_run_that_is_cut_leaves_nothing_behind() -> None:
     assert all(at_s <= 0.5 for each in run.served for at_s in each.token_s)
 
 
+def test_what_nobody_foresaw_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Worker, request: object) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr(Worker, "generate", broken)
+    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
+        simulate(colocated(), models(colocated()), steady(3, 0.1))
+
+
 def test_a_lost_wake_up_names_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     async def deaf(self: Worker, key: str, first_token: int) -> None:
         """The call arrives, and is forgotten."""
