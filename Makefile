@@ -50,7 +50,7 @@ pairs: $(READY)
 
 # Placements of the literature, searched in full; minutes to a quarter of an hour.
 plan-acceptance: $(READY)
-	@DIPTYCH_PLAN_ACCEPTANCE=1 $(BIN)/python -m pytest -q -s -o timeout=3600 tests/plan/test_published.py
+	@DIPTYCH_PLAN_ACCEPTANCE=1 $(BIN)/python -m pytest -q -s -o timeout=3600 tests/plan/test_acceptance.py
 
 fuzz: $(READY)
 	@for round in $$(seq $(or $(ROUNDS),3)); do \

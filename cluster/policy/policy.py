@@ -69,13 +69,13 @@ class Policy:
     def choose(self, ask: Ask) -> Placement | Refusal | None:
         """Where the request shall go; None when nobody is ready for it. Asking binds to nothing.
 
-        Only first attempts are refused: what has begun is brought to its end.
+        Only first attempts are refused, and not beside a sibling: what has begun is brought to its end.
         """
         placement = self._router.choose(ask)
         if placement is None:
             return None
         placement = self._predicted(ask, placement)
-        if ask.request.attempt or not self._admission.looks:
+        if ask.request.attempt or ask.beside or not self._admission.looks:
             return placement
         assert placement.predicted_ttft_s is not None, "an admission that looks has predictions"
         decode = _worker(ask, placement.decode)
@@ -96,8 +96,10 @@ class Policy:
     def began(self, ask: Ask, placement: Placement) -> None:
         """The attempt is on its way to the workers chosen."""
         request, prefill = ask.request, _worker(ask, placement.prefill)
-        new_tokens = request.num_tokens - placement.cached_tokens
-        prefill_s = self._forecast.prefill_seconds(prefill, new_tokens, placement.cached_tokens)
+        is_beside = ask.beside == placement.prefill
+        cached_tokens = request.num_tokens - 1 if is_beside else placement.cached_tokens
+        new_tokens = request.num_tokens - cached_tokens
+        prefill_s = self._forecast.prefill_seconds(prefill, new_tokens, cached_tokens)
         queue_s = self._forecast.queue_seconds(ask, prefill)
         work = Work(
             key=request.key,
@@ -120,10 +122,11 @@ class Policy:
             self._forecast.learn(work)
 
     def judge(self, ask: Ask, decode: str) -> Refusal | None:
-        """Whether a request whose prompt is done is turned away after all."""
-        if ask.request.attempt or not self.looks_behind_prefill:
+        """Whether a request whose prompt is done is turned away after all. Not by a worker that is there no more."""
+        known = [worker for worker in ask.view.workers if worker.name == decode]
+        if ask.request.attempt or not self.looks_behind_prefill or not known:
             return None
-        return self._admission.behind_prefill(ask, _worker(ask, decode))
+        return self._admission.behind_prefill(ask, known[0])
 
     def ended(self, key: str, now_s: float) -> None:
         """The attempt is over, however. Unknown keys are ignored."""

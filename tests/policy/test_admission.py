@@ -46,6 +46,16 @@ def test_the_requests_own_promise_comes_before_the_gateways() -> None:
 def test_only_first_attempts_are_refused() -> None:
     story = Story("least-loaded", "early", TIGHT)
     assert not refused(story, CALM, length=9000, attempt=1)
+    story.send(CALM, request("sibling", 400))
+    assert isinstance(story.choose(CALM, request("b", 200)), Refusal)
+    assert isinstance(story.choose(CALM, request("b", 200), beside="p0"), Placement), "its prompt is computed already"
+
+
+def test_a_siblings_prompt_counts_once() -> None:
+    story = Story("least-loaded", "early", TIGHT)
+    for n in range(3):
+        story.send(CALM, request(f"r{n}", 400), beside="p0" if n else "")
+    assert story.policy.book.ahead_s("p0", story.now_s) == pytest.approx(0.402)
 
 
 def test_early_looks_at_what_decodes_now() -> None:
@@ -62,6 +72,7 @@ def test_late_looks_at_the_decode_side_when_the_prompt_is_done() -> None:
     assert isinstance(story.policy.judge(story.ask(full, request()), "d0"), Refusal)
     assert story.policy.judge(story.ask(CALM, request()), "d0") is None
     assert story.policy.judge(story.ask(full, request(attempt=1)), "d0") is None
+    assert story.policy.judge(story.ask(view(worker("p0")), request()), "d0") is None, "the worker has gone"
     early = Story("least-loaded", "early", TIGHT)
     assert early.policy.judge(early.ask(full, request()), "d0") is None
 

@@ -118,8 +118,15 @@ class PrefillFirst:
                 step.decode(sequence)
 
 
+BROKEN_PROMISE = 2.0
+
+
 class Chunked:
-    """`tpot_slo_s` bounds a step that has a decode in it or beside it; so does the tightest `SLO.tpot_s` of them."""
+    """`tpot_slo_s` bounds a step that has a decode in it or beside it; so does the tightest `SLO.tpot_s` of them.
+
+    A promise that the smallest chunk breaks cannot be kept while prompts come: a step then takes at most twice as long
+    as its decodes alone.
+    """
 
     reserves_answer = False
 
@@ -141,8 +148,13 @@ class Chunked:
             within = sys.maxsize
             if bound_s is not None:
                 within = cost.prompt_tokens_within(bound_s, first, chunks, len(decoding), context_tokens)
-                # However tight the promise, a prompt moves on: it must end some time.
-                most = min(most, within if chunks else max(within, self._least_chunk))
+                if not chunks and within < self._least_chunk:
+                    # However tight the promise, a prompt moves on, and not by crumbs: each pays for a whole step.
+                    loose_s = BROKEN_PROMISE * cost.decode_seconds(len(decoding), context_tokens)
+                    within = cost.prompt_tokens_within(loose_s, first, chunks, len(decoding), context_tokens)
+                    most = min(most, max(within, self._least_chunk))
+                else:
+                    most = min(most, within)
             if count := step.chunk(sequence, most):
                 chunks.append((count, first))
             if min(step.left, step.share) <= 0 or count > within:
