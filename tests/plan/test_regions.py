@@ -30,7 +30,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("slo", "rate", "winners"),
     [
-        (SLO(16.0, 0.06), 1.6, {"split"}),  # decodes must not be disturbed; prompts can wait
+        (SLO(16.0, 0.06), 1.6, {"split", "hybrid"}),  # decodes must not be disturbed; prompts can wait
         (SLO(5.0, 0.25), 3.2, {"colocated"}),  # prompts need both instances
         (SLO(6.0, 0.075), 2.3, {"hybrid"}),  # one instance is too few for prompts, two disturb too many decodes
     ],
