@@ -128,8 +128,10 @@ def pools(systems: Sequence[Compared]) -> Grid:
 
 def _pool(pool: PoolFigures) -> tuple[str, ...]:
     shares = _percent(pool.busy_share), _percent(pool.kv_occupancy)
-    counts = (pool.steps, pool.prompt_tokens, pool.output_tokens, pool.preemptions, pool.swaps)
-    return (pool.pool, pool.role, str(pool.workers), str(pool.gpus), *shares, *map(str, counts))
+    known = not pool.steps or pool.prompt_tokens or pool.output_tokens
+    tokens = (str(pool.prompt_tokens), str(pool.output_tokens)) if known else (NOTHING, NOTHING)
+    counts = (str(pool.steps), *tokens, str(pool.preemptions), str(pool.swaps))
+    return (pool.pool, pool.role, str(pool.workers), str(pool.gpus), *shares, *counts)
 
 
 def _spread(taken: Percentiles | None, factor: float) -> str:

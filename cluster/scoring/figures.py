@@ -80,7 +80,7 @@ class Attainment:
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """The workers of one pool together. Shares are 0 to 1; None: no blocks, or no time passed."""
+    """The workers of one pool together. Shares are 0 to 1; None: no blocks, no time passed, or nobody saw the steps."""
 
     pool: str
     role: str
@@ -271,18 +271,26 @@ def _present(workers: Sequence[WorkerRecord]) -> list[WorkerRecord]:
 
 
 def _occupancy(workers: Sequence[WorkerRecord], seconds: float) -> float | None:
+    if not _watched(workers):
+        return None
     blocks = sum(worker.kv_blocks for worker in _present(workers))
     return _over(sum(worker.used_block_s for worker in workers), blocks * seconds)
 
 
+def _watched(workers: Sequence[WorkerRecord]) -> bool:
+    """Whether anybody saw the steps: a real cluster's workers only count them."""
+    return not any(worker.steps for worker in workers) or any(worker.busy_s for worker in workers)
+
+
 def _pool(name: str, workers: Sequence[WorkerRecord], seconds: float) -> PoolFigures:
     present = _present(workers)
+    busy_s = sum(worker.busy_s for worker in workers)
     return PoolFigures(
         pool=name,
         role=", ".join(dict.fromkeys(worker.role for worker in workers)),
         workers=len(present),
         gpus=sum(worker.gpus for worker in present),
-        busy_share=_over(sum(worker.busy_s for worker in workers), len(present) * seconds),
+        busy_share=_over(busy_s, len(present) * seconds) if _watched(workers) else None,
         kv_occupancy=_occupancy(workers, seconds),
         steps=sum(worker.steps for worker in workers),
         prompt_tokens=sum(worker.prompt_tokens for worker in workers),

@@ -176,3 +176,11 @@ def test_two_million_gaps_are_scored() -> None:
     made = run([served(n, 0.0, token_s) for n in range(20_000)], 100.0)
     done = figures(made, SLO(1.0, 1.0))
     assert done.tbt_s is not None and done.tbt_s.count == 20_000 * 99
+
+
+def test_steps_that_were_only_counted_have_no_shares() -> None:
+    counted = WorkerRecord("w", "pool", "mixed", 1, kv_blocks=100, steps=7)
+    run = Run("s", "w", "real", 0, 1, 10.0, 10.0, (), workers=(counted,))
+    found = figures(run, SLO())
+    assert found.kv_occupancy is None
+    assert (found.pools[0].busy_share, found.pools[0].kv_occupancy, found.pools[0].steps) == (None, None, 7)
