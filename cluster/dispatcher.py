@@ -7,34 +7,27 @@ It asks the policy and tells it what became of each attempt. Knows workers as li
 
 import asyncio
 import logging
-import uuid
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from msgspec import structs
-
 from cluster.attempt import Attempt, AttemptFailed
 from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
 from cluster.ledger import Stopwatch, now_ns
-from cluster.line import Line
-from cluster.members import Member, Membership
-from cluster.policy.placement import NOTHING_SENT, Ask, Placement, Refusal, Sent
+from cluster.policy.placement import Ask, Placement, Refusal
 from cluster.policy.policy import open_policy
+from cluster.roster import REDIAL_S, Roster, WatchMembers
 from cluster.runtime.interface import WorkerGone
 from cluster.spec import ClusterSpec, Role
-from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
+from cluster.view import ClusterView, ModelView
 from kvtransfer.ticket import TransferReport
-from workers.errors import InvalidRequest, Overloaded, WorkerClosed, WorkerError
+from workers.errors import InvalidRequest, Overloaded, WorkerClosed
 from workers.request import FinishReason, Request, TokensOut
 from workers.shapes import Shape, Timings
 
 logger = logging.getLogger(__name__)
 
-WatchMembers = Callable[[int, float], Awaitable[Membership]]  # (known revision, timeout_s), a long poll
-WATCH_S = 10.0
-REDIAL_S = 1.0
 RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt: failures that repeat at once do not spend them all
 
 
@@ -59,32 +52,20 @@ class Dispatcher:
 
     def __init__(self, spec: ClusterSpec, model: ModelView, watch_members: WatchMembers, name: str = "gateway") -> None:
         self._spec = spec
-        self._model = model
-        self._watch_members = watch_members
-        self._name = name
         self._policy = open_policy(spec, seed=zlib.crc32(name.encode()))  # gateways do not all draw the same
-        self._membership = Membership(0)
-        self._pairs = self._membership.pairs
-        self._lines: dict[str, Line] = {}
-        self._changed = asyncio.Event()
         self._lives: dict[str, _Life] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._following: list[asyncio.Task[None]] = []
+        self.roster = Roster(spec, model, watch_members, name)
 
     async def start(self) -> None:
         """Learn the members, and follow them from now on."""
-        self._take_membership(await self._watch_members(0, WATCH_S))
-        self._following = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._redial())]
-        while any(not line.heard and line.lost is None for line in self._lines.values()):
-            await self._changed.wait()  # each line is heard, or lost, within its own bound
+        await self.roster.start()
 
     async def close(self) -> None:
         """End everything still running."""
-        for task in self._following:
-            task.cancel()
         if self._background:
             await asyncio.wait(self._background, timeout=1.0)
-        await asyncio.gather(*(line.close() for line in self._lines.values()))
+        await self.roster.close()
 
     # ---- requests --------------------------------------------------------------------------------------------
 
@@ -176,19 +157,19 @@ class Dispatcher:
 
     async def _attempt(self, life: _Life) -> FinishReason:
         placement, key = await self._place(life), life.request.key
-        lines = self._lines[placement.prefill], self._lines[placement.decode]
+        lines = self.roster.lines[placement.prefill], self.roster.lines[placement.decode]
         attempt = Attempt(
             life.request,
             *lines,
             life.watch,
             lambda output: self._on_tokens(life, output),
             self._in_background,
-            lender=self._lines.get(placement.lender),
+            lender=self.roster.lines.get(placement.lender),
             borrow_s=self._spec.transfer.read_timeout_s,
         )
         try:
             if not placement.colocated:
-                others = len(self._picture().ready(Role.DECODE, Role.MIXED)) - len(life.avoid)
+                others = len(self.roster.picture().ready(Role.DECODE, Role.MIXED)) - len(life.avoid)
                 await attempt.reserve(self._spec.gateway.placement_timeout_s / max(1, others))
             life.emit(
                 Accepted(
@@ -257,7 +238,7 @@ class Dispatcher:
                         life.avoid.clear()
                         continue
                     self._refuse_unservable(life.request)
-                    await self._changed.wait()
+                    await self.roster.change()
         except TimeoutError:
             raise Rejected(f"no healthy worker within {limit_s:.0f} s", retry_after_s=5.0) from None
         life.watch.lap("recovery" if life.request.attempt else "route")
@@ -271,7 +252,7 @@ class Dispatcher:
         request = life.request
         beside = self._beside(request.group) if request.group else ""
         now_s = asyncio.get_running_loop().time()
-        return Ask(self._picture(), request, self._sent(), life.avoid, alone, beside, now_s)
+        return Ask(self.roster.picture(), request, self.roster.sent(), life.avoid, alone, beside, now_s)
 
     def _beside(self, group: str) -> str:
         """The worker that computes, or computed, the prompt of a sibling."""
@@ -279,7 +260,9 @@ class Dispatcher:
         return next((placement.prefill for placement in placements if placement), "")
 
     def _refuse_unservable(self, request: Request) -> None:
-        capacities = [member.view.capacity_tokens for member in self._membership.members if member.view.capacity_tokens]
+        capacities = [
+            member.view.capacity_tokens for member in self.roster.membership.members if member.view.capacity_tokens
+        ]
         if capacities and request.num_tokens >= max(capacities):
             raise Unservable(
                 f"prompt: has {request.num_tokens} tokens; the largest worker holds {max(capacities)} with the answer"
@@ -290,44 +273,26 @@ class Dispatcher:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    # ---- the picture -----------------------------------------------------------------------------------------
+    # ---- what a door asks ------------------------------------------------------------------------------------
 
     @property
     def view(self) -> ClusterView:
         """Membership as published, statistics as last heard; a worker whose line is lost counts as dead."""
-        picture, now_s = self._picture(), asyncio.get_running_loop().time()
-        return replace(picture, workers=tuple(self._aged(worker, now_s) for worker in picture.workers))
-
-    def _aged(self, worker: WorkerView, now_s: float) -> WorkerView:
-        line = self._lines.get(worker.name)
-        if line is None or line.view.incarnation != worker.incarnation:
-            return worker
-        return structs.replace(worker, age_s=now_s - line.heard_s)
-
-    def _picture(self) -> ClusterView:
-        """The view without ages, for the policy: what has not changed is not made anew."""
-        lines = self._lines
-        workers = tuple(
-            line.seen(member.view) if (line := lines.get(member.view.name)) is not None else member.view
-            for member in self._membership.members
-        )
-        known = self._membership
-        return ClusterView(known.revision, self._spec.name, self._model, workers, known.links, self._pairs)
+        return self.roster.view()
 
     async def audit(self) -> ClusterView:
         """The view, with every ready worker's proof that its blocks are accounted for."""
-        view = self.view
-        lines = [self._lines.get(worker.name) for worker in view.workers]
-        audits = await asyncio.gather(*(_audit(line) for line in lines))
-        return replace(
-            view, workers=tuple(structs.replace(w, audit=audit) for w, audit in zip(view.workers, audits, strict=True))
-        )
+        return await self.roster.audit()
+
+    def view_change(self) -> Awaitable[object]:
+        """Done after the next change of membership or state; statistics alone are none."""
+        return self.roster.change()
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         """Have this idle worker time steps of a shape. Errors: `InvalidRequest`; `Rejected`: it has work or is gone."""
-        line = self._lines.get(worker)
+        line = self.roster.lines.get(worker)
         if line is None or line.lost is not None:
-            names = ", ".join(self._lines) or "none"
+            names = ", ".join(self.roster.lines) or "none"
             raise InvalidRequest("worker", f"{worker!r} is not ready here; ready are: {names}")
         clock = asyncio.get_running_loop()
         begun_s = clock.time()
@@ -338,86 +303,3 @@ class Dispatcher:
         except (WorkerGone, WorkerClosed) as error:
             raise Rejected(f"{worker} is gone: {error}", REDIAL_S) from None
         return replace(timings, call_s=clock.time() - begun_s - timings.elapsed_s)
-
-    def view_change(self) -> Awaitable[object]:
-        """Done after the next change of membership or state; statistics alone are none."""
-        return self._changed.wait()
-
-    def _sent(self) -> dict[str, Sent]:
-        return {name: line.sent for name, line in self._lines.items() if line.sent is not NOTHING_SENT}
-
-    async def _follow(self) -> None:
-        """Keep the membership fresh. Without a controller the last known one stays in force."""
-        while True:
-            try:
-                self._take_membership(await self._watch_members(self._membership.revision, WATCH_S))
-            except WorkerGone as error:
-                logger.warning("the controller does not answer (%s); keeping the last membership", error)
-                await asyncio.sleep(REDIAL_S)
-            except Exception:
-                logger.exception("the membership could not be read; keeping the last one")
-                await asyncio.sleep(REDIAL_S)
-
-    def _take_membership(self, membership: Membership) -> None:
-        self._membership = membership
-        self._pairs = membership.pairs
-        ready = {
-            member.view.name: member
-            for member in membership.members
-            if member.handle is not None and member.view.state is WorkerState.READY
-        }
-        known = {member.view.name: member.view for member in membership.members}
-        for name, line in list(self._lines.items()):
-            if _departed(line, known.get(name)):
-                if line.lost is None:
-                    line.hang_up("the controller took it out")
-                self._in_background(line.close())
-                del self._lines[name]
-        for name, member in ready.items():
-            if name not in self._lines:
-                self._lines[name] = self._dial(member)
-        self._pulse()
-
-    def _dial(self, member: Member) -> Line:
-        """A new line. Its subscriber's name is new too: what an older line of ours left there times out."""
-        assert member.handle is not None, "only ready members are dialled"
-        subscriber = f"{self._name}-{uuid.uuid4().hex[:12]}"
-        return Line(member.view, member.handle, subscriber, self._spec.health.dead_after_s, self._pulse)
-
-    async def _redial(self) -> None:
-        """A worker that the controller holds ready but that we lost gets a new line, once in a while."""
-        while True:
-            await asyncio.sleep(REDIAL_S)
-            for member in self._membership.members:
-                line, view = self._lines.get(member.view.name), member.view
-                if line is None or line.lost is None:
-                    continue
-                if view.state is WorkerState.READY and view.incarnation == line.view.incarnation:
-                    self._in_background(line.close())
-                    self._lines[view.name] = self._dial(member)
-
-    def _pulse(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
-def _departed(line: Line, view: WorkerView | None) -> bool:
-    """Whether the controller says that the worker of this line is no more.
-
-    STARTING alone does not: a controller that was itself restarted says so of living workers until it has met them.
-    """
-    if view is None or view.state is WorkerState.DEAD:
-        return True
-    return view.state is WorkerState.READY and view.incarnation != line.view.incarnation
-
-
-async def _audit(line: Line | None) -> str:
-    if line is None or line.lost is not None:
-        return "not ready"
-    try:
-        await line.handle.check()
-    except AssertionError as error:
-        return f"blocks do not balance: {error}"
-    except (WorkerGone, WorkerError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "clean"

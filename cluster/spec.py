@@ -136,6 +136,40 @@ class HealthSpec:
             )
 
 
+ELASTIC = ("off", "advise", "act")
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticSpec:
+    """Workers change their roles as the load does (see `cluster.policy.elastic`). "advise" only logs what it would do.
+
+    Every `period_s` the roles are judged on the load of the last `window_s`. A change must promise an improvement of
+    `margin` (a share) for `dwell_s` on end, and comes `cooldown_s` after the last one at the earliest. `floors`: no
+    fewer workers of a role, mixed ones counted in both.
+    """
+
+    mode: str = "off"
+    period_s: float = 1.0
+    window_s: float = 30.0
+    margin: float = 0.1
+    dwell_s: float = 3.0
+    cooldown_s: float = 10.0
+    floors: dict[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
+
+    def __post_init__(self) -> None:
+        if self.mode not in ELASTIC:
+            raise ValueError(f"mode {self.mode!r} is not one of {', '.join(ELASTIC)}")
+        for name in ("period_s", "window_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 seconds")
+        for name in ("margin", "dwell_s", "cooldown_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        for role, floor in self.floors.items():
+            if role not in ("prefill", "decode") or floor < 0:
+                raise ValueError(f"floors.{role} is {floor}; floors are numbers of workers of prefill and decode")
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
     """One model served by pools of workers behind gateways."""
@@ -147,6 +181,7 @@ class ClusterSpec:
     gateway: GatewaySpec = field(default_factory=GatewaySpec)
     health: HealthSpec = field(default_factory=HealthSpec)
     executor: str = "torch"
+    elastic: ElasticSpec = field(default_factory=ElasticSpec)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
@@ -165,6 +200,9 @@ class ClusterSpec:
         models = {pool.model or self.model for pool in self.pools}
         if len(models) > 1:
             raise ValueError(f"pools: all must serve one model, got {', '.join(sorted(models))}")
+        floors, workers = sum(self.elastic.floors.values()), sum(pool.replicas for pool in self.pools)
+        if self.elastic.mode != "off" and floors > workers:
+            raise ValueError(f"elastic.floors ask for {floors} workers, the pools have {workers}; lower the floors")
 
     def with_model(self, model: str) -> "ClusterSpec":
         return replace(self, model=model, pools=tuple(replace(pool, model=None) for pool in self.pools))

@@ -29,7 +29,7 @@ LAYERS = [
     ["cluster.runtime", "cluster.view", "cluster.ledger", "cluster.workload"],
     ["cluster.pool", "cluster.policy", "cluster.members", "cluster.events", "cluster.scoring"],
     ["cluster.line"],
-    ["cluster.attempt"],
+    ["cluster.attempt", "cluster.roster"],
     ["cluster.dispatcher", "cluster.controller"],
     ["cluster.serving"],
     ["cluster.text", "cluster.outbox", "cluster.answers", "cluster.gateway"],

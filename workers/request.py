@@ -117,7 +117,7 @@ class Request:
 
     `group`: siblings of one request for several answers share it, and share the work on their common prompt.
     `fresh`: trust no cached KV of this prompt, an earlier attempt found it corrupt. `reply_to` names the subscriber
-    (see `Worker.poll`) that gets the outputs.
+    (see `Worker.poll`) that gets the outputs. `tenant`: on whose behalf; tenants share what is scarce by their weights.
     """
 
     id: str
@@ -130,6 +130,7 @@ class Request:
     reply_to: str = ""
     session: str = ""
     group: str = ""
+    tenant: str = ""
 
     @property
     def key(self) -> str:

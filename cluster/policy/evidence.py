@@ -1,0 +1,55 @@
+"""What gateways tell the controller of the load, and what the controller may decide to change. Frozen; crosses processes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from msgspec import Struct
+
+from cluster.spec import Role
+
+
+class Sample(Struct, frozen=True, gc=False):
+    """One request, told once when it has ended. Seconds are None where there was no such token or no such promise.
+
+    `computed_tokens` of its prompt were not cached. `refused`: it was turned away, and had no tokens at all.
+    """
+
+    prompt_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    promised_ttft_s: float | None = None
+    promised_tpot_s: float | None = None
+    refused: bool = False
+
+
+class Report(Struct, frozen=True, gc=False):
+    """Of one gateway, about what happened since its last one, `seconds` ago.
+
+    `arrived` requests came, with `arrived_tokens` of prompt. `overdue` wait for a first token that was promised by now;
+    `waiting` have none yet, and the longest of them has waited `oldest_wait_s`.
+    """
+
+    gateway: str
+    seconds: float
+    arrived: int
+    arrived_tokens: int
+    waiting: int = 0
+    overdue: int = 0
+    oldest_wait_s: float = 0.0
+    samples: tuple[Sample, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One step: a worker flips to a role, or a pool grows or shrinks by one worker (`worker`: which one leaves).
+
+    `reason` explains it to a person, with the figures it rests on.
+    """
+
+    kind: Literal["flip", "grow", "shrink"]
+    reason: str
+    worker: str = ""
+    role: Role | None = None
+    pool: str = ""

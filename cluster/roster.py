@@ -1,0 +1,183 @@
+"""Who is there, as one gateway knows it: a line to every ready worker, the membership, and the view made of both.
+
+Follows the controller, dials again what it lost, and goes on with the last membership while the controller is away.
+Knows no request and no policy.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from msgspec import structs
+
+from cluster.line import Line
+from cluster.members import Member, Membership
+from cluster.policy.placement import NOTHING_SENT, Sent
+from cluster.runtime.interface import WorkerGone
+from cluster.spec import ClusterSpec
+from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
+from workers.errors import WorkerError
+
+logger = logging.getLogger(__name__)
+
+WatchMembers = Callable[[int, float], Awaitable[Membership]]  # (known revision, timeout_s), a long poll
+WATCH_S = 10.0
+REDIAL_S = 1.0
+
+
+class Roster:
+    """Owned by a Dispatcher. `start` before use, `close` after."""
+
+    def __init__(self, spec: ClusterSpec, model: ModelView, watch_members: WatchMembers, name: str) -> None:
+        self._spec = spec
+        self._model = model
+        self._watch_members = watch_members
+        self._name = name
+        self._membership = Membership(0)
+        self._pairs = self._membership.pairs
+        self._changed = asyncio.Event()
+        self._background: set[asyncio.Task[None]] = set()
+        self._following: list[asyncio.Task[None]] = []
+        self.lines: dict[str, Line] = {}
+
+    async def start(self) -> None:
+        """Learn the members, and follow them from now on."""
+        self.take(await self._watch_members(0, WATCH_S))
+        self._following = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._redial())]
+        while any(not line.heard and line.lost is None for line in self.lines.values()):
+            await self._changed.wait()  # each line is heard, or lost, within its own bound
+
+    async def close(self) -> None:
+        for task in self._following:
+            task.cancel()
+        await asyncio.gather(*(line.close() for line in self.lines.values()), *self._background)
+
+    def change(self) -> Awaitable[object]:
+        """Done after the next change of membership or state; statistics alone are none."""
+        return self._changed.wait()
+
+    @property
+    def membership(self) -> Membership:
+        return self._membership
+
+    # ---- the view --------------------------------------------------------------------------------------------
+
+    def picture(self) -> ClusterView:
+        """Membership as published, statistics as last heard; what has not changed is not made anew. Ages are 0."""
+        lines = self.lines
+        workers = tuple(
+            line.seen(member.view) if (line := lines.get(member.view.name)) is not None else member.view
+            for member in self._membership.members
+        )
+        known = self._membership
+        return ClusterView(known.revision, self._spec.name, self._model, workers, known.links, self._pairs)
+
+    def view(self) -> ClusterView:
+        """The picture with ages; a worker whose line is lost counts as dead."""
+        picture, now_s = self.picture(), asyncio.get_running_loop().time()
+        return replace(picture, workers=tuple(self._aged(worker, now_s) for worker in picture.workers))
+
+    def _aged(self, worker: WorkerView, now_s: float) -> WorkerView:
+        line = self.lines.get(worker.name)
+        if line is None or line.view.incarnation != worker.incarnation:
+            return worker
+        return structs.replace(worker, age_s=now_s - line.heard_s)
+
+    def sent(self) -> dict[str, Sent]:
+        """What went to each worker since its statistics were taken."""
+        return {name: line.sent for name, line in self.lines.items() if line.sent is not NOTHING_SENT}
+
+    async def audit(self) -> ClusterView:
+        """The view, with every ready worker's proof that its blocks are accounted for."""
+        view = self.view()
+        lines = [self.lines.get(worker.name) for worker in view.workers]
+        audits = await asyncio.gather(*(_audit(line) for line in lines))
+        return replace(
+            view, workers=tuple(structs.replace(w, audit=audit) for w, audit in zip(view.workers, audits, strict=True))
+        )
+
+    # ---- following -------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        """Keep the membership fresh. Without a controller the last known one stays in force."""
+        while True:
+            try:
+                self.take(await self._watch_members(self._membership.revision, WATCH_S))
+            except WorkerGone as error:
+                logger.warning("the controller does not answer (%s); keeping the last membership", error)
+                await asyncio.sleep(REDIAL_S)
+            except Exception:
+                logger.exception("the membership could not be read; keeping the last one")
+                await asyncio.sleep(REDIAL_S)
+
+    def take(self, membership: Membership) -> None:
+        self._membership = membership
+        self._pairs = membership.pairs
+        ready = {
+            member.view.name: member
+            for member in membership.members
+            if member.handle is not None and member.view.state is WorkerState.READY
+        }
+        known = {member.view.name: member.view for member in membership.members}
+        for name, line in list(self.lines.items()):
+            if _departed(line, known.get(name)):
+                if line.lost is None:
+                    line.hang_up("the controller took it out")
+                self._in_background(line.close())
+                del self.lines[name]
+        for name, member in ready.items():
+            if name not in self.lines:
+                self.lines[name] = self._dial(member)
+        self._pulse()
+
+    def _dial(self, member: Member) -> Line:
+        """A new line. Its subscriber's name is new too: what an older line of ours left there times out."""
+        assert member.handle is not None, "only ready members are dialled"
+        subscriber = f"{self._name}-{uuid.uuid4().hex[:12]}"
+        return Line(member.view, member.handle, subscriber, self._spec.health.dead_after_s, self._pulse)
+
+    async def _redial(self) -> None:
+        """A worker that the controller holds ready but that we lost gets a new line, once in a while."""
+        while True:
+            await asyncio.sleep(REDIAL_S)
+            for member in self._membership.members:
+                line, view = self.lines.get(member.view.name), member.view
+                if line is None or line.lost is None:
+                    continue
+                if view.state is WorkerState.READY and view.incarnation == line.view.incarnation:
+                    self._in_background(line.close())
+                    self.lines[view.name] = self._dial(member)
+
+    def _pulse(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _departed(line: Line, view: WorkerView | None) -> bool:
+    """Whether the controller says that the worker of this line is no more.
+
+    STARTING alone does not: a controller that was itself restarted says so of living workers until it has met them.
+    """
+    if view is None or view.state is WorkerState.DEAD:
+        return True
+    return view.state is WorkerState.READY and view.incarnation != line.view.incarnation
+
+
+async def _audit(line: Line | None) -> str:
+    if line is None or line.lost is not None:
+        return "not ready"
+    try:
+        await line.handle.check()
+    except AssertionError as error:
+        return f"blocks do not balance: {error}"
+    except (WorkerGone, WorkerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "clean"
