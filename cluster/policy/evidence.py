@@ -1,4 +1,4 @@
-"""What gateways tell the controller of the load, and what the controller may decide to change. Frozen; crosses processes."""
+"""What gateways tell the controller of the load, and what it may decide to change. Frozen: it crosses processes."""
 
 from dataclasses import dataclass
 from typing import Literal
