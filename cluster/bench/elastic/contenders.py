@@ -1,0 +1,92 @@
+"""Who is compared: every named system, and the static configurations of the same workers. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cluster.bench.elastic.scenarios import Scenario
+from cluster.sim.compare import Case
+from cluster.sim.systems import SYSTEMS, arrange, balanced, system
+from cluster.spec import ClusterSpec
+
+CHUNKS = (256, 512, 1024, 2048)  # tokens of a colocated worker's step
+PROMPT_CHUNKS = (1024, 2048, 8192)  # of a prefill worker's
+SPLIT, COLOCATED = "distserve", "sarathi"  # whose pools a static configuration has
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A system with its settings. `prefills`: of the workers (0: colocated, or as balances the mean request).
+
+    `chunk`: the step's token budget where prompts are computed; 0: the system's own. `plain`: a static configuration,
+    chunked and least-loaded, whose `system` only says which pools there are.
+    """
+
+    system: str
+    prefills: int = 0
+    chunk: int = 0
+    plain: bool = False
+
+    @property
+    def name(self) -> str:
+        if not self.plain:
+            return self.system
+        return f"split {self.prefills}, chunk {self.chunk}" if self.prefills else f"colocated, chunk {self.chunk}"
+
+
+def splits(workers: int) -> Iterator[Contender]:
+    for prefills in range(1, workers):
+        for chunk in PROMPT_CHUNKS:
+            yield Contender(SPLIT, prefills, chunk, plain=True)
+
+
+def colocated() -> Iterator[Contender]:
+    for chunk in CHUNKS:
+        yield Contender(COLOCATED, 0, chunk, plain=True)
+
+
+def named(prefills: int = 0) -> tuple[Contender, ...]:
+    """Every system but ours; those that split have so many prefill workers."""
+    return tuple(Contender(name, prefills if each.is_split else 0) for name, each in SYSTEMS.items() if name != "ours")
+
+
+OURS = Contender("ours")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How old what a gateway knows may be: seconds between heartbeats, of a call, and how many gateways share."""
+
+    heartbeat_s: float = 0.0  # 0: the fleet's own
+    call_s: float = 0.0
+    gateways: int = 1
+
+
+FRESH = View()
+
+
+def case_of(contender: Contender, scenario: Scenario, view: View = FRESH) -> Case:
+    """Raises `SpecError` for a system or a split that cannot be."""
+    model = replace(scenario.machines.model(), call_s=view.call_s)
+    spec = _viewed(_arranged(contender, scenario), view)
+    return Case(contender.name, spec, {pool.name: model for pool in spec.pools})
+
+
+def _arranged(contender: Contender, scenario: Scenario) -> ClusterSpec:
+    fleet = scenario.fleet
+    prefills = contender.prefills
+    if not prefills and system(contender.system).is_split:
+        prefills = balanced(fleet.workers, scenario.machines.model().cost, scenario.draw(1.0, 0), fleet.engine)
+    spec = arrange(contender.system, fleet, prefills)
+    if not contender.chunk:
+        return spec
+    budget = max(contender.chunk, fleet.engine.max_running)
+    engines = {"max_batch_tokens": budget, **({"batching": "chunked"} if contender.plain else {})}
+    pools = tuple(replace(pool, engine=replace(pool.engine, **engines)) for pool in spec.pools)
+    gateway = replace(spec.gateway, routing="least-loaded") if contender.plain else spec.gateway
+    return replace(spec, pools=pools, gateway=gateway)
+
+
+def _viewed(spec: ClusterSpec, view: View) -> ClusterSpec:
+    beat_s = view.heartbeat_s or spec.health.heartbeat_s
+    health = replace(spec.health, heartbeat_s=beat_s, dead_after_s=max(spec.health.dead_after_s, 10.0 * beat_s))
+    return replace(spec, health=health, gateway=replace(spec.gateway, replicas=view.gateways))

@@ -1,0 +1,249 @@
+"""The campaign's workloads: which machines, which promise, and how the load changes while it runs.
+
+The scale of a load is in shares of what the fleet's seconds could do: at 1 every worker would be busy always, were
+prompts computed at their length and decodes in the largest batches that keep the promise. Nobody reaches 1. All kinds
+of load of a scenario are measured so, so a phase of long prompts weighs as much as one of long answers.
+"""
+
+import os
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from cluster.plan.capacity import capacity
+from cluster.sim.cluster import PoolModel
+from cluster.sim.fleet import fleet, pool_model
+from cluster.sim.systems import Fleet
+from cluster.spec import PoolSpec, Role
+from cluster.workload.arrivals import Arrival, Workload
+from cluster.workload.changes import window
+from cluster.workload.lengths import Lengths, Mix, Uniform
+from cluster.workload.load import load_workload
+from cluster.workload.shifting import Stream, denser, sine, superposed
+from workers.config import ParallelConfig
+from workers.request import SLO
+
+MODEL, PARALLEL = "llama-2-70b", ParallelConfig(tensor=4)
+A100, H100 = "a100-80gb", "h100-80gb"
+AZURE = "traces/azure2023/AzureLLMInferenceTrace_conv.csv.gz"
+MOONCAKE = "traces/mooncake/conversation_trace.jsonl.gz"
+DRAWS = 2000  # of lengths, for a mean
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Absent(RuntimeError):
+    """A public trace is not on this machine; the message says where it would be looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """`stretch` multiplies the seconds of every phase."""
+
+    workers: int = 6
+    stretch: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """Equal workers of `MODEL`. `block_size`: tokens of a KV block."""
+
+    hardware: str
+    block_size: int = 16
+
+    def model(self) -> PoolModel:
+        return pool_model(MODEL, self.hardware, PARALLEL)
+
+    def fleet(self, workers: int) -> Fleet:
+        made = fleet(MODEL, self.hardware, PARALLEL, workers)
+        blocks = made.engine.kv_blocks * made.engine.block_size // self.block_size
+        return replace(made, engine=replace(made.engine, block_size=self.block_size, kv_blocks=blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of a scenario in which the load has one shape. Phases of one name are alike."""
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`draw(scale, seed)` gives its requests; see the module for the scale. `shifts`: its shape changes meanwhile."""
+
+    name: str
+    title: str
+    machines: Machines
+    slo: SLO
+    workers: int
+    phases: tuple[Phase, ...]
+    streams: tuple[Stream, ...] = ()
+    trace: Workload | None = None
+    per_scale: float = 1.0  # by how much the trace is made denser at scale 1
+    shifts: bool = True
+
+    @property
+    def seconds(self) -> float:
+        return self.phases[-1].end_s
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.machines.fleet(self.workers)
+
+    @property
+    def rate(self) -> float:
+        """Requests a second at scale 1, in the mean."""
+        if self.trace is not None:
+            return self.per_scale * len(self.trace.arrivals) / self.seconds
+        return sum(stream.requests for stream in self.streams) / self.seconds
+
+    def draw(self, scale: float, seed: int) -> Workload:
+        if self.trace is not None:
+            return denser(self.trace, scale * self.per_scale, seed)
+        return superposed(self.name, self.streams, scale, seed)
+
+    def only(self, phase: Phase) -> "Scenario":
+        """The phase alone, from an idle fleet."""
+        alone = replace(phase, begin_s=0.0, end_s=phase.end_s - phase.begin_s)
+        name = f"{self.name}, {phase.name} alone"
+        if self.trace is not None:
+            part = window(self.trace, phase.begin_s, phase.end_s)
+            return replace(self, name=name, phases=(alone,), trace=part)
+        return replace(self, name=name, phases=(alone,), streams=tuple(_cut(each, phase) for each in self.streams))
+
+
+def _cut(stream: Stream, phase: Phase) -> Stream:
+    steps, begin_s = [], 0.0
+    for span, rate in stream.steps:
+        kept = min(begin_s + span, phase.end_s) - max(begin_s, phase.begin_s)
+        if kept > 1e-9:
+            steps.append((kept, rate))
+        begin_s += span
+    return replace(stream, steps=tuple(steps))
+
+
+# ---- what a request takes ----------------------------------------------------------------------------------------
+
+
+def rate_of(lengths: Lengths, machines: Machines, slo: SLO, workers: int) -> float:
+    """Requests a second of these lengths that would keep so many workers busy always."""
+    source = random.Random("lengths")
+    return rate_of_all([Arrival(0.0, *lengths.draw(source)) for _ in range(DRAWS)], machines, slo, workers)
+
+
+def rate_of_all(arrivals: list[Arrival], machines: Machines, slo: SLO, workers: int) -> float:
+    cost, engine = machines.model().cost, machines.fleet(1).engine
+    pools = (PoolSpec(role.value, role, 1, engine=engine) for role in (Role.PREFILL, Role.DECODE))
+    return workers / sum(1.0 / capacity(pool, cost, arrivals, slo.tpot_s).usual for pool in pools)
+
+
+# ---- the scenarios -----------------------------------------------------------------------------------------------
+
+
+def _lengths(least: int, most: int, shortest: int, longest: int) -> Lengths:
+    return Mix(((Uniform(least, most), Uniform(shortest, longest)),))
+
+
+LONG_PROMPTS = _lengths(1500, 4000, 20, 120)
+LONG_ANSWERS = _lengths(100, 600, 200, 600)
+CHAT = _lengths(300, 2000, 50, 350)
+REGION = _lengths(1000, 3000, 100, 300)  # TaiChi's, as in tests/plan/test_regions.py
+
+
+def _spans(parts: list[tuple[str, float]]) -> tuple[Phase, ...]:
+    phases, begin_s = [], 0.0
+    for name, seconds in parts:
+        phases.append(Phase(name, begin_s, begin_s + seconds))
+        begin_s += seconds
+    return tuple(phases)
+
+
+def _swapping(name: str, hardware: str, slo: SLO, size: Size) -> Scenario:
+    """Long prompts, then long answers, and again."""
+    machines, span = Machines(hardware), 60.0 * size.stretch
+    parts = [("prompts", span), ("answers", span)] * 2
+    streams = []
+    for kind, lengths in (("prompts", LONG_PROMPTS), ("answers", LONG_ANSWERS)):
+        rate = rate_of(lengths, machines, slo, size.workers)
+        streams.append(Stream(kind, lengths, tuple((seconds, rate * (part == kind)) for part, seconds in parts)))
+    title = f"long prompts and long answers by turns of {span:g} s"
+    return Scenario(name, title, machines, slo, size.workers, _spans(parts), tuple(streams))
+
+
+def _bursts(size: Size) -> Scenario:
+    """One in five seconds has five times the load of the others; the mean is 1."""
+    machines, slo = Machines(A100), SLO(4.0, 0.075)
+    calm_s, burst_s = 40.0 * size.stretch, 10.0 * size.stretch
+    low = (calm_s + burst_s) / (calm_s + 5.0 * burst_s)
+    rate = rate_of(CHAT, machines, slo, size.workers)
+    parts = [("calm", calm_s), ("burst", burst_s)] * 4
+    steps = tuple((seconds, rate * low * (5.0 if part == "burst" else 1.0)) for part, seconds in parts)
+    title = f"chat with bursts x5 of {burst_s:g} s every {calm_s + burst_s:g} s"
+    return Scenario("bursts", title, machines, slo, size.workers, _spans(parts), (Stream("chat", CHAT, steps),))
+
+
+def _day(size: Size) -> Scenario:
+    """By day people chat, by night long documents are read: two sines in anti-phase, a day in minutes."""
+    machines, slo, span = Machines(A100), SLO(4.0, 0.075), 240.0 * size.stretch
+    streams = tuple(
+        Stream(kind, lengths, sine(span, rate_of(lengths, machines, slo, size.workers) / 2.0, 0.9, at=at))
+        for kind, lengths, at in (("answers", LONG_ANSWERS, 0.0), ("prompts", LONG_PROMPTS, 0.5))
+    )
+    parts = [(f"{name} {half}", span / 4.0) for name in ("day", "night") for half in ("rising", "falling")]
+    title = f"a day of {span:g} s: long answers by day, long prompts by night"
+    return Scenario("day", title, machines, slo, size.workers, _spans(parts), streams)
+
+
+def _mix(name: str, slo: SLO, size: Size) -> Scenario:
+    machines, span = Machines(A100), 150.0 * size.stretch
+    rate = rate_of(REGION, machines, slo, size.workers)
+    title = (
+        f"prompts of 1000-3000 and answers of 100-300 at a steady rate, TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s"
+    )
+    stream = Stream("mixed", REGION, ((span, rate),))
+    return Scenario(name, title, machines, slo, size.workers, _spans([("steady", span)]), (stream,), shifts=False)
+
+
+def shared(path: str) -> Path:
+    """Raises `Absent`."""
+    folder = Path(os.environ.get("DIPTYCH_SHARED", ROOT.parent / "shared"))
+    if not (folder / path).exists():
+        raise Absent(f"the public trace {path} is not under {folder}; put it there, or set DIPTYCH_SHARED")
+    return folder / path
+
+
+def _trace(name: str, path: str, options: str, machines: Machines, slo: SLO, size: Size, begin_s: float) -> Scenario:
+    """A window of a trace in its own time, at another density; quarters stand for phases."""
+    span = 240.0 * size.stretch
+    whole = load_workload(f"{shared(path)}:{options}", seed=0)
+    trace = replace(window(whole, begin_s, begin_s + span), name=name)
+    full = rate_of_all(list(trace.arrivals), machines, slo, size.workers)
+    parts = [(f"quarter {number}", span / 4.0) for number in (1, 2, 3, 4)]
+    title = f"{span:g} s of {Path(path).name.partition('.')[0]}, made denser"
+    factor = full * span / len(trace.arrivals)
+    return Scenario(name, title, machines, slo, size.workers, _spans(parts), trace=trace, per_scale=factor)
+
+
+SCENARIOS: Mapping[str, Callable[[Size], Scenario]] = {
+    "phases-a100": lambda size: _swapping("phases-a100", A100, SLO(4.0, 0.075), size),
+    "phases-h100": lambda size: _swapping("phases-h100", H100, SLO(2.0, 0.05), size),
+    "bursts": _bursts,
+    "day": _day,
+    "azure": lambda size: _trace("azure", AZURE, "clip=8192", Machines(A100), SLO(4.0, 0.075), size, 1200.0),
+    "mooncake": lambda size: _trace(
+        "mooncake", MOONCAKE, "clip=32768", Machines(H100, 512), SLO(10.0, 0.1), size, 1200.0
+    ),
+    "tight-tight": lambda size: _mix("tight-tight", SLO(3.0, 0.06), size),
+    "tight-loose": lambda size: _mix("tight-loose", SLO(3.0, 0.2), size),
+    "loose-tight": lambda size: _mix("loose-tight", SLO(12.0, 0.06), size),
+    "loose-loose": lambda size: _mix("loose-loose", SLO(12.0, 0.2), size),
+}
+
+
+@cache
+def scenario(name: str, size: Size = Size()) -> Scenario:  # noqa: B008 - frozen
+    """Raises `Absent` when its trace is not here, and KeyError for a name that is not known."""
+    return SCENARIOS[name](size)
