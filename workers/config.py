@@ -33,7 +33,7 @@ class ParallelConfig:
         return self.tensor * self.pipeline
 
 
-BATCHING = ("chunked", "static", "orca", "prefill-first", "prefill-only")
+BATCHING = ("chunked", "static", "orca", "prefill-first", "prefill-only", "slack")
 _CHOICES = {
     "batching": BATCHING,
     "prompt_order": ("fcfs", "sjf", "ljf"),

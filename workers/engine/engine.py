@@ -215,7 +215,7 @@ class Engine:
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute."""
-        draft = self._scheduler.schedule()
+        draft = self._scheduler.schedule(now_s)
         if draft is None:
             return None
         for sequence in draft.admitted:

@@ -70,13 +70,14 @@ class Scheduler:
         self._arrivals += 1
         self.waiting.append(sequence)
 
-    def schedule(self) -> "StepDraft | None":
+    def schedule(self, now_s: float) -> "StepDraft | None":
         """What the next step computes and copies; None when that is nothing."""
         if not self.running and not self.waiting:
             return None
         decodable, unfinished, ordered = self._sorted()
         draft = StepDraft(
             self,
+            now_s=now_s,
             decodable=tuple(decodable),
             unfinished=tuple(unfinished),
             beside=[each for each in ordered if each.num_computed >= each.num_given],
@@ -359,6 +360,7 @@ class StepDraft:
         self,
         scheduler: Scheduler,
         *,
+        now_s: float,
         decodable: tuple[Sequence, ...],
         unfinished: tuple[Sequence, ...],
         beside: list[Sequence],
@@ -367,6 +369,7 @@ class StepDraft:
         share: int,
         estimate: StepEstimate,
     ) -> None:
+        self.now_s = now_s
         self.decodable = decodable
         self.unfinished = unfinished
         self.beside = beside
