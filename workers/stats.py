@@ -30,6 +30,29 @@ class WorkerStats(Struct, frozen=True, gc=False):
     swapped_blocks: int = 0
     expired_leases: int = 0
     bubble_share: float = 0.0  # idle share of the stages' time while anything was in flight, lately
+    cache_number: int = 0  # the newest event of its cache; see `CacheNews`
+
+
+class NameChanges(Struct, frozen=True, gc=False):
+    """Names (see `workers.engine.cache_log`) that came to one tier of a cache, and those that went."""
+
+    added: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+
+
+class CacheNews(Struct, frozen=True, gc=False):
+    """How a cache changed behind event `first`, up to event `last`: take the removed names away, then add the others.
+
+    `whole`: forget what was known before, this begins anew. Names that came by events up to `reach` have been told;
+    where that is not `last` yet, there are more to ask for.
+    """
+
+    first: int
+    last: int
+    reach: int
+    whole: bool = False
+    device: NameChanges = NameChanges()
+    host: NameChanges = NameChanges()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from cluster.policy.forecast import Forecast
 from cluster.policy.loads import LeastLoaded
 from cluster.policy.picking import Workers, num_sequences
 from cluster.policy.placement import Ask, Placement
-from cluster.policy.prefix_index import PrefixIndex, chain
+from cluster.policy.prefix_index import Match, PrefixIndex, chain
 from cluster.spec import Role
 from cluster.view import WorkerView
 from workers.request import Request
@@ -15,35 +15,46 @@ BALANCING_THRESHOLD = 1.5  # the paper's is tuned by hand and not told
 
 
 class CacheAware(LeastLoaded):
-    """Keeps an index of prefixes: a prompt is in its prefill worker's cache from when it is sent there."""
+    """Looks prompts up in the index of prefixes: what workers say they have, and what is on its way there."""
 
-    def __init__(self, forecast: Forecast) -> None:
+    wants_caches: ClassVar[bool] = True
+
+    def __init__(self, forecast: Forecast, index: PrefixIndex) -> None:
         self.forecast = forecast
-        self._index = PrefixIndex()
-        self._request: Request | None = None
+        self._index = index
+        self._asked: tuple[Request, float] | None = None
         self._names: list[int] = []
-
-    def names(self, request: Request) -> list[int]:
-        """The request's chain; of the request asked for last it is kept."""
-        if request is not self._request:
-            self._request, self._names = request, chain(request.prompt, self._index.block_tokens)
-        return self._names
+        self._matches: dict[str, Match] = {}
 
     def cached_tokens(self, ask: Ask, worker: WorkerView) -> int:
         """How much of the prompt the worker need not compute; at least one token always is."""
         if ask.request.fresh:
             return 0
-        cached = self._index.cached_tokens(worker.name, worker.incarnation, self.names(ask.request))
-        return min(cached, ask.request.num_tokens - 1)
+        self._look_up(ask)
+        match = self._matches.get(worker.name)
+        if match is None or not self._index.is_of(worker.name, worker.incarnation):
+            return 0
+        return min(match.tokens, ask.request.num_tokens - 1)
+
+    def _look_up(self, ask: Ask) -> None:
+        """All workers at once; of the request asked for last it is kept."""
+        request = ask.request
+        if self._asked is not None and self._asked[0] is request and self._asked[1] == ask.now_s:
+            return
+        if self._asked is None or self._asked[0] is not request:
+            self._names = chain((*request.prompt, *request.generated), self._index.grain)
+        self._asked = request, ask.now_s
+        self._matches = self._index.matches(self._names, ask.now_s)
 
     def placed(self, ask: Ask, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
         return Placement(prefill.name, decode.name, reason, cached_tokens=self.cached_tokens(ask, prefill))
 
     def began(self, ask: Ask, placement: Placement) -> None:
+        self._look_up(ask)
         for worker in ask.view.workers:
             if worker.name == placement.prefill:
-                capacity_tokens = self.forecast.kv_tokens(worker)
-                self._index.use(worker.name, worker.incarnation, self.names(ask.request), capacity_tokens)
+                self._index.expect(ask.request.key, worker.name, worker.incarnation, self._names)
+        self._asked = None  # the next lookup sees it
 
 
 class Way(NamedTuple):
@@ -98,8 +109,8 @@ class Mooncake(MooncakeLocal):
 
     links_all: ClassVar[bool] = True
 
-    def __init__(self, forecast: Forecast, threshold: float = BALANCING_THRESHOLD) -> None:
-        super().__init__(forecast)
+    def __init__(self, forecast: Forecast, index: PrefixIndex, threshold: float = BALANCING_THRESHOLD) -> None:
+        super().__init__(forecast, index)
         self._threshold = threshold
         self._owners: list[tuple[int, str]] = []  # of the request asked for last: cached tokens, worker; most first
 

@@ -67,6 +67,7 @@ class Placement:
     lender: str = ""
     predicted_ttft_s: float | None = None
     predicted_tpot_s: float | None = None
+    prefill_s: float | None = None  # computing the prompt, once it is its turn; None: the forecast's
 
     @property
     def colocated(self) -> bool:
@@ -82,9 +83,13 @@ class Refusal:
 
 
 class Router(ABC):
-    """Chooses workers. `links_all`: it may pair any two workers, so that all must be linked, whatever their roles."""
+    """Chooses workers. `links_all`: it may pair any two workers, so that all must be linked, whatever their roles.
+
+    `wants_caches`: it looks into the index of prefixes, which workers must then be asked for.
+    """
 
     links_all: ClassVar[bool] = False
+    wants_caches: ClassVar[bool] = False
 
     @abstractmethod
     def choose(self, ask: Ask) -> Placement | None:

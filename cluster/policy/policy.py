@@ -17,10 +17,13 @@ from cluster.policy.forecast import Forecast
 from cluster.policy.lengths import Buckets, Lengths, asked_length
 from cluster.policy.loads import DistServe, LeastLoaded, PowerOfTwo, Random, RoundRobin
 from cluster.policy.placement import Ask, Placement, Refusal, Router
+from cluster.policy.prefix_index import PrefixIndex
+from cluster.policy.promise import Promise
 from cluster.policy.splitwise import Splitwise
 from cluster.policy.tetri import Tetri
 from cluster.spec import ADMISSION, ROUTING, ClusterSpec, SpecError
 from cluster.view import WorkerView
+from workers.request import SLO
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class Parts:
     forecast: Forecast
     draws: Draws
     lengths: Lengths
+    index: PrefixIndex
+    slo: SLO
 
 
 _ROUTERS: dict[str, Callable[[Parts], Router]] = {
@@ -38,20 +43,24 @@ _ROUTERS: dict[str, Callable[[Parts], Router]] = {
     "random": lambda parts: Random(parts.draws),
     "round-robin": lambda parts: RoundRobin(),
     "power-of-two": lambda parts: PowerOfTwo(parts.draws),
-    "product": lambda parts: Product(parts.forecast),
+    "product": lambda parts: Product(parts.forecast, parts.index),
     "distserve": lambda parts: DistServe(),
     "splitwise": lambda parts: Splitwise(parts.forecast, parts.book, asked_length),
     "tetri": lambda parts: Tetri(parts.forecast, parts.book, parts.lengths, parts.draws),
-    "mooncake": lambda parts: Mooncake(parts.forecast),
-    "mooncake-local": lambda parts: MooncakeLocal(parts.forecast),
+    "mooncake": lambda parts: Mooncake(parts.forecast, parts.index),
+    "mooncake-local": lambda parts: MooncakeLocal(parts.forecast, parts.index),
+    "promise": lambda parts: Promise(parts.forecast, parts.index, parts.book, parts.slo),
 }
 
 
 class Policy:
     """Owned by one dispatcher. Every placement that `began` has its `ended`."""
 
-    def __init__(self, router: Router, admission: Admission, forecast: Forecast, book: Book) -> None:
+    def __init__(
+        self, router: Router, admission: Admission, forecast: Forecast, book: Book, index: PrefixIndex
+    ) -> None:
         self.book = book
+        self.index = index
         self._router = router
         self._admission = admission
         self._forecast = forecast
@@ -60,6 +69,11 @@ class Policy:
     def links_all(self) -> bool:
         """Whether any two workers may be paired, whatever their roles, so that all must be linked."""
         return self._router.links_all
+
+    @property
+    def wants_caches(self) -> bool:
+        """Whether the index is looked into, so that workers' news of their caches must be taken into it."""
+        return self._router.wants_caches
 
     @property
     def looks_behind_prefill(self) -> bool:
@@ -74,7 +88,8 @@ class Policy:
         placement = self._router.choose(ask)
         if placement is None:
             return None
-        placement = self._predicted(ask, placement)
+        if placement.predicted_ttft_s is None:
+            placement = self._predicted(ask, placement)
         if ask.request.attempt or ask.beside or not self._admission.looks:
             return placement
         assert placement.predicted_ttft_s is not None, "an admission that looks has predictions"
@@ -99,7 +114,9 @@ class Policy:
         is_beside = ask.beside == placement.prefill
         cached_tokens = request.num_tokens - 1 if is_beside else placement.cached_tokens
         new_tokens = request.num_tokens - cached_tokens
-        prefill_s = self._forecast.prefill_seconds(prefill, new_tokens, cached_tokens)
+        prefill_s = placement.prefill_s
+        if prefill_s is None or is_beside:
+            prefill_s = self._forecast.prefill_seconds(prefill, new_tokens, cached_tokens)
         queue_s = self._forecast.queue_seconds(ask, prefill)
         work = Work(
             key=request.key,
@@ -117,6 +134,7 @@ class Policy:
 
     def prefilled(self, key: str, now_s: float) -> None:
         """The attempt's first token came. Told twice, or of an unknown key, it says nothing new."""
+        self.index.settle(key, now_s)
         work = self.book.prefilled(key, now_s)
         if work is not None:
             self._forecast.learn(work)
@@ -130,6 +148,7 @@ class Policy:
 
     def ended(self, key: str, now_s: float) -> None:
         """The attempt is over, however. Unknown keys are ignored."""
+        self.index.settle(key, now_s)
         self.book.ended(key, now_s)
 
 
@@ -144,14 +163,15 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: Lengths | None = None) ->
             raise SpecError(f"gateway: {name!r} is not one of {', '.join(known)}")
     book = Book()
     forecast = Forecast(spec, book)
-    parts = Parts(book, forecast, Draws(seed), lengths or Buckets(seed))
+    index = PrefixIndex()
+    parts = Parts(book, forecast, Draws(seed), lengths or Buckets(seed), index, spec.gateway.slo)
     judges: dict[str, Callable[[], Admission]] = {
         "none": Admission,
         "late": lambda: Late(spec.gateway.slo, forecast, book),
         "early": lambda: Early(spec.gateway.slo, forecast, book),
         "predictive": lambda: Predictive(spec.gateway.slo, forecast, book),
     }
-    return Policy(_ROUTERS[routing](parts), judges[admission](), forecast, book)
+    return Policy(_ROUTERS[routing](parts), judges[admission](), forecast, book, index)
 
 
 def _worker(ask: Ask, name: str) -> WorkerView:

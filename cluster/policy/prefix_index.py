@@ -1,54 +1,229 @@
-"""What each worker's prefix cache holds, as one gateway believes from where it sent prompts. Bounded; knows no time."""
+"""Which workers have which prefix: what they said of their caches, and for a while what this gateway sent them.
 
-from collections import OrderedDict
-from collections.abc import Sequence
+    chain(prompt)    128  256  384  512     names of ever longer beginnings
+    holders         {a b} {a b} {a}  {}     of each name, as one integer with a bit for each worker
+    matches         {a: 384, b: 256}
 
-BLOCK_TOKENS = 128
+A lookup walks the chain once for all workers together. Pure: time is an argument.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import compress
+from typing import NamedTuple
+
+from workers.engine.cache_log import GRAIN, chain
+from workers.stats import CacheNews, NameChanges
+
+__all__ = ["GRAIN", "Match", "PrefixIndex", "chain"]
+
+HOPE_S = 1.0  # longer than news take
+_FEW = 12  # set bits that are faster found one by one than all at once
+_MOST_SHAPES = 1 << 16
+_TO_FLAGS = bytes.maketrans(b"01", b"\0\1")
+
+Bits = int  # a bit for each worker's slot
 
 
-def chain(tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS) -> list[int]:
-    """A name for each full block: equal names mean, but for a hash collision, equal tokens from position 0 on.
+class Match(NamedTuple):
+    """How much of a prompt a worker has: `tokens` from its beginning on, of which `host_tokens` lie in host memory."""
 
-    A collision costs a wrong guess, never a wrong token: what is cached, the worker says.
-    """
-    names: list[int] = []
-    parent = 0
-    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        parent = hash((parent, tuple(tokens[start : start + block_tokens])))
-        names.append(parent)
-    return names
+    tokens: int
+    host_tokens: int = 0
+
+
+class _Holders(dict[int, Bits]):
+    """Name -> who has it. Equal sets of workers are one object: names of one chain mostly have the same ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shapes: dict[Bits, Bits] = {}
+
+    def add(self, name: int, bit: Bits) -> None:
+        held = self.get(name)
+        self[name] = bit if held is None else self._shared(held | bit)
+
+    def discard(self, name: int, bit: Bits) -> None:
+        held = self.get(name, 0)
+        if held & bit:
+            if held == bit:
+                del self[name]
+            else:
+                self[name] = self._shared(held ^ bit)
+
+    def _shared(self, bits: Bits) -> Bits:
+        if len(self._shapes) >= _MOST_SHAPES:
+            self._shapes.clear()
+        return self._shapes.setdefault(bits, bits)
+
+
+class _Told:
+    """One tier: who has what, and the names that each worker was ever said to have, for when it is to be forgotten."""
+
+    def __init__(self) -> None:
+        self.holders = _Holders()
+        self._names: dict[Bits, array[int]] = {}
+        self._least: dict[Bits, int] = {}  # so many names are not worth a clean-up
+
+    def change(self, bit: Bits, changes: NameChanges) -> None:
+        for name in changes.removed:
+            self.holders.discard(name, bit)
+        if not changes.added:
+            return
+        names = self._names.setdefault(bit, array("Q"))
+        for name in changes.added:
+            self.holders.add(name, bit)
+        names.extend(changes.added)
+        if len(names) > self._least.get(bit, 1024):
+            there = [name for name in dict.fromkeys(names) if self.holders.get(name, 0) & bit]
+            self._names[bit] = array("Q", there)
+            self._least[bit] = 2 * max(512, len(there))
+
+    def forget(self, bit: Bits) -> None:
+        for name in self._names.pop(bit, ()):
+            self.holders.discard(name, bit)
+        self._least.pop(bit, None)
 
 
 class PrefixIndex:
-    """Blocks of each worker, least recently used first. Owned by a Router.
+    """Owned by a Policy.
 
-    The head of a chain is always used after its tail, as workers' own caches have it: so what is forgotten is a tail,
-    and the part of a chain that is there is its beginning.
+    `take` what workers say and `forget` those that are gone; `expect` a prompt that is sent, and `settle` what was
+    expected once the prompt is computed or given up: it is believed for `hope_s` more, by when news have come.
     """
 
-    def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
-        self.block_tokens = block_tokens
-        self._blocks: dict[str, OrderedDict[int, None]] = {}
+    def __init__(self, grain: int = GRAIN, hope_s: float = HOPE_S) -> None:
+        self.grain = grain
+        self._hope_s = hope_s
+        self._device = _Told()
+        self._host = _Told()
+        self._slots: dict[str, int] = {}  # worker -> its bit's number
         self._lives: dict[str, str] = {}  # worker -> the incarnation whose cache this is
+        self._workers: list[str] = []  # slot -> worker
+        self._free: list[int] = []
+        self._hoped = _Holders()
+        self._hopes: dict[tuple[int, Bits], int] = {}  # (name, worker) -> how many prompts are expected to bring it
+        self._expected: dict[str, tuple[str, str, Bits, list[int]]] = {}  # key -> worker, incarnation, bit, names
+        self._settled: deque[tuple[float, str]] = deque()  # (until when it is believed, key)
 
-    def cached_tokens(self, worker: str, incarnation: str, names: Sequence[int]) -> int:
-        """How much of the chain that worker has, in tokens."""
-        blocks = self._blocks.get(worker)
-        if not blocks or self._lives[worker] != incarnation:
-            return 0
-        low, high = 0, len(names)  # the part that is there is a beginning, so its end is found by halving
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if names[middle] in blocks else (low, middle)
-        return low * self.block_tokens
+    # ---- asking ----------------------------------------------------------------------------------------------
 
-    def use(self, worker: str, incarnation: str, names: Sequence[int], capacity_tokens: int) -> None:
-        """The worker computes or uses this chain; its cache holds `capacity_tokens`."""
+    def matches(self, names: Sequence[int], now_s: float = 0.0) -> dict[str, Match]:
+        """How much of this chain each worker has; who has nothing is left out.
+
+        Ask `is_of` before a worker that may have restarted is believed to have it.
+        """
+        self._expire(now_s)
+        found: dict[str, Match] = {}
+        device, host, hoped = self._device.holders, self._host.holders, self._hoped
+        on_host: dict[int, int] = {}  # slot -> names that only its host memory has
+        have = last = -1  # all
+        depth = 0
+        for name in names:
+            ready = device.get(name, 0)
+            if hoped:
+                ready |= hoped.get(name, 0)
+            holds = ready
+            if host and (saved := host.get(name, 0) & ~ready & have):
+                holds = ready | saved
+                for slot in _slots(saved):
+                    on_host[slot] = on_host.get(slot, 0) + 1
+            if holds is not last:
+                still = have & holds
+                if depth and still != have:
+                    self._found(found, have ^ still, depth, on_host)
+                have, last = still, holds
+                if not have:
+                    return found
+            depth += 1
+        if depth:
+            self._found(found, have, depth, on_host)
+        return found
+
+    def is_of(self, worker: str, incarnation: str) -> bool:
+        """Whether what is known of this worker is of this incarnation of it."""
+        return self._lives.get(worker) == incarnation
+
+    def _found(self, found: dict[str, Match], who: Bits, depth: int, on_host: dict[int, int]) -> None:
+        if who.bit_count() <= _FEW:
+            for slot in _slots(who):
+                found[self._workers[slot]] = Match(depth * self.grain, on_host.get(slot, 0) * self.grain)
+            return
+        flags = bin(who)[:1:-1].encode().translate(_TO_FLAGS)
+        found.update(dict.fromkeys(compress(self._workers, flags), Match(depth * self.grain)))
+        for slot, count in on_host.items():
+            if who >> slot & 1:
+                found[self._workers[slot]] = Match(depth * self.grain, count * self.grain)
+
+    # ---- what workers say ------------------------------------------------------------------------------------
+
+    def take(self, worker: str, incarnation: str, news: CacheNews) -> None:
+        """What this incarnation says of its cache; of another one, all is forgotten."""
+        bit = self._bit(worker, incarnation)
+        for told, changes in ((self._device, news.device), (self._host, news.host)):
+            if news.whole:
+                told.forget(bit)
+            told.change(bit, changes)
+
+    def forget(self, worker: str) -> None:
+        """It is gone."""
+        slot = self._slots.pop(worker, None)
+        if slot is None:
+            return
+        del self._lives[worker]
+        self._device.forget(1 << slot)
+        self._host.forget(1 << slot)
+        for key in [key for key, expected in self._expected.items() if expected[0] == worker]:
+            self._give_up(key)
+        self._workers[slot] = ""
+        self._free.append(slot)
+
+    def _bit(self, worker: str, incarnation: str) -> Bits:
         if self._lives.get(worker) != incarnation:
-            self._lives[worker], self._blocks[worker] = incarnation, OrderedDict()
-        blocks = self._blocks[worker]
-        for name in reversed(names):
-            blocks[name] = None
-            blocks.move_to_end(name)
-        while len(blocks) > capacity_tokens // self.block_tokens:
-            blocks.popitem(last=False)
+            self.forget(worker)
+            if not self._free:
+                self._free.append(len(self._workers))
+                self._workers.append("")
+            slot = self._slots[worker] = self._free.pop()
+            self._lives[worker], self._workers[slot] = incarnation, worker
+        return 1 << self._slots[worker]
+
+    # ---- what this gateway sends -----------------------------------------------------------------------------
+
+    def expect(self, key: str, worker: str, incarnation: str, names: Sequence[int]) -> None:
+        """A prompt is on its way there: the cache will have it, and does for prompts that come behind it."""
+        bit = self._bit(worker, incarnation)
+        fresh = [name for name in names if not self._device.holders.get(name, 0) & bit]
+        for name in fresh:
+            count = self._hopes[name, bit] = self._hopes.get((name, bit), 0) + 1
+            if count == 1:
+                self._hoped.add(name, bit)
+        self._give_up(key)
+        self._expected[key] = worker, incarnation, bit, fresh
+
+    def settle(self, key: str, now_s: float) -> None:
+        """The prompt is computed, or will not be. Of keys that are not expected, or said twice, it is no news."""
+        if key in self._expected:
+            self._settled.append((now_s + self._hope_s, key))
+
+    def _expire(self, now_s: float) -> None:
+        while self._settled and self._settled[0][0] <= now_s:
+            self._give_up(self._settled.popleft()[1])
+
+    def _give_up(self, key: str) -> None:
+        _, _, bit, names = self._expected.pop(key, ("", "", 0, []))
+        for name in names:
+            count = self._hopes[name, bit] - 1
+            if count:
+                self._hopes[name, bit] = count
+            else:
+                del self._hopes[name, bit]
+                self._hoped.discard(name, bit)
+
+
+def _slots(bits: Bits) -> Iterator[int]:
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest

@@ -1,62 +1,16 @@
-"""Prefix indices, and the routers that use them."""
+"""The routers that look into the index of prefixes."""
 
 from dataclasses import replace
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec import structs
 from views import SIMPLE, Story, changed, request, view, worker
 
 from cluster.policy.placement import Placement
-from cluster.policy.prefix_index import PrefixIndex, chain
+from cluster.policy.prefix_index import chain
 from cluster.view import ClusterView
+from workers.stats import CacheNews, NameChanges
 
 TWO = view(worker("p0"), worker("p1"), worker("d0"))
-
-
-def test_chains_are_equal_as_far_as_tokens_are() -> None:
-    assert chain(range(10), 4) == chain((*range(8), 77), 4)
-    assert chain(range(10), 4) != chain((0, 9, *range(2, 10)), 4)
-    assert chain((1, 2, 3, 4, 1, 2, 3, 4), 4)[0] != chain((1, 2, 3, 4, 1, 2, 3, 4), 4)[1]
-    assert chain(range(3), 4) == []
-
-
-@settings(max_examples=200)
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), min_size=1, max_size=6)), max_size=40),
-    st.integers(1, 8),
-)
-def test_what_is_remembered_is_a_beginning_and_never_more_than_fits(
-    uses: list[tuple[int, list[int]]], capacity: int
-) -> None:
-    index = PrefixIndex(block_tokens=1)
-    for who, tokens in uses:
-        index.use(f"w{who}", "1", chain(tokens, 1), capacity)
-        assert index.cached_tokens(f"w{who}", "1", chain(tokens, 1)) == min(len(tokens), capacity)
-        for each in range(3):
-            blocks = index._blocks.get(f"w{each}", {})
-            assert len(blocks) <= capacity
-            for _, other in uses:
-                names = chain(other, 1)
-                known = [name in blocks for name in names]
-                assert known == sorted(known, reverse=True), "a hole in a chain"
-                assert index.cached_tokens(f"w{each}", "1", names) == sum(known)
-
-
-def test_the_least_recently_used_is_forgotten_first() -> None:
-    index = PrefixIndex(block_tokens=1)
-    for tokens in ([1, 1], [2, 2], [1, 1], [3, 3]):
-        index.use("w", "1", chain(tokens, 1), 4)
-    found = [index.cached_tokens("w", "1", chain([n, n], 1)) for n in (1, 2, 3)]
-    assert found == [2, 0, 2]
-
-
-def test_a_restarted_worker_has_nothing() -> None:
-    index = PrefixIndex(block_tokens=1)
-    index.use("w", "1", chain([1, 2], 1), 4)
-    assert index.cached_tokens("w", "2", chain([1, 2], 1)) == 0
-    index.use("w", "2", chain([5], 1), 4)
-    assert index.cached_tokens("w", "2", chain([1, 2], 1)) == 0
 
 
 def test_mooncake_goes_where_the_prefix_is() -> None:
@@ -68,6 +22,35 @@ def test_mooncake_goes_where_the_prefix_is() -> None:
     placement = story.send(TWO, longer)
     assert (placement.prefill, placement.cached_tokens) == ("p0", 7 * 128)
     assert placement.predicted_ttft_s is not None and abs(placement.predicted_ttft_s - 0.304) < 1e-9
+
+
+def test_what_a_worker_says_it_has_counts_and_what_it_lost_does_not() -> None:
+    story, wanted = Story("mooncake-local"), request("a", length=1000, first=5)
+    assert story.policy.wants_caches
+    names = tuple(chain(wanted.prompt))
+    story.policy.index.take("p1", "1", CacheNews(0, 7, 7, whole=True, device=NameChanges(names)))
+    found = story.choose(TWO, wanted)
+    assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p1", 7 * 128)
+    story.policy.index.take("p1", "1", CacheNews(7, 9, 9, device=NameChanges(removed=names[2:])))
+    story.now_s += 1.0
+    found = story.choose(TWO, wanted)
+    assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p1", 2 * 128)
+
+
+def test_of_a_worker_that_restarted_nothing_is_believed() -> None:
+    story, wanted = Story("mooncake-local"), request("a", length=1000, first=5)
+    story.policy.index.take("p1", "0", CacheNews(0, 7, 7, whole=True, device=NameChanges(tuple(chain(wanted.prompt)))))
+    found = story.choose(TWO, wanted)
+    assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p0", 0)
+
+
+def test_an_answer_that_the_client_has_is_looked_up_too() -> None:
+    story, wanted = Story("mooncake-local"), request("a", length=200)
+    again = replace(wanted, generated=tuple(range(200, 300)))
+    names = chain((*again.prompt, *again.generated))
+    story.policy.index.take("p1", "1", CacheNews(0, 2, 2, whole=True, device=NameChanges(tuple(names))))
+    found = story.choose(TWO, again)
+    assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p1", 256)
 
 
 def test_mooncake_leaves_the_prefix_where_the_queue_costs_more() -> None:

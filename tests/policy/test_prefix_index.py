@@ -1,0 +1,177 @@
+"""The index of prefixes against sets that are kept the simple way."""
+
+from itertools import takewhile
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from cluster.policy.prefix_index import Match, PrefixIndex, chain
+from workers.stats import CacheNews, NameChanges
+
+WORKERS = [f"w{number}" for number in range(20)]
+who = st.sampled_from(WORKERS[:4])
+some = st.lists(st.integers(1, 6), max_size=6, unique=True)
+
+
+def news(added: list[int], removed: list[int] = [], *, host: bool = False, whole: bool = False) -> CacheNews:  # noqa: B006
+    changes = NameChanges(tuple(added), tuple(removed))
+    return CacheNews(0, 1, 1, whole, *((NameChanges(), changes) if host else (changes, NameChanges())))
+
+
+def test_chains_are_equal_as_far_as_tokens_are() -> None:
+    assert chain(range(10), 4) == chain((*range(8), 77), 4)
+    assert chain(range(10), 4) != chain((0, 9, *range(2, 10)), 4)
+    assert chain((1, 2, 3, 4, 1, 2, 3, 4), 4)[0] != chain((1, 2, 3, 4, 1, 2, 3, 4), 4)[1]
+    assert chain(range(3), 4) == []
+    assert chain([1, 2, -1, 4], 2) == chain([1, 2], 2), "no worker takes such a token"
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 7), st.data())
+def test_a_chain_goes_on_from_any_part_of_it(tokens: list[int], grain: int, data: st.DataObject) -> None:
+    whole = chain(tokens, grain)
+    assert len(whole) == len(tokens) // grain and all(0 <= name < 2**60 for name in whole)
+    part = data.draw(st.integers(0, len(whole)))
+    assert chain(tokens, grain, whole[:part]) == whole
+
+
+def test_a_lookup_tells_how_far_each_worker_is() -> None:
+    index = PrefixIndex(grain=128)
+    for worker, names in (("a", [1, 2, 3]), ("b", [1, 2]), ("c", [2, 3]), ("d", [1, 3])):
+        index.take(worker, "1", news(names))
+    assert index.matches([1, 2, 3, 4]) == {"a": Match(384), "b": Match(256), "d": Match(128)}
+    assert index.matches([]) == {} == index.matches([9])
+
+
+def test_what_lies_in_host_memory_counts_and_is_told_apart() -> None:
+    index = PrefixIndex(grain=1)
+    index.take("a", "1", news([1, 3]))
+    index.take("a", "1", news([2, 3, 4], host=True))
+    index.take("b", "1", news([1, 2]))
+    assert index.matches([1, 2, 3, 4, 5]) == {"a": Match(4, 2), "b": Match(2)}
+
+
+def test_many_holders_are_found_as_few_are() -> None:
+    index = PrefixIndex(grain=1)
+    for number, worker in enumerate(WORKERS):
+        index.take(worker, "1", news([1, 2, 3][: 1 + number % 3]))
+        if number % 5 == 0:
+            index.take(worker, "1", news([4], [3], host=False))
+            index.take(worker, "1", news([2, 3], host=True))
+    found = index.matches([1, 2, 3, 4])
+    for number, worker in enumerate(WORKERS):
+        there = 1 + number % 3
+        expected = Match(4, 2 if there == 1 else 1) if number % 5 == 0 else Match(there)
+        assert found[worker] == expected, worker
+
+
+def test_what_was_sent_is_believed_until_news_must_have_come() -> None:
+    index = PrefixIndex(grain=1, hope_s=2.0)
+    index.expect("r", "a", "1", [1, 2])
+    index.expect("s", "a", "1", [1, 2, 3])
+    assert index.matches([1, 2, 3], 1000.0) == {"a": Match(3)}, "however long it takes"
+    index.settle("s", 1000.0)
+    assert index.matches([1, 2, 3], 1001.9) == {"a": Match(3)}
+    assert index.matches([1, 2, 3], 1002.0) == {"a": Match(2)}, "r is still expected"
+    index.settle("r", 1002.0)
+    index.take("a", "1", news([1]))
+    assert index.matches([1, 2, 3], 1004.0) == {"a": Match(1)}
+
+
+def test_a_restarted_worker_has_nothing() -> None:
+    index = PrefixIndex(grain=1)
+    index.take("a", "1", news([1, 2]))
+    index.expect("r", "a", "1", [3])
+    index.take("a", "2", news([1]))
+    assert index.matches([1, 2]) == {"a": Match(1)} and index.matches([3]) == {}
+    assert index.is_of("a", "2") and not index.is_of("a", "1") and not index.is_of("b", "1")
+    index.settle("r", 0.0)
+    assert index.matches([3], 99.0) == {}
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Anything that workers may say and gateways may send, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(grain=1, hope_s=2.0)
+        self.now_s = 0.0
+        self.keys = 0
+        self.lives: dict[str, int] = {}
+        self.device: dict[str, set[int]] = {}
+        self.host: dict[str, set[int]] = {}
+        self.hopes: list[list] = []  # key, worker, names, until when
+
+    @rule(worker=who, added=some, removed=some, host=st.booleans(), whole=st.booleans(), reborn=st.booleans())
+    def take(self, worker: str, added: list[int], removed: list[int], host: bool, whole: bool, reborn: bool) -> None:
+        if reborn:
+            self.lives[worker] = self.lives.get(worker, 0) + 1
+            self._drop(worker)
+        if whole:
+            self.device[worker], self.host[worker] = set(), set()
+        held = (self.host if host else self.device).setdefault(worker, set())
+        held -= set(removed)
+        held |= set(added)
+        self.index.take(worker, str(self.lives.get(worker, 0)), news(added, removed, host=host, whole=whole))
+
+    @rule(worker=who)
+    def forget(self, worker: str) -> None:
+        self.index.forget(worker)
+        self._drop(worker)
+
+    def _drop(self, worker: str) -> None:
+        self.device.pop(worker, None)
+        self.host.pop(worker, None)
+        self.hopes = [hope for hope in self.hopes if hope[1] != worker]
+
+    @rule(worker=who, names=some)
+    def expect(self, worker: str, names: list[int]) -> None:
+        self.keys += 1
+        self.index.expect(f"r{self.keys}", worker, str(self.lives.get(worker, 0)), names)
+        fresh = set(names) - self.device.get(worker, set())
+        self.hopes.append([f"r{self.keys}", worker, fresh, float("inf")])
+
+    @rule(number=st.integers(0, 9))
+    def settle(self, number: int) -> None:
+        key = f"r{self.keys - number}"
+        self.index.settle(key, self.now_s)
+        for hope in self.hopes:
+            if hope[0] == key:
+                hope[3] = min(hope[3], self.now_s + 2.0)
+
+    @rule(seconds=st.sampled_from([0.5, 2.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.hopes = [hope for hope in self.hopes if hope[3] > self.now_s]
+
+    @invariant()
+    def every_lookup_is_what_the_sets_say(self) -> None:
+        for names in ([1, 2, 3, 4, 5, 6], [6, 5, 4], [3, 1, 2]):
+            expected = {}
+            for worker in WORKERS[:4]:
+                ready = set(self.device.get(worker, ()))
+                ready = ready.union(*(hope[2] for hope in self.hopes if hope[1] == worker))
+                host = self.host.get(worker, set())
+                found = list(takewhile(lambda name, there=ready | host: name in there, names))
+                if found:
+                    expected[worker] = Match(len(found), sum(name not in ready for name in found))
+            assert self.index.matches(names, self.now_s) == expected
+
+    def teardown(self) -> None:
+        for worker in WORKERS[:4]:
+            self.index.forget(worker)
+        left = (self.index._device.holders, self.index._host.holders, self.index._hoped, self.index._hopes)
+        assert not any(left), "names of nobody stay"
+        assert not self.index._expected and len(self.index._free) == len(self.index._workers)
+
+
+IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestIndexMachine = IndexMachine.TestCase
+
+
+def test_a_worker_that_changes_for_ever_takes_no_more_memory() -> None:
+    index = PrefixIndex(grain=1)
+    for first in range(0, 50_000, 100):
+        index.take("a", "1", news(list(range(first, first + 100)), list(range(first - 500, first - 400))))
+    assert len(index._device.holders) == 500
+    assert max(len(names) for names in index._device._names.values()) < 3000
