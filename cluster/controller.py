@@ -1,76 +1,108 @@
 """The controller: which workers there shall be, which there are, and which pairs may move KV.
 
-It keeps every replica alive, introduces new workers to their peers (preflight), and publishes the membership as a
-long poll. Requests do not pass through it: gateways go on with the last membership while it is away.
+It keeps every worker alive, changes roles and numbers as it is told (by an operator or by the elastic policy), and
+publishes the membership as a long poll. Requests do not pass through it: gateways go on with the last membership while
+it is away.
 """
 
 import asyncio
 import logging
 import math
-from dataclasses import replace
+from collections.abc import Collection
 
+from cluster.changes import ChangeRefused, Memory, Post, StaleRevision, Taken, UnknownMember
 from cluster.members import Member, Membership
+from cluster.policy.evidence import Report
 from cluster.policy.policy import open_policy
-from cluster.pool import Keeper
-from cluster.runtime.interface import Runtime, WorkerGone, WorkerHandle, WorkerOrder
-from cluster.spec import ClusterSpec, PoolSpec, Role
-from cluster.view import ModelView, WorkerState
-from kvtransfer.errors import PeerRefused, TransferError
-from kvtransfer.ticket import LinkReport, ShardAddress
+from cluster.pool import Keeper, Keeping
+from cluster.preflight import Preflight
+from cluster.runtime.interface import Runtime, WorkerGone, WorkerOrder
+from cluster.spec import MOST_REPLICAS, ClusterSpec, PoolSpec, Role
+from cluster.steward import Decider, Steward
+from cluster.view import ClusterView, ModelView, PoolView, WorkerState
 from workers.config import WorkerConfig
-from workers.errors import ModelError, WorkerError
 from workers.stats import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 0.5
-RELINK_S = 5.0
+QUIET_S = 1.0  # a worker that leaves must have been empty for so long: what was on its way to it has come
+FLOORED = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}
 
 
 class Controller:
-    """One for each cluster. Owns the keepers."""
+    """One for each cluster. Owns the keepers. `decider` judges the roles, where the specification lets it."""
 
     def __init__(
-        self, spec: ClusterSpec, runtime: Runtime, secret: str, *, orphan_after_s: float | None = None
+        self,
+        spec: ClusterSpec,
+        runtime: Runtime,
+        secret: str,
+        *,
+        orphan_after_s: float | None = None,
+        decider: Decider | None = None,
     ) -> None:
         self._spec = spec
         self._runtime = runtime
         self._secret = secret
-        self._links_all = open_policy(spec, seed=0).links_all
+        self._pools = {pool.name: pool for pool in spec.pools}
+        links_all = open_policy(spec, seed=0).links_all
+        self._preflight = Preflight(links_all, spec.transfer.read_timeout_s, self._bump)
+        self._keeping = Keeping(runtime, spec.health.start_timeout_s, self._introduce, self._bump)
+        self._keepers: dict[str, Keeper] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
         self._tending: asyncio.Task[None] | None = None
         self._revision = 0
-        self._links: dict[tuple[str, str], LinkReport] = {}  # (owner, reader)
-        self._unlinked: dict[tuple[Keeper, Keeper], None] = {}  # pairs whose preflight failed, oldest first
         self._changed = asyncio.Event()
-        self._introducing = asyncio.Lock()
+        self._changing = asyncio.Lock()  # one change at a time, so that its revision means something
         self._orphan_after_s = orphan_after_s
         self._orphan_timer: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[None] | None = None
-        self._keepers = [
-            Keeper(pool, self._order(pool, index), runtime, spec.health.start_timeout_s, self._introduce, self._bump)
-            for pool in spec.pools
-            for index in range(pool.replicas)
-        ]
+        self._steward: Steward | None = None
+        if decider is not None:
+            limit_s = spec.health.place_timeout_s + spec.health.start_timeout_s + spec.health.drain_s
+            acts = spec.elastic.mode == "act"
+            self._steward = Steward(decider, self, spec.elastic.period_s, limit_s, acts=acts)
 
-    async def begin(self) -> None:
-        """Start all workers, or find them again after a crash of ours; does not wait for them."""
-        for keeper in self._keepers:
-            keeper.begin()
-        self._tending = asyncio.ensure_future(self._tend())
-        await self.keep_alive()
+    # ---- life ------------------------------------------------------------------------------------------------
 
-    async def keep_alive(self) -> bool:
+    async def begin(self, memory: Memory | None = None) -> None:
+        """Start all workers; does not wait for them. `memory`: of a controller that crashed; they are found again."""
+        if self._tending is not None:
+            return
+        if memory is None:
+            pools = self._spec.pools
+            posts = [Post(_name(pool, index), pool.name, pool.role) for pool in pools for index in range(pool.replicas)]
+        else:
+            posts, self._revision = list(memory.posts), memory.revision
+        for post in posts:
+            keeper = self._hire(self._pools[post.pool], post.name, post.role, required=memory is None)
+            if post.is_leaving:
+                self._leave(keeper, self._spec.health.drain_s, waits=True)
+        self._tending = asyncio.ensure_future(self._preflight.tend())
+        if self._steward is not None:
+            self._steward.begin()
+        self._bump()
+        self._called_in()
+
+    async def keep_alive(self, revision: int, timeout_s: float) -> Memory | None:
         """Whoever serves this cluster calls in; when it has been away for `orphan_after_s`, everything is stopped.
 
-        False: this controller was restarted and must `begin`.
+        Answers what it must remember, once that is not of `revision` or after `timeout_s`; None: this controller was
+        restarted and must `begin` with it.
         """
         if self._tending is None:
-            return False
+            return None
+        self._called_in()
+        await self._news(revision, timeout_s)
+        posts = (Post(each.name, each.pool.name, each.role, each.is_leaving) for each in self._keepers.values())
+        return Memory(self._revision, tuple(posts))
+
+    def _called_in(self) -> None:
         if self._orphan_timer is not None:
             self._orphan_timer.cancel()
         if self._orphan_after_s is not None:
             self._orphan_timer = asyncio.get_running_loop().call_later(self._orphan_after_s, self._orphaned)
-        return True
 
     def _orphaned(self) -> None:
         logger.warning("nobody has called in for %.0f s: the cluster is stopped", self._orphan_after_s or 0.0)
@@ -86,48 +118,252 @@ class Controller:
             self._orphan_timer.cancel()
         if self._tending is not None:
             self._tending.cancel()
-        await asyncio.gather(*(keeper.end(STOP_GRACE_S) for keeper in self._keepers))
+        if self._steward is not None:
+            self._steward.close()
+        for name, leaving in self._leaving.items():
+            if name in self._keepers:  # else it is being ended, which is waited for
+                leaving.cancel()
+        await asyncio.gather(
+            *(keeper.end(STOP_GRACE_S) for keeper in self._keepers.values()),
+            *self._leaving.values(),
+            return_exceptions=True,
+        )
 
     async def ready(self, timeout_s: float) -> ModelView | None:
-        """The model's facts once every worker is ready, None when that takes longer.
+        """The model's facts once every worker of the specification is ready, None when that takes longer.
 
         Raises what made a worker impossible (`ModelError`, `RuntimeUnavailable`).
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while not all(keeper.view.state is WorkerState.READY for keeper in self._keepers):
-                    for keeper in self._keepers:
+                while awaited := [each for each in self._keepers.values() if each.required and not _is_ready(each)]:
+                    for keeper in awaited:
                         if keeper.fatal is not None:
                             raise keeper.fatal
                     await self._changed.wait()
         except TimeoutError:
             return None
-        infos = [keeper.info for keeper in self._keepers if keeper.info is not None]
-        return self._model(infos[0])
+        return self._model()
 
-    def _model(self, info: WorkerInfo) -> ModelView:
-        return ModelView(self._spec.model, info.context_length, info.vocab_size)
+    def _model(self) -> ModelView | None:
+        infos = (keeper.info for keeper in self._keepers.values() if keeper.info is not None)
+        info: WorkerInfo | None = next(infos, None)
+        return None if info is None else ModelView(self._spec.model, info.context_length, info.vocab_size)
+
+    # ---- what it publishes -----------------------------------------------------------------------------------
 
     async def members(self, revision: int, timeout_s: float) -> Membership:
-        """The membership once it is newer than `revision`, or as it is after `timeout_s`."""
+        """The membership once it is not of `revision`, or as it is after `timeout_s`.
+
+        Raises `WorkerGone` from a controller that was restarted and does not know yet who there is.
+        """
+        await self._news(revision, timeout_s)
+        if self._tending is None:
+            raise WorkerGone("the controller was restarted and has not begun")
+        members = tuple(Member(keeper.view, keeper.handle) for keeper in self._keepers.values())
+        return Membership(self._revision, members, self._preflight.links, self._pool_views())
+
+    async def _news(self, revision: int, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                while self._revision <= revision:
+                while self._tending is None or self._revision == revision:
                     await self._changed.wait()
         except TimeoutError:
             pass  # unchanged is an answer too
-        members = tuple(Member(keeper.view, keeper.handle) for keeper in self._keepers)
-        return Membership(self._revision, members, tuple(self._links.values()))
+
+    def view(self) -> ClusterView:
+        """What a gateway sees."""
+        workers = tuple(keeper.view for keeper in self._keepers.values())
+        links = self._preflight.links
+        pairs = frozenset((link.owner, link.reader) for link in links)
+        return ClusterView(self._revision, self._spec.name, self._model(), workers, links, pairs, self._pool_views())
+
+    def _pool_views(self) -> tuple[PoolView, ...]:
+        return tuple(
+            PoolView(pool.name, pool.role, len(self._staff(pool.name)), *pool.bounds) for pool in self._spec.pools
+        )
 
     def _bump(self) -> None:
         self._revision += 1
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _order(self, pool: PoolSpec, index: int) -> WorkerOrder:
+    # ---- changes ---------------------------------------------------------------------------------------------
+
+    async def flip(self, worker: str, role: Role, revision: int = 0) -> int:
+        """Give a worker another role; what runs there goes on. Answers the new revision.
+
+        `revision`, in all changes: the one that the caller looked at, 0 for any. Errors: `ChangeError`.
+        """
+        async with self._changing:
+            self._check(revision)
+            keeper = self._find(worker)
+            if keeper.is_leaving:
+                raise ChangeRefused(f"{worker} is draining and takes no new work in any role")
+            if keeper.role is role:
+                return self._revision
+            if not _is_ready(keeper):
+                state = keeper.view.state.value
+                raise ChangeRefused(f"{worker} is {state}, not ready; flip it when it is")
+            self._refuse_below_floors({worker: role})
+            before = keeper.role
+            await self._preflight.flip(keeper, role, self._keepers.values)
+            logger.info("worker %s is a %s worker now, and was a %s worker", worker, role.value, before.value)
+            return self._revision
+
+    async def drain(self, worker: str, revision: int = 0, deadline_s: float = 0.0) -> int:
+        """Send a worker no new work, and stop it once it is empty or after `deadline_s` (0: `health.drain_s`).
+
+        Its pool shall have one worker fewer from now on. Does not wait for the end. Errors: `ChangeError`.
+        """
+        async with self._changing:
+            self._check(revision)
+            keeper = self._find(worker)
+            if keeper.is_leaving:
+                return self._revision
+            self._refuse_beyond_bounds(keeper.pool, len(self._staff(keeper.pool.name)) - 1)
+            self._refuse_below_floors({worker: None})
+            self._leave(keeper, deadline_s or self._spec.health.drain_s)
+            return self._revision
+
+    async def scale(self, pool: str, replicas: int, revision: int = 0) -> int:
+        """Let a pool have so many workers: new ones are started, those with the least work are drained.
+
+        Does not wait for either. Errors: `ChangeError`.
+        """
+        async with self._changing:
+            self._check(revision)
+            if pool not in self._pools:
+                raise UnknownMember(f"there is no pool {pool!r}; there are {', '.join(self._pools)}")
+            spec, staff = self._pools[pool], self._staff(pool)
+            self._refuse_beyond_bounds(spec, replicas)
+            leaving = self._least_busy(staff, len(staff) - replicas)
+            for _ in range(replicas - len(staff)):
+                self._hire(spec, self._free_name(spec), spec.role, required=False)
+            for keeper in leaving:
+                self._leave(keeper, self._spec.health.drain_s)
+            if replicas != len(staff):
+                logger.info("pool %s shall have %d workers, and had %d", pool, replicas, len(staff))
+                self._in_order()
+                self._bump()
+            return self._revision
+
+    async def report(self, report: Report) -> None:
+        """What one gateway saw lately."""
+        if self._steward is not None:
+            self._steward.told(report)
+
+    async def decisions(self) -> tuple[Taken, ...]:
+        """Of the elastic policy, the latest last."""
+        return () if self._steward is None else self._steward.taken()
+
+    def _check(self, revision: int) -> None:
+        if revision and revision != self._revision:
+            raise StaleRevision(
+                f"revision {revision} was expected, and the cluster is at {self._revision}; look again, and repeat it "
+                "if it is still right"
+            )
+
+    def _find(self, worker: str) -> Keeper:
+        keeper = self._keepers.get(worker)
+        if keeper is None:
+            raise UnknownMember(f"there is no worker {worker!r}; there are {', '.join(self._keepers)}")
+        return keeper
+
+    def _staff(self, pool: str) -> list[Keeper]:
+        """The workers that a pool shall have."""
+        return [each for each in self._keepers.values() if each.pool.name == pool and not each.is_leaving]
+
+    def _refuse_beyond_bounds(self, pool: PoolSpec, replicas: int) -> None:
+        has_bounds = pool.max_replicas is not None
+        least, most = pool.bounds if has_bounds else (0, MOST_REPLICAS)
+        if not least <= replicas <= most:
+            why = "its replicas" if has_bounds else "a pool"
+            raise ChangeRefused(
+                f"pool {pool.name} has {len(self._staff(pool.name))} workers and would have {replicas}; {why} must lie "
+                f"between {least} and {most}"
+            )
+
+    def _refuse_below_floors(self, becomes: dict[str, Role | None]) -> None:
+        """`becomes`: the new role of some workers, None for those that leave."""
+        now = [(each.name, each.role) for each in self._keepers.values() if _is_ready(each)]
+        then = [becomes.get(name, role) for name, role in now]
+        for phase, floor in self._spec.elastic.floors.items():
+            before = sum(role in FLOORED[phase] for _, role in now)
+            after = sum(role in FLOORED[phase] for role in then)
+            if after < floor and after < before:
+                raise ChangeRefused(
+                    f"{after} ready workers would {phase}, and elastic.floors.{phase} is {floor}; add another first"
+                )
+
+    def _least_busy(self, staff: Collection[Keeper], count: int) -> list[Keeper]:
+        """Those to let go of. Raises `ChangeRefused` when there are not so many above the floors."""
+        chosen: list[Keeper] = []
+        refusal: ChangeRefused | None = None
+        for keeper in sorted(staff, key=_work):
+            if len(chosen) >= count:
+                break
+            try:
+                self._refuse_below_floors({each.name: None for each in (*chosen, keeper)})
+            except ChangeRefused as error:
+                refusal = error
+                continue
+            chosen.append(keeper)
+        if refusal is not None and len(chosen) < count:
+            raise refusal
+        return chosen
+
+    def _hire(self, pool: PoolSpec, name: str, role: Role, *, required: bool) -> Keeper:
+        keeper = self._keepers[name] = Keeper(
+            pool, self._order(pool, name), self._keeping, role=role, required=required
+        )
+        keeper.begin()
+        return keeper
+
+    def _in_order(self) -> None:
+        """Pools as in the specification, and their workers by number: what is published keeps its order."""
+        places = {name: place for place, name in enumerate(self._pools)}
+        staff = sorted(self._keepers.values(), key=lambda each: (places[each.pool.name], _index(each.name)))
+        self._keepers = {each.name: each for each in staff}
+
+    def _free_name(self, pool: PoolSpec) -> str:
+        """The first that no worker has, nor one that is still being ended."""
+        taken = self._keepers.keys() | self._leaving.keys()
+        return next(name for index in range(len(taken) + 1) if (name := _name(pool, index)) not in taken)
+
+    def _leave(self, keeper: Keeper, deadline_s: float, *, waits: bool = False) -> None:
+        """`waits`: this controller has not met the worker yet, which may have work."""
+        keeper.leave()
+        self._bump()
+        logger.info("worker %s takes no new work and ends within %.0f s", keeper.name, deadline_s)
+        waits = waits or keeper.view.state is WorkerState.DRAINING
+        self._leaving[keeper.name] = asyncio.ensure_future(self._see_off(keeper, deadline_s if waits else None))
+
+    async def _see_off(self, keeper: Keeper, deadline_s: float | None) -> None:
+        """Stop a worker that leaves once it is empty, or at the deadline: then what is left there fails over."""
+        if deadline_s is not None:
+            leading = asyncio.ensure_future(self._preflight.lead_out(keeper, self._keepers.values))
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await keeper.emptied(QUIET_S)
+            except TimeoutError:
+                logger.warning("worker %s is stopped with work left after %.0f s", keeper.name, deadline_s)
+            finally:
+                leading.cancel()
+        del self._keepers[keeper.name]
+        keeper.is_over = True
+        self._preflight.forget(keeper.name)
+        self._bump()
+        try:
+            await keeper.end(STOP_GRACE_S)
+            logger.info("worker %s has left", keeper.name)
+        finally:
+            del self._leaving[keeper.name]
+
+    def _order(self, pool: PoolSpec, name: str) -> WorkerOrder:
         forms = {(each.engine.block_size, each.engine.dtype) for each in self._spec.pools}
         config = WorkerConfig(
-            name=f"{pool.name}-{index}",
+            name=name,
             pool=pool.name,
             model=pool.model or self._spec.model,
             engine=pool.engine,
@@ -143,76 +379,24 @@ class Controller:
         health = self._spec.health
         return WorkerOrder(config, pool.resources, health.heartbeat_s, health.dead_after_s, health.place_timeout_s)
 
-    # ---- preflight ---------------------------------------------------------------------------------------------
-
     async def _introduce(self, new: Keeper) -> None:
-        """Let the new worker and every ready peer of the other phase move one block before traffic does.
-
-        Raises `ModelError` for a worker that can never work with one that is here.
-        """
-        async with self._introducing:  # one at a time, or two newcomers would both miss each other
-            for peer in self._keepers:
-                self._links.pop((new.name, peer.name), None)
-                self._links.pop((peer.name, new.name), None)
-            peers = [peer for peer in self._keepers if peer is not new and peer.introduced]
-            for peer in peers:
-                _refuse_misfit(new, peer, moving=self._may_move(new, peer) or self._may_move(peer, new))
-            pairs = [(new, peer) for peer in peers] + [(peer, new) for peer in peers]
-            movable = [(owner, reader) for owner, reader in pairs if self._may_move(owner, reader)]
-            for error in await asyncio.gather(*(self._link(owner, reader) for owner, reader in movable)):
-                # One that ran before is let in all the same: it can still do both phases alone.
-                if isinstance(error, PeerRefused) and not new.view.incarnation:
-                    raise ModelError(f"{new.name} cannot exchange KV: {error}") from error
-            new.introduced = True
-
-    def _may_move(self, owner: Keeper, reader: Keeper) -> bool:
-        """Whether the policy may send KV that way: any way, or from who prefills to who decodes."""
-        usual = owner.pool.role is not Role.DECODE and reader.pool.role is not Role.PREFILL
-        return self._links_all or usual
-
-    async def _tend(self) -> None:
-        """Try again, once in a while, to link pairs whose preflight failed though both live."""
-        while True:
-            await asyncio.sleep(RELINK_S)
-            for owner, reader in tuple(self._unlinked):
-                are_ready = owner.view.state is reader.view.state is WorkerState.READY
-                if are_ready and await self._link(owner, reader) is None:
-                    self._bump()
-
-    async def _link(self, owner: Keeper, reader: Keeper) -> Exception | None:
-        """None, or why there is no link."""
-        assert owner.info is not None and reader.handle is not None, "only started workers are introduced"
-        handle: WorkerHandle = reader.handle
-        try:
-            async with asyncio.timeout(self._spec.transfer.read_timeout_s):
-                link = await handle.connect(owner.info.peer)
-            self._links[owner.name, reader.name] = replace(link, owner=owner.name, reader=reader.name)
-            self._unlinked.pop((owner, reader), None)
-            return None
-        except (TransferError, WorkerGone, WorkerError, TimeoutError) as error:
-            reason = str(error) or "preflight timed out"
-            logger.error("no KV can move from %s to %s: %s", owner.name, reader.name, reason)
-            self._unlinked[owner, reader] = None
-            return error
+        await self._preflight.introduce(new, self._keepers.values)
 
 
-def _refuse_misfit(new: Keeper, peer: Keeper, *, moving: bool) -> None:
-    """Raise `ModelError` when two workers could not serve one request together. `moving`: KV may move between them."""
-    assert new.info is not None and peer.info is not None
-    ours, theirs = new.info, peer.info
-    if ours.tokenizer != theirs.tokenizer:
-        raise ModelError(
-            f"{new.name} on {ours.node} has tokenizer {ours.tokenizer}, {peer.name} on {theirs.node} has "
-            f"{theirs.tokenizer}: one token would mean two things; give all pools the same model folder"
-        )
-    kv, other = ours.peer.shards[0], theirs.peer.shards[0]
-    if moving and kv.layout.fingerprint != other.layout.fingerprint:
-        raise ModelError(
-            f"the KV of {new.name} ({_kv_words(kv)}) is not that of {peer.name} ({_kv_words(other)}), and no request "
-            "could move between them: give both pools the same model and the same engine.weights"
-        )
+def _is_ready(keeper: Keeper) -> bool:
+    return keeper.view.state is WorkerState.READY
 
 
-def _kv_words(shard: ShardAddress) -> str:
-    layout = shard.layout
-    return f"model {layout.model}, {layout.num_layers} layers, {layout.num_kv_heads} KV heads of {layout.head_dim}"
+def _name(pool: PoolSpec, index: int) -> str:
+    return f"{pool.name}-{index}"
+
+
+def _index(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def _work(keeper: Keeper) -> tuple[bool, int, int, int]:
+    """Less of it, and the worker is missed less: those that are not ready first, the latest of equals before others."""
+    stats = keeper.view.stats
+    sequences = stats.running + stats.waiting + stats.reserved + stats.leases
+    return _is_ready(keeper), sequences, stats.queued_tokens, -_index(keeper.name)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cluster.runtime.interface import WorkerHandle
-from cluster.view import WorkerView
+from cluster.view import PoolView, WorkerView
 from kvtransfer.ticket import LinkReport
 
 
@@ -22,6 +22,7 @@ class Membership:
     revision: int
     members: tuple[Member, ...] = ()
     links: tuple[LinkReport, ...] = ()
+    pools: tuple[PoolView, ...] = ()
 
     @property
     def pairs(self) -> frozenset[tuple[str, str]]:

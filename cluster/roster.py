@@ -73,7 +73,7 @@ class Roster:
             for member in self._membership.members
         )
         known = self._membership
-        return ClusterView(known.revision, self._spec.name, self._model, workers, known.links, self._pairs)
+        return ClusterView(known.revision, self._spec.name, self._model, workers, known.links, self._pairs, known.pools)
 
     def view(self) -> ClusterView:
         """The picture with ages; a worker whose line is lost counts as dead."""

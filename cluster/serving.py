@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from cluster.changes import Memory
 from cluster.controller import Controller
 from cluster.dispatcher import Dispatcher
 from cluster.events import Event
@@ -212,13 +213,16 @@ class Serving:
     async def _keep_alive(self) -> None:
         assert self._controller is not None
         silent_since: float | None = None
+        memory: Memory | None = None
         loop = asyncio.get_running_loop()
         while True:
             try:
-                if not await self._controller.call("keep_alive"):
+                known = memory.revision if memory is not None else 0
+                answer: Memory | None = await self._controller.call("keep_alive", known, KEEP_ALIVE_S)
+                if answer is None:
                     logger.warning("the controller was restarted")
-                    await self._controller.call("begin")
-                silent_since = None
+                    await self._controller.call("begin", memory)
+                memory, silent_since = answer or memory, None
                 await self._reopen()
             except WorkerGone as error:
                 silent_since = silent_since or loop.time()
@@ -226,7 +230,7 @@ class Serving:
                     logger.error("the controller is gone: %s", error)
                     self._closed.set()
                     return
-            await asyncio.sleep(KEEP_ALIVE_S)
+                await asyncio.sleep(KEEP_ALIVE_S)
 
     async def _reopen(self) -> None:
         """A gateway that was restarted opens its door again, on the port it had."""

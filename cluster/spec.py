@@ -5,11 +5,12 @@ nearest right key.
 """
 
 import difflib
+import math
 import re
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
 from workers.costs import CostModel, LinearCost
@@ -22,9 +23,11 @@ class SpecError(ValueError):
 
 ROUTING = (
     *("least-loaded", "random", "round-robin", "power-of-two", "product"),
-    *("distserve", "splitwise", "tetri", "mooncake", "mooncake-local"),
+    *("distserve", "splitwise", "tetri", "mooncake", "mooncake-local", "promise"),
 )
-ADMISSION = ("none", "late", "early", "predictive")
+ADMISSION = ("none", "late", "early", "predictive", "promise")
+ON_MISS = ("reject", "queue")
+MOST_REPLICAS = 1024
 
 
 class Role(Enum):
@@ -52,7 +55,9 @@ class Resources:
 class PoolSpec:
     """A group of equal workers. `cost` is what steps cost there, for engines and routers; None: they guess.
 
-    `hardware` names the GPU (`workers.profiles`), for plans and simulations; placement goes by `resources`.
+    It starts with `replicas` workers. In YAML `replicas: {min: 1, max: 4}` starts with the least and lets the pool grow
+    and shrink between the two; a plain number is changed by hand only. `hardware` names the GPU (`workers.profiles`),
+    for plans and simulations; placement goes by `resources`.
     """
 
     name: str
@@ -64,17 +69,80 @@ class PoolSpec:
     resources: Resources = field(default_factory=Resources)
     cost: CostModel | None = None
     hardware: str = ""
+    min_replicas: int | None = None
+    max_replicas: int | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
             raise ValueError(f"name {self.name!r} must be lower-case letters, digits and dashes, at most 42")
-        if not 0 <= self.replicas <= 1024:
-            raise ValueError(f"replicas is {self.replicas}; it must lie between 0 and 1024")
+        if not 0 <= self.replicas <= MOST_REPLICAS:
+            raise ValueError(f"replicas is {self.replicas}; it must lie between 0 and {MOST_REPLICAS}")
+        if (self.min_replicas is None) != (self.max_replicas is None):
+            raise ValueError("min_replicas and max_replicas come together; write replicas: {min: 1, max: 4}")
+        least, most = self.bounds
+        if not 0 <= least <= self.replicas <= most <= MOST_REPLICAS:
+            raise ValueError(
+                f"replicas is {self.replicas}, min {least} and max {most}; it must be 0 <= min <= replicas <= max <= "
+                f"{MOST_REPLICAS}"
+            )
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """How few and how many workers it may have without anybody's word; the same number twice: it stays as it is."""
+        if self.min_replicas is None or self.max_replicas is None:
+            return self.replicas, self.replicas
+        return self.min_replicas, self.max_replicas
 
     @property
     def num_ranks(self) -> int:
-        """Processes that compute, in all replicas."""
+        """Processes that compute, in as many replicas as it starts with."""
         return self.replicas * self.parallel.world_size
+
+    @property
+    def most_ranks(self) -> int:
+        """The same, when it has grown as far as it may."""
+        return self.bounds[1] * self.parallel.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSpec:
+    """What requests of a class are promised, and how they wait. Requests with times of their own keep these.
+
+    Lower `priority` is served first. At most `max_queued` of the class wait in a gateway; one that has waited for
+    `max_wait_s` (None: a minute, or its TTFT where that is more) goes before all others. `on_miss`: what becomes of a
+    request whose promise cannot be kept; None: "reject", or "queue" in a class without promises.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    priority: int = 0
+    max_queued: int = 256
+    max_wait_s: float | None = None
+    on_miss: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_s", "max_wait_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise ValueError(f"{name} is {seconds}; it must be above 0 seconds, or left out")
+        if self.max_queued < 0:
+            raise ValueError(f"max_queued is {self.max_queued}; it must be 0 (nobody waits) or more")
+        if self.ttft_s is not None and self.max_wait_s is not None and self.ttft_s > self.max_wait_s:
+            late = "a request would be taken for a starving one while its promise can still be kept"
+            raise ValueError(f"ttft_s ({self.ttft_s}) is above max_wait_s ({self.max_wait_s}): {late}")
+        if self.on_miss is not None and self.on_miss not in ON_MISS:
+            raise ValueError(f"on_miss {self.on_miss!r} is not one of {', '.join(ON_MISS)}")
+        if self.on_miss == "reject" and not self.promises:
+            raise ValueError("on_miss is reject, but the class has neither ttft_s nor tpot_s that could be missed")
+
+    @property
+    def promises(self) -> bool:
+        return self.ttft_s is not None or self.tpot_s is not None
+
+    @property
+    def patience_s(self) -> float:
+        """After so long a wait it goes first."""
+        return self.max_wait_s if self.max_wait_s is not None else max(60.0, self.ttft_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +150,9 @@ class GatewaySpec:
     """The doors. `max_requests` bounds the requests in flight in one gateway; one more is refused.
 
     `routing` names what chooses workers, `admission` what turns requests away whose promise could not be kept (see
-    `cluster.policy`). `slo` is the promise for requests that ask for none.
+    `cluster.policy`). `slo` is the promise for requests that ask for none and are of no class. `classes` by name; with
+    any, others are refused. `tenants` are shares of what is scarce, which sum to 1; "*" is shared by all who are not
+    named, and without it they are refused. At most `max_queued` requests wait for their turn in one gateway.
     """
 
     replicas: int = 1
@@ -96,6 +166,9 @@ class GatewaySpec:
     routing: str = "least-loaded"
     admission: str = "none"
     slo: SLO = field(default_factory=SLO)
+    classes: dict[str, ClassSpec] = field(default_factory=dict)
+    tenants: dict[str, float] = field(default_factory=dict)
+    max_queued: int = 1024
 
     def __post_init__(self) -> None:
         for name, known in (("routing", ROUTING), ("admission", ADMISSION)):
@@ -110,6 +183,13 @@ class GatewaySpec:
         for name in ("replicas", "max_requests", "max_prompt_bytes", "default_max_tokens", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_queued < 0:
+            raise ValueError(f"max_queued is {self.max_queued}; it must be 0 (nobody waits) or more")
+        for tenant, share in self.tenants.items():
+            if not 0 < share <= 1:
+                raise ValueError(f"tenants.{tenant} is {share}; a share lies above 0 and is at most 1")
+        if self.tenants and not math.isclose(total := math.fsum(self.tenants.values()), 1.0, abs_tol=1e-6):
+            raise ValueError(f"tenants: the shares sum to {total:g}; they must sum to 1")
         if not self.placement_timeout_s > 0:
             raise ValueError(f"placement_timeout_s is {self.placement_timeout_s}; it must be above 0")
 
@@ -119,15 +199,17 @@ class HealthSpec:
     """A worker speaks at least every `heartbeat_s`; one that is silent for `dead_after_s` is given up and replaced.
 
     `place_timeout_s` is how long a worker may wait for nodes with room: raise it where an autoscaler must add them.
+    `drain_s` is how long a worker that is taken out may go on with what it has.
     """
 
     heartbeat_s: float = 0.25
     dead_after_s: float = 2.0
     start_timeout_s: float = 300.0
     place_timeout_s: float = 30.0
+    drain_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("start_timeout_s", "place_timeout_s"):
+        for name in ("start_timeout_s", "place_timeout_s", "drain_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         if not 0 < self.heartbeat_s < self.dead_after_s:
@@ -197,6 +279,8 @@ class ClusterSpec:
         if Role.MIXED not in roles and roles != {Role.PREFILL, Role.DECODE}:
             missing = ({Role.PREFILL, Role.DECODE} - roles).pop().value
             raise ValueError(f"pools: there is no {missing} pool (and no mixed one), so no request could finish")
+        if not any(pool.replicas for pool in self.pools):
+            raise ValueError("pools: there is no worker in any of them; give one at least 1 replica")
         models = {pool.model or self.model for pool in self.pools}
         if len(models) > 1:
             raise ValueError(f"pools: all must serve one model, got {', '.join(sorted(models))}")
@@ -243,13 +327,40 @@ def parse_spec(document: object) -> ClusterSpec:
     """Build the spec from plain dicts, lists and scalars. Raises `SpecError`."""
     if not isinstance(document, dict):
         raise SpecError("is empty or not a mapping; it must at least have model and pools")
+    _refuse_unknown_keys(document, ClusterSpec, "")
+    pools = document.get("pools")
+    if isinstance(pools, list):
+        document = document | {"pools": [_bounded(pool, f"pools[{index}]") for index, pool in enumerate(pools)]}
+    spec: ClusterSpec = _convert(document, ClusterSpec, "")
+    return spec
+
+
+def _convert(value: object, kind: Any, path: str) -> Any:
     import msgspec
 
-    _refuse_unknown_keys(document, ClusterSpec, "")
     try:
-        return msgspec.convert(document, ClusterSpec, dec_hook=_custom)
+        return msgspec.convert(value, kind, dec_hook=_custom)
     except msgspec.ValidationError as error:
-        raise SpecError(_readable(str(error))) from None
+        raise SpecError(f"{path}: {_readable(str(error))}" if path else _readable(str(error))) from None
+
+
+def _bounded(pool: object, path: str) -> object:
+    """A pool with `replicas: {min, max}` as the fields that it means. Raises `SpecError`."""
+    if not isinstance(pool, dict) or not isinstance(replicas := pool.get("replicas"), dict):
+        return pool
+    right = "write replicas: {min: 1, max: 4}, or a number"
+    for key in ("min_replicas", "max_replicas"):
+        if key in pool:
+            raise SpecError(f"{path}.{key}: replicas has bounds already; {right}")
+    for key, value in replicas.items():
+        if key not in ("min", "max"):
+            raise SpecError(f"{path}.replicas.{key}: unknown key; {right}")
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise SpecError(f"{path}.replicas.{key}: Expected int, got {type(value).__name__}; {right}")
+    if len(replicas) < 2:
+        raise SpecError(f"{path}.replicas: has only {', '.join(map(str, replicas)) or 'nothing'}; {right}")
+    least, most = replicas["min"], replicas["max"]
+    return pool | {"replicas": least, "min_replicas": least, "max_replicas": most}
 
 
 def _refuse_unknown_keys(value: object, expected: Any, path: str) -> None:
@@ -258,6 +369,11 @@ def _refuse_unknown_keys(value: object, expected: Any, path: str) -> None:
     if isinstance(value, list) and options:
         for index, item in enumerate(value):
             _refuse_unknown_keys(item, options[0], f"{path}[{index}]")
+        return
+    if get_origin(expected) is dict and isinstance(value, dict) and options:
+        for key, item in value.items():
+            _refuse_unknown_keys(item, options[0], f"{path}.{key}")
+            _convert(item, options[0], f"{path}.{key}")  # msgspec does not say which key of a mapping it means
         return
     if CostModel in get_args(expected):
         options = [LinearCost]

@@ -49,6 +49,17 @@ class ModelView:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolView:
+    """A pool: the role its workers begin with, how many there shall be, and how few and many it may have by itself."""
+
+    name: str
+    role: Role
+    wanted: int
+    min_replicas: int
+    max_replicas: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterView:
     """`revision` grows with every change of membership or state; statistics alone do not change it.
 
@@ -61,6 +72,7 @@ class ClusterView:
     workers: tuple[WorkerView, ...]
     links: tuple[LinkReport, ...] = ()
     pairs: frozenset[tuple[str, str]] | None = None
+    pools: tuple[PoolView, ...] = ()
 
     def ready(self, *roles: Role) -> tuple[WorkerView, ...]:
         return tuple(worker for worker in self.workers if worker.state is WorkerState.READY and worker.role in roles)
