@@ -165,6 +165,7 @@ class GatewaySpec:
     max_attempts: int = 6
     routing: str = "least-loaded"
     admission: str = "none"
+    cache_news_s: float = 0.25  # how often, at most, a worker is asked what it has cached, by routers that use it
     slo: SLO = field(default_factory=SLO)
     classes: dict[str, ClassSpec] = field(default_factory=dict)
     tenants: dict[str, float] = field(default_factory=dict)
@@ -190,6 +191,8 @@ class GatewaySpec:
                 raise ValueError(f"tenants.{tenant} is {share}; a share lies above 0 and is at most 1")
         if self.tenants and not math.isclose(total := math.fsum(self.tenants.values()), 1.0, abs_tol=1e-6):
             raise ValueError(f"tenants: the shares sum to {total:g}; they must sum to 1")
+        if not self.cache_news_s > 0:
+            raise ValueError(f"cache_news_s is {self.cache_news_s}; it must be above 0")
         if not self.placement_timeout_s > 0:
             raise ValueError(f"placement_timeout_s is {self.placement_timeout_s}; it must be above 0")
 

@@ -104,11 +104,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """The promise wanted: time to first token, time per output token after it, and the class's name."""
+    """The promise wanted: time to first token, time per output token after it, and the class's name.
+
+    The gateway fills in the rest from the class: lower `priority` comes first; `promised` are these times once an
+    admission has said so, and then workers give no slot away that would break them.
+    """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     class_name: str = "default"
+    priority: int = 0
+    promised: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,7 @@ class Request:
     `group`: siblings of one request for several answers share it, and share the work on their common prompt.
     `fresh`: trust no cached KV of this prompt, an earlier attempt found it corrupt. `reply_to` names the subscriber
     (see `Worker.poll`) that gets the outputs. `tenant`: on whose behalf; tenants share what is scarce by their weights.
+    `leg`: how often the attempt had been moved to another decode worker when this one got it.
     """
 
     id: str
@@ -131,11 +138,15 @@ class Request:
     session: str = ""
     group: str = ""
     tenant: str = ""
+    leg: int = 0
 
     @property
     def key(self) -> str:
-        """Unique for each attempt: what workers file this under, so that a late event of a dead attempt hits nobody."""
-        return f"{self.id}/{self.attempt}"
+        """Unique for each attempt, and each decode worker it is moved to: what workers file this under.
+
+        So a late event of a dead attempt, or of a leg that was left, hits nobody.
+        """
+        return f"{self.id}/{self.attempt}.{self.leg}" if self.leg else f"{self.id}/{self.attempt}"
 
     @property
     def num_tokens(self) -> int:
@@ -198,6 +209,14 @@ class TicketOut:
     ticket: TransferTicket
 
 
+class HeadOut(Struct, frozen=True, gc=False):
+    """The head of a cut prompt is computed, and held for its reader; `timing` as for a first token."""
+
+    key: str
+    timing: LegTiming
+    cached_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class FetchedOut:
     """All KV of the sequence lies in this worker's pool, verified."""
@@ -215,7 +234,7 @@ class FailedOut:
     corrupt: bool = False
 
 
-Output = TokensOut | TicketOut | FetchedOut | FailedOut
+Output = TokensOut | TicketOut | HeadOut | FetchedOut | FailedOut
 
 
 class Bundle(Struct, frozen=True, gc=False):

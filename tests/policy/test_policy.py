@@ -95,11 +95,13 @@ def test_a_placement_can_always_be_carried_out(routing: str, told: list[tuple], 
     assert len(story.policy.book) == 0
 
 
-def possible(picture: ClusterView, ask: Ask, placement: Placement | Refusal | None) -> None:
+def possible(picture: ClusterView, ask: Ask, placement: Placement | Refusal | Later | None) -> None:
     ready = {w.name: w for w in picture.workers if w.state is WorkerState.READY and w.name not in ask.avoid}
     fit = {name for name, each in ready.items() if ask.request.num_tokens < each.capacity_tokens}
     if isinstance(placement, Refusal):
         assert placement.reason and placement.retry_after_s > 0
+    elif isinstance(placement, Later):
+        assert placement.reason and placement.start_s > 0 and placement.need_s >= 0
     elif placement is None:
         assert not (fit if ask.alone else [name for name in fit if name[0] == "m"]), "any worker serves alone"
     else:
@@ -112,7 +114,7 @@ def possible(picture: ClusterView, ask: Ask, placement: Placement | Refusal | No
 @settings(max_examples=8, deadline=None)
 @given(steps)
 def test_the_same_seed_and_story_give_the_same_placements(routing: str, told: list[tuple]) -> None:  # type: ignore[type-arg]
-    def told_once() -> list[Placement | Refusal | None]:
+    def told_once() -> list[Placement | Refusal | Later | None]:
         story, answers = Story(routing, seed=5), []
         for number, (picture, like, avoid, alone, beside, seconds, _) in enumerate(told):
             ask = Ask(picture, replace(like, id=f"r{number}"), {}, avoid, alone, beside, story.now_s)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cluster.policy.placement import Ask, Placement, Refusal, Sent
+from cluster.policy.placement import Ask, Later, Placement, Refusal, Sent
 from cluster.policy.policy import Policy, open_policy
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from cluster.view import ClusterView, WorkerState, WorkerView
@@ -75,7 +75,7 @@ class Story:
     def ask(self, picture: ClusterView, wanted: Request, sent: dict[str, Sent] | None = None, **options: object) -> Ask:
         return Ask(picture, wanted, sent or {}, now_s=self.now_s, **options)  # type: ignore[arg-type]
 
-    def choose(self, picture: ClusterView, wanted: Request, **options: object) -> Placement | Refusal | None:
+    def choose(self, picture: ClusterView, wanted: Request, **options: object) -> Placement | Refusal | Later | None:
         return self.policy.choose(self.ask(picture, wanted, **options))  # type: ignore[arg-type]
 
     def names(self, picture: ClusterView, wanted: Request | None = None, **options: object) -> tuple[str, str]:

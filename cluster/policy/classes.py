@@ -1,0 +1,58 @@
+"""What a request's class and tenant mean: its promises, its priority, whose share it takes. Pure; knows no queue."""
+
+from dataclasses import replace
+
+from cluster.spec import ClassSpec, GatewaySpec
+from workers.errors import InvalidRequest
+from workers.request import Request
+
+OTHERS = "*"  # the tenant that all share who are not named
+
+
+class Classes:
+    """Of one gateway's specification. Owned by its Policy."""
+
+    def __init__(self, gateway: GatewaySpec) -> None:
+        self._classes = gateway.classes
+        self._tenants = gateway.tenants
+        self._promises = gateway.admission == "promise"
+        self._plain = ClassSpec(gateway.slo.ttft_s, gateway.slo.tpot_s)
+
+    def of(self, request: Request) -> ClassSpec:
+        """The request's class; the gateway's own promise where it names none."""
+        return self._classes.get(request.slo.class_name, self._plain)
+
+    def share(self, request: Request) -> tuple[str, float]:
+        """Whose share it takes, and how large that is. Without shares all take one."""
+        if not self._tenants:
+            return OTHERS, 1.0
+        name = request.tenant if request.tenant in self._tenants else OTHERS
+        return name, self._tenants[name]
+
+    def resolved(self, request: Request) -> Request:
+        """The request with what its class adds. Raises `InvalidRequest` for a class or tenant that is not known."""
+        self._check_tenant(request)
+        slo, known = request.slo, self._classes.get(request.slo.class_name)
+        if known is None:
+            if self._classes and slo.class_name != "default":
+                names = ", ".join(self._classes)
+                raise InvalidRequest("slo.class_name", f"is {slo.class_name[:64]!r}; the classes here are {names}")
+            if not self._promises:
+                return request
+            known = self._plain
+        return replace(
+            request,
+            slo=replace(
+                slo,
+                ttft_s=known.ttft_s if slo.ttft_s is None else slo.ttft_s,
+                tpot_s=known.tpot_s if slo.tpot_s is None else slo.tpot_s,
+                priority=known.priority,
+                promised=self._promises,
+            ),
+        )
+
+    def _check_tenant(self, request: Request) -> None:
+        if not self._tenants or OTHERS in self._tenants or request.tenant in self._tenants:
+            return
+        names = ", ".join(self._tenants)
+        raise InvalidRequest("tenant", f"is {request.tenant[:64]!r}, which has no share here; shares have {names}")
