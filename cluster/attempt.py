@@ -1,54 +1,41 @@
 """One attempt at a request on chosen workers: the way from reservation to last token, as one coroutine.
 
     split       reserve(D) ─> prefill(P) ─ ticket ─> fetch(D) ─ first token ─> decode(D) ─ tokens ─>
+    cut         reserve(D) ─> prefill(P, head) ─ ticket ─> fetch(D) ─> D computes the tail ─ tokens ─>
     colocated   generate(W) ─ tokens ─>
+    moved       reserve(E) ─> hand_over(D) ─ ticket ─> fetch(E) ─> decode(E, what D drew meanwhile) ─ tokens ─>
 
 Whatever goes wrong raises `AttemptFailed` (another attempt may do) or lets a caller's error through; whatever is still
-held on either side is released behind. Knows no policy.
+held on any side is released behind. A move that goes wrong leaves the request where it is. Knows no policy.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
 
 from cluster.events import Unservable
 from cluster.ledger import Stopwatch
+from cluster.leg import AttemptFailed, Background, Leg
 from cluster.line import Line, LineLost, Said
-from cluster.runtime.interface import WorkerGone
 from kvtransfer.ticket import TransferReport
-from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError
-from workers.request import FailedOut, FetchedOut, FinishReason, LegTiming, Request, TicketOut, TokensOut
+from workers.request import FailedOut, FetchedOut, FinishReason, HeadOut, LegTiming, Request, TicketOut, TokensOut
 
 logger = logging.getLogger(__name__)
 
-CANCEL_TIMEOUT_S = 5.0
 
-T = TypeVar("T")
+class _Switch:
+    """In the inbox: what was said before it is taken first, and what is said after it waits."""
 
-
-class AttemptFailed(Exception):
-    """This attempt is over without a finish; `worker` is where it failed, `corrupt` that its KV was.
-
-    `refused_s`: the worker is well but has no room, and says when to come again.
-    """
-
-    def __init__(self, worker: str, reason: str, *, corrupt: bool = False, refused_s: float | None = None) -> None:
-        super().__init__(worker, reason)
-        self.refused_s = refused_s
-        self.worker = worker
-        self.reason = reason
-        self.corrupt = corrupt
-
-    def __str__(self) -> str:
-        return f"{self.worker}: {self.reason}"
+    def __init__(self) -> None:
+        self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
 
 class Attempt:
     """Owned by its dispatcher coroutine. `prefill` and `decode` are one line when colocated.
 
-    `lender` may have the prompt's beginning; the prefill worker then fetches it first, for at most `borrow_s`.
+    `cut_tokens`: the prefill worker computes only so many, the decode worker the rest of the prompt (0: nothing is
+    cut). `lender` may have the prompt's beginning; the prefill worker then fetches it first, for at most `borrow_s`.
     """
 
     def __init__(
@@ -58,57 +45,68 @@ class Attempt:
         decode: Line,
         watch: Stopwatch,
         tokens: Callable[[TokensOut], None],
-        background: Callable[[Coroutine[Any, Any, None]], None],
+        background: Background,
         *,
+        cut_tokens: int = 0,
         lender: Line | None = None,
         borrow_s: float = 0.0,
     ) -> None:
         self._request = request
-        self._prefill = prefill
-        self._decode = decode
+        self._prefill = Leg(request, prefill)
+        self._decode = self._prefill if prefill is decode else Leg(request, decode)
+        self._split = prefill is not decode
+        self._cut_tokens = cut_tokens if self._split else 0
         self._watch = watch
         self._tokens = tokens
         self._background = background
         self._lender = lender
         self._borrow_s = borrow_s
-        self._inbox: asyncio.Queue[tuple[str, Said | Exception]] = asyncio.Queue()  # bounded by its tokens
+        self._inbox: asyncio.Queue[tuple[Leg, Said | Exception | _Switch]] = asyncio.Queue()  # bounded by its tokens
         self._taking = False
-        self._held: dict[str, Line] = {}  # lines on which something of ours may still be held
+        self._known = [*request.generated]  # the answer's tokens so far
         self._latest: LegTiming | None = None
-        self._first_came = False
+        self._head: LegTiming | None = None  # of a cut prompt's head, until it is booked
+        self._head_came = self._first_came = False
+        self._num_moves = 0
+        self._coming: tuple[Leg, asyncio.Future[TransferReport]] | None = None  # to where it moves
+        self._moving: asyncio.Task[bool] | None = None
         self.transfer: TransferReport | None = None
+        self.transfers: list[TransferReport] = []
         self.cached_tokens = 0
         self.phase = "queueing"
 
-    # ---- the two ways ------------------------------------------------------------------------------------------
+    # ---- the ways ----------------------------------------------------------------------------------------------
 
     async def reserve(self, timeout_s: float) -> None:
         """Split only: have the decode worker promise blocks within `timeout_s`."""
-        self._hold(self._decode)
+        leg = self._decode
+        leg.hold(self._hear, self._request.num_tokens - self._cut_tokens if self._cut_tokens else 0)
         try:
-            await self._call(self._decode, self._decode.handle.reserve(self._for(self._decode), timeout_s))
-        except Overloaded as error:
-            self._watch.lap("reserve")
-            raise AttemptFailed(self._decode.name, str(error), refused_s=error.retry_after_s) from None
+            reservation = await leg.call(leg.handle.reserve(leg.request, timeout_s))
+        except AttemptFailed as failure:
+            if failure.refused_s is not None:
+                self._watch.lap("reserve")
+            raise
         self._watch.lap("reserve")
+        if reservation.cached_tokens >= self._cut_tokens > 0:  # it has the head already
+            self.cached_tokens = reservation.cached_tokens
+            await leg.call(leg.handle.fetch(leg.key, None, True))
+            self._split = False
 
     async def run(self) -> FinishReason:
         """To the last token."""
         self.phase = "prefill"
-        self._hold(self._prefill)
-        handle = self._prefill.handle
-        split = self._prefill is not self._decode
-        if self._lender is not None:
-            await self._borrow(self._lender)
-        try:
-            request = self._for(self._prefill)
-            await self._call(self._prefill, handle.prefill(request) if split else handle.generate(request))
-        except Overloaded as error:
-            raise AttemptFailed(self._prefill.name, str(error), refused_s=error.retry_after_s) from None
+        leg = self._prefill if self._split or self._prefill is self._decode else None
+        if leg is not None:
+            leg.hold(self._hear, self._cut_tokens or self._request.num_tokens)
+            if self._lender is not None:
+                await self._borrow(self._lender)
+            handle, request = leg.handle, leg.request
+            await leg.call(handle.prefill(request, self._cut_tokens) if self._split else handle.generate(request))
         while True:
-            worker, said = await self._inbox.get()
+            leg, said = await self._inbox.get()
             self._taking = True
-            finish = await self._take(worker, said)
+            finish = await self._take(leg, said)
             self._taking = False
             if finish is not None:
                 return finish
@@ -116,73 +114,175 @@ class Attempt:
     async def _borrow(self, lender: Line) -> None:
         """Have the prefill worker fetch the prompt's beginning from who has it. If that fails, it computes more."""
         try:
-            ticket = await self._call(lender, lender.handle.lend(self._request))
+            ticket = await Leg(self._request, lender).call(lender.handle.lend(self._request))
         except AttemptFailed as failure:
             logger.warning("request %s: nothing could be borrowed from %s", self._request.id, failure)
             return
         if ticket is not None:
             borrowing = self._prefill.handle.borrow(self._request, ticket, self._borrow_s)
-            await self._call(self._prefill, borrowing)
+            await self._prefill.call(borrowing)
 
-    def hear(self, worker: str, said: Said) -> None:
+    # ---- what the workers say ----------------------------------------------------------------------------------
+
+    def _hear(self, leg: Leg, said: Said) -> None:
         """Something came from one of our lines. Tokens in the middle of an answer wait for nobody: they go out at once.
 
         Everything else is taken in its turn.
         """
+        if self._coming is not None and leg is self._coming[0] and not self._coming[1].done():
+            self._arrives(self._coming[1], leg, said)
+            return
         waits = self._taking or not self._inbox.empty()
         if waits or not isinstance(said, TokensOut) or said.prefilled or said.finish is not None:
-            self._inbox.put_nowait((worker, said))
-        else:
+            self._inbox.put_nowait((leg, said))
+        elif leg is self._decode:
             self._latest = said.timing
             try:
-                self._tokens(said)
+                self._give(said)
             except Exception as error:  # ours to end with, not the line's
-                self._inbox.put_nowait((worker, error))
+                self._inbox.put_nowait((leg, error))
 
-    async def _take(self, worker: str, output: Said | Exception) -> FinishReason | None:
-        if isinstance(output, LineLost):
-            if worker not in self._held:
-                return None  # it had done its part
-            raise AttemptFailed(worker, f"the worker was lost ({output.reason})")
-        if isinstance(output, Exception):
-            raise output
-        if isinstance(output, FailedOut):
-            raise AttemptFailed(worker, output.reason, corrupt=output.corrupt)
-        if isinstance(output, TicketOut):
-            await self._call(self._decode, self._decode.handle.fetch(output.key, output.ticket))
+    async def _take(self, leg: Leg, said: Said | Exception | _Switch) -> FinishReason | None:
+        if isinstance(said, _Switch):
+            said.done.set_result(await self._switch(leg))
             return None
-        if isinstance(output, FetchedOut):
-            self.transfer = output.report
-            self.phase = "decode" if self._first_came else "prefill"
+        if leg not in (self._prefill, self._decode) or not (leg.is_held or isinstance(said, HeadOut)):
+            return None  # it has done its part, or the request has left there
+        if isinstance(said, LineLost):
+            raise AttemptFailed(leg.name, f"the worker was lost ({said.reason})")
+        if isinstance(said, Exception):
+            raise said
+        if isinstance(said, FailedOut):
+            raise AttemptFailed(leg.name, said.reason, corrupt=said.corrupt)
+        if isinstance(said, TicketOut):
+            decode = self._decode
+            await decode.call(decode.handle.fetch(decode.key, said.ticket, bool(self._cut_tokens)))
+        elif isinstance(said, HeadOut):
+            self._take_head(said)
+        elif isinstance(said, FetchedOut):
+            self._take_fetched(said)
+        else:
+            return await self._take_tokens(leg, said)
+        return None
+
+    def _take_head(self, output: HeadOut) -> None:
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self._head_came = True
+        self._head = output.timing
+        if self.transfer is None:
+            self._book_first("prefill_wire", None)
+            self.phase = "transfer"
+        else:
+            self._prefill.done()
+
+    def _take_fetched(self, output: FetchedOut) -> None:
+        self.transfer = output.report
+        self.transfers.append(output.report)
+        self.phase = "decode" if self._first_came else "prefill"
+        if not self._cut_tokens:
             self._release_prefill_when_done()
-            return None
-        return await self._take_tokens(output)
+        elif self._head_came:
+            self._watch.lap("transfer_wait")
+            self._prefill.done()
+        else:
+            self._prefill.is_held = False  # all there is to come is its timing
 
-    async def _take_tokens(self, output: TokensOut) -> FinishReason | None:
+    async def _take_tokens(self, leg: Leg, output: TokensOut) -> FinishReason | None:
         self._latest = output.timing
         if output.prefilled:
             self._first_came = True
-            self.cached_tokens = output.cached_tokens
+            self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
             self.close_lap()
-            self.phase = "decode" if self.transfer or self._prefill is self._decode else "transfer"
+            self.phase = "decode" if self.transfer or leg is self._decode else "transfer"
             self._latest = None
-        self._tokens(output)
+        self._give(output)
         if output.finish is not None:
             if not output.prefilled:
                 self.close_lap()
-            if not output.prefilled or self._prefill is self._decode:
-                self._held.pop(self._decode.name, None)
+            if leg is self._decode:
+                leg.done()
             return output.finish
-        if output.prefilled and self._prefill is not self._decode:
-            await self._call(self._decode, self._decode.handle.decode(output.key, output.tokens[-1]))
+        if output.prefilled and leg is not self._decode:
+            await self._decode.call(self._decode.handle.decode(self._decode.key, output.tokens[-1:]))
             self._release_prefill_when_done()
         return None
+
+    def _give(self, output: TokensOut) -> None:
+        self._known += output.tokens
+        self._tokens(output)
 
     def _release_prefill_when_done(self) -> None:
         """Bytes and first token are both here: the prefill side holds nothing of ours, and may die in peace."""
         if self.transfer is not None and self._first_came:
-            self._held.pop(self._prefill.name, None)
-            self._prefill.leave(self._request.key)
+            self._prefill.done()
+
+    # ---- moving ------------------------------------------------------------------------------------------------
+
+    async def move(self, line: Line, timeout_s: float) -> bool:
+        """Have another worker go on with the decode, which goes on meanwhile; False when it stays where it is.
+
+        The last step, after all has arrived there, is not bounded by `timeout_s` but by the worker's answer.
+        """
+        moves = self._moving is not None and not self._moving.done()
+        if moves or self.phase != "decode" or not self._decode.is_held or line is self._decode.line:
+            return False
+        self._num_moves += 1
+        request = replace(self._request, generated=tuple(self._known), group="", fresh=False, leg=self._num_moves)
+        moving = self._moving = asyncio.ensure_future(self._move(Leg(request, line), timeout_s))
+        await asyncio.wait({moving})
+        return not moving.cancelled() and moving.result()
+
+    async def _move(self, leg: Leg, timeout_s: float) -> bool:
+        owner = self._decode
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._bring(leg, owner, timeout_s)
+            switch = _Switch()
+            self._inbox.put_nowait((leg, switch))
+            return await switch.done
+        except (AttemptFailed, Unservable, TimeoutError) as error:
+            reason = str(error) or f"it took longer than {timeout_s:.1f} s"
+            logger.warning("request %s stays at %s: %s", self._request.id, owner.name, reason)
+            return False
+        finally:
+            self._coming = None
+            if self._decode is not leg:
+                leg.release(self._background)
+
+    async def _bring(self, leg: Leg, owner: Leg, timeout_s: float) -> None:
+        """Bring what the owner has computed to where the request moves."""
+        arrived: asyncio.Future[TransferReport] = asyncio.get_running_loop().create_future()
+        arrived.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may come too late to matter
+        self._coming = leg, arrived
+        leg.hold(self._hear, 0)
+        await leg.call(leg.handle.reserve(leg.request, timeout_s))
+        ticket = await owner.call(owner.handle.hand_over(owner.key, leg.request.num_tokens))
+        await leg.call(leg.handle.fetch(leg.key, ticket))
+        if ticket is None:
+            arrived.cancel()  # nothing is to come
+        else:
+            self.transfers.append(await arrived)
+
+    @staticmethod
+    def _arrives(arrived: "asyncio.Future[TransferReport]", leg: Leg, said: Said) -> None:
+        if isinstance(said, FetchedOut):
+            arrived.set_result(said.report)
+        elif isinstance(said, (FailedOut, LineLost)):
+            arrived.set_exception(AttemptFailed(leg.name, said.reason))
+
+    async def _switch(self, leg: Leg) -> bool:
+        """From here on the other worker decodes. What the owner says meanwhile waits, and counts only if this fails."""
+        drawn = tuple(self._known[len(leg.request.generated) :])
+        try:
+            await leg.call(leg.handle.decode(leg.key, drawn))
+        except (AttemptFailed, Unservable) as error:
+            logger.warning("request %s stays at %s: %s", self._request.id, self._decode.name, error)
+            return False
+        self.close_lap()
+        self._latest = None
+        owner, self._decode = self._decode, leg
+        owner.release(self._background)
+        return True
 
     # ---- the books ---------------------------------------------------------------------------------------------
 
@@ -193,8 +293,7 @@ class Attempt:
             self._watch.lap("reserve" if self.phase == "queueing" else "prefill_wire")
         elif self.phase == "prefill":
             assert timing is not None, "a first token always carries its timing"
-            parts = (("prefill_queue", timing.queue_s), ("prefill_compute", timing.compute_s))
-            self._watch.lap("prefill_wire", parts)
+            self._book_first("prefill_wire", timing)
             self._watch.first_token()
         elif timing is None:
             self._watch.lap("decode_wire")
@@ -208,54 +307,16 @@ class Attempt:
                 ),
             )
 
-    def _for(self, line: Line) -> Request:
-        return replace(self._request, reply_to=line.subscriber)
-
-    # ---- calls and release -------------------------------------------------------------------------------------
-
-    def _hold(self, line: Line) -> None:
-        if line.name not in self._held:
-            self._held[line.name] = line
-            tokens = self._request.num_tokens if line is self._prefill else 0
-            line.join(self._request.key, self.hear, tokens)
-
-    async def _call(self, line: Line, call: Coroutine[Any, Any, T]) -> T:
-        """A call that fails with its worker, or outlives it, fails the attempt; a caller's mistake is the caller's."""
-        calling = asyncio.ensure_future(call)
-        either: set[asyncio.Future[Any]] = {calling, line.ended}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not calling.done():
-                raise AttemptFailed(line.name, f"the worker was lost ({line.lost})")
-            return calling.result()
-        except (WorkerGone, WorkerClosed) as error:
-            line.hang_up(f"{type(error).__name__}: {error}")  # now, lest the next attempt goes there again
-            raise AttemptFailed(line.name, f"{type(error).__name__}: {error}") from None
-        except UnknownSequence as error:
-            raise AttemptFailed(line.name, str(error)) from None
-        except InvalidRequest as error:
-            raise Unservable(str(error)) from None
-        except Overloaded:
-            raise
-        except WorkerError as error:
-            raise AttemptFailed(line.name, str(error)) from None
-        finally:
-            calling.cancel()
+    def _book_first(self, rest: str, timing: LegTiming | None) -> None:
+        """A lap before the first token: what head and tail of the prompt took since the last, and the rest."""
+        parts = [each for each in (self._head, timing) if each is not None]
+        self._head = None
+        queued = [("prefill_queue", each.queue_s) for each in parts]
+        self._watch.lap(rest, (*queued, *(("prefill_compute", each.compute_s) for each in parts)))
 
     def release(self) -> None:
-        """Let both sides drop what they still hold; does not wait."""
-        for line in (self._prefill, self._decode):
-            line.leave(self._request.key)
-        for line in self._held.values():
-            if line.lost is None:
-                self._background(_cancel(line, self._request.key))
-        self._held.clear()
-
-
-async def _cancel(line: Line, key: str) -> None:
-    """Best effort: a worker that cannot be told has died, or will drop us as a silent subscriber."""
-    try:
-        async with asyncio.timeout(CANCEL_TIMEOUT_S):
-            await line.handle.cancel(key)
-    except (WorkerGone, WorkerError, TimeoutError):
-        return
+        """Let all sides drop what they still hold; does not wait."""
+        if self._moving is not None:
+            self._moving.cancel()  # and then it releases where it was to move
+        for leg in (self._prefill, self._decode):
+            leg.release(self._background)

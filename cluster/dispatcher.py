@@ -12,9 +12,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.attempt import Attempt, AttemptFailed
+from cluster.attempt import Attempt
 from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
 from cluster.ledger import Stopwatch, now_ns
+from cluster.leg import AttemptFailed
 from cluster.policy.placement import Ask, Placement, Refusal
 from cluster.policy.policy import open_policy
 from cluster.roster import REDIAL_S, Roster, WatchMembers
@@ -44,6 +45,7 @@ class _Life:
     avoid: set[str] = field(default_factory=set)  # workers that failed or refused this request
     cached_tokens: int = 0
     placement: Placement | None = None  # the latest
+    attempt: Attempt | None = None  # the one that runs
     phase: str = "queueing"
 
 
@@ -55,7 +57,8 @@ class Dispatcher:
         self._policy = open_policy(spec, seed=zlib.crc32(name.encode()))  # gateways do not all draw the same
         self._lives: dict[str, _Life] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self.roster = Roster(spec, model, watch_members, name)
+        caches = self._policy.index if self._policy.wants_caches else None
+        self.roster = Roster(spec, model, watch_members, name, caches)
 
     async def start(self) -> None:
         """Learn the members, and follow them from now on."""
@@ -164,6 +167,7 @@ class Dispatcher:
             life.watch,
             lambda output: self._on_tokens(life, output),
             self._in_background,
+            cut_tokens=placement.cut(life.request),
             lender=self.roster.lines.get(placement.lender),
             borrow_s=self._spec.transfer.read_timeout_s,
         )
@@ -185,11 +189,10 @@ class Dispatcher:
             )
             return await self._run_or_stop(life, attempt)
         finally:
-            life.phase = attempt.phase
+            life.phase, life.attempt = attempt.phase, None
             self._policy.ended(key, asyncio.get_running_loop().time())
             attempt.release()
-            if attempt.transfer is not None:
-                life.transfers.append(attempt.transfer)
+            life.transfers += attempt.transfers
             life.cached_tokens = max(life.cached_tokens, attempt.cached_tokens)
 
     async def _run_or_stop(self, life: _Life, attempt: Attempt) -> FinishReason:

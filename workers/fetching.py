@@ -1,14 +1,14 @@
-"""KV that comes from other workers: pulled into given blocks, or, as a prefix, into this worker's cache.
+"""KV that comes from other workers: pulled into a reservation's blocks, or, as a prefix, into this worker's cache.
 
-Knows blocks, tickets and peers; of sequences it knows only the tokens.
+Knows the engine, tickets and peers; knows no subscriber.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from kvtransfer.copies import union_of_pieces
-from kvtransfer.errors import PeerLost, TransferError
+from kvtransfer.copies import covering, union_of_pieces
+from kvtransfer.errors import DigestMismatch, PeerLost, TransferError
 from kvtransfer.pull import pull
 from kvtransfer.ticket import TransferReport, TransferTicket
 from kvtransfer.transport import PullOrder, Read
@@ -16,7 +16,9 @@ from workers.config import WorkerConfig
 from workers.engine.blocks import OutOfBlocks
 from workers.engine.engine import Engine
 from workers.engine.executor import Executor
+from workers.errors import UnknownSequence
 from workers.peers import Peers
+from workers.request import FetchedOut
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,29 @@ class Fetching:
         self._peers = peers
         self._changed = changed
         self._borrowing: set[asyncio.Task[int]] = set()
+
+    async def reserved(self, key: str, ticket: TransferTicket, *, goes_on: bool) -> FetchedOut | None:
+        """Bring what the ticket holds into the blocks of a reservation; None when it failed, and the sequence with it.
+
+        See `Engine.fetched` for `goes_on`.
+        """
+        try:
+            sequence, num_tokens, size = self._engine.reserved(key), ticket.num_tokens, self._config.engine.block_size
+            if num_tokens > sequence.request.num_tokens:
+                raise TransferError(f"the ticket holds {num_tokens} tokens, {key} has {sequence.request.num_tokens}")
+            skip_tokens = min(sequence.cached_tokens, num_tokens)
+            first, stop = covering(size, skip_tokens, num_tokens - skip_tokens)
+            report = await self.pull(ticket, tuple(sequence.blocks[first:stop]), skip_tokens)
+            now_s = asyncio.get_running_loop().time()
+            self._engine.fetched(key, now_s, num_tokens=num_tokens, goes_on=goes_on)
+            return FetchedOut(key, report)
+        except (TransferError, UnknownSequence) as error:
+            corrupt = isinstance(error, DigestMismatch)
+            self._engine.fail(key, f"{type(error).__name__}: {error}", corrupt=corrupt)
+        except Exception as error:
+            logger.exception("worker %s: fetch of %s", self._config.name, key)
+            self._engine.fail(key, f"unexpected {type(error).__name__}: {error}")
+        return None
 
     async def pull(self, ticket: TransferTicket, blocks: tuple[int, ...], skip_tokens: int) -> TransferReport:
         """Bring what the ticket holds behind `skip_tokens` into these blocks of ours. Errors: `TransferError`."""

@@ -4,7 +4,8 @@ The async shell around the engine. It translates calls into engine verbs, runs f
 leases, and keeps a mailbox for each subscriber. Role-agnostic: prefill, decode and colocated legs are the same code.
 
     reserve -> fetch -> decode      a decode leg        prefill      a prefill leg, KV held for a reader
-    generate                        both on one worker  cancel       ends any of them, at any time, twice if you like
+    generate                        both on one worker  hand_over    offers a decode's KV to who shall take it over
+    cancel                          ends any of them, at any time, twice if you like
 """
 
 import asyncio
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 import psutil
 
 from kvtransfer.control import ControlServer
-from kvtransfer.errors import DigestMismatch, TransferError
 from kvtransfer.open import RESERVED_BLOCKS, host_identity
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.config import WorkerConfig
@@ -33,9 +33,9 @@ from workers.lease_desk import LeaseDesk
 from workers.mailbox import Mailbox
 from workers.measuring import measure
 from workers.peers import Peers
-from workers.request import Bundle, FetchedOut, Output, Request, Reservation, TicketOut
+from workers.request import Bundle, Output, Request, Reservation, TicketOut
 from workers.shapes import Shape, Timings
-from workers.stats import WorkerInfo, WorkerStats
+from workers.stats import CacheNews, WorkerInfo, WorkerStats
 
 logger = logging.getLogger(__name__)
 
@@ -179,10 +179,13 @@ class Worker:
 
     # ---- the calls of a dispatcher ---------------------------------------------------------------------------
 
-    async def prefill(self, request: Request) -> None:
-        """Compute the prompt and its next token, and hold the KV for a reader. Outputs: TicketOut, TokensOut."""
+    async def prefill(self, request: Request, cut_tokens: int = 0) -> None:
+        """Compute the prompt and its next token, and hold the KV for a reader. Outputs: TicketOut, TokensOut.
+
+        `cut_tokens`: the KV of so many tokens only; the reader does the rest. Outputs: TicketOut, HeadOut.
+        """
         self._accept(request)
-        self._add(request, hold=True)
+        self._add(request, hold=True, cut_tokens=cut_tokens)
 
     async def generate(self, request: Request) -> None:
         """Compute the prompt and decode, all here. Outputs: TokensOut."""
@@ -208,21 +211,38 @@ class Worker:
                 self._reservations.remove(entry)
                 self._grant()
 
-    async def fetch(self, key: str, ticket: TransferTicket) -> None:
-        """Pull a held prompt's KV into the reserved blocks, behind its watermark. Outputs: FetchedOut or FailedOut."""
+    async def fetch(self, key: str, ticket: TransferTicket | None, goes_on: bool = False) -> None:
+        """Pull what the ticket holds into the reserved blocks, behind its watermark. Outputs: FetchedOut or FailedOut.
+
+        No ticket: nothing is to come, and nothing is told. `goes_on`: then compute what is left of the prompt and draw,
+        without `decode`. Outputs: TokensOut too.
+        """
         self._require_open()
         self.engine.reserved(key)
+        if ticket is None:
+            self.engine.fetched(key, self._now_s(), num_tokens=0, goes_on=goes_on)
+            return self._changed()
         if key in self._fetches:
             raise WorkerError(f"{key} is being fetched already")
-        task = asyncio.ensure_future(self._fetch(key, ticket))
+        task = asyncio.ensure_future(self._fetch(key, ticket, goes_on))
         self._fetches[key] = task
         task.add_done_callback(lambda _: self._fetches.pop(key, None))
 
-    async def decode(self, key: str, first_token: int) -> None:
-        """Go on after the prefill's token as soon as the KV is here. Outputs: TokensOut."""
+    async def decode(self, key: str, tokens: tuple[int, ...]) -> None:
+        """Go on after the tokens that were drawn elsewhere, as soon as the KV is here. Outputs: TokensOut."""
         self._require_open()
-        self.engine.decode(key, first_token, self._now_s())
+        self.engine.decode(key, tokens, self._now_s())
         self._changed()
+
+    async def hand_over(self, key: str, most_tokens: int) -> TransferTicket | None:
+        """The KV of a running sequence, of its first `most_tokens` tokens at most, held for who shall take it over.
+
+        It goes on here until it is cancelled. None: it was preempted, or has no full block yet. Raises `UnknownSequence`.
+        """
+        self._require_open()
+        lease = self.engine.hand_over(key, most_tokens, self._now_s())
+        self._arm()
+        return None if lease is None else self._ticket(lease).ticket
 
     async def lend(self, request: Request) -> TransferTicket | None:
         """What our cache has of the beginning of this prompt, held for one reader. None: nothing it could read."""
@@ -239,6 +259,11 @@ class Worker:
         """
         self._accept(request)
         return await self._fetching.borrow((*request.prompt, *request.generated), ticket, timeout_s)
+
+    async def cache_since(self, last: int, reach: int) -> CacheNews:
+        """What changed in our prefix cache for a reader who stands there; (0, 0): he knows nothing. See `CacheNews`."""
+        self._require_open()
+        return self.engine.pool.log.since(last, reach)
 
     async def cancel(self, key: str) -> None:
         """End whatever this worker does for the key and free what it holds. Always succeeds."""
@@ -329,8 +354,8 @@ class Worker:
         if request.key in self._cancelled:
             raise UnknownSequence(f"{request.key} was cancelled before it began")
 
-    def _add(self, request: Request, *, hold: bool) -> None:
-        self.engine.add(request, self._now_s(), hold=hold)
+    def _add(self, request: Request, *, hold: bool, cut_tokens: int = 0) -> None:
+        self.engine.add(request, self._now_s(), hold=hold, cut_tokens=cut_tokens)
         self._routes[request.key] = request.reply_to
         self._changed()
 
@@ -394,21 +419,10 @@ class Worker:
 
     # ---- fetching ----------------------------------------------------------------------------------------------
 
-    async def _fetch(self, key: str, ticket: TransferTicket) -> None:
-        try:
-            sequence = self.engine.reserved(key)
-            if ticket.num_tokens != sequence.request.num_tokens:
-                raise TransferError(f"the ticket holds {ticket.num_tokens} tokens, {key} has {len(sequence.tokens)}")
-            blocks = tuple(sequence.blocks[sequence.cached_tokens // self.config.engine.block_size :])
-            report = await self._fetching.pull(ticket, blocks, sequence.cached_tokens)
-            self.engine.fetched(key, self._now_s())
-            self._post(FetchedOut(key, report))
-        except (TransferError, UnknownSequence) as error:
-            corrupt = isinstance(error, DigestMismatch)
-            self.engine.fail(key, f"{type(error).__name__}: {error}", corrupt=corrupt)
-        except Exception as error:
-            logger.exception("worker %s: fetch of %s", self.config.name, key)
-            self.engine.fail(key, f"unexpected {type(error).__name__}: {error}")
+    async def _fetch(self, key: str, ticket: TransferTicket, goes_on: bool) -> None:
+        fetched = await self._fetching.reserved(key, ticket, goes_on=goes_on)
+        if fetched is not None:
+            self._post(fetched)
         self._changed()
 
     # ---- reclaim -----------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class Ask:
 
     Workers in `avoid` failed or refused this request before; they are left out. `alone`: where no pair is ready, a
     prefill or decode worker may do both phases. `beside` names the worker that computes the same prompt for a sibling:
-    it comes first, since there the prompt is computed once.
+    it comes first, since there the prompt is computed once. It came `waited_s` ago.
     """
 
     view: ClusterView
@@ -41,6 +41,7 @@ class Ask:
     alone: bool = True
     beside: str = ""
     now_s: float = 0.0
+    waited_s: float = 0.0
 
     def sent_to(self, worker: str) -> Sent:
         return self.sent.get(worker, NOTHING_SENT)
@@ -57,7 +58,8 @@ class Placement:
     """`prefill` and `decode` name workers; the same name twice: one worker does both, and nothing moves.
 
     The prefill worker is believed to have the prompt's first `cached_tokens`, or will once it has fetched them from the
-    `lender`. Predictions: None is no opinion.
+    `lender`. With `cut_tokens` it computes only so many tokens of the prompt, and the decode worker the rest (0: nothing
+    is cut). Predictions: None is no opinion.
     """
 
     prefill: str
@@ -65,6 +67,7 @@ class Placement:
     reason: str
     cached_tokens: int = 0
     lender: str = ""
+    cut_tokens: int = 0
     predicted_ttft_s: float | None = None
     predicted_tpot_s: float | None = None
     prefill_s: float | None = None  # computing the prompt, once it is its turn; None: the forecast's
@@ -73,6 +76,14 @@ class Placement:
     def colocated(self) -> bool:
         return self.prefill == self.decode
 
+    def cut(self, request: Request) -> int:
+        """Behind which token this request's prompt is cut; 0 where it is not.
+
+        Siblings share their prompt's work on one worker, and a prompt's own log probabilities come from one.
+        """
+        whole = self.colocated or request.group or (request.sampling.prompt_logprobs is not None)
+        return 0 if whole or not 0 < self.cut_tokens < request.num_tokens else self.cut_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -80,6 +91,18 @@ class Refusal:
 
     reason: str
     retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """The request is better placed later: in `start_s`, as is expected, and `need_s` after that it has its first token.
+
+    Other requests that wait are not counted.
+    """
+
+    reason: str
+    start_s: float
+    need_s: float
 
 
 class Router(ABC):

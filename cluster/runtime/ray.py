@@ -25,7 +25,7 @@ from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.build import build_worker
 from workers.request import Bundle, Request, Reservation
 from workers.shapes import Shape, Timings
-from workers.stats import WorkerInfo
+from workers.stats import CacheNews, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -118,17 +118,21 @@ class RayWorker:
         reservation: Reservation = await self._call("reserve", request, timeout_s, timeout_s=timeout_s + CALL_TIMEOUT_S)
         return reservation
 
-    async def prefill(self, request: Request) -> None:
-        await self._call("prefill", request)
+    async def prefill(self, request: Request, cut_tokens: int = 0) -> None:
+        await self._call("prefill", request, cut_tokens)
 
     async def generate(self, request: Request) -> None:
         await self._call("generate", request)
 
-    async def fetch(self, key: str, ticket: TransferTicket) -> None:
-        await self._call("fetch", key, ticket)
+    async def fetch(self, key: str, ticket: TransferTicket | None, goes_on: bool = False) -> None:
+        await self._call("fetch", key, ticket, goes_on)
 
-    async def decode(self, key: str, first_token: int) -> None:
-        await self._call("decode", key, first_token)
+    async def decode(self, key: str, tokens: tuple[int, ...]) -> None:
+        await self._call("decode", key, tokens)
+
+    async def hand_over(self, key: str, most_tokens: int) -> TransferTicket | None:
+        ticket: TransferTicket | None = await self._call("hand_over", key, most_tokens)
+        return ticket
 
     async def lend(self, request: Request) -> TransferTicket | None:
         ticket: TransferTicket | None = await self._call("lend", request)
@@ -138,6 +142,10 @@ class RayWorker:
         args = request, ticket, timeout_s
         num_tokens: int = await self._call("borrow", *args, timeout_s=timeout_s + CALL_TIMEOUT_S)
         return num_tokens
+
+    async def cache_since(self, last: int, reach: int) -> CacheNews:
+        news: CacheNews = await self._call("cache_since", last, reach)
+        return news
 
     async def cancel(self, key: str) -> None:
         await self._call("cancel", key)

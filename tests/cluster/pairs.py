@@ -98,7 +98,7 @@ class Legs:
                     assert out.first_position == len(tokens)
                     tokens += out.tokens
                     if out.prefilled:
-                        await self._decode.decode(request.key, out.tokens[0])
+                        await self._decode.decode(request.key, (out.tokens[0],))
                     elif out.finish is not None:
                         assert report is not None
                         return Moved(tuple(tokens), report)

@@ -109,7 +109,7 @@ def test_a_decode_leg_begins_when_kv_and_first_token_are_both_there() -> None:
     subject = engine()
     subject.reserve(request("a", (1, 2, 3, 4, 5), max_tokens=3), 0.0)
     assert step(subject)[0] is None
-    subject.decode("a/0", 77, 1.0)
+    subject.decode("a/0", [77], 1.0)
     assert step(subject)[0] is None
     subject.fetched("a/0", 3.0)
     plan, told = step(subject, 4.0)
@@ -205,7 +205,7 @@ def test_impossible_prompts_are_refused(prompt: tuple[int, ...], field: str) -> 
 def test_calls_about_unknown_sequences_say_so() -> None:
     subject = engine()
     with pytest.raises(UnknownSequence):
-        subject.decode("nobody/0", 1, 0.0)
+        subject.decode("nobody/0", [1], 0.0)
     with pytest.raises(UnknownSequence):
         subject.fetched("nobody/0", 0.0)
     assert not subject.abort("nobody/0")
@@ -263,7 +263,7 @@ def test_whatever_happens_no_block_is_lost_and_no_token_doubled(data: st.DataObj
                 reading.append(blocks)
                 if data.draw(st.booleans()):
                     subject.fetched(key, now)
-                    subject.decode(key, 5, now)
+                    subject.decode(key, [5], now)
             except (UnknownSequence, InvalidRequest):
                 pass
             if reading and data.draw(st.booleans()):

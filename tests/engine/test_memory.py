@@ -194,7 +194,7 @@ def test_who_was_let_in_by_a_step_is_not_preempted_by_it() -> None:
     subject.transfer_begins(blocks)  # not settled: its last block must be copied before it is written
     device.fill(blocks, leg.prompt)
     subject.fetched(leg.key, 0.0)
-    subject.decode(leg.key, next_token(leg.key, 7), 0.0)
+    subject.decode(leg.key, [next_token(leg.key, 7)], 0.0)
     subject.add(device.know(request("wide", tuple(range(70, 81)), max_tokens=1)), 1.0, hold=False)
     late = device.know(request("r#1", PROMPT, max_tokens=2, group="r"))
     subject.add(late, 2.0, hold=False)
@@ -308,7 +308,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.reading.append(blocks)
             self.device.fill(tuple(sequence.blocks), sequence.request.prompt)
             self.engine.fetched(key, self.now_s)
-            self.engine.decode(key, next_token(key, len(sequence.request.prompt)), self.now_s)
+            self.engine.decode(key, [next_token(key, len(sequence.request.prompt))], self.now_s)
             if settle:
                 self.settle()
         except UnknownSequence:

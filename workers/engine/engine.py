@@ -9,10 +9,12 @@ Time is an argument. Touched only from its worker's event loop; knows no device,
 """
 
 import math
+from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.blocks import BlockPool, prefix_hashes, tail_hash
+from workers.engine.cache_log import chain, name_of_block
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
 from workers.engine.loans import Loans
@@ -22,7 +24,7 @@ from workers.engine.step import Chunk, StepPlan, StepResult
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import (
     FailedOut,
-    LegTiming,
+    HeadOut,
     Request,
     Reservation,
     TokenLogprobs,
@@ -30,7 +32,7 @@ from workers.request import (
 )
 from workers.stats import WorkerStats
 
-Told = TokensOut | FailedOut | Lease  # a Lease: a held prompt got its blocks, its reader may start
+Told = TokensOut | HeadOut | FailedOut | Lease  # a Lease: a held prompt got its blocks, its reader may start
 
 
 class Engine:
@@ -63,14 +65,15 @@ class Engine:
         self.max_length = min(context_length, config.max_model_len or context_length, self.capacity_tokens)
         self._config = config
         self._staging = config.staging_blocks or max(1, self.pool.num_blocks // 2)
+        self._digests_a_step = max(1, config.max_batch_tokens // config.block_size)
         self._prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
         self._eos = eos_token_ids
         self._vocab_size = vocab_size
         self._estimate = StepEstimate(cost or LinearCost())
-        self._scheduler = Scheduler(config, self.pool, self._estimate, block_bytes, depth)
+        self.leases = LeaseBook(self.pool, lease_s, digest=digest)
+        self._scheduler = Scheduler(config, self.pool, self.leases, self._estimate, block_bytes, depth)
         self._sequences: dict[str, Sequence] = {}
         self._transfers: list[tuple[int, ...]] = []  # blocks into which bytes may still land
-        self.leases = LeaseBook(self.pool, lease_s, digest=digest)
         self.loans = Loans(self.pool, self.leases, self._prefix_blocks)
         self._told: list[Told] = []
         self._steps = 0
@@ -78,15 +81,19 @@ class Engine:
 
     # ---- taking requests ---------------------------------------------------------------------------------------
 
-    def add(self, request: Request, now_s: float, *, hold: bool) -> None:
+    def add(self, request: Request, now_s: float, *, hold: bool, cut_tokens: int = 0) -> None:
         """Queue a prompt. `hold`: stop after the first token and keep the KV under a lease.
 
+        `cut_tokens`: hold the KV of so many tokens only, and draw none: its reader computes the rest (0: all).
         Raises `InvalidRequest` or `Overloaded`.
         """
         self._admissible(request)
+        if cut_tokens and not (hold and 0 < cut_tokens < request.num_tokens):
+            rule = f"a held prompt may be cut behind 1 to {request.num_tokens - 1} of its tokens"
+            raise InvalidRequest("cut_tokens", f"is {cut_tokens}; {rule}")
         if len(self._scheduler.waiting) >= self._config.max_waiting:
             raise Overloaded(f"{len(self._scheduler.waiting)} prompts wait already", retry_after_s=1.0)
-        sequence = Sequence(request, now_s, hold=hold, max_length=self.max_length)
+        sequence = Sequence(request, now_s, hold=hold, cut_tokens=cut_tokens, max_length=self.max_length)
         self._sequences[request.key] = sequence
         self._scheduler.add(sequence)
 
@@ -166,28 +173,48 @@ class Engine:
             raise UnknownSequence(f"{key} holds no reservation here; it ended or the worker restarted")
         return sequence
 
-    def fetched(self, key: str, now_s: float) -> None:
-        """All KV of the prompt is in the reserved blocks, verified."""
+    def fetched(self, key: str, now_s: float, *, num_tokens: int | None = None, goes_on: bool = False) -> None:
+        """The KV of the first `num_tokens` tokens (None: all it came with) is in the reserved blocks, verified.
+
+        `goes_on`: compute the others, and draw, without waiting for `decode`: nothing was drawn elsewhere.
+        """
         sequence = self.reserved(key)
-        sequence.num_computed = sequence.request.num_tokens
+        arrived = sequence.request.num_tokens if num_tokens is None else num_tokens
+        sequence.num_computed = max(arrived, sequence.cached_tokens)
         self._name_blocks(sequence)
         sequence.fetched = True
+        sequence.goes_on = goes_on
         self._start_if_ready(sequence, now_s)
 
-    def decode(self, key: str, first_token: int, now_s: float) -> None:
-        """The prefill's token is known: go on after it as soon as the KV is here."""
+    def decode(self, key: str, tokens: Items[int], now_s: float) -> None:
+        """These were drawn elsewhere: go on after them as soon as the KV is here. What it lacks is computed first."""
         sequence = self.reserved(key)
         if sequence.decode_called_s is not None:
             raise InvalidRequest("request.id", f"{key} is already decoding")
-        sequence.tokens.append(first_token)
+        if len(sequence.tokens) + len(tokens) > self.max_length:
+            raise InvalidRequest("tokens", f"{key} would be longer than the {self.max_length} tokens of this worker")
+        sequence.tokens += tokens
         sequence.decode_called_s = now_s
         self._start_if_ready(sequence, now_s)
 
     def _start_if_ready(self, sequence: Sequence, now_s: float) -> None:
-        if sequence.fetched and sequence.decode_called_s is not None:
-            sequence.state = State.RUNNING
-            sequence.ready_s = now_s
+        if sequence.fetched and (sequence.goes_on or sequence.decode_called_s is not None):
+            sequence.begin(now_s)
             self._scheduler.running.append(sequence)
+
+    def hand_over(self, key: str, most_tokens: int, now_s: float) -> Lease | None:
+        """Lease the full blocks of a running sequence's first `most_tokens` tokens to a worker that takes it over.
+
+        It goes on here meanwhile, and whatever becomes of the lease, until it is aborted. None: it has none, and must be
+        computed there. Raises `UnknownSequence`.
+        """
+        sequence = self._sequences.get(key)
+        if sequence is None or sequence.doomed or sequence.hold or sequence.state is State.RESERVED:
+            raise UnknownSequence(f"{key} does not decode here; it ended, or has not begun")
+        if sequence.state is not State.RUNNING:
+            return None
+        full = min(sequence.num_computed, most_tokens) // self.pool.block_size
+        return self.leases.offer(key, sequence.blocks[:full], now_s) if full else None
 
     @property
     def has_work(self) -> bool:
@@ -222,11 +249,13 @@ class Engine:
             if sequence.hold:
                 self._told.append(self.leases.hold(sequence, now_s))
                 sequence.leased = True
-        chunks, digests = [], []
+        chunks: list[Chunk] = []
+        digests: list[tuple[int, int]] = []
         for each in draft.slices:
             chunks.append(self._chunk(each, now_s))
-            if each.sequence.hold:
-                digests += self.leases.undigested(each.sequence, each.first + each.count)
+            if len(self.leases):
+                most = max(0, self._digests_a_step - len(digests))
+                digests += self.leases.undigested(each.sequence.key, each.first + each.count, most)
         self._steps += 1
         return StepPlan(
             self._steps,
@@ -242,7 +271,7 @@ class Engine:
         if sequence.first_step_s is None:
             sequence.first_step_s = now_s
         blocks = tuple(sequence.blocks[: -(-stop // self.pool.block_size)])
-        draw = sequence.draw(self._eos) if stop == len(sequence.tokens) else None
+        draw = sequence.draw(self._eos) if stop == len(sequence.tokens) and not sequence.cut_tokens else None
         targets = tuple(sequence.tokens[first + 1 : stop + 1]) if sequence.wants_prompt_logprobs else ()
         num_top = sequence.request.sampling.prompt_logprobs or 0
         return Chunk(sequence.key, tuple(sequence.tokens[first:stop]), first, blocks, draw, targets, num_top)
@@ -267,10 +296,13 @@ class Engine:
                 sequence.prompt_logprobs += prompt
             if sequence.num_computed >= (sequence.num_named + 1) * size or sequence.request.group:
                 self._name_blocks(sequence)
-            if sequence.hold:
+            if len(self.leases):
                 self.leases.advance(sequence, digests)
             if token is not None:
                 self._append(sequence, token, logprobs, now_s)
+            elif sequence.cut_tokens == sequence.num_computed:
+                self._told.append(HeadOut(sequence.key, sequence.timing(now_s), sequence.cached_tokens))
+                self._end_held(sequence)
         for sequence in touched:
             if sequence.doomed and not sequence.in_flight:
                 self._end(sequence)
@@ -284,7 +316,7 @@ class Engine:
                 sequence.key,
                 sequence.num_output - 1,
                 (token,),
-                self._timing(sequence, now_s),
+                sequence.timing(now_s),
                 (logprobs,) if logprobs is not None else (),
                 finish,
                 first,
@@ -295,22 +327,14 @@ class Engine:
         if first:
             sequence.first_token_s = now_s
         if sequence.hold:
-            self.leases.finish(sequence.key)
-        if finish is not None or sequence.hold:
+            self._end_held(sequence)
+        elif finish is not None:
+            self.leases.drop(sequence.key)  # whoever was to take it over has nothing left to do
             self._end(sequence)
 
-    def _timing(self, sequence: Sequence, now_s: float) -> LegTiming:
-        """To the first token of a prompt computed here, or from there to the end, or of a decode leg."""
-        assert sequence.first_step_s is not None, "a token came out of a step that never began"
-        if sequence.first_token_s is not None:
-            return LegTiming(0.0, 0.0, now_s - sequence.first_token_s)
-        if sequence.decode_called_s is None or sequence.ready_s is None:
-            return LegTiming(0.0, sequence.first_step_s - sequence.arrival_s, now_s - sequence.first_step_s)
-        return LegTiming(
-            wait_s=sequence.ready_s - sequence.decode_called_s,
-            queue_s=sequence.first_step_s - sequence.ready_s,
-            compute_s=now_s - sequence.first_step_s,
-        )
+    def _end_held(self, sequence: Sequence) -> None:
+        self.leases.finish(sequence.key)
+        self._end(sequence)
 
     def _name_blocks(self, sequence: Sequence) -> None:
         """Offer newly full blocks to the prefix index."""
@@ -318,8 +342,10 @@ class Engine:
         if full > sequence.num_named:
             tokens = sequence.tokens[: full * self.pool.block_size]
             sequence.hashes = prefix_hashes(tokens, self.pool.block_size, sequence.hashes)
+            sequence.chain = chain(tokens, known=sequence.chain)
             for index in range(sequence.num_named, full):
-                self.pool.name(sequence.blocks[index], sequence.hashes[index])
+                told = name_of_block(sequence.chain, index, self.pool.block_size)
+                self.pool.name(sequence.blocks[index], sequence.hashes[index], told)
             sequence.num_named = full
         if sequence.request.group and sequence.num_output == 0 and sequence.num_computed == len(sequence.tokens):
             name = tail_hash(sequence.tokens, self.pool.block_size, sequence.hashes)
@@ -348,7 +374,8 @@ class Engine:
     def expire(self, now_s: float) -> None:
         """Reclaim leases whose reader has gone silent; a prompt still being computed for one of them fails."""
         for lease in self.leases.expire(now_s):
-            self.fail(lease.key, "its reader went silent and the lease expired")
+            if not lease.offered:
+                self.fail(lease.key, "its reader went silent and the lease expired")
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
@@ -390,6 +417,7 @@ class Engine:
             swapped_blocks=self._scheduler.host.num_blocks - self._scheduler.host.num_free,
             expired_leases=self.leases.expired,
             bubble_share=bubble_share,
+            cache_number=self.pool.log.number,
         )
 
     def check(self) -> None:

@@ -49,7 +49,7 @@ class LeaseBook:
         self._pool.share(blocks)
         lease = Lease(sequence.key, self._epoch, blocks, len(sequence.tokens), self._ttl_s, now_s + self._ttl_s)
         self._leases[lease.key] = lease
-        self._advance_known(lease, sequence)
+        self._advance_known(lease, sequence.num_computed)
         return lease
 
     def lend(self, key: str, blocks: list[int], now_s: float) -> Lease | None:
@@ -74,15 +74,31 @@ class LeaseBook:
         self._leases[key] = lease
         return lease
 
-    def undigested(self, sequence: Sequence, computed: int) -> list[tuple[int, int]]:
-        """(block, slots with tokens) of a held sequence to digest once `computed` of its tokens have their KV.
+    def offer(self, key: str, blocks: list[int], now_s: float) -> Lease:
+        """Keep full blocks of a sequence that goes on for a reader that shall take it over.
 
-        Each is answered once.
+        Where KV is digested, the watermark stands before the first block without a digest: later steps take them.
         """
-        lease = self._leases.get(sequence.key)
+        self._pool.share(blocks)
+        self.drop(key)
+        self._epoch += 1
+        num_tokens = len(blocks) * self._pool.block_size
+        lease = Lease(key, self._epoch, tuple(blocks), num_tokens, self._ttl_s, now_s + self._ttl_s, offered=True)
+        self._leases[key] = lease
+        self._advance_known(lease, num_tokens)
+        lease.finished = len(lease.digests) == len(blocks)
+        return lease
+
+    def undigested(self, key: str, computed: int, most: int) -> list[tuple[int, int]]:
+        """(block, slots with tokens) under this lease to digest once `computed` tokens have their KV.
+
+        Each is answered once; of a sequence that goes on, at most so many at a time.
+        """
+        lease = self._leases.get(key)
         if lease is None or not self._digest:
             return []
-        first, lease.num_asked = max(len(lease.digests), lease.num_asked), self._ready(sequence, computed)
+        first, last = max(len(lease.digests), lease.num_asked), self._ready(lease, computed)
+        lease.num_asked = max(first, min(last, first + most) if lease.offered else last)
         return [(lease.blocks[index], self._slots(lease, index)) for index in range(first, lease.num_asked)]
 
     def advance(self, sequence: Sequence, digests: Mapping[tuple[int, int], tuple[bytes, ...]]) -> None:
@@ -90,25 +106,29 @@ class LeaseBook:
         lease = self._leases.get(sequence.key)
         if lease is None:
             return
-        for index in range(len(lease.digests), self._ready(sequence, sequence.num_computed)):
+        for index in range(len(lease.digests), self._ready(lease, sequence.num_computed)):
             block = lease.blocks[index]
             known = digests.get((block, self._slots(lease, index)), ())
+            if self._digest and not known:
+                return  # a later step will
             lease.digests.append(known)
             if known and self._pool.is_named(block):
                 self._pool.digests[block] = known
+        if lease.offered:
+            lease.finished = len(lease.digests) == len(lease.blocks)
 
-    def _advance_known(self, lease: Lease, sequence: Sequence) -> None:
-        """Prefix blocks that were shared and digested before are ready at once."""
-        for block in lease.blocks[: self._ready(sequence, sequence.num_computed)]:
+    def _advance_known(self, lease: Lease, computed: int) -> None:
+        """Blocks that were digested before, under another lease, are ready at once."""
+        for block in lease.blocks[: self._ready(lease, computed)]:
             known = self._pool.digests.get(block, ())
             if self._digest and not known:
                 return
             lease.digests.append(known)
 
-    def _ready(self, sequence: Sequence, computed: int) -> int:
-        """Blocks whose KV is complete; the last, partial one only when the whole prompt is."""
-        if computed >= sequence.request.num_tokens:
-            return -(-sequence.request.num_tokens // self._pool.block_size)
+    def _ready(self, lease: Lease, computed: int) -> int:
+        """Blocks whose KV is complete; the last, partial one only when all that is leased is."""
+        if computed >= lease.num_tokens:
+            return len(lease.blocks)
         return computed // self._pool.block_size
 
     def _slots(self, lease: Lease, index: int) -> int:

@@ -20,6 +20,7 @@ from workers.costs import CostModel
 from workers.engine.batching import batching
 from workers.engine.blocks import BlockPool, HostBlocks, prefix_hashes, tail_hash
 from workers.engine.estimate import StepEstimate, prompt_share
+from workers.engine.leases import LeaseBook
 from workers.engine.sequence import Sequence, State
 
 
@@ -41,13 +42,19 @@ class _Flight:
 
 
 class Scheduler:
-    """Owns the queues. Shares the BlockPool and the estimate with its Engine.
+    """Owns the queues. Shares the BlockPool, the leases and the estimate with its Engine.
 
     `block_bytes`: of one block's KV. `depth`: how many steps are to be in flight.
     """
 
     def __init__(
-        self, config: EngineConfig, pool: BlockPool, estimate: StepEstimate, block_bytes: int, depth: int = 1
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        leases: LeaseBook,
+        estimate: StepEstimate,
+        block_bytes: int,
+        depth: int = 1,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -56,6 +63,7 @@ class Scheduler:
         self.swaps = 0
         self._config = config
         self._pool = pool
+        self._leases = leases
         self._estimate = estimate
         self._block_bytes = block_bytes
         self._depth = depth
@@ -307,6 +315,14 @@ class Scheduler:
         sequence.blocks[index : index + 1] = blocks
         return True
 
+    def room(self, sequence: Sequence) -> int:
+        """How many more tokens the blocks that it has, and some more for what is missing, can take."""
+        size = self._pool.block_size
+        missing = -(-len(sequence.tokens) // size) - len(sequence.blocks)
+        if missing > 0 and self.fits(sequence, held=len(sequence.blocks), wanted=missing):
+            sequence.blocks += self._pool.allocate(missing)
+        return len(sequence.blocks) * size - sequence.num_scheduled
+
     def _make_room(self, sequence: Sequence, draft: "StepDraft") -> bool:
         """A free block, by preempting younger sequences or at last this one. False: not in this step."""
         while not self._pool.num_free:
@@ -327,6 +343,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, draft: "StepDraft") -> None:
+        self._leases.drop(sequence.key)  # it was to be taken over; its reader is refused, and the sequence stays here
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
         sequence.was_preempted = True
@@ -416,6 +433,7 @@ class StepDraft:
             return 0
         if not self._scheduler.make_writable(sequence, self):
             return 0
+        count = min(count, self._scheduler.room(sequence))
         self.chosen.add(sequence)
         self.slices.append(Slice(sequence, sequence.num_scheduled, count))
         sequence.num_ordered += count

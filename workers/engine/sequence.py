@@ -5,7 +5,7 @@ from enum import Enum
 
 from workers.engine.counts import TokenCounts
 from workers.engine.step import Draw
-from workers.request import FinishReason, Request, TokenLogprobs
+from workers.request import FinishReason, LegTiming, Request, TokenLogprobs
 
 
 class State(Enum):
@@ -14,7 +14,7 @@ class State(Enum):
                ^           │ preempted, its KV dropped
                └───────────┤
             SWAPPED <──────┘ preempted, its KV in host memory; waits in the same queue
-    reserve ──> RESERVED ──> RUNNING        (KV fetched and first token known)
+    reserve ──> RESERVED ──> RUNNING        (KV fetched, and what was drawn elsewhere known)
     """
 
     WAITING = "waiting"
@@ -35,6 +35,7 @@ class Sequence:
     request: Request
     arrival_s: float
     hold: bool = False  # stop after the first token and keep the KV for a reader
+    cut_tokens: int = 0  # held: only so many tokens are computed, and none is drawn (0: all of the prompt)
     leased: bool = False  # a lease holds its blocks too
     max_length: int = 0
     state: State = State.WAITING
@@ -47,12 +48,14 @@ class Sequence:
     was_preempted: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as far as computed
     hashes: list[bytes] = field(default_factory=list)
+    chain: list[int] = field(default_factory=list)  # names of `cache_log`, as far as they were needed
     num_named: int = 0  # leading blocks already offered to the prefix index
     in_flight: int = 0  # steps under way that read or write its blocks
     last_step: int = 0  # the newest step that computes some of it
     doomed: bool = False  # aborted while in flight: ends when its last step does
     cached_tokens: int = 0
     fetched: bool = False
+    goes_on: bool = False  # starts as soon as its KV is here, without a call
     decode_called_s: float | None = None
     ready_s: float | None = None  # KV and first token both here
     first_step_s: float | None = None
@@ -64,6 +67,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.generated]
+        if self.cut_tokens:
+            del self.tokens[self.cut_tokens :]
         self.key = self.request.key
         self.num_prompt = len(self.request.prompt)
         self.num_given = len(self.tokens)
@@ -77,6 +82,23 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Whether the prompt's own log probabilities are still to be told: they come with the first token."""
         return self.request.sampling.prompt_logprobs is not None and self.num_output == 0
+
+    def begin(self, now_s: float) -> None:
+        """Reserved, and what others computed of it is here: what that leaves of its tokens is computed first."""
+        self.state = State.RUNNING
+        self.ready_s = now_s
+        self.num_computed = min(self.num_computed, len(self.tokens) - 1)
+        if self.num_computed < len(self.tokens) - 1:
+            self.num_given = len(self.tokens)
+
+    def timing(self, now_s: float) -> LegTiming:
+        """See `LegTiming`."""
+        assert self.first_step_s is not None, "a token came out of a step that never began"
+        if self.first_token_s is not None:
+            return LegTiming(0.0, 0.0, now_s - self.first_token_s)
+        began_s = self.arrival_s if self.ready_s is None else self.ready_s
+        wait_s = 0.0 if self.decode_called_s is None else began_s - self.decode_called_s
+        return LegTiming(wait_s, self.first_step_s - began_s, now_s - self.first_step_s)
 
     def restart(self) -> None:
         """Its KV is gone: all tokens are to be computed again."""
@@ -129,7 +151,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Blocks of a growing or finished prompt, kept for one reader. Owned by the Engine.
+    """Blocks of a sequence's first `num_tokens` tokens, kept for one reader. Owned by the Engine.
 
     `digests[i]` are those of block i's cells, on each rank; their number is the ready watermark.
     """
@@ -142,4 +164,5 @@ class Lease:
     deadline_s: float
     digests: list[tuple[bytes, ...]] = field(default_factory=list)
     finished: bool = False
+    offered: bool = False  # by a sequence that goes on meanwhile
     num_asked: int = 0  # leading blocks whose digests are there or ordered from steps in flight
