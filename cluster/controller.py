@@ -120,14 +120,11 @@ class Controller:
             self._tending.cancel()
         if self._steward is not None:
             self._steward.close()
-        for name, leaving in self._leaving.items():
-            if name in self._keepers:  # else it is being ended, which is waited for
-                leaving.cancel()
-        await asyncio.gather(
-            *(keeper.end(STOP_GRACE_S) for keeper in self._keepers.values()),
-            *self._leaving.values(),
-            return_exceptions=True,
-        )
+        staying = [keeper for keeper in self._keepers.values() if not keeper.is_over]
+        ending = [self._leaving.pop(keeper.name) for keeper in self._keepers.values() if keeper.is_over]
+        for leaving in self._leaving.values():
+            leaving.cancel()
+        await asyncio.gather(*(keeper.end(STOP_GRACE_S) for keeper in staying), *ending)
 
     async def ready(self, timeout_s: float) -> ModelView | None:
         """The model's facts once every worker of the specification is ready, None when that takes longer.
@@ -327,8 +324,8 @@ class Controller:
         self._keepers = {each.name: each for each in staff}
 
     def _free_name(self, pool: PoolSpec) -> str:
-        """The first that no worker has, nor one that is still being ended."""
-        taken = self._keepers.keys() | self._leaving.keys()
+        """The first that no worker has, those that leave among them."""
+        taken = self._keepers
         return next(name for index in range(len(taken) + 1) if (name := _name(pool, index)) not in taken)
 
     def _leave(self, keeper: Keeper, deadline_s: float, *, waits: bool = False) -> None:
@@ -350,15 +347,16 @@ class Controller:
                 logger.warning("worker %s is stopped with work left after %.0f s", keeper.name, deadline_s)
             finally:
                 leading.cancel()
-        del self._keepers[keeper.name]
-        keeper.is_over = True
-        self._preflight.forget(keeper.name)
-        self._bump()
         try:
             await keeper.end(STOP_GRACE_S)
             logger.info("worker %s has left", keeper.name)
-        finally:
-            del self._leaving[keeper.name]
+        except Exception:  # its process is the runtime's to end, with the cluster at the latest
+            logger.exception("worker %s could not be stopped", keeper.name)
+        # Only now: a controller that takes over in between must know that there is something to stop.
+        del self._keepers[keeper.name]
+        self._leaving.pop(keeper.name, None)
+        self._preflight.forget(keeper.name)
+        self._bump()
 
     def _order(self, pool: PoolSpec, name: str) -> WorkerOrder:
         forms = {(each.engine.block_size, each.engine.dtype) for each in self._spec.pools}

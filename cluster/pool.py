@@ -69,11 +69,12 @@ class Keeper:
         self._task = asyncio.ensure_future(self._keep())
 
     async def end(self, grace_s: float) -> None:
-        """Stop keeping, and stop the worker."""
+        """Stop keeping, tell everybody that it is dead, and stop the worker."""
         self.is_over = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        self._show(WorkerState.DEAD, detail="it was taken out")
         if self.handle is not None:
             await self._keeping.runtime.stop_worker(self.handle, grace_s)
 

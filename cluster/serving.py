@@ -153,6 +153,12 @@ class Serving:
     def endpoint(self) -> str:
         return self.endpoints[0]
 
+    @property
+    def controller(self) -> ServiceHandle:
+        """Where changes are asked for (`cluster.controller.Controller`)."""
+        assert self._controller is not None, "a cluster is changed after it opened"
+        return self._controller
+
     async def view(self) -> ClusterView:
         """What the first gateway sees."""
         view: ClusterView = await self._gateways[0].call("view")

@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from cluster.controller import Controller
 from cluster.dispatcher import Dispatcher
 from cluster.events import Completed, Delta, Event
 from cluster.runtime.interface import WorkerOrder
-from cluster.runtime.local import LocalRuntime
+from cluster.runtime.local import LocalRuntime, LocalService
 from cluster.serving import GatewayContext, serve
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
+from cluster.view import ClusterView
 from kvtransfer.open import SharedMemory
 from workers.build import build_worker
 from workers.config import EngineConfig, TransferConfig
@@ -47,9 +49,10 @@ def mixed_spec(workers: int = 1, **engine: int) -> ClusterSpec:
 class Cluster:
     """A dispatcher and the workers behind it."""
 
-    def __init__(self, dispatcher: Dispatcher, runtime: LocalRuntime) -> None:
+    def __init__(self, dispatcher: Dispatcher, runtime: LocalRuntime, controller: Controller) -> None:
         self.dispatcher = dispatcher
         self.runtime = runtime
+        self.controller = controller
 
     @property
     def workers(self) -> dict[str, Worker]:
@@ -57,6 +60,13 @@ class Cluster:
 
     async def run(self, request: Request, **options: float) -> list[Event]:
         return [event async for event in self.dispatcher.generate(request, **options)]
+
+    async def until(self, is_so: Callable[[ClusterView], bool], timeout_s: float = 20.0) -> ClusterView:
+        """Wait until the gateway sees it."""
+        async with asyncio.timeout(timeout_s):
+            while not is_so(view := self.dispatcher.view):
+                await self.dispatcher.view_change()
+        return view
 
     async def settle(self, timeout_s: float = 5.0) -> None:
         """Wait until every worker is empty, then prove that nothing leaked."""
@@ -88,7 +98,8 @@ async def cluster(
     dispatchers: list[Dispatcher] = []
     serving = await serve(spec, runtime=runtime, door=lambda context: _Door(context, dispatchers))
     try:
-        yield Cluster(dispatchers[0], runtime)
+        assert isinstance(serving.controller, LocalService)
+        yield Cluster(dispatchers[0], runtime, serving.controller.target)
     finally:
         await serving.close()
 
