@@ -51,11 +51,13 @@ class PoolModel:
 class Surroundings:
     """What lies around the workers. `slowdown`: they share one machine; without it each has its own.
 
-    `door_s`: what a request pays in the gateway before it is dispatched.
+    `door_s`: what a request pays in the gateway before it is dispatched. `stale_s`: what gateways hear of a worker's
+    state is so old; tokens come in time.
     """
 
     slowdown: Slowdown | None = None
     door_s: float = 0.0
+    stale_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -139,6 +141,7 @@ class SimRuntime(LocalRuntime):
         self._models = models
         self._trace = trace
         self._machine = None if around.slowdown is None else Machine(around.slowdown)
+        self._stale_s = around.stale_s
         self.meters: dict[str, list[Meter]] = defaultdict(list)  # worker name -> one for each start
 
     def _modelled(self, order: WorkerOrder) -> Worker:
@@ -154,7 +157,9 @@ class SimRuntime(LocalRuntime):
         worker = await super().start_worker(order)
         call_s = self._models[order.config.pool].call_s
         assert isinstance(worker, Worker)
-        return cast(WorkerHandle, Distant(worker, call_s)) if call_s else worker
+        if not call_s and not self._stale_s:
+            return worker
+        return cast(WorkerHandle, Distant(worker, call_s, self._stale_s))
 
     async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
         await super().stop_worker(handle.worker if isinstance(handle, Distant) else handle, grace_s)

@@ -1,18 +1,47 @@
 """The campaign's command line."""
 
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
 import click
 
-from cluster.bench.elastic import one
+from cluster.bench import machine
+from cluster.bench.elastic import one, page, pictures, record, staleness
+from cluster.bench.elastic.campaign import measure
 from cluster.bench.elastic.contenders import COLOCATED, SPLIT, Contender, View
 from cluster.bench.elastic.probe import Probe
+from cluster.bench.elastic.record import Record
 from cluster.bench.elastic.scenarios import SCENARIOS, Absent, Size, scenario
+from cluster.bench.elastic.search import Effort, Tell
+from cluster.scoring.goodput import Map
+from cluster.sim.compare import processes
 from cluster.sim.systems import SYSTEMS
 from cluster.spec import SpecError
 
 PLAIN = {"split": SPLIT, "colocated": COLOCATED}
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+QUICK = Effort(seeds=(0,), tolerance=0.3, rough=0.3, rung=0.3, finalists=1, systems=("vllm", "distserve"))
+FULL = Effort(seeds=(0, 1, 2, 3, 4), few=(0, 1, 2), tolerance=0.03, rough=0.05, rung=0.04, finalists=3)
+EFFORTS = {
+    "quick": (QUICK, Size(workers=2, stretch=0.1), ("phases-a100", "tight-loose")),
+    "default": (Effort(), Size(), tuple(SCENARIOS)),
+    "full": (FULL, Size(workers=8, stretch=2.0), tuple(SCENARIOS)),
+}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.argument("workloads", nargs=-1, type=click.Choice(list(SCENARIOS)))
+@click.option("--quick", "effort", flag_value="quick", help="Two workers, seconds: whether it runs at all.")
+@click.option("--default", "effort", flag_value="default", default="default", hidden=True)
+@click.option("--full", "effort", flag_value="full", help="Eight workers, phases of two minutes, five seeds.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="JSON, page and pictures (PNG) here.")
+@click.option("--recorded", is_flag=True, help="Run nothing: page and pictures from the committed record.")
+@click.option("--stale-only", is_flag=True, help="Only the study of old views, into the record.")
+@click.option("--processes", "count", default=2, show_default=True)
 @click.option("--one", "which", type=click.Choice(list(SCENARIOS)), help="One run of this workload, told in full.")
 @click.option(
     "--system",
@@ -22,26 +51,33 @@ PLAIN = {"split": SPLIT, "colocated": COLOCATED}
     help=f"With --one: {', '.join(SYSTEMS)}; or a static configuration, split:PREFILLS[:CHUNK] or colocated[:CHUNK].",
 )
 @click.option("--scale", default=0.6, show_default=True, help="With --one: the load as a share of the fleet's seconds.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--workers", default=Size().workers, show_default=True)
-@click.option("--stretch", default=1.0, show_default=True, help="All phases so many times as long.")
-@click.option("--heartbeat", default=0.0, help="With --one: seconds between a worker's words [the fleet's own].")
-@click.option("--call", default=0.0, help="With --one: seconds of a call to a worker.")
+@click.option("--seed", default=0, show_default=True, help="With --one.")
+@click.option("--workers", type=int, help=f"[{Size().workers}]")
+@click.option("--stretch", type=float, help="All phases so many times as long. [1]")
+@click.option("--stale", default=0.0, help="With --one: seconds by which gateways hear of workers' states too late.")
 @click.option("--gateways", default=1, show_default=True, help="With --one: so many share the requests.")
 @click.option("--json", "as_json", is_flag=True, help="With --one: as a line of JSON.")
 def main(
+    workloads: tuple[str, ...],
+    effort: str,
+    out: Path | None,
+    recorded: bool,
+    stale_only: bool,
+    count: int,
     which: str | None,
     who: str,
     scale: float,
     seed: int,
-    workers: int,
-    stretch: float,
-    heartbeat: float,
-    call: float,
+    workers: int | None,
+    stretch: float | None,
+    stale: float,
     gateways: int,
     as_json: bool,
 ) -> None:
     """Goodput under loads that shift: ours against every system, every static split, colocated, and an oracle.
+
+    Without WORKLOADS, all of them. What is found goes into the committed record, workload by workload, and into
+    docs/elastic-campaign.md; with --out, only there.
 
     For tuning, one run in seconds:
 
@@ -49,15 +85,82 @@ def main(
       python -m cluster.bench.elastic --one phases-a100 --system ours --scale 0.6
       python -m cluster.bench.elastic --one day --system split:2:2048 --scale 0.5
     """
-    size = Size(workers, stretch)
+    chosen, size, names = EFFORTS[effort]
+    size = Size(workers or size.workers, stretch or size.stretch)
     try:
         if which is not None:
             made = scenario(which, size)
-            probe = Probe(contender(who), made, None, View(heartbeat, call, gateways))
-            run = probe.run(scale, seed)
+            run = Probe(contender(who), made, None, View(stale, gateways)).run(scale, seed)
             click.echo(one.as_json(run, made, scale) if as_json else "\n".join(one.lines(run, made, scale)))
+            return
     except (Absent, SpecError) as error:
         raise click.ClickException(str(error)) from None
+    file = record.FILE if out is None else out / record.FILE.name
+    found = record.load(file) if recorded or file.exists() else _empty()
+    if not recorded:
+        wanted = () if stale_only else workloads or names
+        with _telling(len(wanted) * _lines(chosen)) as tell, processes(count) as each:
+            found = _measured(found, file, wanted, chosen, size, each, effort, tell)
+            if stale_only or not workloads:
+                found = replace(found, stale=staleness.study(size, chosen, each, tell))
+                record.save(found, file)
+    folder = out or DOCS
+    page.write(folder, found, "elastic-{}.png" if out else "pictures/elastic-{}.svg")
+    if reason := pictures.missing():
+        click.echo(reason, err=True)
+    else:
+        pictures.draw(folder if out else folder / "pictures", found, "png" if out else "svg")
+    click.echo(page.summary(found))
+
+
+def _empty() -> Record:
+    versions = machine.versions()
+    return Record(
+        date=datetime.now(UTC).date().isoformat(),
+        machine=f"{len(machine.allowed_cores())} cores of {machine.cpu_name()}, {machine.system_name()}",
+        versions=", ".join(f"{name} {versions[name]}" for name in ("python", "diptych", "numpy")),
+    )
+
+
+def _measured(
+    found: Record, file: Path, names: Sequence[str], effort: Effort, size: Size, each: Map, word: str, tell: Tell
+) -> Record:
+    """Saved after each workload, so that a campaign that is ended keeps what it has."""
+    for number, name in enumerate(names, 1):
+        tell(f"workload {number} of {len(names)}: {name}")
+        try:
+            made = scenario(name, size)
+        except Absent as error:
+            tell(f"{name} is left out: {error}")
+            found = replace(found, absent=tuple(dict.fromkeys((*found.absent, name))))
+            continue
+        found = found.with_result(replace(measure(made, effort, each, tell), effort=word))
+        record.save(found, file)
+    return found
+
+
+def _lines(effort: Effort) -> int:
+    """That a workload tells of, about: begun, configurations left, each contender, the oracle."""
+    return 4 + 2 * effort.finalists + (len(effort.systems) or len(SYSTEMS) - 1)
+
+
+@contextmanager
+def _telling(total: int) -> Iterator[Tell]:
+    """A bar above what is told on a terminal; lines alone elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda line: click.echo(line, err=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    with Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("campaign", total=total)
+
+        def tell(line: str) -> None:
+            progress.console.print(line, markup=False, highlight=False)
+            progress.advance(task)
+
+        yield tell
 
 
 def contender(text: str) -> Contender:

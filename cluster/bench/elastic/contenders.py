@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cluster.bench.elastic.scenarios import Scenario
 from cluster.sim.compare import Case
@@ -18,16 +19,19 @@ class Contender:
     """A system with its settings. `prefills`: of the workers (0: colocated, or as balances the mean request).
 
     `chunk`: the step's token budget where prompts are computed; 0: the system's own. `plain`: a static configuration,
-    chunked and least-loaded, whose `system` only says which pools there are.
+    chunked and least-loaded, whose `system` only says which pools there are. `routing`: another router's name.
     """
 
     system: str
     prefills: int = 0
     chunk: int = 0
     plain: bool = False
+    routing: str = ""
 
     @property
     def name(self) -> str:
+        if self.routing:
+            return self.routing
         if not self.plain:
             return self.system
         return f"split {self.prefills}, chunk {self.chunk}" if self.prefills else f"colocated, chunk {self.chunk}"
@@ -54,11 +58,15 @@ OURS = Contender("ours")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How old what a gateway knows may be: seconds between heartbeats, of a call, and how many gateways share."""
+    """What a gateway may not know: statistics come `stale_s` late, `gateways` share the requests, calls take `call_s`.
 
-    heartbeat_s: float = 0.0  # 0: the fleet's own
-    call_s: float = 0.0
+    `heartbeat_s` of 0 is the fleet's own.
+    """
+
+    stale_s: float = 0.0
     gateways: int = 1
+    call_s: float = 0.0
+    heartbeat_s: float = 0.0
 
 
 FRESH = View()
@@ -72,18 +80,16 @@ def case_of(contender: Contender, scenario: Scenario, view: View = FRESH) -> Cas
 
 
 def _arranged(contender: Contender, scenario: Scenario) -> ClusterSpec:
-    fleet = scenario.fleet
-    prefills = contender.prefills
+    fleet, prefills = scenario.fleet, contender.prefills
     if not prefills and system(contender.system).is_split:
         prefills = balanced(fleet.workers, scenario.machines.model().cost, scenario.draw(1.0, 0), fleet.engine)
     spec = arrange(contender.system, fleet, prefills)
-    if not contender.chunk:
-        return spec
-    budget = max(contender.chunk, fleet.engine.max_running)
-    engines = {"max_batch_tokens": budget, **({"batching": "chunked"} if contender.plain else {})}
-    pools = tuple(replace(pool, engine=replace(pool.engine, **engines)) for pool in spec.pools)
-    gateway = replace(spec.gateway, routing="least-loaded") if contender.plain else spec.gateway
-    return replace(spec, pools=pools, gateway=gateway)
+    engine: dict[str, Any] = {"batching": "chunked"} if contender.plain else {}
+    if contender.chunk:
+        engine["max_batch_tokens"] = max(contender.chunk, fleet.engine.max_running)
+    pools = tuple(replace(pool, engine=replace(pool.engine, **engine)) for pool in spec.pools)
+    routing = contender.routing or ("least-loaded" if contender.plain else spec.gateway.routing)
+    return replace(spec, pools=pools, gateway=replace(spec.gateway, routing=routing))
 
 
 def _viewed(spec: ClusterSpec, view: View) -> ClusterSpec:

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.bench.elastic.scenarios import Phase, Scenario
@@ -15,7 +15,8 @@ from workers.request import SLO
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The requests that came in a phase; shares are 0 to 1, seconds of finished requests (None: there are none).
+    """The requests that came in a phase; shares are 0 to 1. `ttft_s`, `tpot_s`: p50, p90 and p99 of those that
+    finished, if any did.
 
     Misses are counted once: `late` missed TTFT only, `slow` TPOT only, `late_slow` both; `cut` had not finished when
     the last promise was due.
@@ -26,12 +27,8 @@ class Told:
     kept: float
     ttft_kept: float
     tpot_kept: float
-    ttft_p50_s: float | None
-    ttft_p90_s: float | None
-    ttft_p99_s: float | None
-    tpot_p50_s: float | None
-    tpot_p90_s: float | None
-    tpot_p99_s: float | None
+    ttft_s: tuple[float, ...]
+    tpot_s: tuple[float, ...]
     late: int
     slow: int
     late_slow: int
@@ -55,15 +52,19 @@ def _told(name: str, run: Run, served: Sequence[Served], slo: SLO) -> Told:
     import numpy as np
 
     part = tuple(served)
-    attained, times = attainment(_only(run, part), slo), latencies(part)
+    attained, times = attainment(replace(run, served=part), slo), latencies(part)
     late, slow = times.ttft_s > (slo.ttft_s or np.inf), times.tpot_s > (slo.tpot_s or np.inf)
     done = times.finished
     ttft, tpot = percentiles(times.ttft_s[done]), percentiles(times.tpot_s[done & (times.output_tokens > 1)])
     ends = Counter(each.ending for each in part)
     return Told(
-        *(name, len(part), attained.both, attained.ttft, attained.tpot),
-        *((ttft.p50, ttft.p90, ttft.p99) if ttft else (None,) * 3),
-        *((tpot.p50, tpot.p90, tpot.p99) if tpot else (None,) * 3),
+        phase=name,
+        requests=len(part),
+        kept=attained.both,
+        ttft_kept=attained.ttft,
+        tpot_kept=attained.tpot,
+        ttft_s=(ttft.p50, ttft.p90, ttft.p99) if ttft else (),
+        tpot_s=(tpot.p50, tpot.p90, tpot.p99) if tpot else (),
         late=int((done & late & ~slow).sum()),
         slow=int((done & slow & ~late).sum()),
         late_slow=int((done & slow & late).sum()),
@@ -73,18 +74,12 @@ def _told(name: str, run: Run, served: Sequence[Served], slo: SLO) -> Told:
     )
 
 
-def _only(run: Run, served: tuple[Served, ...]) -> Run:
-    from dataclasses import replace
-
-    return replace(run, served=served)
-
-
 def lines(run: Run, scenario: Scenario, scale: float) -> Iterator[str]:
     """As text: a row for all, one for each phase, one for each worker."""
     count = len(run.served)
     yield (
-        f"{run.system} on {scenario.name} ({scenario.title}; {scenario.machines.hardware}, {scenario.workers} workers), "
-        f"scale {scale:g}: {count / scenario.seconds:.2f} requests/s, {promise(scenario.slo)}, seed {run.seed}, "
+        f"{run.system} on {scenario.name} ({scenario.title}; {scenario.machines.hardware}, {scenario.workers} workers)"
+        f", scale {scale:g}: {count / scenario.seconds:.2f} requests/s, {promise(scenario.slo)}, seed {run.seed}, "
         f"{run.wall_s:.1f} s of wall time"
     )
     yield (
@@ -92,8 +87,7 @@ def lines(run: Run, scenario: Scenario, scale: float) -> Iterator[str]:
         f"{'TPOT p50/90/99 ms':>21}   missed: late, slow, both, rejected, failed, cut"
     )
     for each in told(run, scenario):
-        ttft = _three(each.ttft_p50_s, each.ttft_p90_s, each.ttft_p99_s, 1.0, 2)
-        tpot = _three(each.tpot_p50_s, each.tpot_p90_s, each.tpot_p99_s, 1e3, 0)
+        ttft, tpot = _three(each.ttft_s, 1.0, 2), _three(each.tpot_s, 1e3, 0)
         misses = (each.late, each.slow, each.late_slow, each.rejected, each.failed, each.cut)
         yield (
             f"{each.phase:<16}{each.requests:>9}{each.kept:>8.1%}{each.ttft_kept:>9.1%}{each.tpot_kept:>9.1%}{ttft:>22}"
@@ -110,8 +104,8 @@ def lines(run: Run, scenario: Scenario, scale: float) -> Iterator[str]:
         yield f"  {number} x {reason}"
 
 
-def _three(first: float | None, second: float | None, third: float | None, unit: float, digits: int) -> str:
-    return "/".join("-" if each is None else f"{each * unit:.{digits}f}" for each in (first, second, third))
+def _three(seconds: tuple[float, ...], unit: float, digits: int) -> str:
+    return "/".join(f"{each * unit:.{digits}f}" for each in seconds) or "-"
 
 
 def as_json(run: Run, scenario: Scenario, scale: float) -> str:

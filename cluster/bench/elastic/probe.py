@@ -10,27 +10,32 @@ from cluster.bench.elastic.scenarios import Scenario
 from cluster.plan.trial import promised_end_s
 from cluster.scoring.figures import Attainment, attainment
 from cluster.scoring.records import Run
+from cluster.sim.cluster import Surroundings
 from cluster.sim.run import Options, simulate
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """`give_up`: the run ends once it cannot attain this share any more. A value, so it can go to another process."""
+    """Its argument is the mean rate in requests a second, as `cluster.scoring.goodput` asks; `run` is told a scale.
+
+    `give_up`: a run ends once it cannot attain this share any more. A value, so it can go to another process.
+    """
 
     contender: Contender
     scenario: Scenario
     give_up: float | None = 0.9
     view: View = FRESH
 
-    def __call__(self, scale: float, seed: int) -> Attainment:
-        return attainment(self.run(scale, seed), self.scenario.slo)
+    def __call__(self, rate: float, seed: int) -> Attainment:
+        return attainment(self.run(rate / self.scenario.rate, seed), self.scenario.slo)
 
     def run(self, scale: float, seed: int, *, trace: bool = False) -> Run:
         scenario, case = self.scenario, case_of(self.contender, self.scenario, self.view)
         workload, slo = scenario.draw(scale, seed), scenario.slo
         missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals))
         until_s = promised_end_s(workload, slo)
-        options = Options(seed, slo, trace, until_s, missed, system=self.contender.name)
+        around = Surroundings(stale_s=self.view.stale_s)
+        options = Options(seed, slo, trace, until_s, missed, self.contender.name, around)
         with _quietly():
             return simulate(case.spec, case.models, replace(workload, name=scenario.name), options)
 

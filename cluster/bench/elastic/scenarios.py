@@ -79,11 +79,13 @@ class Scenario:
     machines: Machines
     slo: SLO
     workers: int
+    rate: float  # requests a second at scale 1, in the mean over the whole
     phases: tuple[Phase, ...]
     streams: tuple[Stream, ...] = ()
     trace: Workload | None = None
     per_scale: float = 1.0  # by how much the trace is made denser at scale 1
     shifts: bool = True
+    part: Phase | None = None  # the only one of which there are requests
 
     @property
     def seconds(self) -> float:
@@ -93,36 +95,17 @@ class Scenario:
     def fleet(self) -> Fleet:
         return self.machines.fleet(self.workers)
 
-    @property
-    def rate(self) -> float:
-        """Requests a second at scale 1, in the mean."""
-        if self.trace is not None:
-            return self.per_scale * len(self.trace.arrivals) / self.seconds
-        return sum(stream.requests for stream in self.streams) / self.seconds
-
     def draw(self, scale: float, seed: int) -> Workload:
+        """Raises `WorkloadError` when nobody comes."""
         if self.trace is not None:
-            return denser(self.trace, scale * self.per_scale, seed)
-        return superposed(self.name, self.streams, scale, seed)
+            whole = denser(self.trace, scale * self.per_scale, seed)
+        else:
+            whole = superposed(self.name, self.streams, scale, seed)
+        return whole if self.part is None else window(whole, self.part.begin_s, self.part.end_s)
 
     def only(self, phase: Phase) -> "Scenario":
-        """The phase alone, from an idle fleet."""
-        alone = replace(phase, begin_s=0.0, end_s=phase.end_s - phase.begin_s)
-        name = f"{self.name}, {phase.name} alone"
-        if self.trace is not None:
-            part = window(self.trace, phase.begin_s, phase.end_s)
-            return replace(self, name=name, phases=(alone,), trace=part)
-        return replace(self, name=name, phases=(alone,), streams=tuple(_cut(each, phase) for each in self.streams))
-
-
-def _cut(stream: Stream, phase: Phase) -> Stream:
-    steps, begin_s = [], 0.0
-    for span, rate in stream.steps:
-        kept = min(begin_s + span, phase.end_s) - max(begin_s, phase.begin_s)
-        if kept > 1e-9:
-            steps.append((kept, rate))
-        begin_s += span
-    return replace(stream, steps=tuple(steps))
+        """The same requests, but only those of this phase. Scales and rates stay those of the whole."""
+        return replace(self, phases=(replace(phase, begin_s=0.0, end_s=phase.end_s - phase.begin_s),), part=phase)
 
 
 # ---- what a request takes ----------------------------------------------------------------------------------------
@@ -161,6 +144,19 @@ def _spans(parts: list[tuple[str, float]]) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
+def _streamed(
+    name: str,
+    title: str,
+    machines: Machines,
+    slo: SLO,
+    size: Size,
+    parts: list[tuple[str, float]],
+    streams: list[Stream],
+) -> Scenario:
+    rate = sum(each.requests for each in streams) / sum(seconds for _, seconds in parts)
+    return Scenario(name, title, machines, slo, size.workers, rate, _spans(parts), tuple(streams))
+
+
 def _swapping(name: str, hardware: str, slo: SLO, size: Size) -> Scenario:
     """Long prompts, then long answers, and again."""
     machines, span = Machines(hardware), 60.0 * size.stretch
@@ -170,7 +166,7 @@ def _swapping(name: str, hardware: str, slo: SLO, size: Size) -> Scenario:
         rate = rate_of(lengths, machines, slo, size.workers)
         streams.append(Stream(kind, lengths, tuple((seconds, rate * (part == kind)) for part, seconds in parts)))
     title = f"long prompts and long answers by turns of {span:g} s"
-    return Scenario(name, title, machines, slo, size.workers, _spans(parts), tuple(streams))
+    return _streamed(name, title, machines, slo, size, parts, streams)
 
 
 def _bursts(size: Size) -> Scenario:
@@ -182,19 +178,19 @@ def _bursts(size: Size) -> Scenario:
     parts = [("calm", calm_s), ("burst", burst_s)] * 4
     steps = tuple((seconds, rate * low * (5.0 if part == "burst" else 1.0)) for part, seconds in parts)
     title = f"chat with bursts x5 of {burst_s:g} s every {calm_s + burst_s:g} s"
-    return Scenario("bursts", title, machines, slo, size.workers, _spans(parts), (Stream("chat", CHAT, steps),))
+    return _streamed("bursts", title, machines, slo, size, parts, [Stream("chat", CHAT, steps)])
 
 
 def _day(size: Size) -> Scenario:
     """By day people chat, by night long documents are read: two sines in anti-phase, a day in minutes."""
     machines, slo, span = Machines(A100), SLO(4.0, 0.075), 240.0 * size.stretch
-    streams = tuple(
+    streams = [
         Stream(kind, lengths, sine(span, rate_of(lengths, machines, slo, size.workers) / 2.0, 0.9, at=at))
         for kind, lengths, at in (("answers", LONG_ANSWERS, 0.0), ("prompts", LONG_PROMPTS, 0.5))
-    )
+    ]
     parts = [(f"{name} {half}", span / 4.0) for name in ("day", "night") for half in ("rising", "falling")]
     title = f"a day of {span:g} s: long answers by day, long prompts by night"
-    return Scenario("day", title, machines, slo, size.workers, _spans(parts), streams)
+    return _streamed("day", title, machines, slo, size, parts, streams)
 
 
 def _mix(name: str, slo: SLO, size: Size) -> Scenario:
@@ -204,7 +200,7 @@ def _mix(name: str, slo: SLO, size: Size) -> Scenario:
         f"prompts of 1000-3000 and answers of 100-300 at a steady rate, TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s"
     )
     stream = Stream("mixed", REGION, ((span, rate),))
-    return Scenario(name, title, machines, slo, size.workers, _spans([("steady", span)]), (stream,), shifts=False)
+    return replace(_streamed(name, title, machines, slo, size, [("steady", span)], [stream]), shifts=False)
 
 
 def shared(path: str) -> Path:
@@ -224,7 +220,7 @@ def _trace(name: str, path: str, options: str, machines: Machines, slo: SLO, siz
     parts = [(f"quarter {number}", span / 4.0) for number in (1, 2, 3, 4)]
     title = f"{span:g} s of {Path(path).name.partition('.')[0]}, made denser"
     factor = full * span / len(trace.arrivals)
-    return Scenario(name, title, machines, slo, size.workers, _spans(parts), trace=trace, per_scale=factor)
+    return Scenario(name, title, machines, slo, size.workers, full, _spans(parts), trace=trace, per_scale=factor)
 
 
 SCENARIOS: Mapping[str, Callable[[Size], Scenario]] = {
@@ -244,6 +240,6 @@ SCENARIOS: Mapping[str, Callable[[Size], Scenario]] = {
 
 
 @cache
-def scenario(name: str, size: Size = Size()) -> Scenario:  # noqa: B008 - frozen
+def scenario(name: str, size: Size = Size()) -> Scenario:
     """Raises `Absent` when its trace is not here, and KeyError for a name that is not known."""
     return SCENARIOS[name](size)

@@ -1,0 +1,89 @@
+"""The campaign as pictures, from its record alone: the same record gives the same bytes. Needs matplotlib, an extra."""
+
+from pathlib import Path
+from typing import Any
+
+from cluster.bench.elastic.record import COLOCATED, ORACLE, OURS, SPLIT, SYSTEM, Entry, Record, Result, Timeline
+from cluster.report import style
+
+MISSING = "no pictures: matplotlib is missing; install it with `pip install 'diptych[pictures]'`"
+LOOKS = {OURS: style.GREEN, SPLIT: style.BLUE, COLOCATED: style.ORANGE, SYSTEM: style.GREY, ORACLE: "#000000"}
+COLUMNS = 3
+
+
+def missing() -> str:
+    """Why nothing can be drawn; empty when it can."""
+    from importlib.util import find_spec
+
+    return "" if find_spec("matplotlib") else MISSING
+
+
+def draw(folder: Path, found: Record, suffix: str) -> None:
+    """All pictures into the folder. Raises `NoPictures`."""
+    if not found.results:
+        return
+    style.save(_goodputs(found), folder / f"elastic-goodput.{suffix}")
+    for result in found.results:
+        if result.shifts:
+            style.save(_over_time(result), folder / f"elastic-{result.scenario}.{suffix}")
+
+
+@style.drawn
+def _goodputs(found: Record) -> Any:
+    """Bars by workload, ours first, with intervals."""
+    rows = -(-len(found.results) // COLUMNS)
+    picture, panels = style.panels(rows, COLUMNS, 11.0, 2.9 * rows)
+    cells = list(panels.flat)
+    for panel, result in zip(cells, found.results, strict=False):
+        shown = sorted(result.entries, key=lambda each: each.rate)
+        gpus = result.gpus
+        rates = [each.rate / gpus for each in shown]
+        off = [[(each.rate - each.low) / gpus for each in shown], [(each.high - each.rate) / gpus for each in shown]]
+        panel.barh([_label(each) for each in shown], rates, color=[LOOKS[each.kind] for each in shown])
+        panel.errorbar(rates, range(len(shown)), xerr=off, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
+        panel.set(title=result.scenario)
+        panel.tick_params(axis="y", labelsize=7)
+        panel.grid(axis="y", visible=False)
+    for panel in cells[len(found.results) :]:
+        panel.axis("off")
+    picture.supxlabel("goodput, requests/s and GPU, 90 % keep both promises")
+    return picture
+
+
+def _label(entry: Entry) -> str:
+    return {OURS: "ours", ORACLE: "oracle"}.get(entry.kind, entry.name)
+
+
+@style.drawn
+def _over_time(result: Result) -> Any:
+    """Above, who keeps how many promises; below, what each of our workers spends its time on."""
+    ours = result.timelines[0]
+    picture, panels = style.panels(2, 1, 9.0, 3.0 + 0.32 * len(ours.workers), sharex=True)
+    above, below = panels[0][0], panels[1][0]
+    for number, line in enumerate(result.timelines):
+        at_s = [(index + 0.5) * line.bin_s for index, kept in enumerate(line.kept) if kept >= 0.0]
+        kept = [100.0 * each for each in line.kept if each >= 0.0]
+        above.plot(at_s, kept, color=style.COLOURS[number], linewidth=1.4, label=line.name)
+    above.axhline(90, color="black", linewidth=0.8, linestyle=":")
+    above.set(ylabel="kept, % of arrivals", ylim=(-3, 103))
+    above.legend(loc="lower left", ncols=len(result.timelines), fontsize=7.5)
+    above.set_title(f"{result.scenario}: {ours.rate:.2f} requests/s; below, ours: seconds with prompts, and without")
+    for panel in (above, below):
+        for _, begin_s in result.boundaries[1:]:
+            panel.axvline(begin_s, color=style.GREY, linewidth=0.8)
+        panel.grid(visible=False)
+    _roles(below, ours)
+    below.set(xlabel="seconds", xlim=(0, result.seconds))
+    return picture
+
+
+def _roles(panel: Any, ours: Timeline) -> None:
+    """One lane a worker: in each bin, the share in steps with prompts from the left, that in other steps behind it."""
+    names = list(ours.workers)
+    for lane, name in enumerate(names):
+        for index, (prompts, others) in enumerate(ours.workers[name]):
+            begin_s = index * ours.bin_s
+            spans = [(begin_s, prompts * ours.bin_s), (begin_s + prompts * ours.bin_s, others * ours.bin_s)]
+            panel.broken_barh(spans, (lane - 0.4, 0.8), facecolors=(style.RED, style.BLUE))
+    panel.set_yticks(range(len(names)), names, fontsize=7.5)
+    panel.set_ylim(len(names) - 0.4, -0.6)

@@ -1,0 +1,41 @@
+"""A run over time: which requests were kept by when they came, and what each worker spent its seconds on. Pure."""
+
+from collections import defaultdict
+
+from cluster.bench.elastic.record import Timeline
+from cluster.bench.elastic.scenarios import Scenario
+from cluster.scoring.latencies import latencies
+from cluster.scoring.records import Run
+
+BINS = 48
+
+
+def timeline(run: Run, scenario: Scenario, rate: float) -> Timeline:
+    """`run` must be traced if its workers shall be in it."""
+    bin_s = scenario.seconds / BINS
+    return Timeline(run.system, rate, bin_s, _kept(run, scenario, bin_s), _workers(run, bin_s))
+
+
+def _kept(run: Run, scenario: Scenario, bin_s: float) -> tuple[float, ...]:
+    slo, times = scenario.slo, latencies(run.served)
+    came, kept = [0] * BINS, [0] * BINS
+    for number, each in enumerate(run.served):
+        place = min(int(each.arrival_s / bin_s), BINS - 1)
+        in_time = slo.ttft_s is None or times.ttft_s[number] <= slo.ttft_s
+        came[place] += 1
+        kept[place] += bool(in_time and (slo.tpot_s is None or times.tpot_s[number] <= slo.tpot_s))
+    return tuple(round(ok / count, 4) if count else -1.0 for ok, count in zip(kept, came, strict=True))
+
+
+def _workers(run: Run, bin_s: float) -> dict[str, tuple[tuple[float, float], ...]]:
+    """A step counts for the bin in which it begins, with all of its seconds."""
+    begun_s = run.served[0].arrival_s
+    spent: dict[str, list[list[float]]] = defaultdict(lambda: [[0.0, 0.0] for _ in range(BINS)])
+    for step in run.steps:
+        place = int((step.begin_s + begun_s) / bin_s)
+        if 0 <= place < BINS:
+            spent[step.worker][place][0 if step.prompt_tokens else 1] += step.end_s - step.begin_s
+    return {
+        name: tuple((round(prompts / bin_s, 3), round(others / bin_s, 3)) for prompts, others in bins)
+        for name, bins in sorted(spent.items())
+    }
