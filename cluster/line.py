@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from cluster.cache_reader import CacheReader
 from cluster.policy.placement import NOTHING_SENT, Sent
 from cluster.runtime.interface import WorkerGone, WorkerHandle
 from cluster.view import WorkerState, WorkerView
@@ -34,10 +35,19 @@ Hear = Callable[[str, Said], None]  # the worker's name, and what it said
 
 
 class Line:
-    """Owned by a Dispatcher. `changed` is called when it first hears the worker, and when it ends."""
+    """Owned by a Roster. `changed` is called when it first hears the worker, and when it ends.
+
+    `cache` is told when there is news of what the worker has cached, and ends with the line.
+    """
 
     def __init__(
-        self, view: WorkerView, handle: WorkerHandle, subscriber: str, silence_s: float, changed: Callable[[], None]
+        self,
+        view: WorkerView,
+        handle: WorkerHandle,
+        subscriber: str,
+        silence_s: float,
+        changed: Callable[[], None],
+        cache: CacheReader | None = None,
     ) -> None:
         self.view = view
         self.handle = handle.at(view.incarnation)
@@ -49,6 +59,7 @@ class Line:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._silence_s = silence_s
         self._changed = changed
+        self._cache = cache
         self._attempts: dict[str, Hear] = {}
         self._seen: tuple[tuple[WorkerView, WorkerStats, bool, str | None], WorkerView] | None = None
         self._loop = asyncio.get_running_loop()
@@ -88,6 +99,8 @@ class Line:
         self._silence.close()
         self._listening.cancel()
         await asyncio.wait([self._listening])
+        if self._cache is not None:
+            await self._cache.close()
 
     async def _listen(self) -> None:
         received = 0
@@ -114,6 +127,8 @@ class Line:
             self._changed()
         self.stats = bundle.stats
         self.sent = NOTHING_SENT
+        if self._cache is not None:
+            self._cache.heard(bundle.stats.cache_number)
         for output in bundle.outputs:
             hear = self._attempts.get(output.key)
             if hear is not None:
@@ -129,6 +144,8 @@ class Line:
             return
         logger.warning("worker %s is lost: %s", self.name, reason)
         self.lost = reason
+        if self._cache is not None:
+            self._cache.stop()
         self.ended.set_result(None)
         for hear in tuple(self._attempts.values()):
             hear(self.name, LineLost(reason))

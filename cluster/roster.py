@@ -9,14 +9,17 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from msgspec import structs
 
+from cluster.cache_reader import CacheReader
 from cluster.line import Line
 from cluster.members import Member, Membership
 from cluster.policy.placement import NOTHING_SENT, Sent
-from cluster.runtime.interface import WorkerGone
+from cluster.policy.prefix_index import PrefixIndex
+from cluster.runtime.interface import WorkerGone, WorkerHandle
 from cluster.spec import ClusterSpec
 from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
 from workers.errors import WorkerError
@@ -29,13 +32,21 @@ REDIAL_S = 1.0
 
 
 class Roster:
-    """Owned by a Dispatcher. `start` before use, `close` after."""
+    """Owned by a Dispatcher. `start` before use, `close` after. `caches` is told what workers have cached."""
 
-    def __init__(self, spec: ClusterSpec, model: ModelView, watch_members: WatchMembers, name: str) -> None:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        model: ModelView,
+        watch_members: WatchMembers,
+        name: str,
+        caches: PrefixIndex | None = None,
+    ) -> None:
         self._spec = spec
         self._model = model
         self._watch_members = watch_members
         self._name = name
+        self._caches = caches
         self._membership = Membership(0)
         self._pairs = self._membership.pairs
         self._changed = asyncio.Event()
@@ -128,6 +139,8 @@ class Roster:
                     line.hang_up("the controller took it out")
                 self._in_background(line.close())
                 del self.lines[name]
+                if self._caches is not None:
+                    self._caches.forget(name)
         for name, member in ready.items():
             if name not in self.lines:
                 self.lines[name] = self._dial(member)
@@ -137,7 +150,14 @@ class Roster:
         """A new line. Its subscriber's name is new too: what an older line of ours left there times out."""
         assert member.handle is not None, "only ready members are dialled"
         subscriber = f"{self._name}-{uuid.uuid4().hex[:12]}"
-        return Line(member.view, member.handle, subscriber, self._spec.health.dead_after_s, self._pulse)
+        silence_s, reader = self._spec.health.dead_after_s, self._reader(member.view, member.handle)
+        return Line(member.view, member.handle, subscriber, silence_s, self._pulse, reader)
+
+    def _reader(self, view: WorkerView, handle: WorkerHandle) -> CacheReader | None:
+        if self._caches is None:
+            return None
+        take = partial(self._caches.take, view.name, view.incarnation)
+        return CacheReader(handle.at(view.incarnation), take, self._spec.gateway.cache_news_s)
 
     async def _redial(self) -> None:
         """A worker that the controller holds ready but that we lost gets a new line, once in a while."""

@@ -44,12 +44,13 @@ class CacheNews(Struct, frozen=True, gc=False):
     """How a cache changed behind event `first`, up to event `last`: take the removed names away, then add the others.
 
     `whole`: forget what was known before, this begins anew. Names that came by events up to `reach` have been told;
-    where that is not `last` yet, there are more to ask for.
+    where that is not `last` yet, there are more to ask for. Prefixes of multiples of `grain` tokens have names here.
     """
 
     first: int
     last: int
     reach: int
+    grain: int
     whole: bool = False
     device: NameChanges = NameChanges()
     host: NameChanges = NameChanges()

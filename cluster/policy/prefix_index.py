@@ -4,7 +4,7 @@
     holders         {a b} {a b} {a}  {}     of each name, as one integer with a bit for each worker
     matches         {a: 384, b: 256}
 
-A lookup walks the chain once for all workers together. Pure: time is an argument.
+A lookup walks the chain once for all workers whose names have the same distance. Pure: time is an argument.
 """
 
 from array import array
@@ -100,6 +100,7 @@ class PrefixIndex:
         self._host = _Told()
         self._slots: dict[str, int] = {}  # worker -> its bit's number
         self._lives: dict[str, str] = {}  # worker -> the incarnation whose cache this is
+        self._by_step: dict[int, Bits] = {}  # every so many names of a chain these workers have one
         self._workers: list[str] = []  # slot -> worker
         self._free: list[int] = []
         self._hoped = _Holders()
@@ -116,9 +117,15 @@ class PrefixIndex:
         """
         self._expire(now_s)
         found: dict[str, Match] = {}
+        for step, workers in self._by_step.items():
+            self._walk(found, names[step - 1 :: step] if step > 1 else names, workers, step * self.grain)
+        return found
+
+    def _walk(self, found: dict[str, Match], names: Sequence[int], workers: Bits, grain: int) -> None:
+        """These workers have names at multiples of `grain` tokens: note how far each one's go."""
         device, host, hoped = self._device.holders, self._host.holders, self._hoped
-        on_host: dict[int, int] = {}  # slot -> names that only its host memory has
-        have = last = -1  # all
+        on_host: dict[int, int] = {}  # slot -> tokens that only its host memory has
+        have, last = workers, -1
         depth = 0
         for name in names:
             ready = device.get(name, 0)
@@ -128,39 +135,39 @@ class PrefixIndex:
             if host and (saved := host.get(name, 0) & ~ready & have):
                 holds = ready | saved
                 for slot in _slots(saved):
-                    on_host[slot] = on_host.get(slot, 0) + 1
+                    on_host[slot] = on_host.get(slot, 0) + grain
             if holds is not last:
                 still = have & holds
                 if depth and still != have:
                     self._found(found, have ^ still, depth, on_host)
                 have, last = still, holds
                 if not have:
-                    return found
-            depth += 1
+                    return
+            depth += grain
         if depth:
             self._found(found, have, depth, on_host)
-        return found
 
     def is_of(self, worker: str, incarnation: str) -> bool:
         """Whether what is known of this worker is of this incarnation of it."""
         return self._lives.get(worker) == incarnation
 
-    def _found(self, found: dict[str, Match], who: Bits, depth: int, on_host: dict[int, int]) -> None:
+    def _found(self, found: dict[str, Match], who: Bits, tokens: int, on_host: dict[int, int]) -> None:
         if who.bit_count() <= _FEW:
             for slot in _slots(who):
-                found[self._workers[slot]] = Match(depth * self.grain, on_host.get(slot, 0) * self.grain)
+                found[self._workers[slot]] = Match(tokens, on_host.get(slot, 0))
             return
         flags = bin(who)[:1:-1].encode().translate(_TO_FLAGS)
-        found.update(dict.fromkeys(compress(self._workers, flags), Match(depth * self.grain)))
-        for slot, count in on_host.items():
+        found.update(dict.fromkeys(compress(self._workers, flags), Match(tokens)))
+        for slot, host_tokens in on_host.items():
             if who >> slot & 1:
-                found[self._workers[slot]] = Match(depth * self.grain, count * self.grain)
+                found[self._workers[slot]] = Match(tokens, host_tokens)
 
     # ---- what workers say ------------------------------------------------------------------------------------
 
     def take(self, worker: str, incarnation: str, news: CacheNews) -> None:
         """What this incarnation says of its cache; of another one, all is forgotten."""
         bit = self._bit(worker, incarnation)
+        self._set_step(bit, max(1, news.grain // self.grain))
         for told, changes in ((self._device, news.device), (self._host, news.host)):
             if news.whole:
                 told.forget(bit)
@@ -174,6 +181,7 @@ class PrefixIndex:
         del self._lives[worker]
         self._device.forget(1 << slot)
         self._host.forget(1 << slot)
+        self._set_step(1 << slot, 0)
         for key in [key for key, expected in self._expected.items() if expected[0] == worker]:
             self._give_up(key)
         self._workers[slot] = ""
@@ -187,7 +195,19 @@ class PrefixIndex:
                 self._workers.append("")
             slot = self._slots[worker] = self._free.pop()
             self._lives[worker], self._workers[slot] = incarnation, worker
+            self._set_step(1 << slot, 1)
         return 1 << self._slots[worker]
+
+    def _set_step(self, bit: Bits, step: int) -> None:
+        """0: nobody's any more."""
+        if self._by_step.get(step, 0) & bit:
+            return
+        for known in [known for known, bits in self._by_step.items() if bits & bit]:
+            self._by_step[known] ^= bit
+            if not self._by_step[known]:
+                del self._by_step[known]
+        if step:
+            self._by_step[step] = self._by_step.get(step, 0) | bit
 
     # ---- what this gateway sends -----------------------------------------------------------------------------
 

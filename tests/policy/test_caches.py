@@ -28,10 +28,10 @@ def test_what_a_worker_says_it_has_counts_and_what_it_lost_does_not() -> None:
     story, wanted = Story("mooncake-local"), request("a", length=1000, first=5)
     assert story.policy.wants_caches
     names = tuple(chain(wanted.prompt))
-    story.policy.index.take("p1", "1", CacheNews(0, 7, 7, whole=True, device=NameChanges(names)))
+    story.policy.index.take("p1", "1", CacheNews(0, 7, 7, 128, whole=True, device=NameChanges(names)))
     found = story.choose(TWO, wanted)
     assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p1", 7 * 128)
-    story.policy.index.take("p1", "1", CacheNews(7, 9, 9, device=NameChanges(removed=names[2:])))
+    story.policy.index.take("p1", "1", CacheNews(7, 9, 9, 128, device=NameChanges(removed=names[2:])))
     story.now_s += 1.0
     found = story.choose(TWO, wanted)
     assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p1", 2 * 128)
@@ -39,7 +39,7 @@ def test_what_a_worker_says_it_has_counts_and_what_it_lost_does_not() -> None:
 
 def test_of_a_worker_that_restarted_nothing_is_believed() -> None:
     story, wanted = Story("mooncake-local"), request("a", length=1000, first=5)
-    story.policy.index.take("p1", "0", CacheNews(0, 7, 7, whole=True, device=NameChanges(tuple(chain(wanted.prompt)))))
+    story.policy.index.take("p1", "0", CacheNews(0, 7, 7, 128, whole=True, device=NameChanges(tuple(chain(wanted.prompt)))))
     found = story.choose(TWO, wanted)
     assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p0", 0)
 
@@ -48,7 +48,7 @@ def test_an_answer_that_the_client_has_is_looked_up_too() -> None:
     story, wanted = Story("mooncake-local"), request("a", length=200)
     again = replace(wanted, generated=tuple(range(200, 300)))
     names = chain((*again.prompt, *again.generated))
-    story.policy.index.take("p1", "1", CacheNews(0, 2, 2, whole=True, device=NameChanges(tuple(names))))
+    story.policy.index.take("p1", "1", CacheNews(0, 2, 2, 128, whole=True, device=NameChanges(tuple(names))))
     found = story.choose(TWO, again)
     assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p1", 256)
 

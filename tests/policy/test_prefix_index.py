@@ -14,9 +14,11 @@ who = st.sampled_from(WORKERS[:4])
 some = st.lists(st.integers(1, 6), max_size=6, unique=True)
 
 
-def news(added: list[int], removed: list[int] = [], *, host: bool = False, whole: bool = False) -> CacheNews:  # noqa: B006
+def news(
+    added: list[int], removed: list[int] = [], *, host: bool = False, whole: bool = False, grain: int = 1
+) -> CacheNews:  # noqa: B006
     changes = NameChanges(tuple(added), tuple(removed))
-    return CacheNews(0, 1, 1, whole, *((NameChanges(), changes) if host else (changes, NameChanges())))
+    return CacheNews(0, 1, 1, grain, whole, *((NameChanges(), changes) if host else (changes, NameChanges())))
 
 
 def test_chains_are_equal_as_far_as_tokens_are() -> None:
@@ -38,9 +40,20 @@ def test_a_chain_goes_on_from_any_part_of_it(tokens: list[int], grain: int, data
 def test_a_lookup_tells_how_far_each_worker_is() -> None:
     index = PrefixIndex(grain=128)
     for worker, names in (("a", [1, 2, 3]), ("b", [1, 2]), ("c", [2, 3]), ("d", [1, 3])):
-        index.take(worker, "1", news(names))
+        index.take(worker, "1", news(names, grain=128))
     assert index.matches([1, 2, 3, 4]) == {"a": Match(384), "b": Match(256), "d": Match(128)}
     assert index.matches([]) == {} == index.matches([9])
+
+
+def test_larger_blocks_have_names_further_apart() -> None:
+    index = PrefixIndex(grain=128)
+    index.take("a", "1", news([1, 2, 3], grain=128))
+    index.take("b", "1", news([4, 8], grain=512))
+    index.take("c", "1", news([3, 6], grain=384))
+    names = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert index.matches(names) == {"a": Match(384), "b": Match(1024), "c": Match(768)}
+    index.take("b", "2", news([1], grain=128))
+    assert index.matches(names) == {"a": Match(384), "b": Match(128), "c": Match(768)}
 
 
 def test_what_lies_in_host_memory_counts_and_is_told_apart() -> None:
@@ -98,21 +111,26 @@ class IndexMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.keys = 0
         self.lives: dict[str, int] = {}
+        self.grains: dict[str, int] = {}
+        self.known: set[str] = set()  # told of in this life
         self.device: dict[str, set[int]] = {}
         self.host: dict[str, set[int]] = {}
         self.hopes: list[list] = []  # key, worker, names, until when
 
-    @rule(worker=who, added=some, removed=some, host=st.booleans(), whole=st.booleans(), reborn=st.booleans())
-    def take(self, worker: str, added: list[int], removed: list[int], host: bool, whole: bool, reborn: bool) -> None:
+    @rule(worker=who, added=some, removed=some, host=st.booleans(), whole=st.booleans(), reborn=st.integers(0, 3))
+    def take(self, worker: str, added: list[int], removed: list[int], host: bool, whole: bool, reborn: int) -> None:
         if reborn:
+            self.grains[worker] = reborn
             self.lives[worker] = self.lives.get(worker, 0) + 1
             self._drop(worker)
         if whole:
             self.device[worker], self.host[worker] = set(), set()
         held = (self.host if host else self.device).setdefault(worker, set())
+        self.known.add(worker)
         held -= set(removed)
         held |= set(added)
-        self.index.take(worker, str(self.lives.get(worker, 0)), news(added, removed, host=host, whole=whole))
+        told = news(added, removed, host=host, whole=whole, grain=self.grains.get(worker, 1))
+        self.index.take(worker, str(self.lives.get(worker, 0)), told)
 
     @rule(worker=who)
     def forget(self, worker: str) -> None:
@@ -121,6 +139,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def _drop(self, worker: str) -> None:
         self.device.pop(worker, None)
+        self.known.discard(worker)
         self.host.pop(worker, None)
         self.hopes = [hope for hope in self.hopes if hope[1] != worker]
 
@@ -152,9 +171,10 @@ class IndexMachine(RuleBasedStateMachine):
                 ready = set(self.device.get(worker, ()))
                 ready = ready.union(*(hope[2] for hope in self.hopes if hope[1] == worker))
                 host = self.host.get(worker, set())
-                found = list(takewhile(lambda name, there=ready | host: name in there, names))
+                grain = self.grains.get(worker, 1) if worker in self.known else 1
+                found = list(takewhile(lambda name, there=ready | host: name in there, names[grain - 1 :: grain]))
                 if found:
-                    expected[worker] = Match(len(found), sum(name not in ready for name in found))
+                    expected[worker] = Match(len(found) * grain, sum(name not in ready for name in found) * grain)
             assert self.index.matches(names, self.now_s) == expected
 
     def teardown(self) -> None:

@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
+from workers.engine.cache_log import CacheLog, Tier
+
 
 class OutOfBlocks(Exception):
     """Fewer free blocks than asked for."""
@@ -60,7 +62,9 @@ class BlockPool:
         self._cached: OrderedDict[int, bytes] = OrderedDict()  # unreferenced but reusable, oldest first
         self._names: dict[int, bytes] = {}  # block -> content name, referenced or not
         self._blocks: dict[bytes, int] = {}  # content name -> block
+        self._told: dict[int, int] = {}  # named block -> what the log calls the prefix that ends with it
         self.digests: dict[int, tuple[bytes, ...]] = {}  # named block -> digests of its cells on each rank
+        self.log = CacheLog(block_size)
 
     @property
     def num_free(self) -> int:
@@ -121,10 +125,11 @@ class BlockPool:
             found.append(block)
         return found
 
-    def name(self, block: int, content: bytes) -> None:
+    def name(self, block: int, content: bytes, told: int | None = None) -> None:
         """A held block is computed; `content` names it. The first block of a name keeps it.
 
-        A block that was named as a tail, and has been filled since, gets its new name instead.
+        A block that was named as a tail, and has been filled since, gets its new name instead. `told`: what the log
+        calls the prefix that ends with this block, if anything.
         """
         assert self._references[block] > 0, f"block {block} is named but nobody holds it"
         if not self._prefix_caching or content in self._blocks:
@@ -133,6 +138,9 @@ class BlockPool:
             self._forget(block)
         self._blocks[content] = block
         self._names[block] = content
+        if told is not None:
+            self._told[block] = told
+            self.log.add(Tier.DEVICE, told)
 
     def forget(self, hashes: Iterable[bytes]) -> None:
         """Take these names away, because their content is in doubt; who holds the blocks keeps them."""
@@ -161,6 +169,9 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         del self._blocks[self._names.pop(block)]
         self.digests.pop(block, None)
+        told = self._told.pop(block, None)
+        if told is not None:
+            self.log.remove(Tier.DEVICE, told)
 
     def check(self, held: Iterable[Sequence[int]] = ()) -> None:
         """Prove the invariants; `held` are the block lists of every owner. Raises AssertionError."""
@@ -174,6 +185,8 @@ class BlockPool:
         assert free == [b for b in range(self._first, len(expected)) if not expected[b]], "free list differs"
         assert len(self._names) == len(self._blocks) and all(self._blocks[n] == b for b, n in self._names.items())
         assert set(self.digests) <= set(self._names), "a digest outlived its block's name"
+        assert set(self._told) <= set(self._names), "a prefix is told of a block that lost its name"
+        assert self.log.names(Tier.DEVICE) == set(self._told.values()), "the log differs from what is cached"
 
 
 class HostBlocks:

@@ -8,6 +8,7 @@ are as many as the blocks have, names that went are remembered for a while.
     reader  ── since(last, reach) ──> what changed; or, if too much was forgotten, everything
 """
 
+import math
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -38,43 +39,48 @@ def chain(tokens: Sequence[int], grain: int = GRAIN, known: Sequence[int] = ()) 
     """
     names = list(known)
     name = names[-1] if names else 0
-    packed = struct.Struct(f"<{grain}I")
+    form = f"<{grain}I"
     try:
         for start in range(len(names) * grain, len(tokens) - grain + 1, grain):
-            name = xxh3_64_intdigest(packed.pack(*tokens[start : start + grain]), name) >> (64 - _NAME_BITS)
+            content = struct.pack(form, *tokens[start : start + grain])
+            name = xxh3_64_intdigest(content, name) >> (64 - _NAME_BITS)
             names.append(name)
     except struct.error:
         pass
     return names
 
 
-class CacheLog:
-    """Owned by a BlockPool. Numbers count events from 1; `number` is the newest."""
+def name_of_block(names: Sequence[int], index: int, block_size: int) -> int | None:
+    """The name, of this chain, of all tokens up to the end of this block; None: none ends there."""
+    end = (index + 1) * block_size
+    return None if end % GRAIN else names[end // GRAIN - 1]
 
-    def __init__(self, most_gone: int = MOST_NAMES) -> None:
+
+class CacheLog:
+    """Owned by a BlockPool of this block size. Numbers count events from 1; `number` is the newest."""
+
+    def __init__(self, block_size: int, most_gone: int = MOST_NAMES) -> None:
         self.number = 0
+        self.grain = math.lcm(GRAIN, block_size)
         self._there: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}  # name -> its event, oldest first
         self._gone: deque[tuple[int, Tier, int]] = deque(maxlen=most_gone)  # (event, tier, name)
         self._forgotten = 0  # the newest removal that `_gone` has lost
 
-    def add(self, tier: Tier, names: Sequence[int]) -> None:
-        """These can be found there from now on."""
+    def add(self, tier: Tier, name: int) -> None:
+        """It can be found there from now on."""
+        self.number += 1
         there = self._there[tier]
-        for name in names:
-            self.number += 1
-            there.pop(name, None)
-            there[name] = self.number
+        there.pop(name, None)
+        there[name] = self.number
 
-    def remove(self, tier: Tier, names: Sequence[int]) -> None:
-        """These cannot any more; those that were not there are no event."""
-        there = self._there[tier]
-        for name in names:
-            if there.pop(name, None) is None:
-                continue
-            self.number += 1
-            if len(self._gone) == self._gone.maxlen:
-                self._forgotten = self._gone[0][0]
-            self._gone.append((self.number, tier, name))
+    def remove(self, tier: Tier, name: int) -> None:
+        """It cannot any more; what was not there is no event."""
+        if self._there[tier].pop(name, None) is None:
+            return
+        self.number += 1
+        if len(self._gone) == self._gone.maxlen:
+            self._forgotten = self._gone[0][0]
+        self._gone.append((self.number, tier, name))
 
     def names(self, tier: Tier) -> frozenset[int]:
         """What is there now."""
@@ -96,7 +102,7 @@ class CacheLog:
             )
             for tier in Tier
         }
-        return CacheNews(last, self.number, end, whole, changes[Tier.DEVICE], changes[Tier.HOST])
+        return CacheNews(last, self.number, end, self.grain, whole, changes[Tier.DEVICE], changes[Tier.HOST])
 
     def _newer(self, tier: Tier, reach: int) -> list[tuple[int, int]]:
         """(event, name) of what came behind event `reach` and is there."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes
+from workers.engine.cache_log import chain, name_of_block
 from workers.engine.leases import LeaseBook
 from workers.engine.sequence import Lease
 
@@ -21,6 +22,7 @@ class Loan:
     blocks: tuple[int, ...]
     num_shared: int
     hashes: tuple[bytes, ...]
+    names: tuple[int, ...]  # of `cache_log`
 
 
 class Loans:
@@ -51,7 +53,7 @@ class Loans:
         except OutOfBlocks:
             self._pool.free(shared)
             raise
-        loan = Loan((*shared, *fresh), aligned, tuple(hashes))
+        loan = Loan((*shared, *fresh), aligned, tuple(hashes), tuple(chain(tokens)))
         self._coming.add(loan)
         return loan
 
@@ -59,6 +61,7 @@ class Loans:
         """Its bytes are here, verified, or will not come; either way nobody but the cache keeps the blocks."""
         self._coming.remove(loan)
         if arrived:
-            for block, name in list(zip(loan.blocks, loan.hashes, strict=False))[loan.num_shared :]:
-                self._pool.name(block, name)
+            for index in range(loan.num_shared, len(loan.hashes)):
+                told = name_of_block(loan.names, index, self._pool.block_size)
+                self._pool.name(loan.blocks[index], loan.hashes[index], told)
         self._pool.free(loan.blocks)

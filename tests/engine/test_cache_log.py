@@ -1,0 +1,214 @@
+"""The log of what a cache has: whoever reads it, however far behind, ends with what is there."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from workers.config import EngineConfig
+from workers.engine.blocks import BlockPool
+from workers.engine.cache_log import GRAIN, CacheLog, Tier, chain, name_of_block
+from workers.engine.engine import Engine
+from workers.engine.sequence import Lease
+from workers.engine.step import StepPlan, StepResult
+from workers.request import Request, SamplingParams
+from workers.stats import CacheNews
+
+TIERS = st.sampled_from(list(Tier))
+NAMES = st.integers(1, 12)
+
+
+class Reader:
+    """Holds what it was told."""
+
+    def __init__(self) -> None:
+        self.last = self.reach = 0
+        self.names: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+
+    def take(self, news: CacheNews) -> None:
+        assert news.whole or news.first == self.last
+        for tier, changes in ((Tier.DEVICE, news.device), (Tier.HOST, news.host)):
+            if news.whole:
+                self.names[tier].clear()
+            self.names[tier] -= set(changes.removed)
+            self.names[tier] |= set(changes.added)
+        self.last, self.reach = news.last, news.reach
+
+    def catch_up(self, log: CacheLog, most: int) -> int:
+        """Ask until nothing is new. Answers how often."""
+        for asked in range(1, 100):
+            self.take(log.since(self.last, self.reach, most))
+            if self.reach == self.last:
+                return asked
+        raise AssertionError("there is always more")
+
+
+class LogMachine(RuleBasedStateMachine):
+    """Two readers, one that follows and one that comes when it likes; the log forgets removals soon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = CacheLog(16, most_gone=4)
+        self.truth: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+        self.readers = [Reader(), Reader()]
+
+    @rule(tier=TIERS, names=st.lists(NAMES, max_size=5))
+    def add(self, tier: Tier, names: list[int]) -> None:
+        for name in names:
+            self.log.add(tier, name)
+            self.truth[tier].add(name)
+
+    @rule(tier=TIERS, names=st.lists(NAMES, max_size=5))
+    def remove(self, tier: Tier, names: list[int]) -> None:
+        for name in names:
+            self.log.remove(tier, name)
+            self.truth[tier].discard(name)
+
+    @rule(which=st.integers(0, 1), most=st.integers(1, 5))
+    def read_some(self, which: int, most: int) -> None:
+        reader = self.readers[which]
+        reader.take(self.log.since(reader.last, reader.reach, most))
+
+    @rule(most=st.integers(1, 5))
+    def catch_up(self, most: int) -> None:
+        self.readers[0].catch_up(self.log, most)
+        assert self.readers[0].names == self.truth and self.readers[0].last == self.log.number
+
+    @rule(which=st.integers(0, 1))
+    def begin_anew(self, which: int) -> None:
+        self.readers[which] = Reader()
+
+    @invariant()
+    def who_knows_all_knows_the_truth(self) -> None:
+        for reader in self.readers:
+            if reader.last == reader.reach == self.log.number:
+                assert reader.names == self.truth
+        assert all(self.log.names(tier) == names for tier, names in self.truth.items())
+
+    def teardown(self) -> None:
+        for reader in self.readers:
+            reader.catch_up(self.log, 3)
+            assert reader.names == self.truth
+
+
+LogMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLogMachine = LogMachine.TestCase
+
+
+def test_an_answer_is_bounded_and_the_next_one_goes_on() -> None:
+    log, reader = CacheLog(16), Reader()
+    for name in range(10_000):
+        log.add(Tier.DEVICE, name)
+    assert len(log.since(0, 0).device.added) == 4096
+    assert reader.catch_up(log, 4096) == 3 and len(reader.names[Tier.DEVICE]) == 10_000
+
+
+def test_who_is_too_far_behind_begins_anew() -> None:
+    log, reader = CacheLog(16, most_gone=10), Reader()
+    for name in range(20):
+        log.add(Tier.DEVICE, name)
+    reader.catch_up(log, 100)
+    for name in range(10):
+        log.remove(Tier.DEVICE, name)
+    assert not log.since(reader.last, reader.reach).whole
+    log.remove(Tier.DEVICE, 10)
+    assert log.since(reader.last, reader.reach).whole
+    assert log.since(99, 99).whole, "a number of another life"
+
+
+def test_what_went_and_came_back_is_there() -> None:
+    log, reader = CacheLog(16), Reader()
+    log.add(Tier.DEVICE, 1)
+    reader.catch_up(log, 9)
+    log.remove(Tier.DEVICE, 1)
+    log.add(Tier.DEVICE, 1)
+    log.remove(Tier.HOST, 1)  # it never was there
+    reader.catch_up(log, 9)
+    assert reader.names == {Tier.DEVICE: {1}, Tier.HOST: set()} and log.number == 3
+
+
+@given(st.sampled_from([16, 48, 64, 128, 256, 512]), st.integers(0, 2000))
+def test_a_block_has_the_name_of_the_tokens_that_end_with_it(block_size: int, length: int) -> None:
+    tokens = range(length)
+    names = chain(tokens)
+    grain = CacheLog(block_size).grain
+    found = [name_of_block(names, index, block_size) for index in range(length // block_size)]
+    ends = {(index + 1) * block_size: name for index, name in enumerate(found) if name is not None}
+    assert ends == {end: chain(tokens[:end])[-1] for end in range(grain, length // block_size * block_size + 1, grain)}
+
+
+def computed(pool: BlockPool, tokens: range) -> list[int]:
+    """Blocks of this prompt, named as an engine names them."""
+    blocks = pool.allocate(len(tokens) // pool.block_size)
+    for index, block in enumerate(blocks):
+        content = b"%d" % hash(tuple(tokens[: (index + 1) * pool.block_size]))
+        pool.name(block, content, name_of_block(chain(tokens), index, pool.block_size))
+    return blocks
+
+
+def test_what_is_evicted_cleared_or_in_doubt_is_told() -> None:
+    pool = BlockPool(8, 64)
+    first, second = range(256), range(1000, 1256)
+    pool.free(computed(pool, first))
+    held = computed(pool, second)
+    assert pool.log.names(Tier.DEVICE) == {*chain(first), *chain(second)}
+    taken = pool.allocate(1)  # the tail of the first one
+    pool.check([held, taken])
+    assert pool.log.names(Tier.DEVICE) == {chain(first)[0], *chain(second)}
+    pool.clear_cache()
+    assert pool.log.names(Tier.DEVICE) == set(chain(second)), "what is held can be found"
+    pool.forget([pool._names[held[1]]])
+    assert pool.log.names(Tier.DEVICE) == {chain(second)[1]}
+
+
+def engine(block_size: int, num_blocks: int) -> Engine:
+    config = EngineConfig(block_size=block_size, kv_blocks=num_blocks, max_batch_tokens=512)
+    return Engine(config, context_length=4096, eos_token_ids=(0,), vocab_size=10_000, lease_s=10.0)
+
+
+def run(subject: Engine, request: Request, *, hold: bool = False) -> int:
+    """To the end; how many tokens of it were cached."""
+    subject.add(request, 0.0, hold=hold)
+    cached = 0
+    while (plan := subject.schedule(0.0)) is not None:
+        subject.commit(plan, answer(plan), 0.0)
+        subject.check()
+        for told in subject.drain():
+            if isinstance(told, Lease):
+                subject.leases.release(told.key, told.epoch)
+            else:
+                cached = max(cached, getattr(told, "cached_tokens", 0))
+    return cached
+
+
+def answer(plan: StepPlan) -> StepResult:
+    tokens = tuple(1 + chunk.draw.position if chunk.draw else None for chunk in plan.chunks)
+    return StepResult(plan.number, tokens, tuple(None for _ in tokens), ((b"",) * len(plan.digest_blocks),), 0.01)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([16, 64, 128, 256]),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 700), st.integers(1, 80), st.booleans()), max_size=12),
+)
+def test_an_engine_finds_what_its_log_says(block_size: int, asked: list[tuple[int, int, int, bool]]) -> None:
+    """One request at a time, on a pool too small for all: what was told of it is cached, up to the last token."""
+    subject, reader = engine(block_size, 1024 // block_size), Reader()
+    for number, (first, length, most, hold) in enumerate(asked):
+        prompt = tuple(range(1 + 100 * first, 1 + 100 * first + length))
+        sampling = SamplingParams(seed=1, max_tokens=most)
+        reader.catch_up(subject.pool.log, 3)
+        assert subject.stats().cache_number == reader.last
+        told = 0
+        for name in chain(prompt[:-1])[max(GRAIN, block_size) // GRAIN - 1 :: max(GRAIN, block_size) // GRAIN]:
+            if name not in reader.names[Tier.DEVICE]:
+                break
+            told += max(GRAIN, block_size)
+        cached = run(subject, Request(f"r{number}", prompt, sampling), hold=hold)
+        assert told <= cached < told + max(GRAIN, block_size)
+
+
+def test_without_prefix_caching_there_is_nothing_to_tell() -> None:
+    config = EngineConfig(prefix_caching=False)
+    subject = Engine(config, context_length=4096, eos_token_ids=(0,), vocab_size=10_000, lease_s=10.0)
+    run(subject, Request("r", tuple(range(1, 400)), SamplingParams(seed=1, max_tokens=4)))
+    assert subject.stats().cache_number == 0
