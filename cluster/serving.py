@@ -11,13 +11,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from cluster.changes import Memory
+from cluster.calls import ControllerCalls
+from cluster.changes import Memory, Taken
 from cluster.controller import Controller
 from cluster.dispatcher import Dispatcher
 from cluster.events import Event
 from cluster.members import Membership
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
-from cluster.spec import ClusterSpec
+from cluster.spec import ClusterSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState
 from workers.request import Request
 from workers.shapes import Shape, Timings
@@ -69,14 +70,24 @@ class RequestDispatcher(Protocol):
         ...
 
 
+class Operator(Protocol):
+    """What a door needs to have the cluster changed: see `cluster.controller.Controller`. Errors: `ChangeError`."""
+
+    async def flip(self, worker: str, role: Role, revision: int) -> int: ...
+    async def drain(self, worker: str, revision: int, deadline_s: float) -> int: ...
+    async def scale(self, pool: str, replicas: int, revision: int) -> int: ...
+    async def decisions(self) -> tuple[Taken, ...]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class GatewayContext:
-    """What one gateway process hands to its door."""
+    """What one gateway process hands to its door. Without an operator nothing can be changed through it."""
 
     name: str
     spec: ClusterSpec
     model: ModelView
     dispatcher: RequestDispatcher
+    operator: Operator | None = None
 
 
 class Door(Protocol):
@@ -98,13 +109,9 @@ class GatewayService:
     """One gateway process: a dispatcher behind a door."""
 
     def __init__(self, name: str, spec: ClusterSpec, controller: ServiceHandle, door: DoorFactory) -> None:
-        async def watch_members(revision: int, timeout_s: float) -> Membership:
-            membership: Membership = await controller.call("members", revision, timeout_s, timeout_s=timeout_s + 5.0)
-            return membership
-
         self._name = name
         self._spec = spec
-        self._watch_members = watch_members
+        self._controller = ControllerCalls(controller, spec.transfer.read_timeout_s)
         self._make_door = door
         self._dispatcher: Dispatcher | None = None
         self._door: Door | None = None
@@ -114,8 +121,8 @@ class GatewayService:
         """Listen on `port` (0: any); again, or after a restart, it answers the endpoint there is."""
         if self._dispatcher is None:
             spec = replace(self._spec, gateway=replace(self._spec.gateway, grpc_port=port))
-            dispatcher = Dispatcher(spec, model, self._watch_members, self._name)
-            door = self._make_door(GatewayContext(self._name, spec, model, dispatcher))
+            dispatcher = Dispatcher(spec, model, self._controller.members, self._name)
+            door = self._make_door(GatewayContext(self._name, spec, model, dispatcher, self._controller))
             try:
                 await dispatcher.start()
                 self._endpoint = await door.open()

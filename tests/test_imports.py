@@ -30,7 +30,7 @@ LAYERS = [
     ["cluster.pool", "cluster.policy", "cluster.members", "cluster.events", "cluster.scoring", "cluster.changes"],
     ["cluster.line", "cluster.cache_reader", "cluster.preflight", "cluster.steward", "cluster.witness"],
     ["cluster.leg"],
-    ["cluster.attempt", "cluster.roster"],
+    ["cluster.attempt", "cluster.lobby", "cluster.roster"],
     ["cluster.dispatcher", "cluster.controller"],
     ["cluster.serving"],
     ["cluster.text", "cluster.outbox", "cluster.answers", "cluster.gateway"],

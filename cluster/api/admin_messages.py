@@ -1,8 +1,13 @@
 """The cluster's view to protobuf and back. Pure."""
 
+from collections.abc import Iterable
+from typing import Literal, cast
+
 from cluster.api.messages import duration_of, seconds
+from cluster.changes import Taken
+from cluster.policy.evidence import Decision
 from cluster.spec import Role
-from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
+from cluster.view import ClusterView, ModelView, PoolView, WorkerState, WorkerView
 from diptych.v1 import admin_pb2, common_pb2
 from kvtransfer.ticket import LinkReport
 from workers.config import ParallelConfig
@@ -41,13 +46,17 @@ SAME_NAME = (
 )
 
 
-def view_message(view: ClusterView, gateway: admin_pb2.Gateway) -> admin_pb2.GetClusterResponse:
+def view_message(
+    view: ClusterView, gateway: admin_pb2.Gateway, decisions: Iterable[Taken] = ()
+) -> admin_pb2.GetClusterResponse:
     message = admin_pb2.GetClusterResponse(
         revision=view.revision,
         name=view.name,
         workers=[_worker_message(worker) for worker in view.workers],
         links=[_link_message(link) for link in view.links],
         gateway=gateway,
+        pools=[_pool_message(pool) for pool in view.pools],
+        decisions=[_taken_message(taken) for taken in decisions],
     )
     if view.model is not None:
         message.model.name = view.model.name
@@ -60,7 +69,46 @@ def view_from(message: admin_pb2.GetClusterResponse) -> ClusterView:
     told = message.model
     model = ModelView(told.name, told.context_length, told.vocab_size) if message.HasField("model") else None
     workers = tuple(_worker_from(worker) for worker in message.workers)
-    return ClusterView(message.revision, message.name, model, workers, tuple(map(_link_from, message.links)))
+    links, pools = tuple(map(_link_from, message.links)), tuple(map(_pool_from, message.pools))
+    return ClusterView(message.revision, message.name, model, workers, links, pools=pools)
+
+
+def decisions_from(message: admin_pb2.GetClusterResponse) -> tuple[Taken, ...]:
+    return tuple(map(_taken_from, message.decisions))
+
+
+def _pool_message(pool: PoolView) -> admin_pb2.Pool:
+    return admin_pb2.Pool(
+        name=pool.name,
+        role=ROLES[pool.role],
+        wanted=pool.wanted,
+        min_replicas=pool.min_replicas,
+        max_replicas=pool.max_replicas,
+    )
+
+
+def _pool_from(message: admin_pb2.Pool) -> PoolView:
+    return PoolView(message.name, ROLES_FROM[message.role], message.wanted, message.min_replicas, message.max_replicas)
+
+
+def _taken_message(taken: Taken) -> admin_pb2.Decision:
+    decision = taken.decision
+    return admin_pb2.Decision(
+        kind=decision.kind,
+        worker=decision.worker,
+        role=None if decision.role is None else ROLES[decision.role],
+        pool=decision.pool,
+        reason=decision.reason,
+        outcome=taken.outcome,
+        age=duration_of(taken.age_s),
+    )
+
+
+def _taken_from(message: admin_pb2.Decision) -> Taken:
+    kind = cast(Literal["flip", "grow", "shrink"], message.kind)
+    role = ROLES_FROM.get(message.role)
+    decision = Decision(kind, message.reason, message.worker, role, message.pool)
+    return Taken(decision, seconds(message.age), message.outcome)
 
 
 def _worker_message(worker: WorkerView) -> admin_pb2.Worker:

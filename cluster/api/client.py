@@ -17,12 +17,14 @@ from typing import Any, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.api.admin_messages import measure_message, timings_from, view_from
+from cluster.api.admin_messages import ROLES, decisions_from, measure_message, timings_from, view_from
 from cluster.api.errors import DiptychError
 from cluster.api.failures import error_from, error_of_call
-from cluster.api.messages import SamplingOptions, events_from, sampling_message, slo_message
+from cluster.api.messages import SamplingOptions, duration_of, events_from, sampling_message, slo_message
 from cluster.api.wire import INFERENCE, KEEPALIVE, MESSAGE_SIZES
+from cluster.changes import Taken
 from cluster.events import Accepted, Completed
+from cluster.spec import Role
 from cluster.text import TextDelta, TextEvent
 from cluster.view import ClusterView
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -53,12 +55,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The view of the gateway that answered, and that gateway's load."""
+    """The view of the gateway that answered, that gateway's load, and what the elastic policy decided lately."""
 
     view: ClusterView
     gateway: str
     active_requests: int
     max_requests: int
+    decisions: tuple[Taken, ...] = ()
 
 
 class DiptychClient:
@@ -172,7 +175,34 @@ class DiptychClient:
         with self._errors():
             message = await self._admin.GetCluster(admin_pb2.GetClusterRequest(audit=audit), timeout=timeout_s)
         gateway = message.gateway
-        return ClusterStatus(view_from(message), gateway.name, gateway.active_requests, gateway.max_requests)
+        load = gateway.active_requests, gateway.max_requests
+        return ClusterStatus(view_from(message), gateway.name, *load, decisions_from(message))
+
+    async def flip(self, worker: str, role: Role, *, revision: int = 0, timeout_s: float = 90.0) -> int:
+        """Give a ready worker another role, while what runs there goes on. Answers the cluster's new revision.
+
+        `revision`, in all changes: that of the view they rest on; ABORTED when the cluster has changed since. 0: any.
+        Other errors: NOT_FOUND, FAILED_PRECONDITION with the reason.
+        """
+        request = admin_pb2.FlipWorkerRequest(worker=worker, role=ROLES[role], expected_revision=revision)
+        with self._errors():
+            return int((await self._admin.FlipWorker(request, timeout=timeout_s)).revision)
+
+    async def drain(
+        self, worker: str, *, deadline_s: float | None = None, revision: int = 0, timeout_s: float = 90.0
+    ) -> int:
+        """Let a worker go: it takes no new work and ends once it is empty, or at the deadline. Does not wait for it."""
+        request = admin_pb2.DrainWorkerRequest(worker=worker, expected_revision=revision)
+        if deadline_s is not None:
+            request.deadline.CopyFrom(duration_of(deadline_s))
+        with self._errors():
+            return int((await self._admin.DrainWorker(request, timeout=timeout_s)).revision)
+
+    async def scale(self, pool: str, replicas: int, *, revision: int = 0, timeout_s: float = 90.0) -> int:
+        """Let a pool have so many workers: new ones start, or those with the least work drain. Waits for neither."""
+        request = admin_pb2.ScalePoolRequest(pool=pool, replicas=replicas, expected_revision=revision)
+        with self._errors():
+            return int((await self._admin.ScalePool(request, timeout=timeout_s)).revision)
 
     async def measure(self, worker: str, shape: Shape, repeats: int = 1, *, timeout_s: float = 150.0) -> Timings:
         """Have an idle worker time steps of this shape. Errors, as statuses: INVALID_ARGUMENT for a shape that no

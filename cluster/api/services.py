@@ -7,18 +7,19 @@ the request's iterator is closed before the handler ends.
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from grpc_status import rpc_status
 
-from cluster.api.admin_messages import shape_from, timings_message, view_message
-from cluster.api.messages import delta_message, event_message, prompt_from, sampling_from, slo_from
+from cluster.api.admin_messages import ROLES_FROM, shape_from, timings_message, view_message
+from cluster.api.messages import delta_message, event_message, prompt_from, sampling_from, seconds, slo_from
 from cluster.api.statuses import status_of
 from cluster.api.wire import MAX_MESSAGE_BYTES
+from cluster.changes import ControllerAway
 from cluster.events import Completed
 from cluster.gateway import Gateway, servable
-from cluster.serving import GatewayContext
+from cluster.serving import GatewayContext, Operator
 from cluster.text import TextDelta
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from workers.errors import InvalidRequest
@@ -107,7 +108,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             max_requests=self._context.spec.gateway.max_requests,
         )
         view = await self._context.dispatcher.audit() if request.audit else self._gateway.view
-        return view_message(view, gateway)
+        operator = self._context.operator
+        decisions = () if operator is None else await operator.decisions()
+        return view_message(view, gateway, decisions)
 
     async def MeasureSteps(
         self, request: admin_pb2.MeasureStepsRequest, context: Context
@@ -115,8 +118,46 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         try:
             timings = await self._context.dispatcher.measure(request.worker, shape_from(request), request.repeats)
         except Exception as error:
-            await context.abort_with_status(rpc_status.to_status(status_of(error, servable(self._gateway.view))))
+            await self._abort(context, error)
         return timings_message(timings)
+
+    async def FlipWorker(self, request: admin_pb2.FlipWorkerRequest, context: Context) -> admin_pb2.FlipWorkerResponse:
+        try:
+            role = ROLES_FROM.get(request.role)
+            if role is None:
+                raise InvalidRequest("role", "is missing; give POOL_ROLE_PREFILL, POOL_ROLE_DECODE or POOL_ROLE_MIXED")
+            revision = await self._operator().flip(request.worker, role, request.expected_revision)
+        except Exception as error:
+            await self._abort(context, error)
+        return admin_pb2.FlipWorkerResponse(revision=revision)
+
+    async def DrainWorker(
+        self, request: admin_pb2.DrainWorkerRequest, context: Context
+    ) -> admin_pb2.DrainWorkerResponse:
+        try:
+            deadline_s = seconds(request.deadline) if request.HasField("deadline") else 0.0
+            if deadline_s < 0 or (request.HasField("deadline") and not deadline_s):
+                raise InvalidRequest("deadline", f"is {deadline_s:g} s; it must be above 0")
+            revision = await self._operator().drain(request.worker, request.expected_revision, deadline_s)
+        except Exception as error:
+            await self._abort(context, error)
+        return admin_pb2.DrainWorkerResponse(revision=revision)
+
+    async def ScalePool(self, request: admin_pb2.ScalePoolRequest, context: Context) -> admin_pb2.ScalePoolResponse:
+        try:
+            revision = await self._operator().scale(request.pool, request.replicas, request.expected_revision)
+        except Exception as error:
+            await self._abort(context, error)
+        return admin_pb2.ScalePoolResponse(revision=revision)
+
+    def _operator(self) -> Operator:
+        if self._context.operator is None:
+            raise ControllerAway("this gateway has no controller; ask another one")
+        return self._context.operator
+
+    async def _abort(self, context: Context, error: Exception) -> NoReturn:
+        await context.abort_with_status(rpc_status.to_status(status_of(error, servable(self._gateway.view))))
+        raise AssertionError("abort_with_status raises")
 
 
 async def responses(

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from cluster.api.messages import duration_of
+from cluster.changes import ChangeRefused, ControllerAway, StaleRevision, UnknownMember
 from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
 from cluster.gateway import DuplicateRequest, RequestCancelled, UnknownModel
 from workers.errors import InvalidRequest
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 DOMAIN = "diptych"
 LONGEST_MESSAGE = 1000  # characters; statuses travel in HTTP/2 trailers, which end at 8 KB
+CONTROLLER_RETRY_S = 2.0  # about as long as it takes to come back
 ATTEMPTS_RETRY_S = 1.0  # about as long as a dead worker takes to be replaced
 
 
@@ -49,6 +51,14 @@ def status_of(error: Exception, ready: bool) -> status_pb2.Status:
             return _status(code.ALREADY_EXISTS, "DUPLICATE_REQUEST", error)
         case RequestCancelled():
             return _status(code.CANCELLED, "CANCELLED", error)
+        case StaleRevision():
+            return _status(code.ABORTED, "STALE_REVISION", error)
+        case UnknownMember():
+            return _status(code.NOT_FOUND, "UNKNOWN_MEMBER", error)
+        case ChangeRefused():
+            return _status(code.FAILED_PRECONDITION, "CHANGE_REFUSED", error)
+        case ControllerAway():
+            return _status(code.UNAVAILABLE, "NO_CONTROLLER", error, retry_s=CONTROLLER_RETRY_S)
     error_id = secrets.token_hex(4)
     logger.error("internal error %s", error_id, exc_info=error)
     return _status(code.INTERNAL, "INTERNAL", f"an unexpected error; the server's log has it under {error_id}")

@@ -26,35 +26,51 @@ from diptych.v1 import common_pb2 as diptych_dot_v1_dot_common__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64iptych/v1/admin.proto\x12\ndiptych.v1\x1a\x17\x64iptych/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"\"\n\x11GetClusterRequest\x12\r\n\x05\x61udit\x18\x01 \x01(\x08\"\xd1\x01\n\x12GetClusterResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12%\n\x05model\x18\x03 \x01(\x0b\x32\x11.diptych.v1.ModelH\x00\x88\x01\x01\x12#\n\x07workers\x18\x04 \x03(\x0b\x32\x12.diptych.v1.Worker\x12\x1f\n\x05links\x18\x05 \x03(\x0b\x32\x10.diptych.v1.Link\x12$\n\x07gateway\x18\x06 \x01(\x0b\x32\x13.diptych.v1.GatewayB\x08\n\x06_model\"A\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\"\xf2\x02\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.diptych.v1.PoolRole\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.diptych.v1.WorkerState\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x10\n\x08restarts\x18\x08 \x01(\r\x12\x17\n\x0f\x63\x61pacity_tokens\x18\t \x01(\x04\x12&\n\x03\x61ge\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cmemory_bytes\x18\x0b \x01(\x04\x12\x0e\n\x06\x64\x65tail\x18\x0c \x01(\t\x12&\n\x05stats\x18\r \x01(\x0b\x32\x17.diptych.v1.WorkerStats\x12\r\n\x05\x61udit\x18\x0e \x01(\t\x12\x0e\n\x06tensor\x18\x0f \x01(\r\x12\x10\n\x08pipeline\x18\x10 \x01(\r\"\xed\x02\n\x0bWorkerStats\x12\x15\n\rqueued_tokens\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x0e\n\x06leases\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\x04\x12\x15\n\rcached_blocks\x18\x07 \x01(\x04\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\t \x01(\x04\x12\r\n\x05steps\x18\n \x01(\x04\x12,\n\tstep_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bpreemptions\x18\x0c \x01(\x04\x12\x16\n\x0e\x65xpired_leases\x18\r \x01(\x04\x12\r\n\x05swaps\x18\x0e \x01(\x04\x12\x16\n\x0eswapped_blocks\x18\x0f \x01(\x04\x12\x14\n\x0c\x62ubble_share\x18\x10 \x01(\x01\"\x9d\x01\n\x04Link\x12\x0e\n\x06reader\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0c\n\x04path\x18\x04 \x01(\t\x12*\n\x07latency\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x62ytes_per_second\x18\x06 \x01(\x01\x12\x0f\n\x07skipped\x18\x07 \x03(\t\"\x93\x01\n\x13MeasureStepsRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\'\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x17.diptych.v1.PromptChunk\x12\r\n\x05\x62\x61tch\x18\x03 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x04 \x01(\r\x12\x12\n\nswap_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07repeats\x18\x06 \x01(\r\"-\n\x0bPromptChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\r\"V\n\x14MeasureStepsResponse\x12\x0f\n\x07seconds\x18\x01 \x03(\x01\x12\x17\n\x0f\x65lapsed_seconds\x18\x02 \x01(\x01\x12\x14\n\x0c\x63\x61ll_seconds\x18\x03 \x01(\x01\"F\n\x07Gateway\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x02 \x01(\r\x12\x14\n\x0cmax_requests\x18\x03 \x01(\r*\x90\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_DEAD\x10\x04\x32\xae\x01\n\x0c\x41\x64minService\x12K\n\nGetCluster\x12\x1d.diptych.v1.GetClusterRequest\x1a\x1e.diptych.v1.GetClusterResponse\x12Q\n\x0cMeasureSteps\x12\x1f.diptych.v1.MeasureStepsRequest\x1a .diptych.v1.MeasureStepsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64iptych/v1/admin.proto\x12\ndiptych.v1\x1a\x17\x64iptych/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"\"\n\x11GetClusterRequest\x12\r\n\x05\x61udit\x18\x01 \x01(\x08\"\x9b\x02\n\x12GetClusterResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12%\n\x05model\x18\x03 \x01(\x0b\x32\x11.diptych.v1.ModelH\x00\x88\x01\x01\x12#\n\x07workers\x18\x04 \x03(\x0b\x32\x12.diptych.v1.Worker\x12\x1f\n\x05links\x18\x05 \x03(\x0b\x32\x10.diptych.v1.Link\x12$\n\x07gateway\x18\x06 \x01(\x0b\x32\x13.diptych.v1.Gateway\x12\x1f\n\x05pools\x18\x07 \x03(\x0b\x32\x10.diptych.v1.Pool\x12\'\n\tdecisions\x18\x08 \x03(\x0b\x32\x14.diptych.v1.DecisionB\x08\n\x06_model\"A\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\"\xf2\x02\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.diptych.v1.PoolRole\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.diptych.v1.WorkerState\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x10\n\x08restarts\x18\x08 \x01(\r\x12\x17\n\x0f\x63\x61pacity_tokens\x18\t \x01(\x04\x12&\n\x03\x61ge\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cmemory_bytes\x18\x0b \x01(\x04\x12\x0e\n\x06\x64\x65tail\x18\x0c \x01(\t\x12&\n\x05stats\x18\r \x01(\x0b\x32\x17.diptych.v1.WorkerStats\x12\r\n\x05\x61udit\x18\x0e \x01(\t\x12\x0e\n\x06tensor\x18\x0f \x01(\r\x12\x10\n\x08pipeline\x18\x10 \x01(\r\"t\n\x04Pool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.diptych.v1.PoolRole\x12\x0e\n\x06wanted\x18\x03 \x01(\r\x12\x14\n\x0cmin_replicas\x18\x04 \x01(\r\x12\x14\n\x0cmax_replicas\x18\x05 \x01(\r\"\xa3\x01\n\x08\x44\x65\x63ision\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.diptych.v1.PoolRole\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07outcome\x18\x06 \x01(\t\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"b\n\x11\x46lipWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.diptych.v1.PoolRole\x12\x19\n\x11\x65xpected_revision\x18\x03 \x01(\x04\"&\n\x12\x46lipWorkerResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"l\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12+\n\x08\x64\x65\x61\x64line\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11\x65xpected_revision\x18\x03 \x01(\x04\"\'\n\x13\x44rainWorkerResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"M\n\x10ScalePoolRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x19\n\x11\x65xpected_revision\x18\x03 \x01(\x04\"%\n\x11ScalePoolResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"\xed\x02\n\x0bWorkerStats\x12\x15\n\rqueued_tokens\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x0e\n\x06leases\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\x04\x12\x15\n\rcached_blocks\x18\x07 \x01(\x04\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\t \x01(\x04\x12\r\n\x05steps\x18\n \x01(\x04\x12,\n\tstep_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bpreemptions\x18\x0c \x01(\x04\x12\x16\n\x0e\x65xpired_leases\x18\r \x01(\x04\x12\r\n\x05swaps\x18\x0e \x01(\x04\x12\x16\n\x0eswapped_blocks\x18\x0f \x01(\x04\x12\x14\n\x0c\x62ubble_share\x18\x10 \x01(\x01\"\x9d\x01\n\x04Link\x12\x0e\n\x06reader\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0c\n\x04path\x18\x04 \x01(\t\x12*\n\x07latency\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x62ytes_per_second\x18\x06 \x01(\x01\x12\x0f\n\x07skipped\x18\x07 \x03(\t\"\x93\x01\n\x13MeasureStepsRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\'\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x17.diptych.v1.PromptChunk\x12\r\n\x05\x62\x61tch\x18\x03 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x04 \x01(\r\x12\x12\n\nswap_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07repeats\x18\x06 \x01(\r\"-\n\x0bPromptChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\r\"V\n\x14MeasureStepsResponse\x12\x0f\n\x07seconds\x18\x01 \x03(\x01\x12\x17\n\x0f\x65lapsed_seconds\x18\x02 \x01(\x01\x12\x14\n\x0c\x63\x61ll_seconds\x18\x03 \x01(\x01\"F\n\x07Gateway\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x02 \x01(\r\x12\x14\n\x0cmax_requests\x18\x03 \x01(\r*\x90\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_DEAD\x10\x04\x32\x95\x03\n\x0c\x41\x64minService\x12K\n\nGetCluster\x12\x1d.diptych.v1.GetClusterRequest\x1a\x1e.diptych.v1.GetClusterResponse\x12Q\n\x0cMeasureSteps\x12\x1f.diptych.v1.MeasureStepsRequest\x1a .diptych.v1.MeasureStepsResponse\x12K\n\nFlipWorker\x12\x1d.diptych.v1.FlipWorkerRequest\x1a\x1e.diptych.v1.FlipWorkerResponse\x12N\n\x0b\x44rainWorker\x12\x1e.diptych.v1.DrainWorkerRequest\x1a\x1f.diptych.v1.DrainWorkerResponse\x12H\n\tScalePool\x12\x1c.diptych.v1.ScalePoolRequest\x1a\x1d.diptych.v1.ScalePoolResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=1669
-  _globals['_WORKERSTATE']._serialized_end=1813
+  _globals['_WORKERSTATE']._serialized_start=2436
+  _globals['_WORKERSTATE']._serialized_end=2580
   _globals['_GETCLUSTERREQUEST']._serialized_start=95
   _globals['_GETCLUSTERREQUEST']._serialized_end=129
   _globals['_GETCLUSTERRESPONSE']._serialized_start=132
-  _globals['_GETCLUSTERRESPONSE']._serialized_end=341
-  _globals['_MODEL']._serialized_start=343
-  _globals['_MODEL']._serialized_end=408
-  _globals['_WORKER']._serialized_start=411
-  _globals['_WORKER']._serialized_end=781
-  _globals['_WORKERSTATS']._serialized_start=784
-  _globals['_WORKERSTATS']._serialized_end=1149
-  _globals['_LINK']._serialized_start=1152
-  _globals['_LINK']._serialized_end=1309
-  _globals['_MEASURESTEPSREQUEST']._serialized_start=1312
-  _globals['_MEASURESTEPSREQUEST']._serialized_end=1459
-  _globals['_PROMPTCHUNK']._serialized_start=1461
-  _globals['_PROMPTCHUNK']._serialized_end=1506
-  _globals['_MEASURESTEPSRESPONSE']._serialized_start=1508
-  _globals['_MEASURESTEPSRESPONSE']._serialized_end=1594
-  _globals['_GATEWAY']._serialized_start=1596
-  _globals['_GATEWAY']._serialized_end=1666
-  _globals['_ADMINSERVICE']._serialized_start=1816
-  _globals['_ADMINSERVICE']._serialized_end=1990
+  _globals['_GETCLUSTERRESPONSE']._serialized_end=415
+  _globals['_MODEL']._serialized_start=417
+  _globals['_MODEL']._serialized_end=482
+  _globals['_WORKER']._serialized_start=485
+  _globals['_WORKER']._serialized_end=855
+  _globals['_POOL']._serialized_start=857
+  _globals['_POOL']._serialized_end=973
+  _globals['_DECISION']._serialized_start=976
+  _globals['_DECISION']._serialized_end=1139
+  _globals['_FLIPWORKERREQUEST']._serialized_start=1141
+  _globals['_FLIPWORKERREQUEST']._serialized_end=1239
+  _globals['_FLIPWORKERRESPONSE']._serialized_start=1241
+  _globals['_FLIPWORKERRESPONSE']._serialized_end=1279
+  _globals['_DRAINWORKERREQUEST']._serialized_start=1281
+  _globals['_DRAINWORKERREQUEST']._serialized_end=1389
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=1391
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1430
+  _globals['_SCALEPOOLREQUEST']._serialized_start=1432
+  _globals['_SCALEPOOLREQUEST']._serialized_end=1509
+  _globals['_SCALEPOOLRESPONSE']._serialized_start=1511
+  _globals['_SCALEPOOLRESPONSE']._serialized_end=1548
+  _globals['_WORKERSTATS']._serialized_start=1551
+  _globals['_WORKERSTATS']._serialized_end=1916
+  _globals['_LINK']._serialized_start=1919
+  _globals['_LINK']._serialized_end=2076
+  _globals['_MEASURESTEPSREQUEST']._serialized_start=2079
+  _globals['_MEASURESTEPSREQUEST']._serialized_end=2226
+  _globals['_PROMPTCHUNK']._serialized_start=2228
+  _globals['_PROMPTCHUNK']._serialized_end=2273
+  _globals['_MEASURESTEPSRESPONSE']._serialized_start=2275
+  _globals['_MEASURESTEPSRESPONSE']._serialized_end=2361
+  _globals['_GATEWAY']._serialized_start=2363
+  _globals['_GATEWAY']._serialized_end=2433
+  _globals['_ADMINSERVICE']._serialized_start=2583
+  _globals['_ADMINSERVICE']._serialized_end=2988
 # @@protoc_insertion_point(module_scope)

@@ -31,20 +31,24 @@ class GetClusterRequest(_message.Message):
     def __init__(self, audit: _Optional[bool] = ...) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("revision", "name", "model", "workers", "links", "gateway")
+    __slots__ = ("revision", "name", "model", "workers", "links", "gateway", "pools", "decisions")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
     revision: int
     name: str
     model: Model
     workers: _containers.RepeatedCompositeFieldContainer[Worker]
     links: _containers.RepeatedCompositeFieldContainer[Link]
     gateway: Gateway
-    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[Pool]
+    decisions: _containers.RepeatedCompositeFieldContainer[Decision]
+    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("name", "context_length", "vocab_size")
@@ -91,6 +95,86 @@ class Worker(_message.Message):
     tensor: int
     pipeline: int
     def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memory_bytes: _Optional[int] = ..., detail: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., audit: _Optional[str] = ..., tensor: _Optional[int] = ..., pipeline: _Optional[int] = ...) -> None: ...
+
+class Pool(_message.Message):
+    __slots__ = ("name", "role", "wanted", "min_replicas", "max_replicas")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: _common_pb2.PoolRole
+    wanted: int
+    min_replicas: int
+    max_replicas: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., wanted: _Optional[int] = ..., min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("kind", "worker", "role", "pool", "reason", "outcome", "age")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    worker: str
+    role: _common_pb2.PoolRole
+    pool: str
+    reason: str
+    outcome: str
+    age: _duration_pb2.Duration
+    def __init__(self, kind: _Optional[str] = ..., worker: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., pool: _Optional[str] = ..., reason: _Optional[str] = ..., outcome: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class FlipWorkerRequest(_message.Message):
+    __slots__ = ("worker", "role", "expected_revision")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    role: _common_pb2.PoolRole
+    expected_revision: int
+    def __init__(self, worker: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., expected_revision: _Optional[int] = ...) -> None: ...
+
+class FlipWorkerResponse(_message.Message):
+    __slots__ = ("revision",)
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    def __init__(self, revision: _Optional[int] = ...) -> None: ...
+
+class DrainWorkerRequest(_message.Message):
+    __slots__ = ("worker", "deadline", "expected_revision")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    deadline: _duration_pb2.Duration
+    expected_revision: int
+    def __init__(self, worker: _Optional[str] = ..., deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., expected_revision: _Optional[int] = ...) -> None: ...
+
+class DrainWorkerResponse(_message.Message):
+    __slots__ = ("revision",)
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    def __init__(self, revision: _Optional[int] = ...) -> None: ...
+
+class ScalePoolRequest(_message.Message):
+    __slots__ = ("pool", "replicas", "expected_revision")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    replicas: int
+    expected_revision: int
+    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., expected_revision: _Optional[int] = ...) -> None: ...
+
+class ScalePoolResponse(_message.Message):
+    __slots__ = ("revision",)
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    def __init__(self, revision: _Optional[int] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
     __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases", "swaps", "swapped_blocks", "bubble_share")

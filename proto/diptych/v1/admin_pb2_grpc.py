@@ -44,6 +44,21 @@ class AdminServiceStub:
                 request_serializer=diptych_dot_v1_dot_admin__pb2.MeasureStepsRequest.SerializeToString,
                 response_deserializer=diptych_dot_v1_dot_admin__pb2.MeasureStepsResponse.FromString,
                 _registered_method=True)
+        self.FlipWorker = channel.unary_unary(
+                '/diptych.v1.AdminService/FlipWorker',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.FlipWorkerRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.FlipWorkerResponse.FromString,
+                _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/diptych.v1.AdminService/DrainWorker',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.ScalePool = channel.unary_unary(
+                '/diptych.v1.AdminService/ScalePool',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.ScalePoolRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.ScalePoolResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -63,6 +78,31 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlipWorker(self, request, context):
+        """Changes. Each names the revision that its caller looked at (0: any): ABORTED when the cluster is at another one by
+        now. NOT_FOUND: no such worker or pool; the message lists them. FAILED_PRECONDITION: a floor, a bound, or KV that
+        cannot move; the message has the reason. UNAVAILABLE: the controller is away.
+
+        Give a ready worker another role. What runs there goes on; new work follows the new role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainWorker(self, request, context):
+        """Send a worker no new work and stop it once it is empty, or at the deadline. Does not wait for the end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScalePool(self, request, context):
+        """Start workers of a pool, or drain those with the least work. Does not wait for either.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +115,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.MeasureSteps,
                     request_deserializer=diptych_dot_v1_dot_admin__pb2.MeasureStepsRequest.FromString,
                     response_serializer=diptych_dot_v1_dot_admin__pb2.MeasureStepsResponse.SerializeToString,
+            ),
+            'FlipWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlipWorker,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.FlipWorkerRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.FlipWorkerResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'ScalePool': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScalePool,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.ScalePoolRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.ScalePoolResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +186,87 @@ class AdminService:
             '/diptych.v1.AdminService/MeasureSteps',
             diptych_dot_v1_dot_admin__pb2.MeasureStepsRequest.SerializeToString,
             diptych_dot_v1_dot_admin__pb2.MeasureStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlipWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/FlipWorker',
+            diptych_dot_v1_dot_admin__pb2.FlipWorkerRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.FlipWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/DrainWorker',
+            diptych_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScalePool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/ScalePool',
+            diptych_dot_v1_dot_admin__pb2.ScalePoolRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.ScalePoolResponse.FromString,
             options,
             channel_credentials,
             insecure,
