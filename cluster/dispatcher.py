@@ -16,7 +16,9 @@ from cluster.attempt import Attempt
 from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
 from cluster.ledger import Stopwatch, now_ns
 from cluster.leg import AttemptFailed
-from cluster.policy.placement import Ask, Placement, Refusal
+from cluster.lobby import Lobby
+from cluster.policy.classes import Classes
+from cluster.policy.placement import Ask, Later, Placement, Refusal
 from cluster.policy.policy import open_policy
 from cluster.roster import REDIAL_S, Roster, WatchMembers
 from cluster.runtime.interface import WorkerGone
@@ -29,6 +31,7 @@ from workers.shapes import Shape, Timings
 
 logger = logging.getLogger(__name__)
 
+MOVE_TIMEOUT_S = 10.0  # of a decode, without its last step
 RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt: failures that repeat at once do not spend them all
 
 
@@ -47,6 +50,7 @@ class _Life:
     placement: Placement | None = None  # the latest
     attempt: Attempt | None = None  # the one that runs
     phase: str = "queueing"
+    arrived_s: float = 0.0
 
 
 class Dispatcher:
@@ -59,6 +63,8 @@ class Dispatcher:
         self._background: set[asyncio.Task[None]] = set()
         caches = self._policy.index if self._policy.wants_caches else None
         self.roster = Roster(spec, model, watch_members, name, caches)
+        self._classes = Classes(spec.gateway)
+        self._lobby = Lobby(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)
 
     async def start(self) -> None:
         """Learn the members, and follow them from now on."""
@@ -68,6 +74,7 @@ class Dispatcher:
         """End everything still running."""
         if self._background:
             await asyncio.wait(self._background, timeout=1.0)
+        await self._lobby.close()
         await self.roster.close()
 
     # ---- requests --------------------------------------------------------------------------------------------
@@ -100,14 +107,30 @@ class Dispatcher:
         deadline_s: float | None = None,
         arrived_ns: int | None = None,
     ) -> None:
-        """Like `generate`, for a caller who takes each event at the moment it happens."""
+        """Like `generate`, for a caller who takes each event at the moment it happens.
+
+        Raises `InvalidRequest`, too, for a class or a tenant that the specification does not have.
+        """
         if request.id in self._lives:
             raise Unservable(f"request id {request.id!r} is already running here")
-        life = self._lives[request.id] = _Life(request, Stopwatch(now_ns, arrived_ns), emit)
+        request, arrived_ns = self._classes.resolved(request), now_ns() if arrived_ns is None else arrived_ns
+        life = _Life(request, Stopwatch(now_ns, arrived_ns), emit, arrived_s=arrived_ns / 1e9)
+        self._lives[request.id] = life
         try:
             await self._live(life, deadline_s)
         finally:
             del self._lives[request.id]
+
+    async def move(self, request_id: str, worker: str, timeout_s: float = MOVE_TIMEOUT_S) -> bool:
+        """Have another worker go on with this request's decode, while it goes on; False when it stays where it is."""
+        life, line = self._lives.get(request_id), self.roster.lines.get(worker)
+        if life is None or life.attempt is None or line is None or line.lost is not None:
+            return False
+        attempt, key = life.attempt, life.request.key
+        moved = await attempt.move(line, timeout_s)
+        if moved and life.attempt is attempt:
+            self._policy.moved(key, worker, asyncio.get_running_loop().time())
+        return moved
 
     def finish(self, request_id: str) -> None:
         """The caller has all it wants (a stop string): the next event is Completed(STOP). Unknown ids are ignored."""
@@ -171,6 +194,7 @@ class Dispatcher:
             lender=self.roster.lines.get(placement.lender),
             borrow_s=self._spec.transfer.read_timeout_s,
         )
+        life.attempt = attempt
         try:
             if not placement.colocated:
                 others = len(self.roster.picture().ready(Role.DECODE, Role.MIXED)) - len(life.avoid)
@@ -191,6 +215,7 @@ class Dispatcher:
         finally:
             life.phase, life.attempt = attempt.phase, None
             self._policy.ended(key, asyncio.get_running_loop().time())
+            self._lobby.changed()
             attempt.release()
             life.transfers += attempt.transfers
             life.cached_tokens = max(life.cached_tokens, attempt.cached_tokens)
@@ -223,6 +248,7 @@ class Dispatcher:
     def _prefilled(self, life: _Life, *, ended: bool) -> None:
         """Tell the policy. Raises `Rejected` when it turns the request away now."""
         self._policy.prefilled(life.request.key, asyncio.get_running_loop().time())
+        self._lobby.changed()
         if self._policy.looks_behind_prefill and not ended and life.placement is not None:
             refusal = self._policy.judge(self._ask(life), life.placement.decode)
             if refusal is not None:
@@ -234,28 +260,41 @@ class Dispatcher:
         Raises `Rejected` when none came in time, or when the policy turns it away.
         """
         limit_s = self._spec.gateway.placement_timeout_s
+        if self._policy.queues and not life.request.attempt:
+            limit_s += self._classes.of(life.request).patience_s
         try:
             async with asyncio.timeout(limit_s):
-                while (placement := self._policy.choose(ask := self._ask(life))) is None:
+                while (placement := await self._turn(life)) is None:
                     if life.avoid:
                         life.avoid.clear()
                         continue
                     self._refuse_unservable(life.request)
                     await self.roster.change()
         except TimeoutError:
-            raise Rejected(f"no healthy worker within {limit_s:.0f} s", retry_after_s=5.0) from None
+            what = "healthy worker" if self._policy.choose(self._ask(life)) is None else "turn came"
+            raise Rejected(f"no {what} within {limit_s:.0f} s", retry_after_s=5.0) from None
         life.watch.lap("recovery" if life.request.attempt else "route")
         if isinstance(placement, Refusal):
             raise Rejected(placement.reason, placement.retry_after_s)
-        self._policy.began(ask, placement)
         life.placement = placement
         return placement
+
+    async def _turn(self, life: _Life) -> Placement | Refusal | None:
+        """The policy's answer, now or when its turn has come. A placement has begun; None: nobody is ready."""
+        if self._policy.queues and not life.request.attempt:
+            return await self._lobby.turn(life.request, lambda: self._ask(life), life.emit)
+        answer = self._policy.choose(ask := self._ask(life))
+        assert not isinstance(answer, Later), "only first attempts wait, and in the lobby"
+        if isinstance(answer, Placement):
+            self._policy.began(ask, answer)
+        return answer
 
     def _ask(self, life: _Life, *, alone: bool = True) -> Ask:
         request = life.request
         beside = self._beside(request.group) if request.group else ""
         now_s = asyncio.get_running_loop().time()
-        return Ask(self.roster.picture(), request, self.roster.sent(), life.avoid, alone, beside, now_s)
+        waited_s = now_s - life.arrived_s
+        return Ask(self.roster.picture(), request, self.roster.sent(), life.avoid, alone, beside, now_s, waited_s)
 
     def _beside(self, group: str) -> str:
         """The worker that computes, or computed, the prompt of a sibling."""

@@ -26,6 +26,10 @@ class Work:
     first_token_s: float
     prefilled_s: float | None = None
     turn_s: float = 0.0
+    correction: float = 1.0  # that is in `prefill_s`
+    plain_tpot_s: float = 0.0  # predicted, without a correction
+    is_guess: bool = False  # costs were not given
+    promised_tpot_s: float | None = None
 
     @property
     def decodes(self) -> bool:
@@ -108,11 +112,22 @@ class Book:
         self._touched_s[work.prefill] = self._prefilled_s[work.prefill] = now_s
         return work
 
-    def ended(self, key: str, now_s: float) -> None:
-        """It finished, failed or was cancelled; nothing of it is left. Unknown keys are ignored."""
-        work = self._works.pop(key, None)
+    def moved(self, key: str, worker: str, now_s: float) -> None:
+        """It decodes on another worker from now on. Unknown keys are ignored."""
+        work = self._works.get(key)
         if work is None:
             return
+        if work.decodes:
+            self._drop(self._decoding, work.decode, key)
+            self._decoding.setdefault(worker, {})[key] = work
+            self._touched_s[work.decode] = self._touched_s[worker] = now_s
+        work.decode = worker
+
+    def ended(self, key: str, now_s: float) -> Work | None:
+        """It finished, failed or was cancelled; nothing of it is left. Answers the work, or None of an unknown key."""
+        work = self._works.pop(key, None)
+        if work is None:
+            return None
         self._touched_s[work.prefill] = now_s
         if work.prefilled_s is None:
             self._drop(self._prefilling, work.prefill, key)
@@ -121,6 +136,7 @@ class Book:
             self._touched_s[work.decode] = now_s
             if work.prefilled_s is not None:
                 self._learn(now_s - work.prefilled_s)
+        return work
 
     def _turn_s(self, work: Work) -> float:
         return max(work.began_s, self._prefilled_s.get(work.prefill, 0.0))

@@ -1,7 +1,8 @@
 """The policy of one gateway, put together: a router, an admission, and the book of what is under way.
 
     choose ──> Placement ──> began ──> prefilled ──> ended
-       └─────> Refusal                     └──────> Refusal (late admission only)
+       ├─────> Refusal                     └──────> Refusal (late admission only)
+       └─────> Later (admission "promise" only): ask again when something has ended
 
 Pure. The one place that knows routers by name.
 """
@@ -14,16 +15,17 @@ from cluster.policy.book import Book, Work
 from cluster.policy.caches import Mooncake, MooncakeLocal, Product
 from cluster.policy.draws import Draws
 from cluster.policy.forecast import Forecast
-from cluster.policy.lengths import Buckets, Lengths, asked_length
+from cluster.policy.lengths import Learned, Predictor, asked_length, expected_tokens
 from cluster.policy.loads import DistServe, LeastLoaded, PowerOfTwo, Random, RoundRobin
-from cluster.policy.placement import Ask, Placement, Refusal, Router
-from cluster.policy.prefix_index import PrefixIndex
+from cluster.policy.placement import Ask, Later, Placement, Refusal, Router
+from cluster.policy.prefix_index import HOPE_S, PrefixIndex
 from cluster.policy.promise import Promise
+from cluster.policy.promised import Promised
 from cluster.policy.splitwise import Splitwise
 from cluster.policy.tetri import Tetri
 from cluster.spec import ADMISSION, ROUTING, ClusterSpec, SpecError
 from cluster.view import WorkerView
-from workers.request import SLO
+from workers.request import SLO, FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Parts:
     book: Book
     forecast: Forecast
     draws: Draws
-    lengths: Lengths
+    lengths: Predictor
     index: PrefixIndex
     slo: SLO
 
@@ -57,10 +59,17 @@ class Policy:
     """Owned by one dispatcher. Every placement that `began` has its `ended`."""
 
     def __init__(
-        self, router: Router, admission: Admission, forecast: Forecast, book: Book, index: PrefixIndex
+        self,
+        router: Router,
+        admission: Admission,
+        forecast: Forecast,
+        book: Book,
+        index: PrefixIndex,
+        lengths: Predictor,
     ) -> None:
         self.book = book
         self.index = index
+        self.lengths = lengths
         self._router = router
         self._admission = admission
         self._forecast = forecast
@@ -80,7 +89,12 @@ class Policy:
         """Whether `judge` may refuse a request whose prompt is done."""
         return self._admission.looks_behind_prefill
 
-    def choose(self, ask: Ask) -> Placement | Refusal | None:
+    @property
+    def queues(self) -> bool:
+        """Whether `choose` may let a request wait for its turn."""
+        return self._admission.queues
+
+    def choose(self, ask: Ask) -> Placement | Refusal | Later | None:
         """Where the request shall go; None when nobody is ready for it. Asking binds to nothing.
 
         Only first attempts are refused, and not beside a sibling: what has begun is brought to its end.
@@ -92,15 +106,12 @@ class Policy:
             placement = self._predicted(ask, placement)
         if ask.request.attempt or ask.beside or not self._admission.looks:
             return placement
-        assert placement.predicted_ttft_s is not None, "an admission that looks has predictions"
-        decode = _worker(ask, placement.decode)
-        return self._admission.at_arrival(ask, placement.predicted_ttft_s, decode) or placement
+        return self._admission.at_arrival(ask, placement, _worker(ask, placement.decode)) or placement
 
     def _predicted(self, ask: Ask, placement: Placement) -> Placement:
-        """With what is expected of it, where costs are known or the admission needs to know."""
+        """With what is expected of it, where anything is known of costs or the admission needs to know."""
         prefill, decode = _worker(ask, placement.prefill), _worker(ask, placement.decode)
-        is_sure = self._forecast.is_sure(prefill) and self._forecast.is_sure(decode)
-        if not (is_sure or self._admission.looks):
+        if not (self._forecast.knows(prefill, decode) or self._admission.looks):
             return placement
         return replace(
             placement,
@@ -110,7 +121,7 @@ class Policy:
 
     def began(self, ask: Ask, placement: Placement) -> None:
         """The attempt is on its way to the workers chosen."""
-        request, prefill = ask.request, _worker(ask, placement.prefill)
+        request, prefill, decode = ask.request, _worker(ask, placement.prefill), _worker(ask, placement.decode)
         is_beside = ask.beside == placement.prefill
         cached_tokens = request.num_tokens - 1 if is_beside else placement.cached_tokens
         new_tokens = request.num_tokens - cached_tokens
@@ -124,20 +135,32 @@ class Policy:
             decode=placement.decode,
             prompt_tokens=request.num_tokens,
             new_tokens=new_tokens,
-            output_tokens=asked_length(request),
+            output_tokens=self._output_tokens(request),
             prefill_s=prefill_s,
             began_s=ask.now_s,
             first_token_s=ask.now_s + queue_s + prefill_s,
+            correction=self._forecast.prompt_correction(prefill),
+            plain_tpot_s=self._forecast.plain_tpot_seconds(ask, decode),
+            is_guess=not (self._forecast.is_sure(prefill) and self._forecast.is_sure(decode)),
+            promised_tpot_s=request.slo.tpot_s,
         )
         self._router.began(ask, placement)
         self.book.began(work)
+
+    def _output_tokens(self, request: Request) -> int:
+        """As many as are expected; of a request that may decode, at least one more than the prefill's."""
+        return max(min(2, asked_length(request)), expected_tokens(self.lengths, request))
 
     def prefilled(self, key: str, now_s: float) -> None:
         """The attempt's first token came. Told twice, or of an unknown key, it says nothing new."""
         self.index.settle(key, now_s)
         work = self.book.prefilled(key, now_s)
         if work is not None:
-            self._forecast.learn(work)
+            self._forecast.learn_prompt(work)
+
+    def moved(self, key: str, worker: str, now_s: float) -> None:
+        """The attempt decodes on another worker from now on. Unknown keys are ignored."""
+        self.book.moved(key, worker, now_s)
 
     def judge(self, ask: Ask, decode: str) -> Refusal | None:
         """Whether a request whose prompt is done is turned away after all. Not by a worker that is there no more."""
@@ -146,16 +169,22 @@ class Policy:
             return None
         return self._admission.behind_prefill(ask, known[0])
 
-    def ended(self, key: str, now_s: float) -> None:
-        """The attempt is over, however. Unknown keys are ignored."""
+    def ended(self, key: str, now_s: float, num_tokens: int = 0) -> None:
+        """The attempt is over, its answer ended with so many tokens, or did not end (0). Unknown keys are ignored."""
         self.index.settle(key, now_s)
-        self.book.ended(key, now_s)
+        work = self.book.ended(key, now_s)
+        if work is not None and num_tokens:
+            self._forecast.learn_steps(work, num_tokens, now_s)
+
+    def answered(self, request: Request, num_output: int, finish: FinishReason | None) -> None:
+        """The request is over, with so many tokens in all its attempts; `finish` None: cancelled, or failed."""
+        self.lengths.ended(request, num_output, finish)
 
 
-def open_policy(spec: ClusterSpec, seed: int, lengths: Lengths | None = None) -> Policy:
+def open_policy(spec: ClusterSpec, seed: int, lengths: Predictor | None = None) -> Policy:
     """The policy that `spec.gateway` names. Raises `SpecError`.
 
-    `lengths` predicts answers for "tetri"; by default as well as its classifier did.
+    `lengths` predicts how long answers get; by default it learns that.
     """
     routing, admission = spec.gateway.routing, spec.gateway.admission
     for name, known in ((routing, ROUTING), (admission, ADMISSION)):
@@ -163,15 +192,17 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: Lengths | None = None) ->
             raise SpecError(f"gateway: {name!r} is not one of {', '.join(known)}")
     book = Book()
     forecast = Forecast(spec, book)
-    index = PrefixIndex()
-    parts = Parts(book, forecast, Draws(seed), lengths or Buckets(seed), index, spec.gateway.slo)
+    lengths = lengths or Learned()
+    index = PrefixIndex(hope_s=HOPE_S + spec.gateway.cache_news_s)
+    parts = Parts(book, forecast, Draws(seed), lengths, index, spec.gateway.slo)
     judges: dict[str, Callable[[], Admission]] = {
         "none": Admission,
         "late": lambda: Late(spec.gateway.slo, forecast, book),
         "early": lambda: Early(spec.gateway.slo, forecast, book),
         "predictive": lambda: Predictive(spec.gateway.slo, forecast, book),
+        "promise": lambda: Promised(spec.gateway, forecast, book),
     }
-    return Policy(_ROUTERS[routing](parts), judges[admission](), forecast, book, index)
+    return Policy(_ROUTERS[routing](parts), judges[admission](), forecast, book, index, lengths)
 
 
 def _worker(ask: Ask, name: str) -> WorkerView:

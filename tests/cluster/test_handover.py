@@ -1,0 +1,216 @@
+"""A request that changes workers in the middle of its prompt or of its answer: modelled seconds, every moment."""
+
+import asyncio
+import itertools
+from dataclasses import replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from local import Cluster, cluster, completed, request, split_spec, tokens_of
+
+from cluster.events import Accepted, Completed, Delta
+from cluster.policy.placement import Ask, Placement
+from cluster.sim import clock
+from cluster.spec import ClusterSpec, PoolSpec, Role
+from workers.costs import LinearCost
+from workers.executor.modelled import modelled_token
+
+SLOW = LinearCost(0.02, 0.002, 0.0, 0.001, 0.0, 0.0, 0.0)
+
+
+def expected(name: str, length: int, count: int) -> list[int]:
+    return [modelled_token(f"{name}/0", length + n, 1000, (0,)) for n in range(count)]
+
+
+def cuts(subject: Cluster, cut_tokens: int) -> None:
+    """From now on whatever is placed on two workers is cut there."""
+    policy = subject.dispatcher._policy
+    honest = policy.choose
+
+    def choose(ask: Ask) -> Placement | None:
+        placement = honest(ask)
+        return replace(placement, cut_tokens=cut_tokens) if isinstance(placement, Placement) else placement
+
+    policy.choose = choose
+
+
+def sized(prefill: int, decode: int, **engine: int) -> ClusterSpec:
+    """A pair whose blocks have these sizes."""
+    spec = split_spec(**engine)
+    pools = tuple(
+        replace(pool, engine=replace(pool.engine, block_size=size))
+        for pool, size in zip(spec.pools, (prefill, decode), strict=True)
+    )
+    return replace(spec, pools=pools)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5),
+    cut=st.integers(1, 160),
+    sizes=st.sampled_from([(16, 16), (8, 16), (16, 8), (12, 8)]),
+    budget=st.integers(16, 64),
+)
+def test_a_prompt_may_be_cut_at_any_token(lengths: list[int], cut: int, sizes: tuple[int, int], budget: int) -> None:
+    async def run() -> None:
+        async with cluster(sized(*sizes, max_batch_tokens=budget)) as subject:
+            cuts(subject, cut)
+            runs = await asyncio.gather(*(subject.run(request(f"r{n}", length)) for n, length in enumerate(lengths)))
+            for n, (length, events) in enumerate(zip(lengths, runs, strict=True)):
+                assert tokens_of(events) == expected(f"r{n}", length, 8)
+                end = completed(events)
+                end.ledger.check()
+                assert end.attempts == 1
+                assert {"prefill_compute", "prefill_wire"} <= dict(end.ledger.first).keys()
+            await subject.settle()
+
+    asyncio.run(run())
+
+
+async def test_a_cut_prompt_is_computed_by_both_and_moved_up_to_the_cut() -> None:
+    async with cluster(split_spec(), SLOW) as subject:
+        cuts(subject, 40)
+        end = completed(await subject.run(request("a", 100)))
+        (report,) = end.transfers
+        assert report.num_blocks == 3 == report.digests_verified  # 40 tokens in blocks of 16
+        assert end.ledger.ttft_ns > 1e9 * (100 * 0.002 + 2 * 0.02)
+        first = dict(end.ledger.first)
+        assert first["prefill_compute"] > 1e9 * 100 * 0.002 and "transfer_wait" in first
+        await subject.settle()
+
+
+async def test_a_head_that_the_decode_worker_has_already_is_not_computed_again() -> None:
+    async with cluster(split_spec()) as subject:
+        await subject.run(request("a", 64))
+        steps = subject.workers["prefill-0"].engine.stats().steps
+        cuts(subject, 40)
+        events = await subject.run(request("b", 100))
+        assert tokens_of(events) == expected("b", 100, 8)
+        assert completed(events).transfers == () and completed(events).cached_tokens == 64
+        assert subject.workers["prefill-0"].engine.stats().steps == steps
+        completed(events).ledger.check()
+        await subject.settle()
+
+
+async def test_siblings_and_scored_prompts_are_not_cut() -> None:
+    async with cluster(split_spec()) as subject:
+        cuts(subject, 40)
+        sibling = replace(request("a#0", 100), group="a")
+        scored = request("b", 90, first=300)
+        scored = replace(scored, sampling=replace(scored.sampling, prompt_logprobs=0))
+        for each in (sibling, scored):
+            assert completed(await subject.run(each)).transfers[0].num_blocks >= 6
+        await subject.settle()
+
+
+@settings(max_examples=40, deadline=None)
+@given(after_s=st.floats(0.0, 0.9), victim=st.sampled_from(["prefill-0", "decode-0"]), cut=st.integers(1, 89))
+def test_a_death_in_the_middle_of_a_cut_prompt_costs_an_attempt_and_no_token(
+    after_s: float, victim: str, cut: int
+) -> None:
+    async def run() -> None:
+        async with cluster(split_spec(2, 2, backends=("modelled",)), SLOW) as subject:
+            cuts(subject, cut)
+            streams = [asyncio.ensure_future(subject.run(request(f"r{n}", 90 + n, max_tokens=12))) for n in range(4)]
+            await asyncio.sleep(after_s)
+            await subject.workers[victim].close()
+            for n, events in enumerate(await asyncio.gather(*streams)):
+                assert tokens_of(events) == expected(f"r{n}", 90 + n, 12)
+                completed(events).ledger.check()
+            await subject.settle()
+
+    clock.run(run())
+
+
+@settings(max_examples=40, deadline=None)
+@given(after_s=st.floats(0.0, 0.5), cut=st.integers(1, 119))
+def test_closing_a_cut_stream_frees_both_sides(after_s: float, cut: int) -> None:
+    async def run() -> None:
+        async with cluster(split_spec(backends=("modelled",)), SLOW) as subject:
+            cuts(subject, cut)
+            running = asyncio.ensure_future(subject.run(request("a", 120, max_tokens=500)))
+            await asyncio.sleep(after_s)
+            running.cancel()
+            await asyncio.wait([running])
+            await subject.settle()
+
+    clock.run(run())
+
+
+# ---- moving a decode -----------------------------------------------------------------------------------------------
+
+
+def peer_spec(workers: int, **engine: int) -> ClusterSpec:
+    """Workers that do all, and any two of which are linked."""
+    spec = split_spec(backends=("modelled",), **engine)
+    pools = (PoolSpec("mixed", Role.MIXED, workers, engine=spec.pools[0].engine),)
+    return replace(spec, pools=pools)
+
+
+Move = tuple[float, int, int]  # when, which request, to which worker
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    moves=st.lists(st.tuples(st.floats(0.0, 0.5), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12),
+    killed_s=st.none() | st.floats(0.1, 2.0),
+    cut=st.just(0) | st.integers(1, 60),
+    split=st.booleans(),
+    tight=st.booleans(),
+)
+def test_moves_at_any_moment_to_and_fro_lose_and_double_no_token(
+    moves: list[Move], killed_s: float | None, cut: int, split: bool, tight: bool
+) -> None:
+    """Also where a worker dies among them, and where blocks are so few that decodes are preempted."""
+    engine = {"kv_blocks": 30} if tight else {}
+    spec = split_spec(1, 2, backends=("modelled",), **engine) if split else peer_spec(3, **engine)
+
+    async def run() -> None:
+        async with cluster(spec, SLOW) as subject:
+            cuts(subject, cut)
+            names = list(subject.workers)
+            streams = [asyncio.ensure_future(subject.run(request(f"r{n}", 60 + n, max_tokens=50))) for n in range(4)]
+            if killed_s is not None:
+                asyncio.get_running_loop().call_later(
+                    killed_s, lambda: asyncio.ensure_future(subject.workers[names[1]].close())
+                )
+            asked = []
+            for wait_s, number, worker in moves:
+                await asyncio.sleep(wait_s)
+                asked.append(asyncio.ensure_future(subject.dispatcher.move(f"r{number}", names[worker])))
+            for n, events in enumerate(await asyncio.gather(*streams)):
+                assert tokens_of(events) == expected(f"r{n}", 60 + n, 50)
+                completed(events).ledger.check()
+                assert completed(events).attempts <= (1 if killed_s is None else 2)
+            await asyncio.gather(*asked)
+            subject.dispatcher._policy.book.check()
+            assert not len(subject.dispatcher._policy.book)
+            await subject.settle()
+
+    clock.run(run())
+
+
+def test_a_moved_decode_goes_on_elsewhere_and_was_never_still() -> None:
+    async def run() -> None:
+        spec = peer_spec(2)
+        async with cluster(replace(spec, transfer=replace(spec.transfer, lease_s=20.0)), SLOW) as subject:
+            told: list[float] = []
+            clock_s = asyncio.get_running_loop().time
+            moved: asyncio.Task[bool] | None = None
+            async for event in subject.dispatcher.generate(request("a", 100, max_tokens=60)):
+                if isinstance(event, Accepted):
+                    owner = event.decode_worker
+                if isinstance(event, Delta):
+                    told.append(clock_s())
+                    if event.first_position == 10:
+                        target = next(name for name in subject.workers if name != owner)
+                        moved = asyncio.ensure_future(subject.dispatcher.move("a", target))
+            assert moved is not None and await moved
+            step_s = told[5] - told[4]
+            assert max(after - before for before, after in itertools.pairwise(told[1:])) < 3 * step_s
+            assert subject.workers[target].engine.stats().steps > 40
+            assert isinstance(event, Completed) and len(event.transfers) == 1
+            assert event.transfers[0].num_blocks >= 6
+            await subject.settle()
+
+    clock.run(run())
