@@ -28,7 +28,7 @@ LAYERS = [
     ["cluster.spec"],
     ["cluster.runtime", "cluster.view", "cluster.ledger", "cluster.workload"],
     ["cluster.pool", "cluster.policy", "cluster.members", "cluster.events", "cluster.scoring", "cluster.changes"],
-    ["cluster.line", "cluster.cache_reader", "cluster.preflight", "cluster.steward", "cluster.witness"],
+    ["cluster.line", "cluster.cache_reader", "cluster.preflight", "cluster.steward", "cluster.witness", "cluster.calls"],
     ["cluster.leg"],
     ["cluster.attempt", "cluster.lobby", "cluster.roster"],
     ["cluster.dispatcher", "cluster.controller"],

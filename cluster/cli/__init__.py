@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from cluster.cli.admin import drain, flip, scale
 from cluster.cli.bench import bench
 from cluster.cli.demo import demo
 from cluster.cli.doctor import doctor
@@ -61,5 +62,20 @@ def main(debug: bool) -> None:
     """
 
 
-for command in (demo, serve, generate, chat, status, bench, simulate, plan, models, doctor, profile):
+for command in (
+    demo,
+    serve,
+    generate,
+    chat,
+    status,
+    flip,
+    drain,
+    scale,
+    bench,
+    simulate,
+    plan,
+    models,
+    doctor,
+    profile,
+):
     main.add_command(command)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from cluster.events import Accepted, Completed
+from cluster.events import Accepted, Completed, Queued
 from cluster.ledger import PHASES, LatencyLedger
 from cluster.view import ClusterView, WorkerView
 from kvtransfer.ticket import TransferReport
@@ -102,13 +102,14 @@ def view_json(view: ClusterView) -> dict[str, Any]:
         "model": None if view.model is None else asdict(view.model),
         "workers": [worker_json(worker) for worker in view.workers],
         "links": [asdict(link) for link in view.links],
+        "pools": [msgspec.to_builtins(pool) for pool in view.pools],
     }
 
 
 def ledger_table(ledger: LatencyLedger) -> "Table":
     """One row for each phase; the columns add up to TTFT, to what came after, and to the total."""
     first, rest = dict(ledger.first), dict(ledger.rest)
-    table = _table("phase", ">to first token", ">after it", ">together")
+    table = plain_table("phase", ">to first token", ">after it", ">together")
     for phase in PHASES:
         if phase in first or phase in rest:
             both = first.get(phase, 0) + rest.get(phase, 0)
@@ -120,6 +121,13 @@ def ledger_table(ledger: LatencyLedger) -> "Table":
 
 def _ms(ns: int | None) -> str:
     return "" if ns is None else f"{ns / 1e6:.3f} ms"
+
+
+def queued_line(event: Queued) -> str:
+    """Why there is nothing yet, and when there should be."""
+    ahead = f"behind {event.position} others" if event.position else "next in turn"
+    start, first = f"{event.predicted_start_s:.1f} s", f"{event.predicted_ttft_s:.1f} s"
+    return f"queued {ahead} ({event.reason}); its turn should come in {start}, the first token {first} after it came"
 
 
 def way_lines(accepted: Accepted, completed: Completed, workers: dict[str, WorkerView]) -> list[str]:
@@ -159,13 +167,13 @@ def workers_table(view: ClusterView) -> "Table":
     """Columns of ranks stand only where a worker has several."""
     headers = ["worker", "role", "state", "pid", "node", ">running", ">waiting", ">queued", ">blocks free", ">step"]
     in_gangs = any(worker.parallel.world_size > 1 for worker in view.workers)
-    table = _table(*headers, *([">TP x PP", ">bubble"] if in_gangs else []), "detail")
+    table = plain_table(*headers, *([">TP x PP", ">bubble"] if in_gangs else []), "detail")
     colours = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
     for worker in view.workers:
         stats, state = worker.stats, worker.state.value
         table.add_row(
             worker.name,
-            worker.role.value,
+            _role(worker, view),
             f"[{colours[state]}]{state}[/]",
             str(worker.pid or ""),
             worker.node,
@@ -180,6 +188,14 @@ def workers_table(view: ClusterView) -> "Table":
     return table
 
 
+def _role(worker: WorkerView, view: ClusterView) -> str:
+    """With its pool's, where they differ."""
+    pool = next((pool for pool in view.pools if pool.name == worker.pool), None)
+    if pool is None or pool.role is worker.role:
+        return worker.role.value
+    return f"{worker.role.value} (pool: {pool.role.value})"
+
+
 def _ranks(worker: WorkerView) -> str:
     return f"{worker.parallel.tensor} x {worker.parallel.pipeline}"
 
@@ -189,7 +205,7 @@ def _bubble(worker: WorkerView) -> str:
 
 
 def links_table(view: ClusterView) -> "Table":
-    table = _table("owner", "reader", "transport", "path", ">latency", ">bandwidth", "not taken")
+    table = plain_table("owner", "reader", "transport", "path", ">latency", ">bandwidth", "not taken")
     for link in view.links:
         speed = f"{link.bytes_per_s / 1e9:.2f} GB/s"
         latency = f"{link.latency_s * 1e6:.0f} us"
@@ -205,7 +221,7 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} GB"
 
 
-def _table(*headers: str) -> "Table":
+def plain_table(*headers: str) -> "Table":
     """Headers that begin with ">" stand, like their columns, on the right."""
     from rich import box
     from rich.table import Table

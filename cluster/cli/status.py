@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.screen import console, links_table, print_json, view_json, workers_table
+from cluster.cli.shape import decision_json, decisions_table, pools_table
 from cluster.cli.talk import ENDPOINT
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 @click.option("--audit", is_flag=True, help="Have every worker prove that its KV blocks are accounted for.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def status(endpoint: str, wait_s: float | None, audit: bool, as_json: bool) -> None:
-    """Show workers, their load, and the links between them.
+    """Show workers, their load, their pools, and the links between them.
 
     \b
     Example:
@@ -29,16 +30,22 @@ def status(endpoint: str, wait_s: float | None, audit: bool, as_json: bool) -> N
     view = found.view
     if as_json:
         gateway = {"name": found.gateway, "active": found.active_requests, "max_requests": found.max_requests}
-        print_json(view_json(view) | {"gateway": gateway})
+        decisions = [decision_json(taken) for taken in found.decisions]
+        print_json(view_json(view) | {"gateway": gateway, "decisions": decisions})
         _exit_unless_clean(view, audit)
         return
     screen = console()
     model = view.model.name if view.model else "not loaded yet"
     load = f"{found.active_requests} of at most {found.max_requests} requests"
-    screen.print(f"cluster {view.name}, model {model}, {found.gateway}: {load}", markup=False)
+    named = f"cluster {view.name}, revision {view.revision}, model {model}"
+    screen.print(f"{named}, {found.gateway}: {load}", markup=False)
     screen.print(workers_table(view))
+    if view.pools:
+        screen.print(pools_table(view))
     if view.links:
         screen.print(links_table(view))
+    if found.decisions:
+        screen.print(decisions_table(found.decisions))
     for worker in view.workers if audit else ():
         screen.print(f"audit of {worker.name}: {worker.audit}", markup=False)
     _exit_unless_clean(view, audit)

@@ -1,0 +1,97 @@
+"""`diptych flip`, `drain` and `scale`: a running cluster changes its shape."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cluster.cli.screen import print_json
+from cluster.cli.talk import ENDPOINT
+from cluster.spec import Role
+
+if TYPE_CHECKING:
+    from cluster.api.client import DiptychClient
+
+REVISION = click.option(
+    "--revision",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="NUMBER",
+    help="Only if the cluster is still at this one (`diptych status` shows it).",
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of words.")
+
+
+@click.command()
+@click.argument("worker")
+@click.argument("role", type=click.Choice([role.value for role in Role]))
+@ENDPOINT
+@REVISION
+@JSON
+def flip(worker: str, role: str, endpoint: str, revision: int, as_json: bool) -> None:
+    """Give a worker another role. What runs there goes on; new work follows the new role.
+
+    \b
+    Example:
+      diptych flip decode-1 prefill
+    """
+    new = _change(endpoint, lambda client: client.flip(worker, Role(role), revision=revision))
+    _tell(as_json, new, f"{worker} is a {role} worker", worker=worker, role=role)
+
+
+@click.command()
+@click.argument("worker")
+@ENDPOINT
+@click.option(
+    "--deadline",
+    "deadline_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Stop it then, whatever still runs there. [default: health.drain_s of the cluster]",
+)
+@REVISION
+@JSON
+def drain(worker: str, endpoint: str, deadline_s: float | None, revision: int, as_json: bool) -> None:
+    """Let a worker go. It takes no new work and is stopped once it is empty; its pool has one fewer.
+
+    \b
+    Example:
+      diptych drain decode-1 --deadline 30
+    """
+    new = _change(endpoint, lambda client: client.drain(worker, deadline_s=deadline_s, revision=revision))
+    _tell(as_json, new, f"{worker} takes no new work, and leaves when it is empty", worker=worker)
+
+
+@click.command()
+@click.argument("pool")
+@click.argument("replicas", type=click.IntRange(min=0))
+@ENDPOINT
+@REVISION
+@JSON
+def scale(pool: str, replicas: int, endpoint: str, revision: int, as_json: bool) -> None:
+    """Let a pool have so many workers. New ones are started; those with the least work are drained.
+
+    \b
+    Example:
+      diptych scale decode 3 --revision 12
+    """
+    new = _change(endpoint, lambda client: client.scale(pool, replicas, revision=revision))
+    _tell(as_json, new, f"pool {pool} shall have {replicas} worker{'s' * (replicas != 1)}", pool=pool, wanted=replicas)
+
+
+def _change(endpoint: str, ask: Callable[["DiptychClient"], Awaitable[int]]) -> int:
+    from cluster.api.client import DiptychClient
+
+    async def change() -> int:
+        async with DiptychClient(endpoint) as client:
+            return await ask(client)
+
+    return asyncio.run(change())
+
+
+def _tell(as_json: bool, revision: int, words: str, **facts: Any) -> None:
+    if as_json:
+        print_json({**facts, "revision": revision})
+    else:
+        click.echo(f"{words} (revision {revision})")

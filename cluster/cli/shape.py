@@ -1,0 +1,46 @@
+"""How pools and the decisions about them look on a terminal, and as JSON."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cluster.changes import Taken
+from cluster.cli.screen import plain_table
+from cluster.policy.evidence import Decision
+from cluster.view import ClusterView, WorkerState
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def pools_table(view: ClusterView) -> "Table":
+    table = plain_table("pool", "role", ">ready", ">wanted", ">min", ">max")
+    for pool in view.pools:
+        staff = (worker for worker in view.workers if worker.pool == pool.name)
+        ready = sum(worker.state is WorkerState.READY for worker in staff)
+        numbers = map(str, (ready, pool.wanted, pool.min_replicas, pool.max_replicas))
+        table.add_row(pool.name, pool.role.value, *numbers)
+    return table
+
+
+def decisions_table(decisions: Iterable[Taken]) -> "Table":
+    """The latest on top."""
+    from rich.markup import escape
+
+    table = plain_table(">age", "decision", "outcome", "reason")
+    for taken in reversed(tuple(decisions)):
+        words = decision_words(taken.decision), taken.outcome, taken.decision.reason
+        table.add_row(f"{taken.age_s:.0f} s", *map(escape, words))
+    return table
+
+
+def decision_words(decision: Decision) -> str:
+    if decision.kind == "flip":
+        return f"{decision.worker} -> {decision.role.value if decision.role else '?'}"
+    return f"grow {decision.pool}" if decision.kind == "grow" else f"shrink {decision.pool}: {decision.worker}"
+
+
+def decision_json(taken: Taken) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(taken.decision)
+    return told | {"age_s": taken.age_s, "outcome": taken.outcome}
