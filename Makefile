@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-engine study sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance
+.PHONY: demo test check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
 
@@ -37,6 +37,11 @@ $(VENV)/.bench: $(READY)
 # The batching policies compared: docs/batching.md and its pictures. ARGS=--fitted: from the committed measurements.
 study: $(VENV)/.bench
 	@$(BIN)/python -m cluster.bench.study $(ARGS)
+
+# Loads that shift: ours against every system, every static split, colocated, and an oracle, all simulated; writes
+# docs/elastic-campaign.md and its pictures. ARGS=--quick, ARGS=--full, ARGS="bursts day", ARGS=--recorded.
+elastic: $(VENV)/.bench
+	@$(BIN)/python -m cluster.bench.elastic $(ARGS)
 
 # A small load on the real cluster and in the simulator: docs/simulator.md. ARGS=--recorded: simulate the same runs again.
 sim-vs-real: $(READY)

@@ -24,7 +24,12 @@ from cluster.spec import SpecError
 
 PLAIN = {"split": SPLIT, "colocated": COLOCATED}
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-QUICK = Effort(seeds=(0,), tolerance=0.3, rough=0.3, rung=0.3, finalists=1, systems=("vllm", "distserve"))
+QUICK = Effort(
+    *((0,), (0,), 0.3, 0.3, 0.3, 1),
+    systems=("vllm", "distserve"),
+    prompt_chunks=(2048,),
+    chunks=(512,),
+)
 FULL = Effort(seeds=(0, 1, 2, 3, 4), few=(0, 1, 2), tolerance=0.03, rough=0.05, rung=0.04, finalists=3)
 EFFORTS = {
     "quick": (QUICK, Size(workers=2, stretch=0.1), ("phases-a100", "tight-loose")),

@@ -1,6 +1,6 @@
 """Who is compared: every named system, and the static configurations of the same workers. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,14 +37,14 @@ class Contender:
         return f"split {self.prefills}, chunk {self.chunk}" if self.prefills else f"colocated, chunk {self.chunk}"
 
 
-def splits(workers: int) -> Iterator[Contender]:
+def splits(workers: int, chunks: Sequence[int] = PROMPT_CHUNKS) -> Iterator[Contender]:
     for prefills in range(1, workers):
-        for chunk in PROMPT_CHUNKS:
+        for chunk in chunks:
             yield Contender(SPLIT, prefills, chunk, plain=True)
 
 
-def colocated() -> Iterator[Contender]:
-    for chunk in CHUNKS:
+def colocated(chunks: Sequence[int] = CHUNKS) -> Iterator[Contender]:
+    for chunk in chunks:
         yield Contender(COLOCATED, 0, chunk, plain=True)
 
 

@@ -8,7 +8,7 @@ is cut as soon as it cannot attain the target.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.bench.elastic.contenders import OURS, Contender, case_of, colocated, named, splits
+from cluster.bench.elastic.contenders import CHUNKS, OURS, PROMPT_CHUNKS, Contender, case_of, colocated, named, splits
 from cluster.bench.elastic.probe import Probe
 from cluster.bench.elastic.record import COLOCATED, SPLIT, SYSTEM, Entry
 from cluster.bench.elastic.record import OURS as KIND_OURS
@@ -34,6 +34,8 @@ class Effort:
     rung: float = 0.05
     finalists: int = 2
     systems: tuple[str, ...] = ()  # none: all
+    prompt_chunks: tuple[int, ...] = PROMPT_CHUNKS
+    chunks: tuple[int, ...] = CHUNKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,8 @@ class Statics:
 
 def statics(scenario: Scenario, effort: Effort, each: Map, start: float | None = None) -> Statics:
     rate = start or 0.4 * scenario.rate
-    split, split_rate = ladder(scenario, tuple(splits(scenario.workers)), effort, each, rate)
-    mixed, mixed_rate = ladder(scenario, tuple(colocated()), effort, each, split_rate)
+    split, split_rate = ladder(scenario, tuple(splits(scenario.workers, effort.prompt_chunks)), effort, each, rate)
+    mixed, mixed_rate = ladder(scenario, tuple(colocated(effort.chunks)), effort, each, split_rate)
     return Statics(split, mixed, split_rate, mixed_rate)
 
 

@@ -28,13 +28,11 @@ def _kept(run: Run, scenario: Scenario, bin_s: float) -> tuple[float, ...]:
 
 
 def _workers(run: Run, bin_s: float) -> dict[str, tuple[tuple[float, float], ...]]:
-    """A step counts for the bin in which it begins, with all of its seconds."""
-    begun_s = run.served[0].arrival_s
     spent: dict[str, list[list[float]]] = defaultdict(lambda: [[0.0, 0.0] for _ in range(BINS)])
     for step in run.steps:
-        place = int((step.begin_s + begun_s) / bin_s)
-        if 0 <= place < BINS:
-            spent[step.worker][place][0 if step.prompt_tokens else 1] += step.end_s - step.begin_s
+        for place in range(max(0, int(step.begin_s / bin_s)), min(BINS, int(step.end_s / bin_s) + 1)):
+            within_s = min(step.end_s, (place + 1) * bin_s) - max(step.begin_s, place * bin_s)
+            spent[step.worker][place][0 if step.prompt_tokens else 1] += max(0.0, within_s)
     return {
         name: tuple((round(prompts / bin_s, 3), round(others / bin_s, 3)) for prompts, others in bins)
         for name, bins in sorted(spent.items())

@@ -1,0 +1,252 @@
+"""The campaign asks what it says it asks, its searches find what is there, and its page is what the record gives."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cluster.bench.elastic import one, oracle, page, pictures, record, search
+from cluster.bench.elastic.__main__ import QUICK, contender, main
+from cluster.bench.elastic.campaign import measure
+from cluster.bench.elastic.contenders import OURS, Contender, View, case_of, colocated, named, splits
+from cluster.bench.elastic.oracle import Oracle
+from cluster.bench.elastic.probe import Probe
+from cluster.bench.elastic.record import ORACLE, SPLIT, SYSTEM, Entry, Record, ratio
+from cluster.bench.elastic.scenarios import SCENARIOS, Absent, Phase, Scenario, Size, scenario
+from cluster.bench.elastic.search import Effort, ladder
+from cluster.scoring.figures import Attainment
+from cluster.sim.clock import run
+from cluster.sim.distance import Distant
+from cluster.sim.systems import SYSTEMS
+from cluster.spec import SpecError
+from workers.stats import WorkerStats
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SMALL = Size(workers=2, stretch=0.1)
+
+
+def made(name: str, size: Size = SMALL) -> Scenario:
+    try:
+        return scenario(name, size)
+    except Absent as error:
+        pytest.skip(str(error))
+
+
+# ---- the load ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario_has_its_rate_and_all_its_requests_in_phases(name: str) -> None:
+    load = made(name, Size())
+    thin, dense = (load.draw(scale, 0).arrivals for scale in (0.3, 0.9))
+    assert len(thin) == pytest.approx(0.3 * load.rate * load.seconds, rel=0.2)
+    assert len(dense) == pytest.approx(0.9 * load.rate * load.seconds, rel=0.2)
+    assert all(0.0 <= each.at_s <= load.seconds for each in dense)
+    assert len(load.phases) > 1 or not load.shifts
+
+
+def test_a_phase_alone_has_the_requests_that_it_has_in_the_whole() -> None:
+    load = made("day", Size())
+    whole, parts = load.draw(0.5, 3).arrivals, [load.only(phase).draw(0.5, 3).arrivals for phase in load.phases]
+    assert [each.output_tokens for each in whole] == [each.output_tokens for part in parts for each in part]
+    assert all(each.at_s < load.phases[0].end_s for part in parts for each in part)
+
+
+def test_at_scale_1_both_kinds_of_phase_take_all_the_fleet_has() -> None:
+    load = made("phases-a100", Size())
+    prompts, answers = load.streams
+    cost = load.machines.model().cost
+    assert max(rate for _, rate in prompts.steps) * cost.prefill_seconds(2750) < load.workers
+    assert max(rate for _, rate in answers.steps) * cost.prefill_seconds(350) < 0.3 * load.workers
+
+
+# ---- who is compared ---------------------------------------------------------------------------------------------
+
+
+def test_static_configurations_are_what_they_are_called() -> None:
+    load = made("phases-a100", Size(workers=4))
+    for each in splits(4):
+        spec = case_of(each, load).spec
+        assert [pool.replicas for pool in spec.pools] == [each.prefills, 4 - each.prefills]
+        assert spec.pools[0].engine.max_batch_tokens == each.chunk
+        assert {pool.engine.batching for pool in spec.pools} == {"chunked"} and spec.gateway.routing == "least-loaded"
+    for each in colocated():
+        (pool,) = case_of(each, load).spec.pools
+        assert (pool.replicas, pool.engine.max_batch_tokens) == (4, each.chunk)
+    assert {each.name for each in (*named(2), OURS)} == set(SYSTEMS)
+    assert [case_of(one, load).spec.pools[0].replicas for one in named(3) if one.system == "distserve"] == [3]
+
+
+def test_a_view_says_how_old_and_how_many() -> None:
+    case = case_of(OURS, made("phases-a100"), View(stale_s=2.0, gateways=3, call_s=0.01, heartbeat_s=4.0))
+    assert (case.spec.gateway.replicas, case.spec.health.heartbeat_s) == (3, 4.0)
+    assert case.spec.health.dead_after_s > 4.0
+    assert all(model.call_s == 0.01 for model in case.models.values())
+
+
+def test_statistics_come_late_and_never_younger_than_they_are() -> None:
+    async def told() -> list[tuple[float, int]]:
+        class Worker:
+            config = None
+
+        loop = asyncio.get_running_loop()
+        distant = Distant(Worker(), 0.0, 1.0)  # type: ignore[arg-type]
+        begun_s, seen = loop.time(), []
+        for number in range(40):
+            stats = distant._aged(WorkerStats(running=number))
+            seen.append((loop.time() - begun_s - 0.1 * stats.running, number))
+            await asyncio.sleep(0.1)
+        return seen
+
+    ages = run(told())
+    assert [age for age, number in ages if number >= 11] == pytest.approx([1.0] * 29, abs=0.11)
+    assert all(age >= -1e-9 for age, _ in ages)
+
+
+# ---- the searches ------------------------------------------------------------------------------------------------
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, most: Callable[[Contender], float]) -> None:
+    """A contender holds up to so many requests a second."""
+
+    def attained(probe: Probe, rate: float, seed: int) -> Attainment:
+        share = 1.0 if rate <= most(probe.contender) else 0.0
+        return Attainment(share, share, share, share)
+
+    monkeypatch.setattr(Probe, "__call__", attained)
+
+
+@pytest.mark.parametrize(
+    "best", [Contender("distserve", 1, 8192, plain=True), Contender("distserve", 4, 1024, plain=True)]
+)
+def test_the_ladder_finds_the_best_of_all_splits(monkeypatch: pytest.MonkeyPatch, best: Contender) -> None:
+    pretend(monkeypatch, lambda one: 3.0 if one == best else 2.0 - 0.1 * abs(one.prefills - best.prefills))
+    found, rate = ladder(made("phases-a100", Size()), tuple(splits(6)), Effort(), map, 0.7)
+    assert found == (best,)
+    assert rate == pytest.approx(3.0, rel=0.06) and rate <= 3.0
+
+
+def test_a_search_that_nobody_survives_still_names_somebody(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, lambda _: 0.0)
+    found, rate = ladder(made("phases-a100", Size()), tuple(splits(3)), Effort(), map, 1.0)
+    assert len(found) == 1 and rate > 0.0
+
+
+def test_goodputs_are_those_of_the_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, lambda one: {"ours": 4.0, "vllm": 1.0}.get(one.name, 2.0))
+    load, effort = made("phases-a100"), Effort(tolerance=0.02, rough=0.02, systems=("vllm",))
+    found = search.entries(load, search.statics(load, effort, map), effort, map, lambda _: None)
+    assert [each.kind for each in found] == ["ours", "best split", "best colocated", "system"]
+    assert [each.rate for each in found] == pytest.approx([4.0, 2.0, 2.0, 1.0], rel=0.02)
+    assert found[0].by_seed[0] == found[0].by_seed[2] and len(found[3].by_seed) == 1
+
+
+def test_an_oracle_attains_the_mean_over_phases_of_what_suits_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = {
+        "prompts": Contender("distserve", 5, 2048, plain=True),
+        "answers": Contender("distserve", 1, 2048, plain=True),
+    }
+    bad = Contender("distserve", 3, 2048, plain=True)
+
+    def attained(ran: tuple[Phase, Contender], _: object) -> Attainment:
+        share = 1.0 if good[ran[0].name] == ran[1] else 0.25
+        return Attainment(share, share, share, share)
+
+    monkeypatch.setattr(Probe, "run", lambda probe, scale, seed: (probe.scenario.phases[0], probe.contender))
+    monkeypatch.setattr(oracle, "attainment", attained)
+    load = made("phases-a100", Size())
+    knowing = Oracle(load, {name: (one, bad) for name, one in good.items()})
+    assert knowing(0.5 * load.rate, 0).both == pytest.approx(1.0)
+    half = Oracle(load, {"prompts": (bad,), "answers": (good["answers"],)})
+    arrivals = load.draw(0.5, 0).arrivals
+    prompts = sum(each.at_s % 120.0 < 60.0 for each in arrivals) / len(arrivals)
+    assert half(0.5 * load.rate, 0).both == pytest.approx(0.25 * prompts + (1.0 - prompts))
+
+
+# ---- runs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_told_by_phase() -> None:
+    load = made("phases-a100")
+    ran = Probe(contender("split:1"), load, None).run(0.6, 0)
+    whole, *parts = one.told(ran, load)
+    assert whole.requests == sum(each.requests for each in parts) == len(ran.served)
+    for each in (whole, *parts):
+        lost = each.late + each.slow + each.late_slow + each.rejected + each.failed + each.cut
+        assert each.kept == pytest.approx(1.0 - lost / each.requests)
+    late = one.told(ran, replace(load, slo=replace(load.slo, ttft_s=1e-6)))[0]
+    assert (late.kept, late.late + late.late_slow) == (0.0, late.requests)
+
+
+def test_a_small_campaign_has_all_its_figures(tmp_path: Path) -> None:
+    load = made("phases-a100", Size(workers=2, stretch=0.06))
+    effort = replace(QUICK, systems=("distserve",))
+    result = measure(load, effort, map, lambda _: None)
+    assert {each.kind for each in result.entries} == {"ours", "best split", "best colocated", SYSTEM, ORACLE}
+    assert all(each.rate >= 0.0 and each.low <= each.rate <= each.high for each in result.entries)
+    assert result.timelines[0].name == "ours" and result.timelines[0].workers
+    assert all(prompts + others <= 1.01 for bins in result.timelines[0].workers.values() for prompts, others in bins)
+    found = Record("2026-01-01", "a machine", "versions").with_result(result).with_result(result)
+    assert len(found.results) == 1
+    record.save(found, tmp_path / "record.json")
+    assert record.load(tmp_path / "record.json") == found
+    page.write(tmp_path, found)
+    text = (tmp_path / page.PAGE).read_text()
+    assert "## phases-a100" in text and "**ours**" in text and "oracle" in text
+    if not pictures.missing():
+        pictures.draw(tmp_path, found, "png")
+        assert (tmp_path / "elastic-phases-a100.png").stat().st_size > 10_000
+
+
+def test_one_run_from_the_command_line() -> None:
+    args = ["--one", "bursts", "--workers", "2", "--stretch", "0.05", "--system", "colocated:512", "--scale", "0.3"]
+    ran = CliRunner().invoke(main, [*args, "--stale", "0.5", "--gateways", "2"])
+    assert ran.exit_code == 0, ran.output
+    assert "colocated, chunk 512 on bursts" in ran.output and "burst " in ran.output
+    ran = CliRunner().invoke(main, [*args, "--json"])
+    assert json.loads(ran.output)["phases"][0]["requests"] > 0
+
+
+@pytest.mark.parametrize("text", ["split", "split:x", "split:1:2:3", "colocated:1:2", "split:-1", "nobody", "split:9"])
+def test_a_system_that_cannot_be_is_refused_with_a_reason(text: str) -> None:
+    with pytest.raises(SpecError):
+        case_of(contender(text), made("phases-a100"))
+
+
+# ---- the record --------------------------------------------------------------------------------------------------
+
+
+def test_ratios_go_seed_by_seed() -> None:
+    found = ratio((2.0, 4.0, 6.0), (1.0, 2.0, 3.0))
+    assert found is not None and (found.mean, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+    few = ratio((2.0, 4.0, 6.0), (1.0,))
+    assert few is not None and few.told == "2.00"
+    assert ratio((1.0,), (0.0,)) is None
+
+
+def test_who_is_ahead_of_ours_is_named() -> None:
+    entries = (
+        Entry("ours", "ours", (2.0,), 2.0, 2.0, 2.0),
+        Entry(SPLIT, "split 1, chunk 1024", (1.0,), 1.0, 1.0, 1.0, 1),
+        Entry(SYSTEM, "vllm", (4.0,), 4.0, 4.0, 4.0),
+        Entry(ORACLE, "knows", (8.0,), 8.0, 8.0, 8.0),
+    )
+    result = replace(_result(), entries=entries)
+    found = Record("", "", "", (result,))
+    assert page.losing(found) == ["phases: 0.50 of vllm"]
+    assert [line.partition(":")[0] for line in page.aims(found)] == ["holds", "FALLS SHORT"]
+
+
+def _result() -> record.Result:
+    slo = SCENARIOS["phases-a100"](SMALL).slo
+    return record.Result("phases", "", "", 8, 2, slo, True, 24.0, (), 3.0, (0,), 0.05, (), (), (), 0.0)
+
+
+@pytest.mark.skipif(not record.FILE.exists(), reason="no campaign was recorded yet")
+def test_the_page_is_what_the_committed_record_gives() -> None:
+    again = "run `make elastic ARGS=--recorded`"
+    assert (DOCS / page.PAGE).read_text() == page.markdown(record.load()), again
