@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster.events import Accepted, AnswerEnd, Completed, Delta, Event
+from cluster.events import Accepted, AnswerEnd, Completed, Delta, Event, Queued
 from cluster.outbox import Outbox
 from cluster.text import TextDelta, TextStream
 from workers.request import FinishReason, Request, SamplingParams, TokenLogprobs
@@ -76,7 +76,7 @@ class Answer:
 
     def take(self, event: Event) -> None:
         match event:
-            case Accepted():
+            case Accepted() | Queued():
                 self.outbox.put(replace(event, request_id=self._shown_id, index=self._index))
             case Delta():
                 delta = self._text.push(event)
@@ -102,7 +102,7 @@ def give_out(best: Sequence[Answer], prompt_logprobs: Logprobs, sampling: Sampli
             if isinstance(event, TextDelta):
                 shown = event.logprobs if sampling.logprobs is not None else ()
                 event = replace(event, index=rank, logprobs=shown, prompt_logprobs=())
-            elif isinstance(event, Accepted):
+            elif isinstance(event, Accepted | Queued):
                 event = replace(event, index=rank)
             outbox.put(event)
 

@@ -1,4 +1,4 @@
-"""What a dispatcher tells a door about one request, in order: Accepted, Delta..., Completed. Errors are raised.
+"""What a dispatcher tells a door about one request, in order: (Queued,) Accepted, Delta..., Completed; errors raise.
 
 A request for several answers is several to a dispatcher; the gateway makes them one again.
 
@@ -51,6 +51,21 @@ class DeadlinePassed(ClusterError):
 
 class AttemptsSpent(ClusterError):
     """Workers kept failing under this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """No worker has room for it yet: it waits in the gateway, behind `position` others. Seconds are predictions.
+
+    Its turn comes in `predicted_start_s`; its first token `predicted_ttft_s` after it arrived. This is no promise yet.
+    """
+
+    request_id: str
+    position: int
+    predicted_start_s: float
+    predicted_ttft_s: float
+    reason: str
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,4 +127,4 @@ class Completed:
     answers: tuple[AnswerEnd, ...] = ()
 
 
-Event = Accepted | Delta | Completed
+Event = Queued | Accepted | Delta | Completed

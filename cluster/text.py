@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.events import Accepted, Completed, Delta
+from cluster.events import Accepted, Completed, Delta, Queued
 from workers.errors import InvalidRequest
 from workers.request import SamplingParams, TokenLogprobs
 
@@ -147,7 +147,7 @@ class TextDelta:
         return [TextDelta.join(parts) for _, parts in sorted(answers.items())]
 
 
-TextEvent = Accepted | TextDelta | Completed
+TextEvent = Queued | Accepted | TextDelta | Completed
 
 
 class StopStrings:

@@ -23,7 +23,7 @@ from cluster.api.failures import error_from, error_of_call
 from cluster.api.messages import SamplingOptions, duration_of, events_from, sampling_message, slo_message
 from cluster.api.wire import INFERENCE, KEEPALIVE, MESSAGE_SIZES
 from cluster.changes import Taken
-from cluster.events import Accepted, Completed
+from cluster.events import Accepted, Completed, Queued
 from cluster.spec import Role
 from cluster.text import TextDelta, TextEvent
 from cluster.view import ClusterView
@@ -38,11 +38,15 @@ Messages = Sequence[tuple[str, str] | Mapping[str, str]]  # (role, content), or 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer, or several; `output` is the first, and `accepted` names the workers that finished that one."""
+    """A whole answer, or several; `output` is the first, and `accepted` names the workers that finished that one.
+
+    `queued`: it had to wait for its turn first.
+    """
 
     outputs: tuple[TextDelta, ...]
     accepted: Accepted
     completed: Completed
+    queued: Queued | None = None
 
     @property
     def output(self) -> TextDelta:
@@ -295,7 +299,8 @@ def answer_of(events: Sequence[TextEvent]) -> Answer:
     if not accepted or not isinstance(events[-1], Completed):
         raise DiptychError("DATA_LOSS", "the server's answer ended without its Completed message")
     outputs = TextDelta.join_each(event for event in events if isinstance(event, TextDelta))
-    return Answer(tuple(outputs) or (TextDelta.join(()),), accepted[-1], events[-1])
+    queued = next((event for event in events if isinstance(event, Queued) and event.index == 0), None)
+    return Answer(tuple(outputs) or (TextDelta.join(()),), accepted[-1], events[-1], queued)
 
 
 def _role_and_content(message: tuple[str, str] | Mapping[str, str]) -> tuple[str, str]:

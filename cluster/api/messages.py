@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from google.protobuf.duration_pb2 import Duration
 
-from cluster.events import Accepted, AnswerEnd, Completed
+from cluster.events import Accepted, AnswerEnd, Completed, Queued
 from cluster.ledger import LatencyLedger
 from cluster.text import ChatPrompt, GenerationInput, TextDelta, TextEvent, TextPrompt, TokenPrompt
 from diptych.v1 import common_pb2, inference_pb2
@@ -128,6 +128,8 @@ def slo_message(slo: SLO) -> inference_pb2.Slo:
 
 def event_message(event: TextEvent) -> inference_pb2.GenerateResponse:
     match event:
+        case Queued():
+            return inference_pb2.GenerateResponse(queued=_queued_message(event))
         case Accepted():
             return inference_pb2.GenerateResponse(accepted=_accepted_message(event))
         case TextDelta():
@@ -139,6 +141,8 @@ def event_message(event: TextEvent) -> inference_pb2.GenerateResponse:
 def events_from(message: inference_pb2.GenerateResponse) -> list[TextEvent]:
     """One event; for a Completed that carries whole answers, these as deltas and then the end."""
     match message.WhichOneof("event"):
+        case "queued":
+            return [_queued_from(message.queued)]
         case "accepted":
             return [_accepted_from(message.accepted)]
         case "delta":
@@ -147,6 +151,28 @@ def events_from(message: inference_pb2.GenerateResponse) -> list[TextEvent]:
             return [*map(_delta_from, message.completed.outputs), _completed_from(message.completed)]
         case _:
             return []  # an event of a newer server
+
+
+def _queued_message(event: Queued) -> inference_pb2.Queued:
+    return inference_pb2.Queued(
+        request_id=event.request_id,
+        position=event.position,
+        predicted_start=duration_of(event.predicted_start_s),
+        predicted_time_to_first_token=duration_of(event.predicted_ttft_s),
+        reason=event.reason,
+        index=event.index,
+    )
+
+
+def _queued_from(message: inference_pb2.Queued) -> Queued:
+    return Queued(
+        request_id=message.request_id,
+        position=message.position,
+        predicted_start_s=seconds(message.predicted_start),
+        predicted_ttft_s=seconds(message.predicted_time_to_first_token),
+        reason=message.reason,
+        index=message.index,
+    )
 
 
 def _accepted_message(event: Accepted) -> inference_pb2.Accepted:

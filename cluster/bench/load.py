@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.api.client import DiptychClient
 from cluster.api.errors import DiptychError
-from cluster.events import Accepted, ClusterError, Completed, Delta, Rejected
+from cluster.events import Accepted, ClusterError, Completed, Delta, Queued, Rejected
 from cluster.scoring.records import Ending, Run, WorkerRecord
 from cluster.scoring.watch import Watch
 from cluster.text import TextDelta
@@ -20,7 +20,7 @@ from cluster.workload.arrivals import Workload
 from cluster.workload.prompts import request
 from workers.request import SLO, Request
 
-Ask = Callable[[Request], AsyncGenerator[Accepted | Delta | TextDelta | Completed, None]]
+Ask = Callable[[Request], AsyncGenerator[Queued | Accepted | Delta | TextDelta | Completed, None]]
 
 NO_ROOM = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")  # a door's ways of saying no
 
@@ -45,7 +45,7 @@ class Load:
 def through(client: DiptychClient, deadline_s: float) -> Ask:
     """A cluster's gRPC door."""
 
-    def ask(request: Request) -> AsyncGenerator[Accepted | TextDelta | Completed, None]:
+    def ask(request: Request) -> AsyncGenerator[Queued | Accepted | TextDelta | Completed, None]:
         sampling = request.sampling
         assert sampling.max_tokens is not None and sampling.seed is not None, "a workload says both"
         return client.generate(

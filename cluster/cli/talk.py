@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cluster.api.errors import DiptychError
-from cluster.cli.screen import answer_json, console, ledger_table, print_json, say, way_lines
+from cluster.cli.screen import answer_json, console, ledger_table, print_json, queued_line, say, way_lines
 
 if TYPE_CHECKING:
     from cluster.api.client import Answer, DiptychClient
@@ -172,6 +172,8 @@ def _show_logprobs(output: "TextDelta") -> None:
 
 def _json(answer: "Answer") -> dict[str, Any]:
     told = answer_json(answer.text, answer.output.tokens, answer.accepted, answer.completed)
+    if answer.queued is not None:
+        told["queued"] = asdict(answer.queued)
     if answer.output.prompt_logprobs:
         told["prompt_logprobs"] = [asdict(each) for each in answer.output.prompt_logprobs]
     if answer.output.logprobs:
@@ -197,6 +199,7 @@ def _json(answer: "Answer") -> dict[str, Any]:
 async def show(events: Any) -> "Answer":
     """Write the text as it comes. Closing on the way out cancels the request."""
     from cluster.api.client import answer_of
+    from cluster.events import Queued
     from cluster.text import TextDelta
 
     heard: list[TextEvent] = []
@@ -205,6 +208,8 @@ async def show(events: Any) -> "Answer":
             heard.append(event)
             if isinstance(event, TextDelta):
                 click.echo(event.text, nl=False)
+            elif isinstance(event, Queued):
+                say(queued_line(event))
     click.echo()
     return answer_of(heard)
 

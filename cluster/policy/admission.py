@@ -10,7 +10,7 @@ A request without an SLO, where the gateway has none either, is never refused.
 
 from cluster.policy.book import Book
 from cluster.policy.forecast import Forecast
-from cluster.policy.placement import Ask, Refusal
+from cluster.policy.placement import Ask, Later, Placement, Refusal
 from cluster.spec import Role
 from cluster.view import WorkerView
 from workers.request import SLO
@@ -23,9 +23,10 @@ class Admission:
 
     looks = False  # whether it needs predictions
     looks_behind_prefill = False
+    queues = False  # whether it may answer `Later`
 
-    def at_arrival(self, ask: Ask, ttft_s: float, decode: WorkerView) -> Refusal | None:
-        """Judge a request whose first token is expected in `ttft_s`, and which then decodes on `decode`."""
+    def at_arrival(self, ask: Ask, placement: Placement, decode: WorkerView) -> Refusal | Later | None:
+        """Judge a request that would be placed so, with what is expected of it, and decode on `decode`."""
         return None
 
     def behind_prefill(self, ask: Ask, decode: WorkerView) -> Refusal | None:
@@ -44,7 +45,8 @@ class Late(Admission):
         self._forecast = forecast
         self._book = book
 
-    def at_arrival(self, ask: Ask, ttft_s: float, decode: WorkerView) -> Refusal | None:
+    def at_arrival(self, ask: Ask, placement: Placement, decode: WorkerView) -> Refusal | None:
+        ttft_s = _ttft_s(placement)
         promised_s = ask.request.slo.ttft_s or self._default.ttft_s
         if promised_s is None or ttft_s <= promised_s:
             return None
@@ -67,9 +69,9 @@ class Early(Late):
 
     looks_behind_prefill = False
 
-    def at_arrival(self, ask: Ask, ttft_s: float, decode: WorkerView) -> Refusal | None:
-        late = super().at_arrival(ask, ttft_s, decode)
-        return late or self._judge_decode(ask, self._tpot_seconds(ask, ttft_s, decode))
+    def at_arrival(self, ask: Ask, placement: Placement, decode: WorkerView) -> Refusal | None:
+        late = super().at_arrival(ask, placement, decode)
+        return late or self._judge_decode(ask, self._tpot_seconds(ask, _ttft_s(placement), decode))
 
     def _tpot_seconds(self, ask: Ask, ttft_s: float, decode: WorkerView) -> float:
         return self._forecast.tpot_now_seconds(ask, decode)
@@ -99,3 +101,8 @@ class Predictive(Early):
         others = max(0, seen - ours) / batch  # for each of ours
         share = (1 + others) / len(pool)
         return self._forecast.step_seconds(decode, max(1.0, batch * share), context_tokens * share)
+
+
+def _ttft_s(placement: Placement) -> float:
+    assert placement.predicted_ttft_s is not None, "an admission that looks has predictions"
+    return placement.predicted_ttft_s

@@ -205,11 +205,12 @@ class WaitingRoom:
         for _, level in sorted(self._levels.items()):
             yield from (seat for seat in level.in_order(now_s) if seat.claim_s > now_s)
 
-    def next_change_s(self, now_s: float) -> float | None:
-        """When time alone next makes somebody's claim come true; None: for nobody."""
-        index = bisect_left(self._claims, now_s, key=lambda seat: seat.claim_s)
-        later = (seat.claim_s for seat in self._claims[index:] if seat.claim_s > now_s)
-        return next(later, None)
+    def outranks(self, request: Request, now_s: float) -> bool:
+        """Whether its priority alone puts it before all who wait."""
+        if not self._claims:
+            return True
+        best = min(level for level, known in self._levels.items() if any(known.queues.values()))
+        return self._claims[0].claim_s > now_s and request.slo.priority < best
 
     def check(self) -> None:
         """Prove that every place is counted once, and that the bounds hold. Raises AssertionError."""

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable
 from typing import Protocol
 
-from cluster.events import Accepted, Completed
+from cluster.events import Accepted, Completed, Queued
 from cluster.scoring.records import Ending, Served
 from cluster.workload.arrivals import Arrival
 from workers.request import SLO
@@ -35,8 +35,10 @@ class Watch:
         accepted = self._accepted
         return f"{len(self._token_s)} tokens, on {accepted.decode_worker}" if accepted else "not placed"
 
-    def see(self, event: Accepted | Completed | _Tokens) -> None:
+    def see(self, event: Queued | Accepted | Completed | _Tokens) -> None:
         self.events += 1
+        if isinstance(event, Queued):
+            return
         if isinstance(event, Accepted):
             self._accepted = event
         elif isinstance(event, Completed):

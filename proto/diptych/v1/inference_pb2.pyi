@@ -121,14 +121,32 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., session_id: _Optional[str] = ..., response_mode: _Optional[_Union[ResponseMode, str]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("accepted", "delta", "completed")
+    __slots__ = ("accepted", "delta", "completed", "queued")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     delta: Delta
     completed: Completed
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ...) -> None: ...
+    queued: Queued
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ...) -> None: ...
+
+class Queued(_message.Message):
+    __slots__ = ("request_id", "position", "predicted_start", "predicted_time_to_first_token", "reason", "index")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_START_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    position: int
+    predicted_start: _duration_pb2.Duration
+    predicted_time_to_first_token: _duration_pb2.Duration
+    reason: str
+    index: int
+    def __init__(self, request_id: _Optional[str] = ..., position: _Optional[int] = ..., predicted_start: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., predicted_time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reason: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("request_id", "attempt", "prompt_tokens", "prefill_worker", "decode_worker", "reason", "predicted_time_to_first_token", "predicted_time_per_output_token", "index")

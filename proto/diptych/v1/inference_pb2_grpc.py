@@ -55,7 +55,7 @@ class InferenceServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Accepted, then Deltas, then one Completed.
+        """Accepted, then Deltas, then one Completed. Before them Queued, where admission lets requests wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
