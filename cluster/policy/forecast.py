@@ -1,10 +1,11 @@
 """What a placement would give: seconds to the first token, and for each further one. Pure.
 
-Step costs are those of `PoolSpec.cost`. Where nobody gave any, the defaults are corrected by what is seen: decode steps
-by the worker's own step time, prompts by the book.
+Step costs are those of `PoolSpec.cost`, or defaults where nobody gave any. Both are corrected, worker by worker, by how
+long prompts and answers took there; guessed steps also by the worker's own step time, while it has one.
 """
 
 from cluster.policy.book import Book, Work
+from cluster.policy.correction import Corrections, bounded
 from cluster.policy.picking import num_sequences, queued_tokens
 from cluster.policy.placement import Ask
 from cluster.spec import ClusterSpec
@@ -12,8 +13,7 @@ from cluster.view import WorkerView
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 
-_MEMORY = 0.1  # weight of the newest prompt in a worker's correction
-_BOUND = 100.0  # what is this much off was no measurement
+_MOST_STEPS = 32  # of one answer that count
 _WHOLE_PROMPTS = ("static", "orca", "prefill-first")  # batching policies that do not cut prompts
 
 
@@ -26,11 +26,19 @@ class Forecast:
         self._no_engine = EngineConfig()
         self._given = {pool.name: pool.cost for pool in spec.pools if pool.cost is not None}
         self._default = LinearCost()
-        self._ratios: dict[str, float] = {}  # worker -> seconds a prompt took for each second of the defaults
+        self._prompts = Corrections()
+        self._steps = Corrections()
+        self._scaled: dict[str, tuple[float, CostModel]] = {}  # worker -> ratio, its costs times that
+        self._now_s = 0.0  # when we were last asked or told
 
     def is_sure(self, worker: WorkerView) -> bool:
         """Whether the worker's costs are known, and not guessed."""
         return worker.pool in self._given
+
+    def knows(self, prefill: WorkerView, decode: WorkerView) -> bool:
+        """Whether a prediction for these two would be more than a default."""
+        prompts = self.is_sure(prefill) or prefill.name in self._prompts
+        return prompts and (self.is_sure(decode) or decode.name in self._steps or _decodes(decode))
 
     def kv_tokens(self, worker: WorkerView) -> int:
         """How many tokens' KV the worker's pool holds."""
@@ -44,14 +52,17 @@ class Forecast:
 
         A prompt that is cut costs as many steps, and each of them carries the worker's decodes along.
         """
-        engine, cost = self._engine(worker), self._cost(worker)
+        engine, cost = self._engine(worker), self.cost(worker)
         steps = 1 if engine.batching in _WHOLE_PROMPTS else -(-num_tokens // engine.max_batch_tokens)
         empty_s = step_s = cost.mixed_seconds((), 0, 0)
         if decodes := self._book.decoding(worker.name):
             step_s = cost.mixed_seconds((), len(decodes), sum(work.num_tokens for work in decodes))
         alone_s = cost.prefill_seconds(num_tokens, cached_tokens) - empty_s
-        ratio = 1.0 if self.is_sure(worker) else self._ratios.get(worker.name, 1.0)
-        return (alone_s + steps * step_s) * ratio
+        return alone_s + steps * step_s
+
+    def prompt_correction(self, worker: WorkerView) -> float:
+        """Seconds that prompts took there for each second of the costs as they were given."""
+        return self._prompts.ratio(worker.name, self._now_s)
 
     def queued_tokens(self, ask: Ask, worker: WorkerView) -> tuple[int, int]:
         """Prompt tokens to compute there: ours, without those that are cached, and those of other gateways."""
@@ -62,6 +73,7 @@ class Forecast:
 
     def queue_seconds(self, ask: Ask, worker: WorkerView) -> float:
         """How long the prompts ahead will take: ours by the book, those of other gateways by their tokens."""
+        self._now_s = max(self._now_s, ask.now_s)
         _, foreign = self.queued_tokens(ask, worker)
         foreign_s = self.prefill_seconds(worker, foreign, 0) if foreign else 0.0
         return self._book.ahead_s(worker.name, ask.now_s) + foreign_s
@@ -73,12 +85,19 @@ class Forecast:
 
     def transfer_seconds(self, worker: WorkerView, num_tokens: int) -> float:
         """Bringing the KV of so many tokens to the worker, alone on the wire."""
-        return self._cost(worker).transfer_seconds(num_tokens * worker.kv_token_bytes)
+        return self._plain_cost(worker).transfer_seconds(num_tokens * worker.kv_token_bytes)
 
     def tpot_seconds(self, ask: Ask, worker: WorkerView) -> float:
         """A decode step of the worker once all that were promised a slot decode, this request among them."""
-        batch = num_sequences(ask, worker)
-        return self.step_seconds(worker, batch + 1, self._used_tokens(worker) + ask.request.num_tokens)
+        self._now_s = max(self._now_s, ask.now_s)
+        return self.step_seconds(worker, *self._batch_with(ask, worker))
+
+    def plain_tpot_seconds(self, ask: Ask, worker: WorkerView) -> float:
+        """The same by the costs alone, as nobody has corrected them."""
+        return self._plain_step_seconds(worker, *self._batch_with(ask, worker))
+
+    def _batch_with(self, ask: Ask, worker: WorkerView) -> tuple[int, int]:
+        return num_sequences(ask, worker) + 1, self._used_tokens(worker) + ask.request.num_tokens
 
     def tpot_now_seconds(self, ask: Ask, worker: WorkerView) -> float:
         """A decode step of the worker if this request decoded there now."""
@@ -87,30 +106,63 @@ class Forecast:
         return self.step_seconds(worker, running + 1, used_tokens + ask.request.num_tokens)
 
     def step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
-        """A decode step there with so many sequences; corrected by its latest steps where costs are guessed."""
-        cost, stats = self._cost(worker), worker.stats
-        seconds = cost.decode_seconds(round(batch), round(context_tokens))
-        if self.is_sure(worker) or not (stats.step_s and stats.running):
-            return seconds
-        return seconds * _bounded(stats.step_s / cost.decode_seconds(stats.running, self._used_tokens(worker)))
+        """A decode step there with so many sequences."""
+        seconds = self._plain_step_seconds(worker, batch, context_tokens)
+        if self.is_sure(worker) or not _decodes(worker):
+            return seconds * self._steps.ratio(worker.name, self._now_s)
+        running_s = self._plain_step_seconds(worker, worker.stats.running, self._used_tokens(worker))
+        return seconds * bounded(worker.stats.step_s / running_s)
+
+    def _plain_step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
+        return self._plain_cost(worker).decode_seconds(round(batch), round(context_tokens))
 
     def _used_tokens(self, worker: WorkerView) -> int:
         return self.kv_tokens(worker) - self.free_tokens(worker)
 
-    def learn(self, work: Work) -> None:
-        """A prompt was computed: correct the guesses for its worker."""
-        if work.prefilled_s is None or work.prefilled_s <= work.turn_s or work.prefill_s <= 0.0:
+    def learn_prompt(self, work: Work) -> None:
+        """A prompt was computed. Of those that end at once, computed together, the first is given all the time."""
+        assert work.prefilled_s is not None, "its first token has come"
+        self._now_s = max(self._now_s, work.prefilled_s)
+        if work.prefill_s <= 0.0 or work.prefilled_s <= work.began_s:
             return
-        known = self._ratios.get(work.prefill)
-        seen = _bounded((work.prefilled_s - work.turn_s) / work.prefill_s * (known or 1.0))
-        self._ratios[work.prefill] = seen if known is None else known + _MEMORY * (seen - known)
+        seen_s, told_s = max(0.0, work.prefilled_s - work.turn_s), work.prefill_s / work.correction
+        self._prompts.learn(work.prefill, seen_s, told_s, work.prefilled_s, is_guess=work.is_guess)
 
-    def _cost(self, worker: WorkerView) -> CostModel:
+    def learn_steps(self, work: Work, num_tokens: int, now_s: float) -> None:
+        """An answer is over, of which so many tokens were decoded, from the prefill's one on."""
+        self._now_s = max(self._now_s, now_s)
+        if work.prefilled_s is None or num_tokens < 2 or work.plain_tpot_s <= 0.0 or now_s <= work.prefilled_s:
+            return
+        steps = min(num_tokens - 1, _MOST_STEPS)
+        seen_s = (now_s - work.prefilled_s) / (num_tokens - 1)
+        self._steps.learn(work.decode, seen_s * steps, work.plain_tpot_s * steps, now_s, is_guess=work.is_guess)
+
+    def most_running(self, worker: WorkerView) -> int:
+        """Its decode slots."""
+        return self._engine(worker).max_running
+
+    def most_batch_tokens(self, worker: WorkerView) -> int:
+        """Of one step."""
+        return self._engine(worker).max_batch_tokens
+
+    def cost(self, worker: WorkerView) -> CostModel:
+        """What its steps are believed to cost, corrected by how long its prompts took."""
+        ratio = round(self.prompt_correction(worker), 2) or 0.01
+        if ratio == 1.0:
+            return self._plain_cost(worker)
+        known, cost = self._scaled.get(worker.name, (0.0, None))
+        if cost is None or known != ratio:
+            cost = self._plain_cost(worker).scaled(ratio)
+            self._scaled[worker.name] = ratio, cost
+        return cost
+
+    def _plain_cost(self, worker: WorkerView) -> CostModel:
         return self._given.get(worker.pool, self._default)
 
     def _engine(self, worker: WorkerView) -> EngineConfig:
         return self._engines.get(worker.pool, self._no_engine)
 
 
-def _bounded(ratio: float) -> float:
-    return min(max(ratio, 1 / _BOUND), _BOUND)
+def _decodes(worker: WorkerView) -> bool:
+    """Whether the worker's own step time is that of decodes under way."""
+    return bool(worker.stats.step_s and worker.stats.running)

@@ -1,0 +1,77 @@
+"""How much longer things take than was told, learned worker by worker. Pure; knows no costs and no requests."""
+
+_FADE = 0.98  # of the evidence, with each piece that is added: about the latest fifty count
+_PRIOR = 4.0  # pieces of evidence that costs which were given are worth
+_SURPRISE = 4.0  # no piece counts as more than this much off what was expected: a stall is not a worker's speed
+_TOGETHER = 0.05  # what took less of its time than this was done in one with the piece before
+_BOUND = 100.0  # what is this much off was no measurement
+_FRESH_S, _HALVES_S = 60.0, 60.0
+
+
+class Correction:
+    """Seconds seen for each second told: a ratio of sums, both fading, so that long pieces say more.
+
+    The newest piece stands apart until the next one comes: what ends with it was computed in the same steps.
+    """
+
+    __slots__ = ("_newest_seen_s", "_newest_told_s", "_seen_s", "_told_s", "_when_s")
+
+    def __init__(self, prior_s: float) -> None:
+        self._seen_s = self._told_s = prior_s
+        self._newest_seen_s = self._newest_told_s = 0.0
+        self._when_s = 0.0
+
+    def learn(self, seen_s: float, told_s: float, now_s: float) -> None:
+        self._when_s = now_s
+        if self._newest_told_s and seen_s < _TOGETHER * told_s * self._ratio:
+            self._newest_seen_s += seen_s
+            self._newest_told_s += told_s
+            return
+        self._seen_s = self._seen_s * _FADE + self._believed_s
+        self._told_s = self._told_s * _FADE + self._newest_told_s
+        self._newest_seen_s, self._newest_told_s = seen_s, told_s
+
+    def at(self, now_s: float) -> float:
+        """The ratio. One above 1 fades when nothing new is heard: whoever is avoided for it could never mend it."""
+        ratio, silent_s = self._ratio, now_s - self._when_s - _FRESH_S
+        if ratio <= 1.0 or silent_s <= 0.0:
+            return ratio
+        return 1.0 + (ratio - 1.0) * 0.5 ** min(silent_s / _HALVES_S, 100.0)
+
+    @property
+    def _believed_s(self) -> float:
+        """What the newest piece counts for."""
+        if not self._told_s:
+            return self._newest_seen_s  # the first of all, about a guess
+        expected_s = self._newest_told_s * bounded(self._seen_s / self._told_s)
+        return min(max(self._newest_seen_s, expected_s / _SURPRISE), expected_s * _SURPRISE)
+
+    @property
+    def _ratio(self) -> float:
+        told_s = self._told_s + self._newest_told_s
+        return bounded((self._seen_s + self._believed_s) / told_s) if told_s else 1.0
+
+
+class Corrections:
+    """By worker; 1 for one that nobody has told of."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Correction] = {}
+
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._found
+
+    def ratio(self, worker: str, now_s: float) -> float:
+        found = self._found.get(worker)
+        return 1.0 if found is None else found.at(now_s)
+
+    def learn(self, worker: str, seen_s: float, told_s: float, now_s: float, *, is_guess: bool) -> None:
+        """What was told by costs alone, above 0, took so long. Costs that were given stand against the first news."""
+        found = self._found.get(worker)
+        if found is None:
+            found = self._found[worker] = Correction(0.0 if is_guess else _PRIOR * told_s)
+        found.learn(seen_s, told_s, now_s)
+
+
+def bounded(ratio: float) -> float:
+    return min(max(ratio, 1 / _BOUND), _BOUND)
