@@ -1,0 +1,156 @@
+"""Who gets in, who waits and who is turned away. A prompt token takes a millisecond, a decode step ten per sequence."""
+
+from dataclasses import replace
+
+import pytest
+from views import SIMPLE, changed, spec, view, worker
+
+from cluster.policy.placement import Ask, Later, Placement, Refusal
+from cluster.policy.policy import Policy, open_policy
+from cluster.spec import ClassSpec
+from cluster.view import ClusterView
+from workers.costs import CostModel
+from workers.request import SLO, Request, SamplingParams
+
+CALM = view(worker("p0"), worker("d0"))
+CLASSES = {
+    "interactive": ClassSpec(ttft_s=1.0, tpot_s=0.05, max_wait_s=30.0),
+    "patient": ClassSpec(ttft_s=1.0, tpot_s=0.05, max_wait_s=30.0, on_miss="queue"),
+    "batch": ClassSpec(priority=1, max_wait_s=30.0),
+}
+
+
+class Gate:
+    """A policy with admission by promise, on a clock of its own."""
+
+    def __init__(self, cost: CostModel | None = SIMPLE, **engine: int) -> None:
+        made = spec("least-loaded", "promise", cost=cost, **engine)
+        gateway = replace(made.gateway, classes=CLASSES)
+        self.policy: Policy = open_policy(replace(made, gateway=gateway), seed=1)
+        self.now_s = 1000.0
+
+    def choose(
+        self,
+        picture: ClusterView,
+        of: str,
+        length: int = 100,
+        *,
+        waited_s: float = 0.0,
+        name: str = "r",
+        **options: int,
+    ) -> Placement | Refusal | Later | None:
+        return self.policy.choose(self.ask(picture, of, length, waited_s=waited_s, name=name, **options))
+
+    def ask(
+        self, picture: ClusterView, of: str, length: int, *, waited_s: float = 0.0, name: str = "r", **options: int
+    ) -> Ask:
+        known = CLASSES[of]
+        sampling = SamplingParams(seed=1, max_tokens=options.pop("max_tokens", 9))
+        slo = SLO(known.ttft_s, known.tpot_s, of, known.priority, True)
+        asked = Request(name, tuple(range(length)), sampling, slo, **options)  # type: ignore[arg-type]
+        return Ask(picture, asked, now_s=self.now_s, waited_s=waited_s)
+
+    def send(self, picture: ClusterView, of: str, length: int, name: str) -> None:
+        ask = self.ask(picture, of, length, name=name)
+        answer = self.policy.choose(ask)
+        assert isinstance(answer, Placement), answer
+        self.policy.began(ask, answer)
+
+
+def test_a_promise_that_is_kept_gets_in_with_its_prediction() -> None:
+    answer = Gate().choose(changed(CALM, worker("d0", running=4)), "interactive", 500)
+    assert isinstance(answer, Placement)
+    assert (answer.predicted_ttft_s, answer.predicted_tpot_s) == (pytest.approx(0.5), pytest.approx(0.05))
+
+
+def test_a_first_token_that_comes_too_late_is_refused_with_the_time_to_wait() -> None:
+    gate = Gate()
+    gate.send(CALM, "interactive", 800, "a")
+    answer = gate.choose(CALM, "interactive", 400)
+    assert isinstance(answer, Refusal)
+    assert answer.reason == "the first token would take 1.2 s, 1 s are promised"
+    assert answer.retry_after_s == pytest.approx(0.2)
+    gate.now_s += 0.2
+    assert isinstance(gate.choose(CALM, "interactive", 400), Placement)
+    late = gate.choose(CALM, "interactive", 400, waited_s=0.3)
+    assert isinstance(late, Refusal) and late.reason.startswith("after 0.3 s of waiting the first token")
+    never = Gate().choose(CALM, "interactive", 1100)
+    assert isinstance(never, Refusal) and "even with nobody ahead" in never.reason
+
+
+def test_a_full_step_is_waited_for_as_long_as_the_first_token_comes_in_time() -> None:
+    gate, full = Gate(), changed(CALM, worker("d0", running=5))
+    answer = gate.choose(full, "interactive")
+    assert isinstance(answer, Later)
+    assert answer.reason == "each token on d0 would take 0.06 s, 0.05 s are promised"
+    assert answer.need_s == pytest.approx(0.1)
+    assert answer.start_s == pytest.approx(9 * 0.05 / 5), "one of five answers of nine tokens ends"
+    assert isinstance(gate.choose(full, "interactive", 900), Later)
+    assert isinstance(gate.choose(full, "interactive", 950), Refusal), "it cannot wait for so long"
+    assert isinstance(gate.choose(full, "interactive", 100, max_tokens=1), Placement), "one token needs no decode"
+
+
+def test_a_worker_whose_slots_are_taken_is_waited_for() -> None:
+    answer = Gate(max_running=3).choose(changed(CALM, worker("d0", running=2, reserved=1)), "interactive")
+    assert isinstance(answer, Later) and answer.reason == "all 3 decode slots of d0 are taken"
+
+
+def test_nobody_gets_in_who_would_break_the_promise_of_another() -> None:
+    gate = Gate()
+    for number in range(5):
+        gate.send(CALM, "interactive", 10, f"r{number}")
+    assert isinstance(gate.choose(CALM, "batch", 10), Later), "no statistics show them yet, the book does"
+    gate.policy.ended("r0/0", gate.now_s)
+    assert isinstance(gate.choose(CALM, "batch", 10), Placement)
+
+
+def test_a_prompt_without_a_promise_leaves_room_for_those_with_one() -> None:
+    gate = Gate()
+    assert isinstance(gate.choose(CALM, "batch", 5000), Placement), "somewhere it must run, and nobody is there"
+    gate.send(CALM, "batch", 300, "a")
+    assert isinstance(gate.choose(CALM, "batch", 200), Placement)
+    answer = gate.choose(CALM, "batch", 300)
+    assert isinstance(answer, Later) and answer.reason == "p0 computes prompts for another 0.3 s"
+    assert (answer.start_s, answer.need_s) == (pytest.approx(0.1), pytest.approx(0.3))
+    assert isinstance(gate.choose(CALM, "interactive", 700), Placement)
+
+
+def test_who_may_miss_waits_like_one_without_a_promise() -> None:
+    gate = Gate()
+    gate.send(CALM, "interactive", 800, "a")
+    assert isinstance(gate.choose(CALM, "patient", 400), Later)
+    gate.now_s += 0.8
+    gate.policy.prefilled("a/0", gate.now_s)
+    assert isinstance(gate.choose(CALM, "patient", 400, waited_s=0.8), Placement), "late, but nobody is in the way"
+
+
+def test_patience_lets_in_whatever_the_load_unless_the_class_would_rather_be_refused() -> None:
+    gate, full = Gate(), changed(CALM, worker("d0", running=50), worker("p0", queued_tokens=20_000, waiting=9))
+    for of, length in (("batch", 100), ("patient", 100)):
+        assert isinstance(gate.choose(full, of, length, waited_s=29.9), Later)
+        assert isinstance(gate.choose(full, of, length, waited_s=30.0), Placement)
+    assert isinstance(gate.choose(full, "interactive", 100, waited_s=30.0), Refusal)
+
+
+def test_a_time_per_token_that_nobody_can_keep_is_refused_at_once() -> None:
+    gate = Gate()
+    ask = gate.ask(CALM, "interactive", 10)
+    hasty = replace(ask, request=replace(ask.request, slo=replace(ask.request.slo, tpot_s=0.005)))
+    answer = gate.policy.choose(hasty)
+    assert isinstance(answer, Refusal) and "even with nobody beside it" in answer.reason
+
+
+def test_a_guess_is_tried_where_nobody_is_in_the_way() -> None:
+    """The defaults say 1.1 s of this prompt; whoever turned it away would never learn better."""
+    gate = Gate(cost=None)
+    assert isinstance(gate.choose(CALM, "interactive", 30_000 // 2), Placement)
+    assert isinstance(
+        gate.choose(changed(CALM, worker("p0", waiting=1, queued_tokens=15_000)), "interactive", 15_000), Refusal
+    )
+
+
+def test_later_attempts_and_siblings_of_what_has_begun_are_let_through() -> None:
+    gate, full = Gate(), changed(CALM, worker("d0", running=50))
+    assert isinstance(gate.choose(full, "interactive", 100, attempt=1), Placement)
+    beside = replace(gate.ask(full, "interactive", 100), beside="p0")
+    assert isinstance(gate.policy.choose(beside), Placement)
