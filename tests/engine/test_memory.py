@@ -265,9 +265,16 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.flow = Pipeline(self.engine, depth, self.device)
 
-    @rule(length=st.integers(1, 14), first=st.integers(0, 1), most=st.integers(1, 9), hold=st.booleans())
-    def add(self, length: int, first: int, most: int, hold: bool) -> None:
-        self._add(request(f"r{self.count}", tuple(range(1 + first, 1 + first + length)), max_tokens=most), hold)
+    @rule(
+        length=st.integers(1, 14),
+        first=st.integers(0, 1),
+        most=st.integers(1, 9),
+        hold=st.booleans(),
+        cut=st.just(0) | st.integers(1, 13),
+    )
+    def add(self, length: int, first: int, most: int, hold: bool, cut: int) -> None:
+        made = request(f"r{self.count}", tuple(range(1 + first, 1 + first + length)), max_tokens=most)
+        self._add(made, hold, cut if hold and cut < length else 0)
 
     @rule(length=st.integers(1, 14), number=st.integers(2, 3), most=st.integers(1, 9), hold=st.booleans())
     def add_siblings(self, length: int, number: int, most: int, hold: bool) -> None:
@@ -276,10 +283,10 @@ class EngineMachine(RuleBasedStateMachine):
             name = f"{group}#{index}"
             self._add(request(name, tuple(range(1, 1 + length)), max_tokens=most, group=group), hold)
 
-    def _add(self, made: Request, hold: bool) -> None:
+    def _add(self, made: Request, hold: bool, cut_tokens: int = 0) -> None:
         self.count += 1
         try:
-            self.engine.add(self.device.know(made), self.now_s, hold=hold)
+            self.engine.add(self.device.know(made), self.now_s, hold=hold, cut_tokens=cut_tokens)
             self.alive[made.key] = made
         except (Overloaded, InvalidRequest):
             pass
@@ -295,20 +302,24 @@ class EngineMachine(RuleBasedStateMachine):
             pass
 
     @precondition(lambda self: self.alive)
-    @rule(data=st.data(), settle=st.booleans())
-    def fetch(self, data: st.DataObject, settle: bool) -> None:
+    @rule(data=st.data(), settle=st.booleans(), goes_on=st.booleans())
+    def fetch(self, data: st.DataObject, settle: bool, goes_on: bool) -> None:
+        """Some of the prompt comes, and some tokens that were drawn elsewhere; or none, and it goes on by itself."""
         key = data.draw(st.sampled_from(sorted(self.alive)))
         try:
             sequence = self.engine.reserved(key)
             if sequence.fetched:
                 return
-            skip = sequence.cached_tokens // 4
-            blocks = tuple(sequence.blocks[skip:])
+            length, most = sequence.request.num_tokens, sequence.request.sampling.max_tokens or 1
+            arrived = data.draw(st.just(length) | st.integers(0, length))
+            blocks = tuple(sequence.blocks[sequence.cached_tokens // 4 : -(-arrived // 4)])
             self.engine.transfer_begins(blocks)
             self.reading.append(blocks)
-            self.device.fill(tuple(sequence.blocks), sequence.request.prompt)
-            self.engine.fetched(key, self.now_s)
-            self.engine.decode(key, [next_token(key, len(sequence.request.prompt))], self.now_s)
+            self.device.fill(tuple(sequence.blocks), sequence.request.prompt[: max(arrived, sequence.cached_tokens)])
+            self.engine.fetched(key, self.now_s, num_tokens=arrived, goes_on=goes_on)
+            if not goes_on:
+                drawn = data.draw(st.integers(0, most - 1))
+                self.engine.decode(key, [next_token(key, length + n) for n in range(drawn)], self.now_s)
             if settle:
                 self.settle()
         except UnknownSequence:
@@ -343,6 +354,15 @@ class EngineMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.alive)))
         self.engine.abort(key)
         del self.alive[key]
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), most=st.integers(1, 30))
+    def hand_over(self, data: st.DataObject, most: int) -> None:
+        key = data.draw(st.sampled_from(sorted(self.alive)))
+        with contextlib.suppress(UnknownSequence):
+            lease = self.engine.hand_over(key, most, self.now_s)
+            if lease is not None:
+                self.told.append(lease)
 
     @precondition(lambda self: any(isinstance(each, Lease) for each in self.told))
     @rule(data=st.data())

@@ -1,0 +1,107 @@
+"""A sequence that another engine goes on with: cut prompts, offered decodes, and what the taker computes itself."""
+
+import pytest
+from driving import Device, digest_of, engine, next_token, request, result, run_to_end, step, tokens_of
+
+from kvtransfer.errors import LeaseLost
+from workers.engine.sequence import Lease
+from workers.errors import InvalidRequest, UnknownSequence
+from workers.request import HeadOut
+
+
+def test_the_head_of_a_cut_prompt_is_held_and_no_token_is_drawn() -> None:
+    subject = engine(max_batch_tokens=8)
+    subject.add(request("a", tuple(range(1, 31))), 0.0, hold=True, cut_tokens=18)
+    told = run_to_end(subject)
+    lease, head = told[0], told[-1]
+    assert isinstance(lease, Lease) and isinstance(head, HeadOut)
+    assert (lease.num_tokens, len(lease.blocks)) == (18, 5) and not tokens_of(told, "a/0")
+    progress = subject.leases.progress("a/0", lease.epoch, 0, 0.0)
+    assert progress.finished and progress.cells == (tuple(map(digest_of, lease.blocks, (4, 4, 4, 4, 2))),)
+    subject.leases.release("a/0", lease.epoch)
+    assert subject.stats().free_blocks == subject.stats().total_blocks
+
+
+@pytest.mark.parametrize(("hold", "cut"), [(False, 5), (True, 10), (True, -1)])
+def test_a_cut_that_makes_no_sense_is_refused(hold: bool, cut: int) -> None:
+    with pytest.raises(InvalidRequest, match="cut_tokens"):
+        engine().add(request("a", tuple(range(1, 11))), 0.0, hold=hold, cut_tokens=cut)
+
+
+@pytest.mark.parametrize("arrived", [0, 3, 4, 9, 10])
+def test_who_gets_the_head_of_a_prompt_computes_its_tail_and_draws(arrived: int) -> None:
+    subject, device = engine(), Device()
+    leg = device.know(request("a", tuple(range(1, 11)), max_tokens=3))
+    subject.reserve(leg, 0.0)
+    device.fill(tuple(subject.reserved("a/0").blocks), leg.prompt[:arrived])
+    subject.fetched("a/0", 1.0, num_tokens=arrived, goes_on=True)
+    plan, told = step(subject, 2.0, device)
+    assert len(plan.chunks[0].tokens) == max(1, 10 - arrived)
+    assert told[0].prefilled and told[0].timing.queue_s == 1.0
+    assert tokens_of([*told, *run_to_end(subject, 3.0, device)], "a/0") == [next_token("a/0", 10 + n) for n in range(3)]
+
+
+def test_a_decode_that_is_handed_over_goes_on_and_digests_its_blocks_in_later_steps() -> None:
+    """At most as many in a step as a prompt's chunk has."""
+    subject, device = engine(max_batch_tokens=8), Device()
+    subject.add(device.know(request("a", tuple(range(1, 23)), max_tokens=12)), 0.0, hold=False)
+    told = [each for _ in range(5) for each in step(subject, 0.0, device)[1]]
+    lease = subject.hand_over("a/0", 100, 0.0)
+    assert lease is not None and lease.num_tokens == 24
+    ready = [subject.leases.progress("a/0", lease.epoch, 0, 0.0).ready_blocks]
+    for _ in range(3):
+        told += step(subject, 0.0, device)[1]
+        ready.append(subject.leases.progress("a/0", lease.epoch, 0, 0.0).ready_blocks)
+    progress = subject.leases.progress("a/0", lease.epoch, 0, 0.0)
+    assert ready == [0, 2, 4, 6] and progress.finished
+    assert progress.cells == (tuple(digest_of(block, 4) for block in lease.blocks),)
+    subject.leases.release("a/0", lease.epoch)
+    told += run_to_end(subject, 0.0, device)
+    assert tokens_of(told, "a/0") == [next_token("a/0", 22 + n) for n in range(12)]
+    assert subject.stats().free_blocks == subject.stats().total_blocks
+
+
+def test_an_offer_that_ends_leaves_the_decode_where_it_is() -> None:
+    subject = engine()
+    subject.add(request("a", tuple(range(1, 11)), max_tokens=9), 0.0, hold=False)
+    step(subject)
+    lease = subject.hand_over("a/0", 100, 0.0)
+    subject.expire(60.0)
+    with pytest.raises(LeaseLost):
+        subject.leases.release("a/0", lease.epoch)
+    assert len(tokens_of(run_to_end(subject), "a/0")) == 8
+
+
+def test_a_preempted_decode_is_offered_no_longer_and_a_finished_one_neither() -> None:
+    subject = engine(kv_blocks=10)
+    for index in range(3):
+        subject.add(request(f"r{index}", (1 + index,) * 5, max_tokens=10), float(index), hold=False)
+    step(subject)
+    lease = subject.hand_over("r2/0", 100, 0.0)
+    while not subject.stats().preemptions:
+        step(subject)
+    with pytest.raises(LeaseLost):
+        subject.leases.progress("r2/0", lease.epoch, 0, 0.0)
+    assert subject.hand_over("r2/0", 100, 0.0) is None
+    assert subject.hand_over("r0/0", 100, 0.0) is not None
+    run_to_end(subject)
+    assert not len(subject.leases)
+    with pytest.raises(UnknownSequence):
+        subject.hand_over("r0/0", 100, 0.0)
+
+
+def test_what_was_drawn_elsewhere_is_computed_before_it_goes_on() -> None:
+    """More tokens than the blocks that were reserved hold, and nothing free at first: they come one by one."""
+    subject, device = engine(kv_blocks=10), Device()
+    leg = device.know(request("a", tuple(range(1, 11)), max_tokens=16))
+    subject.reserve(leg, 0.0)
+    device.fill(tuple(subject.reserved("a/0").blocks), leg.prompt[:8])
+    subject.fetched("a/0", 1.0, num_tokens=8)
+    subject.decode("a/0", [next_token("a/0", 10 + n) for n in range(11)], 1.0)
+    taken = subject.pool.allocate(subject.pool.num_free - 1)
+    plan = subject.schedule(2.0)
+    assert len(plan.chunks[0].tokens) == 4, "up to the end of its third block"
+    device.execute(plan)
+    subject.commit(plan, result(plan), 2.0)
+    subject.pool.free(taken)
+    assert tokens_of(run_to_end(subject, 3.0, device), "a/0") == [next_token("a/0", 21 + n) for n in range(5)]
