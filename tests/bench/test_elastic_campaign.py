@@ -17,7 +17,7 @@ from cluster.bench.elastic.oracle import Oracle
 from cluster.bench.elastic.probe import Probe
 from cluster.bench.elastic.record import ORACLE, SPLIT, SYSTEM, Entry, Record, ratio
 from cluster.bench.elastic.scenarios import SCENARIOS, Absent, Phase, Scenario, Size, scenario
-from cluster.bench.elastic.search import Effort, ladder
+from cluster.bench.elastic.search import Effort, statics
 from cluster.scoring.figures import Attainment
 from cluster.sim.clock import run
 from cluster.sim.distance import Distant
@@ -125,21 +125,21 @@ def pretend(monkeypatch: pytest.MonkeyPatch, most: Callable[[Contender], float])
 )
 def test_the_ladder_finds_the_best_of_all_splits(monkeypatch: pytest.MonkeyPatch, best: Contender) -> None:
     pretend(monkeypatch, lambda one: 3.0 if one == best else 2.0 - 0.1 * abs(one.prefills - best.prefills))
-    found, rate = ladder(made("phases-a100", Size()), tuple(splits(6)), Effort(), map, 0.7)
-    assert found == (best,)
-    assert rate == pytest.approx(3.0, rel=0.06) and rate <= 3.0
+    found = statics(made("phases-a100", Size()), Effort(), map, lambda _: None)
+    assert found.split.contenders == (best,)
+    assert found.split.rate == pytest.approx(3.0, rel=0.06) and found.split.rate <= 3.0
 
 
 def test_a_search_that_nobody_survives_still_names_somebody(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, lambda _: 0.0)
-    found, rate = ladder(made("phases-a100", Size()), tuple(splits(3)), Effort(), map, 1.0)
-    assert len(found) == 1 and rate > 0.0
+    found = statics(made("phases-a100", Size()), Effort(), map, lambda _: None)
+    assert len(found.split.contenders) == 1 and found.rate > 0.0
 
 
 def test_goodputs_are_those_of_the_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, lambda one: {"ours": 4.0, "vllm": 1.0}.get(one.name, 2.0))
     load, effort = made("phases-a100"), Effort(tolerance=0.02, rough=0.02, systems=("vllm",))
-    found = search.entries(load, search.statics(load, effort, map), effort, map, lambda _: None)
+    found = search.entries(load, statics(load, effort, map, lambda _: None), effort, map, lambda _: None)
     assert [each.kind for each in found] == ["ours", "best split", "best colocated", "system"]
     assert [each.rate for each in found] == pytest.approx([4.0, 2.0, 2.0, 1.0], rel=0.02)
     assert found[0].by_seed[0] == found[0].by_seed[2] and len(found[3].by_seed) == 1
@@ -153,7 +153,7 @@ def test_an_oracle_attains_the_mean_over_phases_of_what_suits_each(monkeypatch: 
     bad = Contender("distserve", 3, 2048, plain=True)
 
     def attained(ran: tuple[Phase, Contender], _: object) -> Attainment:
-        share = 1.0 if good[ran[0].name] == ran[1] else 0.25
+        share = 1.0 if good[ran[0].name] == ran[1] else 0.9
         return Attainment(share, share, share, share)
 
     monkeypatch.setattr(Probe, "run", lambda probe, scale, seed: (probe.scenario.phases[0], probe.contender))
@@ -164,7 +164,9 @@ def test_an_oracle_attains_the_mean_over_phases_of_what_suits_each(monkeypatch: 
     half = Oracle(load, {"prompts": (bad,), "answers": (good["answers"],)})
     arrivals = load.draw(0.5, 0).arrivals
     prompts = sum(each.at_s % 120.0 < 60.0 for each in arrivals) / len(arrivals)
-    assert half(0.5 * load.rate, 0).both == pytest.approx(0.25 * prompts + (1.0 - prompts))
+    assert half(0.5 * load.rate, 0).both == pytest.approx(0.9 * prompts + (1.0 - prompts))
+    neither = Oracle(load, {"prompts": (good["answers"],), "answers": (good["prompts"],)})
+    assert neither(0.5 * load.rate, 0).both == pytest.approx(0.9)
 
 
 # ---- runs --------------------------------------------------------------------------------------------------------

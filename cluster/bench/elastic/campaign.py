@@ -19,12 +19,10 @@ def measure(scenario: Scenario, effort: Effort, each: Map, tell: Tell) -> Result
     """Raises what simulations raise. Minutes for a workload."""
     begun_s = time.perf_counter()
     gpus = case_of(OURS, scenario).gpus
-    found = statics(scenario, effort, each)
-    names = ", ".join(one.name for one in (*found.split, *found.colocated))
-    tell(f"{scenario.name}: of the static configurations {names} are left")
+    found = statics(scenario, effort, each, tell)
     made = list(entries(scenario, found, effort, each, tell))
     if scenario.shifts:
-        made.append(oracle(scenario, 1.2 * max(entry.rate for entry in made), effort, each, gpus))
+        made.append(oracle(scenario, found, effort, each, tell, gpus))
         tell(f"{scenario.name}: oracle {made[-1].rate / gpus:.3f} requests/s and GPU")
     shown = list(each(_shown, _shown_ones(scenario, found, made, effort)))
     return Result(
@@ -58,7 +56,7 @@ class _Shown:
 def _shown_ones(scenario: Scenario, found: Statics, made: Sequence[Entry], effort: Effort) -> list[_Shown]:
     """Ours and the best static configurations, all at the rate of the best of them."""
     by_name = {entry.name: entry.rate for entry in made}
-    contenders = [one for one in (OURS, *found.split, *found.colocated) if one.name in by_name]
+    contenders = [one for one in (OURS, *found.split.contenders, *found.colocated.contenders) if one.name in by_name]
     rate = max(by_name[one.name] for one in contenders)
     return [_Shown(one, scenario, rate, effort.seeds[0]) for one in contenders]
 

@@ -12,7 +12,7 @@ from cluster.bench.elastic.contenders import Contender
 from cluster.bench.elastic.probe import Probe
 from cluster.bench.elastic.record import ORACLE, Entry
 from cluster.bench.elastic.scenarios import Phase, Scenario
-from cluster.bench.elastic.search import REACH, TARGET, Effort, statics
+from cluster.bench.elastic.search import REACH, TARGET, Effort, Statics, Tell, statics
 from cluster.scoring.figures import Attainment, attainment
 from cluster.scoring.goodput import Map, Probes, Search, goodput
 
@@ -27,18 +27,21 @@ class Oracle:
     chosen: Mapping[str, tuple[Contender, ...]]
 
     def __call__(self, rate: float, seed: int) -> Attainment:
+        """Ends as soon as more requests than allowed have missed; those of later phases then count as missed."""
         scale = rate / self.scenario.rate
         arrivals = self.scenario.draw(scale, seed).arrivals
-        parts = [
-            (came / len(arrivals), self._best(phase, scale, seed))
-            for phase in self.scenario.phases
-            if (came := sum(phase.begin_s <= each.at_s < phase.end_s for each in arrivals))
-        ]
-        return Attainment(*(sum(share * getattr(found, name) for share, found in parts) for name in NAMES))
+        left, kept = (1.0 - TARGET) * len(arrivals), dict.fromkeys(NAMES, 0.0)
+        for phase in self.scenario.phases:
+            came = sum(phase.begin_s <= each.at_s < phase.end_s for each in arrivals)
+            if came and left >= 0.0:
+                found = self._best(phase, scale, seed, give_up=1.0 - left / came)
+                left -= (1.0 - found.both) * came
+                kept = {name: kept[name] + came * getattr(found, name) for name in NAMES}
+        return Attainment(*(kept[name] / len(arrivals) for name in NAMES))
 
-    def _best(self, phase: Phase, scale: float, seed: int) -> Attainment:
+    def _best(self, phase: Phase, scale: float, seed: int, give_up: float) -> Attainment:
         alone = self.scenario.only(phase)
-        runs = (Probe(one, alone, None).run(scale, seed) for one in self.chosen[phase.name])
+        runs = (Probe(one, alone, max(0.0, give_up)).run(scale, seed) for one in self.chosen[phase.name])
         return max((attainment(run, alone.slo) for run in runs), key=lambda found: found.both)
 
     @property
@@ -46,22 +49,23 @@ class Oracle:
         return "; ".join(f"{name}: {' or '.join(one.name for one in ones)}" for name, ones in self.chosen.items())
 
 
-def foreseen(scenario: Scenario, effort: Effort, each: Map) -> Oracle:
+def foreseen(scenario: Scenario, start: float, effort: Effort, each: Map, tell: Tell) -> Oracle:
     """The best configurations for each kind of phase, by the ladder on that phase alone."""
-    chosen = {}
+    chosen: dict[str, tuple[Contender, ...]] = {}
     for phase in scenario.phases:
         if phase.name not in chosen:
-            found = statics(scenario.only(phase), replace(effort, finalists=1), each)
-            near = (1.0 - 2.0 * effort.rung) * found.rate
-            split = found.split if found.split_rate >= near else ()
-            colocated = found.colocated if found.colocated_rate >= near else ()
-            chosen[phase.name] = (*split, *colocated)
+            found = statics(scenario.only(phase), replace(effort, finalists=1), each, tell, start)
+            near = (1.0 - effort.rung) * found.rate
+            bests = (best for best in (found.split, found.colocated) if best.rate >= near)
+            chosen[phase.name] = tuple(one for best in bests for one in best.contenders)
     return Oracle(scenario, chosen)
 
 
-def oracle(scenario: Scenario, start: float, effort: Effort, each: Map, gpus: int) -> Entry:
-    """Its goodput, searched from `start` requests a second on."""
-    found = foreseen(scenario, effort, each)
+def oracle(scenario: Scenario, found: Statics, effort: Effort, each: Map, tell: Tell, gpus: int) -> Entry:
+    """Its goodput. Steps of prompts are not tried again for each phase; they are those of the best static split."""
+    chunks = tuple(dict.fromkeys(one.chunk for one in found.split.contenders))
+    knowing = foreseen(scenario, found.rate, replace(effort, prompt_chunks=chunks), each, tell)
+    start = found.rate
     search = Search(start, start / REACH, start * REACH, effort.tolerance)
-    made = goodput(Probes(found, each), search, scenario.slo, target=TARGET, seeds=effort.seeds, gpus=gpus)
-    return Entry.of(ORACLE, found.told, made)
+    made = goodput(Probes(knowing, each), search, scenario.slo, target=TARGET, seeds=effort.seeds, gpus=gpus)
+    return Entry.of(ORACLE, knowing.told, made)

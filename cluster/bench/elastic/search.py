@@ -63,57 +63,72 @@ def _holds(contender: Contender, scenario: Scenario, rate: float, seed: int) -> 
     return Probe(contender, scenario, TARGET)(rate, seed).both >= TARGET
 
 
-def ladder(
-    scenario: Scenario, candidates: Sequence[Contender], effort: Effort, each: Map, start: float
-) -> tuple[tuple[Contender, ...], float]:
-    """Those that held on the last rung, and its rate. `start`: where the first search begins, in requests a second."""
-    seed = effort.seeds[0]
-    pilot = candidates[len(candidates) // 2]
-    held = Job(SPLIT, Probe(pilot, scenario), start, (seed,), effort.rough).run().rate
-    rate = held or start / REACH
-    alive, last = [pilot], [each for each in candidates if each != pilot]
-    while last:
-        keeps = each(_holds, last, [scenario] * len(last), [rate] * len(last), [seed] * len(last))
-        kept = [one for one, keep in zip(last, keeps, strict=True) if keep]
-        if not kept:
-            break
-        alive, held, last = kept, rate, kept
-        rate *= 1.0 + effort.rung
-    return tuple(alive[: effort.finalists]), held or rate
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Those that held on the last rung, and its rate in requests a second."""
+
+    contenders: tuple[Contender, ...]
+    rate: float
+
+
+def pilot(scenario: Scenario, contender: Contender, start: float, effort: Effort) -> Best:
+    """Where a ladder begins: one configuration's goodput, roughly."""
+    found = Job(SPLIT, Probe(contender, scenario), start, effort.seeds[:1], effort.rough).run()
+    return Best((contender,), found.rate or start / REACH)
+
+
+def ladder(scenario: Scenario, best: Best, others: Sequence[Contender], effort: Effort, each: Map, tell: Tell) -> Best:
+    """`others` may take the place of the best so far."""
+    alive, rate = [one for one in others if one not in best.contenders], best.rate
+    while alive:
+        count = len(alive)
+        keeps = each(_holds, alive, [scenario] * count, [rate] * count, [effort.seeds[0]] * count)
+        alive = [one for one, keep in zip(alive, keeps, strict=True) if keep]
+        told = ", ".join(one.name for one in alive[:4]) or "nobody else"
+        tell(f"{scenario.name}: of {count}, {len(alive)} hold at {rate:.3g} requests/s: {told}")
+        if alive:
+            best = Best(tuple(alive[: effort.finalists]), rate)
+            rate *= 1.0 + effort.rung
+    return best
 
 
 @dataclass(frozen=True, slots=True)
 class Statics:
-    """The static configurations that come into question: the best splits and the best colocated ones, with a rate."""
+    """The static configurations that come into question."""
 
-    split: tuple[Contender, ...]
-    colocated: tuple[Contender, ...]
-    split_rate: float
-    colocated_rate: float
+    split: Best
+    colocated: Best
 
     @property
     def rate(self) -> float:
-        return max(self.split_rate, self.colocated_rate)
+        return max(self.split.rate, self.colocated.rate)
 
 
-def statics(scenario: Scenario, effort: Effort, each: Map, start: float | None = None) -> Statics:
-    rate = start or 0.4 * scenario.rate
-    split, split_rate = ladder(scenario, tuple(splits(scenario.workers, effort.prompt_chunks)), effort, each, rate)
-    mixed, mixed_rate = ladder(scenario, tuple(colocated(effort.chunks)), effort, each, split_rate)
-    return Statics(split, mixed, split_rate, mixed_rate)
+def statics(scenario: Scenario, effort: Effort, each: Map, tell: Tell, start: float | None = None) -> Statics:
+    """The best numbers of prefill workers at a middling step; then, beside the best, other steps. And colocated."""
+    middle, workers = effort.prompt_chunks[len(effort.prompt_chunks) // 2], scenario.workers
+    candidates = tuple(splits(workers, (middle,)))
+    best = pilot(scenario, candidates[len(candidates) // 2], start or 0.4 * scenario.rate, effort)
+    best = ladder(scenario, best, candidates, effort, each, tell)
+    near = {k for one in best.contenders for k in (one.prefills - 1, one.prefills, one.prefills + 1)}
+    others = [one for one in splits(workers, effort.prompt_chunks) if one.prefills in near and one.chunk != middle]
+    best = ladder(scenario, best, others, effort, each, tell)
+    mixed = tuple(colocated(effort.chunks))
+    first = pilot(scenario, mixed[len(mixed) // 2], best.rate, effort)
+    return Statics(best, ladder(scenario, first, mixed, effort, each, tell))
 
 
 def entries(scenario: Scenario, found: Statics, effort: Effort, each: Map, tell: Tell) -> tuple[Entry, ...]:
     """Goodputs of the finalists, every named system, and ours; of the finalists of one kind only the better."""
-    jobs = [Job(SPLIT, Probe(one, scenario), found.split_rate, effort.seeds, effort.tolerance) for one in found.split]
-    jobs += [
-        Job(COLOCATED, Probe(one, scenario), found.colocated_rate, effort.seeds, effort.tolerance)
-        for one in found.colocated
+    jobs = [
+        Job(kind, Probe(one, scenario), best.rate, effort.seeds, effort.tolerance)
+        for kind, best in ((SPLIT, found.split), (COLOCATED, found.colocated))
+        for one in best.contenders
     ]
     jobs.append(Job(KIND_OURS, Probe(OURS, scenario), found.rate, effort.seeds, effort.tolerance))
     jobs += [
         Job(SYSTEM, Probe(one, scenario), 0.7 * found.rate, effort.few, effort.rough)
-        for one in named(found.split[0].prefills)
+        for one in named(found.split.contenders[0].prefills)
         if not effort.systems or one.system in effort.systems
     ]
     made = []
