@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.attempt import Attempt
+from cluster.course import Course
 from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
 from cluster.ledger import Stopwatch, now_ns
 from cluster.leg import AttemptFailed
@@ -20,10 +21,12 @@ from cluster.lobby import Lobby
 from cluster.policy.classes import Classes
 from cluster.policy.placement import Ask, Later, Placement, Refusal
 from cluster.policy.policy import open_policy
+from cluster.policy.promises import Ended, Promises, Standing
 from cluster.roster import REDIAL_S, Roster, WatchMembers
 from cluster.runtime.interface import WorkerGone
 from cluster.spec import ClusterSpec, Role
 from cluster.view import ClusterView, ModelView
+from cluster.witness import Witness
 from kvtransfer.ticket import TransferReport
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed
 from workers.request import FinishReason, Request, TokensOut
@@ -42,6 +45,7 @@ class _Life:
     request: Request
     watch: Stopwatch
     emit: Callable[[Event], None]
+    course: Course
     stop: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     sent: list[int] = field(default_factory=list)
     transfers: list[TransferReport] = field(default_factory=list)
@@ -50,7 +54,8 @@ class _Life:
     placement: Placement | None = None  # the latest
     attempt: Attempt | None = None  # the one that runs
     phase: str = "queueing"
-    arrived_s: float = 0.0
+    finish: FinishReason | None = None
+    error: BaseException | None = None
 
 
 class Dispatcher:
@@ -64,6 +69,8 @@ class Dispatcher:
         caches = self._policy.index if self._policy.wants_caches else None
         self.roster = Roster(spec, model, watch_members, name, caches)
         self._classes = Classes(spec.gateway)
+        self._promises = Promises()
+        self.witness = Witness(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time())
         self._lobby = Lobby(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)
 
     async def start(self) -> None:
@@ -114,12 +121,23 @@ class Dispatcher:
         if request.id in self._lives:
             raise Unservable(f"request id {request.id!r} is already running here")
         request, arrived_ns = self._classes.resolved(request), now_ns() if arrived_ns is None else arrived_ns
-        life = _Life(request, Stopwatch(now_ns, arrived_ns), emit, arrived_s=arrived_ns / 1e9)
-        self._lives[request.id] = life
-        try:
-            await self._live(life, deadline_s)
-        finally:
-            del self._lives[request.id]
+        arrived_s = arrived_ns / 1e9
+        with self.witness.seen(request, emit, arrived_s) as told:
+            life = self._lives[request.id] = _Life(request, Stopwatch(now_ns, arrived_ns), told, Course(arrived_s))
+            try:
+                await self._live(life, deadline_s)
+            except BaseException as error:
+                life.error = error
+                raise
+            finally:
+                del self._lives[request.id]
+                self._score(life)
+
+    def _score(self, life: _Life) -> None:
+        """The request is over."""
+        ended = life.course.ended(self._classes.promised(life.request), life.error, asyncio.get_running_loop().time())
+        self._promises.ended(ended)
+        self._policy.answered(life.request, len(life.sent), life.finish)
 
     async def move(self, request_id: str, worker: str, timeout_s: float = MOVE_TIMEOUT_S) -> bool:
         """Have another worker go on with this request's decode, while it goes on; False when it stays where it is."""
@@ -142,7 +160,7 @@ class Dispatcher:
         bound = asyncio.timeout(deadline_s)
         try:
             async with bound:
-                finish = await self._attempts(life)
+                life.finish = finish = await self._attempts(life)
         except TimeoutError:
             if bound.expired():
                 raise DeadlinePassed(life.phase) from None
@@ -172,7 +190,7 @@ class Dispatcher:
                 full = failure.refused_s is not None
                 nobody_else = self._policy.choose(self._ask(life, alone=not full)) is None
                 if failure.refused_s is not None and nobody_else:
-                    raise Rejected(str(failure), failure.refused_s) from None
+                    raise Rejected(str(failure), failure.refused_s, "no-room") from None
                 if spent >= self._spec.gateway.max_attempts:
                     raise AttemptsSpent(f"{spent} attempts failed, the last at {failure}") from None
                 if nobody_else:
@@ -194,7 +212,7 @@ class Dispatcher:
             lender=self.roster.lines.get(placement.lender),
             borrow_s=self._spec.transfer.read_timeout_s,
         )
-        life.attempt = attempt
+        life.attempt, attempt_tokens = attempt, 0
         try:
             if not placement.colocated:
                 others = len(self.roster.picture().ready(Role.DECODE, Role.MIXED)) - len(life.avoid)
@@ -211,10 +229,12 @@ class Dispatcher:
                     predicted_tpot_s=placement.predicted_tpot_s,
                 )
             )
-            return await self._run_or_stop(life, attempt)
+            finish = await self._run_or_stop(life, attempt)
+            attempt_tokens = len(life.sent) - len(life.request.generated)
+            return finish
         finally:
             life.phase, life.attempt = attempt.phase, None
-            self._policy.ended(key, asyncio.get_running_loop().time())
+            self._policy.ended(key, asyncio.get_running_loop().time(), attempt_tokens)
             self._lobby.changed()
             attempt.release()
             life.transfers += attempt.transfers
@@ -241,6 +261,7 @@ class Dispatcher:
             f"request {life.request.id}: token {output.first_position} came after {len(life.sent)} tokens"
         )
         life.sent.extend(output.tokens)
+        life.course.tokens(len(output.tokens), asyncio.get_running_loop().time())
         life.emit(Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs))
         if output.prefilled:
             self._prefilled(life, ended=output.finish is not None)
@@ -252,7 +273,7 @@ class Dispatcher:
         if self._policy.looks_behind_prefill and not ended and life.placement is not None:
             refusal = self._policy.judge(self._ask(life), life.placement.decode)
             if refusal is not None:
-                raise Rejected(refusal.reason, refusal.retry_after_s)
+                raise Rejected(refusal.reason, refusal.retry_after_s, "behind-prefill")
 
     async def _place(self, life: _Life) -> Placement:
         """Wait for workers that can serve the request, and tell the policy that it goes there.
@@ -271,12 +292,14 @@ class Dispatcher:
                     self._refuse_unservable(life.request)
                     await self.roster.change()
         except TimeoutError:
-            what = "healthy worker" if self._policy.choose(self._ask(life)) is None else "turn came"
-            raise Rejected(f"no {what} within {limit_s:.0f} s", retry_after_s=5.0) from None
+            nobody = self._policy.choose(self._ask(life)) is None
+            what, cause = ("healthy worker", "no-worker") if nobody else ("turn came", "waited")
+            raise Rejected(f"no {what} within {limit_s:.0f} s", retry_after_s=5.0, cause=cause) from None
         life.watch.lap("recovery" if life.request.attempt else "route")
         if isinstance(placement, Refusal):
-            raise Rejected(placement.reason, placement.retry_after_s)
+            raise Rejected(placement.reason, placement.retry_after_s, "admission")
         life.placement = placement
+        life.course.placed(placement, asyncio.get_running_loop().time())
         return placement
 
     async def _turn(self, life: _Life) -> Placement | Refusal | None:
@@ -287,13 +310,14 @@ class Dispatcher:
         assert not isinstance(answer, Later), "only first attempts wait, and in the lobby"
         if isinstance(answer, Placement):
             self._policy.began(ask, answer)
+            return answer.after(ask.waited_s)
         return answer
 
     def _ask(self, life: _Life, *, alone: bool = True) -> Ask:
         request = life.request
         beside = self._beside(request.group) if request.group else ""
         now_s = asyncio.get_running_loop().time()
-        waited_s = now_s - life.arrived_s
+        waited_s = now_s - life.course.arrived_s
         return Ask(self.roster.picture(), request, self.roster.sent(), life.avoid, alone, beside, now_s, waited_s)
 
     def _beside(self, group: str) -> str:
@@ -325,6 +349,14 @@ class Dispatcher:
     async def audit(self) -> ClusterView:
         """The view, with every ready worker's proof that its blocks are accounted for."""
         return await self.roster.audit()
+
+    def standing(self) -> Standing:
+        """How this gateway has kept its promises."""
+        return self._promises.standing(self._policy.lengths.calibration())
+
+    def turned_away(self, class_name: str, cause: str) -> None:
+        """A request never came here: the door refused it."""
+        self._promises.ended(Ended("refused", class_name, cause))
 
     def view_change(self) -> Awaitable[object]:
         """Done after the next change of membership or state; statistics alone are none."""

@@ -116,6 +116,7 @@ class GatewayService:
         self._dispatcher: Dispatcher | None = None
         self._door: Door | None = None
         self._endpoint = ""
+        self._reporting: asyncio.Task[None] | None = None
 
     async def open(self, model: ModelView, port: int) -> str:
         """Listen on `port` (0: any); again, or after a restart, it answers the endpoint there is."""
@@ -130,13 +131,28 @@ class GatewayService:
                 await dispatcher.close()
                 raise
             self._dispatcher, self._door = dispatcher, door
+            if spec.elastic.mode != "off":
+                self._reporting = asyncio.ensure_future(self._report(dispatcher, spec.elastic.period_s))
         return self._endpoint
+
+    async def _report(self, dispatcher: Dispatcher, period_s: float) -> None:
+        """Tell the controller of the load. What it cannot hear is lost: the next report is of what comes then."""
+        while True:
+            await asyncio.sleep(period_s)
+            try:
+                await self._controller.report(dispatcher.witness.report())
+            except WorkerGone as error:
+                logger.debug("the controller heard no report: %s", error)
+            except Exception:
+                logger.exception("the controller could not take a report")
 
     async def view(self) -> ClusterView:
         assert self._dispatcher is not None, "a gateway is asked for its view after it opened"
         return self._dispatcher.view
 
     async def close(self, grace_s: float) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
         if self._door is not None:
             await self._door.close(grace_s)
         if self._dispatcher is not None:

@@ -1,0 +1,162 @@
+"""The elastic shell: one change at a time, each with its outcome; advice changes nothing, and nothing is fatal."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from local import cluster, completed, request, split_spec
+
+import cluster.pool as cluster_pool
+from cluster.changes import Taken
+from cluster.policy.evidence import Decision, Report
+from cluster.runtime.interface import RuntimeUnavailable, WorkerHandle, WorkerOrder
+from cluster.spec import Role
+from cluster.steward import REMEMBERED, Changer, Steward
+from cluster.view import ClusterView, WorkerState
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+PERIOD_S = 0.02
+REPORT = Report("gateway-0", 1.0, 3, 100)
+
+Script = Callable[[ClusterView], Decision | None]
+
+
+class Scripted:
+    """Decides as it is told, and notes when it was asked."""
+
+    def __init__(self, *script: Script | Decision | None) -> None:
+        self.script = list(script)
+        self.views: list[ClusterView] = []
+        self.heard: list[Report] = []
+
+    def told(self, report: Report, now_s: float) -> None:
+        self.heard.append(report)
+
+    def decide(self, view: ClusterView, now_s: float) -> Decision | None:
+        self.views.append(view)
+        step = self.script.pop(0) if self.script else None
+        return step(view) if callable(step) else step
+
+
+@asynccontextmanager
+async def running(decider: Scripted, changer: Changer, *, acts: bool = True) -> "AsyncIterator[Steward]":
+    steward = Steward(decider, changer, PERIOD_S, 10.0, acts=acts)
+    steward.begin()
+    try:
+        yield steward
+    finally:
+        steward.close()
+
+
+async def until(steward: Steward, is_so: Callable[[tuple[Taken, ...]], bool]) -> list[str]:
+    async with asyncio.timeout(20):
+        while not is_so(steward.taken()):
+            await asyncio.sleep(PERIOD_S)
+    return [taken.outcome for taken in steward.taken()]
+
+
+def over(count: int) -> Callable[[tuple[Taken, ...]], bool]:
+    return lambda taken: len(taken) == count and all(each.outcome != "under way" for each in taken)
+
+
+FLIP = Decision("flip", "TTFT is 3.0 of its promise", "decode-1", Role.PREFILL)
+GROW = Decision("grow", "both are over", pool="decode")
+
+
+def shrink(worker: str) -> Decision:
+    return Decision("shrink", "nobody needs it", worker, pool="decode")
+
+
+async def test_decisions_are_carried_out_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "cluster")
+    decider = Scripted(FLIP, GROW, shrink("decode-0"))
+    async with cluster(split_spec(1, 2)) as subject, running(decider, subject.controller) as steward:
+        assert await until(steward, over(3)) == ["done"] * 3
+        view = subject.controller.view()
+        assert {each.name: (each.role, each.state) for each in view.workers} == {
+            "prefill-0": (Role.PREFILL, WorkerState.READY),
+            "decode-1": (Role.PREFILL, WorkerState.READY),
+            "decode-2": (Role.DECODE, WorkerState.READY),
+        }
+        asked_at_grow, asked_at_shrink = decider.views[1], decider.views[2]
+        assert next(each.role for each in asked_at_grow.workers if each.name == "decode-1") is Role.PREFILL
+        newcomer = next(each for each in asked_at_shrink.workers if each.name == "decode-2")
+        assert newcomer.state is WorkerState.READY, "nothing else is decided while a worker starts"
+        assert completed(await subject.run(request("after"))).attempts == 1
+    said = [record.message for record in caplog.records if record.name == "cluster.steward"]
+    assert "decided: decode-1 becomes a prefill worker, TTFT is 3.0 of its promise" in said
+    assert "decided: pool decode grows by one worker, both are over" in said
+    assert "decided: pool decode lets decode-0 go, nobody needs it" in said
+
+
+async def test_advice_changes_nothing_and_is_told_once() -> None:
+    decider = Scripted(FLIP, FLIP, None, FLIP, GROW)
+    async with cluster(split_spec(1, 2)) as subject:
+        revision = subject.controller.view().revision
+        async with running(decider, subject.controller, acts=False) as steward:
+            await until(steward, lambda taken: len(decider.views) >= 6)
+            assert [(each.decision, each.outcome) for each in steward.taken()] == [(FLIP, "advised"), (GROW, "advised")]
+        assert subject.controller.view().revision == revision
+
+
+async def test_what_fails_is_told_and_the_next_decision_comes() -> None:
+    unknown = Decision("flip", "a mistake", "decode-9", Role.PREFILL)
+    floored = Decision("flip", "too far", "prefill-0", Role.DECODE)
+
+    def broken(view: ClusterView) -> None:
+        raise ZeroDivisionError("no load at all")
+
+    decider = Scripted(unknown, broken, floored, FLIP)
+    async with cluster(split_spec(1, 2)) as subject, running(decider, subject.controller) as steward:
+        outcomes = await until(steward, over(3))
+        assert outcomes[0].startswith("failed: there is no worker 'decode-9'")
+        assert "elastic.floors.prefill" in outcomes[1]
+        assert outcomes[2] == "done"
+
+
+async def test_a_decision_on_a_cluster_that_has_changed_since_is_not_carried_out() -> None:
+    async with cluster(split_spec(1, 3)) as subject:
+        control = subject.controller
+
+        class Slow:
+            """An operator comes between the decision and the change."""
+
+            view, drain, scale = control.view, control.drain, control.scale
+
+            async def flip(self, worker: str, role: Role, revision: int = 0) -> int:
+                await control.flip("decode-2", Role.PREFILL)
+                return await control.flip(worker, role, revision)
+
+        async with running(Scripted(FLIP), Slow()) as steward:
+            (outcome,) = await until(steward, over(1))
+            assert "was expected" in outcome
+        assert next(each.role for each in control.view().workers if each.name == "decode-1") is Role.DECODE
+
+
+async def test_a_worker_that_finds_no_room_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_pool, "START_AGAIN_S", 0.1)
+    async with cluster(split_spec(1, 1)) as subject:
+
+        async def no_room(order: WorkerOrder) -> WorkerHandle:
+            raise RuntimeUnavailable(f"no room for {order.config.name}")
+
+        monkeypatch.setattr(subject.runtime, "start_worker", no_room)
+        async with running(Scripted(GROW), subject.controller) as steward:
+            assert await until(steward, over(1)) == ["failed: no room for decode-1"]
+
+
+async def test_reports_are_passed_on_and_decisions_forgotten_in_the_end() -> None:
+    decider = Scripted(*(Decision("flip", "a", f"w-{index}", Role.MIXED) for index in range(REMEMBERED + 3)))
+    async with cluster(split_spec(1, 1)) as subject, running(decider, subject.controller) as steward:
+        steward.told(REPORT)
+        assert decider.heard == [REPORT]
+        async with asyncio.timeout(20):
+            while decider.script:
+                await asyncio.sleep(PERIOD_S)
+        assert len(steward.taken()) <= REMEMBERED
+        assert steward.taken()[-1].decision.worker.startswith("w-")
