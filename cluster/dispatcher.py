@@ -35,6 +35,7 @@ from workers.shapes import Shape, Timings
 logger = logging.getLogger(__name__)
 
 MOVE_TIMEOUT_S = 10.0  # of a decode, without its last step
+WORTH_TELLING_S = 0.001  # workers are told of a longer wait, lest they take a deadline for later than it is
 RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt: failures that repeat at once do not spend them all
 
 
@@ -298,8 +299,10 @@ class Dispatcher:
         life.watch.lap("recovery" if life.request.attempt else "route")
         if isinstance(placement, Refusal):
             raise Rejected(placement.reason, placement.retry_after_s, "admission")
-        life.placement = placement
-        life.course.placed(placement, asyncio.get_running_loop().time())
+        life.placement, now_s = placement, asyncio.get_running_loop().time()
+        life.course.placed(placement, now_s)
+        if (waited_s := now_s - life.course.arrived_s) > WORTH_TELLING_S:
+            life.request = replace(life.request, waited_s=waited_s)
         return placement
 
     async def _turn(self, life: _Life) -> Placement | Refusal | None:

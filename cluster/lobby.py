@@ -9,7 +9,7 @@ was forecast has come. Whoever gets in is shown to its workers before the next o
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cluster.events import Event, Queued, Rejected
 from cluster.policy.placement import Ask, Later, Placement, Refusal
@@ -93,7 +93,8 @@ class Lobby:
         if why := self.room.full(request):
             seats = self.room.in_order(asked.now_s)
             start_s = answer.start_s if isinstance(answer, Later) else 0.0
-            raise Rejected(f"{why}; try again", retry_after_s=max(LOOK_S, start_s + _ahead_s(seats, asked.view)))
+            retry_after_s = max(LOOK_S, start_s + _ahead_s(seats, asked.view))
+            raise Rejected(f"{why}; try again", retry_after_s, "queue-full")
         seat = self.room.enter(request, asked.now_s - asked.waited_s, _need_s(answer))
         guest = self._guests[seat] = _Guest(seat, ask, asyncio.get_running_loop().create_future())
         if self._watching is None:
@@ -178,9 +179,7 @@ class Lobby:
     def _begin(self, asked: Ask, placement: Placement) -> Placement:
         """What is told counts from the request's arrival."""
         self._policy.began(asked, placement)
-        if placement.predicted_ttft_s is None or not asked.waited_s:
-            return placement
-        return replace(placement, predicted_ttft_s=asked.waited_s + placement.predicted_ttft_s)
+        return placement.after(asked.waited_s)
 
     def _wake_in(self, seconds: float) -> None:
         if self._timer is not None:

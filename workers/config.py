@@ -36,7 +36,7 @@ class ParallelConfig:
 BATCHING = ("chunked", "static", "orca", "prefill-first", "prefill-only", "slack")
 _CHOICES = {
     "batching": BATCHING,
-    "prompt_order": ("fcfs", "sjf", "ljf"),
+    "prompt_order": ("fcfs", "sjf", "ljf", "deadline"),
     "preemption": ("auto", "swap", "recompute"),
     "weights": ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k", "gguf"),  # `model.load.FORMATS`
 }
@@ -48,11 +48,11 @@ class EngineConfig:
 
     `kv_blocks` blocks of `block_size` tokens are allocated once. `batching` names what composes a step (see
     `workers.engine.batching`), `max_batch_tokens` is its token budget; under "chunked", a step that holds a decode is
-    also kept below `tpot_slo_s`. Prompts start in `prompt_order` (first come, shortest or longest first) within
-    windows of `prompt_window` arrivals. `swap_blocks` are blocks of host memory for preempted sequences; `preemption`
-    "auto" lets the cost model choose between saving a sequence there and computing it again. `staging_blocks` bounds
-    how many blocks may be promised to prompts whose KV has not arrived (0: half the pool). `max_waiting` bounds the
-    queue.
+    also kept below `tpot_slo_s`. Prompts start in `prompt_order` (first come, shortest or longest first, or by priority
+    and "deadline" of the first token) within windows of `prompt_window` arrivals. `swap_blocks` are blocks of host
+    memory for preempted sequences; `preemption` "auto" lets the cost model choose between saving a sequence there and
+    computing it again. `staging_blocks` bounds how many blocks may be promised to prompts whose KV has not arrived (0:
+    half the pool). `max_waiting` bounds the queue.
     """
 
     block_size: int = 16

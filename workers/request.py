@@ -122,8 +122,9 @@ class Request:
     """One attempt at one request. `generated` are tokens the client already has from an earlier attempt.
 
     `group`: siblings of one request for several answers share it, and share the work on their common prompt.
-    `fresh`: trust no cached KV of this prompt, an earlier attempt found it corrupt. `reply_to` names the subscriber
-    (see `Worker.poll`) that gets the outputs. `tenant`: on whose behalf; tenants share what is scarce by their weights.
+    It came to its gateway `waited_s` before it was sent to workers. `fresh`: trust no cached KV of this prompt, an
+    earlier attempt found it corrupt. `reply_to` names the subscriber (see `Worker.poll`) that gets the outputs.
+    `tenant`: on whose behalf; tenants share what is scarce by their weights.
     `leg`: how often the attempt had been moved to another decode worker when this one got it.
     """
 
@@ -138,6 +139,7 @@ class Request:
     session: str = ""
     group: str = ""
     tenant: str = ""
+    waited_s: float = 0.0
     leg: int = 0
 
     @property

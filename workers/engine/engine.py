@@ -18,6 +18,7 @@ from workers.engine.cache_log import chain, name_of_block
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
 from workers.engine.loans import Loans
+from workers.engine.promises import slot_refusal
 from workers.engine.scheduler import Scheduler, Slice
 from workers.engine.sequence import Lease, Sequence, State
 from workers.engine.step import Chunk, StepPlan, StepResult
@@ -70,6 +71,7 @@ class Engine:
         self._eos = eos_token_ids
         self._vocab_size = vocab_size
         self._estimate = StepEstimate(cost or LinearCost())
+        self._depth = depth
         self.leases = LeaseBook(self.pool, lease_s, digest=digest)
         self._scheduler = Scheduler(config, self.pool, self.leases, self._estimate, block_bytes, depth)
         self._sequences: dict[str, Sequence] = {}
@@ -117,6 +119,8 @@ class Engine:
             raise Overloaded(f"{staged} of {self._staging} staging blocks are promised", retry_after_s=0.1)
         if self._num_active() >= self._config.max_running:
             raise Overloaded(f"all {self._config.max_running} decode slots are taken", retry_after_s=0.1)
+        if why := slot_refusal(self._estimate.cost, self._decoding(), request, self._depth):
+            raise Overloaded(why, retry_after_s=0.1)
         sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size)
         if request.fresh:
             self.pool.forget(sequence.hashes)
@@ -159,6 +163,11 @@ class Engine:
 
     def _staged_blocks(self) -> int:
         return sum(len(s.blocks) for s in self._sequences.values() if s.state is State.RESERVED)
+
+    def _decoding(self) -> list[Sequence]:
+        """Sequences that decode here, or will."""
+        reserved = [each for each in self._sequences.values() if each.state is State.RESERVED]
+        return reserved + [each for each in self._scheduler.running if not each.hold]
 
     def _num_active(self) -> int:
         """Sequences that hold or were promised a decode slot."""

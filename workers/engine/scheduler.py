@@ -21,6 +21,7 @@ from workers.engine.batching import batching
 from workers.engine.blocks import BlockPool, HostBlocks, prefix_hashes, tail_hash
 from workers.engine.estimate import StepEstimate, prompt_share
 from workers.engine.leases import LeaseBook
+from workers.engine.promises import next_prompt
 from workers.engine.sequence import Sequence, State
 
 
@@ -212,7 +213,7 @@ class Scheduler:
         """See `batching.Step.admit`."""
         if len(self.running) >= self._config.max_running:
             return None
-        sequence = self._next()
+        sequence = self._next(draft.now_s)
         if sequence is None or (most is not None and len(sequence.tokens) - sequence.num_computed > most):
             return None
         if not (self._swap_in(sequence, draft) if sequence.state is State.SWAPPED else self._place(sequence, draft)):
@@ -222,7 +223,7 @@ class Scheduler:
         sequence.state = State.RUNNING
         return sequence
 
-    def _next(self) -> Sequence | None:
+    def _next(self, now_s: float) -> Sequence | None:
         """Whose turn it is: preempted ones first, then in the configured order.
 
         A prompt whose sibling is computing the very same tokens lets others pass: it will share them.
@@ -231,12 +232,8 @@ class Scheduler:
         first = next(candidates, None)
         if first is None or self._config.prompt_order == "fcfs" or first.was_preempted:
             return first
-        # By windows of arrivals: nobody is overtaken by more than one window.
-        sign, window = (1 if self._config.prompt_order == "sjf" else -1), self._config.prompt_window
-        return min(
-            [first, *islice(candidates, window)],
-            key=lambda each: (each.number // window, sign * len(each.tokens), each.number),
-        )
+        window = islice(candidates, self._config.prompt_window)
+        return next_prompt([first, *window], self._config, self._estimate.cost, now_s)
 
     def _awaits_sibling(self, sequence: Sequence) -> bool:
         group = sequence.request.group
