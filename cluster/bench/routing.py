@@ -1,39 +1,53 @@
 """What a decision costs: microseconds to choose and to note it, by router and number of workers.
 
+Each worker has told of `NAMES` prefixes, half of which some others have too, and every second one has some of those
+that are asked for.
+
 python -m cluster.bench.routing
 """
 
+import random
 import time
+
+import psutil
 
 from cluster.policy.placement import Ask, Placement
 from cluster.policy.policy import open_policy
+from cluster.policy.prefix_index import GRAIN, PrefixIndex, chain
 from cluster.spec import ADMISSION, ROUTING, ClusterSpec, GatewaySpec, PoolSpec, Role
 from cluster.view import ClusterView, WorkerState, WorkerView
+from workers.config import EngineConfig
 from workers.costs import LinearCost
 from workers.request import SLO, Request, SamplingParams
-from workers.stats import WorkerStats
+from workers.stats import CacheNews, NameChanges, WorkerStats
 
 WORKERS = (10, 100, 1000)
 PROMPT_TOKENS = 1000
 REQUESTS = 60
 UNDER_WAY = 40  # requests; the oldest ends when another begins
+PROMPTS = 7  # that are asked for again and again
+ENGINE = EngineConfig(max_running=512)  # all of them fit on one worker
+NAMES = 10_000  # of prefixes, on each worker
+DOCUMENT = 50  # names of one chain that is shared
+SHARED_BY = 8  # workers, on average
 
 
-def measure(routing: str, admission: str, num_workers: int) -> float:
+def measure(routing: str, admission: str, num_workers: int, index: PrefixIndex) -> float:
     """Seconds for one request, asked and noted, with `UNDER_WAY` others in the book."""
     gateway = GatewaySpec(routing=routing, admission=admission, slo=SLO(ttft_s=1e6, tpot_s=1e6))
     pools = tuple(
-        PoolSpec(role.value, role, num_workers // 2, cost=LinearCost()) for role in (Role.PREFILL, Role.DECODE)
+        PoolSpec(role.value, role, num_workers // 2, engine=ENGINE, cost=LinearCost())
+        for role in (Role.PREFILL, Role.DECODE)
     )
-    policy = open_policy(ClusterSpec(model="m", pools=pools, gateway=gateway), seed=1)
+    policy = open_policy(ClusterSpec(model="m", pools=pools, gateway=gateway), seed=1, index=index)
     view = _view(num_workers)
     keys: list[str] = []
     begun_s = 0.0
     for number in range(UNDER_WAY + REQUESTS):
         if number == UNDER_WAY:
             begun_s = time.perf_counter()
-        prompt = tuple(range(number % 7, number % 7 + PROMPT_TOKENS))
-        ask = Ask(view, Request(f"r{number}", prompt, SamplingParams(max_tokens=100)), now_s=number * 0.01)
+        request = Request(f"r{number}", _prompt(number), SamplingParams(max_tokens=100))
+        ask = Ask(view, request, now_s=number * 0.01)
         placement = policy.choose(ask)
         assert isinstance(placement, Placement)
         policy.began(ask, placement)
@@ -44,25 +58,74 @@ def measure(routing: str, admission: str, num_workers: int) -> float:
     return (time.perf_counter() - begun_s) / REQUESTS
 
 
+def _prompt(number: int) -> tuple[int, ...]:
+    return tuple(range(number % PROMPTS, number % PROMPTS + PROMPT_TOKENS))
+
+
+def filled(num_workers: int) -> PrefixIndex:
+    """What `NAMES` prefixes on each worker make of an index."""
+    index, draw = PrefixIndex(), random.Random("names")
+    num_documents = max(1, num_workers * NAMES // 2 // DOCUMENT // SHARED_BY)
+    documents = [[draw.getrandbits(60) for _ in range(DOCUMENT)] for _ in range(num_documents)]
+    asked = [chain(_prompt(number)) for number in range(PROMPTS)]
+    for number in range(num_workers):
+        names = []
+        if number % 4 < 2:
+            names += [name for each in asked for name in each[: 1 + draw.randrange(len(each))]]
+        while len(names) < NAMES // 2:
+            names += documents[draw.randrange(num_documents)]
+        names += [draw.getrandbits(60) for _ in range(NAMES - len(names))]
+        news = CacheNews(0, NAMES, NAMES, GRAIN, whole=True, device=NameChanges(tuple(names)))
+        index.take(_name(number), "1", news)
+    return index
+
+
+def _role(number: int) -> Role:
+    return Role.PREFILL if number % 2 else Role.DECODE
+
+
+def _name(number: int) -> str:
+    return f"{_role(number).value}-{number}"
+
+
+def lookup_seconds(index: PrefixIndex) -> float:
+    """One lookup of a prompt that half the workers have some of, its chain's computation included."""
+    for number in range(PROMPTS):  # as it is when these prompts are common
+        index.matches(chain(_prompt(number)))
+    begun_s = time.perf_counter()
+    for number in range(REQUESTS):
+        index.matches(chain(_prompt(number)))
+    return (time.perf_counter() - begun_s) / REQUESTS
+
+
 def _view(num_workers: int) -> ClusterView:
     workers = []
     for number in range(num_workers):
-        role = Role.PREFILL if number % 2 else Role.DECODE
+        role = _role(number)
         stats = WorkerStats(queued_tokens=number % 13, running=number % 7, total_blocks=4000, free_blocks=2000)
-        name = f"{role.value}-{number}"
-        workers.append(WorkerView(name, role.value, role, WorkerState.READY, "1", capacity_tokens=8192, stats=stats))
+        workers.append(
+            WorkerView(_name(number), role.value, role, WorkerState.READY, "1", capacity_tokens=8192, stats=stats)
+        )
     names = [worker.name for worker in workers]
     pairs = frozenset((owner, reader) for owner in names for reader in names if owner != reader)
     return ClusterView(1, "bench", None, tuple(workers), pairs=pairs)
 
 
 def main() -> None:
+    process, indices, megabytes = psutil.Process(), {}, {}
+    for count in WORKERS:
+        before = process.memory_info().rss
+        indices[count] = filled(count)
+        megabytes[count] = (process.memory_info().rss - before) / 1e6
     print(f"microseconds a request of {PROMPT_TOKENS} tokens, by workers" + "".join(f"{n:>10}" for n in WORKERS))
     rows = [(routing, "none") for routing in ROUTING] + [("least-loaded", each) for each in ADMISSION[1:]]
     for routing, admission in rows:
         name = routing if admission == "none" else f"{routing}, {admission} admission"
-        figures = "".join(f"{measure(routing, admission, count) * 1e6:>10.0f}" for count in WORKERS)
-        print(f"{name:<52}{figures}")
+        figures = "".join(f"{measure(routing, admission, n, indices[n]) * 1e6:>10.0f}" for n in WORKERS)
+        print(f"{name:<52}{figures}", flush=True)
+    lookups = "".join(f"{lookup_seconds(indices[n]) * 1e6:>10.0f}" for n in WORKERS)
+    print(f"{'of these, to look up what all workers have':<52}{lookups}")
+    print(f"{'megabytes of the index':<52}" + "".join(f"{megabytes[n]:>10.0f}" for n in WORKERS))
 
 
 if __name__ == "__main__":

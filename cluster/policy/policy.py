@@ -181,10 +181,12 @@ class Policy:
         self.lengths.ended(request, num_output, finish)
 
 
-def open_policy(spec: ClusterSpec, seed: int, lengths: Predictor | None = None) -> Policy:
+def open_policy(
+    spec: ClusterSpec, seed: int, lengths: Predictor | None = None, index: PrefixIndex | None = None
+) -> Policy:
     """The policy that `spec.gateway` names. Raises `SpecError`.
 
-    `lengths` predicts how long answers get; by default it learns that.
+    `lengths` predicts how long answers get; by default it learns that. `index`: one that is filled already.
     """
     routing, admission = spec.gateway.routing, spec.gateway.admission
     for name, known in ((routing, ROUTING), (admission, ADMISSION)):
@@ -193,7 +195,7 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: Predictor | None = None) 
     book = Book()
     forecast = Forecast(spec, book)
     lengths = lengths or Learned()
-    index = PrefixIndex(hope_s=HOPE_S + spec.gateway.cache_news_s)
+    index = index or PrefixIndex(hope_s=HOPE_S + spec.gateway.cache_news_s)
     parts = Parts(book, forecast, Draws(seed), lengths, index, spec.gateway.slo)
     judges: dict[str, Callable[[], Admission]] = {
         "none": Admission,

@@ -21,6 +21,7 @@ __all__ = ["GRAIN", "Match", "PrefixIndex", "chain"]
 HOPE_S = 1.0  # longer than news take
 _FEW = 12  # set bits that are faster found one by one than all at once
 _MOST_SHAPES = 1 << 16
+_MOST_GROUPS = 1 << 10
 _TO_FLAGS = bytes.maketrans(b"01", b"\0\1")
 
 Bits = int  # a bit for each worker's slot
@@ -103,6 +104,7 @@ class PrefixIndex:
         self._by_step: dict[int, Bits] = {}  # every so many names of a chain these workers have one
         self._workers: list[str] = []  # slot -> worker
         self._free: list[int] = []
+        self._groups: dict[Bits, tuple[str, ...]] = {}
         self._hoped = _Holders()
         self._hopes: dict[tuple[int, Bits], int] = {}  # (name, worker) -> how many prompts are expected to bring it
         self._expected: dict[str, tuple[str, str, Bits, list[int]]] = {}  # key -> worker, incarnation, bit, names
@@ -152,15 +154,23 @@ class PrefixIndex:
         return self._lives.get(worker) == incarnation
 
     def _found(self, found: dict[str, Match], who: Bits, tokens: int, on_host: dict[int, int]) -> None:
-        if who.bit_count() <= _FEW:
-            for slot in _slots(who):
-                found[self._workers[slot]] = Match(tokens, on_host.get(slot, 0))
-            return
-        flags = bin(who)[:1:-1].encode().translate(_TO_FLAGS)
-        found.update(dict.fromkeys(compress(self._workers, flags), Match(tokens)))
+        found.update(dict.fromkeys(self._named(who), Match(tokens)))
         for slot, host_tokens in on_host.items():
             if who >> slot & 1:
                 found[self._workers[slot]] = Match(tokens, host_tokens)
+
+    def _named(self, who: Bits) -> tuple[str, ...]:
+        """The workers of these bits. Of prefixes that many have, the same many are asked for again and again."""
+        named = self._groups.get(who)
+        if named is None:
+            if len(self._groups) >= _MOST_GROUPS:
+                self._groups.clear()
+            if who.bit_count() <= _FEW:
+                named = tuple(self._workers[slot] for slot in _slots(who))
+            else:
+                named = tuple(compress(self._workers, bin(who)[:1:-1].encode().translate(_TO_FLAGS)))
+            self._groups[who] = named
+        return named
 
     # ---- what workers say ------------------------------------------------------------------------------------
 
@@ -186,6 +196,7 @@ class PrefixIndex:
             self._give_up(key)
         self._workers[slot] = ""
         self._free.append(slot)
+        self._groups.clear()
 
     def _bit(self, worker: str, incarnation: str) -> Bits:
         if self._lives.get(worker) != incarnation:
