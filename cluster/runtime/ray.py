@@ -35,6 +35,7 @@ MEASURE_TIMEOUT_S = 130.0  # a worker gives up its own steps before
 CONNECT_TIMEOUT_S = 90.0
 REACH_TIMEOUT_S = 5.0
 UNFIT_TIMEOUT_S = 1.0
+NAMELESS_TIMEOUT_S, NAMELESS_LOOK_S = 5.0, 0.02  # Ray tells nobody when a name is free again
 LOCAL_STORE_BYTES = 100 * 1024 * 1024  # KV and tokens never pass through the object store
 
 
@@ -238,6 +239,7 @@ class RayRuntime:
         ray.kill(handle.actor)
         with contextlib.suppress(ValueError):
             remove_placement_group(ray.util.get_placement_group(handle.name))
+        await _nameless(handle.name)
 
     async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
         """On the node of whoever serves: its door is looked for there. Ray ignores a soft wish at 0 CPUs."""
@@ -283,6 +285,15 @@ class RayRuntime:
         await self.end_all()
         if self.owns_ray:
             await asyncio.to_thread(ray.shutdown)
+
+
+async def _nameless(name: str) -> None:
+    """Until nobody has this name: the next worker of it must not be taken for the one that dies. Bounded."""
+    with contextlib.suppress(ValueError):
+        for _ in range(int(NAMELESS_TIMEOUT_S / NAMELESS_LOOK_S)):
+            ray.get_actor(name, NAMESPACE)  # raises when there is none
+            await asyncio.sleep(NAMELESS_LOOK_S)
+        logger.warning("Ray still knows %s, %.0f s after it was ended", name, NAMELESS_TIMEOUT_S)
 
 
 async def _ready(group: PlacementGroup) -> None:
@@ -336,8 +347,8 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
 
 
 def _cpus(spec: ClusterSpec) -> int:
-    """As many as the pools ask for: on one machine they share what there is."""
-    wanted = sum(pool.resources.cpu * pool.num_ranks for pool in spec.pools)
+    """As many as the pools may ever ask for: on one machine they share what there is."""
+    wanted = sum(pool.resources.cpu * pool.most_ranks for pool in spec.pools)
     return max(os.cpu_count() or 1, int(-(-wanted // 1)))
 
 
@@ -345,5 +356,5 @@ def _custom_resources(spec: ClusterSpec) -> dict[str, float]:
     totals: dict[str, float] = {}
     for pool in spec.pools:
         for kind, amount in pool.resources.custom.items():
-            totals[kind] = totals.get(kind, 0.0) + amount * pool.num_ranks
+            totals[kind] = totals.get(kind, 0.0) + amount * pool.most_ranks
     return totals

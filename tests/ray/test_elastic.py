@@ -1,0 +1,120 @@
+"""On Ray: a worker flips and another joins while requests stream; no token is lost, no role, and no process is left."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+from served import Served, laptop, served
+
+from cluster.api.client import DiptychClient
+from cluster.api.errors import DiptychError
+from cluster.spec import Role
+from cluster.view import ClusterView, WorkerState
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+PROMPT = [5, 6, 7] * 20
+
+
+def document() -> dict[str, object]:
+    """Modelled workers, and room for a third decode worker."""
+    made = laptop(executor="modelled")
+    for pool in made["pools"]:
+        pool["resources"] = {"cpu": 0.1}
+    made["pools"][1]["replicas"] = {"min": 2, "max": 3}
+    made["pools"][0]["replicas"] = 1
+    return made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    async with served(document(), Path(tmp_path_factory.mktemp("elastic"))) as subject:
+        yield subject
+
+
+async def until(client: DiptychClient, is_so: Callable[[ClusterView], bool], timeout_s: float = 60.0) -> ClusterView:
+    async with asyncio.timeout(timeout_s):
+        while True:
+            try:
+                if is_so(view := (await client.status(timeout_s=2.0)).view):
+                    return view
+            except DiptychError:
+                pass
+            await asyncio.sleep(0.1)
+
+
+def ready(view: ClusterView) -> dict[str, Role]:
+    return {each.name: each.role for each in view.workers if each.state is WorkerState.READY}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_flip_and_a_scale_out_under_streams(subject: Served) -> None:
+    async with DiptychClient(subject.endpoint) as client:
+        flowing = asyncio.Event()
+
+        async def stream(name: str) -> tuple[list[int], int]:
+            """A modelled worker draws by the request's name and seed."""
+            tokens: list[int] = []
+            async for event in client.generate(PROMPT, request_id=name, seed=7, max_tokens=150):
+                tokens.extend(getattr(event, "tokens", ()))
+                if tokens:
+                    flowing.set()
+            return tokens, event.attempts  # type: ignore[union-attr]
+
+        names = [f"stream-{index}" for index in range(6)]
+        streams = [asyncio.ensure_future(stream(name)) for name in names]
+        await flowing.wait()
+        revision = (await client.status()).view.revision
+        revision = await client.flip("decode-1", Role.PREFILL, revision=revision)
+        with pytest.raises(DiptychError, match="ABORTED"):
+            await client.scale("decode", 3, revision=revision - 1)
+        await client.scale("decode", 3)
+        roles = {
+            "prefill-0": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.PREFILL, "decode-2": Role.DECODE,
+        }  # fmt: skip
+        view = await until(client, lambda view: ready(view) == roles)
+        assert view.linked("decode-1", "decode-2") and view.linked("decode-1", "decode-0")
+        told = await asyncio.gather(*streams)
+        assert told == await asyncio.gather(*(stream(name) for name in names))
+        assert all(len(tokens) == 150 and attempts == 1 for tokens, attempts in told)
+        with pytest.raises(DiptychError, match="FAILED_PRECONDITION"):
+            await client.scale("decode", 4)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_restarted_controller_knows_roles_and_newcomers_and_a_drained_worker_leaves(subject: Served) -> None:
+    port = int(subject.endpoint.rpartition(":")[2])
+    async with DiptychClient(subject.endpoint) as client:
+        before = await until(client, lambda view: len(ready(view)) == 4)
+        (controller,) = [each for each in services(subject) if not listens(each, port)]
+        os.kill(controller.pid, signal.SIGKILL)
+        after = await until(client, lambda view: view.revision > before.revision and len(ready(view)) == 4)
+        assert ready(after) == ready(before)
+        assert {each.name: each.incarnation for each in after.workers} == {
+            each.name: each.incarnation for each in before.workers
+        }
+        left = next(each for each in after.workers if each.name == "decode-2")
+        assert psutil.pid_exists(left.pid)
+        await client.drain("decode-2")
+        view = await until(client, lambda view: "decode-2" not in {each.name for each in view.workers})
+        assert {pool.name: pool.wanted for pool in view.pools} == {"prefill": 1, "decode": 2}
+        await client.scale("decode", 3)
+        again = await until(client, lambda view: len(ready(view)) == 4)
+        new = next(each for each in again.workers if each.name == "decode-2")
+        assert new.incarnation != left.incarnation, "the old one was not found by its name"
+        assert not psutil.pid_exists(left.pid)
+        assert len((await client.complete(PROMPT, max_tokens=8, temperature=0.0)).output.tokens) == 8
+
+
+def services(subject: Served) -> list[psutil.Process]:
+    children = psutil.Process(subject.process.pid).children(recursive=True)
+    return [each for each in children if "_ServiceActor" in " ".join(each.cmdline())]
+
+
+def listens(process: psutil.Process, port: int) -> bool:
+    return any(each.laddr.port == port and each.status == psutil.CONN_LISTEN for each in process.net_connections())
