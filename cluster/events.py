@@ -23,12 +23,13 @@ class ClusterError(Exception):
 
 
 class Rejected(ClusterError):
-    """No room, or nobody to serve it, within the allowed wait."""
+    """No room, or nobody to serve it, within the allowed wait. `cause`: one of `cluster.policy.promises.REASONS`."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message, retry_after_s)
+    def __init__(self, message: str, retry_after_s: float, cause: str = "other") -> None:
+        super().__init__(message, retry_after_s, cause)
         self.message = message
         self.retry_after_s = retry_after_s
+        self.cause = cause
 
     def __str__(self) -> str:
         return self.message

@@ -25,7 +25,7 @@ from cluster.events import ClusterError, Rejected, Unservable
 from cluster.ledger import now_ns
 from cluster.outbox import Outbox
 from cluster.serving import GatewayContext
-from cluster.spec import Role
+from cluster.spec import ClusterSpec, Role
 from cluster.text import GenerationInput, TextEvent, TextStream, Tokenizer
 from cluster.view import ClusterView
 from workers.errors import InvalidRequest
@@ -122,9 +122,7 @@ class Gateway:
     def _check_answers(self, sampling: SamplingParams) -> None:
         """More answers than can ever run at once are refused before anything is made for them."""
         spec, count = self._context.spec, sampling.num_answers
-        slots = sum(
-            pool.replicas * pool.engine.max_running for pool in spec.pools if pool.role in (Role.DECODE, Role.MIXED)
-        )
+        slots = _decode_slots(spec, self.view)
         most = min(spec.gateway.max_requests, slots)
         if count > max(1, most):
             field = "n" if sampling.best_of is None else "best_of"
@@ -139,7 +137,7 @@ class Gateway:
         most = self._context.spec.gateway.max_requests
         if (active := self.active) + num_answers > most:
             room = f"{active} of {most} requests are in flight, and {num_answers} more do not fit"
-            raise Rejected(f"{room} in this gateway; try again", RETRY_AFTER_S)
+            raise Rejected(f"{room} in this gateway; try again", RETRY_AFTER_S, "gateway-full")
         running = self._active[request_id] = _Running(num_answers)
         return running
 
@@ -259,6 +257,14 @@ class _Running:
 def servable(view: ClusterView) -> bool:
     """Whether workers for both phases are ready."""
     return bool(view.ready(Role.MIXED) or (view.ready(Role.PREFILL) and view.ready(Role.DECODE)))
+
+
+def _decode_slots(spec: ClusterSpec, view: ClusterView) -> int:
+    """How many sequences can decode at once: on who is there, in the roles of now, or on all that may come."""
+    slots = {pool.name: pool.engine.max_running for pool in spec.pools}
+    decoding = (worker for worker in view.workers if worker.role is not Role.PREFILL)
+    grown = (pool.bounds[1] * slots[pool.name] for pool in spec.pools if pool.role is not Role.PREFILL)
+    return max(sum(slots.get(worker.pool, 0) for worker in decoding), sum(grown))
 
 
 def _longest_sequence(view: ClusterView, role: Role) -> int | None:

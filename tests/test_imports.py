@@ -30,7 +30,7 @@ LAYERS = [
     ["cluster.pool", "cluster.policy", "cluster.members", "cluster.events", "cluster.scoring", "cluster.changes"],
     ["cluster.line", "cluster.cache_reader", "cluster.preflight", "cluster.steward", "cluster.witness", "cluster.calls"],
     ["cluster.leg"],
-    ["cluster.attempt", "cluster.lobby", "cluster.roster"],
+    ["cluster.attempt", "cluster.lobby", "cluster.moving", "cluster.roster", "cluster.course", "cluster.metrics"],
     ["cluster.dispatcher", "cluster.controller"],
     ["cluster.serving"],
     ["cluster.text", "cluster.outbox", "cluster.answers", "cluster.gateway"],

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from cluster.spec import ClassSpec, GatewaySpec
 from workers.errors import InvalidRequest
-from workers.request import Request
+from workers.request import SLO, Request
 
 OTHERS = "*"  # the tenant that all share who are not named
 
@@ -21,6 +21,15 @@ class Classes:
     def of(self, request: Request) -> ClassSpec:
         """The request's class; the gateway's own promise where it names none."""
         return self._classes.get(request.slo.class_name, self._plain)
+
+    def promised(self, request: Request) -> SLO:
+        """What the request asks for; where it does not, what its class promises."""
+        slo, known = request.slo, self.of(request)
+        return replace(
+            slo,
+            ttft_s=known.ttft_s if slo.ttft_s is None else slo.ttft_s,
+            tpot_s=known.tpot_s if slo.tpot_s is None else slo.tpot_s,
+        )
 
     def share(self, request: Request) -> tuple[str, float]:
         """Whose share it takes, and how large that is. Without shares all take one."""

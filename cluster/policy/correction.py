@@ -1,5 +1,7 @@
 """How much longer things take than was told, learned worker by worker. Pure; knows no costs and no requests."""
 
+import math
+
 _FADE = 0.98  # of the evidence, with each piece that is added: about the latest fifty count
 _PRIOR = 4.0  # pieces of evidence that costs which were given are worth
 _SURPRISE = 4.0  # no piece counts as more than this much off what was expected: a stall is not a worker's speed
@@ -36,7 +38,7 @@ class Correction:
         ratio, silent_s = self._ratio, now_s - self._when_s - _FRESH_S
         if ratio <= 1.0 or silent_s <= 0.0:
             return ratio
-        return 1.0 + (ratio - 1.0) * 0.5 ** min(silent_s / _HALVES_S, 100.0)
+        return 1.0 + (ratio - 1.0) * math.exp2(-silent_s / _HALVES_S)
 
     @property
     def _believed_s(self) -> float:

@@ -6,7 +6,7 @@ since, and whatever it kept of its own choices; of other gateways it knows what 
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from msgspec import Struct
@@ -75,6 +75,12 @@ class Placement:
     @property
     def colocated(self) -> bool:
         return self.prefill == self.decode
+
+    def after(self, waited_s: float) -> "Placement":
+        """With the first token counted from the request's arrival, so long ago, as it is told."""
+        if self.predicted_ttft_s is None:
+            return self
+        return replace(self, predicted_ttft_s=waited_s + self.predicted_ttft_s)
 
     def cut(self, request: Request) -> int:
         """Behind which token this request's prompt is cut; 0 where it is not.

@@ -1,0 +1,71 @@
+"""A gateway's standing as Prometheus metrics. Knows the names of metrics; counts nothing itself, serves no port."""
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from cluster.policy.promises import ERROR_BOUNDS, Standing
+
+
+def exposition(standing: Standing, gateway: str) -> str:
+    """The text that Prometheus reads. Every metric has the label `gateway`."""
+    registry = CollectorRegistry()
+    registry.register(_Families(standing, gateway))
+    return generate_latest(registry).decode()
+
+
+class _Families:
+    """A collector of the one standing."""
+
+    def __init__(self, standing: Standing, gateway: str) -> None:
+        self._standing = standing
+        self._gateway = gateway
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._counts("diptych_requests", "Requests that have ended.", "outcome", self._standing.outcomes)
+        yield self._counts("diptych_refused", "Requests turned away.", "reason", self._standing.refused)
+        yield self._promises()
+        yield self._errors()
+        yield from self._calibration()
+
+    def _counts(self, name: str, text: str, label: str, counts: tuple[tuple[str, int], ...]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=("gateway", label))
+        for value, count in counts:
+            family.add_metric((self._gateway, value), count)
+        return family
+
+    def _promises(self) -> Metric:
+        labels = ("gateway", "class", "kind", "kept")
+        family = CounterMetricFamily("diptych_promises", "Promises that are settled.", labels=labels)
+        for each in self._standing.classes:
+            for kind, told in (("ttft", each.ttft), ("tpot", each.tpot), ("both", each.both)):
+                family.add_metric((self._gateway, each.name, kind, "yes"), told.kept)
+                family.add_metric((self._gateway, each.name, kind, "no"), told.settled - told.kept)
+        return family
+
+    def _errors(self) -> Metric:
+        text = "(seen - predicted) / predicted, of predictions that clients were told."
+        family = HistogramMetricFamily("diptych_prediction_error_ratio", text, labels=("gateway", "kind"))
+        bounds = [*map(str, ERROR_BOUNDS), "+Inf"]
+        for each in self._standing.errors:
+            buckets = list(zip(bounds, accumulate(each.counts), strict=True))
+            family.add_metric((self._gateway, each.kind), buckets, sum_value=each.total)
+        return family
+
+    def _calibration(self) -> Iterator[Metric]:
+        told = self._standing.calibration
+        shares = GaugeMetricFamily(
+            "diptych_length_within_ratio", "Answers within what was predicted.", labels=("gateway", "prediction")
+        )
+        for name, share in (("p50", told.within_p50), ("p90", told.within_p90), ("bucket", told.bucket_share)):
+            shares.add_metric((self._gateway, name), share)
+        yield shares
+        errors = GaugeMetricFamily(
+            "diptych_length_error_tokens", "Mean absolute error of predicted lengths.", labels=("gateway", "by")
+        )
+        errors.add_metric((self._gateway, "learned"), told.error_tokens)
+        errors.add_metric((self._gateway, "asked"), told.asked_error_tokens)
+        yield errors
