@@ -1,0 +1,179 @@
+"""Promises inside an engine: who may have a decode slot, and whose prompt is next."""
+
+from itertools import groupby
+
+import pytest
+from driving import engine, request, step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.config import EngineConfig
+from workers.costs import LinearCost
+from workers.engine.promises import next_prompt, slot_refusal
+from workers.engine.sequence import Sequence
+from workers.errors import Overloaded
+from workers.request import SLO, Request
+
+COST = LinearCost(0.0, 0.001, 0.0, 0.01, 0.0, 0.0, 0.0)  # a prompt token 1 ms, a decode step 10 ms for each sequence
+CONTEXT_COST = LinearCost(0.0, 0.001, 0.0, 0.01, 0.001, 0.0, 0.0)  # and a millisecond for each token of context
+
+
+def promised(name: str, tpot_s: float | None, **fields: object) -> Request:
+    return request(name, (ord(name[0]),) * 4, slo=SLO(tpot_s=tpot_s, promised=True), **fields)
+
+
+def test_a_slot_is_given_while_the_tightest_promise_is_kept() -> None:
+    subject = engine(cost=COST, kv_blocks=200, max_running=8)
+    subject.reserve(promised("a", 0.03), 0.0)
+    subject.reserve(promised("b", None), 0.0)
+    subject.reserve(promised("c", 1.0), 0.0)
+    with pytest.raises(Overloaded, match=r"a step for 4 would take 0.04 s, a/0 was promised 0.03 s"):
+        subject.reserve(promised("d", None), 0.0)
+    subject.abort("a/0")
+    subject.reserve(promised("d", None), 0.0)
+    with pytest.raises(Overloaded, match=r"e/0 was promised 0.03 s"):
+        subject.reserve(promised("e", 0.03), 0.0)
+    subject.check()
+
+
+def test_what_was_only_wished_for_binds_nobody() -> None:
+    subject = engine(cost=COST)
+    for name in "abc":
+        subject.reserve(request(name, (ord(name),) * 4, slo=SLO(tpot_s=0.01)), 0.0)
+
+
+def test_an_empty_worker_takes_whoever_comes_and_an_impossible_promise_binds_nobody() -> None:
+    subject = engine(cost=COST)
+    subject.reserve(promised("a", 0.001), 0.0)
+    subject.reserve(promised("b", 0.001), 0.0)
+
+
+def test_what_has_begun_elsewhere_is_not_held_up() -> None:
+    subject = engine(cost=COST)
+    subject.reserve(promised("a", 0.015), 0.0)
+    with pytest.raises(Overloaded):
+        subject.reserve(promised("b", None), 0.0)
+    subject.reserve(promised("b", None, attempt=1), 0.0)
+
+
+def test_a_prompt_held_for_a_reader_takes_no_slot() -> None:
+    subject = engine(cost=COST)
+    subject.add(promised("p", 0.015), 0.0, hold=True)
+    step(subject)
+    subject.reserve(promised("a", 0.015), 0.0)
+
+
+def test_of_several_steps_in_flight_each_has_its_part() -> None:
+    decoding = [Sequence(promised(name, 0.02), 0.0) for name in "abc"]
+    assert slot_refusal(COST, decoding, promised("d", 0.02))
+    assert not slot_refusal(COST, decoding, promised("d", 0.02), depth=2)
+
+
+PROMISES = st.sampled_from([None, 0.005, 0.02, 0.04, 0.07, 0.2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(PROMISES, st.integers(1, 40), st.integers(1, 6), st.booleans()), max_size=30))
+def test_whoever_got_a_slot_breaks_no_promise_that_stands(
+    asked: list[tuple[float | None, int, int, bool]],
+) -> None:
+    subject = engine(cost=CONTEXT_COST, kv_blocks=400, max_running=30, max_batch_tokens=64)
+    for number, (tpot_s, length, most, comes) in enumerate(asked):
+        wanted = request(f"r{number}", (number + 1,) * length, slo=SLO(tpot_s=tpot_s, promised=True), max_tokens=most)
+        before, cost = subject._decoding(), subject._estimate.cost
+        try:
+            subject.reserve(wanted, 0.0)
+        except Overloaded:
+            assert before, "an empty worker refuses nobody"
+        else:
+            decoding = subject._decoding()
+            step_s = cost.decode_seconds(len(decoding), sum(len(each.tokens) for each in decoding))
+            for each in decoding if len(decoding) > 1 else ():
+                kept_s = each.request.slo.tpot_s
+                alone_s = cost.decode_seconds(1, each.request.num_tokens)
+                assert kept_s is None or kept_s < alone_s or step_s <= kept_s
+            if comes:
+                subject.fetched(wanted.key, 0.0)
+                subject.decode(wanted.key, (1,), 0.0)
+        step(subject)
+    subject.check()
+
+
+# ---- whose prompt is next ------------------------------------------------------------------------------------------
+
+LINE = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from([None, 0.01, 0.05, 0.2, 1.0]), st.integers(1, 60), st.floats(0, 0.5)),
+    min_size=1,
+    max_size=20,
+)
+
+
+def waiting(line: list[tuple[int, float | None, int, float]]) -> list[Sequence]:
+    made = []
+    for number, (priority, ttft_s, length, waited_s) in enumerate(line):
+        slo = SLO(ttft_s=ttft_s, priority=priority)
+        sequence = Sequence(request(f"r{number}", (1,) * length, slo=slo, waited_s=waited_s), number * 0.01)
+        sequence.number = number
+        made.append(sequence)
+    return made
+
+
+@settings(max_examples=100)
+@given(LINE, st.integers(1, 8), st.floats(0.0, 1.0))
+def test_windows_then_priority_then_the_earliest_deadline_that_can_be_kept(
+    line: list[tuple[int, float | None, int, float]], window: int, now_s: float
+) -> None:
+    config = EngineConfig(prompt_order="deadline", prompt_window=window)
+    left, order = waiting(line), []
+    while left:
+        chosen = next_prompt(left, config, COST, now_s)
+        left.remove(chosen)
+        order.append(chosen)
+    for _, same in groupby(order, key=lambda each: each.number // window):
+        members = list(same)
+        assert [each.number // window for each in members] == sorted(each.number // window for each in members)
+        by_priority = [each.request.slo.priority for each in members]
+        assert by_priority == sorted(by_priority)
+        for _, equals in groupby(members, key=lambda each: each.request.slo.priority):
+            ranks = [rank(each, now_s) for each in equals]
+            assert ranks == sorted(ranks)
+    assert [each.number // window for each in order] == sorted(each.number // window for each in order)
+
+
+def rank(sequence: Sequence, now_s: float) -> tuple[int, float]:
+    """Who can make it, who cannot, who need not; each by deadline."""
+    request = sequence.request
+    if request.slo.ttft_s is None:
+        return 2, 0.0
+    due_s = sequence.arrival_s - request.waited_s + request.slo.ttft_s
+    return int(now_s + 0.001 * len(sequence.tokens) > due_s), due_s
+
+
+@settings(max_examples=40, deadline=None)
+@given(LINE, st.integers(1, 6), st.integers(0, 5))
+def test_an_engine_lets_nobody_be_overtaken_by_more_than_a_window(
+    line: list[tuple[int, float | None, int, float]], window: int, early: int
+) -> None:
+    subject = engine(
+        cost=COST, prompt_order="deadline", prompt_window=window, kv_blocks=400, max_running=1, max_batch_tokens=64
+    )
+    number_of, begun, now_s = {}, [], 0.0
+    for number, sequence in enumerate(waiting(line)):
+        number_of[sequence.key] = number
+        subject.add(sequence.request, now_s, hold=False)
+        if number % (early + 1) == early:
+            begun += one_step(subject, now_s)
+        now_s += 0.01
+    while more := one_step(subject, now_s):
+        begun += more
+        now_s += 0.02
+    first = list(dict.fromkeys(begun))
+    assert set(first) == set(number_of), "nobody starves"
+    for place, key in enumerate(first):
+        passed_by = [other for other in first[:place] if number_of[other] > number_of[key]]
+        assert all(number_of[other] < number_of[key] + window for other in passed_by)
+
+
+def one_step(subject: object, now_s: float) -> list[str]:
+    plan, _ = step(subject, now_s)  # type: ignore[arg-type]
+    return [] if plan is None else [chunk.key for chunk in plan.chunks]
