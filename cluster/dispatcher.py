@@ -18,9 +18,11 @@ from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, D
 from cluster.ledger import Stopwatch, now_ns
 from cluster.leg import AttemptFailed
 from cluster.lobby import Lobby
+from cluster.moving import Moving
 from cluster.policy.classes import Classes
 from cluster.policy.placement import Ask, Later, Placement, Refusal
 from cluster.policy.policy import open_policy
+from cluster.policy.prefix_index import Guesses
 from cluster.policy.promises import Ended, Promises, Standing
 from cluster.roster import REDIAL_S, Roster, WatchMembers
 from cluster.runtime.interface import WorkerGone
@@ -72,16 +74,20 @@ class Dispatcher:
         self._classes = Classes(spec.gateway)
         self._promises = Promises()
         self.witness = Witness(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time())
+        move = self._move_attempt
+        self._moving = Moving(self._policy.mover, self.roster.picture, self.roster.change, self._contexts, move)
         self._lobby = Lobby(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)
 
     async def start(self) -> None:
         """Learn the members, and follow them from now on."""
         await self.roster.start()
+        self._moving.start()
 
     async def close(self) -> None:
         """End everything still running."""
         if self._background:
             await asyncio.wait(self._background, timeout=1.0)
+        await self._moving.close()
         await self._lobby.close()
         await self.roster.close()
 
@@ -150,6 +156,18 @@ class Dispatcher:
         if moved and life.attempt is attempt:
             self._policy.moved(key, worker, asyncio.get_running_loop().time())
         return moved
+
+    async def _move_attempt(self, key: str, worker: str) -> bool:
+        life = self._lives.get(key.rpartition("/")[0])
+        return life is not None and life.request.key == key and await self.move(life.request.id, worker)
+
+    def _contexts(self) -> dict[str, int]:
+        """The tokens so far of each attempt that decodes."""
+        return {
+            life.request.key: len(life.request.prompt) + len(life.sent)
+            for life in self._lives.values()
+            if life.attempt is not None and life.attempt.phase == "decode"
+        }
 
     def finish(self, request_id: str) -> None:
         """The caller has all it wants (a stop string): the next event is Completed(STOP). Unknown ids are ignored."""
@@ -265,13 +283,13 @@ class Dispatcher:
         life.course.tokens(len(output.tokens), asyncio.get_running_loop().time())
         life.emit(Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs))
         if output.prefilled:
-            self._prefilled(life, ended=output.finish is not None)
+            self._prefilled(life, output)
 
-    def _prefilled(self, life: _Life, *, ended: bool) -> None:
+    def _prefilled(self, life: _Life, output: TokensOut) -> None:
         """Tell the policy. Raises `Rejected` when it turns the request away now."""
-        self._policy.prefilled(life.request.key, asyncio.get_running_loop().time())
+        self._policy.prefilled(life.request.key, asyncio.get_running_loop().time(), output.cached_tokens)
         self._lobby.changed()
-        if self._policy.looks_behind_prefill and not ended and life.placement is not None:
+        if self._policy.looks_behind_prefill and output.finish is None and life.placement is not None:
             refusal = self._policy.judge(self._ask(life), life.placement.decode)
             if refusal is not None:
                 raise Rejected(refusal.reason, refusal.retry_after_s, "behind-prefill")
@@ -360,6 +378,11 @@ class Dispatcher:
     def turned_away(self, class_name: str, cause: str) -> None:
         """A request never came here: the door refused it."""
         self._promises.ended(Ended("refused", class_name, cause))
+
+    @property
+    def guesses(self) -> Guesses:
+        """How right this gateway was about what workers had cached."""
+        return self._policy.index.guesses
 
     def view_change(self) -> Awaitable[object]:
         """Done after the next change of membership or state; statistics alone are none."""

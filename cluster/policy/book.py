@@ -29,6 +29,7 @@ class Work:
     correction: float = 1.0  # that is in `prefill_s`
     plain_tpot_s: float = 0.0  # predicted, without a correction
     is_guess: bool = False  # costs were not given
+    is_cut: bool = False  # `prefill` computes the first `new_tokens` only, `decode` the rest
     promised_tpot_s: float | None = None
 
     @property
@@ -122,6 +123,7 @@ class Book:
             self._decoding.setdefault(worker, {})[key] = work
             self._touched_s[work.decode] = self._touched_s[worker] = now_s
         work.decode = worker
+        work.plain_tpot_s = 0.0  # half its steps were elsewhere: nobody learns from them
 
     def ended(self, key: str, now_s: float) -> Work | None:
         """It finished, failed or was cancelled; nothing of it is left. Answers the work, or None of an unknown key."""

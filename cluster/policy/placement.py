@@ -58,8 +58,8 @@ class Placement:
     """`prefill` and `decode` name workers; the same name twice: one worker does both, and nothing moves.
 
     The prefill worker is believed to have the prompt's first `cached_tokens`, or will once it has fetched them from the
-    `lender`. With `cut_tokens` it computes only so many tokens of the prompt, and the decode worker the rest (0: nothing
-    is cut). Predictions: None is no opinion.
+    `lender`. With `cut_tokens` it computes only so many tokens of the prompt, the decode worker the rest (0: nothing is
+    cut). Predictions: None is no opinion.
     """
 
     prefill: str

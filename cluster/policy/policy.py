@@ -17,6 +17,7 @@ from cluster.policy.draws import Draws
 from cluster.policy.forecast import Forecast
 from cluster.policy.lengths import Learned, Predictor, asked_length, expected_tokens
 from cluster.policy.loads import DistServe, LeastLoaded, PowerOfTwo, Random, RoundRobin
+from cluster.policy.moves import Mover
 from cluster.policy.placement import Ask, Later, Placement, Refusal, Router
 from cluster.policy.prefix_index import HOPE_S, PrefixIndex
 from cluster.policy.promise import Promise
@@ -66,10 +67,12 @@ class Policy:
         book: Book,
         index: PrefixIndex,
         lengths: Predictor,
+        mover: Mover,
     ) -> None:
         self.book = book
         self.index = index
         self.lengths = lengths
+        self.mover = mover
         self._router = router
         self._admission = admission
         self._forecast = forecast
@@ -124,7 +127,8 @@ class Policy:
         request, prefill, decode = ask.request, _worker(ask, placement.prefill), _worker(ask, placement.decode)
         is_beside = ask.beside == placement.prefill
         cached_tokens = request.num_tokens - 1 if is_beside else placement.cached_tokens
-        new_tokens = request.num_tokens - cached_tokens
+        cut_tokens = placement.cut(request)
+        new_tokens = max(1, (cut_tokens or request.num_tokens) - cached_tokens)
         prefill_s = placement.prefill_s
         if prefill_s is None or is_beside:
             prefill_s = self._forecast.prefill_seconds(prefill, new_tokens, cached_tokens)
@@ -143,6 +147,7 @@ class Policy:
             plain_tpot_s=self._forecast.plain_tpot_seconds(ask, decode),
             is_guess=not (self._forecast.is_sure(prefill) and self._forecast.is_sure(decode)),
             promised_tpot_s=request.slo.tpot_s,
+            is_cut=cut_tokens > 0,
         )
         self._router.began(ask, placement)
         self.book.began(work)
@@ -151,12 +156,17 @@ class Policy:
         """As many as are expected; of a request that may decode, at least one more than the prefill's."""
         return max(min(2, asked_length(request)), expected_tokens(self.lengths, request))
 
-    def prefilled(self, key: str, now_s: float) -> None:
-        """The attempt's first token came. Told twice, or of an unknown key, it says nothing new."""
+    def prefilled(self, key: str, now_s: float, cached_tokens: int | None = None) -> None:
+        """The attempt's first token came; so much of its prompt was cached where it was computed.
+
+        Told twice, or of an unknown key, it says nothing new.
+        """
         self.index.settle(key, now_s)
         work = self.book.prefilled(key, now_s)
-        if work is not None:
+        if work is not None and not work.is_cut:
             self._forecast.learn_prompt(work)
+            if cached_tokens is not None:
+                self.index.found(key, cached_tokens)
 
     def moved(self, key: str, worker: str, now_s: float) -> None:
         """The attempt decodes on another worker from now on. Unknown keys are ignored."""
@@ -204,7 +214,8 @@ def open_policy(
         "predictive": lambda: Predictive(spec.gateway.slo, forecast, book),
         "promise": lambda: Promised(spec.gateway, forecast, book),
     }
-    return Policy(_ROUTERS[routing](parts), judges[admission](), forecast, book, index, lengths)
+    mover = Mover(forecast, book, rebalances=spec.gateway.rebalance, tpot_s=spec.gateway.slo.tpot_s)
+    return Policy(_ROUTERS[routing](parts), judges[admission](), forecast, book, index, lengths, mover)
 
 
 def _worker(ask: Ask, name: str) -> WorkerView:
