@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cluster.bench.elastic import one, oracle, page, pictures, record, search
+from cluster.bench.elastic import one, oracle, page, pictures, record
 from cluster.bench.elastic.__main__ import QUICK, contender, main
 from cluster.bench.elastic.campaign import measure
 from cluster.bench.elastic.contenders import OURS, Contender, View, case_of, colocated, named, splits
@@ -17,7 +17,7 @@ from cluster.bench.elastic.oracle import Oracle
 from cluster.bench.elastic.probe import Probe
 from cluster.bench.elastic.record import ORACLE, SPLIT, SYSTEM, Entry, Record, ratio
 from cluster.bench.elastic.scenarios import SCENARIOS, Absent, Phase, Scenario, Size, scenario
-from cluster.bench.elastic.search import Effort, statics
+from cluster.bench.elastic.search import Effort, goodputs, statics
 from cluster.scoring.figures import Attainment
 from cluster.sim.clock import run
 from cluster.sim.distance import Distant
@@ -139,10 +139,23 @@ def test_a_search_that_nobody_survives_still_names_somebody(monkeypatch: pytest.
 def test_goodputs_are_those_of_the_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, lambda one: {"ours": 4.0, "vllm": 1.0}.get(one.name, 2.0))
     load, effort = made("phases-a100"), Effort(tolerance=0.02, rough=0.02, systems=("vllm",))
-    found = search.entries(load, statics(load, effort, map, lambda _: None), effort, map, lambda _: None)
+    found = goodputs(load, statics(load, effort, map, lambda _: None), effort, map, lambda _: None).entries
     assert [each.kind for each in found] == ["ours", "best split", "best colocated", "system"]
     assert [each.rate for each in found] == pytest.approx([4.0, 2.0, 2.0, 1.0], rel=0.02)
     assert found[0].by_seed[0] == found[0].by_seed[2] and len(found[3].by_seed) == 1
+
+
+def test_a_contender_that_breaks_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def most(one: Contender) -> float:
+        if one.name == "ours":
+            raise RuntimeError("a worker sulks")
+        return 2.0
+
+    pretend(monkeypatch, most)
+    load, effort = made("phases-a100"), Effort(systems=("vllm",))
+    found = goodputs(load, statics(load, effort, map, lambda _: None), effort, map, lambda _: None)
+    assert found.failed == ("ours: RuntimeError: a worker sulks",)
+    assert [each.kind for each in found.entries] == ["best split", "best colocated", "system"]
 
 
 def test_an_oracle_attains_the_mean_over_phases_of_what_suits_each(monkeypatch: pytest.MonkeyPatch) -> None:

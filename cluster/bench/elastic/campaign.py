@@ -10,7 +10,7 @@ from cluster.bench.elastic.oracle import oracle
 from cluster.bench.elastic.probe import Probe
 from cluster.bench.elastic.record import Entry, Phases, Result, Timeline
 from cluster.bench.elastic.scenarios import Scenario
-from cluster.bench.elastic.search import Effort, Statics, Tell, entries, statics
+from cluster.bench.elastic.search import Effort, Statics, Tell, goodputs, statics
 from cluster.bench.elastic.timeline import timeline
 from cluster.scoring.goodput import Map
 
@@ -20,7 +20,8 @@ def measure(scenario: Scenario, effort: Effort, each: Map, tell: Tell) -> Result
     begun_s = time.perf_counter()
     gpus = case_of(OURS, scenario).gpus
     found = statics(scenario, effort, each, tell)
-    made = list(entries(scenario, found, effort, each, tell))
+    goodput = goodputs(scenario, found, effort, each, tell)
+    made = list(goodput.entries)
     if scenario.shifts:
         made.append(oracle(scenario, found, effort, each, tell, gpus))
         tell(f"{scenario.name}: oracle {made[-1].rate / gpus:.3f} requests/s and GPU")
@@ -42,6 +43,7 @@ def measure(scenario: Scenario, effort: Effort, each: Map, tell: Tell) -> Result
         phases=tuple(phases for phases, _ in shown),
         timelines=tuple(line for _, line in shown),
         wall_s=round(time.perf_counter() - begun_s, 1),
+        failed=goodput.failed,
     )
 
 

@@ -32,7 +32,7 @@ class Probe:
     def run(self, scale: float, seed: int, *, trace: bool = False) -> Run:
         scenario, case = self.scenario, case_of(self.contender, self.scenario, self.view)
         workload, slo = scenario.draw(scale, seed), scenario.slo
-        missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals))
+        missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals) + 1e-6)
         until_s = promised_end_s(workload, slo)
         around = Surroundings(stale_s=self.view.stale_s)
         options = Options(seed, slo, trace, until_s, missed, self.contender.name, around)

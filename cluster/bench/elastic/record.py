@@ -77,6 +77,7 @@ class Result:
     timelines: tuple[Timeline, ...]
     wall_s: float
     effort: str = ""
+    failed: tuple[str, ...] = ()
 
     def of(self, kind: str) -> Entry | None:
         return next((each for each in self.entries if each.kind == kind), None)

@@ -55,8 +55,12 @@ class Job:
         return goodput(Probes(self.probe), search, scenario.slo, target=TARGET, seeds=self.seeds, gpus=gpus)
 
 
-def _run(job: Job) -> Goodput:
-    return job.run()
+def _run(job: Job) -> Goodput | str:
+    """Or why it could not be found: one contender that breaks does not end a campaign of hours."""
+    try:
+        return job.run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _holds(contender: Contender, scenario: Scenario, rate: float, seed: int) -> bool:
@@ -118,8 +122,16 @@ def statics(scenario: Scenario, effort: Effort, each: Map, tell: Tell, start: fl
     return Statics(best, ladder(scenario, first, mixed, effort, each, tell))
 
 
-def entries(scenario: Scenario, found: Statics, effort: Effort, each: Map, tell: Tell) -> tuple[Entry, ...]:
-    """Goodputs of the finalists, every named system, and ours; of the finalists of one kind only the better."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`failed`: contenders that broke, each with the reason."""
+
+    entries: tuple[Entry, ...]
+    failed: tuple[str, ...]
+
+
+def goodputs(scenario: Scenario, found: Statics, effort: Effort, each: Map, tell: Tell) -> Found:
+    """Of the finalists, every named system, and ours; of the finalists of one kind only the better is kept."""
     jobs = [
         Job(kind, Probe(one, scenario), best.rate, effort.seeds, effort.tolerance)
         for kind, best in ((SPLIT, found.split), (COLOCATED, found.colocated))
@@ -131,14 +143,16 @@ def entries(scenario: Scenario, found: Statics, effort: Effort, each: Map, tell:
         for one in named(found.split.contenders[0].prefills)
         if not effort.systems or one.system in effort.systems
     ]
-    made = []
-    for job, goodput_found in zip(jobs, each(_run, jobs), strict=True):
+    made: list[Entry] = []
+    failed: list[str] = []
+    for job, outcome in zip(jobs, each(_run, jobs), strict=True):
         contender = job.probe.contender
-        made.append(Entry.of(job.kind, contender.name, goodput_found, contender.prefills))
-        tell(f"{scenario.name}: {contender.name} {goodput_found.per_gpu:.3f} requests/s and GPU")
-    best = [max((one for one in made if one.kind == kind), key=_rate) for kind in (SPLIT, COLOCATED)]
-    return (*(one for one in made if one.kind == KIND_OURS), *best, *(one for one in made if one.kind == SYSTEM))
-
-
-def _rate(entry: Entry) -> float:
-    return entry.rate
+        if isinstance(outcome, str):
+            failed.append(f"{contender.name}: {outcome}")
+            tell(f"{scenario.name}: {failed[-1]}")
+            continue
+        made.append(Entry.of(job.kind, contender.name, outcome, contender.prefills))
+        tell(f"{scenario.name}: {contender.name} {outcome.per_gpu:.3f} requests/s and GPU")
+    kinds = ([one for one in made if one.kind == kind] for kind in (KIND_OURS, SPLIT, COLOCATED))
+    best = [max(ones, key=lambda each: each.rate) for ones in kinds if ones]
+    return Found((*best, *(one for one in made if one.kind == SYSTEM)), tuple(failed))
