@@ -53,7 +53,8 @@ class CacheAware(LeastLoaded):
         self._look_up(ask)
         for worker in ask.view.workers:
             if worker.name == placement.prefill:
-                self._index.expect(ask.request.key, worker.name, worker.incarnation, self._names)
+                believed, incarnation = placement.cached_tokens, worker.incarnation
+                self._index.expect(ask.request.key, worker.name, incarnation, self._names, believed)
         self._asked = None  # the next lookup sees it
 
 

@@ -10,6 +10,7 @@ A lookup walks the chain once for all workers whose names have the same distance
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
 
@@ -32,6 +33,29 @@ class Match(NamedTuple):
 
     tokens: int
     host_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Guesses:
+    """How right the index was about the workers that prompts were sent to: off by less than a grain is right.
+
+    `tokens` were believed to be cached; of the wrong ones, `absent` were not, and `unknown` were without being known.
+    """
+
+    prompts: int = 0
+    wrong: int = 0
+    tokens: int = 0
+    absent_tokens: int = 0
+    unknown_tokens: int = 0
+
+
+class _Expected(NamedTuple):
+    """A prompt on its way: the names that it brings to a worker, and how much of it that is believed to have."""
+
+    worker: str
+    bit: Bits
+    names: list[int]
+    believed_tokens: int
 
 
 class _Holders(dict[int, Bits]):
@@ -107,7 +131,8 @@ class PrefixIndex:
         self._groups: dict[Bits, tuple[str, ...]] = {}
         self._hoped = _Holders()
         self._hopes: dict[tuple[int, Bits], int] = {}  # (name, worker) -> how many prompts are expected to bring it
-        self._expected: dict[str, tuple[str, str, Bits, list[int]]] = {}  # key -> worker, incarnation, bit, names
+        self._expected: dict[str, _Expected] = {}
+        self.guesses = Guesses()
         self._settled: deque[tuple[float, str]] = deque()  # (until when it is believed, key)
 
     # ---- asking ----------------------------------------------------------------------------------------------
@@ -192,7 +217,7 @@ class PrefixIndex:
         self._device.forget(1 << slot)
         self._host.forget(1 << slot)
         self._set_step(1 << slot, 0)
-        for key in [key for key, expected in self._expected.items() if expected[0] == worker]:
+        for key in [key for key, expected in self._expected.items() if expected.worker == worker]:
             self._give_up(key)
         self._workers[slot] = ""
         self._free.append(slot)
@@ -222,8 +247,11 @@ class PrefixIndex:
 
     # ---- what this gateway sends -----------------------------------------------------------------------------
 
-    def expect(self, key: str, worker: str, incarnation: str, names: Sequence[int]) -> None:
-        """A prompt is on its way there: the cache will have it, and does for prompts that come behind it."""
+    def expect(self, key: str, worker: str, incarnation: str, names: Sequence[int], believed_tokens: int = 0) -> None:
+        """A prompt is on its way there: the cache will have it, and does for prompts that come behind it.
+
+        `believed_tokens` of it are cached there, as was believed when it was sent.
+        """
         bit = self._bit(worker, incarnation)
         fresh = [name for name in names if not self._device.holders.get(name, 0) & bit]
         for name in fresh:
@@ -231,7 +259,20 @@ class PrefixIndex:
             if count == 1:
                 self._hoped.add(name, bit)
         self._give_up(key)
-        self._expected[key] = worker, incarnation, bit, fresh
+        self._expected[key] = _Expected(worker, bit, fresh, believed_tokens)
+
+    def found(self, key: str, cached_tokens: int) -> None:
+        """So much of the prompt was cached indeed. Keys that are not expected are ignored."""
+        expected, guesses = self._expected.get(key), self.guesses
+        if expected is None:
+            return
+        guesses.prompts += 1
+        guesses.tokens += expected.believed_tokens
+        absent = expected.believed_tokens - cached_tokens
+        if abs(absent) >= self.grain:
+            guesses.wrong += 1
+            guesses.absent_tokens += max(0, absent)
+            guesses.unknown_tokens += max(0, -absent)
 
     def settle(self, key: str, now_s: float) -> None:
         """The prompt is computed, or will not be. Of keys that are not expected, or said twice, it is no news."""
@@ -243,8 +284,11 @@ class PrefixIndex:
             self._give_up(self._settled.popleft()[1])
 
     def _give_up(self, key: str) -> None:
-        _, _, bit, names = self._expected.pop(key, ("", "", 0, []))
-        for name in names:
+        expected = self._expected.pop(key, None)
+        if expected is None:
+            return
+        bit = expected.bit
+        for name in expected.names:
             count = self._hopes[name, bit] - 1
             if count:
                 self._hopes[name, bit] = count

@@ -1,12 +1,13 @@
 """The index of prefixes against sets that are kept the simple way."""
 
+from collections.abc import Sequence
 from itertools import takewhile
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cluster.policy.prefix_index import Match, PrefixIndex, chain
+from cluster.policy.prefix_index import Guesses, Match, PrefixIndex, chain
 from workers.stats import CacheNews, NameChanges
 
 WORKERS = [f"w{number}" for number in range(20)]
@@ -15,8 +16,8 @@ some = st.lists(st.integers(1, 6), max_size=6, unique=True)
 
 
 def news(
-    added: list[int], removed: list[int] = [], *, host: bool = False, whole: bool = False, grain: int = 1
-) -> CacheNews:  # noqa: B006
+    added: list[int], removed: Sequence[int] = (), *, host: bool = False, whole: bool = False, grain: int = 1
+) -> CacheNews:
     changes = NameChanges(tuple(added), tuple(removed))
     return CacheNews(0, 1, 1, grain, whole, *((NameChanges(), changes) if host else (changes, NameChanges())))
 
@@ -89,6 +90,15 @@ def test_what_was_sent_is_believed_until_news_must_have_come() -> None:
     index.settle("r", 1002.0)
     index.take("a", "1", news([1]))
     assert index.matches([1, 2, 3], 1004.0) == {"a": Match(1)}
+
+
+def test_guesses_are_compared_with_what_was_found() -> None:
+    index = PrefixIndex(grain=128)
+    for key, believed, found in (("a", 256, 300), ("b", 512, 0), ("c", 0, 256), ("d", 255, 240)):
+        index.expect(key, "w", "1", [], believed)
+        index.found(key, found)
+    index.found("unknown", 128)
+    assert index.guesses == Guesses(prompts=4, wrong=2, tokens=1023, absent_tokens=512, unknown_tokens=256)
 
 
 def test_a_restarted_worker_has_nothing() -> None:
