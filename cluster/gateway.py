@@ -76,6 +76,7 @@ class Gateway:
         deadline_s: float | None = None,
         session: str = "",
         model: str = "",
+        tenant: str = "",
     ) -> AsyncGenerator[TextEvent, None]:
         """Accepted, text deltas, Completed; neighbouring deltas that the caller did not fetch in time come as one.
 
@@ -87,11 +88,13 @@ class Gateway:
         self._check_model(model)
         self._check_answers(sampling)
         request_id = request_id or f"req-{secrets.token_hex(8)}"
-        running = self._enter(request_id, sampling.num_answers)
+        slo = slo or SLO()
+        self._check_tenant(tenant)
+        running = self._enter(request_id, sampling.num_answers, slo)
         try:
             tokens = await self._encode(prompt)
             sampling = self._resolve(sampling, len(tokens))
-            request = Request(request_id, tokens, sampling, slo or SLO(), session=session)
+            request = Request(request_id, tokens, sampling, slo, session=session, tenant=tenant)
             running.pump = asyncio.create_task(self._pump(request, running.outbox, arrived_ns, deadline_s))
             while (event := await running.outbox.take()) is not None:
                 yield event
@@ -128,7 +131,12 @@ class Gateway:
             field = "n" if sampling.best_of is None else "best_of"
             raise InvalidRequest(f"sampling.{field}", f"is {count}; this cluster makes at most {most} answers at once")
 
-    def _enter(self, request_id: str, num_answers: int) -> "_Running":
+    def _check_tenant(self, tenant: str) -> None:
+        if len(tenant) > LONGEST_ID or not all(" " < letter <= "~" for letter in tenant):
+            rule = f"must be at most {LONGEST_ID} visible ASCII characters"
+            raise InvalidRequest("tenant", f"{tenant[:40]!r} cannot be used; it {rule}")
+
+    def _enter(self, request_id: str, num_answers: int, slo: SLO) -> "_Running":
         if len(request_id) > LONGEST_ID or not all(" " < letter <= "~" and letter not in "/#" for letter in request_id):
             rule = f"must be at most {LONGEST_ID} visible ASCII characters without '/' and '#'"
             raise InvalidRequest("request_id", f"{request_id[:40]!r} cannot be used; it {rule}")
@@ -136,6 +144,7 @@ class Gateway:
             raise DuplicateRequest(f"request {request_id} is running already; choose another id or leave it empty")
         most = self._context.spec.gateway.max_requests
         if (active := self.active) + num_answers > most:
+            self._context.dispatcher.turned_away(slo.class_name, "gateway-full")
             room = f"{active} of {most} requests are in flight, and {num_answers} more do not fit"
             raise Rejected(f"{room} in this gateway; try again", RETRY_AFTER_S, "gateway-full")
         running = self._active[request_id] = _Running(num_answers)

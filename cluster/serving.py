@@ -17,6 +17,7 @@ from cluster.controller import Controller
 from cluster.dispatcher import Dispatcher
 from cluster.events import Event
 from cluster.members import Membership
+from cluster.policy.promises import Standing
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
 from cluster.spec import ClusterSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState
@@ -63,6 +64,14 @@ class RequestDispatcher(Protocol):
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         """Have this idle worker time steps of a shape. Errors: `InvalidRequest`, `Rejected`."""
+        ...
+
+    def standing(self) -> Standing:
+        """How this gateway has kept its promises."""
+        ...
+
+    def turned_away(self, class_name: str, cause: str) -> None:
+        """The door refused a request of this class, for one of `cluster.policy.promises.REASONS`."""
         ...
 
     def view_change(self) -> Awaitable[object]:

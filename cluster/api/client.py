@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -21,9 +21,11 @@ from cluster.api.admin_messages import ROLES, decisions_from, measure_message, t
 from cluster.api.errors import DiptychError
 from cluster.api.failures import error_from, error_of_call
 from cluster.api.messages import SamplingOptions, duration_of, events_from, sampling_message, slo_message
+from cluster.api.standing_messages import standing_from
 from cluster.api.wire import INFERENCE, KEEPALIVE, MESSAGE_SIZES
 from cluster.changes import Taken
 from cluster.events import Accepted, Completed, Queued
+from cluster.policy.promises import Standing
 from cluster.spec import Role
 from cluster.text import TextDelta, TextEvent
 from cluster.view import ClusterView
@@ -59,13 +61,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The view of the gateway that answered, that gateway's load, and what the elastic policy decided lately."""
+    """The view of the gateway that answered, its load, what the elastic policy decided lately, and promises kept."""
 
     view: ClusterView
     gateway: str
     active_requests: int
     max_requests: int
     decisions: tuple[Taken, ...] = ()
+    standing: Standing = field(default_factory=Standing)
 
 
 class DiptychClient:
@@ -101,11 +104,12 @@ class DiptychClient:
         model: str = "",
         session: str = "",
         slo: SLO | None = None,
+        tenant: str = "",
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerator[TextEvent, None]:
         """Go on from text or token ids. Closing the iterator cancels the request in the cluster."""
-        request = self._request(prompt, None, request_id, model, session, slo, sampling)
+        request = self._request(prompt, None, request_id, model, session, slo, tenant, sampling)
         return self._stream(request, timeout_s)
 
     def chat(
@@ -117,6 +121,7 @@ class DiptychClient:
         model: str = "",
         session: str = "",
         slo: SLO | None = None,
+        tenant: str = "",
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerator[TextEvent, None]:
@@ -124,7 +129,7 @@ class DiptychClient:
 
         `tools` describe functions, as the model's chat template wants them; calls of them come as plain text.
         """
-        request = self._request(None, messages, request_id, model, session, slo, sampling, tools)
+        request = self._request(None, messages, request_id, model, session, slo, tenant, sampling, tools)
         return self._stream(request, timeout_s)
 
     async def complete(
@@ -135,11 +140,12 @@ class DiptychClient:
         model: str = "",
         session: str = "",
         slo: SLO | None = None,
+        tenant: str = "",
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
         """As `generate`, in one piece."""
-        request = self._request(prompt, None, request_id, model, session, slo, sampling)
+        request = self._request(prompt, None, request_id, model, session, slo, tenant, sampling)
         request.response_mode = inference_pb2.RESPONSE_MODE_WHOLE
         return answer_of([event async for event in self._stream(request, timeout_s)])
 
@@ -148,13 +154,15 @@ class DiptychClient:
         prompts: Sequence[Prompt],
         *,
         model: str = "",
+        slo: SLO | None = None,
+        tenant: str = "",
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerator[tuple[int, Answer | DiptychError], None]:
         """(index, answer) as they finish. A prompt that fails gives its error; the others go on."""
         batch = inference_pb2.GenerateBatchRequest()
         for prompt in prompts:
-            request = self._request(prompt, None, "", model, "", None, sampling)
+            request = self._request(prompt, None, "", model, "", slo, tenant, sampling)
             request.response_mode = inference_pb2.RESPONSE_MODE_WHOLE
             batch.requests.append(request)
         events: dict[int, list[TextEvent]] = {}
@@ -180,7 +188,14 @@ class DiptychClient:
             message = await self._admin.GetCluster(admin_pb2.GetClusterRequest(audit=audit), timeout=timeout_s)
         gateway = message.gateway
         load = gateway.active_requests, gateway.max_requests
-        return ClusterStatus(view_from(message), gateway.name, *load, decisions_from(message))
+        standing = standing_from(message.standing)
+        return ClusterStatus(view_from(message), gateway.name, *load, decisions_from(message), standing)
+
+    async def metrics(self, *, timeout_s: float = 10.0) -> str:
+        """The gateway's metrics in Prometheus' text format."""
+        with self._errors():
+            answer = await self._admin.GetMetrics(admin_pb2.GetMetricsRequest(), timeout=timeout_s)
+        return str(answer.text)
 
     async def flip(self, worker: str, role: Role, *, revision: int = 0, timeout_s: float = 90.0) -> int:
         """Give a ready worker another role, while what runs there goes on. Answers the cluster's new revision.
@@ -238,6 +253,7 @@ class DiptychClient:
         model: str,
         session: str,
         slo: SLO | None,
+        tenant: str,
         sampling: SamplingOptions,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> inference_pb2.GenerateRequest:
@@ -247,6 +263,7 @@ class DiptychClient:
                 request_id=request_id,
                 model=model,
                 session_id=session,
+                tenant=tenant,
                 sampling=sampling_message(sampling),
                 slo=None if slo is None else slo_message(slo),
             )

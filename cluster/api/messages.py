@@ -22,6 +22,7 @@ FINISH = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 FINISH_FROM = {value: reason for reason, value in FINISH.items()}
+LONGEST_CLASS = 64
 # Fields of Sampling that are one value, in our types of the same name.
 SCALARS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -113,17 +114,31 @@ def sampling_message(options: SamplingOptions) -> inference_pb2.Sampling:
 
 def slo_from(message: inference_pb2.Slo) -> SLO:
     def promise(name: str) -> float | None:
-        return seconds(getattr(message, name)) if message.HasField(name) else None
+        if not message.HasField(name):
+            return None
+        wanted_s = seconds(getattr(message, name))
+        if not wanted_s > 0.0:
+            rule = "it must be above 0, or absent where nothing is wanted"
+            raise InvalidRequest(f"slo.{name}", f"is {wanted_s:g} s; {rule}")
+        return wanted_s
 
-    return SLO(promise("time_to_first_token"), promise("time_per_output_token"), message.class_name or "default")
+    name = message.class_name or "default"
+    if len(name) > LONGEST_CLASS or not all(" " < letter <= "~" for letter in name):
+        rule = f"must be at most {LONGEST_CLASS} visible ASCII characters"
+        raise InvalidRequest("slo.class_name", f"{name[:40]!r} cannot be used; it {rule}")
+    return SLO(promise("time_to_first_token"), promise("time_per_output_token"), name)
 
 
 def slo_message(slo: SLO) -> inference_pb2.Slo:
-    return inference_pb2.Slo(
-        class_name=slo.class_name,
-        time_to_first_token=None if slo.ttft_s is None else duration_of(slo.ttft_s),
-        time_per_output_token=None if slo.tpot_s is None else duration_of(slo.tpot_s),
-    )
+    """Raises `InvalidRequest` for a value that no field can hold."""
+    message = inference_pb2.Slo(class_name=slo.class_name)
+    for name, wanted_s in (("time_to_first_token", slo.ttft_s), ("time_per_output_token", slo.tpot_s)):
+        if wanted_s is not None:
+            try:
+                getattr(message, name).CopyFrom(duration_of(wanted_s))
+            except (TypeError, ValueError, OverflowError) as error:
+                raise InvalidRequest(f"slo.{name}", f"cannot be {wanted_s!r} ({error})") from None
+    return message
 
 
 def event_message(event: TextEvent) -> inference_pb2.GenerateResponse:

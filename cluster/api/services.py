@@ -14,11 +14,13 @@ from grpc_status import rpc_status
 
 from cluster.api.admin_messages import ROLES_FROM, shape_from, timings_message, view_message
 from cluster.api.messages import delta_message, event_message, prompt_from, sampling_from, seconds, slo_from
+from cluster.api.standing_messages import standing_message
 from cluster.api.statuses import status_of
 from cluster.api.wire import MAX_MESSAGE_BYTES
 from cluster.changes import ControllerAway
 from cluster.events import Completed
 from cluster.gateway import Gateway, servable
+from cluster.metrics import exposition
 from cluster.serving import GatewayContext, Operator
 from cluster.text import TextDelta
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -110,7 +112,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         view = await self._context.dispatcher.audit() if request.audit else self._gateway.view
         operator = self._context.operator
         decisions = () if operator is None else await operator.decisions()
-        return view_message(view, gateway, decisions)
+        message = view_message(view, gateway, decisions)
+        message.standing.CopyFrom(standing_message(self._context.dispatcher.standing()))
+        return message
+
+    async def GetMetrics(self, request: admin_pb2.GetMetricsRequest, context: Context) -> admin_pb2.GetMetricsResponse:
+        return admin_pb2.GetMetricsResponse(text=exposition(self._context.dispatcher.standing(), self._context.name))
 
     async def MeasureSteps(
         self, request: admin_pb2.MeasureStepsRequest, context: Context
@@ -177,6 +184,7 @@ async def responses(
         deadline_s=deadline_s,
         session=request.session_id,
         model=request.model,
+        tenant=request.tenant,
     )
     deltas: list[TextDelta] = []
     async with aclosing(events):

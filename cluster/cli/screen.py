@@ -80,6 +80,8 @@ def answer_json(text: str, tokens: tuple[int, ...], accepted: Accepted, complete
         "prefill_worker": accepted.prefill_worker,
         "decode_worker": accepted.decode_worker,
         "reason": accepted.reason,
+        "predicted_ttft_s": accepted.predicted_ttft_s,
+        "predicted_tpot_s": accepted.predicted_tpot_s,
         "ttft_s": ledger.ttft_ns / 1e9,
         "total_s": ledger.total_ns / 1e9,
         "ledger_s": {
@@ -140,6 +142,10 @@ def way_lines(accepted: Accepted, completed: Completed, workers: dict[str, Worke
     lines = [f"prefill   {named(accepted.prefill_worker)}", f"decode    {named(accepted.decode_worker)}"]
     if accepted.reason:
         lines.append(f"chosen    {accepted.reason}")
+    if accepted.predicted_ttft_s is not None:
+        tpot_s = accepted.predicted_tpot_s
+        later = "" if tpot_s is None else f", {tpot_s * 1e3:.1f} ms for each token behind it"
+        lines.append(f"predicted first token after {accepted.predicted_ttft_s * 1e3:.1f} ms{later}")
     if not completed.transfers:
         lines.append("hand-off  none: one worker did both phases")
     for report in completed.transfers:

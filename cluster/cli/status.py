@@ -7,6 +7,7 @@ import click
 
 from cluster.cli.screen import console, links_table, print_json, view_json, workers_table
 from cluster.cli.shape import decision_json, decisions_table, pools_table
+from cluster.cli.standing import calibration_line, promises_table, refusals_line, standing_json
 from cluster.cli.talk import ENDPOINT
 
 if TYPE_CHECKING:
@@ -19,19 +20,25 @@ if TYPE_CHECKING:
 @click.option("--wait", "wait_s", type=float, metavar="SECONDS", help="Wait until the cluster is ready, so long.")
 @click.option("--audit", is_flag=True, help="Have every worker prove that its KV blocks are accounted for.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def status(endpoint: str, wait_s: float | None, audit: bool, as_json: bool) -> None:
-    """Show workers, their load, their pools, and the links between them.
+@click.option("--metrics", is_flag=True, help="Only the gateway's metrics, as Prometheus reads them.")
+def status(endpoint: str, wait_s: float | None, audit: bool, as_json: bool, metrics: bool) -> None:
+    """Show workers, their load, their pools, the links between them, and how promises were kept.
 
     \b
     Example:
       diptych status --endpoint 127.0.0.1:50051 --wait 60
+      diptych status --metrics
     """
+    if metrics:
+        click.echo(asyncio.run(_metrics(endpoint, wait_s)), nl=False)
+        return
     found = asyncio.run(_status(endpoint, wait_s, audit))
     view = found.view
     if as_json:
         gateway = {"name": found.gateway, "active": found.active_requests, "max_requests": found.max_requests}
         decisions = [decision_json(taken) for taken in found.decisions]
-        print_json(view_json(view) | {"gateway": gateway, "decisions": decisions})
+        promises = standing_json(found.standing)
+        print_json(view_json(view) | {"gateway": gateway, "decisions": decisions, "promises": promises})
         _exit_unless_clean(view, audit)
         return
     screen = console()
@@ -46,6 +53,12 @@ def status(endpoint: str, wait_s: float | None, audit: bool, as_json: bool) -> N
         screen.print(links_table(view))
     if found.decisions:
         screen.print(decisions_table(found.decisions))
+    if found.standing.classes:
+        screen.print(promises_table(found.standing))
+    if refusals := refusals_line(found.standing):
+        screen.print(refusals, markup=False)
+    if found.standing.calibration.answers:
+        screen.print(calibration_line(found.standing.calibration), markup=False)
     for worker in view.workers if audit else ():
         screen.print(f"audit of {worker.name}: {worker.audit}", markup=False)
     _exit_unless_clean(view, audit)
@@ -64,3 +77,12 @@ async def _status(endpoint: str, wait_s: float | None, audit: bool) -> "ClusterS
         if wait_s is not None:
             await client.wait_ready(wait_s)
         return await client.status(audit=audit)
+
+
+async def _metrics(endpoint: str, wait_s: float | None) -> str:
+    from cluster.api.client import DiptychClient
+
+    async with DiptychClient(endpoint) as client:
+        if wait_s is not None:
+            await client.wait_ready(wait_s)
+        return await client.metrics()

@@ -11,6 +11,7 @@ import click
 
 from cluster.api.errors import DiptychError
 from cluster.cli.screen import answer_json, console, ledger_table, print_json, queued_line, say, way_lines
+from workers.request import SLO
 
 if TYPE_CHECKING:
     from cluster.api.client import Answer, DiptychClient
@@ -71,10 +72,16 @@ ANSWERS = (
     click.option("--logprobs", type=int, metavar="K", help="Log probabilities of the answer, and of the K best."),
     click.option("--prompt-logprobs", type=int, metavar="K", help="The same for the prompt's own tokens."),
 )
+PROMISES = (
+    click.option("--ttft", "ttft_s", type=float, metavar="SECONDS", help="Promise wanted: time to the first token."),
+    click.option("--tpot", "tpot_s", type=float, metavar="SECONDS", help="Promise wanted: time between tokens."),
+    click.option("--slo-class", metavar="NAME", help="The class whose promises and priority the request has."),
+    click.option("--tenant", metavar="NAME", help="On whose behalf: tenants share the cluster by their weights."),
+)
 
 
 def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(SAMPLING):
+    for option in reversed((*SAMPLING, *PROMISES)):
         command = option(command)
     return command
 
@@ -85,9 +92,13 @@ def answer_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def given(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Only what was said: the rest is the server's choice."""
-    return {name: value for name, value in sampling.items() if value not in (None, ())}
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """Only what was said: the rest is the server's choice. What is said of promises becomes one `slo`."""
+    said = {name: value for name, value in options.items() if value not in (None, ())}
+    ttft_s, tpot_s, class_name = (said.pop(name, None) for name in ("ttft_s", "tpot_s", "slo_class"))
+    if (ttft_s, tpot_s, class_name) != (None, None, None):
+        said["slo"] = SLO(ttft_s, tpot_s, "default" if class_name is None else class_name)
+    return said
 
 
 @click.command()
@@ -110,6 +121,7 @@ def generate(
       diptych generate "The sea is" --n 3 --seed 7 --top-p 0.9 --presence-penalty 0.5
       diptych generate "The sea is" --n 1 --best-of 8 --json
       diptych generate "The sea is" --max-tokens 1 --prompt-logprobs 2 --logit-bias 28=-100
+      diptych generate "The sea is" --ttft 1.5 --tpot 0.1 --slo-class interactive --tenant alice --report
     """
     prompt = sys.stdin.read() if text == "-" else text
     asyncio.run(_generate(prompt, endpoint, stream and not as_json, timeout_s, report, as_json, given(sampling)))

@@ -8,6 +8,8 @@ from typing import Any
 
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.ledger import Stopwatch, now_ns
+from cluster.policy.lengths import Calibration
+from cluster.policy.promises import Ended, Promises, Standing
 from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
@@ -70,6 +72,7 @@ class FakeDispatcher:
         self.produced: dict[str, int] = {}
         self.deadlines: list[float | None] = []
         self._stops: dict[str, asyncio.Event] = {}
+        self._promises = Promises()
         self._changed = asyncio.Event()
         self._view = view()
 
@@ -120,6 +123,12 @@ class FakeDispatcher:
 
     async def audit(self) -> ClusterView:
         return replace(self.view, workers=tuple(replace(worker, audit="clean") for worker in self.view.workers))
+
+    def standing(self) -> Standing:
+        return self._promises.standing(Calibration(7, 0.5, 0.875, 0.75, 12.0, 90.0))
+
+    def turned_away(self, class_name: str, cause: str) -> None:
+        self._promises.ended(Ended("refused", class_name, cause))
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         raise NotImplementedError("nothing here can be measured")

@@ -31,7 +31,7 @@ class GetClusterRequest(_message.Message):
     def __init__(self, audit: _Optional[bool] = ...) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("revision", "name", "model", "workers", "links", "gateway", "pools", "decisions")
+    __slots__ = ("revision", "name", "model", "workers", "links", "gateway", "pools", "decisions", "standing")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class GetClusterResponse(_message.Message):
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
     revision: int
     name: str
     model: Model
@@ -48,7 +49,90 @@ class GetClusterResponse(_message.Message):
     gateway: Gateway
     pools: _containers.RepeatedCompositeFieldContainer[Pool]
     decisions: _containers.RepeatedCompositeFieldContainer[Decision]
-    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ...) -> None: ...
+    standing: Standing
+    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
+
+class GetMetricsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetMetricsResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
+class Standing(_message.Message):
+    __slots__ = ("classes", "outcomes", "refused", "lengths")
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    classes: _containers.RepeatedCompositeFieldContainer[ClassScore]
+    outcomes: _containers.RepeatedCompositeFieldContainer[Count]
+    refused: _containers.RepeatedCompositeFieldContainer[Count]
+    lengths: Calibration
+    def __init__(self, classes: _Optional[_Iterable[_Union[ClassScore, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., lengths: _Optional[_Union[Calibration, _Mapping]] = ...) -> None: ...
+
+class Count(_message.Message):
+    __slots__ = ("name", "count")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    count: int
+    def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class Kept(_message.Message):
+    __slots__ = ("settled", "kept")
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    settled: int
+    kept: int
+    def __init__(self, settled: _Optional[int] = ..., kept: _Optional[int] = ...) -> None: ...
+
+class Errors(_message.Message):
+    __slots__ = ("p10", "p50", "p90")
+    P10_FIELD_NUMBER: _ClassVar[int]
+    P50_FIELD_NUMBER: _ClassVar[int]
+    P90_FIELD_NUMBER: _ClassVar[int]
+    p10: float
+    p50: float
+    p90: float
+    def __init__(self, p10: _Optional[float] = ..., p50: _Optional[float] = ..., p90: _Optional[float] = ...) -> None: ...
+
+class ClassScore(_message.Message):
+    __slots__ = ("name", "requests", "time_to_first_token", "time_per_output_token", "both", "first_token_errors", "output_token_errors")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TIME_PER_OUTPUT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    BOTH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    requests: int
+    time_to_first_token: Kept
+    time_per_output_token: Kept
+    both: Kept
+    first_token_errors: Errors
+    output_token_errors: Errors
+    def __init__(self, name: _Optional[str] = ..., requests: _Optional[int] = ..., time_to_first_token: _Optional[_Union[Kept, _Mapping]] = ..., time_per_output_token: _Optional[_Union[Kept, _Mapping]] = ..., both: _Optional[_Union[Kept, _Mapping]] = ..., first_token_errors: _Optional[_Union[Errors, _Mapping]] = ..., output_token_errors: _Optional[_Union[Errors, _Mapping]] = ...) -> None: ...
+
+class Calibration(_message.Message):
+    __slots__ = ("answers", "within_p50", "within_p90", "bucket_share", "error_tokens", "asked_error_tokens")
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_P50_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_P90_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_SHARE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ASKED_ERROR_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    answers: int
+    within_p50: float
+    within_p90: float
+    bucket_share: float
+    error_tokens: float
+    asked_error_tokens: float
+    def __init__(self, answers: _Optional[int] = ..., within_p50: _Optional[float] = ..., within_p90: _Optional[float] = ..., bucket_share: _Optional[float] = ..., error_tokens: _Optional[float] = ..., asked_error_tokens: _Optional[float] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("name", "context_length", "vocab_size")

@@ -39,6 +39,11 @@ class AdminServiceStub:
                 request_serializer=diptych_dot_v1_dot_admin__pb2.GetClusterRequest.SerializeToString,
                 response_deserializer=diptych_dot_v1_dot_admin__pb2.GetClusterResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/diptych.v1.AdminService/GetMetrics',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
         self.MeasureSteps = channel.unary_unary(
                 '/diptych.v1.AdminService/MeasureSteps',
                 request_serializer=diptych_dot_v1_dot_admin__pb2.MeasureStepsRequest.SerializeToString,
@@ -66,6 +71,13 @@ class AdminServiceServicer:
 
     def GetCluster(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetMetrics(self, request, context):
+        """Of the gateway that answers, as Prometheus reads them.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -110,6 +122,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetCluster,
                     request_deserializer=diptych_dot_v1_dot_admin__pb2.GetClusterRequest.FromString,
                     response_serializer=diptych_dot_v1_dot_admin__pb2.GetClusterResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.GetMetricsRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.GetMetricsResponse.SerializeToString,
             ),
             'MeasureSteps': grpc.unary_unary_rpc_method_handler(
                     servicer.MeasureSteps,
@@ -159,6 +176,33 @@ class AdminService:
             '/diptych.v1.AdminService/GetCluster',
             diptych_dot_v1_dot_admin__pb2.GetClusterRequest.SerializeToString,
             diptych_dot_v1_dot_admin__pb2.GetClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/GetMetrics',
+            diptych_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,
