@@ -30,22 +30,25 @@ QUICK = Effort(
     prompt_chunks=(2048,),
     chunks=(512,),
 )
-FULL = Effort(seeds=(0, 1, 2, 3, 4), few=(0, 1, 2), tolerance=0.03, rough=0.05, rung=0.04, finalists=3)
+USUAL = ("static", "orca", "vllm", "sarathi", "distserve", "splitwise", "tetri", "mooncake", "mooncake-predictive")
+DEFAULT = Effort(tolerance=0.05, rough=0.15, rung=0.05, finalists=1, systems=USUAL)
+FULL = Effort(tolerance=0.03, rough=0.05, rung=0.04, finalists=2)
 EFFORTS = {
     "quick": (QUICK, Size(workers=2, stretch=0.1), ("phases-a100", "tight-loose")),
-    "default": (Effort(), Size(), tuple(SCENARIOS)),
-    "full": (FULL, Size(workers=8, stretch=2.0), tuple(SCENARIOS)),
+    "default": (DEFAULT, Size(workers=4), tuple(SCENARIOS)),
+    "full": (FULL, Size(workers=6, stretch=2.0), tuple(SCENARIOS)),
 }
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.argument("workloads", nargs=-1, type=click.Choice(list(SCENARIOS)))
+@click.argument("workloads", nargs=-1, metavar="[WORKLOAD]...", type=click.Choice(list(SCENARIOS)))
 @click.option("--quick", "effort", flag_value="quick", help="Two workers, seconds: whether it runs at all.")
 @click.option("--default", "effort", flag_value="default", default="default", hidden=True)
-@click.option("--full", "effort", flag_value="full", help="Eight workers, phases of two minutes, five seeds.")
+@click.option("--full", "effort", flag_value="full", help="All systems, six workers, phases of two minutes; hours.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="JSON, page and pictures (PNG) here.")
 @click.option("--recorded", is_flag=True, help="Run nothing: page and pictures from the committed record.")
 @click.option("--stale-only", is_flag=True, help="Only the study of old views, into the record.")
+@click.option("--seeds", type=click.IntRange(1, 16), help="So many for ours, the static ones and the oracle. [3]")
 @click.option("--processes", "count", default=2, show_default=True)
 @click.option("--one", "which", type=click.Choice(list(SCENARIOS)), help="One run of this workload, told in full.")
 @click.option(
@@ -57,7 +60,7 @@ EFFORTS = {
 )
 @click.option("--scale", default=0.6, show_default=True, help="With --one: the load as a share of the fleet's seconds.")
 @click.option("--seed", default=0, show_default=True, help="With --one.")
-@click.option("--workers", type=int, help=f"[{Size().workers}]")
+@click.option("--workers", type=click.IntRange(2, 64), help="[4; with --full and with --one, 6]")
 @click.option("--stretch", type=float, help="All phases so many times as long. [1]")
 @click.option("--stale", default=0.0, help="With --one: seconds by which gateways hear of workers' states too late.")
 @click.option("--gateways", default=1, show_default=True, help="With --one: so many share the requests.")
@@ -68,6 +71,7 @@ def main(
     out: Path | None,
     recorded: bool,
     stale_only: bool,
+    seeds: int | None,
     count: int,
     which: str | None,
     who: str,
@@ -81,8 +85,9 @@ def main(
 ) -> None:
     """Goodput under loads that shift: ours against every system, every static split, colocated, and an oracle.
 
-    Without WORKLOADS, all of them. What is found goes into the committed record, workload by workload, and into
-    docs/elastic-campaign.md; with --out, only there.
+    Without WORKLOADS, all of them: about 40 CPU minutes on idle cores, with --full some hours. What is found goes into
+    the committed record, workload by workload, and into docs/elastic-campaign.md; with --out, only there. An older
+    record in that place is completed.
 
     For tuning, one run in seconds:
 
@@ -91,7 +96,9 @@ def main(
       python -m cluster.bench.elastic --one day --system split:2:2048 --scale 0.5
     """
     chosen, size, names = EFFORTS[effort]
+    size = Size() if which else size
     size = Size(workers or size.workers, stretch or size.stretch)
+    chosen = replace(chosen, seeds=tuple(range(seeds or len(chosen.seeds))))
     try:
         if which is not None:
             made = scenario(which, size)
