@@ -9,7 +9,7 @@ was forecast has come. Whoever gets in is shown to its workers before the next o
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.events import Event, Queued, Rejected
 from cluster.policy.placement import Ask, Later, Placement, Refusal
@@ -67,14 +67,13 @@ class Lobby:
         answer = self._policy.choose(asked := ask())
         if answer is None or isinstance(answer, Refusal):
             return answer
-        if isinstance(answer, Placement) and self.room.outranks(request, asked.now_s):
+        if isinstance(answer, Placement) and (asked.beside or self.room.outranks(request, asked.now_s)):
             return self._begin(asked, answer)
         guest = self._enter(request, asked, answer, ask)
         self._round()
         try:
             if not guest.turn.done():
-                start_s = answer.start_s if isinstance(answer, Later) else 0.0
-                emit(self._queued(guest.seat, asked, start_s, answer))
+                emit(self._queued(guest.seat, asked, answer))
             return await guest.turn
         except BaseException:
             self._lose(guest, request)
@@ -91,9 +90,7 @@ class Lobby:
 
     def _enter(self, request: Request, asked: Ask, answer: Placement | Later, ask: Callable[[], Ask]) -> _Guest:
         if why := self.room.full(request):
-            seats = self.room.in_order(asked.now_s)
-            start_s = answer.start_s if isinstance(answer, Later) else 0.0
-            retry_after_s = max(LOOK_S, start_s + _ahead_s(seats, asked.view))
+            retry_after_s = max(LOOK_S, _start_s(answer, self.room.in_order(asked.now_s), asked.view))
             raise Rejected(f"{why}; try again", retry_after_s, "queue-full")
         seat = self.room.enter(request, asked.now_s - asked.waited_s, _need_s(answer))
         guest = self._guests[seat] = _Guest(seat, ask, asyncio.get_running_loop().create_future())
@@ -101,10 +98,10 @@ class Lobby:
             self._watching = asyncio.ensure_future(self._watch())
         return guest
 
-    def _queued(self, seat: Seat, asked: Ask, start_s: float, answer: Placement | Later) -> Queued:
+    def _queued(self, seat: Seat, asked: Ask, answer: Placement | Later) -> Queued:
         seats = self.room.in_order(asked.now_s)
         position = seats.index(seat)
-        start_s += _ahead_s(seats[:position], asked.view)
+        start_s = _start_s(answer, seats[:position], asked.view)
         return Queued(
             request_id=seat.request_id,
             position=position,
@@ -144,36 +141,41 @@ class Lobby:
         """Ask for those whose turn it is. At most one gets in: the next is asked when its workers have been told."""
         now_s = asyncio.get_running_loop().time()
         self._round_due = None
+        for seat in self.room.hopeless(now_s):
+            self._ask(self._guests[seat], only_refusals=True)
         wake_s = LOOK_S
         for seat in self.room.in_order(now_s, ASKED_AT_ONCE):
             guest = self._guests[seat]
-            if guest.turn.done():
-                continue  # cancelled; its coroutine has yet to hear of it
-            try:
-                answer = self._policy.choose(asked := guest.ask())
-            except Exception as error:  # nobody else hears of it
-                self._resolve(guest).set_exception(error)
-                continue
-            if isinstance(answer, Later | None):
-                if seat.claim_s <= now_s:
-                    break  # whoever has waited so long is not passed
-                wake_s = min(wake_s, answer.start_s if answer else LOOK_S)
-                continue
-            if isinstance(answer, Refusal):
-                self._resolve(guest).set_result(answer)
-                continue
-            del self._guests[seat]
-            self.room.take(seat)
-            guest.claimed = seat.claim_s <= now_s
-            guest.turn.set_result(self._begin(asked, answer))
-            return
+            answer = self._ask(guest)
+            if isinstance(answer, Placement):
+                guest.claimed = seat.claim_s <= now_s
+                return
+            if isinstance(answer, Later):
+                wake_s = min(wake_s, answer.start_s)
+            if seat in self._guests and seat.claim_s <= now_s:
+                break  # whoever has waited so long is not passed
         if self._guests:
             self._wake_in(wake_s)
 
-    def _resolve(self, guest: _Guest) -> asyncio.Future[Answer]:
-        """It leaves without a placement."""
+    def _ask(self, guest: _Guest, *, only_refusals: bool = False) -> Placement | Refusal | Later | None:
+        """The policy's answer; a placement has begun, and with it or a refusal the guest leaves the room."""
+        if guest.turn.done():
+            return None  # cancelled; its coroutine has yet to hear of it
+        try:
+            answer = self._policy.choose(asked := replace(guest.ask(), is_queued=True))
+        except Exception as error:  # nobody else would hear of it
+            self._resolve(guest).set_exception(error)
+            return None
+        if isinstance(answer, Refusal):
+            self._resolve(guest).set_result(answer)
+        elif isinstance(answer, Placement) and not only_refusals:
+            self._resolve(guest, served=True).set_result(self._begin(asked, answer))
+        return answer
+
+    def _resolve(self, guest: _Guest, *, served: bool = False) -> asyncio.Future[Answer]:
+        """It leaves the room; its tenant pays for what was served."""
         del self._guests[guest.seat]
-        self.room.leave(guest.seat)
+        (self.room.take if served else self.room.leave)(guest.seat)
         return guest.turn
 
     def _begin(self, asked: Ask, placement: Placement) -> Placement:
@@ -198,7 +200,9 @@ def _need_s(answer: Placement | Later) -> float:
     return answer.predicted_ttft_s or 0.0 if answer.prefill_s is None else answer.prefill_s
 
 
-def _ahead_s(seats: list[Seat], view: ClusterView) -> float:
-    """How long the prompts of these take, dealt out over the workers."""
-    workers = len(view.ready(Role.PREFILL, Role.MIXED)) or len(view.ready(Role.DECODE))
-    return sum(seat.need_s for seat in seats) / max(1, workers)
+def _start_s(answer: Placement | Later, ahead: list[Seat], view: ClusterView) -> float:
+    """When its turn comes, as forecast: its own wait, and that of those before it, dealt out over the workers."""
+    prefills = len(view.ready(Role.PREFILL, Role.MIXED)) or len(view.ready(Role.DECODE))
+    decodes = len(view.ready(Role.DECODE, Role.MIXED)) or prefills
+    start_s, apart_s = (answer.start_s, answer.apart_s) if isinstance(answer, Later) else (0.0, 0.0)
+    return start_s + sum(max(seat.need_s / max(1, prefills), apart_s / max(1, decodes)) for seat in ahead)

@@ -38,6 +38,13 @@ class Classes:
         name = request.tenant if request.tenant in self._tenants else OTHERS
         return name, self._tenants[name]
 
+    def rejects(self, request: Request) -> bool:
+        """Whether it would rather be refused than have its promise broken."""
+        on_miss = self.of(request).on_miss
+        if on_miss is None:
+            return request.slo.ttft_s is not None or request.slo.tpot_s is not None
+        return on_miss == "reject"
+
     def resolved(self, request: Request) -> Request:
         """The request with what its class adds. Raises `InvalidRequest` for a class or tenant that is not known."""
         self._check_tenant(request)

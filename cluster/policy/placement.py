@@ -31,7 +31,8 @@ class Ask:
 
     Workers in `avoid` failed or refused this request before; they are left out. `alone`: where no pair is ready, a
     prefill or decode worker may do both phases. `beside` names the worker that computes the same prompt for a sibling:
-    it comes first, since there the prompt is computed once. It came `waited_s` ago.
+    it comes first, since there the prompt is computed once. It came `waited_s` ago, and
+    may have waited for its turn since (`is_queued`).
     """
 
     view: ClusterView
@@ -42,6 +43,7 @@ class Ask:
     beside: str = ""
     now_s: float = 0.0
     waited_s: float = 0.0
+    is_queued: bool = False
 
     def sent_to(self, worker: str) -> Sent:
         return self.sent.get(worker, NOTHING_SENT)
@@ -103,12 +105,14 @@ class Refusal:
 class Later:
     """The request is better placed later: in `start_s`, as is expected, and `need_s` after that it has its first token.
 
-    Other requests that wait are not counted.
+    Other requests that wait are not counted: of these, one gets in every `apart_s` for each worker that decodes, and no
+    sooner than prompts are computed.
     """
 
     reason: str
     start_s: float
     need_s: float
+    apart_s: float = 0.0
 
 
 class Router(ABC):

@@ -29,7 +29,8 @@ _SLACK = 16
 class Seat:
     """One who waits. `tokens` of work, prompt and expected answer; `need_s` from its turn to its first token, at best.
 
-    From `claim_s` on it goes first. `promised`: the deadline is that of its first token, not only its claim.
+    From `claim_s` on it goes first. `promised`: the deadline is that of its first token, not only its claim. `rejects`:
+    it would rather be refused than miss it.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Seat:
     deadline_s: float
     claim_s: float
     promised: bool
+    rejects: bool = False
 
     @property
     def latest_s(self) -> float:
@@ -83,11 +85,15 @@ class _Queue:
             heapq.heapify(self.latest)
 
     def in_order(self, now_s: float) -> Iterator[Seat]:
+        self.settle(now_s)
+        return chain(self.timely, self.late)
+
+    def settle(self, now_s: float) -> None:
+        """Put behind who can no longer make it."""
         while self.latest and self.latest[0][0] < now_s:
             _, _, seat = heapq.heappop(self.latest)
             if _drop(self.timely, seat):
                 insort(self.late, seat, key=_by_deadline)
-        return chain(self.timely, self.late)
 
 
 def _drop(seats: list[Seat], seat: Seat) -> bool:
@@ -160,6 +166,7 @@ class WaitingRoom:
             deadline_s=claim_s if slo.ttft_s is None else arrived_s + slo.ttft_s,
             claim_s=claim_s,
             promised=slo.ttft_s is not None,
+            rejects=slo.ttft_s is not None and self._classes.rejects(request),
         )
         self._number += 1
         level = self._levels.setdefault(seat.priority, _Level())
@@ -204,6 +211,15 @@ class WaitingRoom:
             return
         for _, level in sorted(self._levels.items()):
             yield from (seat for seat in level.in_order(now_s) if seat.claim_s > now_s)
+
+    def hopeless(self, now_s: float) -> list[Seat]:
+        """Those who would rather be refused, and whose deadline can no longer be met."""
+        found = []
+        for level in self._levels.values():
+            for queue in level.queues.values():
+                queue.settle(now_s)
+                found += [seat for seat in queue.late if seat.rejects]
+        return found
 
     def outranks(self, request: Request, now_s: float) -> bool:
         """Whether its priority alone puts it before all who wait."""

@@ -48,12 +48,13 @@ def test_an_empty_worker_takes_whoever_comes_and_an_impossible_promise_binds_nob
     subject.reserve(promised("b", 0.001), 0.0)
 
 
-def test_what_has_begun_elsewhere_is_not_held_up() -> None:
+def test_an_answer_that_was_lost_half_way_is_not_held_up() -> None:
     subject = engine(cost=COST)
     subject.reserve(promised("a", 0.015), 0.0)
-    with pytest.raises(Overloaded):
-        subject.reserve(promised("b", None), 0.0)
-    subject.reserve(promised("b", None, attempt=1), 0.0)
+    for fields in ({}, {"attempt": 1}, {"generated": (1,), "leg": 1}):
+        with pytest.raises(Overloaded):
+            subject.reserve(promised("b", None, **fields), 0.0)
+    subject.reserve(promised("b", None, attempt=1, generated=(1,)), 0.0)
 
 
 def test_a_prompt_held_for_a_reader_takes_no_slot() -> None:

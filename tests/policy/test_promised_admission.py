@@ -46,9 +46,10 @@ class Gate:
     ) -> Ask:
         known = CLASSES[of]
         sampling = SamplingParams(seed=1, max_tokens=options.pop("max_tokens", 9))
+        is_queued = bool(options.pop("is_queued", False))
         slo = SLO(known.ttft_s, known.tpot_s, of, known.priority, True)
         asked = Request(name, tuple(range(length)), sampling, slo, **options)  # type: ignore[arg-type]
-        return Ask(picture, asked, now_s=self.now_s, waited_s=waited_s)
+        return Ask(picture, asked, now_s=self.now_s, waited_s=waited_s, is_queued=is_queued)
 
     def send(self, picture: ClusterView, of: str, length: int, name: str) -> None:
         ask = self.ask(picture, of, length, name=name)
@@ -87,6 +88,7 @@ def test_a_full_step_is_waited_for_as_long_as_the_first_token_comes_in_time() ->
     assert answer.start_s == pytest.approx(9 * 0.05 / 5), "one of five answers of nine tokens ends"
     assert isinstance(gate.choose(full, "interactive", 900), Later)
     assert isinstance(gate.choose(full, "interactive", 950), Refusal), "it cannot wait for so long"
+    assert isinstance(gate.choose(full, "interactive", 950, is_queued=True), Later), "but who waits may hope"
     assert isinstance(gate.choose(full, "interactive", 100, max_tokens=1), Placement), "one token needs no decode"
 
 
@@ -99,9 +101,18 @@ def test_nobody_gets_in_who_would_break_the_promise_of_another() -> None:
     gate = Gate()
     for number in range(5):
         gate.send(CALM, "interactive", 10, f"r{number}")
-    assert isinstance(gate.choose(CALM, "batch", 10), Later), "no statistics show them yet, the book does"
+    assert isinstance(gate.choose(CALM, "interactive", 10), Later), "no statistics show them yet, the book does"
     gate.policy.ended("r0/0", gate.now_s)
-    assert isinstance(gate.choose(CALM, "batch", 10), Placement)
+    assert isinstance(gate.choose(CALM, "interactive", 10), Placement)
+
+
+def test_decodes_without_a_promise_leave_slots_for_those_with_one() -> None:
+    gate = Gate()
+    assert isinstance(gate.choose(changed(CALM, worker("d0", running=2)), "batch", 10), Placement)
+    answer = gate.choose(changed(CALM, worker("d0", running=3)), "batch", 10)
+    assert isinstance(answer, Later)
+    assert answer.reason == "each token on d0 would take 0.04 s, 0.0375 s are left for it"
+    assert isinstance(gate.choose(changed(CALM, worker("d0", running=4)), "interactive", 10), Placement)
 
 
 def test_a_prompt_without_a_promise_leaves_room_for_those_with_one() -> None:

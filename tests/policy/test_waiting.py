@@ -45,6 +45,17 @@ def test_priority_then_deadline_and_late_ones_behind() -> None:
     room.check()
 
 
+def test_who_would_rather_be_refused_is_told_when_it_is_too_late() -> None:
+    room = WaitingRoom(GATEWAY)
+    room.enter(request("batch", "batch"), 0.0, 0.1)
+    room.enter(request("relaxed", "relaxed"), 0.0, 0.1)
+    seat = room.enter(request("soon"), 0.0, 0.1)
+    assert not room.hopeless(1.9) and room.hopeless(1.91) == [seat]
+    room.leave(seat)
+    assert not room.hopeless(3.0)
+    room.check()
+
+
 def test_who_has_waited_long_enough_goes_before_all() -> None:
     room = WaitingRoom(GATEWAY)
     room.enter(request("batch", "batch"), 0.0, 0.1)
@@ -82,7 +93,7 @@ def test_unknown_classes_and_tenants_are_refused_with_those_there_are() -> None:
     with pytest.raises(InvalidRequest, match="the classes here are interactive, relaxed, batch"):
         request("r", "premium")
     strict = Classes(GatewaySpec(tenants={"alice": 1.0}))
-    with pytest.raises(InvalidRequest, match="tenant: is 'eve'.*shares have alice"):
+    with pytest.raises(InvalidRequest, match=r"tenant: is 'eve'.*shares have alice"):
         strict.resolved(Request("r", (1,), tenant="eve"))
     assert Classes(GATEWAY).share(Request("r", (1,), tenant="eve")) == ("*", 0.1)
     free = Request("r", (1,), slo=SLO(class_name="whatever"), tenant="anybody")
@@ -156,7 +167,7 @@ def test_nobody_starves_whatever_comes_while_somebody_is_served(
     arrivals: list[tuple[float, str, str, int, float]], service_s: float
 ) -> None:
     """One is served in every `service_s`. Whoever has waited for its patience has at most a room full before it."""
-    room, now_s, next_s, number = WaitingRoom(GATEWAY), 0.0, service_s, 0
+    room, now_s, next_s = WaitingRoom(GATEWAY), 0.0, service_s
     arrived: dict[Seat, tuple[float, str]] = {}
 
     def serve(until_s: float) -> None:
@@ -169,11 +180,10 @@ def test_nobody_starves_whatever_comes_while_somebody_is_served(
             next_s += service_s
         next_s = max(next_s, until_s)
 
-    for gap_s, of, tenant, tokens, need_s in arrivals:
+    for number, (gap_s, of, tenant, tokens, need_s) in enumerate(arrivals):
         now_s += gap_s
         serve(now_s)
         asked = request(f"r{number}", of, tenant, tokens)
-        number += 1
         if not room.full(asked):
             arrived[room.enter(asked, now_s, need_s)] = now_s, of
         room.check()

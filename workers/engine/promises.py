@@ -14,10 +14,11 @@ def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, 
     """Why no slot is left for one more beside those that decode or were promised a slot; empty: one is.
 
     With it a step must take no longer than was promised to any of them, or to it. Promises that a step for that request
-    alone would break bind nobody, an empty worker takes everybody, and what has begun elsewhere is not held up: later
-    attempts get in. Of `depth` steps in flight each has an equal part of the decodes.
+    alone would break bind nobody, an empty worker takes everybody, and any worker an answer that was lost half way on
+    another. Of `depth` steps in flight each has an equal part of the decodes.
     """
-    if not decoding or newcomer.attempt:
+    was_lost = newcomer.generated and not newcomer.leg
+    if not decoding or was_lost:
         return ""
     batch = -(-(len(decoding) + 1) // depth)
     context_tokens = sum(len(each.tokens) for each in decoding) + newcomer.num_tokens
