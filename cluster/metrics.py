@@ -47,12 +47,12 @@ class _Families:
         return family
 
     def _errors(self) -> Metric:
-        text = "(seen - predicted) / predicted, of predictions that clients were told."
+        text = "Seen over predicted, of predictions that clients were told: 1 is right, above it took longer."
         family = HistogramMetricFamily("diptych_prediction_error_ratio", text, labels=("gateway", "kind"))
-        bounds = [*map(str, ERROR_BOUNDS), "+Inf"]
+        bounds = [*(f"{1.0 + bound:g}" for bound in ERROR_BOUNDS), "+Inf"]  # below 0 a histogram has no sum
         for each in self._standing.errors:
             buckets = list(zip(bounds, accumulate(each.counts), strict=True))
-            family.add_metric((self._gateway, each.kind), buckets, sum_value=each.total)
+            family.add_metric((self._gateway, each.kind), buckets, sum_value=sum(each.counts) + each.total)
         return family
 
     def _calibration(self) -> Iterator[Metric]:

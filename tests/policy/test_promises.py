@@ -1,0 +1,286 @@
+"""Promises and predictions are scored; predictions that are off by a factor mend themselves, in virtual time."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from views import Story, request, view, worker
+
+from cluster import dispatcher as dispatcher_module
+from cluster.course import Course
+from cluster.dispatcher import Dispatcher
+from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
+from cluster.metrics import exposition
+from cluster.policy.correction import Correction, Corrections
+from cluster.policy.lengths import Calibration
+from cluster.policy.placement import Placement
+from cluster.policy.policy import open_policy
+from cluster.policy.promises import MOST_CLASSES, OTHER, OUTCOMES, REASONS, Ended, Errors, Kept, Promises, Standing
+from cluster.sim.run import simulate
+from cluster.spec import ClusterSpec
+from cluster.workload.load import load_workload
+from tests.cluster.local import cluster, split_spec
+from tests.cluster.local import request as asked
+from tests.sim.cases import COST, colocated, models, split
+from workers.costs import CostModel
+from workers.request import SLO
+
+# ---- scores ------------------------------------------------------------------------------------------------------
+
+KEPT = Ended("completed", "fast", ttft_s=1.0, tpot_s=0.05, promised_ttft_s=1.0, promised_tpot_s=0.06)
+
+
+def standing(*ended: Ended) -> Standing:
+    promises = Promises()
+    for each in ended:
+        promises.ended(each)
+    return promises.standing(Calibration())
+
+
+def test_a_promise_is_kept_to_the_very_second_and_both_only_together() -> None:
+    late = replace(KEPT, ttft_s=1.001)
+    slow = replace(KEPT, tpot_s=0.07)
+    (score,) = standing(KEPT, late, slow, replace(KEPT, promised_tpot_s=None)).classes
+    assert (score.name, score.requests) == ("fast", 4)
+    assert (score.ttft, score.tpot, score.both) == (Kept(4, 3), Kept(3, 2), Kept(3, 1))
+    assert score.ttft.share == 0.75
+
+
+def test_what_nothing_tells_of_is_neither_kept_nor_broken() -> None:
+    nothing = replace(KEPT, ttft_s=None, tpot_s=None)
+    (score,) = standing(
+        replace(nothing, outcome="cancelled", waited_s=0.5),
+        replace(nothing, outcome="refused", waited_s=9.0),
+        replace(nothing, outcome="deadline", waited_s=1.0),
+        Ended("completed", "fast", ttft_s=1.0),
+    ).classes
+    assert (score.requests, score.ttft, score.tpot, score.both) == (4, Kept(), Kept(), Kept())
+
+
+def test_a_first_token_that_never_came_breaks_its_promise_once_it_is_due() -> None:
+    nothing = replace(KEPT, ttft_s=None, tpot_s=None)
+    (score,) = standing(
+        replace(nothing, outcome="cancelled", waited_s=1.5),
+        replace(nothing, outcome="deadline", waited_s=1.5),
+        replace(nothing, outcome="failed", waited_s=0.1),
+    ).classes
+    assert score.ttft == Kept(3, 0)
+
+
+def test_errors_are_relative_signed_and_of_the_latest_only() -> None:
+    told = [replace(KEPT, after_placement_s=1 + n / 100, predicted_ttft_s=1.0) for n in range(600)]
+    (score,) = standing(*told, replace(KEPT, after_placement_s=None), replace(KEPT, predicted_ttft_s=0.0)).classes
+    assert score.tpot_errors is None
+    assert score.ttft_errors is not None
+    assert score.ttft_errors.p10 == pytest.approx(0.88 + 51.1 / 100, abs=0.01), "the first 88 are forgotten"
+    assert score.ttft_errors.p90 == pytest.approx(5.99 - 51.1 / 100, abs=0.01)
+    fast = standing(replace(KEPT, tpot_s=0.02, predicted_tpot_s=0.08)).classes[0].tpot_errors
+    assert fast == Errors(-0.75, -0.75, -0.75)
+
+
+NUMBER = st.none() | st.floats(0.0, 1e9) | st.just(math.inf)
+ENDED = st.builds(
+    Ended, st.sampled_from(OUTCOMES), st.text(max_size=3), st.text(max_size=3), *([NUMBER] * 3), st.floats(0, 1e9),
+    *([NUMBER] * 4),
+)  # fmt: skip
+
+
+@given(st.lists(ENDED, max_size=150))
+def test_counts_add_up_and_labels_are_bounded(ended: list[Ended]) -> None:
+    told = standing(*ended)
+    assert sum(count for _, count in told.outcomes) == sum(score.requests for score in told.classes) == len(ended)
+    assert dict(told.refused).keys() == set(REASONS)
+    assert sum(dict(told.refused).values()) == dict(told.outcomes)["refused"]
+    assert len(told.classes) <= MOST_CLASSES
+    for score in told.classes:
+        assert all(0 <= kept.kept <= kept.settled <= score.requests for kept in (score.ttft, score.tpot, score.both))
+        assert score.both.settled <= min(score.ttft.settled, score.tpot.settled)
+    assert exposition(told, "g").count("\n") < 500 + 6 * len(told.classes)
+
+
+def test_classes_beyond_a_number_are_counted_as_others() -> None:
+    told = standing(*(Ended("completed", f"class {n:03}") for n in range(100)))
+    assert len(told.classes) == MOST_CLASSES
+    assert {score.name: score.requests for score in told.classes}[OTHER] == 100 - (MOST_CLASSES - 1)
+
+
+def test_metrics_are_what_the_scores_say() -> None:
+    told = standing(
+        replace(KEPT, after_placement_s=1.1, predicted_ttft_s=1.0),
+        Ended("refused", "fast", "queue-full"),
+        Ended("refused", "fast", "of another version"),
+        Ended("cancelled", 'odd " \n name'),
+    )
+    lines = exposition(told, "gateway-0").splitlines()
+    for line in (
+        'diptych_promises_total{class="fast",gateway="gateway-0",kept="yes",kind="both"} 1.0',
+        'diptych_promises_total{class="fast",gateway="gateway-0",kept="no",kind="ttft"} 0.0',
+        'diptych_requests_total{gateway="gateway-0",outcome="refused"} 2.0',
+        'diptych_refused_total{gateway="gateway-0",reason="queue-full"} 1.0',
+        'diptych_refused_total{gateway="gateway-0",reason="other"} 1.0',
+        'diptych_prediction_error_ratio_bucket{gateway="gateway-0",kind="ttft",le="1.05"} 0.0',
+        'diptych_prediction_error_ratio_bucket{gateway="gateway-0",kind="ttft",le="1.25"} 1.0',
+        'diptych_prediction_error_ratio_count{gateway="gateway-0",kind="ttft"} 1.0',
+        'diptych_prediction_error_ratio_sum{gateway="gateway-0",kind="ttft"} 1.1',
+    ):
+        assert line in lines, line
+
+
+# ---- the course of a request -------------------------------------------------------------------------------------
+
+
+def test_a_prediction_is_held_against_what_came_after_the_placement() -> None:
+    course = Course(arrived_s=10.0)
+    course.placed(Placement("p", "d", "", predicted_ttft_s=3.5, predicted_tpot_s=0.1), now_s=12.0)
+    course.tokens(1, 14.0)
+    course.placed(Placement("p", "d", "again", predicted_ttft_s=99.0), now_s=15.0)
+    course.tokens(2, 15.0)
+    ended = course.ended(SLO(4.0, 0.4, "fast"), None, 16.0)
+    assert (ended.outcome, ended.class_name, ended.ttft_s, ended.tpot_s) == ("completed", "fast", 4.0, 0.5)
+    assert (ended.after_placement_s, ended.predicted_ttft_s, ended.predicted_tpot_s) == (2.0, 1.5, 0.1)
+    assert (ended.kept("ttft"), ended.kept("tpot")) == (True, False)
+    assert ended.error("ttft") == pytest.approx(1 / 3) and ended.error("tpot") == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "refusal"),
+    [
+        (Rejected("no", 1.0, "no-room"), "refused", "no-room"),
+        (DeadlinePassed("prefill"), "deadline", ""),
+        (AttemptsSpent("six"), "failed", ""),
+        (Unservable("long"), "invalid", ""),
+        (GeneratorExit(), "cancelled", ""),
+        (ValueError("a bug"), "failed", ""),
+    ],
+)
+def test_every_end_has_its_name(error: BaseException, outcome: str, refusal: str) -> None:
+    ended = Course(1.0).ended(SLO(ttft_s=1.0), error, 3.0)
+    assert (ended.outcome, ended.refusal, ended.waited_s, ended.ttft_s) == (outcome, refusal, 2.0, None)
+
+
+# ---- corrections -------------------------------------------------------------------------------------------------
+
+
+def test_a_correction_goes_to_the_true_ratio_and_is_bounded() -> None:
+    found = Corrections()
+    for n in range(100):
+        found.learn("w", seen_s=0.3 if n % 2 else 1.2, told_s=0.2 if n % 2 else 0.8, now_s=n, is_guess=False)
+        assert found.ratio("w", n) <= 1.5 + 1e-9
+    assert found.ratio("w", 100.0) == pytest.approx(1.5, rel=0.02) and found.ratio("x", 100.0) == 1.0
+    for n in range(500):
+        found.learn("w", 1e9, 1e-3, 100.0 + n, is_guess=False)
+    assert found.ratio("w", 600.0) == 100.0
+
+
+def test_one_stall_says_little_and_prompts_of_one_step_share_its_time() -> None:
+    given_costs = Correction(prior_s=4.0)
+    for n in range(20):
+        given_costs.learn(1.0, 1.0, float(n))
+    given_costs.learn(600.0, 1.0, 21.0)
+    assert given_costs.at(21.0) < 1.2, "ten minutes for a second's work count as four seconds"
+    together = Correction(prior_s=0.0)
+    for n in range(10):
+        for part in range(5):
+            together.learn(0.0 if part else 2.5, 0.5, float(n))
+        assert together.at(float(n)) == pytest.approx(1.0)
+
+
+def test_a_worker_that_seems_slow_is_believed_again_when_nothing_is_heard_of_it() -> None:
+    slow, fast = Correction(0.0), Correction(0.0)
+    slow.learn(8.0, 1.0, 100.0)
+    fast.learn(1.0, 8.0, 100.0)
+    assert slow.at(160.0) == 8.0 and slow.at(220.0) == 4.5 and slow.at(1e9) == pytest.approx(1.0)
+    assert fast.at(1e9) == 0.125
+
+
+def test_guessed_costs_give_predictions_once_something_is_known() -> None:
+    story, picture = Story("least-loaded", cost=None), view(worker("p0"), worker("d0"))
+    first = request("a", length=100, max_tokens=11)
+    assert story.send(picture, first).predicted_ttft_s is None
+    story.now_s += 2.0
+    story.prefilled(first)
+    assert story.send(picture, request("b", length=100)).predicted_ttft_s is None, "no step was seen yet"
+    story.ended(request("b", length=100))
+    story.now_s += 5.0
+    story.policy.ended(first.key, story.now_s, num_tokens=11)
+    told = story.send(picture, request("c", length=100))
+    assert told.predicted_ttft_s == pytest.approx(2.0, rel=0.01) and told.predicted_tpot_s == pytest.approx(0.5)
+
+
+@contextmanager
+def believing(patch: pytest.MonkeyPatch, cost: CostModel | None) -> Iterator[list[Dispatcher]]:
+    """Gateways that take this for what steps cost, whatever they do cost."""
+    opened: list[Dispatcher] = []
+    build = Dispatcher.__init__
+
+    def remembered(self: Dispatcher, *args: object, **options: object) -> None:
+        build(self, *args, **options)  # type: ignore[arg-type]
+        opened.append(self)
+
+    def deluded(spec: ClusterSpec, seed: int) -> object:
+        return open_policy(replace(spec, pools=tuple(replace(pool, cost=cost) for pool in spec.pools)), seed)
+
+    patch.setattr(Dispatcher, "__init__", remembered)
+    patch.setattr(dispatcher_module, "open_policy", deluded)
+    yield opened
+
+
+@pytest.mark.parametrize(
+    ("whole", "true_ratio", "routing"),
+    [
+        pytest.param(split(2, 2), 1.5, "least-loaded", id="split"),
+        pytest.param(split(2, 2), 0.6, "promise", id="split, faster"),
+        pytest.param(colocated(3), 1.5, "promise", id="colocated"),
+    ],
+)
+def test_costs_that_are_off_by_a_factor_are_mended(
+    whole: ClusterSpec, true_ratio: float, routing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replace(whole, gateway=replace(whole.gateway, routing=routing))
+    with believing(monkeypatch, COST.scaled(1 / true_ratio)) as opened:
+        simulate(spec, models(spec), load_workload("poisson:rate=3,count=120,lengths=mixed", seed=5))
+    (dispatcher,) = opened
+    known = dispatcher._promises._classes["default"].errors
+    for kind in ("ttft", "tpot"):
+        errors = list(known[kind])
+        assert len(errors) == 120
+        assert abs(median(errors[:4])) > 0.2, f"{kind}: at first they are believed"
+        assert abs(median(errors[-60:])) < 0.1, f"{kind}: {median(errors[-60:]):+.2f} is left"
+
+
+# ---- through a dispatcher ----------------------------------------------------------------------------------------
+
+
+async def test_requests_are_scored_by_their_class_and_promise() -> None:
+    spec = split_spec()
+    async with cluster(replace(spec, gateway=replace(spec.gateway, slo=SLO(tpot_s=30.0)))) as subject:
+        easy, hard = SLO(60.0, 60.0, "easy"), SLO(1e-9, 60.0, "hard")
+        for n, slo in enumerate([easy, easy, hard, SLO()]):
+            await subject.run(replace(asked(f"r{n}"), slo=slo))
+        with pytest.raises(Unservable):
+            await subject.run(asked("long", 100_000))
+        told = subject.dispatcher.standing()
+    scores = {score.name: score for score in told.classes}
+    assert (scores["easy"].both, scores["hard"].both) == (Kept(2, 2), Kept(1, 0))
+    assert (scores["default"].ttft, scores["default"].tpot) == (Kept(), Kept(1, 1)), "the gateway's own promise"
+    assert {name: count for name, count in told.outcomes if count} == {"completed": 4, "invalid": 1}
+
+
+async def test_refusals_and_cancelled_requests_are_told_apart() -> None:
+    spec = split_spec()
+    gateway = replace(spec.gateway, admission="early", slo=SLO(ttft_s=1e-9))
+    async with cluster(replace(spec, gateway=gateway)) as subject:
+        with pytest.raises(Rejected):
+            await subject.run(asked("no"))
+        events = subject.dispatcher.generate(replace(asked("left", max_tokens=90), slo=SLO(60.0, 60.0)))
+        await anext(events)
+        await events.aclose()
+        await subject.settle()
+        told = subject.dispatcher.standing()
+    assert {name: count for name, count in told.refused if count} == {"admission": 1}
+    assert {name: count for name, count in told.outcomes if count} == {"refused": 1, "cancelled": 1}
