@@ -33,7 +33,7 @@ class ParallelConfig:
         return self.tensor * self.pipeline
 
 
-BATCHING = ("chunked", "static", "orca", "prefill-first", "prefill-only", "slack")
+BATCHING = ("chunked", "static", "orca", "prefill-first", "prefill-only", "adaptive")
 _CHOICES = {
     "batching": BATCHING,
     "prompt_order": ("fcfs", "sjf", "ljf", "deadline"),
@@ -67,6 +67,7 @@ class EngineConfig:
     max_model_len: int | None = None  # None: the model's own context length
     staging_blocks: int = 0
     swap_blocks: int = 0
+    host_cache_blocks: int = 0
     preemption: str = "auto"
     prefix_caching: bool = True
     dtype: str = "float32"
@@ -92,6 +93,10 @@ class EngineConfig:
             raise ValueError(f"engine.threads is {self.threads}; it must be 0 (the worker's CPUs) or more")
         if self.swap_blocks < 0:
             raise ValueError(f"engine.swap_blocks is {self.swap_blocks}; it must be 0 (no swapping) or more")
+        if self.host_cache_blocks < 0:
+            raise ValueError(f"engine.host_cache_blocks is {self.host_cache_blocks}; it must be 0 (none) or more")
+        if self.host_cache_blocks and not self.prefix_caching:
+            raise ValueError("engine.host_cache_blocks keep a prefix cache, but engine.prefix_caching is off")
         if self.preemption == "swap" and not self.swap_blocks:
             raise ValueError("engine.preemption is swap, but engine.swap_blocks is 0; give it host memory")
         if self.tpot_slo_s is not None and not self.tpot_slo_s > 0:

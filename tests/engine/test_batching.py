@@ -230,3 +230,14 @@ def test_under_every_policy_all_end_with_the_same_tokens(data: st.DataObject, ba
         assert [each.tokens[0] for each in outputs] == [next_token(key, length + n) for n in range(room)]
         assert [each.finish is not None for each in outputs] == [False] * (room - 1) + [True]
     assert subject.stats().free_blocks == subject.stats().total_blocks
+
+
+def test_adaptive_cuts_no_prompt_that_fits_unless_somebody_decodes() -> None:
+    subject = engine(batching="adaptive", max_batch_tokens=16)
+    for name, length in (("a", 10), ("b", 9), ("c", 6)):
+        subject.add(request(name, prompt(length, ord(name)), max_tokens=2), 0.0, hold=False)
+    assert shape(step(subject)[0]) == [("a", 10)]  # not also the beginning of b
+    assert shape(step(subject)[0]) == [("a", 1), ("b", 9), ("c", 6)]  # from now on as chunked
+    long = engine(batching="adaptive", max_batch_tokens=16)
+    long.add(request("d", prompt(40), max_tokens=2), 0.0, hold=False)
+    assert [plan[0][1] for plan in plans(long)] == [16, 16, 8, 1]

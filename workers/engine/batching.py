@@ -7,7 +7,7 @@ device, and runs unchanged in the engine and in the simulator.
     orca           every iteration: all decodes and whole new prompts; room for the longest answer is set aside
     prefill-first  whole prompts as soon as they fit, alone; decodes only when no prompt can start
     chunked        all decodes, then pieces of prompts up to the token budget and the time that TPOT leaves
-    slack          as chunked, with the time until a decode's next token would be later than promised
+    adaptive       as chunked beside decodes; without any, whole prompts one after the other
     prefill-only   prompts in chunks of fixed size, never beside a decode
 
 Several steps are in flight when the model is cut into stages. Each then gets its part of the decodes and of the
@@ -29,7 +29,6 @@ from workers.engine.sequence import Sequence, State
 class Step(Protocol):
     """The step in the making. Sequences in transfer, or with all their tokens in flight, are not candidates."""
 
-    now_s: float
     decodable: tuple[Sequence, ...]  # running, one token each to compute, those who waited longest first
     unfinished: tuple[Sequence, ...]  # running, with prompt tokens still to order, oldest first
     beside: list[Sequence]  # decodes that other steps compute meanwhile
@@ -151,8 +150,6 @@ class Chunked:
             if bound_s is not None:
                 within = cost.prompt_tokens_within(bound_s, first, chunks, len(decoding), context_tokens)
                 if not chunks and within < self._least_chunk:
-                    if self._catches_up(cost, first, len(decoding), context_tokens):
-                        return
                     # However tight the promise, a prompt moves on, and not by crumbs: each pays for a whole step.
                     loose_s = BROKEN_PROMISE * cost.decode_seconds(len(decoding), context_tokens)
                     within = cost.prompt_tokens_within(loose_s, first, chunks, len(decoding), context_tokens)
@@ -164,10 +161,6 @@ class Chunked:
             if min(step.left, step.share) <= 0 or count > within:
                 return
 
-    def _catches_up(self, cost: CostModel, first: int, batch: int, context_tokens: int) -> bool:
-        """Whether it is the prompts' turn again soon, when these decodes go alone for now."""
-        return False
-
     def _bound_s(self, promised: list[Sequence]) -> float | None:
         """The tightest promise to these decodes; None: no promise to keep.
 
@@ -178,45 +171,26 @@ class Chunked:
         return min(bounds) if promised and bounds else None
 
 
-class Slack(Chunked):
-    """A promise of so many seconds between tokens, on average, is a due time for each token: the first one's, and so
-    much for each behind it. A step may take until the next due time of its decodes; one that is ahead of its promise
-    lets prompts pass, one that is behind is let catch up, for as long as prompts and promise can both be had.
-
-    No step takes longer than `burst` promises, lest a stream stand still to the eye. What a promise leaves is used to
-    `MARGIN` of it only: steps are not exactly as long as believed, and the next token waits for a step under way.
+class Adaptive(Chunked):
+    """Chunked beside decodes. Without any there is no promise that a cut would help to keep: a prompt that ends in this
+    step is not slowed down by the beginning of another, as one that is longer than the budget would be.
     """
 
-    MARGIN = 0.95
-
-    def __init__(self, tpot_slo_s: float | None = None, least_chunk: int = 16, burst: float = 2.0) -> None:
-        super().__init__(tpot_slo_s, least_chunk)
-        self._burst = burst
-        self._now_s = 0.0
-        self._tightest_s = 0.0
-
     def compose(self, step: Step) -> None:
-        self._now_s = step.now_s
-        super().compose(step)
+        if step.decodable or step.beside:
+            super().compose(step)
+            return
+        first = step.unfinished[0] if step.unfinished else step.admit()
+        if first is None:
+            return
+        step.chunk(first, self._room(step))
+        for sequence in chain(step.unfinished[1:], iter(lambda: step.admit(most=self._room(step)), None)):
+            if len(sequence.tokens) - sequence.num_scheduled <= self._room(step):
+                step.chunk(sequence)
 
-    def _catches_up(self, cost: CostModel, first: int, batch: int, context_tokens: int) -> bool:
-        return cost.mixed_seconds(((self._least_chunk, first),), batch, context_tokens) <= self._tightest_s
-
-    def _bound_s(self, promised: list[Sequence]) -> float | None:
-        tightest_s = super()._bound_s(promised)
-        if tightest_s is None:
-            return None
-        self._tightest_s = tightest_s
-        left_s = [due_s - self._now_s for each in promised if (due_s := self._due_s(each)) is not None]
-        return min(*left_s, self._burst * tightest_s)
-
-    def _due_s(self, sequence: Sequence) -> float | None:
-        """When the token that comes next is due."""
-        promises = [each for each in (self._tpot_slo_s, sequence.request.slo.tpot_s) if each is not None]
-        began_s = sequence.first_token_s if sequence.decode_called_s is None else sequence.decode_called_s
-        if not promises or began_s is None:
-            return None
-        return began_s + self.MARGIN * min(promises) * (len(sequence.tokens) - sequence.num_given)
+    @staticmethod
+    def _room(step: Step) -> int:
+        return min(step.left, step.share)
 
 
 class PrefillOnly:
@@ -239,7 +213,7 @@ def batching(name: str, *, tpot_slo_s: float | None, block_size: int) -> Batchin
         "orca": Orca,
         "prefill-first": PrefillFirst,
         "chunked": lambda: Chunked(tpot_slo_s, least_chunk=block_size),
-        "slack": lambda: Slack(tpot_slo_s, least_chunk=block_size),
+        "adaptive": lambda: Adaptive(tpot_slo_s, least_chunk=block_size),
         "prefill-only": PrefillOnly,
     }
     return policies[name]()
