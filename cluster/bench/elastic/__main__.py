@@ -102,17 +102,17 @@ def main(
     try:
         if which is not None:
             made = scenario(which, size)
-            run = Probe(contender(who), made, None, View(stale, gateways)).run(scale, seed)
+            run = Probe(contender(who), made, None, View(stale, gateways)).run(scale, seed, trace=True)
             click.echo(one.as_json(run, made, scale) if as_json else "\n".join(one.lines(run, made, scale)))
             return
     except (Absent, SpecError) as error:
         raise click.ClickException(str(error)) from None
     file = record.FILE if out is None else out / record.FILE.name
-    found = record.load(file) if recorded or file.exists() else _empty()
+    found = record.load(file) if recorded or file.exists() else Record("", "", "")
     if not recorded:
         wanted = () if stale_only else workloads or names
         with _telling(len(wanted) * _lines(chosen)) as tell, processes(count) as each:
-            found = _measured(found, file, wanted, chosen, size, each, effort, tell)
+            found = _measured(_stamped(found), file, wanted, chosen, size, each, effort, tell)
             if stale_only or not workloads:
                 found = replace(found, stale=staleness.study(size, chosen, each, tell))
                 record.save(found, file)
@@ -125,9 +125,11 @@ def main(
     click.echo(page.summary(found))
 
 
-def _empty() -> Record:
+def _stamped(found: Record) -> Record:
+    """With today's date, this machine and these versions."""
     versions = machine.versions()
-    return Record(
+    return replace(
+        found,
         date=datetime.now(UTC).date().isoformat(),
         machine=f"{len(machine.allowed_cores())} cores of {machine.cpu_name()}, {machine.system_name()}",
         versions=", ".join(f"{name} {versions[name]}" for name in ("python", "diptych", "numpy")),

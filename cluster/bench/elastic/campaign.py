@@ -8,10 +8,10 @@ from cluster.bench.elastic.contenders import OURS, Contender, case_of
 from cluster.bench.elastic.one import told
 from cluster.bench.elastic.oracle import oracle
 from cluster.bench.elastic.probe import Probe
-from cluster.bench.elastic.record import Entry, Phases, Result, Timeline
+from cluster.bench.elastic.record import Entry, Phases, Result
 from cluster.bench.elastic.scenarios import Scenario
 from cluster.bench.elastic.search import Effort, Statics, Tell, goodputs, statics
-from cluster.bench.elastic.timeline import timeline
+from cluster.bench.elastic.timeline import Timeline, timeline
 from cluster.scoring.goodput import Map
 
 
@@ -22,7 +22,7 @@ def measure(scenario: Scenario, effort: Effort, each: Map, tell: Tell) -> Result
     found = statics(scenario, effort, each, tell)
     goodput = goodputs(scenario, found, effort, each, tell)
     made = list(goodput.entries)
-    if scenario.shifts:
+    if len(scenario.phases) > 1:
         made.append(oracle(scenario, found, effort, each, tell, gpus))
         tell(f"{scenario.name}: oracle {made[-1].rate / gpus:.3f} requests/s and GPU")
     shown = list(each(_shown, _shown_ones(scenario, found, made, effort)))

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.bench.elastic.scenarios import Phase, Scenario
+from cluster.bench.elastic.timeline import timeline
 from cluster.scoring.figures import attainment, percentiles, promise
 from cluster.scoring.latencies import latencies
 from cluster.scoring.records import Ending, Run, Served
@@ -75,7 +76,7 @@ def _told(name: str, run: Run, served: Sequence[Served], slo: SLO) -> Told:
 
 
 def lines(run: Run, scenario: Scenario, scale: float) -> Iterator[str]:
-    """As text: a row for all, one for each phase, one for each worker."""
+    """As text: a row for all, one for each phase, then all over time, and a row for each worker. Of a traced run."""
     count = len(run.served)
     yield (
         f"{run.system} on {scenario.name} ({scenario.title}; {scenario.machines.hardware}, {scenario.workers} workers)"
@@ -93,6 +94,11 @@ def lines(run: Run, scenario: Scenario, scale: float) -> Iterator[str]:
             f"{each.phase:<16}{each.requests:>9}{each.kept:>8.1%}{each.ttft_kept:>9.1%}{each.tpot_kept:>9.1%}{ttft:>22}"
             f"{tpot:>21}   {', '.join(map(str, misses))}"
         )
+    over = timeline(run, scenario, scale * scenario.rate)
+    yield f"bins of {over.bin_s:g} s: tenths kept of those who came; P prompts, d decodes, M both, . mostly idle"
+    yield f"  {'kept':<14} {''.join(map(_tenth, over.kept))}"
+    for name, bins in over.workers.items():
+        yield f"  {name:<14} {''.join(_lane(*each) for each in bins)}"
     for worker in run.workers:
         yield (
             f"  {worker.name:<14} {worker.role:<8} busy {worker.busy_s / max(run.seconds, 1e-9):.0%}, "
@@ -102,6 +108,17 @@ def lines(run: Run, scenario: Scenario, scale: float) -> Iterator[str]:
     reasons = Counter(each.detail for each in run.served if each.detail)
     for reason, number in reasons.most_common(3):
         yield f"  {number} x {reason}"
+
+
+def _tenth(kept: float) -> str:
+    return " " if kept < 0.0 else "*" if kept > 0.995 else str(int(10.0 * kept))
+
+
+def _lane(prompts: float, others: float) -> str:
+    """What most of a bin's seconds went to; a step with prompts may hold decodes too."""
+    if prompts + others < 0.5:
+        return "."
+    return "P" if prompts > 0.75 * (prompts + others) else "d" if prompts < 0.25 * (prompts + others) else "M"
 
 
 def _three(seconds: tuple[float, ...], unit: float, digits: int) -> str:

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.elastic.record import COLOCATED, ORACLE, OURS, SPLIT, SYSTEM, Entry, Record, Result, Timeline
+from cluster.bench.elastic.record import COLOCATED, ORACLE, OURS, SPLIT, SYSTEM, Entry, Record, Result
+from cluster.bench.elastic.timeline import Timeline
 from cluster.report import style
 
 MISSING = "no pictures: matplotlib is missing; install it with `pip install 'diptych[pictures]'`"
@@ -24,7 +25,7 @@ def draw(folder: Path, found: Record, suffix: str) -> None:
         return
     style.save(_goodputs(found), folder / f"elastic-goodput.{suffix}")
     for result in found.results:
-        if result.shifts:
+        if len(result.boundaries) > 1:
             style.save(_over_time(result), folder / f"elastic-{result.scenario}.{suffix}")
 
 

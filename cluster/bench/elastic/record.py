@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from cluster.bench.elastic.one import Told
+from cluster.bench.elastic.timeline import Timeline
 from cluster.scoring.goodput import T95, Goodput
 from workers.request import SLO
 
@@ -31,20 +32,6 @@ class Entry:
     def of(cls, kind: str, name: str, found: Goodput, prefills: int = 0) -> "Entry":
         by_seed = tuple(round(each, 4) for each in found.by_seed)
         return cls(kind, name, by_seed, round(found.rate, 4), round(found.low, 4), round(found.high, 4), prefills)
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """One run in bins of `bin_s`: the share of the requests that came in a bin which were kept (-1: none came).
-
-    `workers`: of ours, by name: for each bin the shares of its seconds in steps with prompts and in other steps.
-    """
-
-    name: str
-    rate: float
-    bin_s: float
-    kept: tuple[float, ...]
-    workers: dict[str, tuple[tuple[float, float], ...]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The campaign's workloads: which machines, which promise, and how the load changes while it runs.
 
 The scale of a load is in shares of what the fleet's seconds could do: at 1 every worker would be busy always, were
-prompts computed at their length and decodes in the largest batches that keep the promise. Nobody reaches 1. All kinds
-of load of a scenario are measured so, so a phase of long prompts weighs as much as one of long answers.
+prompts computed at their length and decodes in the largest batches that keep the promise. Without a cache nobody
+reaches 1. All kinds of load of a scenario are measured so: a phase of long prompts weighs as much as one of answers.
 """
 
 import os
@@ -72,7 +72,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`draw(scale, seed)` gives its requests; see the module for the scale. `shifts`: its shape changes meanwhile."""
+    """`draw(scale, seed)` gives its requests; see the module for the scale. `shifts`: its shape is made to change."""
 
     name: str
     title: str
@@ -220,7 +220,8 @@ def _trace(name: str, path: str, options: str, machines: Machines, slo: SLO, siz
     parts = [(f"quarter {number}", span / 4.0) for number in (1, 2, 3, 4)]
     title = f"{span:g} s of {Path(path).name.partition('.')[0]}, made denser"
     factor = full * span / len(trace.arrivals)
-    return Scenario(name, title, machines, slo, size.workers, full, _spans(parts), trace=trace, per_scale=factor)
+    told = Scenario(name, title, machines, slo, size.workers, full, _spans(parts), trace=trace, per_scale=factor)
+    return replace(told, shifts=False)
 
 
 SCENARIOS: Mapping[str, Callable[[Size], Scenario]] = {

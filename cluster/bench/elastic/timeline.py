@@ -1,13 +1,27 @@
 """A run over time: which requests were kept by when they came, and what each worker spent its seconds on. Pure."""
 
 from collections import defaultdict
+from dataclasses import dataclass
 
-from cluster.bench.elastic.record import Timeline
 from cluster.bench.elastic.scenarios import Scenario
 from cluster.scoring.latencies import latencies
 from cluster.scoring.records import Run
 
 BINS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One run in bins of `bin_s`: the share of the requests that came in a bin which were kept (-1: none came).
+
+    `workers`: of ours, by name: for each bin the shares of its seconds in steps with prompts and in other steps.
+    """
+
+    name: str
+    rate: float
+    bin_s: float
+    kept: tuple[float, ...]
+    workers: dict[str, tuple[tuple[float, float], ...]]
 
 
 def timeline(run: Run, scenario: Scenario, rate: float) -> Timeline:
