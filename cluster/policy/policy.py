@@ -9,6 +9,7 @@ Pure. The one place that knows routers by name.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cluster.policy.admission import Admission, Early, Late, Predictive
 from cluster.policy.book import Book, Work
@@ -52,7 +53,9 @@ _ROUTERS: dict[str, Callable[[Parts], Router]] = {
     "tetri": lambda parts: Tetri(parts.forecast, parts.book, parts.lengths, parts.draws),
     "mooncake": lambda parts: Mooncake(parts.forecast, parts.index),
     "mooncake-local": lambda parts: MooncakeLocal(parts.forecast, parts.index),
-    "promise": lambda parts: Promise(parts.forecast, parts.index, parts.book, parts.slo),
+    "promise": lambda parts: Promise(
+        parts.forecast, parts.index, parts.book, parts.slo, partial(expected_tokens, parts.lengths)
+    ),
 }
 
 

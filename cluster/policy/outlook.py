@@ -1,0 +1,147 @@
+"""What a worker would make of a request: when the first token comes, how long the others take, whether there is room.
+
+Knows that prompts are cut to what the promises of decodes leave (`workers.engine.batching`): a worker whose decodes
+take most of each step computes prompts slowly, and one whose decodes take all of it should not be given any.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.policy.book import Book
+from cluster.policy.forecast import Forecast
+from cluster.policy.placement import Ask
+from cluster.spec import Role
+from cluster.view import WorkerView
+from workers.request import Request
+
+LEAST_CHUNK = 16  # tokens of a prompt: less beside a step's decodes is not worth its while
+MOST_FULL = 0.97  # of a pool's tokens promised
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Decodes of a worker at a moment: sequences, the tokens they attend to, and those they will have in the end."""
+
+    batch: int
+    context_tokens: int
+    promised_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSide:
+    """One worker as who computes the prompt, in `steps`; 0: its decodes leave no time for it. Times in seconds.
+
+    `batch`: sequences that decode there or will.
+    """
+
+    name: str
+    role: Role
+    cached_tokens: int
+    batch: int
+    queue_s: float
+    prefill_s: float
+    steps: int
+
+    @property
+    def ttft_s(self) -> float:
+        return self.queue_s + self.prefill_s
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSide:
+    """One worker as who decodes."""
+
+    name: str
+    role: Role
+    free_tokens: int
+    tpot_s: float
+    has_room: bool
+
+
+class Outlook:
+    """Owned by a router. `expected`: how many tokens an answer will have."""
+
+    def __init__(self, forecast: Forecast, book: Book, expected: Callable[[Request], int]) -> None:
+        self._forecast = forecast
+        self._book = book
+        self._expected = expected
+
+    def prompt_side(self, ask: Ask, worker: WorkerView, cached_tokens: int, tpot_slo_s: float | None) -> PromptSide:
+        """`tpot_slo_s`: what decodes there were promised, as far as that is known."""
+        forecast = self._forecast
+        load = self._load(ask, worker, ask.now_s)
+        new_tokens = max(1, ask.request.num_tokens - cached_tokens)
+        if load.batch and tpot_slo_s is not None:
+            prefill_s, steps = self._beside(worker, new_tokens, cached_tokens, load, tpot_slo_s)
+        else:
+            prefill_s = forecast.prefill_seconds(worker, new_tokens, cached_tokens)
+            steps = -(-new_tokens // forecast.most_batch_tokens(worker))
+        queue_s = forecast.queue_seconds(ask, worker)
+        return PromptSide(worker.name, worker.role, cached_tokens, load.batch, queue_s, prefill_s, steps)
+
+    def decode_side(self, ask: Ask, worker: WorkerView, begin_s: float) -> DecodeSide:
+        """`begin_s`: when its prompt will be done, on the dispatcher's clock."""
+        forecast, num_tokens = self._forecast, ask.request.num_tokens
+        answer = self._expected(ask.request)
+        load = self._load(ask, worker, begin_s)
+        capacity = forecast.kv_tokens(worker)
+        free_tokens = capacity - load.promised_tokens
+        context = load.context_tokens + num_tokens + answer // 2
+        return DecodeSide(
+            name=worker.name,
+            role=worker.role,
+            free_tokens=free_tokens,
+            tpot_s=forecast.step_seconds(worker, load.batch + 1, context),
+            has_room=num_tokens + answer <= free_tokens - (1 - MOST_FULL) * capacity,
+        )
+
+    def _load(self, ask: Ask, worker: WorkerView, at_s: float) -> Load:
+        """Of those that will not have ended by then, whether they have begun or not.
+
+        Ours by the book: a request decodes from its first token, or when that is expected, for as many steps as its
+        answer has tokens. Of other gateways, what the worker has beyond them is taken to stay.
+        """
+        works = self._book.decoding(worker.name)
+        batch = context = promised = prompts = 0
+        step_s = self._step_seconds(worker)
+        for work in works:
+            prompts += work.prompt_tokens
+            starts_s = work.first_token_s if work.prefilled_s is not None else max(work.first_token_s, ask.now_s)
+            if max(starts_s + work.output_tokens * step_s, ask.now_s) >= at_s:
+                batch += 1
+                context += work.prompt_tokens + work.output_tokens // 2
+                promised += work.num_tokens
+        stats = worker.stats
+        seen = stats.running + stats.reserved + ask.sent_to(worker.name).sequences
+        foreign = seen - len(works) - len(self._book.prefilling(worker.name))
+        if foreign > 0:
+            used = self._forecast.kv_tokens(worker) - self._forecast.free_tokens(worker)
+            theirs = max(0, used - prompts)
+            batch, context, promised = batch + foreign, context + theirs, promised + theirs
+        return Load(batch, context, promised)
+
+    def _step_seconds(self, worker: WorkerView) -> float:
+        """A decode step there, about."""
+        works = self._book.decoding(worker.name)
+        return self._forecast.step_seconds(worker, max(1, len(works)), sum(work.num_tokens for work in works))
+
+    def _beside(
+        self, worker: WorkerView, new_tokens: int, cached_tokens: int, load: Load, tpot_slo_s: float
+    ) -> tuple[float, int]:
+        """Seconds and steps to compute the prompt beside the decodes there; 0 steps when these leave no time for it."""
+        cost, batch, context = self._forecast.cost(worker), load.batch, load.context_tokens
+        chunk = cost.prompt_tokens_within(tpot_slo_s, cached_tokens, (), batch, context)
+        is_able = chunk >= min(LEAST_CHUNK, new_tokens)
+        if not is_able:  # as `Chunked` does then
+            bound_s = 2 * cost.decode_seconds(batch, context)
+            chunk = max(LEAST_CHUNK, cost.prompt_tokens_within(bound_s, cached_tokens, (), batch, context))
+        chunk = min(chunk, self._forecast.most_batch_tokens(worker), new_tokens)
+        whole, rest = divmod(new_tokens, chunk)
+        seconds = whole * cost.mixed_seconds(((chunk, cached_tokens + new_tokens // 2),), batch, context)
+        if rest:
+            seconds += cost.mixed_seconds(((rest, cached_tokens + new_tokens - rest),), batch, context)
+        return seconds, whole + bool(rest) if is_able else 0
+
+    def transfer_seconds(self, worker: WorkerView, num_tokens: int) -> float:
+        """Moving the KV of so many tokens there."""
+        return self._forecast.transfer_seconds(worker, num_tokens)
