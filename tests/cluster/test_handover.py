@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local import Cluster, cluster, completed, request, split_spec, tokens_of
@@ -14,6 +15,7 @@ from cluster.sim import clock
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from workers.costs import LinearCost
 from workers.executor.modelled import modelled_token
+from workers.request import SLO
 
 SLOW = LinearCost(0.02, 0.002, 0.0, 0.001, 0.0, 0.0, 0.0)
 
@@ -211,6 +213,55 @@ def test_a_moved_decode_goes_on_elsewhere_and_was_never_still() -> None:
             assert subject.workers[target].engine.stats().steps > 40
             assert isinstance(event, Completed) and len(event.transfers) == 1
             assert event.transfers[0].num_blocks >= 6
+            await subject.settle()
+
+    clock.run(run())
+
+
+# ---- who moves when --------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_drains_is_rid_of_its_decodes_long_before_they_end() -> None:
+    async def run() -> None:
+        spec = split_spec(1, 3, backends=("modelled",))
+        pools = tuple(replace(pool, min_replicas=1, max_replicas=3) for pool in spec.pools)
+        async with cluster(replace(spec, pools=pools), SLOW) as subject:
+            asked = [request(f"r{n}", 40 + n, max_tokens=400) for n in range(9)]
+            streams = [asyncio.ensure_future(subject.run(each)) for each in asked]
+            await asyncio.sleep(3.0)
+            clock_s = asyncio.get_running_loop().time
+            begun_s = clock_s()
+            await subject.controller.drain("decode-0", deadline_s=600.0)
+            while "decode-0" in subject.workers:
+                await subject.controller.members(subject.controller.view().revision, 1.0)
+            assert clock_s() - begun_s < 8.0 and not any(stream.done() for stream in streams)
+            for n, events in enumerate(await asyncio.gather(*streams)):
+                assert tokens_of(events) == expected(f"r{n}", 40 + n, 400)
+                assert completed(events).attempts == 1
+            await subject.settle()
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize("rebalances", [True, False])
+def test_decodes_leave_a_worker_that_cannot_keep_their_promise(rebalances: bool) -> None:
+    """All begin at one of two, whose step takes 32 ms; 29 are promised."""
+
+    async def run() -> None:
+        spec = split_spec(1, 2, backends=("modelled",))
+        spec = replace(
+            spec,
+            gateway=replace(spec.gateway, rebalance=rebalances),
+            pools=tuple(replace(pool, cost=SLOW) for pool in spec.pools),
+        )
+        async with cluster(spec, SLOW) as subject:
+            subject.dispatcher._policy.choose = lambda ask: Placement("prefill-0", "decode-0", "crowded")
+            asked = [replace(request(f"r{n}", 30 + n, max_tokens=300), slo=SLO(tpot_s=0.029)) for n in range(12)]
+            runs = await asyncio.gather(*(subject.run(each) for each in asked))
+            for n, events in enumerate(runs):
+                assert tokens_of(events) == expected(f"r{n}", 30 + n, 300)
+            moved = sum(len(completed(events).transfers) - 1 for events in runs)
+            assert (3 <= moved <= 6) if rebalances else not moved
             await subject.settle()
 
     clock.run(run())

@@ -1,0 +1,203 @@
+"""Which decodes move: off who drains, off who is pressed and to whom it does good, and never to and fro."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from views import BLOCKS, Story, request, view, worker
+
+from cluster.policy.moves import A_LOOK, AT_ONCE, PRESSED_S, REST_S, RETRY_S, Move, Mover
+from cluster.policy.placement import Placement
+from cluster.spec import Role
+from cluster.view import ClusterView, WorkerState, WorkerView
+from workers.request import SLO
+
+TIGHT = SLO(tpot_s=0.045)  # four sequences and a half, at ten milliseconds for each
+
+
+def draining(each: WorkerView) -> WorkerView:
+    return replace(each, state=WorkerState.DRAINING)
+
+
+class Floor:
+    """Decodes of one gateway on workers d0, d1, ...; each with its answer's expected length."""
+
+    def __init__(self, *, rebalances: bool = True) -> None:
+        self.story = Story("random")
+        policy = self.story.policy
+        self.mover = Mover(policy._forecast, policy.book, rebalances=rebalances, tpot_s=None)
+        self.contexts: dict[str, int] = {}
+        self.now_s = 1000.0
+
+    def decode(self, name: str, at: str, *, length: int = 100, answer: int = 200, slo: SLO = TIGHT) -> str:
+        self.story.now_s = self.now_s
+        policy = self.story.policy
+        wanted = request(name, length, max_tokens=answer, slo=slo)
+        prefill = worker("p0")
+        policy.began(self.story.ask(view(prefill, worker(at)), wanted), Placement(prefill.name, at, "by hand"))
+        self.story.prefilled(wanted)
+        self.contexts[wanted.key] = length + 1
+        return wanted.key
+
+    def look(self, picture: ClusterView, after_s: float = 1.0) -> tuple[Move, ...]:
+        self.now_s += after_s
+        return self.mover.plan(picture, self.contexts, self.now_s)
+
+    def end(self, move: Move, *, moved: bool = True) -> None:
+        if moved:
+            self.story.policy.moved(move.key, move.target, self.now_s)
+        self.mover.ended(move, self.now_s, moved=moved)
+
+
+def crowded(batch: int = 6, used: int = 60) -> ClusterView:
+    return view(worker("d0", running=batch, used=used), worker("d1", running=1, used=10), worker("p0"))
+
+
+def test_every_decode_leaves_a_worker_that_drains_a_few_at_a_time() -> None:
+    floor = Floor(rebalances=False)
+    keys = {floor.decode(f"r{n}", "d0", answer=50 + n) for n in range(6)}
+    picture = view(draining(worker("d0", running=6, used=60)), worker("d1"), worker("p0"))
+    moves = floor.look(picture)
+    assert len(moves) == AT_ONCE and {move.target for move in moves} == {"d1"}
+    assert moves[0].key == "r5/0", "the longest answer first"
+    assert floor.look(picture) == ()
+    for move in moves:
+        floor.end(move)
+    rest = floor.look(picture)
+    assert {move.key for move in (*moves, *rest)} == keys
+
+
+def test_a_draining_worker_may_leave_its_decodes_to_a_prefill_worker_when_no_other_is_left() -> None:
+    floor = Floor(rebalances=False)
+    floor.decode("a", "d0")
+    leaving = draining(worker("d0", running=1, used=10))
+    assert [move.target for move in floor.look(view(leaving, worker("p0"), worker("m0", running=2, used=20)))] == ["m0"]
+    floor.end(Move("a/0", "d0", "m0", ""), moved=False)
+    assert floor.look(view(leaving, worker("p0")), RETRY_S / 2) == (), "what failed rests for a moment"
+    assert [move.target for move in floor.look(view(leaving, worker("p0")), RETRY_S)] == ["p0"]
+
+
+def test_nobody_takes_what_it_has_no_room_for() -> None:
+    floor = Floor(rebalances=False)
+    floor.decode("a", "d0", length=3000)
+    full = worker("d1", running=1, used=BLOCKS - 100)
+    assert floor.look(view(draining(worker("d0", running=1, used=200)), full)) == ()
+    small = replace(worker("d2"), capacity_tokens=3000)
+    assert floor.look(view(draining(worker("d0", running=1, used=200)), small)) == ()
+
+
+def test_steps_that_take_longer_than_promised_move_the_longest_answers() -> None:
+    floor = Floor()
+    for n in range(6):
+        floor.decode(f"r{n}", "d0", answer=100 + 10 * n)
+    assert floor.look(crowded()) == (), "what passes by itself moves nothing"
+    moves = floor.look(crowded(), 1.1 * PRESSED_S)
+    assert [move.key for move in moves] == ["r5/0", "r4/0"] and len(moves) == A_LOOK
+    assert {(move.source, move.target) for move in moves} == {("d0", "d1")}
+    assert "60 ms" in moves[0].reason and "45 ms" in moves[0].reason
+
+
+def test_a_worker_that_keeps_its_promises_keeps_its_decodes() -> None:
+    floor = Floor()
+    for n in range(4):
+        floor.decode(f"r{n}", "d0")
+    for _ in range(5):
+        assert floor.look(crowded(batch=4, used=40)) == ()
+
+
+def test_nothing_is_moved_for_relief_unless_asked_for() -> None:
+    floor = Floor(rebalances=False)
+    for n in range(6):
+        floor.decode(f"r{n}", "d0")
+    for _ in range(5):
+        assert floor.look(crowded()) == ()
+
+
+def test_a_worker_that_runs_out_of_blocks_is_relieved() -> None:
+    floor = Floor()
+    for n in range(3):
+        floor.decode(f"r{n}", "d0", length=5200, answer=600, slo=SLO())
+    picture = view(worker("d0", running=3, used=BLOCKS - 10), worker("d1"), worker("p0"))
+    floor.look(picture)
+    moves = floor.look(picture)
+    assert [move.target for move in moves] == ["d1"], "one less is enough"
+    assert "tokens of room" in moves[0].reason
+
+
+@pytest.mark.parametrize(
+    "taker",
+    [
+        worker("d1", running=4, used=40),  # its promise would be too tight
+        worker("d1", running=1, used=BLOCKS - 20),  # no room
+        worker("p1"),  # not what prefill workers are for
+    ],
+)
+def test_nobody_is_pressed_so_that_another_is_not(taker: WorkerView) -> None:
+    floor = Floor()
+    for n in range(6):
+        floor.decode(f"r{n}", "d0")
+    for _ in range(4):
+        assert floor.look(view(worker("d0", running=6, used=60), taker)) == ()
+
+
+def test_a_move_that_costs_more_than_it_saves_is_not_made() -> None:
+    floor = Floor()
+    for n in range(6):
+        floor.decode(f"r{n}", "d0", length=900, answer=10)
+    slow = crowded(used=340)
+    heavy = replace(slow.workers[0], kv_token_bytes=10**7)  # nine seconds on its link, for sixteen tokens
+    for _ in range(4):
+        assert floor.look(view(heavy, *slow.workers[1:])) == ()
+    assert floor.look(view(replace(heavy, kv_token_bytes=10**3), *slow.workers[1:]))
+
+
+def test_a_decode_that_moved_rests_and_the_way_back_is_closed() -> None:
+    floor = Floor()
+    for n in range(6):
+        floor.decode(f"r{n}", "d0")
+    floor.look(crowded())
+    for move in floor.look(crowded()):
+        floor.end(move)
+    back = view(worker("d1", running=6, used=60), worker("d0", running=1, used=10))
+    for n in range(6, 10):
+        floor.decode(f"r{n}", "d1")
+    for _ in range(int(REST_S) - 3):
+        assert floor.look(back) == ()
+    later = [move for _ in range(4) for move in floor.look(back)]
+    assert later and {move.target for move in later} == {"d0"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 12), st.sampled_from("dmp"), st.booleans()), min_size=2, max_size=5),
+    steps=st.lists(st.tuples(st.floats(0.1, 3.0), st.booleans()), min_size=1, max_size=30),
+)
+def test_moves_make_sense_whatever_the_picture(
+    sizes: list[tuple[int, str, bool]], steps: list[tuple[float, bool]]
+) -> None:
+    """Carried out or not: nobody moves twice at once, nobody moves to who leaves, and for relief nobody comes back."""
+    floor = Floor()
+    names = [f"{kind}{index}" for index, (_, kind, _) in enumerate(sizes)]
+    leaving = {name for name, (_, _, leaves) in zip(names, sizes, strict=True) if leaves}
+    where: dict[str, str] = {}
+    for name, (count, _, _) in zip(names, sizes, strict=True):
+        where |= {floor.decode(f"{name}-{n}", name, answer=20 + 30 * n): name for n in range(count)}
+    visited: dict[str, set[str]] = {key: {name} for key, name in where.items()}
+    for after_s, moved in steps:
+        counts = {name: sum(at == name for at in where.values()) for name in names}
+        workers = [worker(name, running=counts[name], used=8 * counts[name]) for name in names]
+        picture = view(*(draining(each) if each.name in leaving else each for each in workers))
+        moves = floor.look(picture, after_s)
+        assert len({move.key for move in moves}) == len(moves)
+        for move in moves:
+            assert where[move.key] == move.source != move.target and move.target not in leaving
+            if move.source not in leaving:
+                target = next(each for each in picture.workers if each.name == move.target)
+                assert target.role is not Role.PREFILL
+        for move in moves:
+            floor.end(move, moved=moved)
+            if moved:
+                assert move.target not in visited[move.key] or floor.now_s - 1000.0 > REST_S
+                visited[move.key].add(move.target)
+                where[move.key] = move.target
+    floor.story.policy.book.check()
