@@ -49,13 +49,14 @@ class PromptSide:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSide:
-    """One worker as who decodes."""
+    """One worker as who decodes. `leaves_time`: it could still compute prompts, and keep this request's promise."""
 
     name: str
     role: Role
     free_tokens: int
     tpot_s: float
     has_room: bool
+    leaves_time: bool
 
 
 class Outlook:
@@ -79,7 +80,7 @@ class Outlook:
         queue_s = forecast.queue_seconds(ask, worker)
         return PromptSide(worker.name, worker.role, cached_tokens, load.batch, queue_s, prefill_s, steps)
 
-    def decode_side(self, ask: Ask, worker: WorkerView, begin_s: float) -> DecodeSide:
+    def decode_side(self, ask: Ask, worker: WorkerView, begin_s: float, tpot_slo_s: float | None) -> DecodeSide:
         """`begin_s`: when its prompt will be done, on the dispatcher's clock."""
         forecast, num_tokens = self._forecast, ask.request.num_tokens
         answer = self._expected(ask.request)
@@ -93,6 +94,8 @@ class Outlook:
             free_tokens=free_tokens,
             tpot_s=forecast.step_seconds(worker, load.batch + 1, context),
             has_room=num_tokens + answer <= free_tokens - (1 - MOST_FULL) * capacity,
+            leaves_time=tpot_slo_s is None
+            or forecast.cost(worker).mixed_seconds(((LEAST_CHUNK, 0),), load.batch + 1, context) <= tpot_slo_s,
         )
 
     def _load(self, ask: Ask, worker: WorkerView, at_s: float) -> Load:

@@ -16,7 +16,7 @@ workers: TaiChi (arXiv 2508.01989); later turns where their KV is: PPD (arXiv 26
 choice: NetKV (arXiv 2606.03910).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from cluster.policy.book import Book
@@ -55,7 +55,10 @@ class Promise(CacheAware):
         if ask.tokens_left == 1:
             return _placed(first, None, "one token is wanted: nothing to hand over")
         begin_s = ask.now_s + first.ttft_s
-        decode = _roomiest([self._outlook.decode_side(ask, worker, begin_s) for worker in workers], slo)
+        decodes = [self._outlook.decode_side(ask, worker, begin_s, slo.tpot_s) for worker in workers]
+        if (both := _whole(sides, decodes, slo)) is not None:
+            return _placed(*both, "one worker keeps both promises")
+        decode = _roomiest(decodes, slo)
         worker = next(worker for worker in workers if worker.name == decode.name)
         local = sides.get(worker.name) or self._prompt_side(ask, worker, slo)
         linked = [side for side in sides.values() if ask.view.linked(side.name, worker.name)]
@@ -99,9 +102,27 @@ def _soonest(sides: Sequence[PromptSide], slo: SLO) -> PromptSide:
     return min(able, key=order)
 
 
+def _whole(
+    prompts: Mapping[str, PromptSide], decodes: Sequence[DecodeSide], slo: SLO
+) -> tuple[PromptSide, DecodeSide] | None:
+    """The mixed worker that keeps both promises on its own, if one does: the first token soonest."""
+    kept = [
+        (prompts[side.name], side)
+        for side in decodes
+        if side.role is Role.MIXED
+        and side.name in prompts
+        and side.has_room
+        and (slo.tpot_s is None or side.tpot_s <= slo.tpot_s)
+        and prompts[side.name].steps
+        and (slo.ttft_s is None or prompts[side.name].ttft_s <= EARLY * slo.ttft_s)
+    ]
+    return min(kept, key=lambda both: (round(both[0].ttft_s, 6), both[1].tpot_s, both[0].name), default=None)
+
+
 def _roomiest(sides: Sequence[DecodeSide], slo: SLO) -> DecodeSide:
-    """Who decodes: in time before late, at home before elsewhere; the shortest step."""
-    room = [side for side in sides if side.has_room] or sides
+    """Who decodes: in time before late, at home before elsewhere; the shortest step. Not where prompts would end."""
+    home = [side for side in sides if side.role is not Role.PREFILL or side.leaves_time] or sides
+    room = [side for side in home if side.has_room] or home
 
     def order(side: DecodeSide) -> tuple[bool, bool, float, int, str]:
         is_late = slo.tpot_s is not None and side.tpot_s > slo.tpot_s
