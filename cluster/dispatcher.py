@@ -236,6 +236,7 @@ class Dispatcher:
             if not placement.colocated:
                 others = len(self.roster.picture().ready(Role.DECODE, Role.MIXED)) - len(life.avoid)
                 await attempt.reserve(self._spec.gateway.placement_timeout_s / max(1, others))
+                self._policy.reserved(key, asyncio.get_running_loop().time())
             life.emit(
                 Accepted(
                     request_id=life.request.id,

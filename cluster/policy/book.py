@@ -26,6 +26,7 @@ class Work:
     first_token_s: float
     prefilled_s: float | None = None
     turn_s: float = 0.0
+    reserved_s: float = 0.0  # when the decode worker had promised its blocks, so that the prompt could be sent
     correction: float = 1.0  # that is in `prefill_s`
     plain_tpot_s: float = 0.0  # predicted, without a correction
     is_guess: bool = False  # costs were not given
@@ -102,6 +103,11 @@ class Book:
             self._decoding.setdefault(work.decode, {})[work.key] = work
             self._touched_s[work.decode] = work.began_s
 
+    def reserved(self, key: str, now_s: float) -> None:
+        """Its prompt is sent only now. Unknown keys are ignored."""
+        if work := self._works.get(key):
+            work.reserved_s = now_s
+
     def prefilled(self, key: str, now_s: float) -> Work | None:
         """Its first token came. Answers the work, or None when it is not here or was told before."""
         work = self._works.get(key)
@@ -141,7 +147,7 @@ class Book:
         return work
 
     def _turn_s(self, work: Work) -> float:
-        return max(work.began_s, self._prefilled_s.get(work.prefill, 0.0))
+        return max(work.began_s, work.reserved_s, self._prefilled_s.get(work.prefill, 0.0))
 
     def _learn(self, decode_s: float) -> None:
         self._num_decoded = min(self._num_decoded + 1, _MEMORY)

@@ -16,42 +16,39 @@ class Correction:
     The newest piece stands apart until the next one comes: what ends with it was computed in the same steps.
     """
 
-    __slots__ = ("_newest_seen_s", "_newest_told_s", "_seen_s", "_told_s", "_when_s")
+    __slots__ = ("_newest_seen_s", "_newest_told_s", "_ratio", "_seen_s", "_told_s", "_when_s")
 
     def __init__(self, prior_s: float) -> None:
         self._seen_s = self._told_s = prior_s
         self._newest_seen_s = self._newest_told_s = 0.0
         self._when_s = 0.0
+        self._ratio = 1.0
 
     def learn(self, seen_s: float, told_s: float, now_s: float) -> None:
+        """`told_s` is above 0."""
         self._when_s = now_s
         if self._newest_told_s and seen_s < _TOGETHER * told_s * self._ratio:
             self._newest_seen_s += seen_s
             self._newest_told_s += told_s
-            return
-        self._seen_s = self._seen_s * _FADE + self._believed_s
-        self._told_s = self._told_s * _FADE + self._newest_told_s
-        self._newest_seen_s, self._newest_told_s = seen_s, told_s
+        else:
+            self._seen_s = self._seen_s * _FADE + self._believed_s()
+            self._told_s = self._told_s * _FADE + self._newest_told_s
+            self._newest_seen_s, self._newest_told_s = seen_s, told_s
+        self._ratio = bounded((self._seen_s + self._believed_s()) / (self._told_s + self._newest_told_s))
 
     def at(self, now_s: float) -> float:
         """The ratio. One above 1 fades when nothing new is heard: whoever is avoided for it could never mend it."""
-        ratio, silent_s = self._ratio, now_s - self._when_s - _FRESH_S
-        if ratio <= 1.0 or silent_s <= 0.0:
-            return ratio
-        return 1.0 + (ratio - 1.0) * math.exp2(-silent_s / _HALVES_S)
+        silent_s = now_s - self._when_s - _FRESH_S
+        if silent_s <= 0.0 or self._ratio <= 1.0:
+            return self._ratio
+        return 1.0 + (self._ratio - 1.0) * math.exp2(-silent_s / _HALVES_S)
 
-    @property
     def _believed_s(self) -> float:
         """What the newest piece counts for."""
         if not self._told_s:
             return self._newest_seen_s  # the first of all, about a guess
         expected_s = self._newest_told_s * bounded(self._seen_s / self._told_s)
         return min(max(self._newest_seen_s, expected_s / _SURPRISE), expected_s * _SURPRISE)
-
-    @property
-    def _ratio(self) -> float:
-        told_s = self._told_s + self._newest_told_s
-        return bounded((self._seen_s + self._believed_s) / told_s) if told_s else 1.0
 
 
 class Corrections:

@@ -123,7 +123,7 @@ class Forecast:
         """A prompt was computed. Of those that end at once, computed together, the first is given all the time."""
         assert work.prefilled_s is not None, "its first token has come"
         self._now_s = max(self._now_s, work.prefilled_s)
-        if work.prefill_s <= 0.0 or work.prefilled_s <= work.began_s:
+        if work.prefill_s <= 0.0 or work.prefilled_s <= max(work.began_s, work.reserved_s):
             return
         seen_s, told_s = max(0.0, work.prefilled_s - work.turn_s), work.prefill_s / work.correction
         self._prompts.learn(work.prefill, seen_s, told_s, work.prefilled_s, is_guess=work.is_guess)

@@ -121,19 +121,18 @@ class Policy:
             return placement
         return replace(
             placement,
-            predicted_ttft_s=self._forecast.ttft_seconds(ask, prefill, placement.cached_tokens),
+            predicted_ttft_s=self._forecast.ttft_seconds(ask, prefill, _cached_tokens(ask, placement)),
             predicted_tpot_s=self._forecast.tpot_seconds(ask, decode),
         )
 
     def began(self, ask: Ask, placement: Placement) -> None:
         """The attempt is on its way to the workers chosen."""
         request, prefill, decode = ask.request, _worker(ask, placement.prefill), _worker(ask, placement.decode)
-        is_beside = ask.beside == placement.prefill
-        cached_tokens = request.num_tokens - 1 if is_beside else placement.cached_tokens
+        cached_tokens = _cached_tokens(ask, placement)
         cut_tokens = placement.cut(request)
         new_tokens = max(1, (cut_tokens or request.num_tokens) - cached_tokens)
         prefill_s = placement.prefill_s
-        if prefill_s is None or is_beside:
+        if prefill_s is None or ask.beside == placement.prefill:
             prefill_s = self._forecast.prefill_seconds(prefill, new_tokens, cached_tokens)
         queue_s = self._forecast.queue_seconds(ask, prefill)
         work = Work(
@@ -158,6 +157,10 @@ class Policy:
     def _output_tokens(self, request: Request) -> int:
         """As many as are expected; of a request that may decode, at least one more than the prefill's."""
         return max(min(2, asked_length(request)), expected_tokens(self.lengths, request))
+
+    def reserved(self, key: str, now_s: float) -> None:
+        """The decode worker has promised its blocks: the prompt is sent only now. Unknown keys are ignored."""
+        self.book.reserved(key, now_s)
 
     def prefilled(self, key: str, now_s: float, cached_tokens: int | None = None) -> None:
         """The attempt's first token came; so much of its prompt was cached where it was computed.
@@ -219,6 +222,11 @@ def open_policy(
     }
     mover = Mover(forecast, book, rebalances=spec.gateway.rebalance, tpot_s=spec.gateway.slo.tpot_s)
     return Policy(_ROUTERS[routing](parts), judges[admission](), forecast, book, index, lengths, mover)
+
+
+def _cached_tokens(ask: Ask, placement: Placement) -> int:
+    """What of the prompt is cached by the time it is its turn: where a sibling goes first, all that can be."""
+    return ask.request.num_tokens - 1 if ask.beside == placement.prefill else placement.cached_tokens
 
 
 def _worker(ask: Ask, name: str) -> WorkerView:
