@@ -2,21 +2,26 @@
 
 import asyncio
 import itertools
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local import Cluster, cluster, completed, request, split_spec, tokens_of
+from msgspec import structs
 
-from cluster.events import Accepted, Completed, Delta
+from cluster.events import Accepted, Completed, Delta, Event
 from cluster.policy.placement import Ask, Placement
 from cluster.sim import clock
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from workers.costs import LinearCost
+from workers.engine.step import StepPlan, StepResult
+from workers.errors import Overloaded, UnknownSequence
 from workers.executor.modelled import modelled_token
 from workers.request import SLO
 
+Execute = Callable[[StepPlan], Awaitable[StepResult]]
 SLOW = LinearCost(0.02, 0.002, 0.0, 0.001, 0.0, 0.0, 0.0)
 
 
@@ -46,7 +51,7 @@ def sized(prefill: int, decode: int, **engine: int) -> ClusterSpec:
     return replace(spec, pools=pools)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5),
     cut=st.integers(1, 160),
@@ -152,7 +157,7 @@ def peer_spec(workers: int, **engine: int) -> ClusterSpec:
 Move = tuple[float, int, int]  # when, which request, to which worker
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     moves=st.lists(st.tuples(st.floats(0.0, 0.5), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12),
     killed_s=st.none() | st.floats(0.1, 2.0),
@@ -265,3 +270,103 @@ def test_decodes_leave_a_worker_that_cannot_keep_their_promise(rebalances: bool)
             await subject.settle()
 
     clock.run(run())
+
+
+# ---- moves that fail -------------------------------------------------------------------------------------------------
+
+
+async def refusing(*_: object) -> None:
+    raise Overloaded("full", retry_after_s=1.0)
+
+
+async def unknown(*_: object) -> None:
+    raise UnknownSequence("not here")
+
+
+async def hanging(*_: object) -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+def spoil(subject: Cluster, failure: str, owner: str, taker: str) -> None:
+    """Let the next move from one worker to the other fail in this way."""
+    verb, how = failure.split()
+    worker = subject.workers[owner if verb == "hand_over" else taker]
+    verbs = {"refused": refusing, "unknown": unknown, "hangs": hanging}
+    if how == "dies":
+        setattr(worker, verb, lambda *_: worker.close())
+    else:
+        setattr(worker, verb, verbs[how])
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        *("reserve refused", "reserve hangs", "reserve dies"),
+        *("hand_over unknown", "hand_over hangs"),
+        *("fetch unknown", "fetch hangs", "fetch dies"),
+        *("decode unknown", "decode refused", "decode dies"),
+    ],
+)
+def test_a_move_that_fails_costs_the_stream_nothing(failure: str) -> None:
+    async def run() -> None:
+        async with cluster(peer_spec(2), SLOW) as subject:
+            told: list[float] = []
+            events: list[Event] = []
+            moving: asyncio.Task[bool] | None = None
+            async for event in subject.dispatcher.generate(request("a", 100, max_tokens=120)):
+                events.append(event)
+                if isinstance(event, Delta):
+                    told.append(asyncio.get_running_loop().time())
+                    if event.first_position == 10:
+                        owner = next(each.decode_worker for each in events if isinstance(each, Accepted))
+                        taker = next(name for name in subject.workers if name != owner)
+                        spoil(subject, failure, owner, taker)
+                        moving = asyncio.ensure_future(subject.dispatcher.move("a", taker, 1.0))
+            assert moving is not None and await moving is False
+            assert tokens_of(events) == expected("a", 100, 120) and completed(events).attempts == 1
+            assert max(after - before for before, after in itertools.pairwise(told)) < 1.5 * (told[5] - told[4])
+            await subject.settle()
+
+    clock.run(run())
+
+
+async def test_a_decode_whose_kv_arrives_with_other_bytes_stays_where_it_is() -> None:
+    spec = peer_spec(2)
+    async with cluster(replace(spec, transfer=replace(spec.transfer, backends=("memory",)))) as subject:
+        for worker in subject.workers.values():
+            honest = worker._executor.execute
+
+            async def lying(plan: StepPlan, honest: Execute = honest) -> StepResult:
+                result = await honest(plan)
+                damaged = tuple(tuple(bytes([cells[0] ^ 1]) + cells[1:] for cells in rank) for rank in result.digests)
+                return structs.replace(result, digests=damaged)
+
+            worker._executor.execute = lying
+        moved = []
+        events = []
+        async for event in subject.dispatcher.generate(request("a", 100, max_tokens=400)):
+            events.append(event)
+            if isinstance(event, Delta) and event.first_position in (10, 150):
+                owner = next(each.decode_worker for each in events if isinstance(each, Accepted))
+                taker = next(name for name in subject.workers if name != owner)
+                moved.append(asyncio.ensure_future(subject.dispatcher.move("a", taker)))
+        assert await asyncio.gather(*moved) == [False, False]
+        assert tokens_of(events) == expected("a", 100, 400) and completed(events).attempts == 1
+        await subject.settle()
+
+
+def test_a_stream_that_is_closed_while_it_moves_frees_both_sides() -> None:
+    async def run(after_s: float) -> None:
+        async with cluster(peer_spec(2), SLOW) as subject:
+            running = asyncio.ensure_future(subject.run(request("a", 100, max_tokens=500)))
+            await asyncio.sleep(1.0)
+            moves = [asyncio.ensure_future(subject.dispatcher.move("a", name)) for name in subject.workers]
+            await asyncio.sleep(after_s)
+            running.cancel()
+            await asyncio.wait([running])
+            async with asyncio.timeout(1.0):
+                assert not any(await asyncio.gather(*moves)) or after_s > 0.01
+            await subject.settle()
+
+    for step in range(30):
+        clock.run(run(step * 0.004))

@@ -96,7 +96,7 @@ def asked(length: int, seed: int, max_tokens: int, *, greedy: bool) -> Request:
     return Request("", prompt, replace(sampling, max_tokens=max_tokens, ignore_eos=True))
 
 
-KEPT = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+KEPT = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 PAIRS = [(a, b) for a in WORKERS for b in WORKERS if a != b]
 
 
