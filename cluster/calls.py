@@ -14,10 +14,14 @@ LOOK_S = 2.0
 
 
 class ControllerCalls:
-    """Owned by a GatewayService. `proof_s` bounds the preflight of one pair, which a flip may have to wait for."""
+    """Owned by a GatewayService. `decides`: there is an elastic policy, whose decisions can be asked for.
 
-    def __init__(self, controller: ServiceHandle, proof_s: float) -> None:
+    `proof_s` bounds the preflight of one pair, which a flip may have to wait for.
+    """
+
+    def __init__(self, controller: ServiceHandle, proof_s: float, *, decides: bool) -> None:
         self._controller = controller
+        self._decides = decides
         self._change_s = 2 * proof_s + GRACE_S  # another change may be before it
 
     async def members(self, revision: int, timeout_s: float) -> Membership:
@@ -33,6 +37,8 @@ class ControllerCalls:
 
     async def decisions(self) -> tuple[Taken, ...]:
         """The latest of the elastic policy, the last one last; none while the controller is away."""
+        if not self._decides:
+            return ()
         try:
             taken: tuple[Taken, ...] = await self._controller.call("decisions", timeout_s=LOOK_S)
         except WorkerGone:

@@ -47,7 +47,7 @@ class Controller:
         self._secret = secret
         self._pools = {pool.name: pool for pool in spec.pools}
         links_all = open_policy(spec, seed=0).links_all
-        self._preflight = Preflight(links_all, spec.transfer.read_timeout_s, self._bump)
+        self._preflight = Preflight(links_all, spec.gateway.rebalance, spec.transfer.read_timeout_s, self._bump)
         self._keeping = Keeping(runtime, spec.health.start_timeout_s, self._introduce, self._bump)
         self._keepers: dict[str, Keeper] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}

@@ -26,13 +26,15 @@ Pair = tuple[Keeper, Keeper]  # owner, reader
 
 
 class Preflight:
-    """Owned by the Controller. `links_all`: any two workers are linked, whatever their roles.
+    """Owned by the Controller. `links_all`: any two workers are linked, whatever their roles; `moves`: so are any two
+    that decode, since decodes may move from one to the other.
 
     `timeout_s` bounds one pair's proof; `changed` is called when links were made outside of an introduction.
     """
 
-    def __init__(self, links_all: bool, timeout_s: float, changed: Callable[[], None]) -> None:
+    def __init__(self, links_all: bool, moves: bool, timeout_s: float, changed: Callable[[], None]) -> None:
         self._links_all = links_all
+        self._moves = moves
         self._timeout_s = timeout_s
         self._changed = changed
         self._links: dict[tuple[str, str], LinkReport] = {}  # (owner, reader)
@@ -131,7 +133,7 @@ class Preflight:
 
     def _is_used(self, owner: Role, reader: Role) -> bool:
         """Whether the policy may send KV between such workers: any way, or from who prefills to who decodes."""
-        return self._links_all or (owner is not Role.DECODE and reader is not Role.PREFILL)
+        return self._links_all or (reader is not Role.PREFILL and (self._moves or owner is not Role.DECODE))
 
     async def _link(self, owner: Keeper, reader: Keeper) -> Exception | None:
         """None, or why there is no link."""

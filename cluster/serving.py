@@ -120,7 +120,7 @@ class GatewayService:
     def __init__(self, name: str, spec: ClusterSpec, controller: ServiceHandle, door: DoorFactory) -> None:
         self._name = name
         self._spec = spec
-        self._controller = ControllerCalls(controller, spec.transfer.read_timeout_s)
+        self._controller = ControllerCalls(controller, spec.transfer.read_timeout_s, decides=spec.elastic.mode != "off")
         self._make_door = door
         self._dispatcher: Dispatcher | None = None
         self._door: Door | None = None

@@ -335,6 +335,9 @@ def parse_spec(document: object) -> ClusterSpec:
     pools = document.get("pools")
     if isinstance(pools, list):
         document = document | {"pools": [_bounded(pool, f"pools[{index}]") for index, pool in enumerate(pools)]}
+    elastic = document.get("elastic")
+    if isinstance(elastic, dict) and elastic.get("mode") is False:  # as YAML reads a bare off
+        document = document | {"elastic": elastic | {"mode": "off"}}
     spec: ClusterSpec = _convert(document, ClusterSpec, "")
     return spec
 

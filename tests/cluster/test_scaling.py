@@ -15,7 +15,9 @@ from cluster.runtime.interface import RuntimeUnavailable, WorkerHandle, WorkerOr
 from cluster.runtime.local import LocalRuntime
 from cluster.spec import Role, SpecError, parse_spec
 from cluster.view import ClusterView, WorkerState
+from kvtransfer.errors import PeerLost
 from kvtransfer.open import SharedMemory
+from kvtransfer.ticket import PeerAddress
 from workers.build import build_worker
 
 
@@ -77,15 +79,20 @@ async def test_a_drained_worker_takes_nothing_new_and_ends_when_it_is_empty() ->
         assert list(subject.workers) == ["prefill-0", "decode-1"], "it was stopped"
 
 
-async def test_at_its_deadline_what_is_left_fails_over_without_a_lost_token() -> None:
+async def test_at_its_deadline_what_is_left_fails_over_without_a_lost_token(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster(split_spec(1, 2)) as subject:
-        streams = await begun(subject, 4, max_tokens=250)
+
+        async def nobody(peer: PeerAddress) -> None:
+            raise PeerLost(f"no way to {peer.worker}")
+
+        monkeypatch.setattr(subject.workers["decode-0"], "connect", nobody)  # so that nothing can move there
+        streams = await begun(subject, 4, max_tokens=180)
         await subject.controller.drain("decode-1", deadline_s=0.05)
         await subject.until(only("prefill-0", "decode-0"))
         told = await asyncio.gather(*streams)
         assert {completed(events).attempts for events in told} == {1, 2}
         for index, events in enumerate(told):
-            assert tokens_of(events) == tokens_of(await subject.run(request(f"r{index}", max_tokens=250)))
+            assert tokens_of(events) == tokens_of(await subject.run(request(f"r{index}", max_tokens=180)))
         await subject.settle()
 
 
@@ -260,6 +267,12 @@ def test_replicas_are_a_number_or_bounds() -> None:
     assert parsed(2) == (2, (2, 2))
     assert parsed({"min": 1, "max": 4}) == (1, (1, 4))
     assert parsed(2, min_replicas=1, max_replicas=4) == (2, (1, 4))
+
+
+def test_a_bare_off_of_yaml_is_a_mode() -> None:
+    assert parse_spec(pools(1) | {"elastic": {"mode": False}}).elastic.mode == "off"
+    with pytest.raises(SpecError, match=r"elastic\.mode"):
+        parse_spec(pools(1) | {"elastic": {"mode": True}})
 
 
 @pytest.mark.parametrize(
