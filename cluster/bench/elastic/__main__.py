@@ -20,7 +20,7 @@ from cluster.bench.elastic.search import Effort, Tell
 from cluster.scoring.goodput import Map
 from cluster.sim.compare import processes
 from cluster.sim.systems import SYSTEMS
-from cluster.spec import SpecError
+from cluster.spec import ROUTING, SpecError
 
 PLAIN = {"split": SPLIT, "colocated": COLOCATED}
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -58,6 +58,7 @@ EFFORTS = {
     show_default=True,
     help=f"With --one: {', '.join(SYSTEMS)}; or a static configuration, split:PREFILLS[:CHUNK] or colocated[:CHUNK].",
 )
+@click.option("--routing", type=click.Choice(ROUTING), help="With --one: this router instead of the system's.")
 @click.option("--scale", default=0.6, show_default=True, help="With --one: the load as a share of the fleet's seconds.")
 @click.option("--seed", default=0, show_default=True, help="With --one.")
 @click.option("--workers", type=click.IntRange(2, 64), help="[4; with --full and with --one, 6]")
@@ -75,6 +76,7 @@ def main(
     count: int,
     which: str | None,
     who: str,
+    routing: str | None,
     scale: float,
     seed: int,
     workers: int | None,
@@ -102,13 +104,16 @@ def main(
     try:
         if which is not None:
             made = scenario(which, size)
-            run = Probe(contender(who), made, None, View(stale, gateways)).run(scale, seed, trace=True)
+            asked = replace(contender(who), routing=routing or "")
+            run = Probe(asked, made, None, View(stale, gateways)).run(scale, seed, trace=True)
             click.echo(one.as_json(run, made, scale) if as_json else "\n".join(one.lines(run, made, scale)))
             return
     except (Absent, SpecError) as error:
         raise click.ClickException(str(error)) from None
     file = record.FILE if out is None else out / record.FILE.name
-    found = record.load(file) if recorded or file.exists() else Record("", "", "")
+    if recorded and not file.exists():
+        raise click.ClickException(f"{file} is not there; run a campaign first, without --recorded")
+    found = record.load(file) if file.exists() else Record("", "", "")
     if not recorded:
         wanted = () if stale_only else workloads or names
         with _telling(len(wanted) * _lines(chosen)) as tell, processes(count) as each:

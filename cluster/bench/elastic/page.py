@@ -195,7 +195,7 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def summary(found: Record) -> str:
     """A line a workload and aim: whether it holds, with the ratio."""
-    return "\n".join(aims(found)) or "nothing was measured"
+    return "\n".join(aims(found)) or "no workload is recorded"
 
 
 def aims(found: Record) -> Iterator[str]:

@@ -13,7 +13,7 @@ from cluster.sim.systems import balanced
 from cluster.spec import ROUTING
 
 WORKLOAD = "day"
-SCALE = 0.4  # what a good split just keeps
+SCALE = 0.45  # near what a good split just keeps
 CHUNK = 2048
 VIEWS = (View(), *(View(stale_s, gateways=4) for stale_s in (0.0, 0.1, 0.5, 2.0)))
 
