@@ -129,7 +129,7 @@ class Dispatcher:
             raise Unservable(f"request id {request.id!r} is already running here")
         request, arrived_ns = self._classes.resolved(request), now_ns() if arrived_ns is None else arrived_ns
         arrived_s = arrived_ns / 1e9
-        with self.witness.seen(request, emit, arrived_s) as told:
+        with self.witness.seen(request, emit, arrived_s, self._policy.expected_tokens(request)) as told:
             life = self._lives[request.id] = _Life(request, Stopwatch(now_ns, arrived_ns), told, Course(arrived_s))
             try:
                 await self._live(life, deadline_s)

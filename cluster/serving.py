@@ -18,6 +18,7 @@ from cluster.dispatcher import Dispatcher
 from cluster.events import Event
 from cluster.members import Membership
 from cluster.policy.promises import Standing
+from cluster.policy.elastic import Elastic
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
 from cluster.spec import ClusterSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState
@@ -299,7 +300,8 @@ class Serving:
 
 
 def make_controller(spec: ClusterSpec, runtime: Runtime, secret: str, orphan_after_s: float | None) -> Controller:
-    return Controller(spec, runtime, secret, orphan_after_s=orphan_after_s)
+    decider = Elastic(spec) if spec.elastic.mode != "off" else None
+    return Controller(spec, runtime, secret, orphan_after_s=orphan_after_s, decider=decider)
 
 
 async def serve(

@@ -39,15 +39,17 @@ class Witness:
         self._groups: dict[str, int] = {}  # live siblings of each
         self._arrived = 0
         self._arrived_tokens = 0
+        self._expected_tokens = 0
         self._samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
 
     @contextmanager
     def seen(
-        self, request: Request, emit: Callable[[Event], None], arrived_s: float
+        self, request: Request, emit: Callable[[Event], None], arrived_s: float, expected_tokens: int = 0
     ) -> Iterator[Callable[[Event], None]]:
         """Inside, events of this request go through what is given, which passes them on to `emit`.
 
-        One that ends by its caller's wish leaves no sample. A prompt that siblings share is counted once.
+        `expected_tokens`: of its answer. One that ends by its caller's wish leaves no sample. A prompt that siblings
+        share is counted once.
         """
         asked, prompt_tokens = request.slo, len(request.prompt)
         seen = self._waiting[request.id] = _Seen(
@@ -57,6 +59,7 @@ class Witness:
             prompt_tokens,
         )
         self._arrived += 1
+        self._expected_tokens += expected_tokens
         if request.group not in self._groups:
             self._arrived_tokens += prompt_tokens
         if request.group:
@@ -99,9 +102,10 @@ class Witness:
             waiting=len(waits),
             overdue=sum(promised_s is not None and waited_s > promised_s for waited_s, promised_s in waits),
             oldest_wait_s=max((waited_s for waited_s, _ in waits), default=0.0),
+            expected_tokens=self._expected_tokens,
             samples=tuple(self._samples),
         )
-        self._told_s, self._arrived, self._arrived_tokens = now_s, 0, 0
+        self._told_s, self._arrived, self._arrived_tokens, self._expected_tokens = now_s, 0, 0, 0
         self._samples.clear()
         return report
 

@@ -27,8 +27,9 @@ class Sample(Struct, frozen=True, gc=False):
 class Report(Struct, frozen=True, gc=False):
     """Of one gateway, about what happened since its last one, `seconds` ago.
 
-    `arrived` requests came, with `arrived_tokens` of prompt. `overdue` wait for a first token that was promised by now;
-    `waiting` have none yet, and the longest of them has waited `oldest_wait_s`.
+    `arrived` requests came, with `arrived_tokens` of prompt; their answers are expected to have `expected_tokens`.
+    `overdue` wait for a first token that was promised by now; `waiting` have none yet, and the longest of them has
+    waited `oldest_wait_s`.
     """
 
     gateway: str
@@ -38,6 +39,7 @@ class Report(Struct, frozen=True, gc=False):
     waiting: int = 0
     overdue: int = 0
     oldest_wait_s: float = 0.0
+    expected_tokens: int = 0
     samples: tuple[Sample, ...] = ()
 
 

@@ -141,7 +141,7 @@ class Policy:
             decode=placement.decode,
             prompt_tokens=request.num_tokens,
             new_tokens=new_tokens,
-            output_tokens=self._output_tokens(request),
+            output_tokens=self.expected_tokens(request),
             prefill_s=prefill_s,
             began_s=ask.now_s,
             first_token_s=ask.now_s + queue_s + prefill_s,
@@ -154,8 +154,8 @@ class Policy:
         self._router.began(ask, placement)
         self.book.began(work)
 
-    def _output_tokens(self, request: Request) -> int:
-        """As many as are expected; of a request that may decode, at least one more than the prefill's."""
+    def expected_tokens(self, request: Request) -> int:
+        """Of its answer, as is expected; of a request that may decode, at least one more than the prefill's."""
         return max(min(2, asked_length(request)), expected_tokens(self.lengths, request))
 
     def reserved(self, key: str, now_s: float) -> None:

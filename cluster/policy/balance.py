@@ -1,0 +1,161 @@
+"""How well a fleet with given roles would keep its promises under a given load: closed forms, no simulation. Pure.
+
+Decodes are spread so that all steps take equally long (Little's law); prompts get the time that decodes leave, and wait
+as in an M/D/1 queue that all who compute prompts share. What comes out is a share of each promise: above 1 it breaks.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.spec import Role
+from workers.costs import CostModel
+
+_SATURATED = 0.95  # of what workers can do: from there on the wait is not a matter of chance any more
+_STEEP = 20.0  # by how much a promise breaks the more, for each share of load beyond
+_TAIL = 2.0  # times the mean wait: about what one request in ten waits for
+_HALVINGS = 24
+_LEAST_CHUNK = 16
+_MOST_STEP_S = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Workers that are alike. `kv_tokens` and `most_running` are of one; `count` may be 0."""
+
+    pool: str
+    role: Role
+    count: int
+    cost: CostModel
+    kv_tokens: int
+    most_running: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """A load: requests a second, their mean tokens, and what they were promised. None: no promise.
+
+    `computed_tokens` of a prompt are not cached; `spread` is the squared coefficient of variation of a prompt's work.
+    """
+
+    rate: float
+    prompt_tokens: float
+    computed_tokens: float
+    output_tokens: float
+    ttft_s: float | None
+    tpot_s: float | None
+    spread: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Of each promise, what will be needed: 1 is all of it."""
+
+    ttft: float
+    tpot: float
+    decode_queue: float  # of decode slots and memory
+
+    @property
+    def worst(self) -> float:
+        return max(self.ttft, self.tpot, self.decode_queue)
+
+    def __str__(self) -> str:
+        return f"TTFT {self.ttft:.2f}, TPOT {self.tpot:.2f}, decode room {self.decode_queue:.2f} of what is promised"
+
+
+def shares(groups: Sequence[Group], mix: Mix) -> Shares:
+    """What these workers would need of each promise."""
+    decoding = [group for group in groups if group.count and group.role is not Role.PREFILL]
+    prompting = [group for group in groups if group.count and group.role is not Role.DECODE]
+    if not decoding or not prompting:
+        return Shares(math.inf, math.inf, math.inf)
+    context = mix.prompt_tokens + mix.output_tokens / 2
+    step_s, room = _steps(decoding, mix, context)
+    ttft, busy = _ttft_share(prompting, mix, context, step_s)
+    tpot = 0.0
+    if mix.tpot_s is not None:
+        tpot = step_s / mix.tpot_s
+        if any(group.role is Role.MIXED for group in decoding):  # chunks fill a step up to what is promised
+            tpot += min(1.0, busy) * max(0.0, 1.0 - tpot)
+    return Shares(ttft, tpot, room)
+
+
+def _steps(groups: Sequence[Group], mix: Mix, context: float) -> tuple[float, float]:
+    """The step time at which these workers make as many tokens as are wanted, and how full they then are."""
+    wanted = mix.rate * max(0.0, mix.output_tokens - 1)
+    if wanted <= 0.0:
+        return min(_step(group, 1, context) for group in groups), 0.0
+
+    def made(step_s: float) -> float:
+        return sum(group.count * _batch(group, step_s, context) for group in groups) / step_s
+
+    low = min(_step(group, 1, context) for group in groups)
+    high = max(_step(group, _most(group, context), context) for group in groups)
+    best = made(high)
+    if best < wanted:
+        return high * wanted / max(best, 1e-9), _over(wanted / max(best, 1e-9))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if made(middle) >= wanted else (middle, high)
+    held = sum(group.count * _batch(group, high, context) for group in groups)
+    most = sum(group.count * _most(group, context) for group in groups)
+    return high, held / most if most else math.inf
+
+
+def _step(group: Group, batch: float, context: float) -> float:
+    return group.cost.decode_seconds(round(batch), round(batch * context))
+
+
+def _most(group: Group, context: float) -> float:
+    """Sequences that fit."""
+    return max(1.0, min(group.most_running, group.kv_tokens / max(1.0, context)))
+
+
+def _batch(group: Group, step_s: float, context: float) -> float:
+    """Sequences with which a step takes so long."""
+    low, high = 0.0, _most(group, context)
+    if _step(group, high, context) <= step_s:
+        return high
+    for _ in range(_HALVINGS // 2):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _step(group, middle, context) <= step_s else (low, middle)
+    return low
+
+
+def _ttft_share(groups: Sequence[Group], mix: Mix, context: float, step_s: float) -> tuple[float, float]:
+    """Of the promised time to the first token, and how busy workers are with prompts; without a promise, twice that."""
+    tokens = max(1, round(mix.computed_tokens))
+    cached = max(0, round(mix.prompt_tokens) - tokens)
+    capacity = quickest_s = 0.0
+    for group in groups:
+        alone_s = group.cost.prefill_seconds(tokens, cached)
+        speed = 1.0
+        if group.role is Role.MIXED:
+            speed = _speed(group, mix, context, step_s, alone_s, tokens)
+        if speed > 0.0:
+            took_s = alone_s / speed
+            capacity += group.count / took_s
+            quickest_s = min(quickest_s or took_s, took_s)
+    if capacity <= 0.0:
+        return math.inf, math.inf
+    busy = mix.rate / capacity
+    if mix.ttft_s is None:
+        return busy, busy
+    load = min(busy, _SATURATED)
+    servers = max(1.0, capacity * quickest_s)
+    wait_s = quickest_s * load / (1.0 - load) * (1.0 + mix.spread) / 2.0 / servers
+    return (quickest_s + _TAIL * wait_s) / mix.ttft_s + _STEEP * max(0.0, busy - _SATURATED), busy
+
+
+def _speed(group: Group, mix: Mix, context: float, step_s: float, alone_s: float, tokens: int) -> float:
+    """Of prompts beside decodes that keep their promise, as a share of that without any."""
+    batch = round(_batch(group, step_s, context))
+    if not batch:
+        return 1.0
+    bound_s = mix.tpot_s if mix.tpot_s is not None else 2 * step_s
+    within = min(tokens, group.cost.prompt_tokens_within(bound_s, 0, (), batch, round(batch * context)))
+    return 0.0 if within < min(_LEAST_CHUNK, tokens) else min(1.0, within / bound_s * alone_s / tokens)
+
+
+def _over(share: float) -> float:
+    return 1.0 + _STEEP * (share - 1.0)

@@ -1,0 +1,242 @@
+"""When workers change their roles, and pools their size: one step at a time, and each with its reason. Pure.
+
+Every period the roles are judged on the load of the last seconds, as gateways told it: the worst of what first tokens,
+further tokens and decode room would need of their promises (`balance`). A step is one worker with another role. The
+best one is taken when it makes the worst better by `margin`, has done so for `dwell_s` on end, and the last step is
+`cooldown_s` ago. Where nothing is in danger, nothing changes: roles that swing cost more than roles that are not quite
+right (Mooncake and Splitwise say that ratios drift slowly, Narwhal that hysteresis is what keeps flips useful).
+
+A pool with room to grow gets a worker when no step keeps the promises; one that could do without a worker for
+`PATIENCE` times as long loses one.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from cluster.policy.balance import Group, Mix, Shares, shares
+from cluster.policy.evidence import Decision, Report, Sample
+from cluster.spec import ClusterSpec, PoolSpec, Role
+from cluster.view import ClusterView, WorkerState, WorkerView
+from workers.costs import LinearCost
+
+CALM = 0.7  # of the promises: below, no step is worth its while
+ROOMY = 0.6  # what would still be needed of them without a worker that leaves
+PATIENCE = 20.0
+BACKLOG_S = 10.0  # in which what waits now should be computed
+_LEAST_REQUESTS = 5  # that say anything about a load
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One worker less here, one more there; None: it joins, or leaves, the cluster."""
+
+    source: Group | None
+    target: Group | None
+    after: Shares
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return tuple(None if each is None else (each.pool, each.role) for each in (self.source, self.target))
+
+
+class Elastic:
+    """Owned by the controller's shell. Told by gateways, asked every period."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self._elastic = spec.elastic
+        self._slo = spec.gateway.slo
+        self._pools = {pool.name: pool for pool in spec.pools}
+        self._reports: deque[tuple[float, Report]] = deque()
+        self._begun_s: float | None = None
+        self._wanted_since_s: dict[str, float] = {}  # kind of step -> since when it is wanted without a break
+        self._stepped_s: float | None = None
+
+    def told(self, report: Report, now_s: float) -> None:
+        """What one gateway saw since it last told."""
+        if self._begun_s is None:
+            self._begun_s = now_s - report.seconds
+        self._reports.append((now_s, report))
+
+    def decide(self, view: ClusterView, now_s: float) -> Decision | None:
+        """The next step, or None."""
+        self._forget(now_s)
+        mix = self._mix(view, now_s)
+        groups = self._groups(view)
+        if mix is None or not groups:
+            self._wanted_since_s.clear()
+            return None
+        now = shares(groups, mix)
+        flip = self._best(list(self._flips(groups, mix)))
+        is_better = flip is not None and flip.after.worst <= now.worst * (1.0 - self._elastic.margin)
+        flips = now.worst > CALM and is_better
+        grows = now.worst > 1.0 and (flip is None or flip.after.worst > 1.0)
+        if self._ripe("flip", flips, now_s, self._elastic.dwell_s):
+            assert flip is not None
+            return self._flip(view, flip, now, mix, now_s)
+        if self._ripe("grow", grows and not flips, now_s, self._elastic.dwell_s):
+            return self._grow(groups, now, mix, now_s)
+        leaver = self._best(list(self._leaving(view, groups, mix)))
+        if self._ripe("shrink", leaver is not None, now_s, PATIENCE * self._elastic.dwell_s):
+            assert leaver is not None
+            return self._shrink(view, leaver, now, mix, now_s)
+        return None
+
+    # ---- the load ----------------------------------------------------------------------------------------------
+
+    def _forget(self, now_s: float) -> None:
+        while self._reports and self._reports[0][0] < now_s - self._elastic.window_s:
+            self._reports.popleft()
+
+    def _mix(self, view: ClusterView, now_s: float) -> Mix | None:
+        """The load of the window; what waits now counts as if it came in the next `BACKLOG_S`. None: hardly any."""
+        reports = [report for _, report in self._reports]
+        samples = [sample for report in reports for sample in report.samples]
+        arrived = sum(report.arrived for report in reports)
+        if arrived < _LEAST_REQUESTS or self._begun_s is None:
+            return None
+        span_s = max(self._elastic.period_s, min(self._elastic.window_s, now_s - self._begun_s))
+        prompt = sum(report.arrived_tokens for report in reports) / arrived
+        asked = sum(sample.prompt_tokens for sample in samples)
+        computed = sum(sample.computed_tokens for sample in samples) / asked if asked else 1.0
+        computed_tokens = max(1.0, prompt * (computed or 1.0))
+        backlog = sum(worker.stats.queued_tokens for worker in view.workers) / computed_tokens
+        return Mix(
+            rate=arrived / span_s + backlog / BACKLOG_S,
+            prompt_tokens=prompt,
+            computed_tokens=computed_tokens,
+            output_tokens=max(1.0, sum(report.expected_tokens for report in reports) / arrived),
+            ttft_s=_promised([sample.promised_ttft_s for sample in samples], self._slo.ttft_s),
+            tpot_s=_promised([sample.promised_tpot_s for sample in samples], self._slo.tpot_s),
+            spread=_spread(samples),
+        )
+
+    def _groups(self, view: ClusterView) -> list[Group]:
+        """The ready workers of each pool by role; an empty group for each role that a pool's workers could take."""
+        counts: dict[tuple[str, Role], int] = {(pool, role): 0 for pool in self._pools for role in Role}
+        kv_tokens: dict[str, int] = {}
+        for worker in _ready(view):
+            counts[worker.pool, worker.role] += 1
+            size = self._pools[worker.pool].engine.block_size
+            kv_tokens[worker.pool] = worker.stats.total_blocks * size
+        return [
+            self._group(self._pools[pool], role, count, kv_tokens[pool])
+            for (pool, role), count in counts.items()
+            if pool in kv_tokens
+        ]
+
+    @staticmethod
+    def _group(pool: PoolSpec, role: Role, count: int, kv_tokens: int) -> Group:
+        return Group(pool.name, role, count, pool.cost or LinearCost(), kv_tokens, pool.engine.max_running)
+
+    # ---- the steps ---------------------------------------------------------------------------------------------
+
+    def _flips(self, groups: Sequence[Group], mix: Mix) -> Iterator[_Step]:
+        for source in groups:
+            for target in groups:
+                if source.count and target.pool == source.pool and target.role is not source.role:
+                    after = _changed(groups, source, target)
+                    if self._keeps_floors(after):
+                        yield _Step(source, target, shares(after, mix))
+
+    def _leaving(self, view: ClusterView, groups: Sequence[Group], mix: Mix) -> Iterator[_Step]:
+        for source in groups:
+            least, _ = self._pools[source.pool].bounds
+            if source.count and sum(worker.pool == source.pool for worker in view.workers) > least:
+                after = _changed(groups, source, None)
+                if self._keeps_floors(after) and (needed := shares(after, mix)).worst <= ROOMY:
+                    yield _Step(source, None, needed)
+
+    def _keeps_floors(self, groups: Sequence[Group]) -> bool:
+        floors = self._elastic.floors
+        prompting = sum(group.count for group in groups if group.role is not Role.DECODE)
+        decoding = sum(group.count for group in groups if group.role is not Role.PREFILL)
+        return prompting >= floors.get("prefill", 0) and decoding >= floors.get("decode", 0)
+
+    @staticmethod
+    def _best(steps: Sequence[_Step]) -> _Step | None:
+        """The least of the worst; of equals, the least in all."""
+        return min(
+            steps, key=lambda step: (round(step.after.worst, 3), step.after.ttft + step.after.tpot), default=None
+        )
+
+    def _ripe(self, kind: str, is_wanted: bool, now_s: float, dwell_s: float) -> bool:
+        """Whether a kind of step has been wanted for long enough, and the last one is over for long enough."""
+        if not is_wanted:
+            self._wanted_since_s.pop(kind, None)
+            return False
+        since_s = self._wanted_since_s.setdefault(kind, now_s)
+        rested = self._stepped_s is None or now_s - self._stepped_s >= self._elastic.cooldown_s
+        return rested and now_s - since_s >= dwell_s
+
+    # ---- the decisions -----------------------------------------------------------------------------------------
+
+    def _flip(self, view: ClusterView, step: _Step, now: Shares, mix: Mix, now_s: float) -> Decision:
+        assert step.source is not None and step.target is not None
+        worker = _least_busy(view, step.source)
+        reason = f"{step.source.role.value} to {step.target.role.value}: {_words(now, step.after, mix)}"
+        self._stepped(now_s)
+        return Decision("flip", reason, worker=worker.name, role=step.target.role)
+
+    def _grow(self, groups: Sequence[Group], now: Shares, mix: Mix, now_s: float) -> Decision | None:
+        steps = []
+        for target in groups:
+            pool = self._pools[target.pool]
+            there = sum(group.count for group in groups if group.pool == target.pool)
+            if target.role is pool.role and there < pool.bounds[1]:
+                steps.append(_Step(None, target, shares(_changed(groups, None, target), mix)))
+        step = self._best(steps)
+        if step is None or step.target is None:
+            return None
+        self._stepped(now_s)
+        reason = f"one more worker: {_words(now, step.after, mix)}; no other roles would do"
+        return Decision("grow", reason, pool=step.target.pool)
+
+    def _shrink(self, view: ClusterView, step: _Step, now: Shares, mix: Mix, now_s: float) -> Decision:
+        assert step.source is not None
+        self._stepped(now_s)
+        worker = _least_busy(view, step.source)
+        reason = f"one worker less: {_words(now, step.after, mix)}"
+        return Decision("shrink", reason, worker=worker.name, pool=step.source.pool)
+
+    def _stepped(self, now_s: float) -> None:
+        self._stepped_s = now_s
+        self._wanted_since_s.clear()
+
+
+def _ready(view: ClusterView) -> list[WorkerView]:
+    return [worker for worker in view.workers if worker.state is WorkerState.READY]
+
+
+def _changed(groups: Sequence[Group], source: Group | None, target: Group | None) -> list[Group]:
+    """One less in the source, one more in the target."""
+    return [replace(group, count=group.count - (group is source) + (group is target)) for group in groups]
+
+
+def _least_busy(view: ClusterView, group: Group) -> WorkerView:
+    """The worker whose change of role leaves the least work behind."""
+    workers = [worker for worker in _ready(view) if worker.pool == group.pool and worker.role is group.role]
+    if group.role is Role.PREFILL:
+        return min(workers, key=lambda worker: (worker.stats.queued_tokens, worker.name))
+    return min(workers, key=lambda worker: (worker.stats.running + worker.stats.reserved, worker.name))
+
+
+def _promised(promises: Sequence[float | None], default: float | None) -> float | None:
+    """What requests were promised, in the middle."""
+    known = sorted(each for each in promises if each is not None)
+    return known[len(known) // 2] if known else default
+
+
+def _spread(samples: Sequence[Sample]) -> float:
+    """The squared coefficient of variation of prompts' computed tokens; 1 while that is not known."""
+    if len(samples) < 2:
+        return 1.0
+    mean = sum(sample.computed_tokens for sample in samples) / len(samples)
+    if not mean:
+        return 1.0
+    return sum((sample.computed_tokens - mean) ** 2 for sample in samples) / len(samples) / mean**2
+
+
+def _words(now: Shares, after: Shares, mix: Mix) -> str:
+    load = f"{mix.rate:.3g} requests/s of {mix.prompt_tokens:.0f} + {mix.output_tokens:.0f} tokens"
+    return f"{load} need {now}; then {after}"
