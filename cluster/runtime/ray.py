@@ -200,7 +200,7 @@ class RayRuntime:
 
     async def _place(self, name: str, order: WorkerOrder) -> PlacementGroup:
         parallel, wanted = order.config.parallel, bundles(order)
-        group: PlacementGroup = placement_group(
+        group = _standing(name) or placement_group(
             wanted, strategy=parallel.placement.upper(), name=name, lifetime="detached"
         )
         try:
@@ -208,6 +208,8 @@ class RayRuntime:
         except asyncio.CancelledError:
             remove_placement_group(group)
             raise
+        except RayError as error:  # somebody else removed it
+            raise WorkerGone(str(error).strip().splitlines()[0]) from None
         except TimeoutError:
             remove_placement_group(group)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -285,6 +287,15 @@ class RayRuntime:
         await self.end_all()
         if self.owns_ray:
             await asyncio.to_thread(ray.shutdown)
+
+
+def _standing(name: str) -> PlacementGroup | None:
+    """The group that a controller had asked for when it crashed: it may be a node's only reason to come up."""
+    try:
+        group: PlacementGroup = ray.util.get_placement_group(name)
+    except ValueError:
+        return None
+    return None if ray.util.placement_group_table(group).get("state") == "REMOVED" else group
 
 
 async def _nameless(name: str) -> None:
