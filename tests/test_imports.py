@@ -22,7 +22,7 @@ LAYERS = [
     ["workers.ops"],
     ["workers.profiles", "workers.fit", "workers.shapes"],
     ["workers.model", "workers.engine", "workers.tokenizer", "workers.mailbox"],
-    ["workers.lease_desk", "workers.peers", "workers.measuring", "workers.fetching"],
+    ["workers.lease_desk", "workers.peers", "workers.measuring", "workers.fetching", "workers.reservations"],
     ["workers.executor", "workers.worker"],
     ["workers.build"],
     ["cluster.spec"],

@@ -29,6 +29,7 @@ class Peers:
         linking = self._links.get(peer.incarnation)
         if linking is None or _failed(linking):
             linking = asyncio.ensure_future(self._executor.connect(peer))
+            linking.add_done_callback(_failed)  # those who asked may have left
             self._links[peer.incarnation] = linking
         return client, await asyncio.shield(linking)
 
@@ -56,6 +57,7 @@ class Peers:
                     on_lost=lambda: self._lost(peer.incarnation),
                 )
             )
+            opening.add_done_callback(_failed)
             self._clients[peer.incarnation] = opening
         return await asyncio.shield(opening)
 

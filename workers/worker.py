@@ -13,9 +13,8 @@ import logging
 import os
 import socket
 import uuid
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 import psutil
 
@@ -27,13 +26,14 @@ from workers.engine.engine import Engine, Told
 from workers.engine.executor import Executor
 from workers.engine.pump import Pump
 from workers.engine.sequence import Lease
-from workers.errors import Overloaded, UnknownSequence, WorkerClosed, WorkerError
+from workers.errors import UnknownSequence, WorkerClosed, WorkerError
 from workers.fetching import Fetching
 from workers.lease_desk import LeaseDesk
 from workers.mailbox import Mailbox
 from workers.measuring import measure
 from workers.peers import Peers
 from workers.request import Bundle, Output, Request, Reservation, TicketOut
+from workers.reservations import Reservations
 from workers.shapes import Shape, Timings
 from workers.stats import CacheNews, WorkerInfo, WorkerStats
 
@@ -61,7 +61,6 @@ class Worker:
         self._mailboxes: dict[str, Mailbox] = {}
         self._routes: dict[str, str] = {}  # sequence key -> subscriber
         self._cancelled: OrderedDict[str, None] = OrderedDict()
-        self._reservations: deque[_Asked] = deque()
         self._fetches: dict[str, asyncio.Task[None]] = {}
         self._measurements: set[asyncio.Task[Timings]] = set()
         self._sweeper: asyncio.TimerHandle | None = None
@@ -96,6 +95,7 @@ class Worker:
         )
         self._peers = Peers(self.config, self._executor)
         self._host = host_identity()
+        self._reservations = Reservations(self.engine, self._granted)
         self._fetching = Fetching(self.config, self.engine, self._executor, self._peers, self._changed)
         layouts = [shard.layout for shard in self._executor.shards()]
         self._desk = LeaseDesk(self.engine.leases, layouts, self._changed)
@@ -195,21 +195,10 @@ class Worker:
     async def reserve(self, request: Request, timeout_s: float) -> Reservation:
         """Wait, first come first served, for blocks and a slot. Raises `Overloaded` after `timeout_s`."""
         self._accept(request)
-        future: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
-        entry = _Asked(request, future, self._now_s())
-        self._reservations.append(entry)
         self._mailbox(request.reply_to)  # from now on its silence is noticed
-        self._grant()
+        reserving = self._reservations.ask(request, timeout_s)
         self._arm()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError:
-            raise Overloaded(f"no decode slot or blocks within {timeout_s:.1f} s", retry_after_s=1.0) from None
-        finally:
-            if entry in self._reservations:
-                self._reservations.remove(entry)
-                self._grant()
+        return await reserving
 
     async def fetch(self, key: str, ticket: TransferTicket | None, goes_on: bool = False) -> None:
         """Pull what the ticket holds into the reserved blocks, behind its watermark. Outputs: FetchedOut or FailedOut.
@@ -237,7 +226,7 @@ class Worker:
     async def hand_over(self, key: str, most_tokens: int) -> TransferTicket | None:
         """The KV of a running sequence, of its first `most_tokens` tokens at most, held for who shall take it over.
 
-        It goes on here until it is cancelled. None: it was preempted, or has no full block yet. Raises `UnknownSequence`.
+        It goes on here until it is cancelled. None: it was preempted, or has no full block. Raises `UnknownSequence`.
         """
         self._require_open()
         lease = self.engine.hand_over(key, most_tokens, self._now_s())
@@ -272,9 +261,7 @@ class Worker:
         self._cancelled[key] = None
         while len(self._cancelled) > REMEMBERED_CANCELS:
             self._cancelled.popitem(last=False)
-        for asked in self._reservations:
-            if asked.request.key == key and not asked.future.done():
-                asked.future.set_exception(UnknownSequence(f"{key} was cancelled while it waited for a reservation"))
+        self._reservations.give_up(lambda each: each.key == key, "was cancelled while it waited for a reservation")
         if (task := self._fetches.get(key)) is not None:
             task.cancel()
         self._forget(key)
@@ -361,27 +348,12 @@ class Worker:
 
     def _changed(self) -> None:
         """The engine's state changed: reservations may fit now, the pump may have work."""
-        self._grant()
+        self._reservations.grant()
         self._deliver(self.engine.drain())
         self._pump.wake()
 
-    def _grant(self) -> None:
-        """Hand out reservations in the order they were asked for; the first that does not fit blocks the rest.
-
-        One that waits for the KV of a sibling lets others pass.
-        """
-        for asked in tuple(self._reservations):
-            if not asked.future.done():
-                if self.engine.waits_for_sibling(asked.request):
-                    continue
-                try:
-                    asked.future.set_result(self.engine.reserve(asked.request, asked.asked_s))
-                    self._routes[asked.request.key] = asked.request.reply_to
-                except Overloaded:
-                    return
-                except WorkerError as error:
-                    asked.future.set_exception(error)
-            self._reservations.remove(asked)
+    def _granted(self, request: Request) -> None:
+        self._routes[request.key] = request.reply_to
 
     def _forget(self, key: str) -> None:
         self._routes.pop(key, None)
@@ -397,7 +369,7 @@ class Worker:
                 self._routes.pop(each.key, None)
         self._desk.progressed()
         if self._reservations:
-            self._grant()
+            self._reservations.grant()
         if self._sweeper is None:
             self._arm()
 
@@ -442,20 +414,12 @@ class Worker:
                 continue
             logger.warning("worker %s: subscriber %s went silent; its requests end", self.config.name, subscriber)
             self._mailboxes.pop(subscriber).close()
-            for asked in self._reservations:
-                if asked.request.reply_to == subscriber and not asked.future.done():
-                    asked.future.set_exception(UnknownSequence(f"subscriber {subscriber} went silent"))
+            self._end_reservations(subscriber)
             for key in [key for key, owner in self._routes.items() if owner == subscriber]:
                 if (task := self._fetches.get(key)) is not None:
                     task.cancel()
                 self._forget(key)
         self._changed()
 
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A reservation that somebody waits for."""
-
-    request: Request
-    future: "asyncio.Future[Reservation]"
-    asked_s: float
+    def _end_reservations(self, subscriber: str) -> None:
+        self._reservations.give_up(lambda each: each.reply_to == subscriber, f"subscriber {subscriber} went silent")
