@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 _FADED = 1e-3  # weight, in newest observations, of a bin that is dropped
+_STALE = 0.01  # of all weight, that may come before a curve is made anew
 _MOST_WEIGHT = 1e9  # of a new observation, before all weights are scaled down
 
 
@@ -32,7 +33,7 @@ class Histogram:
     def __init__(self, memory: float = 500.0) -> None:
         self._growth = 1.0 + 1.0 / memory
         self._weight = 1.0  # of the newest observation: it grows, so that the others need not be touched
-        self._total = 0.0
+        self._total = self._unseen = 0.0  # of all, and of those that the curve does not have
         self._bins: dict[int, _Bin] = {}
         self._curve: Curve | None = None
 
@@ -45,6 +46,7 @@ class Histogram:
         """Something ended at this length, 1 or more; or it was cut there, and would have been longer."""
         self._weight *= self._growth
         self._total += self._weight
+        self._unseen += self._weight
         shift = max(0, length.bit_length() - 4)
         found = self._bins.setdefault(length >> shift << shift, _Bin(length, length))
         found.low, found.high = min(found.low, length), max(found.high, length)
@@ -52,7 +54,6 @@ class Histogram:
             found.cut += self._weight
         else:
             found.ended += self._weight
-        self._curve = None
         if self._weight > _MOST_WEIGHT:
             self._scale_down()
 
@@ -62,13 +63,13 @@ class Histogram:
             if each.ended + each.cut < _FADED:
                 del self._bins[key]
         self._total = sum(each.ended + each.cut for each in self._bins.values())
-        self._weight = 1.0
+        self._weight, self._curve = 1.0, None
 
     @property
     def curve(self) -> "Curve":
-        """What the observations so far say."""
-        if self._curve is None:
-            self._curve = self._made()
+        """What the observations say; the newest one in a hundred may be missing."""
+        if self._curve is None or self._unseen > _STALE * self._total:
+            self._curve, self._unseen = self._made(), 0.0
         return self._curve
 
     def _made(self) -> "Curve":
