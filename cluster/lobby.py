@@ -20,6 +20,7 @@ from cluster.view import ClusterView
 from workers.request import Request
 
 ASKED_AT_ONCE = 4  # how many who do not fit yet may be passed by one behind them
+HOPE = 1.3  # a wait is predicted only roughly: who may yet be in time, at such an error, is let wait
 LOOK_S = 1.0  # what other gateways' requests set free comes as statistics only, which are no event
 
 Answer = Placement | Refusal | None
@@ -73,7 +74,11 @@ class Lobby:
         self._round()
         try:
             if not guest.turn.done():
-                emit(self._queued(guest.seat, asked, answer))
+                queued = self._queued(guest.seat, asked, answer)
+                if refusal := _in_vain(request, guest.seat, queued):
+                    self._resolve(guest).set_result(refusal)
+                else:
+                    emit(queued)
             return await guest.turn
         except BaseException:
             self._lose(guest, request)
@@ -198,6 +203,15 @@ def _need_s(answer: Placement | Later) -> float:
     if isinstance(answer, Later):
         return answer.need_s
     return answer.predicted_ttft_s or 0.0 if answer.prefill_s is None else answer.prefill_s
+
+
+def _in_vain(request: Request, seat: Seat, queued: Queued) -> Refusal | None:
+    """The refusal of one who would be refused in the end, as is foreseen."""
+    ttft_s, promised_s = queued.predicted_ttft_s, request.slo.ttft_s
+    if not seat.rejects or promised_s is None or ttft_s <= HOPE * promised_s:
+        return None
+    why = f"behind {queued.position} who wait the first token would take {ttft_s:.3g} s"
+    return Refusal(f"{why}, {promised_s:.3g} s are promised ({queued.reason})", ttft_s - promised_s)
 
 
 def _start_s(answer: Placement | Later, ahead: list[Seat], view: ClusterView) -> float:

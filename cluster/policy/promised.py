@@ -28,6 +28,7 @@ from cluster.view import WorkerView
 
 TTFT_SHARE = 0.5  # of the tightest promised TTFT may be taken by prompts without a promise; the rest is for others
 TPOT_SHARE = 0.75  # of the tightest promised TPOT, likewise
+DOUBT = 1.1  # what is predicted to take a second may take a tenth more, and the promise shall hold then, too
 USUAL_TTFT_S = 2.0  # where no class promises one: prompts wait in the gateway, in order, rather than on a worker
 LEAST_WAIT_S = 0.01
 
@@ -51,7 +52,7 @@ class Promised(Admission):
         ttft_s, need_s = placement.predicted_ttft_s, self._need_s(ask, placement)
         is_claim = ask.waited_s >= known.patience_s
         rejects = self._classes.rejects(ask.request)
-        late_s = 0.0 if slo.ttft_s is None else ask.waited_s + ttft_s - slo.ttft_s
+        late_s = 0.0 if slo.ttft_s is None else ask.waited_s + DOUBT * ttft_s - slo.ttft_s
         if late_s > 0.0 and rejects and not self._is_trial(ask, placement):
             return Refusal(self._too_late(ask, ttft_s, need_s), retry_after_s=late_s)
         if is_claim:
@@ -74,7 +75,7 @@ class Promised(Admission):
     def _too_late(ask: Ask, ttft_s: float, need_s: float) -> str:
         took = f"after {ask.waited_s:.3g} s of waiting " if ask.waited_s >= LEAST_WAIT_S else ""
         alone = ", even with nobody ahead" if need_s >= ttft_s else ""
-        reason = f"{took}the first token would take {ttft_s:.3g} s{alone}"
+        reason = f"{took}the first token would take {ttft_s:.3g} to {DOUBT * ttft_s:.3g} s{alone}"
         return f"{reason}, {ask.request.slo.ttft_s:.3g} s are promised"
 
     def _need_s(self, ask: Ask, placement: Placement) -> float:

@@ -226,6 +226,25 @@ def test_the_predictions_of_those_who_wait_in_line_are_not_far_off() -> None:
     in_virtual_time(scene)
 
 
+def test_who_would_wait_in_vain_is_refused_on_arrival_with_the_time_to_come_again() -> None:
+    async def scene() -> None:
+        async with opened(promising(colocated())) as cluster:
+            (dispatcher,) = cluster.dispatchers
+            seen = []
+            for number in range(30):
+                seen.append(Seen(dispatcher, request(f"r{number}")))
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.1)
+            early = [each.task.exception() for each in seen if each.task.done()]
+            assert len(early) > 15
+            for error in early:
+                assert isinstance(error, Rejected) and "who wait the first token would take" in str(error)
+                assert error.retry_after_s > 0.3
+            await asyncio.gather(*(each.task for each in seen), return_exceptions=True)
+
+    in_virtual_time(scene)
+
+
 def test_those_far_behind_learn_as_well_that_it_is_too_late() -> None:
     """Answers were short so far, so all hope; then come long ones, and eight wait in front who may wait for long."""
     classes = {"patient": ClassSpec(ttft_s=50.0, tpot_s=0.035, on_miss="queue"), **CLASSES}
@@ -233,7 +252,7 @@ def test_those_far_behind_learn_as_well_that_it_is_too_late() -> None:
     async def scene() -> None:
         async with opened(promising(colocated(), classes)) as cluster:
             (dispatcher,) = cluster.dispatchers
-            await asyncio.gather(*(Seen(dispatcher, request(f"s{number}")).task for number in range(3)))
+            await asyncio.gather(*(Seen(dispatcher, request(f"s{n}", max_tokens=3)).task for n in range(9)))
             long = [Seen(dispatcher, request(f"l{number}", max_tokens=300)) for number in range(3)]
             await asyncio.sleep(0.2)
             ahead = [Seen(dispatcher, request(f"p{number}", "patient")) for number in range(8)]
