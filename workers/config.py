@@ -51,8 +51,9 @@ class EngineConfig:
     also kept below `tpot_slo_s`. Prompts start in `prompt_order` (first come, shortest or longest first, or by priority
     and "deadline" of the first token) within windows of `prompt_window` arrivals. `swap_blocks` are blocks of host
     memory for preempted sequences; `preemption` "auto" lets the cost model choose between saving a sequence there and
-    computing it again. `staging_blocks` bounds how many blocks may be promised to prompts whose KV has not arrived (0:
-    half the pool). `max_waiting` bounds the queue.
+    computing it again. `host_cache_blocks`, likewise, keep prefixes that the device is about to forget.
+    `staging_blocks` bounds how many blocks may be promised to prompts whose KV has not arrived (0: half the pool).
+    `max_waiting` bounds the queue.
     """
 
     block_size: int = 16
@@ -103,6 +104,11 @@ class EngineConfig:
             raise ValueError(f"engine.tpot_slo_s is {self.tpot_slo_s}; it must be above 0 seconds")
         if not 0 <= self.staging_blocks <= self.kv_blocks:
             raise ValueError(f"engine.staging_blocks is {self.staging_blocks}; it must lie between 0 and kv_blocks")
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks of host memory: first those for preempted sequences, then those of the prefix cache."""
+        return self.swap_blocks + self.host_cache_blocks
 
 
 @dataclass(frozen=True, slots=True)

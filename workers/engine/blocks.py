@@ -13,8 +13,11 @@ import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import islice
+from typing import NamedTuple
 
 from workers.engine.cache_log import CacheLog, Tier
+from workers.engine.host_cache import HostCache
 
 
 class OutOfBlocks(Exception):
@@ -46,10 +49,30 @@ def prefix_hashes(tokens: Sequence[int], block_size: int, known: Sequence[bytes]
     return hashes
 
 
-class BlockPool:
-    """Owned by one Engine. The first `reserved` block ids belong to preflight and are never handed out."""
+class Cached(NamedTuple):
+    """A block, the name of what it holds, and what the log calls the prefix that ends with it."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, reserved: int = 0, prefix_caching: bool = True) -> None:
+    block: int
+    name: bytes
+    told: int | None
+
+
+class BlockPool:
+    """Owned by one Engine. The first `reserved` block ids belong to preflight and are never handed out.
+
+    `host_blocks` of host memory, from id `first_host` on, keep what is forgotten here.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        reserved: int = 0,
+        prefix_caching: bool = True,
+        host_blocks: int = 0,
+        first_host: int = 0,
+    ) -> None:
         if num_blocks <= reserved:
             raise ValueError(f"a pool of {num_blocks} blocks has none left beside its {reserved} reserved ones")
         self.block_size = block_size
@@ -65,6 +88,7 @@ class BlockPool:
         self._told: dict[int, int] = {}  # named block -> what the log calls the prefix that ends with it
         self.digests: dict[int, tuple[bytes, ...]] = {}  # named block -> digests of its cells on each rank
         self.log = CacheLog(block_size)
+        self.host = HostCache(host_blocks, first_host, self.log)
 
     @property
     def num_free(self) -> int:
@@ -78,8 +102,11 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each, in ascending order. Raises `OutOfBlocks` and changes nothing."""
+    def allocate(self, count: int, evicted: list[Cached] | None = None) -> list[int]:
+        """`count` blocks with one reference each, in ascending order. Raises `OutOfBlocks` and changes nothing.
+
+        What had to be forgotten for them is added to `evicted`: it stands in them until somebody writes.
+        """
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} free")
         taken = [heapq.heappop(self._clean) for _ in range(min(count, len(self._clean)))]
@@ -88,7 +115,9 @@ class BlockPool:
         self._references += [0] * len(untouched)
         taken += untouched
         while len(taken) < count:
-            block, _ = self._cached.popitem(last=False)
+            block, name = self._cached.popitem(last=False)
+            if evicted is not None:
+                evicted.append(Cached(block, name, self._told.get(block)))
             self._forget(block)
             taken.append(block)
         for block in taken:
@@ -142,8 +171,29 @@ class BlockPool:
             self._told[block] = told
             self.log.add(Tier.DEVICE, told)
 
-    def forget(self, hashes: Iterable[bytes]) -> None:
+    def hold_oldest(self, most: int, among: int) -> list[Cached]:
+        """Up to `most` of the `among` cached blocks that go next, those whose content is not on the host.
+
+        One reference each is the caller's, to be given back by `free_oldest`. Nothing goes soon: nothing is answered.
+        """
+        if len(self._clean) + self._end - len(self._references) >= among:
+            return []
+        going = [item for item in islice(self._cached.items(), among) if item[1] not in self.host][:most]
+        for block, _ in going:
+            del self._cached[block]
+            self._references[block] = 1
+        return [Cached(block, name, self._told.get(block)) for block, name in going]
+
+    def free_oldest(self, blocks: Sequence[int]) -> None:
+        """One reference less: those that nobody else took are cached again, as the ones that go next, first first."""
+        for block in reversed(blocks):
+            self.free([block])
+            if block in self._cached:
+                self._cached.move_to_end(block, last=False)
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
         """Take these names away, because their content is in doubt; who holds the blocks keeps them."""
+        self.host.forget(hashes)
         for name in hashes:
             block = self._blocks.get(name)
             if block is None:
@@ -160,7 +210,8 @@ class BlockPool:
         return block in self._names
 
     def clear_cache(self) -> None:
-        """Forget every prefix nobody holds."""
+        """Forget every prefix nobody holds, on the host too."""
+        self.host.clear()
         while self._cached:
             block, _ = self._cached.popitem()
             self._forget(block)
@@ -185,6 +236,7 @@ class BlockPool:
         assert free == [b for b in range(self._first, len(expected)) if not expected[b]], "free list differs"
         assert len(self._names) == len(self._blocks) and all(self._blocks[n] == b for b, n in self._names.items())
         assert set(self.digests) <= set(self._names), "a digest outlived its block's name"
+        self.host.check()
         assert set(self._told) <= set(self._names), "a prefix is told of a block that lost its name"
         assert self.log.names(Tier.DEVICE) == set(self._told.values()), "the log differs from what is cached"
 

@@ -15,11 +15,12 @@ from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.blocks import BlockPool, prefix_hashes, tail_hash
 from workers.engine.cache_log import chain, name_of_block
+from workers.engine.draft import Slice
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
 from workers.engine.loans import Loans
 from workers.engine.promises import slot_refusal
-from workers.engine.scheduler import Scheduler, Slice
+from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Lease, Sequence, State
 from workers.engine.step import Chunk, StepPlan, StepResult
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
@@ -60,7 +61,12 @@ class Engine:
     ) -> None:
         assert depth >= 1, f"no plan fits into a depth of {depth}"
         self.pool = BlockPool(
-            config.kv_blocks, config.block_size, reserved=reserved, prefix_caching=config.prefix_caching
+            config.kv_blocks,
+            config.block_size,
+            reserved=reserved,
+            prefix_caching=config.prefix_caching,
+            host_blocks=config.host_cache_blocks,
+            first_host=config.swap_blocks,
         )
         self.capacity_tokens = self.pool.num_blocks * config.block_size
         self.max_length = min(context_length, config.max_model_len or context_length, self.capacity_tokens)
@@ -70,7 +76,7 @@ class Engine:
         self._prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
         self._eos = eos_token_ids
         self._vocab_size = vocab_size
-        self._estimate = StepEstimate(cost or LinearCost())
+        self._estimate = StepEstimate(cost or LinearCost(), block_bytes)
         self._depth = depth
         self.leases = LeaseBook(self.pool, lease_s, digest=digest)
         self._scheduler = Scheduler(config, self.pool, self.leases, self._estimate, block_bytes, depth)

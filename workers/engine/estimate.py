@@ -44,16 +44,18 @@ def prompt_share(cost: CostModel, num_tokens: int, stages: int) -> int:
 
 
 class StepEstimate:
-    """Owned by an Engine."""
+    """Owned by an Engine. `block_bytes`: what a block's swap moves."""
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, block_bytes: int = 0) -> None:
         self._given = cost
+        self._block_bytes = block_bytes
         self._ratio = 1.0
         self._seen = False
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """A plan took so long through all stages, the waits for other plans left out."""
         expected = plan_seconds(self._given, plan)
+        seconds -= self._given.swap_seconds((len(plan.swap_out) + len(plan.swap_in)) * self._block_bytes) / 2
         if expected <= 0.0 or seconds <= 0.0:
             return
         ratio = min(max(seconds / expected, 1 / _BOUND), _BOUND)

@@ -16,22 +16,14 @@ from dataclasses import dataclass
 from itertools import islice
 
 from workers.config import EngineConfig
-from workers.costs import CostModel
 from workers.engine.batching import batching
 from workers.engine.blocks import BlockPool, HostBlocks, prefix_hashes, tail_hash
+from workers.engine.draft import StepDraft
 from workers.engine.estimate import StepEstimate, prompt_share
+from workers.engine.host_tier import HostMoves, HostTier
 from workers.engine.leases import LeaseBook
 from workers.engine.promises import next_prompt
 from workers.engine.sequence import Sequence, State
-
-
-@dataclass(slots=True)
-class Slice:
-    """`count` tokens of a sequence, from position `first` on."""
-
-    sequence: Sequence
-    first: int
-    count: int
 
 
 @dataclass(slots=True)
@@ -40,6 +32,7 @@ class _Flight:
 
     sequences: tuple[Sequence, ...]
     leaving: list[int]
+    moves: HostMoves
 
 
 class Scheduler:
@@ -67,6 +60,7 @@ class Scheduler:
         self._leases = leases
         self._estimate = estimate
         self._block_bytes = block_bytes
+        self._tier = HostTier(pool, estimate, block_bytes, -(-config.max_batch_tokens // config.block_size))
         self._depth = depth
         self._policy = batching(config.batching, tpot_slo_s=config.tpot_slo_s, block_size=config.block_size)
         self._arrivals = 0
@@ -79,7 +73,7 @@ class Scheduler:
         self._arrivals += 1
         self.waiting.append(sequence)
 
-    def schedule(self, now_s: float) -> "StepDraft | None":
+    def schedule(self, now_s: float) -> StepDraft | None:
         """What the next step computes and copies; None when that is nothing."""
         if not self.running and not self.waiting:
             return None
@@ -96,10 +90,11 @@ class Scheduler:
             estimate=self._estimate,
         )
         for flight in self._flights:
-            draft.coming += len(flight.leaving)
+            draft.coming += len(flight.leaving) + len(flight.moves.saving)
         self._policy.compose(draft)
         if not (draft.slices or draft.swap_out or draft.admitted):
             return None
+        self._tier.save(draft.moves)
         self._take_off(draft)
         return draft
 
@@ -140,7 +135,7 @@ class Scheduler:
         num_tokens = sum(len(each.tokens) for each in (*prompts, *self.waiting))
         return prompt_share(self._estimate.cost, num_tokens, self._depth)
 
-    def _take_off(self, draft: "StepDraft") -> None:
+    def _take_off(self, draft: StepDraft) -> None:
         self._steps += 1
         # The kernels want one-token runs first.
         draft.slices.sort(key=lambda each: each.count > 1)
@@ -148,12 +143,13 @@ class Scheduler:
         for sequence in touched:
             sequence.in_flight += 1
             sequence.last_step = self._steps
-        self._flights.append(_Flight(touched, draft.leaving))
+        self._flights.append(_Flight(touched, draft.leaving, draft.moves))
 
     def land(self) -> Items[Sequence]:
         """The oldest step in flight has ended, and its copies with it. Answers the sequences it touched."""
         flight = self._flights.popleft()
         self._pool.free(flight.leaving)
+        self._tier.land(flight.moves)
         for sequence in flight.sequences:
             sequence.in_flight -= 1
         return flight.sequences
@@ -164,7 +160,7 @@ class Scheduler:
 
     def leaving(self) -> Items[Items[int]]:
         """Blocks that no sequence owns any more, but that steps in flight still read."""
-        return [flight.leaving for flight in self._flights]
+        return [flight.leaving + flight.moves.saving for flight in self._flights]
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of whichever queue it is in, and give its blocks back, those on the host too."""
@@ -209,7 +205,7 @@ class Scheduler:
 
     # ---- letting in --------------------------------------------------------------------------------------------
 
-    def admit(self, draft: "StepDraft", most: int | None) -> Sequence | None:
+    def admit(self, draft: StepDraft, most: int | None) -> Sequence | None:
         """See `batching.Step.admit`."""
         if len(self.running) >= self._config.max_running:
             return None
@@ -244,7 +240,7 @@ class Scheduler:
             for each in self.running
         )
 
-    def _place(self, sequence: Sequence, draft: "StepDraft") -> bool:
+    def _place(self, sequence: Sequence, draft: StepDraft) -> bool:
         """Blocks for all tokens the sequence has, known prefixes shared. False: they are not free.
 
         A shared tail is copied at once: a lease of these blocks must name the one that will be written.
@@ -259,10 +255,12 @@ class Scheduler:
             num_kept = len(shared) - len(tail)
             num_blocks = -(-len(sequence.tokens) // size) - num_kept
             if self.fits(sequence, held=num_kept, wanted=num_blocks):
-                sequence.blocks = shared[:num_kept] + self._pool.allocate(num_blocks)
+                sequence.blocks = shared[:num_kept] + self._pool.allocate(num_blocks, draft.moves.evicted)
                 draft.copy(tail, sequence.blocks[num_kept:][: len(tail)])
                 sequence.num_computed = sequence.cached_tokens = computed
                 sequence.num_named = computed // size
+                if not tail:
+                    self._tier.restore(sequence, draft.moves)
                 return True
             self._pool.free(shared)
         return False
@@ -283,12 +281,12 @@ class Scheduler:
                 return shared + tail, most
         return shared, len(shared) * size
 
-    def _swap_in(self, sequence: Sequence, draft: "StepDraft") -> bool:
+    def _swap_in(self, sequence: Sequence, draft: StepDraft) -> bool:
         num_blocks = len(sequence.host_blocks)
         grows = sequence.num_computed == num_blocks * self._pool.block_size
         if not self.fits(sequence, held=0, wanted=num_blocks + grows):
             return False
-        sequence.blocks = self._pool.allocate(num_blocks)
+        sequence.blocks = self._pool.allocate(num_blocks, draft.moves.evicted)
         draft.swap_in += zip(sequence.host_blocks, sequence.blocks, strict=True)
         # Free at once: whatever is saved there next is saved by a later step, and steps run in order.
         self.host.free(sequence.host_blocks)
@@ -297,7 +295,7 @@ class Scheduler:
 
     # ---- blocks for what is computed -----------------------------------------------------------------------------
 
-    def make_writable(self, sequence: Sequence, draft: "StepDraft") -> bool:
+    def make_writable(self, sequence: Sequence, draft: StepDraft) -> bool:
         """A block of its own under the next token: a new one, or a copy of one that others hold too."""
         index = sequence.num_scheduled // self._pool.block_size
         grows = index == len(sequence.blocks)
@@ -306,7 +304,7 @@ class Scheduler:
             return True
         if not self._make_room(sequence, draft):
             return False
-        blocks = self._pool.allocate(1)
+        blocks = self._pool.allocate(1, draft.moves.evicted)
         if not grows:
             draft.copy(sequence.blocks[index : index + 1], blocks)
         sequence.blocks[index : index + 1] = blocks
@@ -320,7 +318,7 @@ class Scheduler:
             sequence.blocks += self._pool.allocate(missing)
         return len(sequence.blocks) * size - sequence.num_scheduled
 
-    def _make_room(self, sequence: Sequence, draft: "StepDraft") -> bool:
+    def _make_room(self, sequence: Sequence, draft: StepDraft) -> bool:
         """A free block, by preempting younger sequences or at last this one. False: not in this step."""
         while not self._pool.num_free:
             if draft.coming > 0:  # one comes free when a step ends: wait for it
@@ -339,7 +337,7 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence, draft: "StepDraft") -> None:
+    def _preempt(self, sequence: Sequence, draft: StepDraft) -> None:
         self._leases.drop(sequence.key)  # it was to be taken over; its reader is refused, and the sequence stays here
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
@@ -365,85 +363,3 @@ class Scheduler:
             return True
         cost = self._estimate.cost
         return cost.swap_seconds(len(sequence.blocks) * self._block_bytes) < cost.prefill_seconds(sequence.num_computed)
-
-
-class StepDraft:
-    """One step in the making: `batching.Step` to the policy, and its outcome to the engine."""
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        *,
-        now_s: float,
-        decodable: tuple[Sequence, ...],
-        unfinished: tuple[Sequence, ...],
-        beside: list[Sequence],
-        rows: int,
-        budget: int,
-        share: int,
-        estimate: StepEstimate,
-    ) -> None:
-        self.now_s = now_s
-        self.decodable = decodable
-        self.unfinished = unfinished
-        self.beside = beside
-        self.left = budget
-        self.share = share
-        self.slices: list[Slice] = []
-        self.chosen: set[Sequence] = set()
-        self.stopped: set[Sequence] = set()  # in flight, to be preempted when they no longer are
-        self.admitted: list[Sequence] = []
-        self.swap_out: list[tuple[int, int]] = []
-        self.swap_in: list[tuple[int, int]] = []
-        self.copies: list[tuple[int, int]] = []
-        self.leaving: list[int] = []  # blocks to free when this step has ended
-        self.coming = 0  # blocks that come free with steps under way, and that nobody waits for yet
-        self._rows = rows
-        self._scheduler = scheduler
-        self._estimate = estimate
-
-    @property
-    def has_waiting(self) -> bool:
-        return bool(self._scheduler.waiting)
-
-    @property
-    def cost(self) -> CostModel:
-        return self._estimate.cost
-
-    def decode(self, sequence: Sequence) -> bool:
-        if self._rows <= 0:
-            self.beside.append(sequence)
-            return False
-        if self.left <= 0 or not self._take(sequence, 1):
-            return False
-        self._rows -= 1
-        return True
-
-    def chunk(self, sequence: Sequence, most: int | None = None) -> int:
-        missing = len(sequence.tokens) - sequence.num_scheduled
-        count = self._take(sequence, missing if most is None else min(missing, most))
-        self.share -= count
-        return count
-
-    def _take(self, sequence: Sequence, count: int) -> int:
-        if count <= 0 or sequence.state is not State.RUNNING or sequence in self.stopped:
-            return 0
-        if not self._scheduler.make_writable(sequence, self):
-            return 0
-        count = min(count, self._scheduler.room(sequence))
-        self.chosen.add(sequence)
-        self.slices.append(Slice(sequence, sequence.num_scheduled, count))
-        sequence.num_ordered += count
-        self.left -= count
-        return count
-
-    def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Copy blocks in this step, and let go of the sources when it has ended."""
-        self.copies += zip(sources, targets, strict=True)
-        self.leaving += sources
-
-    def admit(self, most: int | None = None) -> Sequence | None:
-        sequence = self._scheduler.admit(self, most)
-        if sequence is not None:
-            self.admitted.append(sequence)
-        return sequence

@@ -88,8 +88,9 @@ def allocate_pool(
     spare_bytes = _available_bytes(torch.device("cpu")) - (device.type == "cpu") * num_blocks * layout.block_bytes
     if host_blocks * layout.block_bytes > spare_bytes * (1 - _SPARE):
         raise ModelError(
-            f"engine.swap_blocks is {host_blocks}: {host_blocks * layout.block_bytes / 2**30:.1f} GiB do not fit in "
-            f"the {max(0, spare_bytes) / 2**30:.1f} GiB of host memory left; lower it or engine.kv_blocks"
+            f"engine.swap_blocks and host_cache_blocks are {host_blocks}: "
+            f"{host_blocks * layout.block_bytes / 2**30:.1f} GiB do not fit in "
+            f"the {max(0, spare_bytes) / 2**30:.1f} GiB of host memory left; lower them or engine.kv_blocks"
         )
     dtype: torch.dtype = getattr(torch, layout.dtype)
     if device.type == "cpu":

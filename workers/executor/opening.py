@@ -134,7 +134,7 @@ def _load_shard(
     )
     facts = model_facts(folder, shape, engine, model.dtype.itemsize)
     layout = replace(facts.layout, layers=shard.layers, heads=shard.kv_heads)
-    pool = allocate_pool(layout, engine.kv_blocks, device, engine.swap_blocks, config.staging_bytes)
+    pool = allocate_pool(layout, engine.kv_blocks, device, engine.host_blocks, config.staging_bytes)
     return facts, Part(model, group, link), pool
 
 

@@ -1,0 +1,202 @@
+"""Prefixes that fall out of the device's cache and come back from the host, on a memory that remembers every token."""
+
+import pytest
+from driving import Device, Pipeline, digest_of, engine, next_token, request, result, run_to_end, step, tokens_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+from test_memory import EngineMachine
+
+from workers.config import BATCHING, EngineConfig
+from workers.costs import CostModel, LinearCost
+from workers.engine.cache_log import CacheLog, Tier
+from workers.engine.engine import Engine
+from workers.engine.host_cache import HostCache
+from workers.engine.sequence import Lease
+from workers.request import Request
+
+CHEAP = LinearCost(swap_byte_s=0.0)
+DEAR = LinearCost(swap_byte_s=1.0)
+
+
+def small(cost: CostModel = CHEAP, *, host: int = 32, **config: object) -> tuple[Engine, Device]:
+    """Sixteen blocks of four tokens on the device."""
+    subject = engine(kv_blocks=18, host_cache_blocks=host, cost=cost, block_bytes=1000, **config)
+    return subject, Device()
+
+
+def answer(subject: Engine, device: Device, made: Request, *, hold: bool = False) -> tuple[list[int], int, list]:
+    """To the end: tokens computed of the prompt, how many were cached, and what was told."""
+    subject.add(device.know(made), 0.0, hold=hold)
+    computed, told = 0, []
+    while (done := step(subject, 0.0, device))[0] is not None:
+        computed += sum(len(chunk.tokens) for chunk in done[0].chunks if chunk.first_position < made.num_tokens)
+        told += done[1]
+    cached = max(getattr(each, "cached_tokens", 0) for each in told)
+    return computed, cached, told
+
+
+def prompt(first: int, length: int = 40) -> tuple[int, ...]:
+    return tuple(range(first, first + length))
+
+
+def test_a_prefix_that_was_evicted_comes_back_from_the_host() -> None:
+    subject, device = small()
+    for number, first in enumerate((100, 300, 500)):
+        answer(subject, device, request(f"r{number}", prompt(first), max_tokens=1))
+    computed, cached, told = answer(subject, device, request("again", prompt(100), max_tokens=3))
+    assert (computed, cached) == (4, 36), "nine of ten blocks: a token is left to compute"
+    assert tokens_of(told, "again/0") == [next_token("again/0", 40 + n) for n in range(3)]
+
+
+@pytest.mark.parametrize(("cost", "host"), [(DEAR, 32), (CHEAP, 0)])
+def test_without_a_host_cache_or_where_swaps_are_dear_it_is_computed_again(cost: CostModel, host: int) -> None:
+    subject, device = small(cost, host=host)
+    for number, first in enumerate((100, 300, 500)):
+        answer(subject, device, request(f"r{number}", prompt(first), max_tokens=1))
+    computed, cached, _ = answer(subject, device, request("again", prompt(100), max_tokens=1))
+    assert (computed, cached) == (40, 0)
+
+
+@pytest.mark.parametrize("digest", [True, False])
+def test_what_comes_back_for_a_reader_is_ready_only_when_it_is_there(digest: bool) -> None:
+    subject, device = small()
+    subject.leases._digest = digest
+    for number, first in enumerate((100, 300, 500)):
+        answer(subject, device, request(f"r{number}", prompt(first), max_tokens=1))
+    subject.add(device.know(request("held", prompt(100))), 0.0, hold=True)
+    plan = subject.schedule(0.0)
+    assert plan is not None and plan.swap_in
+    (lease,) = [each for each in subject.drain() if isinstance(each, Lease)]
+    assert subject.leases.progress("held/0", lease.epoch, 0, 0.0).ready_blocks == 0
+    device.execute(plan)
+    subject.commit(plan, result(plan), 0.0)
+    device.check_leases(subject)
+    progress = subject.leases.progress("held/0", lease.epoch, 0, 0.0)
+    assert progress.ready_blocks == 10
+    if digest:
+        assert progress.cells[0] == tuple(digest_of(block, 4) for block in lease.blocks)
+
+
+def test_what_comes_back_is_not_handed_over_before_it_is_there() -> None:
+    subject, device = small()
+    subject.leases._digest = False
+    for number, first in enumerate((100, 300, 500)):
+        answer(subject, device, request(f"r{number}", prompt(first), max_tokens=1))
+    subject.add(device.know(request("moves", prompt(100))), 0.0, hold=False)
+    plan = subject.schedule(0.0)
+    assert plan is not None and plan.swap_in
+    assert subject.hand_over("moves/0", 40, 0.0) is None
+    device.execute(plan)
+    subject.commit(plan, result(plan), 0.0)
+    lease = subject.hand_over("moves/0", 40, 0.0)
+    assert lease is not None and len(lease.blocks) == 10
+    device.check_leases(subject)
+
+
+def test_a_prompt_that_trusts_no_cache_trusts_no_host_either() -> None:
+    subject, device = small()
+    for number, first in enumerate((100, 300, 500)):
+        answer(subject, device, request(f"r{number}", prompt(first), max_tokens=1))
+    computed, cached, _ = answer(subject, device, request("fresh", prompt(100), max_tokens=1, fresh=True))
+    assert (computed, cached) == (40, 0)
+
+
+def test_an_idle_pool_with_room_saves_nothing() -> None:
+    subject, device = engine(kv_blocks=200, host_cache_blocks=32, cost=CHEAP, block_bytes=1000), Device()
+    for number, first in enumerate((100, 300, 500)):
+        answer(subject, device, request(f"r{number}", prompt(first), max_tokens=1))
+    assert not len(subject.pool.host)
+
+
+def test_saved_blocks_are_not_written_before_they_are_saved() -> None:
+    """Nobody gets a block, for a transfer for example, that a step in flight still copies."""
+    subject, device = small()
+    answer(subject, device, request("r0", prompt(100), max_tokens=1))
+    subject.add(device.know(request("r1", prompt(300, 20), max_tokens=1)), 0.0, hold=False)
+    plan = subject.schedule(0.0)
+    assert plan is not None and plan.swap_out
+    taken = subject.pool.allocate(subject.pool.num_free)
+    assert not {block for block, _ in plan.swap_out} & set(taken)
+
+
+def test_the_host_forgets_the_oldest_but_nothing_that_the_step_reads() -> None:
+    host = HostCache(2, 10, CacheLog(128))
+    a, b = host.save(b"a", 1, ()), host.save(b"b", None, ())
+    assert sorted((a, b)) == [10, 11] and host.match([b"a", b"x"]) == [a]
+    assert host.save(b"c", 3, {b}) == a and b"a" not in host
+    assert host.save(b"d", 4, {a, b}) is None
+    host.forget([b"b"])
+    assert host.save(b"d", 4, {b}) == a, "free, but read by the step in the making"
+    host.check()
+    host.clear()
+    host.check()
+    assert host._log.names(Tier.HOST) == frozenset()
+
+
+def test_a_host_cache_needs_a_prefix_cache() -> None:
+    with pytest.raises(ValueError, match="prefix_caching is off"):
+        EngineConfig(host_cache_blocks=4, prefix_caching=False)
+    with pytest.raises(ValueError, match="host_cache_blocks is -1"):
+        EngineConfig(host_cache_blocks=-1)
+
+
+def test_learning_leaves_the_time_of_copies_out() -> None:
+    subject, device = small(LinearCost(swap_byte_s=1e-6))
+    before = subject._estimate.cost.prefill_seconds(16)
+    run_to_end(subject, 0.0, device)
+    assert subject._estimate.cost.prefill_seconds(16) == before
+
+
+class HostMachine(EngineMachine):
+    """Everything at once, on a small pool with a small host cache behind it."""
+
+    @initialize(
+        depth=st.integers(1, 4),
+        batching=st.sampled_from(BATCHING),
+        budget=st.integers(5, 16),
+        blocks=st.integers(9, 14),
+        host=st.integers(1, 16),
+        digest=st.booleans(),
+    )
+    def open(self, depth: int, batching: str, budget: int, blocks: int, host: int, digest: bool) -> None:
+        self.device = Device()
+        self.engine = engine(
+            kv_blocks=blocks,
+            swap_blocks=8,
+            host_cache_blocks=host,
+            max_running=5,
+            max_batch_tokens=budget,
+            batching=batching,
+            depth=depth,
+            cost=LinearCost(step_s=0.01, swap_byte_s=0.0001),
+            block_bytes=10,
+        )
+        self.engine.leases._digest = digest
+        self.flow = Pipeline(self.engine, depth, self.device)
+
+    @rule(document=st.integers(1, 5), length=st.integers(9, 14), hold=st.booleans(), fresh=st.integers(0, 9))
+    def ask_of_a_document(self, document: int, length: int, hold: bool, fresh: int) -> None:
+        """Together they are more than the device holds."""
+        tokens = tuple(range(20 * document, 20 * document + length))
+        self._add(request(f"r{self.count}", tokens, max_tokens=1, fresh=not fresh), hold)
+
+    @rule(length=st.integers(8, 14), first=st.integers(0, 1), hold=st.booleans())
+    def add_fresh(self, length: int, first: int, hold: bool) -> None:
+        made = request(f"r{self.count}", tuple(range(1 + first, 1 + first + length)), max_tokens=1, fresh=True)
+        self._add(made, hold)
+
+    @precondition(lambda self: not self.reading)
+    @rule(first=st.integers(0, 3))
+    def borrow(self, first: int) -> None:
+        """Another worker's prefix arrives, and lies in the cache."""
+        tokens = tuple(range(1 + first, 13 + first))
+        if self.engine.pool.num_free < 3:
+            return
+        loan = self.engine.loans.borrow(tokens)
+        self.device.fill(loan.blocks, tokens)
+        self.engine.loans.end(loan, arrived=True)
+
+
+HostMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestHostMachine = HostMachine.TestCase
