@@ -17,8 +17,8 @@ from cluster.controller import Controller
 from cluster.dispatcher import Dispatcher
 from cluster.events import Event
 from cluster.members import Membership
-from cluster.policy.promises import Standing
 from cluster.policy.elastic import Elastic
+from cluster.policy.promises import Standing
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
 from cluster.spec import ClusterSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState
