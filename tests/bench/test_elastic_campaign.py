@@ -69,15 +69,20 @@ def test_at_scale_1_both_kinds_of_phase_take_all_the_fleet_has() -> None:
 
 def test_static_configurations_are_what_they_are_called() -> None:
     load = made("phases-a100", Size(workers=4))
+    assert {each.prefills for each in splits(4) if not each.plain} == {1, 2, 3}
     for each in splits(4):
         spec = case_of(each, load).spec
         assert [pool.replicas for pool in spec.pools] == [each.prefills, 4 - each.prefills]
+        if not each.plain:
+            assert {pool.engine.batching for pool in spec.pools} == {"prefill-first"}
+            continue
         assert spec.pools[0].engine.max_batch_tokens == each.chunk
         assert {pool.engine.batching for pool in spec.pools} == {"chunked"} and spec.gateway.routing == "least-loaded"
     for each in colocated():
         (pool,) = case_of(each, load).spec.pools
-        assert (pool.replicas, pool.engine.max_batch_tokens) == (4, each.chunk)
-    assert {each.name for each in (*named(2), OURS)} == set(SYSTEMS)
+        assert (pool.replicas, pool.engine.batching) == (4, "chunked" if each.plain else "prefill-first")
+        assert pool.engine.max_batch_tokens == (each.chunk or load.fleet.engine.max_batch_tokens)
+    assert {each.system for each in (*named(2), OURS)} == set(SYSTEMS)
     assert [case_of(one, load).spec.pools[0].replicas for one in named(3) if one.system == "distserve"] == [3]
 
 

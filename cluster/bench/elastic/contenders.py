@@ -33,17 +33,21 @@ class Contender:
         if self.routing:
             return self.routing
         if not self.plain:
-            return self.system
+            return f"{self.system}, split {self.prefills}" if self.prefills else self.system
         return f"split {self.prefills}, chunk {self.chunk}" if self.prefills else f"colocated, chunk {self.chunk}"
 
 
 def splits(workers: int, chunks: Sequence[int] = PROMPT_CHUNKS) -> Iterator[Contender]:
+    """Prompts in steps of each size; and DistServe as it is, with whole prompts."""
     for prefills in range(1, workers):
+        yield Contender(SPLIT, prefills)
         for chunk in chunks:
             yield Contender(SPLIT, prefills, chunk, plain=True)
 
 
 def colocated(chunks: Sequence[int] = CHUNKS) -> Iterator[Contender]:
+    """Prompts in chunks of each size; and whole, before all decodes."""
+    yield Contender("vllm")
     for chunk in chunks:
         yield Contender(COLOCATED, 0, chunk, plain=True)
 

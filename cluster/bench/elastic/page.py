@@ -140,7 +140,7 @@ def _named(entry: Entry) -> str:
         case "oracle":
             return "oracle"
         case "system":
-            return f"{entry.name}, {entry.prefills} prefill workers" if entry.prefills else entry.name
+            return entry.name
     return f"best static: {entry.name}"
 
 

@@ -115,7 +115,7 @@ def statics(scenario: Scenario, effort: Effort, each: Map, tell: Tell, start: fl
     best = pilot(scenario, candidates[len(candidates) // 2], start or 0.4 * scenario.rate, effort)
     best = ladder(scenario, best, candidates, effort, each, tell)
     near = {k for one in best.contenders for k in (one.prefills - 1, one.prefills, one.prefills + 1)}
-    others = [one for one in splits(workers, effort.prompt_chunks) if one.prefills in near and one.chunk != middle]
+    others = [one for one in splits(workers, effort.prompt_chunks) if one.prefills in near and one not in candidates]
     best = ladder(scenario, best, others, effort, each, tell)
     mixed = tuple(colocated(effort.chunks))
     first = pilot(scenario, mixed[len(mixed) // 2], best.rate, effort)
