@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.api.generate_stubs import ROOT, generate
 from cluster.api.messages import event_message, events_from
-from cluster.events import Accepted, AnswerEnd, Completed
+from cluster.events import Accepted, AnswerEnd, Completed, Queued
 from cluster.ledger import PHASES, LatencyLedger
 from cluster.text import TextDelta, TextEvent
 from kvtransfer.ticket import TransferReport
@@ -29,6 +29,7 @@ SEVERAL_LOGPROBS = st.lists(LOGPROBS, max_size=3).map(tuple)
 LEDGERS = st.builds(LatencyLedger, PARTS, PARTS, st.integers(0, 10**15), st.integers(0, 10**15))
 ENDS = st.builds(AnswerEnd, st.sampled_from(FinishReason), COUNT, COUNT, LEDGERS, st.none() | REAL)
 EVENTS = st.one_of(
+    st.builds(Queued, WORD, COUNT, SECONDS, SECONDS, WORD, COUNT),
     st.builds(Accepted, WORD, COUNT, COUNT, WORD, WORD, WORD, st.none() | SECONDS, st.none() | SECONDS, COUNT),
     st.builds(TextDelta, WORD, TOKENS, COUNT, SEVERAL_LOGPROBS, SEVERAL_LOGPROBS, COUNT),
     st.builds(

@@ -1,0 +1,57 @@
+"""Classes and tenants as an operator writes them; what contradicts itself is refused with the reason."""
+
+import pytest
+
+from cluster.spec import ClassSpec, SpecError, parse_spec
+
+
+def gateway(**keys: object) -> dict[str, object]:
+    return {"model": "m", "pools": [{"name": "m", "role": "mixed"}], "gateway": keys}
+
+
+def test_classes_and_tenants_are_read() -> None:
+    spec = parse_spec(
+        gateway(
+            admission="promise",
+            classes={"interactive": {"ttft_s": 1, "tpot_s": 0.1}, "batch": {"priority": 1, "max_wait_s": 600}},
+            tenants={"alice": 0.7, "bob": 0.2, "*": 0.1},
+        )
+    ).gateway
+    assert spec.classes == {"interactive": ClassSpec(1.0, 0.1), "batch": ClassSpec(priority=1, max_wait_s=600.0)}
+    assert spec.tenants == {"alice": 0.7, "bob": 0.2, "*": 0.1}
+    assert [each.patience_s for each in spec.classes.values()] == [60.0, 600.0]
+    assert ClassSpec(ttft_s=100.0).patience_s == 100.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"tenants": {"a": 0.7, "b": 0.2}}, "gateway: tenants: the shares sum to 0.9; they must sum to 1"),
+        ({"tenants": {"a": 1.2, "b": -0.2}}, "gateway: tenants.a is 1.2; a share lies above 0 and is at most 1"),
+        ({"tenants": {"a": float("nan")}}, "gateway: tenants.a is nan; a share lies above 0 and is at most 1"),
+        ({"classes": {"x": {"ttft": 1}}}, "gateway.classes.x.ttft: unknown key; did you mean 'ttft_s'?"),
+        (
+            {"classes": {"x": {"ttft_s": 0}}},
+            "classes.x: ttft_s is 0.0; it must be above 0 seconds, or left out",
+        ),
+        (
+            {"classes": {"x": {"tpot_s": -1}}},
+            "classes.x: tpot_s is -1.0; it must be above 0 seconds, or left out",
+        ),
+        (
+            {"classes": {"x": {"ttft_s": 9, "max_wait_s": 3}}},
+            "classes.x: ttft_s (9.0) is above max_wait_s (3.0)",
+        ),
+        ({"classes": {"x": {"on_miss": "reject"}}}, "neither ttft_s nor tpot_s that could be missed"),
+        ({"classes": {"x": {"on_miss": "drop"}}}, "gateway.classes.x: on_miss 'drop' is not one of reject, queue"),
+        ({"classes": {"x": {"max_queued": -1}}}, "gateway.classes.x: max_queued is -1"),
+        ({"classes": {"x": {"priority": "high"}}}, "gateway.classes.x: priority: Expected int, got str"),
+        ({"classes": {"x": 3}}, "gateway.classes.x: Expected object, got int"),
+        ({"max_queued": -1}, "gateway: max_queued is -1"),
+        ({"admission": "promises"}, "admission 'promises' is not one of none, late, early, predictive, promise"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_the_reason(keys: dict[str, object], told: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec(gateway(**keys))
+    assert told in str(refused.value)
