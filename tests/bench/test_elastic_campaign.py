@@ -23,6 +23,7 @@ from cluster.sim.clock import run
 from cluster.sim.distance import Distant
 from cluster.sim.systems import SYSTEMS
 from cluster.spec import SpecError
+from workers.request import SLO
 from workers.stats import WorkerStats
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -203,7 +204,7 @@ def test_a_run_is_told_by_phase() -> None:
 
 
 def test_a_small_campaign_has_all_its_figures(tmp_path: Path) -> None:
-    load = made("phases-a100", Size(workers=2, stretch=0.06))
+    load = replace(made("phases-a100", Size(workers=2, stretch=0.05)), slo=SLO(1.0, 0.06))
     effort = replace(QUICK, systems=("distserve",))
     result = measure(load, effort, map, lambda _: None)
     assert {each.kind for each in result.entries} == {"ours", "best split", "best colocated", SYSTEM, ORACLE}

@@ -63,7 +63,7 @@ def foreseen(scenario: Scenario, start: float, effort: Effort, each: Map, tell: 
 
 def oracle(scenario: Scenario, found: Statics, effort: Effort, each: Map, tell: Tell, gpus: int) -> Entry:
     """Its goodput. Steps of prompts are not tried again for each phase; they are those of the best static split."""
-    chunks = tuple(dict.fromkeys(one.chunk for one in found.split.contenders))
+    chunks = tuple(dict.fromkeys(one.chunk for one in found.split.contenders if one.chunk)) or effort.prompt_chunks[:1]
     knowing = foreseen(scenario, found.rate, replace(effort, prompt_chunks=chunks), each, tell)
     start = found.rate
     search = Search(start, start / REACH, start * REACH, effort.tolerance)
