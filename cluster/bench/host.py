@@ -15,6 +15,7 @@ from pathlib import Path
 from cluster.api.server import open_door
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.ledger import Stopwatch, now_ns
+from cluster.policy.promises import Standing
 from cluster.serving import GatewayContext, serve
 from cluster.spec import ClusterSpec, Role, parse_spec
 from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
@@ -52,6 +53,12 @@ class InstantDispatcher:
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         raise InvalidRequest("worker", "there is none behind this door")
+
+    def standing(self) -> Standing:
+        return Standing()
+
+    def turned_away(self, class_name: str, cause: str) -> None:
+        """Nobody keeps scores here."""
 
     def view_change(self) -> Awaitable[object]:
         return asyncio.get_running_loop().create_future()

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.api.client import DiptychClient
@@ -39,6 +39,7 @@ STANDINGS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(STANDINGS)
 def test_standings_survive_the_wire(standing: Standing) -> None:
     message = standing_message(standing)

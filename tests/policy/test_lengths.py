@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from cluster import dispatcher as dispatcher_module
 from cluster.dispatcher import Dispatcher
-from cluster.policy.lengths import (
-    Calibration,
-    Learned,
-    asked_length,
-    expected_tokens,
-)
+from cluster.policy.lengths import BUCKET_TOKENS, Calibration, Learned, asked_length, expected_tokens
 from cluster.policy.policy import open_policy
 from cluster.policy.survival import Histogram
 from cluster.sim.clock import run
@@ -47,6 +42,7 @@ SHORT = st.lists(st.integers(1, 15), min_size=1, max_size=40)
 LONG = st.lists(st.integers(1, 100_000), min_size=1, max_size=40)
 
 
+@settings(deadline=None)
 @given(SHORT, st.integers(0, 14), st.integers(1, 20))
 def test_without_cuts_the_curve_is_the_empirical_one(lengths: list[int], seen: int, more: int) -> None:
     curve, most = told(lengths).curve, seen + more
@@ -59,6 +55,7 @@ def test_without_cuts_the_curve_is_the_empirical_one(lengths: list[int], seen: i
     assert curve.within(0.9, seen, most) == seen + nine_of_ten
 
 
+@settings(deadline=None)
 @given(LONG, st.integers(0, 100_000), st.integers(1, 200_000))
 def test_a_prediction_lies_within_what_was_seen_and_what_is_allowed(lengths: list[int], seen: int, more: int) -> None:
     curve, most = told(lengths).curve, seen + more
@@ -72,6 +69,7 @@ def test_a_prediction_lies_within_what_was_seen_and_what_is_allowed(lengths: lis
     assert 0 <= curve.likeliest(seen, most, 200) <= (more - 1) // 200
 
 
+@settings(deadline=None)
 @given(LONG)
 def test_bins_are_fine_enough(lengths: list[int]) -> None:
     mean = sum(lengths) / len(lengths)
@@ -102,6 +100,7 @@ def test_old_evidence_fades_and_memory_is_bounded() -> None:
     assert len(histogram._bins) <= 16 + 8 * 17
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 15), min_size=2, max_size=60))
 def test_percentiles_cover_their_share_of_what_made_them(lengths: list[int]) -> None:
     curve = told(lengths).curve
@@ -178,6 +177,28 @@ def test_many_tenants_and_templates_are_forgotten_the_oldest_first() -> None:
     assert learned.mean(asked(1, tenant="kept")) == pytest.approx(10)
 
 
+ENDINGS = st.tuples(
+    st.integers(0, 3), st.sampled_from(["", "a", "b"]), st.integers(0, 5000), st.sampled_from([EOS, LENGTH, None])
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(ENDINGS, max_size=80), st.integers(0, 3), st.integers(1, 6000), st.integers(0, 6000))
+def test_whatever_was_learnt_a_prediction_is_possible(
+    endings: list[tuple[int, str, int, FinishReason | None]], template: int, most: int, seen: int
+) -> None:
+    learned = Learned()
+    for like, tenant, length, finish in endings:
+        learned.ended(asked(like, tenant=tenant, most=max(1, length)), length, finish)
+    wanted = asked(template, tenant="a", most=most, seen=min(seen, most - 1))
+    left = asked_length(wanted)
+    assert 1.0 <= learned.mean(wanted) <= left + 1e-6 and 1 <= learned.most(wanted) <= left
+    assert 1 <= learned(wanted) <= left and learned(wanted) % BUCKET_TOKENS == 1
+    known = learned.calibration()
+    shares = (known.within_p50, known.within_p90, known.bucket_share)
+    assert all(0.0 <= share <= 1.0 + 1e-9 for share in shares) and known.answers <= len(endings)
+
+
 def stream(seed: int, count: int) -> Iterator[tuple[Request, int, FinishReason]]:
     """Three tenants with lognormal answers of their own; bounds of which most are never reached."""
     draws = random.Random(seed)
@@ -232,6 +253,7 @@ class Liar:
         return Calibration()
 
 
+@settings(deadline=None)
 @given(NUMBERS, st.integers(1, 3000), st.integers(0, 50))
 @example(math.nan, 10, 0)
 @example(math.inf, 10, 0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from views import Story, request, view, worker
 
@@ -90,6 +90,7 @@ ENDED = st.builds(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.lists(ENDED, max_size=150))
 def test_counts_add_up_and_labels_are_bounded(ended: list[Ended]) -> None:
     told = standing(*ended)
