@@ -238,6 +238,20 @@ def test_a_system_that_cannot_be_is_refused_with_a_reason(text: str) -> None:
         case_of(contender(text), made("phases-a100"))
 
 
+def test_what_cannot_be_run_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DIPTYCH_SHARED", str(tmp_path))
+    for args, words in (
+        (["--one", "azure", "--workers", "3"], f"is not under {tmp_path}"),
+        (["--one", "bursts", "--scale", "0"], "must be above 0"),
+        (["--one", "bursts", "--system", "split:9", "--workers", "3"], "cannot be the prefill pool"),
+        (["--recorded", "--out", str(tmp_path)], "run a campaign first"),
+        (["--one", "nothing"], "is not one of"),
+        (["--workers", "1"], "is not in the range"),
+    ):
+        ran = CliRunner().invoke(main, args)
+        assert ran.exit_code != 0 and words in ran.output and ran.output.count("Traceback") == 0, ran.output
+
+
 # ---- the record --------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from cluster.scoring.goodput import Map
 from cluster.sim.compare import processes
 from cluster.sim.systems import SYSTEMS
 from cluster.spec import ROUTING, SpecError
+from cluster.workload.arrivals import WorkloadError
 
 PLAIN = {"split": SPLIT, "colocated": COLOCATED}
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -49,7 +50,7 @@ EFFORTS = {
 @click.option("--recorded", is_flag=True, help="Run nothing: page and pictures from the committed record.")
 @click.option("--stale-only", is_flag=True, help="Only the study of old views, into the record.")
 @click.option("--seeds", type=click.IntRange(1, 16), help="So many for ours, the static ones and the oracle. [3]")
-@click.option("--processes", "count", default=2, show_default=True)
+@click.option("--processes", "count", type=click.IntRange(1, 64), default=2, show_default=True)
 @click.option("--one", "which", type=click.Choice(list(SCENARIOS)), help="One run of this workload, told in full.")
 @click.option(
     "--system",
@@ -62,9 +63,20 @@ EFFORTS = {
 @click.option("--scale", default=0.6, show_default=True, help="With --one: the load as a share of the fleet's seconds.")
 @click.option("--seed", default=0, show_default=True, help="With --one.")
 @click.option("--workers", type=click.IntRange(2, 64), help="[4; with --full and with --one, 6]")
-@click.option("--stretch", type=float, help="All phases so many times as long. [1]")
-@click.option("--stale", default=0.0, help="With --one: seconds by which gateways hear of workers' states too late.")
-@click.option("--gateways", default=1, show_default=True, help="With --one: so many share the requests.")
+@click.option("--stretch", type=click.FloatRange(0.01, 100.0), help="All phases so many times as long. [1]")
+@click.option(
+    "--stale",
+    type=click.FloatRange(0.0, 60.0),
+    default=0.0,
+    help="With --one: seconds by which gateways hear of workers' states too late.",
+)
+@click.option(
+    "--gateways",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="With --one: so many share the requests.",
+)
 @click.option("--json", "as_json", is_flag=True, help="With --one: as a line of JSON.")
 def main(
     workloads: tuple[str, ...],
@@ -108,7 +120,7 @@ def main(
             run = Probe(asked, made, None, View(stale, gateways)).run(scale, seed, trace=True)
             click.echo(one.as_json(run, made, scale) if as_json else "\n".join(one.lines(run, made, scale)))
             return
-    except (Absent, SpecError) as error:
+    except (Absent, SpecError, WorkloadError) as error:
         raise click.ClickException(str(error)) from None
     file = record.FILE if out is None else out / record.FILE.name
     if recorded and not file.exists():
