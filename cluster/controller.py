@@ -171,8 +171,7 @@ class Controller:
     def view(self) -> ClusterView:
         """What a gateway sees."""
         workers = tuple(keeper.view for keeper in self._keepers.values())
-        links = self._preflight.links
-        pairs = frozenset((link.owner, link.reader) for link in links)
+        links, pairs = self._preflight.links, self._preflight.pairs
         return ClusterView(self._revision, self._spec.name, self._model(), workers, links, pairs, self._pool_views())
 
     def _pool_views(self) -> tuple[PoolView, ...]:

@@ -38,12 +38,23 @@ class Preflight:
         self._timeout_s = timeout_s
         self._changed = changed
         self._links: dict[tuple[str, str], LinkReport] = {}  # (owner, reader)
+        self._told: tuple[tuple[LinkReport, ...], frozenset[tuple[str, str]]] | None = None  # as they are now
         self._unlinked: dict[Pair, None] = {}  # whose preflight failed, oldest first
         self._introducing = asyncio.Lock()  # one at a time, or two newcomers would both miss each other
 
     @property
     def links(self) -> tuple[LinkReport, ...]:
-        return tuple(self._links.values())
+        return self._published()[0]
+
+    @property
+    def pairs(self) -> frozenset[tuple[str, str]]:
+        """Owner and reader of each link."""
+        return self._published()[1]
+
+    def _published(self) -> tuple[tuple[LinkReport, ...], frozenset[tuple[str, str]]]:
+        if self._told is None:
+            self._told = tuple(self._links.values()), frozenset(self._links)
+        return self._told
 
     async def introduce(self, new: Keeper, keepers: Callable[[], Iterable[Keeper]]) -> None:
         """Let the new worker and every ready peer of the other phase move one block before traffic does.
@@ -51,8 +62,7 @@ class Preflight:
         Raises `ModelError` for a worker that can never work with one that is here.
         """
         async with self._introducing:
-            for names in [names for names in self._links if new.name in names]:
-                del self._links[names]
+            self._unlink(new.name, (keeper.name for keeper in keepers()))
             peers = [peer for peer in keepers() if peer is not new and peer.introduced]
             for peer in peers:
                 _refuse_misfit(new, peer, moving=self._may_move(new, peer) or self._may_move(peer, new))
@@ -110,10 +120,15 @@ class Preflight:
 
     def forget(self, name: str) -> None:
         """This worker is no more."""
-        for names in [names for names in self._links if name in names]:
-            del self._links[names]
+        self._unlink(name, {end for names in self._links for end in names})
         for pair in [pair for pair in self._unlinked if name in (pair[0].name, pair[1].name)]:
             del self._unlinked[pair]
+
+    def _unlink(self, name: str, others: Iterable[str]) -> None:
+        self._told = None
+        for other in others:
+            self._links.pop((name, other), None)
+            self._links.pop((other, name), None)
 
     async def tend(self) -> None:
         """Try again, once in a while, to link pairs whose preflight failed though both live."""
@@ -145,6 +160,7 @@ class Preflight:
             if owner.is_over or reader.is_over:
                 return WorkerGone("it has left")
             self._links[owner.name, reader.name] = replace(link, owner=owner.name, reader=reader.name)
+            self._told = None
             self._unlinked.pop((owner, reader), None)
             return None
         except (TransferError, WorkerGone, WorkerError, TimeoutError) as error:
