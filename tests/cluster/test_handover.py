@@ -19,7 +19,7 @@ from workers.costs import LinearCost
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import Overloaded, UnknownSequence
 from workers.executor.modelled import modelled_token
-from workers.request import SLO
+from workers.request import SLO, Request, Reservation
 
 Execute = Callable[[StepPlan], Awaitable[StepResult]]
 SLOW = LinearCost(0.02, 0.002, 0.0, 0.001, 0.0, 0.0, 0.0)
@@ -96,6 +96,24 @@ async def test_a_head_that_the_decode_worker_has_already_is_not_computed_again()
         assert completed(events).transfers == () and completed(events).cached_tokens == 64
         assert subject.workers["prefill-0"].engine.stats().steps == steps
         completed(events).ledger.check()
+        await subject.settle()
+
+
+async def test_a_head_shorter_than_what_the_decode_worker_has_moves_nothing() -> None:
+    """It did not say so when it was asked to reserve: others computed the prompt meanwhile."""
+    async with cluster(split_spec()) as subject:
+        await subject.run(request("a", 64))
+        decode = subject.workers["decode-0"]
+        honest = decode.reserve
+
+        async def forgetful(asked: Request, timeout_s: float) -> Reservation:
+            return replace(await honest(asked, timeout_s), cached_tokens=0)
+
+        decode.reserve = forgetful
+        cuts(subject, 40)
+        events = await subject.run(request("b", 100))
+        assert tokens_of(events) == expected("b", 100, 8) and completed(events).attempts == 1
+        assert completed(events).transfers[0].num_bytes == 0
         await subject.settle()
 
 
@@ -218,6 +236,25 @@ def test_a_moved_decode_goes_on_elsewhere_and_was_never_still() -> None:
             assert subject.workers[target].engine.stats().steps > 40
             assert isinstance(event, Completed) and len(event.transfers) == 1
             assert event.transfers[0].num_blocks >= 6
+            await subject.settle()
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize("length", [5, 100])
+def test_a_decode_moves_to_and_fro_even_where_it_has_no_full_block(length: int) -> None:
+    async def run() -> None:
+        async with cluster(peer_spec(2), SLOW) as subject:
+            moving: list[asyncio.Task[bool]] = []
+            events: list[Event] = []
+            async for event in subject.dispatcher.generate(request("a", length, max_tokens=50)):
+                events.append(event)
+                if isinstance(event, Delta) and event.first_position in (3, 15, 25, 35):
+                    owner = next(work.decode for work in subject.dispatcher._policy.book)
+                    taker = next(name for name in subject.workers if name != owner)
+                    moving.append(asyncio.ensure_future(subject.dispatcher.move("a", taker)))
+            assert all(await asyncio.gather(*moving)) and len(moving) == 4
+            assert tokens_of(events) == expected("a", length, 50)
             await subject.settle()
 
     clock.run(run())

@@ -41,6 +41,17 @@ def test_who_gets_the_head_of_a_prompt_computes_its_tail_and_draws(arrived: int)
     assert tokens_of([*told, *run_to_end(subject, 3.0, device)], "a/0") == [next_token("a/0", 10 + n) for n in range(3)]
 
 
+def test_a_cached_prefix_longer_than_the_cut_is_not_computed_again() -> None:
+    subject, device = engine(), Device()
+    subject.add(device.know(request("warm", tuple(range(1, 15)), max_tokens=1)), 0.0, hold=False)
+    run_to_end(subject, 0.0, device)
+    leg = device.know(request("a", tuple(range(1, 15))))
+    assert subject.reserve(leg, 0.0).cached_tokens == 12
+    subject.fetched("a/0", 1.0, num_tokens=7, goes_on=True)
+    plan, _ = step(subject, 2.0, device)
+    assert [(chunk.first_position, len(chunk.tokens)) for chunk in plan.chunks] == [(12, 2)]
+
+
 def test_a_decode_that_is_handed_over_goes_on_and_digests_its_blocks_in_later_steps() -> None:
     """At most as many in a step as a prompt's chunk has."""
     subject, device = engine(max_batch_tokens=8), Device()
