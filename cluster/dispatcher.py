@@ -332,7 +332,7 @@ class Dispatcher:
         assert not isinstance(answer, Later), "only first attempts wait, and in the lobby"
         if isinstance(answer, Placement):
             self._policy.began(ask, answer)
-            return answer.after(ask.waited_s)
+            return self._policy.told(ask, answer)
         return answer
 
     def _ask(self, life: _Life, *, alone: bool = True) -> Ask:

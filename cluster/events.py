@@ -73,7 +73,8 @@ class Queued:
 class Accepted:
     """Workers are chosen and the decode side has promised its blocks. Sent again after a recovery (attempt > 0).
 
-    `index` tells several answers of one request apart.
+    The first token is predicted from the request's arrival; None: nothing is known yet. `index` tells several answers
+    of one request apart.
     """
 
     request_id: str

@@ -186,7 +186,7 @@ class Lobby:
     def _begin(self, asked: Ask, placement: Placement) -> Placement:
         """What is told counts from the request's arrival."""
         self._policy.began(asked, placement)
-        return placement.after(asked.waited_s)
+        return self._policy.told(asked, placement)
 
     def _wake_in(self, seconds: float) -> None:
         if self._timer is not None:

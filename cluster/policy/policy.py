@@ -154,6 +154,12 @@ class Policy:
         self._router.began(ask, placement)
         self.book.began(work)
 
+    def told(self, ask: Ask, placement: Placement) -> Placement:
+        """As the client is told of it: from the request's arrival, and nothing where all would be a guess."""
+        if self._forecast.knows(_worker(ask, placement.prefill), _worker(ask, placement.decode)):
+            return placement.after(ask.waited_s)
+        return replace(placement, predicted_ttft_s=None, predicted_tpot_s=None)
+
     def expected_tokens(self, request: Request) -> int:
         """Of its answer, as is expected; of a request that may decode, at least one more than the prefill's."""
         return max(min(2, asked_length(request)), expected_tokens(self.lengths, request))

@@ -14,7 +14,7 @@ from views import Story, request, view, worker
 from cluster import dispatcher as dispatcher_module
 from cluster.course import Course
 from cluster.dispatcher import Dispatcher
-from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
+from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Rejected, Unservable
 from cluster.metrics import exposition
 from cluster.policy.correction import Correction, Corrections
 from cluster.policy.lengths import Calibration
@@ -270,6 +270,16 @@ async def test_requests_are_scored_by_their_class_and_promise() -> None:
     assert (scores["easy"].both, scores["hard"].both) == (Kept(2, 2), Kept(1, 0))
     assert (scores["default"].ttft, scores["default"].tpot) == (Kept(), Kept(1, 1)), "the gateway's own promise"
     assert {name: count for name, count in told.outcomes if count} == {"completed": 4, "invalid": 1}
+
+
+@pytest.mark.parametrize("routing", ["least-loaded", "promise"])
+async def test_clients_are_told_what_to_expect_once_anything_is_known(routing: str) -> None:
+    spec = split_spec()
+    async with cluster(replace(spec, gateway=replace(spec.gateway, routing=routing))) as subject:
+        told = [(await subject.run(asked(f"r{n}", 60, max_tokens=20)))[0] for n in range(4)]
+    assert all(isinstance(each, Accepted) for each in told)
+    assert [each.predicted_ttft_s is None for each in told] == [True, False, False, False]
+    assert [each.predicted_tpot_s is None for each in told] == [True, False, False, False]
 
 
 async def test_refusals_and_cancelled_requests_are_told_apart() -> None:
