@@ -11,6 +11,7 @@ import cluster.pool as cluster_pool
 from cluster.changes import ChangeRefused, Memory, StaleRevision, UnknownMember
 from cluster.controller import Controller
 from cluster.events import Event
+from cluster.pool import is_empty
 from cluster.runtime.interface import RuntimeUnavailable, WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime
 from cluster.spec import Role, SpecError, parse_spec
@@ -53,6 +54,13 @@ async def begun(subject: Cluster, count: int, max_tokens: int) -> list["asyncio.
     tasks = [asyncio.ensure_future(stream(index)) for index in range(count)]
     await asyncio.gather(*(each.wait() for each in first))
     return tasks
+
+
+async def known_empty(controller: Controller) -> None:
+    """Wait until the controller has heard that nobody has work: statistics come with the next bundle."""
+    async with asyncio.timeout(20):
+        while not all(is_empty(each.stats) for each in controller.view().workers):
+            await asyncio.sleep(0.02)
 
 
 async def test_a_drained_worker_takes_nothing_new_and_ends_when_it_is_empty() -> None:
@@ -103,6 +111,7 @@ async def test_a_pool_grows_and_shrinks_and_names_are_used_again_when_they_are_f
         assert all(view.linked("prefill-0", f"decode-{index}") for index in range(3))
         told = await asyncio.gather(*(subject.run(request(f"g{n}", first=30 * n + 1, max_tokens=60)) for n in range(9)))
         assert all(completed(events).attempts == 1 for events in told)
+        await known_empty(subject.controller)
         await subject.controller.scale("decode", 2)
         assert state_of(subject.controller.view(), "decode-2") is WorkerState.DRAINING, "the latest of equals"
         await subject.controller.scale("decode", 3)
