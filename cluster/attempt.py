@@ -23,6 +23,8 @@ from workers.request import FailedOut, FetchedOut, FinishReason, HeadOut, LegTim
 
 logger = logging.getLogger(__name__)
 
+MOVE_RESERVE_S = 2.0  # a worker that has no room sooner is no place to move to, and others wait behind
+
 
 class _Switch:
     """In the inbox: what was said before it is taken first, and what is said after it waits."""
@@ -255,7 +257,7 @@ class Attempt:
         arrived.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may come too late to matter
         self._coming = leg, arrived
         leg.hold(self._hear, 0)
-        await leg.call(leg.handle.reserve(leg.request, timeout_s))
+        await leg.call(leg.handle.reserve(leg.request, min(timeout_s, MOVE_RESERVE_S)))
         ticket = await owner.call(owner.handle.hand_over(owner.key, leg.request.num_tokens))
         await leg.call(leg.handle.fetch(leg.key, ticket))
         if ticket is None:

@@ -36,7 +36,6 @@ from workers.shapes import Shape, Timings
 
 logger = logging.getLogger(__name__)
 
-MOVE_TIMEOUT_S = 10.0  # of a decode, without its last step
 WORTH_TELLING_S = 0.001  # workers are told of a longer wait, lest they take a deadline for later than it is
 RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt: failures that repeat at once do not spend them all
 
@@ -146,13 +145,16 @@ class Dispatcher:
         self._promises.ended(ended)
         self._policy.answered(life.request, len(life.sent), life.finish)
 
-    async def move(self, request_id: str, worker: str, timeout_s: float = MOVE_TIMEOUT_S) -> bool:
-        """Have another worker go on with this request's decode, while it goes on; False when it stays where it is."""
+    async def move(self, request_id: str, worker: str, timeout_s: float | None = None) -> bool:
+        """Have another worker go on with this request's decode, while it goes on; False when it stays where it is.
+
+        `timeout_s` None: as long as a read may take. Its last step ends with the worker's answer.
+        """
         life, line = self._lives.get(request_id), self.roster.lines.get(worker)
         if life is None or life.attempt is None or line is None or line.lost is not None:
             return False
         attempt, key = life.attempt, life.request.key
-        moved = await attempt.move(line, timeout_s)
+        moved = await attempt.move(line, timeout_s or self._spec.transfer.read_timeout_s)
         if moved and life.attempt is attempt:
             self._policy.moved(key, worker, asyncio.get_running_loop().time())
         return moved
