@@ -3,8 +3,9 @@
 Every period the roles are judged on the load of the last seconds, as gateways told it: the worst of what first tokens,
 further tokens and decode room would need of their promises (`balance`). A step is one worker with another role. The
 best one is taken when it makes the worst better by `margin`, has done so for `dwell_s` on end, and the last step is
-`cooldown_s` ago. Where nothing is in danger, nothing changes: roles that swing cost more than roles that are not quite
-right (Mooncake and Splitwise say that ratios drift slowly, Narwhal that hysteresis is what keeps flips useful).
+`cooldown_s` ago; a promise that breaks by a factor makes both times shorter by it. Where nothing is in danger, nothing
+changes: roles that swing cost more than roles that are not quite right (Mooncake and Splitwise say that ratios drift
+slowly, Narwhal that hysteresis is what keeps flips useful).
 
 A pool with room to grow gets a worker when no step keeps the promises; one that could do without a worker for
 `PATIENCE` times as long loses one.
@@ -68,13 +69,14 @@ class Elastic:
             return None
         now = shares(groups, mix)
         flip = self._best(list(self._flips(groups, mix)))
+        haste = max(1.0, now.worst)  # the more a promise breaks, the sooner the next step
         is_better = flip is not None and flip.after.worst <= now.worst * (1.0 - self._elastic.margin)
         flips = now.worst > CALM and is_better
         grows = now.worst > 1.0 and (flip is None or flip.after.worst > 1.0)
-        if self._ripe("flip", flips, now_s, self._elastic.dwell_s):
+        if self._ripe("flip", flips, now_s, self._elastic.dwell_s, haste):
             assert flip is not None
             return self._flip(view, flip, now, mix, now_s)
-        if self._ripe("grow", grows and not flips, now_s, self._elastic.dwell_s):
+        if self._ripe("grow", grows and not flips, now_s, self._elastic.dwell_s, haste):
             return self._grow(groups, now, mix, now_s)
         leaver = self._best(list(self._leaving(view, groups, mix)))
         if self._ripe("shrink", leaver is not None, now_s, PATIENCE * self._elastic.dwell_s):
@@ -160,14 +162,14 @@ class Elastic:
             steps, key=lambda step: (round(step.after.worst, 3), step.after.ttft + step.after.tpot), default=None
         )
 
-    def _ripe(self, kind: str, is_wanted: bool, now_s: float, dwell_s: float) -> bool:
+    def _ripe(self, kind: str, is_wanted: bool, now_s: float, dwell_s: float, haste: float = 1.0) -> bool:
         """Whether a kind of step has been wanted for long enough, and the last one is over for long enough."""
         if not is_wanted:
             self._wanted_since_s.pop(kind, None)
             return False
         since_s = self._wanted_since_s.setdefault(kind, now_s)
-        rested = self._stepped_s is None or now_s - self._stepped_s >= self._elastic.cooldown_s
-        return rested and now_s - since_s >= dwell_s
+        rested = self._stepped_s is None or now_s - self._stepped_s >= self._elastic.cooldown_s / haste
+        return rested and now_s - since_s >= dwell_s / haste
 
     # ---- the decisions -----------------------------------------------------------------------------------------
 

@@ -55,14 +55,21 @@ class Promise(CacheAware):
         if ask.tokens_left == 1:
             return _placed(first, None, "one token is wanted: nothing to hand over")
         begin_s = ask.now_s + first.ttft_s
-        decodes = [self._outlook.decode_side(ask, worker, begin_s, slo.tpot_s) for worker in workers]
+        able = [worker for worker in workers if ask.alone or worker.role is not Role.PREFILL]
+        decodes = [self._outlook.decode_side(ask, worker, begin_s, slo.tpot_s) for worker in able]
+        if not decodes:
+            return None
         if (both := _whole(sides, decodes, slo)) is not None:
             return _placed(*both, "one worker keeps both promises")
         decode = _roomiest(decodes, slo)
         worker = next(worker for worker in workers if worker.name == decode.name)
         local = sides.get(worker.name) or self._prompt_side(ask, worker, slo)
-        linked = [side for side in sides.values() if ask.view.linked(side.name, worker.name)]
-        prefill = _soonest([*linked, local], slo)
+        reach = [side for side in sides.values() if ask.view.linked(side.name, worker.name)]
+        if ask.alone or worker.role is Role.MIXED:
+            reach.append(local)
+        if not reach:
+            return None
+        prefill = _soonest(reach, slo)
         if prefill is local:
             return _placed(local, decode, "first token soonest where it decodes")
         if self._is_local(ask, worker, prefill, local, slo):
@@ -77,13 +84,17 @@ class Promise(CacheAware):
         return SLO(asked.ttft_s or default.ttft_s, asked.tpot_s or default.tpot_s, asked.class_name)
 
     def _is_local(self, ask: Ask, worker: WorkerView, prefill: PromptSide, local: PromptSide, slo: SLO) -> bool:
-        """Whether the decode worker does as well without a hand-over. One that is there to decode gives it one step."""
+        """Whether the decode worker does as well without a hand-over.
+
+        One that is there to decode is asked only for what its decodes hardly notice, or what takes longer to move.
+        """
         if not local.steps or (slo.ttft_s is not None and local.ttft_s > slo.ttft_s):
             return False
-        if local.role is Role.DECODE and local.steps > 1:
+        moving_s = self._outlook.transfer_seconds(worker, ask.request.num_tokens - local.cached_tokens)
+        is_short = slo.tpot_s is not None and local.prefill_s <= slo.tpot_s
+        if local.role is Role.DECODE and not is_short and local.prefill_s > moving_s:
             return False
-        moved = ask.request.num_tokens - local.cached_tokens
-        return local.ttft_s <= prefill.ttft_s + self._outlook.transfer_seconds(worker, moved)
+        return local.ttft_s <= prefill.ttft_s + moving_s
 
     @property
     def reason(self) -> str:

@@ -1,0 +1,238 @@
+"""Roles follow the load: closed forms against what is known, and each rule of the decision by a load that needs it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from cluster.policy.balance import Group, Mix, shares
+from cluster.policy.elastic import PATIENCE, Elastic
+from cluster.policy.evidence import Decision, Report, Sample
+from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
+from cluster.view import ClusterView, WorkerState, WorkerView
+from workers.config import EngineConfig
+from workers.costs import LinearCost
+from workers.request import SLO
+from workers.stats import WorkerStats
+
+# A prompt token costs 0.2 ms, a step 20 ms and 0.5 ms for each sequence.
+COST = LinearCost(0.02, 0.0002, 0.0, 0.0005, 0.0, 0.0, 0.0, 0.0)
+PROMPTS = Mix(rate=6.0, prompt_tokens=3000, computed_tokens=3000, output_tokens=40, ttft_s=2.0, tpot_s=0.04)
+ANSWERS = Mix(rate=6.0, prompt_tokens=300, computed_tokens=300, output_tokens=800, ttft_s=2.0, tpot_s=0.04)
+
+
+def group(role: Role, count: int, pool: str = "all", cost: LinearCost = COST) -> Group:
+    return Group(pool, role, count, cost, kv_tokens=200_000, most_running=256)
+
+
+def split(prefill: int, decode: int, mixed: int = 0) -> list[Group]:
+    return [group(Role.PREFILL, prefill), group(Role.DECODE, decode), group(Role.MIXED, mixed)]
+
+
+# ---- the closed forms --------------------------------------------------------------------------------------------
+
+
+def test_one_idle_worker_of_each_needs_what_its_steps_take() -> None:
+    found = shares(split(1, 1), replace(PROMPTS, rate=1e-6))
+    assert found.ttft == pytest.approx((0.02 + 0.6) / 2.0, rel=1e-3)
+    assert found.tpot == pytest.approx(0.0205 / 0.04, rel=1e-3)
+    assert found.decode_queue == pytest.approx(0.0, abs=0.03)
+
+
+def test_decode_steps_obey_littles_law() -> None:
+    found = shares(split(1, 4), replace(ANSWERS, rate=2.0))
+    step_s = found.tpot * 0.04
+    batch = 2.0 * 799 * step_s / 4
+    assert step_s == pytest.approx(0.02 + 0.0005 * batch, abs=0.0005)
+
+
+def test_prompts_wait_as_in_the_queue_of_one_server() -> None:
+    """Pollaczek and Khinchine: load / (1 - load) * (1 + spread) / 2 services."""
+    calm = replace(PROMPTS, rate=0.5 / 0.62, spread=0.0)
+    found = shares(split(1, 4), calm)
+    assert found.ttft * 2.0 == pytest.approx(0.62 + 2.0 * 0.62 * 1.0 * 0.5, rel=0.01)
+
+
+def test_nobody_to_decode_or_to_compute_prompts_is_no_service() -> None:
+    assert shares(split(2, 0), PROMPTS).worst == math.inf == shares(split(0, 2), PROMPTS).worst
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(0, 4),
+    st.floats(0.1, 30),
+    st.integers(20, 6000),
+    st.integers(1, 900),
+)
+def test_more_load_never_needs_less(
+    prefill: int, decode: int, mixed: int, rate: float, prompt: int, output: int
+) -> None:
+    mix = Mix(rate, prompt, prompt, output, 2.0, 0.04)
+    now, more = (
+        shares(split(prefill, decode, mixed), mix),
+        shares(split(prefill, decode, mixed), replace(mix, rate=rate * 1.5)),
+    )
+    assert more.ttft >= now.ttft - 1e-6 and more.decode_queue >= now.decode_queue - 1e-3
+    assert more.tpot >= now.tpot - 1e-3 and now.worst > 0.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), st.floats(0.1, 30), st.sampled_from([PROMPTS, ANSWERS]))
+def test_one_more_worker_never_needs_more(prefill: int, decode: int, rate: float, mix: Mix) -> None:
+    mix = replace(mix, rate=rate)
+    now = shares(split(prefill, decode), mix)
+    assert shares(split(prefill + 1, decode), mix).ttft <= now.ttft + 1e-6
+    assert shares(split(prefill, decode + 1), mix).tpot <= now.tpot + 1e-3
+
+
+# ---- the decision ------------------------------------------------------------------------------------------------
+
+
+def spec(prefill: int = 3, decode: int = 3, most: int | None = None, **elastic: object) -> ClusterSpec:
+    engine = EngineConfig(kv_blocks=12_500, max_running=256, max_batch_tokens=4096)
+    bounds = {"min_replicas": 1, "max_replicas": most} if most else {}
+    pools = tuple(
+        PoolSpec(role.value, role, count, engine=engine, cost=COST, **bounds)
+        for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode))
+    )
+    known = {"mode": "act", "dwell_s": 2.0, "cooldown_s": 5.0, "window_s": 20.0} | elastic
+    return ClusterSpec("m", pools, elastic=ElasticSpec(**known), gateway=GatewaySpec(slo=SLO(2.0, 0.04)))  # type: ignore[arg-type]
+
+
+class Cluster:
+    """A controller's view that obeys decisions, under a load that gateways tell of each second."""
+
+    def __init__(self, like: ClusterSpec) -> None:
+        self.subject = Elastic(like)
+        self.now_s = 100.0
+        self.flips: list[Decision] = []
+        stats = WorkerStats(total_blocks=12_500, free_blocks=12_500)
+        self.workers = {
+            f"{pool.name}-{index}": WorkerView(
+                f"{pool.name}-{index}", pool.name, pool.role, WorkerState.READY, "1", stats=stats
+            )
+            for pool in like.pools
+            for index in range(pool.replicas)
+        }
+
+    @property
+    def view(self) -> ClusterView:
+        return ClusterView(1, "c", None, tuple(self.workers.values()))
+
+    def roles(self) -> tuple[int, int, int]:
+        found = [worker.role for worker in self.workers.values()]
+        return found.count(Role.PREFILL), found.count(Role.DECODE), found.count(Role.MIXED)
+
+    def run(self, seconds: int, mix: Mix | None) -> list[Decision]:
+        """Obeys flips, and grows and shrinks as told."""
+        made = []
+        for _ in range(seconds):
+            self.now_s += 1.0
+            if mix is not None:
+                self.subject.told(report(mix), self.now_s)
+            decision = self.subject.decide(self.view, self.now_s)
+            if decision is None:
+                continue
+            made.append(decision)
+            if decision.kind == "flip":
+                assert decision.role is not None
+                self.workers[decision.worker] = structs.replace(self.workers[decision.worker], role=decision.role)
+            elif decision.kind == "shrink":
+                del self.workers[decision.worker]
+            else:
+                name = f"{decision.pool}-new-{len(self.workers)}"
+                like = next(worker for worker in self.workers.values() if worker.pool == decision.pool)
+                self.workers[name] = structs.replace(like, name=name)
+        return made
+
+
+def report(mix: Mix) -> Report:
+    arrived = round(mix.rate)
+    sample = Sample(
+        round(mix.prompt_tokens),
+        round(mix.computed_tokens),
+        round(mix.output_tokens),
+        0.5,
+        0.03,
+        mix.ttft_s,
+        mix.tpot_s,
+    )
+    return Report(
+        "g",
+        1.0,
+        arrived,
+        round(arrived * mix.prompt_tokens),
+        expected_tokens=round(arrived * mix.output_tokens),
+        samples=(sample,) * arrived,
+    )
+
+
+def test_roles_go_to_where_the_load_is_one_at_a_time_and_stay_there() -> None:
+    cluster = Cluster(spec())
+    made = cluster.run(60, PROMPTS)
+    assert made and all(decision.kind == "flip" for decision in made)
+    prefills, _, mixed = cluster.roles()
+    assert prefills + mixed > 3
+    assert not cluster.run(60, PROMPTS), "a load that does not change leaves the roles alone"
+    assert cluster.run(120, ANSWERS)
+    _, decodes, mixed = cluster.roles()
+    assert decodes + mixed > 3
+    assert not cluster.run(60, ANSWERS)
+    assert all("requests/s" in decision.reason and "TTFT" in decision.reason for decision in made)
+
+
+def test_a_calm_cluster_changes_nothing_and_neither_does_an_idle_one() -> None:
+    assert not Cluster(spec()).run(60, replace(PROMPTS, rate=1.0))
+    assert not Cluster(spec()).run(60, None)
+
+
+def test_a_step_waits_for_dwell_and_cooldown() -> None:
+    mild = replace(ANSWERS, rate=3.0)
+    assert 0.7 < shares(split(3, 3), mild).worst < 1.0
+    cluster = Cluster(spec(dwell_s=4.0, cooldown_s=1000.0, margin=0.01))
+    assert not cluster.run(4, mild)
+    assert len(cluster.run(60, mild)) == 1
+
+
+def test_floors_hold() -> None:
+    cluster = Cluster(spec(floors={"prefill": 1, "decode": 3}))
+    cluster.run(100, PROMPTS)
+    prefills, decodes, mixed = cluster.roles()
+    assert decodes + mixed >= 3 and prefills + mixed >= 1
+
+
+def test_the_worker_with_the_least_work_flips() -> None:
+    cluster = Cluster(spec())
+    for name, running in (("decode-0", 9), ("decode-1", 2), ("decode-2", 5)):
+        stats = structs.replace(cluster.workers[name].stats, running=running)
+        cluster.workers[name] = structs.replace(cluster.workers[name], stats=stats)
+    first = cluster.run(30, PROMPTS)[0]
+    assert first.worker == "decode-1"
+
+
+def test_a_pool_grows_when_no_roles_would_do_and_shrinks_after_long_calm() -> None:
+    cluster = Cluster(spec(most=6))
+    made = cluster.run(150, replace(ANSWERS, rate=11.0))
+    assert "grow" in {decision.kind for decision in made}
+    many = len(cluster.workers)
+    assert many > 6
+    quiet = cluster.run(round(PATIENCE * 2) - 5, replace(ANSWERS, rate=0.6))
+    assert "shrink" not in {decision.kind for decision in quiet}
+    later = cluster.run(400, replace(ANSWERS, rate=0.6))
+    assert {decision.kind for decision in later} == {"shrink"} and len(cluster.workers) < many
+    assert min(cluster.roles()[:2]) + cluster.roles()[2] >= 1
+
+
+def test_what_waits_makes_the_load_heavier() -> None:
+    mild = replace(PROMPTS, rate=1.0, prompt_tokens=1500, computed_tokens=1500)
+    calm, backed_up = Cluster(spec(1, 5)), Cluster(spec(1, 5))
+    name = "prefill-0"
+    stats = structs.replace(backed_up.workers[name].stats, queued_tokens=90_000)
+    backed_up.workers[name] = structs.replace(backed_up.workers[name], stats=stats)
+    assert not calm.run(8, mild)
+    assert backed_up.run(8, mild)
