@@ -6,7 +6,7 @@ from cluster.policy.forecast import Forecast
 from cluster.policy.loads import LeastLoaded
 from cluster.policy.picking import Workers, num_sequences
 from cluster.policy.placement import Ask, Placement
-from cluster.policy.prefix_index import Match, PrefixIndex, chain
+from cluster.policy.prefix_index import NO_MATCH, Match, PrefixIndex, chain
 from cluster.spec import Role
 from cluster.view import WorkerView
 from workers.request import Request
@@ -28,13 +28,17 @@ class CacheAware(LeastLoaded):
 
     def cached_tokens(self, ask: Ask, worker: WorkerView) -> int:
         """How much of the prompt the worker need not compute; at least one token always is."""
+        return min(self.match(ask, worker).tokens, ask.request.num_tokens - 1)
+
+    def match(self, ask: Ask, worker: WorkerView) -> Match:
+        """How much of the prompt the worker's cache has, as is believed."""
         if ask.request.fresh:
-            return 0
+            return NO_MATCH
         self._look_up(ask)
         match = self._matches.get(worker.name)
         if match is None or not self._index.is_of(worker.name, worker.incarnation):
-            return 0
-        return min(match.tokens, ask.request.num_tokens - 1)
+            return NO_MATCH
+        return match
 
     def _look_up(self, ask: Ask) -> None:
         """All workers at once; of the request asked for last it is kept."""
@@ -117,7 +121,9 @@ class Mooncake(MooncakeLocal):
 
     def choose(self, ask: Ask) -> Placement | None:
         """Look up once what each prefill worker has: only what they hold for readers is digested, and can be lent."""
-        owners = ((self.cached_tokens(ask, worker), worker.name) for worker in ask.view.ready(Role.PREFILL))
+        most = ask.request.num_tokens - 1
+        ready = ask.view.ready(Role.PREFILL)  # a prefix is lent from the device only
+        owners = ((min(self.match(ask, worker).ready_tokens, most), worker.name) for worker in ready)
         self._owners = sorted((each for each in owners if each[0] and each[1] not in ask.avoid), reverse=True)
         return super().choose(ask)
 

@@ -34,6 +34,14 @@ class Match(NamedTuple):
     tokens: int
     host_tokens: int = 0
 
+    @property
+    def ready_tokens(self) -> int:
+        """What lies on the device: the beginning, since caches forget the ends of prefixes first."""
+        return self.tokens - self.host_tokens
+
+
+NO_MATCH = Match(0)
+
 
 @dataclass(slots=True)
 class Guesses:

@@ -39,7 +39,9 @@ def test_what_a_worker_says_it_has_counts_and_what_it_lost_does_not() -> None:
 
 def test_of_a_worker_that_restarted_nothing_is_believed() -> None:
     story, wanted = Story("mooncake-local"), request("a", length=1000, first=5)
-    story.policy.index.take("p1", "0", CacheNews(0, 7, 7, 128, whole=True, device=NameChanges(tuple(chain(wanted.prompt)))))
+    story.policy.index.take(
+        "p1", "0", CacheNews(0, 7, 7, 128, whole=True, device=NameChanges(tuple(chain(wanted.prompt))))
+    )
     found = story.choose(TWO, wanted)
     assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p0", 0)
 
@@ -117,6 +119,18 @@ def test_mooncake_does_not_fetch_what_is_there_or_hardly_longer() -> None:
     placement = story.choose(waits("p0", 9000), wanted)
     assert isinstance(placement, Placement)
     assert (placement.prefill, placement.cached_tokens, placement.lender) == ("p1", 640, "")
+
+
+def test_mooncake_does_not_fetch_from_host_memory() -> None:
+    story, wanted = Story("mooncake"), request("a", length=1000)
+    names = tuple(chain(wanted.prompt))
+    device, host = NameChanges(names[:2]), NameChanges(names[2:])
+    story.policy.index.take("p0", "1", CacheNews(0, 7, 7, 128, whole=True, device=device, host=host))
+    at_home = story.choose(TWO, wanted)
+    assert isinstance(at_home, Placement) and (at_home.prefill, at_home.cached_tokens) == ("p0", 896)
+    busy = story.choose(waits("p0", 9000), wanted)
+    assert isinstance(busy, Placement)
+    assert (busy.prefill, busy.cached_tokens, busy.lender) == ("p1", 256, "p0")
 
 
 def test_mooncake_does_not_fetch_over_a_slow_link_nor_from_who_is_away() -> None:

@@ -1,0 +1,67 @@
+"""A real (small, random) model whose prefixes went to host memory and came back: no token changes."""
+
+import asyncio
+from collections import deque
+
+import pytest
+
+from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
+from workers.config import EngineConfig, TransferConfig, WorkerConfig
+from workers.costs import LinearCost
+from workers.engine.engine import Engine
+from workers.engine.step import StepPlan, StepResult
+from workers.executor.solo import open_solo
+from workers.model.folder import ModelFolder
+from workers.request import Request, SamplingParams, TokensOut
+
+PROMPTS = [tuple(range(5 + 40 * index, 5 + 40 * index + length)) for index, length in enumerate((21, 30, 40, 33, 26))]
+ROUNDS = 3
+
+
+async def answers(tiny: ModelFolder, depth: int = 1, **engine: object) -> tuple[list[list[int]], int, int]:
+    """Every prompt in turn, and all again: the tokens of each, and blocks that went to the host and came back."""
+    sizes = EngineConfig(**{"block_size": 8, "kv_blocks": 14, "max_batch_tokens": 32, "threads": 1, **engine})  # type: ignore[arg-type]
+    config = WorkerConfig("w", "pool", "tiny", sizes, transfer=TransferConfig(backends=("memory",)))
+    executor = await open_solo(config, tiny, "w-1", SharedMemory())
+    facts = executor.facts
+    subject = Engine(
+        sizes,
+        context_length=facts.context_length,
+        eos_token_ids=facts.eos_token_ids,
+        vocab_size=facts.vocab_size,
+        lease_s=10.0,
+        reserved=RESERVED_BLOCKS,
+        block_bytes=facts.layout.block_bytes,
+        cost=LinearCost(swap_byte_s=0.0),
+        depth=depth,
+    )
+    tokens: list[list[int]] = []
+    saved = restored = 0
+    for number in range(ROUNDS * len(PROMPTS)):
+        sampling = SamplingParams(temperature=float(number % 2), seed=number, max_tokens=6, ignore_eos=True)
+        subject.add(Request(str(number), PROMPTS[number % len(PROMPTS)], sampling, reply_to="t"), 0.0, hold=False)
+        tokens.append([])
+        in_flight: deque[tuple[StepPlan, asyncio.Task[StepResult]]] = deque()
+        while True:
+            while len(in_flight) < depth and (plan := subject.schedule(0.0)) is not None:
+                in_flight.append((plan, asyncio.ensure_future(executor.execute(plan))))
+                saved += len(plan.swap_out)
+                restored += len(plan.swap_in)
+            if not in_flight:
+                break
+            plan, task = in_flight.popleft()
+            subject.commit(plan, await task, 0.0)
+            subject.check()
+            for told in subject.drain():
+                assert isinstance(told, TokensOut)
+                tokens[-1] += told.tokens
+    await executor.close()
+    return tokens, saved, restored
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+async def test_prefixes_from_the_host_give_the_tokens_of_computed_ones(tiny: ModelFolder, depth: int) -> None:
+    expected, _, _ = await answers(tiny, prefix_caching=False)
+    found, saved, restored = await answers(tiny, depth, host_cache_blocks=40, swap_blocks=4)
+    assert found == expected
+    assert saved > 10 and restored > 10
