@@ -84,9 +84,9 @@ async def _follow(spec: ClusterSpec, models: dict[str, PoolModel], workload: Wor
 
 
 def main() -> None:
-    workload, shares = conversations(96, 6, 10.0), SHARES
+    workload, shares = conversations(96, 6, 10.0), list(SHARES)
     if len(sys.argv) > 1:
-        shares = SHARES[:1]  # a trace's longest prompts need it
+        shares = shares[:1]  # a trace's longest prompts need it
         trace = load_workload(sys.argv[1], seed=0)
         workload = trace.noted([replace(each, output_tokens=ANSWER) for each in trace.arrivals], "short answers")
     print(f"{workload.name}: {len(workload.arrivals)} requests, {GATEWAYS} gateways, {WORKERS} workers")
