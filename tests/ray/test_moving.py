@@ -1,0 +1,56 @@
+"""On Ray: a worker that drains hands its running answers to others, over real processes and sockets."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from served import laptop, served
+
+from cluster.api.client import DiptychClient
+from cluster.events import Accepted
+from workers.executor.modelled import modelled_token
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+COST = {"step_s": 0.015, "decode_row_s": 0.0005, "prefill_token_s": 0.0001}
+PROMPT = [5, 6, 7] * 20
+
+
+async def test_a_drained_worker_leaves_while_its_answers_go_on_elsewhere(tmp_path: Path) -> None:
+    document = laptop(executor="modelled")
+    for pool in document["pools"]:
+        pool |= {"resources": {"cpu": 0.1}, "cost": COST, "replicas": 1}
+    document["pools"][1]["replicas"] = {"min": 1, "max": 3}
+    async with served(document, tmp_path) as subject, DiptychClient(subject.endpoint) as client:
+        await client.scale("decode", 2)
+        async with asyncio.timeout(60):
+            while len([each for each in (await client.status()).view.workers if each.state.value == "ready"]) < 3:
+                await asyncio.sleep(0.1)
+        flowing, left = asyncio.Event(), asyncio.Event()
+
+        async def stream(name: str) -> list[int]:
+            """Until the worker has left, and some tokens more. A modelled worker draws by the request's name."""
+            tokens: list[int] = []
+            attempts, behind = set(), 0
+            async for event in client.generate(PROMPT, request_id=name, max_tokens=1500):
+                if isinstance(event, Accepted):
+                    attempts.add(event.attempt)
+                tokens.extend(getattr(event, "tokens", ()))
+                if len(tokens) > 20:
+                    flowing.set()
+                behind += left.is_set()
+                if behind > 20:
+                    break
+            assert attempts == {0} and behind > 20
+            return tokens
+
+        streams = [asyncio.ensure_future(stream(f"stream-{index}")) for index in range(6)]
+        await flowing.wait()
+        await client.drain("decode-1")
+        async with asyncio.timeout(60):
+            while any(each.name == "decode-1" for each in (await client.status()).view.workers):
+                await asyncio.sleep(0.1)
+        left.set()
+        for index, tokens in enumerate(await asyncio.gather(*streams)):
+            wanted = [modelled_token(f"stream-{index}/0", len(PROMPT) + n, 1000, (0,)) for n in range(len(tokens))]
+            assert tokens == wanted
