@@ -56,6 +56,7 @@ def test_without_a_host_cache_or_where_swaps_are_dear_it_is_computed_again(cost:
         answer(subject, device, request(f"r{number}", prompt(first), max_tokens=1))
     computed, cached, _ = answer(subject, device, request("again", prompt(100), max_tokens=1))
     assert (computed, cached) == (40, 0)
+    assert not len(subject.pool.host), "nothing is saved that would not come back"
 
 
 @pytest.mark.parametrize("digest", [True, False])

@@ -61,10 +61,15 @@ class HostTier:
         saved_s = cost.prefill_seconds(num_tokens - first, first) - cost.prefill_seconds(num_tokens - end, end)
         return cost.swap_seconds(num_blocks * self._block_bytes) / 2 < saved_s
 
+    def _is_worth_saving(self) -> bool:
+        """Whether a step's worth of blocks goes to the host and comes back in less time than it takes to compute."""
+        cost, count = self._estimate.cost, self._step_blocks
+        return cost.swap_seconds(count * self._block_bytes) < cost.prefill_seconds(count * self._pool.block_size)
+
     def save(self, moves: HostMoves) -> None:
         """Copy what this step evicts; and ahead, as far as there is room, what transfers may evict without a step."""
         host = self._pool.host
-        if not host.num_blocks:
+        if not host.num_blocks or not self._is_worth_saving():
             return
         busy = {block for block, _ in moves.swap_in}
         most = min(self._step_blocks, self._pool.num_free // 2)
