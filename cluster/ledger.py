@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 PHASES = (
     "admission",  # decoding and checking the request in the gateway
-    "route",  # the policy's choice, and waiting for a worker to choose
+    "route",  # the policy's choice, and waiting for a worker to choose, or for its turn
     "reserve",  # until the decode worker promised its blocks
     "prefill_queue",  # in the prefill worker, before the first step
     "prefill_compute",  # first step to first token

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.dispatcher import Dispatcher
 from cluster.events import Accepted, Completed, DeadlinePassed, Delta, Event, Queued, Rejected
+from cluster.policy.placement import Later
 from cluster.sim.clock import run
 from cluster.sim.cluster import SimCluster, open_cluster
 from cluster.spec import ClassSpec, ClusterSpec
@@ -285,6 +286,19 @@ def test_whoever_has_waited_long_enough_gets_in_before_all_others() -> None:
             kept = [each for each, end in zip(seen, ends, strict=True) if end is None]
             broken = [each for each in kept if each.ttft_s > 1.0 or each.tpot_s > 0.035]
             assert len(broken) <= 3, "only those who decode beside it"
+
+    in_virtual_time(scene)
+
+
+def test_a_wait_without_end_ends() -> None:
+    async def scene() -> None:
+        async with opened(promising(colocated())) as cluster:
+            (dispatcher,) = cluster.dispatchers
+            dispatcher._policy.choose = lambda ask: Later("never", 1.0, 1.0)  # type: ignore[method-assign]
+            begin_s = asyncio.get_running_loop().time()
+            with pytest.raises(Rejected, match="no turn came within 90 s"):
+                await dispatcher.run(request("b", "batch"), lambda _: None)
+            assert asyncio.get_running_loop().time() - begin_s == pytest.approx(30.0 + 60.0)
 
     in_virtual_time(scene)
 
