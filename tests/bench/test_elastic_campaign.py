@@ -50,6 +50,14 @@ def test_a_scenario_has_its_rate_and_all_its_requests_in_phases(name: str) -> No
     assert len(load.phases) > 1 or not load.shifts
 
 
+@pytest.mark.parametrize("name", ["phases-h100", "bursts", "day"])
+def test_what_an_oracle_takes_one_by_one_covers_the_whole(name: str) -> None:
+    load = made(name, Size())
+    epochs = load.epochs or load.phases
+    assert [each.begin_s for each in epochs] == pytest.approx([0.0, *(each.end_s for each in epochs[:-1])])
+    assert epochs[-1].end_s == pytest.approx(load.seconds)
+
+
 def test_a_phase_alone_has_the_requests_that_it_has_in_the_whole() -> None:
     load = made("day", Size())
     whole, parts = load.draw(0.5, 3).arrivals, [load.only(phase).draw(0.5, 3).arrivals for phase in load.phases]

@@ -31,7 +31,7 @@ class Oracle:
         scale = rate / self.scenario.rate
         arrivals = self.scenario.draw(scale, seed).arrivals
         left, kept = (1.0 - TARGET) * len(arrivals), dict.fromkeys(NAMES, 0.0)
-        for phase in self.scenario.phases:
+        for phase in self.scenario.epochs or self.scenario.phases:
             came = sum(phase.begin_s <= each.at_s < phase.end_s for each in arrivals)
             if came and left >= 0.0:
                 found = self._best(phase, scale, seed, give_up=1.0 - left / came)
@@ -52,7 +52,7 @@ class Oracle:
 def foreseen(scenario: Scenario, start: float, effort: Effort, each: Map, tell: Tell) -> Oracle:
     """The best configurations for each kind of phase, by the ladder on that phase alone."""
     chosen: dict[str, tuple[Contender, ...]] = {}
-    for phase in scenario.phases:
+    for phase in scenario.epochs or scenario.phases:
         if phase.name not in chosen:
             found = statics(scenario.only(phase), replace(effort, finalists=1), each, tell, start)
             near = (1.0 - effort.rung) * found.rate

@@ -72,7 +72,11 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`draw(scale, seed)` gives its requests; see the module for the scale. `shifts`: its shape is made to change."""
+    """`draw(scale, seed)` gives its requests; see the module for the scale. `shifts`: its shape is made to change.
+
+    `epochs`: what an oracle of roles takes one by one, if not the phases: where only the rate changes and queues are
+    carried over, a phase alone says nothing.
+    """
 
     name: str
     title: str
@@ -85,6 +89,7 @@ class Scenario:
     trace: Workload | None = None
     per_scale: float = 1.0  # by how much the trace is made denser at scale 1
     shifts: bool = True
+    epochs: tuple[Phase, ...] = ()
     part: Phase | None = None  # the only one of which there are requests
 
     @property
@@ -170,15 +175,16 @@ def _swapping(name: str, hardware: str, slo: SLO, size: Size) -> Scenario:
 
 
 def _bursts(size: Size) -> Scenario:
-    """One in five seconds has five times the load of the others; the mean is 1."""
+    """One in five seconds has five times the load of the others; the mean is 1. Each burst is followed by its calm."""
     machines, slo = Machines(A100), SLO(4.0, 0.075)
     calm_s, burst_s = 40.0 * size.stretch, 10.0 * size.stretch
     low = (calm_s + burst_s) / (calm_s + 5.0 * burst_s)
     rate = rate_of(CHAT, machines, slo, size.workers)
-    parts = [("calm", calm_s), ("burst", burst_s)] * 4
+    parts = [("burst", burst_s), ("calm", calm_s)] * 4
     steps = tuple((seconds, rate * low * (5.0 if part == "burst" else 1.0)) for part, seconds in parts)
     title = f"chat with bursts x5 of {burst_s:g} s every {calm_s + burst_s:g} s"
-    return _streamed("bursts", title, machines, slo, size, parts, [Stream("chat", CHAT, steps)])
+    made = _streamed("bursts", title, machines, slo, size, parts, [Stream("chat", CHAT, steps)])
+    return replace(made, epochs=_spans([("burst and calm", burst_s + calm_s)] * 4))
 
 
 def _day(size: Size) -> Scenario:
