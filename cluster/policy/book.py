@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, ValuesView
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _MEMORY = 1000  # ends of answers that the mean looks back on
 
@@ -43,6 +44,17 @@ class Work:
         return self.prompt_tokens + self.output_tokens
 
 
+class Promised(NamedTuple):
+    """Sums over the requests that decode on a worker or will."""
+
+    sequences: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+_NOTHING = Promised()
+
+
 class Book:
     """Owned by a Policy, read by its router. Every `began` has its `ended`."""
 
@@ -50,6 +62,7 @@ class Book:
         self._works: dict[str, Work] = {}
         self._prefilling: dict[str, dict[str, Work]] = {}  # worker -> key -> work, oldest first
         self._decoding: dict[str, dict[str, Work]] = {}  # from the promise of a slot to the last token
+        self._promised: dict[str, Promised] = {}  # of what decodes there or will
         self._touched_s: dict[str, float] = {}  # worker -> when work of ours last began or ended there
         self._prefilled_s: dict[str, float] = {}  # worker -> when it last ended a prompt of ours
         self._num_decoded = 0
@@ -68,6 +81,10 @@ class Book:
     def decoding(self, worker: str) -> ValuesView[Work]:
         """Requests of ours that decode there or will."""
         return self._decoding.get(worker, {}).values()
+
+    def promised(self, worker: str) -> Promised:
+        """Sums over `decoding`, at no cost."""
+        return self._promised.get(worker, _NOTHING)
 
     def touched_s(self, worker: str) -> float:
         """When work of ours last began or ended there; 0 when none has."""
@@ -100,7 +117,7 @@ class Book:
         self._prefilling.setdefault(work.prefill, {})[work.key] = work
         self._touched_s[work.prefill] = work.began_s
         if work.decodes:
-            self._decoding.setdefault(work.decode, {})[work.key] = work
+            self._to_decode(work, work.decode)
             self._touched_s[work.decode] = work.began_s
 
     def reserved(self, key: str, now_s: float) -> None:
@@ -125,8 +142,8 @@ class Book:
         if work is None:
             return
         if work.decodes:
-            self._drop(self._decoding, work.decode, key)
-            self._decoding.setdefault(worker, {})[key] = work
+            self._no_more_to_decode(work)
+            self._to_decode(work, worker)
             self._touched_s[work.decode] = self._touched_s[worker] = now_s
         work.decode = worker
         work.plain_tpot_s = 0.0  # half its steps were elsewhere: nobody learns from them
@@ -140,11 +157,24 @@ class Book:
         if work.prefilled_s is None:
             self._drop(self._prefilling, work.prefill, key)
         if work.decodes:
-            self._drop(self._decoding, work.decode, key)
+            self._no_more_to_decode(work)
             self._touched_s[work.decode] = now_s
             if work.prefilled_s is not None:
                 self._learn(now_s - work.prefilled_s)
         return work
+
+    def _to_decode(self, work: Work, worker: str) -> None:
+        self._decoding.setdefault(worker, {})[work.key] = work
+        known = self.promised(worker)
+        prompts, answers = known.prompt_tokens + work.prompt_tokens, known.output_tokens + work.output_tokens
+        self._promised[worker] = Promised(known.sequences + 1, prompts, answers)
+
+    def _no_more_to_decode(self, work: Work) -> None:
+        self._drop(self._decoding, work.decode, work.key)
+        known = self._promised.pop(work.decode)
+        if known.sequences > 1:
+            prompts, answers = known.prompt_tokens - work.prompt_tokens, known.output_tokens - work.output_tokens
+            self._promised[work.decode] = Promised(known.sequences - 1, prompts, answers)
 
     def _turn_s(self, work: Work) -> float:
         return max(work.began_s, work.reserved_s, self._prefilled_s.get(work.prefill, 0.0))
@@ -166,4 +196,9 @@ class Book:
         assert waiting == {key for key, work in self._works.items() if work.prefilled_s is None}
         decoding = {key for works in self._decoding.values() for key in works}
         assert decoding == {key for key, work in self._works.items() if work.decodes}
+        for worker, works in self._decoding.items():
+            prompts = sum(work.prompt_tokens for work in works.values())
+            answers = sum(work.output_tokens for work in works.values())
+            assert self._promised[worker] == Promised(len(works), prompts, answers), worker
+        assert self._promised.keys() == self._decoding.keys()
         assert all(self._prefilling.values()) and all(self._decoding.values()), "an empty shelf was kept"

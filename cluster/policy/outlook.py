@@ -16,6 +16,7 @@ from workers.request import Request
 
 LEAST_CHUNK = 16  # tokens of a prompt: less beside a step's decodes is not worth its while
 MOST_FULL = 0.97  # of a pool's tokens promised
+NEAR_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,31 +103,29 @@ class Outlook:
         """Of those that will not have ended by then, whether they have begun or not.
 
         Ours by the book: a request decodes from its first token, or when that is expected, for as many steps as its
-        answer has tokens. Of other gateways, what the worker has beyond them is taken to stay.
+        answer has tokens; a moment that is near is now. Of other gateways, what the worker has beyond them stays.
         """
-        works = self._book.decoding(worker.name)
-        batch = context = promised = prompts = 0
-        step_s = self._step_seconds(worker)
-        for work in works:
-            prompts += work.prompt_tokens
-            starts_s = work.first_token_s if work.prefilled_s is not None else max(work.first_token_s, ask.now_s)
-            if max(starts_s + work.output_tokens * step_s, ask.now_s) >= at_s:
-                batch += 1
-                context += work.prompt_tokens + work.output_tokens // 2
-                promised += work.num_tokens
+        batch, prompts, answers = all_ours = self._book.promised(worker.name)
+        if at_s - ask.now_s > NEAR_S and batch:
+            step_s = self._step_seconds(worker)
+            for work in self._book.decoding(worker.name):
+                starts_s = work.first_token_s if work.prefilled_s is not None else max(work.first_token_s, ask.now_s)
+                if starts_s + work.output_tokens * step_s < at_s:
+                    batch, prompts, answers = batch - 1, prompts - work.prompt_tokens, answers - work.output_tokens
+        context, promised = prompts + answers // 2, prompts + answers
         stats = worker.stats
         seen = stats.running + stats.reserved + ask.sent_to(worker.name).sequences
-        foreign = seen - len(works) - len(self._book.prefilling(worker.name))
+        foreign = seen - all_ours.sequences - len(self._book.prefilling(worker.name))
         if foreign > 0:
             used = self._forecast.kv_tokens(worker) - self._forecast.free_tokens(worker)
-            theirs = max(0, used - prompts)
+            theirs = max(0, used - all_ours.prompt_tokens)
             batch, context, promised = batch + foreign, context + theirs, promised + theirs
         return Load(batch, context, promised)
 
     def _step_seconds(self, worker: WorkerView) -> float:
         """A decode step there, about."""
-        works = self._book.decoding(worker.name)
-        return self._forecast.step_seconds(worker, max(1, len(works)), sum(work.num_tokens for work in works))
+        batch, prompts, answers = self._book.promised(worker.name)
+        return self._forecast.step_seconds(worker, max(1, batch), prompts + answers)
 
     def _beside(
         self, worker: WorkerView, new_tokens: int, cached_tokens: int, load: Load, tpot_slo_s: float

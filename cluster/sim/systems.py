@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role, SpecError
+from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, HealthSpec, PoolSpec, Role, SpecError
 from cluster.workload.arrivals import Workload
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
 from workers.costs import CostModel
@@ -31,6 +31,7 @@ class System:
     decode: Mapping[str, Any] = field(default_factory=dict)
     routing: str = "least-loaded"
     admission: str = "none"
+    elastic: ElasticSpec = field(default_factory=ElasticSpec)
 
     @property
     def is_split(self) -> bool:
@@ -74,7 +75,13 @@ SYSTEMS: dict[str, System] = {
     "mooncake-late": _mooncake("late rejection", "late"),
     "mooncake-early": _mooncake("early rejection", "early"),
     "mooncake-predictive": _mooncake("predictive early rejection", "predictive"),
-    "ours": System("Diptych", "what `serve` runs unless told otherwise"),
+    "ours": System(
+        "Diptych",
+        "router by both promises, roles that follow the load",
+        {"batching": "adaptive", "max_batch_tokens": PROMPT_BATCH},
+        routing="promise",
+        elastic=ElasticSpec(mode="act", window_s=15.0, margin=0.05, dwell_s=1.0, cooldown_s=2.0),
+    ),
 }
 
 
@@ -123,6 +130,7 @@ def arrange(name: str, fleet: Fleet, prefills: int) -> ClusterSpec:
         gateway=replace(fleet.gateway, routing=chosen.routing, admission=chosen.admission),
         health=fleet.health,
         executor="modelled",
+        elastic=chosen.elastic,
     )
 
 
