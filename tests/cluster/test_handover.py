@@ -309,6 +309,27 @@ def test_decodes_leave_a_worker_that_cannot_keep_their_promise(rebalances: bool)
     clock.run(run())
 
 
+def test_decodes_leave_a_worker_before_it_has_to_preempt_them() -> None:
+    """All begin at one of two; what they need in the end is half as much again as it has."""
+
+    async def run(rebalances: bool) -> tuple[int, float]:
+        spec = split_spec(1, 2, backends=("modelled",), kv_blocks=150)
+        gateway = replace(spec.gateway, rebalance=rebalances, placement_timeout_s=100.0)
+        pools = tuple(replace(pool, cost=SLOW) for pool in spec.pools)
+        async with cluster(replace(spec, gateway=gateway, pools=pools), SLOW) as subject:
+            subject.dispatcher._policy.choose = lambda ask: Placement("prefill-0", "decode-0", "crowded")
+            asked = [request(f"r{n}", 30 + n, max_tokens=300) for n in range(10)]
+            runs = await asyncio.gather(*(subject.run(each) for each in asked))
+            for n, events in enumerate(runs):
+                assert tokens_of(events) == expected(f"r{n}", 30 + n, 300)
+            await subject.settle()
+            preempted = sum(worker.engine.stats().preemptions for worker in subject.workers.values())
+            return preempted, asyncio.get_running_loop().time()
+
+    (before, longer_s), (after, shorter_s) = clock.run(run(False)), clock.run(run(True))
+    assert after < before and shorter_s < 0.8 * longer_s
+
+
 # ---- moves that fail -------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,8 @@ import pytest
 from driving import Device, digest_of, engine, next_token, request, result, run_to_end, step, tokens_of
 
 from kvtransfer.errors import LeaseLost
+from workers.engine.blocks import BlockPool
+from workers.engine.leases import LeaseBook
 from workers.engine.sequence import Lease
 from workers.errors import InvalidRequest, UnknownSequence
 from workers.request import HeadOut
@@ -70,6 +72,19 @@ def test_a_decode_that_is_handed_over_goes_on_and_digests_its_blocks_in_later_st
     told += run_to_end(subject, 0.0, device)
     assert tokens_of(told, "a/0") == [next_token("a/0", 22 + n) for n in range(12)]
     assert subject.stats().free_blocks == subject.stats().total_blocks
+
+
+def test_where_nothing_is_digested_an_offer_is_whole_at_once() -> None:
+    pool = BlockPool(8, 4)
+    leases = LeaseBook(pool, 10.0, digest=False)
+    blocks = pool.allocate(3)
+    lease = leases.offer("a/0", blocks, 0.0)
+    progress = leases.progress("a/0", lease.epoch, 0, 0.0)
+    assert (progress.ready_blocks, progress.finished, progress.cells) == (3, True, ())
+    pool.free(blocks)
+    assert pool.num_free == 5, "the reader still reads them"
+    leases.release("a/0", lease.epoch)
+    assert pool.num_free == 8
 
 
 def test_an_offer_that_ends_leaves_the_decode_where_it_is() -> None:
