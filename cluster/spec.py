@@ -165,7 +165,9 @@ class GatewaySpec:
     max_attempts: int = 6
     routing: str = "least-loaded"
     admission: str = "none"
-    rebalance: bool = False  # decodes move off workers that cannot keep their promises; off draining ones they always do
+    rebalance: bool = (
+        False  # decodes move off workers that cannot keep their promises; off draining ones always
+    )
     cache_news_s: float = 0.25  # how often, at most, a worker is asked what it has cached, by routers that use it
     slo: SLO = field(default_factory=SLO)
     classes: dict[str, ClassSpec] = field(default_factory=dict)
@@ -288,9 +290,10 @@ class ClusterSpec:
         models = {pool.model or self.model for pool in self.pools}
         if len(models) > 1:
             raise ValueError(f"pools: all must serve one model, got {', '.join(sorted(models))}")
-        floors, workers = sum(self.elastic.floors.values()), sum(pool.replicas for pool in self.pools)
-        if self.elastic.mode != "off" and floors > workers:
-            raise ValueError(f"elastic.floors ask for {floors} workers, the pools have {workers}; lower the floors")
+        workers = sum(pool.replicas for pool in self.pools)
+        for role, floor in self.elastic.floors.items():  # a mixed worker counts in both
+            if self.elastic.mode != "off" and floor > workers:
+                raise ValueError(f"elastic.floors.{role} is {floor}, the pools have {workers} workers; lower the floor")
 
     def with_model(self, model: str) -> "ClusterSpec":
         return replace(self, model=model, pools=tuple(replace(pool, model=None) for pool in self.pools))
