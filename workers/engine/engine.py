@@ -73,7 +73,6 @@ class Engine:
         self._config = config
         self._staging = config.staging_blocks or max(1, self.pool.num_blocks // 2)
         self._digests_a_step = max(1, config.max_batch_tokens // config.block_size)
-        self._prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
         self._eos = eos_token_ids
         self._vocab_size = vocab_size
         self._estimate = StepEstimate(cost or LinearCost(), block_bytes)
@@ -82,7 +81,8 @@ class Engine:
         self._scheduler = Scheduler(config, self.pool, self.leases, self._estimate, block_bytes, depth)
         self._sequences: dict[str, Sequence] = {}
         self._transfers: list[tuple[int, ...]] = []  # blocks into which bytes may still land
-        self.loans = Loans(self.pool, self.leases, self._prefix_blocks)
+        prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
+        self.loans = Loans(self.pool, self.leases, prefix_blocks)
         self._told: list[Told] = []
         self._steps = 0
         self._step_s = 0.0
@@ -130,10 +130,7 @@ class Engine:
         sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size)
         if request.fresh:
             self.pool.forget(sequence.hashes)
-        shared = self.pool.match(sequence.hashes)
-        aligned = len(shared) - len(shared) % self._prefix_blocks
-        self.pool.free(shared[aligned:])
-        del shared[aligned:]
+        shared = self.loans.known(sequence.hashes)
         if not self._scheduler.fits(sequence, held=len(shared), wanted=total - len(shared)):
             self.pool.free(shared)
             raise Overloaded(f"{total} blocks wanted, {self.pool.num_free} free", retry_after_s=0.1)
@@ -220,8 +217,8 @@ class Engine:
     def hand_over(self, key: str, most_tokens: int, now_s: float) -> Lease | None:
         """Lease the full blocks of a running sequence's first `most_tokens` tokens to a worker that takes it over.
 
-        It goes on here meanwhile, and whatever becomes of the lease, until it is aborted. None: it has none, and must be
-        computed there. Raises `UnknownSequence`.
+        It goes on here meanwhile, whatever becomes of the lease, until it is aborted. None: it has none; its taker must
+        compute all of it. Raises `UnknownSequence`.
         """
         sequence = self._sequences.get(key)
         if sequence is None or sequence.doomed or sequence.hold or sequence.state is State.RESERVED:

@@ -41,13 +41,18 @@ class Loans:
         """Keep what the cache has of this beginning for one reader, under a lease of this key. None: it has nothing."""
         return self._leases.lend(key, self._pool.match(prefix_hashes(tokens, self._pool.block_size)), now_s)
 
-    def borrow(self, tokens: Sequence[int]) -> Loan:
-        """Blocks for a beginning that another worker lends. Raises `OutOfBlocks` and changes nothing."""
-        hashes = prefix_hashes(tokens, self._pool.block_size)
+    def known(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks that are here of this beginning, as far as they count, with one more reference each."""
         shared = self._pool.match(hashes)
         aligned = len(shared) - len(shared) % self._prefix_blocks
         self._pool.free(shared[aligned:])
-        del shared[aligned:]
+        return shared[:aligned]
+
+    def borrow(self, tokens: Sequence[int]) -> Loan:
+        """Blocks for a beginning that another worker lends. Raises `OutOfBlocks` and changes nothing."""
+        hashes = prefix_hashes(tokens, self._pool.block_size)
+        shared = self.known(hashes)
+        aligned = len(shared)
         try:
             fresh = self._pool.allocate(-(-len(tokens) // self._pool.block_size) - aligned)
         except OutOfBlocks:
