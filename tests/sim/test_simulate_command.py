@@ -75,7 +75,7 @@ def test_goodput_and_rates_come_with_report_pictures_and_trace(tmp_path: Path) -
         (("--compare", "vllm", *EQUAL, "--workload", LOAD, "--ttft", "0"), 2, "above 0 seconds"),
         (("--compare", "vllm", *EQUAL, "--workload", LOAD, "--goodput"), 2, "needs a promise"),
         (("--compare", "vllm", *EQUAL, "--workload", LOAD, "--rates", "1,x"), 2, "numbers with commas"),
-        (("--compare", "ours", *EQUAL, "--workers", "1", "--workload", LOAD), 1, "leave one to decode"),
+        (("--compare", "distserve", *EQUAL, "--workers", "1", "--workload", LOAD), 1, "leave one to decode"),
         (("--compare", "ours", *EQUAL, "--model", "opt-13", "--workload", LOAD), 1, "did you mean 'opt-13b'"),
         (("--compare", "ours", *EQUAL, "--hardware", "l4", "--workload", LOAD), 1, "it needs 2 at least"),
         (("-f", "examples/laptop.yaml", "--workload", LOAD), 1, "neither cost (measure it with `diptych profile`)"),
