@@ -36,6 +36,7 @@ from workers.shapes import Shape, Timings
 
 logger = logging.getLogger(__name__)
 
+LEAST_RESERVING_S = 0.1
 WORTH_TELLING_S = 0.001  # workers are told of a longer wait, lest they take a deadline for later than it is
 RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt: failures that repeat at once do not spend them all
 
@@ -236,8 +237,7 @@ class Dispatcher:
         life.attempt, attempt_tokens = attempt, 0
         try:
             if not placement.colocated:
-                others = len(self.roster.picture().ready(Role.DECODE, Role.MIXED)) - len(life.avoid)
-                await attempt.reserve(self._spec.gateway.placement_timeout_s / max(1, others))
+                await attempt.reserve(self._reserving_s(life))
                 self._policy.reserved(key, asyncio.get_running_loop().time())
             life.emit(
                 Accepted(
@@ -261,6 +261,16 @@ class Dispatcher:
             attempt.release()
             life.transfers += attempt.transfers
             life.cached_tokens = max(life.cached_tokens, attempt.cached_tokens)
+
+    def _reserving_s(self, life: _Life) -> float:
+        """How long to wait for one worker's promise of blocks and a slot; no longer than a promise can still be kept."""
+        request = life.request
+        others = len(self.roster.picture().ready(Role.DECODE, Role.MIXED)) - len(life.avoid)
+        limit_s = self._spec.gateway.placement_timeout_s / max(1, others)
+        if request.slo.ttft_s is None or not request.slo.promised or not self._classes.rejects(request):
+            return limit_s
+        left_s = request.slo.ttft_s - (asyncio.get_running_loop().time() - life.course.arrived_s)
+        return limit_s if request.generated else min(limit_s, max(left_s, LEAST_RESERVING_S))
 
     async def _run_or_stop(self, life: _Life, attempt: Attempt) -> FinishReason:
         """The attempt's end, or STOP as soon as the caller asks for it. Open laps are closed either way."""
@@ -290,7 +300,8 @@ class Dispatcher:
 
     def _prefilled(self, life: _Life, output: TokensOut) -> None:
         """Tell the policy. Raises `Rejected` when it turns the request away now."""
-        self._policy.prefilled(life.request.key, asyncio.get_running_loop().time(), output.cached_tokens)
+        told = output.cached_tokens, output.timing.compute_s
+        self._policy.prefilled(life.request.key, asyncio.get_running_loop().time(), *told)
         self._lobby.changed()
         if self._policy.looks_behind_prefill and output.finish is None and life.placement is not None:
             refusal = self._policy.judge(self._ask(life), life.placement.decode)

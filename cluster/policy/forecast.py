@@ -13,6 +13,7 @@ from cluster.view import WorkerView
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 
+_MOSTLY_WAITED = 2.0  # times what the worker computed
 _MOST_STEPS = 32  # of one answer that count
 _WHOLE_PROMPTS = ("static", "orca", "prefill-first")  # batching policies that do not cut prompts
 
@@ -119,13 +120,19 @@ class Forecast:
     def _used_tokens(self, worker: WorkerView) -> int:
         return self.kv_tokens(worker) - self.free_tokens(worker)
 
-    def learn_prompt(self, work: Work) -> None:
-        """A prompt was computed. Of those that end at once, computed together, the first is given all the time."""
+    def learn_prompt(self, work: Work, compute_s: float | None = None) -> None:
+        """A prompt was computed. Of those that end at once, computed together, the first is given all the time.
+
+        Its worker spent `compute_s` on it, from the first step on: where it took far longer than that it waited for
+        something else, such as memory, and the rest says nothing of the worker's speed.
+        """
         assert work.prefilled_s is not None, "its first token has come"
         self._now_s = max(self._now_s, work.prefilled_s)
         if work.prefill_s <= 0.0 or work.prefilled_s <= max(work.began_s, work.reserved_s):
             return
         seen_s, told_s = max(0.0, work.prefilled_s - work.turn_s), work.prefill_s / work.correction
+        if compute_s is not None and seen_s > _MOSTLY_WAITED * compute_s:
+            seen_s = compute_s
         self._prompts.learn(work.prefill, seen_s, told_s, work.prefilled_s, is_guess=work.is_guess)
 
     def learn_steps(self, work: Work, num_tokens: int, now_s: float) -> None:

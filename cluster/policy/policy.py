@@ -168,15 +168,17 @@ class Policy:
         """The decode worker has promised its blocks: the prompt is sent only now. Unknown keys are ignored."""
         self.book.reserved(key, now_s)
 
-    def prefilled(self, key: str, now_s: float, cached_tokens: int | None = None) -> None:
-        """The attempt's first token came; so much of its prompt was cached where it was computed.
+    def prefilled(
+        self, key: str, now_s: float, cached_tokens: int | None = None, compute_s: float | None = None
+    ) -> None:
+        """The attempt's first token came; so much of its prompt was cached where it was computed in so many seconds.
 
         Told twice, or of an unknown key, it says nothing new.
         """
         self.index.settle(key, now_s)
         work = self.book.prefilled(key, now_s)
         if work is not None and not work.is_cut:
-            self._forecast.learn_prompt(work)
+            self._forecast.learn_prompt(work, compute_s)
             if cached_tokens is not None:
                 self.index.found(key, cached_tokens)
 

@@ -199,6 +199,21 @@ def test_a_worker_that_seems_slow_is_believed_again_when_nothing_is_heard_of_it(
     assert fast.at(1e9) == 0.125
 
 
+@pytest.mark.parametrize(("compute_s", "corrected"), [(0.1, 1.0), (None, 4.0)])
+def test_a_prompt_that_waited_for_memory_says_nothing_of_speed(compute_s: float | None, corrected: float) -> None:
+    story, picture = Story("least-loaded"), view(worker("p0"), worker("d0"))
+    for n in range(200):  # of a tenth of a second each, four tenths behind the moment that they are sent
+        wanted = request(f"r{n}", length=100)
+        story.send(picture, wanted)
+        story.now_s += 5.0
+        story.policy.reserved(wanted.key, story.now_s)
+        story.now_s += 0.4
+        story.policy.prefilled(wanted.key, story.now_s, compute_s=compute_s)
+        story.ended(wanted)
+    told = story.choose(picture, request())
+    assert isinstance(told, Placement) and told.predicted_ttft_s == pytest.approx(0.1 * corrected, rel=0.03)
+
+
 def test_guessed_costs_give_predictions_once_something_is_known() -> None:
     story, picture = Story("least-loaded", cost=None), view(worker("p0"), worker("d0"))
     first = request("a", length=100, max_tokens=11)
