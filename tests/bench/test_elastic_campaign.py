@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -238,6 +239,18 @@ def test_one_run_from_the_command_line() -> None:
     assert "colocated, chunk 512 on bursts" in ran.output and "burst " in ran.output
     ran = CliRunner().invoke(main, [*args, "--json"])
     assert json.loads(ran.output)["phases"][0]["requests"] > 0
+
+
+def test_one_goodput_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, lambda _: 2.0)
+    ran = CliRunner().invoke(main, ["--one", "bursts", "--search", "--seeds", "2", "--workers", "2"])
+    assert ran.exit_code == 0, ran.output
+    told = re.search(r"goodput (\S+) requests/s, (\S+) per GPU.*seed: (\S+), (\S+)$", ran.output.strip())
+    assert told is not None
+    assert float(told[1]) == pytest.approx(2.0, rel=0.06) and float(told[2]) == pytest.approx(
+        float(told[1]) / 8, rel=0.01
+    )
+    assert told[3] == told[4]
 
 
 @pytest.mark.parametrize("text", ["split", "split:x", "split:1:2:3", "colocated:1:2", "split:-1", "nobody", "split:9"])

@@ -16,7 +16,8 @@ from cluster.bench.elastic.contenders import COLOCATED, SPLIT, Contender, View
 from cluster.bench.elastic.probe import Probe
 from cluster.bench.elastic.record import Record
 from cluster.bench.elastic.scenarios import SCENARIOS, Absent, Size, scenario
-from cluster.bench.elastic.search import Effort, Tell
+from cluster.bench.elastic.search import TARGET, Effort, Job, Tell
+from cluster.scoring.figures import promise
 from cluster.scoring.goodput import Map
 from cluster.sim.compare import processes
 from cluster.sim.systems import SYSTEMS
@@ -61,6 +62,7 @@ EFFORTS = {
 )
 @click.option("--routing", type=click.Choice(ROUTING), help="With --one: this router instead of the system's.")
 @click.option("--scale", default=0.6, show_default=True, help="With --one: the load as a share of the fleet's seconds.")
+@click.option("--search", is_flag=True, help="With --one: its goodput instead, searched from the scale on, of --seeds.")
 @click.option("--seed", default=0, show_default=True, help="With --one.")
 @click.option("--workers", type=click.IntRange(2, 64), help="[4; with --full and with --one, 6]")
 @click.option("--stretch", type=click.FloatRange(0.01, 100.0), help="All phases so many times as long. [1]")
@@ -90,6 +92,7 @@ def main(
     who: str,
     routing: str | None,
     scale: float,
+    search: bool,
     seed: int,
     workers: int | None,
     stretch: float | None,
@@ -108,6 +111,7 @@ def main(
     \b
       python -m cluster.bench.elastic --one phases-a100 --system ours --scale 0.6
       python -m cluster.bench.elastic --one day --system split:2:2048 --scale 0.5
+      python -m cluster.bench.elastic --one day --search --workers 4 --seeds 3
     """
     chosen, size, names = EFFORTS[effort]
     size = Size() if which else size
@@ -116,8 +120,11 @@ def main(
     try:
         if which is not None:
             made = scenario(which, size)
-            asked = replace(contender(who), routing=routing or "")
-            run = Probe(asked, made, None, View(stale, gateways)).run(scale, seed, trace=True)
+            probe = Probe(replace(contender(who), routing=routing or ""), made, None, View(stale, gateways))
+            if search:
+                click.echo(_searched(probe, scale, tuple(range(seed, seed + (seeds or 1)))))
+                return
+            run = probe.run(scale, seed, trace=True)
             click.echo(one.as_json(run, made, scale) if as_json else "\n".join(one.lines(run, made, scale)))
             return
     except (Absent, SpecError, WorkloadError) as error:
@@ -140,6 +147,17 @@ def main(
     else:
         pictures.draw(folder if out else folder / "pictures", found, "png" if out else "svg")
     click.echo("a quick run only shows that it runs" if effort == "quick" else page.summary(found))
+
+
+def _searched(probe: Probe, scale: float, seeds: tuple[int, ...]) -> str:
+    """Its goodput, and as scales, one a seed. What limits it a run shows that is not cut."""
+    made = probe.scenario
+    found = Job("", replace(probe, give_up=TARGET), scale * made.rate, seeds, DEFAULT.tolerance).run()
+    scales = ", ".join(f"{each / made.rate:.3f}" for each in found.by_seed)
+    return (
+        f"{probe.contender.name} on {made.name}, {made.workers} workers: goodput {found.rate:.3f} requests/s, "
+        f"{found.per_gpu:.4f} per GPU, {TARGET:.0%} keep {promise(made.slo)}; scale by seed: {scales}"
+    )
 
 
 def _stamped(found: Record) -> Record:
