@@ -263,7 +263,7 @@ class Dispatcher:
             life.cached_tokens = max(life.cached_tokens, attempt.cached_tokens)
 
     def _reserving_s(self, life: _Life) -> float:
-        """How long to wait for one worker's promise of blocks and a slot; no longer than a promise can still be kept."""
+        """How long to wait for one worker's word of blocks and a slot; no longer than a promise can be kept."""
         request = life.request
         others = len(self.roster.picture().ready(Role.DECODE, Role.MIXED)) - len(life.avoid)
         limit_s = self._spec.gateway.placement_timeout_s / max(1, others)

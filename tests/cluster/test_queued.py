@@ -387,6 +387,26 @@ def test_two_gateways_cannot_promise_the_same_slot_twice() -> None:
     in_virtual_time(scene)
 
 
+def test_a_slot_that_another_gateway_took_is_not_waited_for_in_vain() -> None:
+    async def scene() -> None:
+        spec = promising(split(gateways=2))
+        async with opened(replace(spec, health=replace(spec.health, heartbeat_s=5.0, dead_after_s=20.0))) as cluster:
+            seen = [
+                Seen(dispatcher, request(f"g{which}n{number}", max_tokens=100))
+                for number in range(3)
+                for which, dispatcher in enumerate(cluster.dispatchers)
+            ]
+            ends = await asyncio.gather(*(each.task for each in seen), return_exceptions=True)
+            assert sum(end is None for end in ends) == 3
+            for each, end in zip(seen, ends, strict=True):
+                if end is None:
+                    assert each.ttft_s <= 1.0 and each.tpot_s <= 0.035
+                else:
+                    assert isinstance(end, Rejected) and "no decode slot or blocks within 1.0 s" in str(end)
+
+    in_virtual_time(scene)
+
+
 def test_a_change_of_membership_asks_again_at_once() -> None:
     async def scene() -> None:
         async with opened(promising(colocated())) as cluster:
