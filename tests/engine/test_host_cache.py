@@ -170,7 +170,7 @@ class HostMachine(EngineMachine):
             max_batch_tokens=budget,
             batching=batching,
             depth=depth,
-            cost=LinearCost(step_s=0.01, swap_byte_s=0.0001),
+            cost=LinearCost(step_s=0.01, swap_byte_s=0.0002),
             block_bytes=10,
         )
         self.engine.leases._digest = digest

@@ -260,7 +260,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_batch_tokens=budget,
             batching=batching,
             depth=depth,
-            cost=LinearCost(step_s=step_s, swap_byte_s=0.002),
+            cost=LinearCost(step_s=step_s, swap_byte_s=0.0002),
             block_bytes=10,
         )
         self.flow = Pipeline(self.engine, depth, self.device)
