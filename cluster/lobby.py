@@ -71,8 +71,8 @@ class Lobby:
         if isinstance(answer, Placement) and (asked.beside or self.room.outranks(request, asked.now_s)):
             return self._begin(asked, answer)
         guest = self._enter(request, asked, answer, ask)
-        self._round()
         try:
+            self._round()
             if not guest.turn.done():
                 queued = self._queued(guest.seat, asked, answer)
                 if refusal := _in_vain(request, guest.seat, queued):
@@ -125,7 +125,7 @@ class Lobby:
     def _settle(self, guest: _Guest) -> None:
         """This one left the room. The next round comes when its coroutine has gone on to its workers.
 
-        Behind one that got in by its claim alone, not before statistics show what it does to the others.
+        Behind one that got in by its claim, whatever the load, not before statistics show it, or something ends.
         """
         if self._guests:
             if guest.claimed:

@@ -111,7 +111,7 @@ class Promised(Admission):
         tpot_s = self._tpot_s(ask, placement, decode, batch)
         alone_s = self._forecast.step_seconds(decode, 1, ask.request.num_tokens)
         promises = (ask.request.slo.tpot_s, *(work.promised_tpot_s for work in ours))
-        bound_s = min((each for each in promises if each is not None and each >= alone_s), default=most_s)
+        bound_s = min((each for each in promises if each is not None and each >= alone_s), default=math.inf)
         bound_s = min(bound_s, most_s)
         if tpot_s <= bound_s:
             return None
