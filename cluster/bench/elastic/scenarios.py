@@ -218,7 +218,7 @@ def shared(path: str) -> Path:
 
 
 def _trace(name: str, path: str, options: str, machines: Machines, slo: SLO, size: Size, begin_s: float) -> Scenario:
-    """A window of a trace in its own time, at another density; quarters stand for phases."""
+    """A window of a trace in its own time, at another density, told by quarters."""
     span = 240.0 * size.stretch
     whole = load_workload(f"{shared(path)}:{options}", seed=0)
     trace = replace(window(whole, begin_s, begin_s + span), name=name)
@@ -227,7 +227,7 @@ def _trace(name: str, path: str, options: str, machines: Machines, slo: SLO, siz
     title = f"{span:g} s of {Path(path).name.partition('.')[0]}, made denser"
     factor = full * span / len(trace.arrivals)
     told = Scenario(name, title, machines, slo, size.workers, full, _spans(parts), trace=trace, per_scale=factor)
-    return replace(told, shifts=False)
+    return replace(told, shifts=False, epochs=_spans([("first half", span / 2.0), ("second half", span / 2.0)]))
 
 
 SCENARIOS: Mapping[str, Callable[[Size], Scenario]] = {
