@@ -71,11 +71,13 @@ def shares(groups: Sequence[Group], mix: Mix) -> Shares:
         return Shares(math.inf, math.inf, math.inf)
     context = mix.prompt_tokens + mix.output_tokens / 2
     step_s, room = _steps(decoding, mix, context)
-    ttft, busy = _ttft_share(prompting, mix, context, step_s)
+    speeds = [_speed(group, mix, context, step_s) for group in prompting]
+    ttft, busy = _ttft_share(prompting, speeds, mix)
     tpot = 0.0
     if mix.tpot_s is not None:
         tpot = step_s / mix.tpot_s
-        if any(group.role is Role.MIXED for group in decoding):  # chunks fill a step up to what is promised
+        beside = any(group.role is Role.MIXED and speed for group, speed in zip(prompting, speeds, strict=True))
+        if beside:  # chunks fill a step up to what is promised
             tpot += min(1.0, busy) * max(0.0, 1.0 - tpot)
     return Shares(ttft, tpot, room)
 
@@ -122,18 +124,12 @@ def _batch(group: Group, step_s: float, context: float) -> float:
     return low
 
 
-def _ttft_share(groups: Sequence[Group], mix: Mix, context: float, step_s: float) -> tuple[float, float]:
+def _ttft_share(groups: Sequence[Group], speeds: Sequence[float], mix: Mix) -> tuple[float, float]:
     """Of the promised time to the first token, and how busy workers are with prompts; without a promise, twice that."""
-    tokens = max(1, round(mix.computed_tokens))
-    cached = max(0, round(mix.prompt_tokens) - tokens)
     capacity = quickest_s = 0.0
-    for group in groups:
-        alone_s = group.cost.prefill_seconds(tokens, cached)
-        speed = 1.0
-        if group.role is Role.MIXED:
-            speed = _speed(group, mix, context, step_s, alone_s, tokens)
+    for group, speed in zip(groups, speeds, strict=True):
         if speed > 0.0:
-            took_s = alone_s / speed
+            took_s = _alone_seconds(group, mix) / speed
             capacity += group.count / took_s
             quickest_s = min(quickest_s or took_s, took_s)
     if capacity <= 0.0:
@@ -147,14 +143,23 @@ def _ttft_share(groups: Sequence[Group], mix: Mix, context: float, step_s: float
     return (quickest_s + _TAIL * wait_s) / mix.ttft_s + _STEEP * max(0.0, busy - _SATURATED), busy
 
 
-def _speed(group: Group, mix: Mix, context: float, step_s: float, alone_s: float, tokens: int) -> float:
+def _alone_seconds(group: Group, mix: Mix) -> float:
+    """A prompt computed without any decodes beside it."""
+    tokens = max(1, round(mix.computed_tokens))
+    return group.cost.prefill_seconds(tokens, max(0, round(mix.prompt_tokens) - tokens))
+
+
+def _speed(group: Group, mix: Mix, context: float, step_s: float) -> float:
     """Of prompts beside decodes that keep their promise, as a share of that without any."""
-    batch = round(_batch(group, step_s, context))
+    batch = round(_batch(group, step_s, context)) if group.role is Role.MIXED else 0
     if not batch:
         return 1.0
+    tokens = max(1, round(mix.computed_tokens))
     bound_s = mix.tpot_s if mix.tpot_s is not None else 2 * step_s
     within = min(tokens, group.cost.prompt_tokens_within(bound_s, 0, (), batch, round(batch * context)))
-    return 0.0 if within < min(_LEAST_CHUNK, tokens) else min(1.0, within / bound_s * alone_s / tokens)
+    if within < min(_LEAST_CHUNK, tokens):
+        return 0.0
+    return min(1.0, within / bound_s * _alone_seconds(group, mix) / tokens)
 
 
 def _over(share: float) -> float:

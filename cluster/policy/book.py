@@ -33,6 +33,7 @@ class Work:
     is_guess: bool = False  # costs were not given
     is_cut: bool = False  # `prefill` computes the first `new_tokens` only, `decode` the rest
     promised_tpot_s: float | None = None
+    computed_s: float = 0.0  # by the decode worker, of prompts of ours, when this one began to decode
 
     @property
     def decodes(self) -> bool:
@@ -65,6 +66,7 @@ class Book:
         self._promised: dict[str, Promised] = {}  # of what decodes there or will
         self._touched_s: dict[str, float] = {}  # worker -> when work of ours last began or ended there
         self._prefilled_s: dict[str, float] = {}  # worker -> when it last ended a prompt of ours
+        self._computed_s: dict[str, float] = {}  # worker -> seconds of all prompts of ours that it has computed
         self._num_decoded = 0
         self._mean_decode_s = 0.0
 
@@ -120,6 +122,10 @@ class Book:
             self._to_decode(work, work.decode)
             self._touched_s[work.decode] = work.began_s
 
+    def beside_s(self, work: Work) -> float:
+        """Of the time in which it has decoded, what its worker was to spend on prompts of ours."""
+        return self._computed_s.get(work.decode, 0.0) - work.computed_s
+
     def reserved(self, key: str, now_s: float) -> None:
         """Its prompt is sent only now. Unknown keys are ignored."""
         if work := self._works.get(key):
@@ -132,6 +138,8 @@ class Book:
             return None
         work.turn_s = self._turn_s(work)
         work.prefilled_s = work.first_token_s = now_s
+        self._computed_s[work.prefill] = self._computed_s.get(work.prefill, 0.0) + work.prefill_s
+        work.computed_s = self._computed_s.get(work.decode, 0.0)
         self._drop(self._prefilling, work.prefill, key)
         self._touched_s[work.prefill] = self._prefilled_s[work.prefill] = now_s
         return work

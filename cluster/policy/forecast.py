@@ -14,6 +14,7 @@ from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 
 _MOSTLY_WAITED = 2.0  # times what the worker computed
+_BESIDE = 0.3  # of the time that an answer took: with more of it spent on prompts, it says nothing of decode steps
 _MOST_STEPS = 32  # of one answer that count
 _WHOLE_PROMPTS = ("static", "orca", "prefill-first")  # batching policies that do not cut prompts
 
@@ -140,6 +141,8 @@ class Forecast:
         self._now_s = max(self._now_s, now_s)
         if work.prefilled_s is None or num_tokens < 2 or work.plain_tpot_s <= 0.0 or now_s <= work.prefilled_s:
             return
+        if self._book.beside_s(work) > _BESIDE * (now_s - work.prefilled_s):
+            return  # its steps carried prompts, which is not what a decode step costs
         steps = min(num_tokens - 1, _MOST_STEPS)
         seen_s = (now_s - work.prefilled_s) / (num_tokens - 1)
         self._steps.learn(work.decode, seen_s * steps, work.plain_tpot_s * steps, now_s, is_guess=work.is_guess)

@@ -7,7 +7,8 @@ two such changes the router bends it:
   cache has, at the speed that the worker's decodes leave; to a worker without decodes, if it is early enough there. It
   goes to a decode worker when it would be late everywhere else and is not late there.
 - **Decoding** goes where a step will be shortest once this prompt is done, with all that are on their way by then, and
-  where memory has room for the answer. It goes to a prefill worker when the promise breaks everywhere else.
+  where memory has room for the answer. It goes to a prefill worker when the promise breaks everywhere else, and
+  prompts can spare that worker.
 - **Nothing is handed over** when the decode worker's own first token comes as soon as the KV would: a short or cached
   prompt, a slow link, an idle worker.
 
@@ -16,7 +17,8 @@ workers: TaiChi (arXiv 2508.01989); later turns where their KV is: PPD (arXiv 26
 choice: NetKV (arXiv 2606.03910).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from cluster.policy.book import Book
@@ -30,6 +32,8 @@ from cluster.spec import Role
 from cluster.view import WorkerView
 from workers.request import SLO, Request
 
+LATELY_S = 10.0
+SPARE = 0.6  # of their time: prompts that need no more of it wait little
 EARLY = 0.8  # of the promised time to the first token: so late a prompt may be for the sake of decodes elsewhere
 
 
@@ -44,6 +48,9 @@ class Promise(CacheAware):
         super().__init__(forecast, index)
         self._outlook = Outlook(forecast, book, expected)
         self._default = default
+        self._came: deque[tuple[float, float]] = deque()  # when a prompt was sent, and its seconds alone
+        self._came_s = 0.0
+        self._first_s = 0.0
 
     def choose(self, ask: Ask) -> Placement | None:
         workers = fitting(ask)
@@ -61,7 +68,7 @@ class Promise(CacheAware):
             return None
         if (both := _whole(sides, decodes, slo)) is not None:
             return _placed(*both, "one worker keeps both promises")
-        decode = _roomiest(decodes, slo)
+        decode = _roomiest(decodes, slo, spares=self._spares(ask, sides.values()))
         worker = next(worker for worker in workers if worker.name == decode.name)
         local = sides.get(worker.name) or self._prompt_side(ask, worker, slo)
         reach = [side for side in sides.values() if ask.view.linked(side.name, worker.name)]
@@ -75,6 +82,23 @@ class Promise(CacheAware):
         if self._is_local(ask, worker, prefill, local, slo):
             return _placed(local, decode, "computed where it decodes as soon as it could be handed over")
         return _placed(prefill, decode, self.reason)
+
+    def began(self, ask: Ask, placement: Placement) -> None:
+        super().began(ask, placement)
+        worker = next(worker for worker in ask.view.workers if worker.name == placement.prefill)
+        cached = placement.cached_tokens
+        alone_s = self.forecast.cost(worker).prefill_seconds(max(1, ask.request.num_tokens - cached), cached)
+        self._first_s = self._first_s or ask.now_s
+        self._came.append((ask.now_s, alone_s))
+        self._came_s += alone_s
+
+    def _spares(self, ask: Ask, sides: Iterable[PromptSide]) -> bool:
+        """Whether prompts can do with one worker less: those that came lately would not keep the others busy."""
+        while self._came and self._came[0][0] < ask.now_s - LATELY_S:
+            self._came_s -= self._came.popleft()[1]
+        span_s = min(LATELY_S, max(1.0, ask.now_s - self._first_s))
+        others = sum(side.role is not Role.DECODE and side.steps > 0 for side in sides) - 1
+        return others >= 1 and self._came_s / span_s <= SPARE * others
 
     def _prompt_side(self, ask: Ask, worker: WorkerView, slo: SLO) -> PromptSide:
         return self._outlook.prompt_side(ask, worker, self.cached_tokens(ask, worker), slo.tpot_s)
@@ -130,9 +154,12 @@ def _whole(
     return min(kept, key=lambda both: (round(both[0].ttft_s, 6), both[1].tpot_s, both[0].name), default=None)
 
 
-def _roomiest(sides: Sequence[DecodeSide], slo: SLO) -> DecodeSide:
-    """Who decodes: in time before late, at home before elsewhere; the shortest step. Not where prompts would end."""
-    home = [side for side in sides if side.role is not Role.PREFILL or side.leaves_time] or sides
+def _roomiest(sides: Sequence[DecodeSide], slo: SLO, *, spares: bool) -> DecodeSide:
+    """Who decodes: in time before late, at home before elsewhere; the shortest step.
+
+    Not where it would end a prefill worker's time for prompts, unless they can spare one.
+    """
+    home = [side for side in sides if side.role is not Role.PREFILL or side.leaves_time or spares] or sides
     room = [side for side in home if side.has_room] or home
 
     def order(side: DecodeSide) -> tuple[bool, bool, float, int, str]:

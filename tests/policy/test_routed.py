@@ -54,7 +54,7 @@ async def test_every_router_serves_the_same_tokens_and_leaves_nothing(routing: s
         await subject.settle()
         assert books_are_empty(subject.dispatcher)
         view = subject.dispatcher.view
-        expects_all = routing in ("splitwise", "tetri", "mooncake")
+        expects_all = routing in ("splitwise", "tetri", "mooncake", "promise")
         assert view.linked("decode-0", "prefill-0") == view.linked("prefill-0", "prefill-1") == expects_all
 
 
