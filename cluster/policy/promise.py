@@ -9,16 +9,18 @@ two such changes the router bends it:
 - **Decoding** goes where a step will be shortest once this prompt is done, with all that are on their way by then, and
   where memory has room for the answer. It goes to a prefill worker when the promise breaks everywhere else, and
   prompts can spare that worker.
+- **A prompt is cut** while others wait: the decode worker computes its end, if its decodes leave the time.
 - **Nothing is handed over** when the decode worker's own first token comes as soon as the KV would: a short or cached
   prompt, a slow link, an idle worker.
 
 Ideas: TTFT from queue and length, workers without fixed roles: Arrow (arXiv 2505.11916); short prompts on decode
 workers: TaiChi (arXiv 2508.01989); later turns where their KV is: PPD (arXiv 2603.13358); the link's cost in the
-choice: NetKV (arXiv 2606.03910).
+choice: NetKV (arXiv 2606.03910); prompts cut between workers: DynaServe (arXiv 2504.09285).
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from cluster.policy.book import Book
@@ -34,6 +36,7 @@ from workers.request import SLO, Request
 
 LATELY_S = 10.0
 SPARE = 0.6  # of their time: prompts that need no more of it wait little
+LEAST_PART = 128  # tokens of a cut prompt: below, the hand-over costs more than it moves
 EARLY = 0.8  # of the promised time to the first token: so late a prompt may be for the sake of decodes elsewhere
 
 
@@ -81,7 +84,7 @@ class Promise(CacheAware):
             return _placed(local, decode, "first token soonest where it decodes")
         if self._is_local(ask, worker, prefill, local, slo):
             return _placed(local, decode, "computed where it decodes as soon as it could be handed over")
-        return _placed(prefill, decode, self.reason)
+        return self._cut(ask, _placed(prefill, decode, self.reason), prefill, local, slo)
 
     def began(self, ask: Ask, placement: Placement) -> None:
         super().began(ask, placement)
@@ -119,6 +122,33 @@ class Promise(CacheAware):
         if local.role is Role.DECODE and not is_short and local.prefill_s > moving_s:
             return False
         return local.ttft_s <= prefill.ttft_s + moving_s
+
+    def _cut(self, ask: Ask, placement: Placement, prefill: PromptSide, local: PromptSide, slo: SLO) -> Placement:
+        """While prompts wait, the decode worker computes the end of this one, in what its decodes leave.
+
+        Not for this prompt's sake, whose first token comes no sooner: for those behind it. Both parts take equally
+        long, as far as the first token is in time; so each worker does what it has time for.
+        """
+        new_tokens = ask.request.num_tokens - prefill.cached_tokens
+        waits = prefill.queue_s > prefill.prefill_s
+        if not waits or not local.steps or local.queue_s > 0.0 or slo.ttft_s is None or new_tokens < 2 * LEAST_PART:
+            return placement
+        spare_s = EARLY * slo.ttft_s - prefill.ttft_s
+        slower_s = local.prefill_s - prefill.prefill_s  # of the whole prompt
+        share = prefill.prefill_s / (prefill.prefill_s + local.prefill_s)
+        if slower_s > 0.0:
+            share = min(share, spare_s / slower_s)
+        tail = int(new_tokens * share)
+        if tail < LEAST_PART:
+            return placement
+        head_s, tail_s = prefill.prefill_s * (1.0 - share), local.prefill_s * share
+        return replace(
+            placement,
+            reason="prompts wait: its end is computed where it decodes",
+            cut_tokens=ask.request.num_tokens - tail,
+            prefill_s=head_s,
+            predicted_ttft_s=prefill.queue_s + head_s + tail_s,
+        )
 
     @property
     def reason(self) -> str:

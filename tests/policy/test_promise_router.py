@@ -87,6 +87,17 @@ def test_a_short_suffix_is_computed_where_it_decodes() -> None:
     assert story().names(view(worker("p0"), worker("d0")), request("a", 40)) == ("d0", "d0")  # within one token's time
 
 
+def test_a_prompt_is_cut_while_others_wait_for_the_prefill_worker() -> None:
+    subject, picture = story(SLO(ttft_s=4.0, tpot_s=0.05)), view(worker("p0"), worker("d0"))
+    whole = subject.send(picture, request("a", 900))
+    assert whole.prefill == "p0" and not whole.cut_tokens
+    cut = subject.send(picture, request("b", 800, first=4000))
+    assert cut.prefill == "p0" and 128 <= cut.cut_tokens <= 672
+    assert cut.predicted_ttft_s is not None and cut.predicted_ttft_s <= 0.8 * 4.0
+    short = subject.send(picture, request("c", 200, first=9000))
+    assert not short.cut_tokens
+
+
 def test_memory_for_the_answer_comes_before_a_short_step() -> None:
     subject = story()
     picture = view(worker("p0"), worker("d0", total_blocks=20, free_blocks=20), worker("d1", running=2))
