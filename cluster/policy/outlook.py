@@ -12,6 +12,7 @@ from cluster.policy.forecast import Forecast
 from cluster.policy.placement import Ask
 from cluster.spec import Role
 from cluster.view import WorkerView
+from kvtransfer.ticket import LinkReport
 from workers.request import Request
 
 LEAST_CHUNK = 16  # tokens of a prompt: less beside a step's decodes is not worth its while
@@ -67,6 +68,8 @@ class Outlook:
         self._forecast = forecast
         self._book = book
         self._expected = expected
+        self._links: tuple[LinkReport, ...] = ()
+        self._pairs: dict[tuple[str, str], LinkReport] = {}
 
     def prompt_side(self, ask: Ask, worker: WorkerView, cached_tokens: int, tpot_slo_s: float | None) -> PromptSide:
         """`tpot_slo_s`: what decodes there were promised, as far as that is known."""
@@ -144,6 +147,12 @@ class Outlook:
             seconds += cost.mixed_seconds(((rest, cached_tokens + new_tokens - rest),), batch, context)
         return seconds, whole + bool(rest) if is_able else 0
 
-    def transfer_seconds(self, worker: WorkerView, num_tokens: int) -> float:
-        """Moving the KV of so many tokens there."""
-        return self._forecast.transfer_seconds(worker, num_tokens)
+    def transfer_seconds(self, ask: Ask, owner: str, reader: WorkerView, num_tokens: int) -> float:
+        """Moving the KV of so many tokens, alone on the wire: as preflight measured the pair, else by the costs."""
+        links = ask.view.links
+        if links is not self._links:
+            self._links, self._pairs = links, {(link.owner, link.reader): link for link in links}
+        link = self._pairs.get((owner, reader.name))
+        if link is None or not link.bytes_per_s > 0.0 or not reader.kv_token_bytes:
+            return self._forecast.transfer_seconds(reader, num_tokens)
+        return link.latency_s + num_tokens * reader.kv_token_bytes / link.bytes_per_s

@@ -9,6 +9,7 @@ two such changes the router bends it:
 - **Decoding** goes where a step will be shortest once this prompt is done, with all that are on their way by then, and
   where memory has room for the answer. It goes to a prefill worker when the promise breaks everywhere else, and
   prompts can spare that worker.
+- **A beginning is fetched** from another worker's cache, when that is quicker than computing it.
 - **A prompt is cut** while others wait: the decode worker computes its end, if its decodes leave the time.
 - **Nothing is handed over** when the decode worker's own first token comes as soon as the KV would: a short or cached
   prompt, a slow link, an idle worker.
@@ -81,10 +82,11 @@ class Promise(CacheAware):
             return None
         prefill = _soonest(reach, slo)
         if prefill is local:
-            return _placed(local, decode, "first token soonest where it decodes")
+            return self._lent(ask, _placed(local, decode, "first token soonest where it decodes"), workers)
         if self._is_local(ask, worker, prefill, local, slo):
             return _placed(local, decode, "computed where it decodes as soon as it could be handed over")
-        return self._cut(ask, _placed(prefill, decode, self.reason), prefill, local, slo)
+        placement = self._lent(ask, _placed(prefill, decode, self.reason), workers)
+        return placement if placement.lender else self._cut(ask, placement, prefill, local, slo)
 
     def began(self, ask: Ask, placement: Placement) -> None:
         super().began(ask, placement)
@@ -117,11 +119,44 @@ class Promise(CacheAware):
         """
         if not local.steps or (slo.ttft_s is not None and local.ttft_s > slo.ttft_s):
             return False
-        moving_s = self._outlook.transfer_seconds(worker, ask.request.num_tokens - local.cached_tokens)
+        moved = ask.request.num_tokens - local.cached_tokens
+        moving_s = self._outlook.transfer_seconds(ask, prefill.name, worker, moved)
         is_short = slo.tpot_s is not None and local.prefill_s <= slo.tpot_s
         if local.role is Role.DECODE and not is_short and local.prefill_s > moving_s:
             return False
         return local.ttft_s <= prefill.ttft_s + moving_s
+
+    def _lent(self, ask: Ask, placement: Placement, workers: Sequence[WorkerView]) -> Placement:
+        """With a beginning fetched from who has more of it, where moving it is quicker than computing it.
+
+        Only prefill workers lend: what is held for readers has digests.
+        """
+        name, own, num_tokens = placement.prefill, placement.cached_tokens, ask.request.num_tokens
+        owners = [
+            (tokens, each.name)
+            for each in workers
+            if each.role is Role.PREFILL
+            and each.name != name
+            and (tokens := self.cached_tokens(ask, each)) > own
+            and ask.view.linked(each.name, name)
+        ]
+        if not owners:
+            return placement
+        tokens, owner = max(owners)
+        worker = next(each for each in workers if each.name == name)
+        rest_s = self.forecast.prefill_seconds(worker, num_tokens - tokens, tokens)
+        saved_s = self.forecast.prefill_seconds(worker, num_tokens - own, own) - rest_s
+        saved_s -= self._outlook.transfer_seconds(ask, owner, worker, tokens - own)
+        if saved_s <= 0.0 or placement.predicted_ttft_s is None:
+            return placement
+        return replace(
+            placement,
+            reason="first token soonest with a beginning fetched",
+            lender=owner,
+            cached_tokens=tokens,
+            predicted_ttft_s=placement.predicted_ttft_s - saved_s,
+            prefill_s=rest_s,
+        )
 
     def _cut(self, ask: Ask, placement: Placement, prefill: PromptSide, local: PromptSide, slo: SLO) -> Placement:
         """While prompts wait, the decode worker computes the end of this one, in what its decodes leave.

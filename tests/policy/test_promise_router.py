@@ -1,5 +1,8 @@
 """Our router: each rule by a picture in which it decides. A prompt token costs 1 ms, a decoding sequence 10 ms."""
 
+from dataclasses import replace
+
+from msgspec import structs
 from views import BLOCKS, Story, changed, request, view, worker
 
 from cluster.policy.placement import Placement
@@ -85,6 +88,25 @@ def test_a_short_suffix_is_computed_where_it_decodes() -> None:
     assert story(cost=slow).names(view(worker("p0"), worker("d0")), request("a", 30)) == ("d0", "d0")
     assert story(cost=slow).names(view(worker("p0"), worker("d0")), request("a", 900)) == ("p0", "d0")
     assert story().names(view(worker("p0"), worker("d0")), request("a", 40)) == ("d0", "d0")  # within one token's time
+
+
+def test_a_beginning_is_fetched_only_over_a_link_that_is_quicker_than_computing_it() -> None:
+    for bytes_per_s, lender in ((1e9, "p0"), (1e6, "")):
+        subject = story(SLO(ttft_s=8.0, tpot_s=0.05))
+        workers = [structs.replace(worker(name), kv_token_bytes=10_000) for name in ("p0", "p1", "d0")]
+        picture = view(*workers)
+        picture = replace(picture, links=tuple(replace(link, bytes_per_s=bytes_per_s) for link in picture.links))
+        first = request("a", 3200)
+        assert subject.send(picture, first).prefill == "p0"
+        subject.now_s += 3.2
+        subject.prefilled(first)
+        subject.send(picture, request("b", 3300, first=9000))  # p0 has the prompt, and now a queue
+        placement = subject.choose(picture, request("c", 3200))
+        assert isinstance(placement, Placement)
+        if lender:
+            assert (placement.prefill, placement.lender) == ("p1", "p0") and placement.cached_tokens >= 3072
+        else:
+            assert placement.lender == ""
 
 
 def test_a_prompt_is_cut_while_others_wait_for_the_prefill_worker() -> None:
