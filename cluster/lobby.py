@@ -157,8 +157,6 @@ class Lobby:
                 return
             if isinstance(answer, Later):
                 wake_s = min(wake_s, answer.start_s)
-            if seat in self._guests and seat.claim_s <= now_s:
-                break  # whoever has waited so long is not passed
         if self._guests:
             self._wake_in(wake_s)
 
@@ -168,13 +166,14 @@ class Lobby:
             return None  # cancelled; its coroutine has yet to hear of it
         try:
             answer = self._policy.choose(asked := replace(guest.ask(), is_queued=True))
+            if isinstance(answer, Placement) and not only_refusals:
+                told = self._begin(asked, answer)
+                self._resolve(guest, served=True).set_result(told)
         except Exception as error:  # nobody else would hear of it
             self._resolve(guest).set_exception(error)
             return None
         if isinstance(answer, Refusal):
             self._resolve(guest).set_result(answer)
-        elif isinstance(answer, Placement) and not only_refusals:
-            self._resolve(guest, served=True).set_result(self._begin(asked, answer))
         return answer
 
     def _resolve(self, guest: _Guest, *, served: bool = False) -> asyncio.Future[Answer]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.dispatcher import Dispatcher
 from cluster.events import Accepted, Completed, DeadlinePassed, Delta, Event, Queued, Rejected
-from cluster.policy.placement import Later
+from cluster.policy.placement import Ask, Later, Placement
 from cluster.sim.clock import run
 from cluster.sim.cluster import SimCluster, open_cluster
 from cluster.spec import ClassSpec, ClusterSpec
@@ -353,6 +353,30 @@ def test_clients_that_go_away_at_any_moment_leave_nothing_behind(
                 gone = after_s is not None and isinstance(end, asyncio.CancelledError)
                 assert gone or isinstance(end, Rejected | None)
                 assert end is not None or each.end.completion_tokens == 20
+
+    in_virtual_time(scene)
+
+
+def test_who_leaves_at_the_moment_of_its_turn_gives_its_placement_back() -> None:
+    async def scene() -> None:
+        async with opened(promising(colocated())) as cluster:
+            (dispatcher,) = cluster.dispatchers
+            seen = [Seen(dispatcher, request(f"r{number}")) for number in range(5)]
+            await asyncio.sleep(0.1)
+            waiting = [each for each in seen if each.first(Queued) is not None]
+            begun, began = [], dispatcher._policy.began
+
+            def leave(ask: Ask, placement: Placement) -> None:
+                began(ask, placement)
+                begun.append(ask.request.id)
+                if len(begun) == 1:
+                    asyncio.get_running_loop().call_soon(waiting[0].task.cancel)
+
+            dispatcher._policy.began = leave  # type: ignore[method-assign]
+            ends = await asyncio.gather(*(each.task for each in waiting), return_exceptions=True)
+            assert begun[0] == waiting[0].asked.id and isinstance(ends[0], asyncio.CancelledError)
+            assert waiting[0].first(Accepted) is None
+            await asyncio.gather(*(each.task for each in seen if each not in waiting))
 
     in_virtual_time(scene)
 

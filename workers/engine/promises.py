@@ -17,8 +17,7 @@ def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, 
     alone would break bind nobody, an empty worker takes everybody, and any worker an answer that was lost half way on
     another. Of `depth` steps in flight each has an equal part of the decodes.
     """
-    was_lost = newcomer.generated and not newcomer.leg
-    if not decoding or was_lost:
+    if newcomer.generated and not newcomer.leg:
         return ""
     batch = -(-(len(decoding) + 1) // depth)
     context_tokens = sum(len(each.tokens) for each in decoding) + newcomer.num_tokens
