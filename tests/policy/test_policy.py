@@ -9,7 +9,7 @@ from msgspec import structs
 from views import BLOCK, BLOCKS, SIMPLE, Story, request, spec, view, worker
 
 from cluster.policy import policy as policy_module
-from cluster.policy.placement import Ask, Placement, Refusal, Sent
+from cluster.policy.placement import Ask, Later, Placement, Refusal, Sent
 from cluster.policy.policy import open_policy
 from cluster.spec import ADMISSION, ROUTING, SpecError, parse_spec
 from cluster.view import ClusterView, WorkerState, WorkerView
