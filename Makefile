@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance
+.PHONY: demo test check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
 
@@ -46,6 +46,10 @@ elastic: $(VENV)/.bench
 # A small load on the real cluster and in the simulator: docs/simulator.md. ARGS=--recorded: simulate the same runs again.
 sim-vs-real: $(READY)
 	@$(BIN)/python -m cluster.bench.sim_vs_real $(ARGS)
+
+# Roles follow a load that shifts, on the real cluster, token for token: six minutes.
+shift: $(READY)
+	@$(BIN)/python -m cluster.bench.shift $(ARGS)
 
 chaos: $(READY)
 	@DIPTYCH_CHAOS_ROUNDS=$(or $(ROUNDS),10) $(BIN)/python -m pytest -q tests/ray/test_death.py
