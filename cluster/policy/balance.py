@@ -36,6 +36,7 @@ class Mix:
     """A load: requests a second, their mean tokens, and what they were promised. None: no promise.
 
     `computed_tokens` of a prompt are not cached; `spread` is the squared coefficient of variation of a prompt's work.
+    `backlog`: prompts that wait, as so many a second more to compute.
     """
 
     rate: float
@@ -45,6 +46,7 @@ class Mix:
     ttft_s: float | None
     tpot_s: float | None
     spread: float = 1.0
+    backlog: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ def _ttft_share(groups: Sequence[Group], speeds: Sequence[float], mix: Mix) -> t
             quickest_s = min(quickest_s or took_s, took_s)
     if capacity <= 0.0:
         return math.inf, math.inf
-    busy = mix.rate / capacity
+    busy = (mix.rate + mix.backlog) / capacity
     if mix.ttft_s is None:
         return busy, busy
     load = min(busy, _SATURATED)

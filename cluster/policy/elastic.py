@@ -2,15 +2,16 @@
 
 Every period the roles are judged on the load of the last seconds, as gateways told it: the worst of what first tokens,
 further tokens and decode room would need of their promises (`balance`). A step is one worker with another role. The
-best one is taken when it makes the worst better by `margin`, has done so for `dwell_s` on end, and the last step is
-`cooldown_s` ago; a promise that breaks by a factor makes both times shorter by it. Where nothing is in danger, nothing
-changes: roles that swing cost more than roles that are not quite right (Mooncake and Splitwise say that ratios drift
-slowly, Narwhal that hysteresis is what keeps flips useful).
+best one, alone or with another behind it, is taken when it makes the worst better by `margin`, has done so for
+`dwell_s` on end, and the last step is `cooldown_s` ago; a promise that breaks by a factor makes both times shorter by
+it. Where nothing is in danger, nothing changes: roles that swing cost more than roles that are not quite right
+(Mooncake and Splitwise say that ratios drift slowly, Narwhal that hysteresis is what keeps flips useful).
 
 A pool with room to grow gets a worker when no step keeps the promises; one that could do without a worker for
 `PATIENCE` times as long loses one.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from cluster.view import ClusterView, WorkerState, WorkerView
 from workers.costs import LinearCost
 
 CALM = 0.7  # of the promises: below, no step is worth its while
+STEP_BACK = 1.02  # so much worse the first of two steps may make it
 ROOMY = 0.6  # what would still be needed of them without a worker that leaves
 PATIENCE = 20.0
 BACKLOG_S = 10.0  # in which what waits now should be computed
@@ -30,15 +32,14 @@ _LEAST_REQUESTS = 5  # that say anything about a load
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One worker less here, one more there; None: it joins, or leaves, the cluster."""
+    """One worker less here, one more there; None: it joins, or leaves, the cluster. `at_last`: the worst after the best
+    step behind it, or without one.
+    """
 
     source: Group | None
     target: Group | None
     after: Shares
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return tuple(None if each is None else (each.pool, each.role) for each in (self.source, self.target))
+    at_last: float = math.inf
 
 
 class Elastic:
@@ -68,11 +69,10 @@ class Elastic:
             self._wanted_since_s.clear()
             return None
         now = shares(groups, mix)
-        flip = self._best(list(self._flips(groups, mix)))
+        flip = self._best_flip(groups, now, mix) if now.worst > CALM else None
         haste = max(1.0, now.worst)  # the more a promise breaks, the sooner the next step
-        is_better = flip is not None and flip.after.worst <= now.worst * (1.0 - self._elastic.margin)
-        flips = now.worst > CALM and is_better
-        grows = now.worst > 1.0 and (flip is None or flip.after.worst > 1.0)
+        flips = flip is not None and flip.at_last <= now.worst * (1.0 - self._elastic.margin)
+        grows = now.worst > 1.0 and (flip is None or flip.at_last > 1.0)
         if self._ripe("flip", flips, now_s, self._elastic.dwell_s, haste):
             assert flip is not None
             return self._flip(view, flip, now, mix, now_s)
@@ -104,13 +104,14 @@ class Elastic:
         computed_tokens = max(1.0, prompt * (computed or 1.0))
         backlog = sum(worker.stats.queued_tokens for worker in view.workers) / computed_tokens
         return Mix(
-            rate=arrived / span_s + backlog / BACKLOG_S,
+            rate=arrived / span_s,
             prompt_tokens=prompt,
             computed_tokens=computed_tokens,
             output_tokens=max(1.0, sum(report.expected_tokens for report in reports) / arrived),
             ttft_s=_promised([sample.promised_ttft_s for sample in samples], self._slo.ttft_s),
             tpot_s=_promised([sample.promised_tpot_s for sample in samples], self._slo.tpot_s),
             spread=_spread(samples),
+            backlog=backlog / BACKLOG_S,
         )
 
     def _groups(self, view: ClusterView) -> list[Group]:
@@ -141,6 +142,17 @@ class Elastic:
                     if self._keeps_floors(after):
                         yield _Step(source, target, shares(after, mix))
 
+    def _best_flip(self, groups: Sequence[Group], now: Shares, mix: Mix) -> _Step | None:
+        """The first of at most two steps that lead to the least of the worst, and that is no step back itself."""
+        firsts = []
+        for step in self._flips(groups, mix):
+            if step.after.worst <= now.worst * STEP_BACK:
+                assert step.source is not None and step.target is not None
+                seconds = self._flips(_changed(groups, step.source, step.target), mix)
+                last = min((second.after.worst for second in seconds), default=math.inf)
+                firsts.append(replace(step, at_last=min(step.after.worst, last)))
+        return self._best(firsts)
+
     def _leaving(self, view: ClusterView, groups: Sequence[Group], mix: Mix) -> Iterator[_Step]:
         for source in groups:
             least, _ = self._pools[source.pool].bounds
@@ -159,7 +171,9 @@ class Elastic:
     def _best(steps: Sequence[_Step]) -> _Step | None:
         """The least of the worst; of equals, the least in all."""
         return min(
-            steps, key=lambda step: (round(step.after.worst, 3), step.after.ttft + step.after.tpot), default=None
+            steps,
+            key=lambda step: (round(min(step.at_last, step.after.worst), 3), step.after.worst, step.after.ttft),
+            default=None,
         )
 
     def _ripe(self, kind: str, is_wanted: bool, now_s: float, dwell_s: float, haste: float = 1.0) -> bool:
