@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from cluster.spec import Role
 from workers.costs import CostModel
+from workers.engine.batching import Adaptive
 
 _SATURATED = 0.95  # of what workers can do: from there on the wait is not a matter of chance any more
 _STEEP = 20.0  # by how much a promise breaks the more, for each share of load beyond
@@ -157,7 +158,7 @@ def _speed(group: Group, mix: Mix, context: float, step_s: float) -> float:
     if not batch:
         return 1.0
     tokens = max(1, round(mix.computed_tokens))
-    bound_s = mix.tpot_s if mix.tpot_s is not None else 2 * step_s
+    bound_s = mix.tpot_s * Adaptive.MARGIN if mix.tpot_s is not None else 2 * step_s
     within = min(tokens, group.cost.prompt_tokens_within(bound_s, 0, (), batch, round(batch * context)))
     if within < min(_LEAST_CHUNK, tokens):
         return 0.0

@@ -2,10 +2,11 @@
 
 Every period the roles are judged on the load of the last seconds, as gateways told it: the worst of what first tokens,
 further tokens and decode room would need of their promises (`balance`). A step is one worker with another role. The
-best one, alone or with another behind it, is taken when it makes the worst better by `margin`, has done so for
-`dwell_s` on end, and the last step is `cooldown_s` ago; a promise that breaks by a factor makes both times shorter by
-it. Where nothing is in danger, nothing changes: roles that swing cost more than roles that are not quite right
-(Mooncake and Splitwise say that ratios drift slowly, Narwhal that hysteresis is what keeps flips useful).
+best one, or the first on the way to a pool that is all split or all mixed, is taken when that makes the worst better by
+`margin`, has done so for `dwell_s` on end, and the last step is `cooldown_s` ago; a promise that breaks by a factor
+makes both times shorter by it. Where nothing is in danger, nothing changes: roles that swing cost more than roles that
+are not quite right (Mooncake and Splitwise say that ratios drift slowly, Narwhal that hysteresis is what keeps flips
+useful).
 
 A pool with room to grow gets a worker when no step keeps the promises; one that could do without a worker for
 `PATIENCE` times as long loses one.
@@ -23,7 +24,7 @@ from cluster.view import ClusterView, WorkerState, WorkerView
 from workers.costs import LinearCost
 
 CALM = 0.7  # of the promises: below, no step is worth its while
-STEP_BACK = 1.02  # so much worse the first of two steps may make it
+STEP_BACK = 1.1  # so much worse a step may make it that leads on to better roles
 ROOMY = 0.6  # what would still be needed of them without a worker that leaves
 PATIENCE = 20.0
 BACKLOG_S = 10.0  # in which what waits now should be computed
@@ -32,8 +33,8 @@ _LEAST_REQUESTS = 5  # that say anything about a load
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One worker less here, one more there; None: it joins, or leaves, the cluster. `at_last`: the worst after the best
-    step behind it, or without one.
+    """One worker less here, one more there; None: it joins, or leaves, the cluster. `at_last`: the worst where
+    it leads.
     """
 
     source: Group | None
@@ -143,15 +144,23 @@ class Elastic:
                         yield _Step(source, target, shares(after, mix))
 
     def _best_flip(self, groups: Sequence[Group], now: Shares, mix: Mix) -> _Step | None:
-        """The first of at most two steps that lead to the least of the worst, and that is no step back itself."""
-        firsts = []
-        for step in self._flips(groups, mix):
-            if step.after.worst <= now.worst * STEP_BACK:
-                assert step.source is not None and step.target is not None
-                seconds = self._flips(_changed(groups, step.source, step.target), mix)
-                last = min((second.after.worst for second in seconds), default=math.inf)
-                firsts.append(replace(step, at_last=min(step.after.worst, last)))
-        return self._best(firsts)
+        """The first step to where the worst is least: one step off, or a pool that is all split, or all mixed."""
+        steps = [replace(step, at_last=step.after.worst) for step in self._flips(groups, mix)]
+        for pool in {group.pool for group in groups}:
+            for target in _whole_pools(groups, pool):
+                if self._keeps_floors(target) and (first := self._first_to(target, groups, mix)) is not None:
+                    steps.append(replace(first, at_last=shares(target, mix).worst))
+        return self._best([step for step in steps if step.after.worst <= now.worst * STEP_BACK])
+
+    def _first_to(self, target: Sequence[Group], groups: Sequence[Group], mix: Mix) -> _Step | None:
+        """The best one of the steps that lead there; None when it is where we are."""
+        wanted = {(group.pool, group.role): group.count for group in target}
+        more = [group for group in groups if group.count > wanted[group.pool, group.role]]
+        fewer = [group for group in groups if group.count < wanted[group.pool, group.role]]
+        changed = [(source, to, _changed(groups, source, to)) for source in more for to in fewer]
+        return self._best(
+            [_Step(source, to, shares(after, mix)) for source, to, after in changed if self._keeps_floors(after)]
+        )
 
     def _leaving(self, view: ClusterView, groups: Sequence[Group], mix: Mix) -> Iterator[_Step]:
         for source in groups:
@@ -222,6 +231,15 @@ class Elastic:
 
 def _ready(view: ClusterView) -> list[WorkerView]:
     return [worker for worker in view.workers if worker.state is WorkerState.READY]
+
+
+def _whole_pools(groups: Sequence[Group], pool: str) -> Iterator[list[Group]]:
+    """The pool split in each way, and all mixed; the other pools as they are."""
+    count = sum(group.count for group in groups if group.pool == pool)
+    for number in range(count + 1):
+        counts = {Role.PREFILL: number, Role.DECODE: count - number, Role.MIXED: 0}
+        yield [replace(each, count=counts[each.role]) if each.pool == pool else each for each in groups]
+    yield [replace(each, count=count * (each.role is Role.MIXED)) if each.pool == pool else each for each in groups]
 
 
 def _changed(groups: Sequence[Group], source: Group | None, target: Group | None) -> list[Group]:

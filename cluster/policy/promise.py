@@ -70,7 +70,7 @@ class Promise(CacheAware):
         decodes = [self._outlook.decode_side(ask, worker, begin_s, slo.tpot_s) for worker in able]
         if not decodes:
             return None
-        if (both := _whole(sides, decodes, slo)) is not None:
+        if not _is_free(first, slo) and (both := _whole(sides, decodes, slo)) is not None:
             return _placed(*both, "one worker keeps both promises")
         decode = _roomiest(decodes, slo, spares=self._spares(ask, sides.values()))
         worker = next(worker for worker in workers if worker.name == decode.name)
@@ -200,6 +200,12 @@ def _soonest(sides: Sequence[PromptSide], slo: SLO) -> PromptSide:
         return share > 1.0, side.role is Role.DECODE, not is_alone_early, round(side.ttft_s, 6), side.name
 
     return min(able, key=order)
+
+
+def _is_free(side: PromptSide, slo: SLO) -> bool:
+    """Whether a worker that is there for prompts takes this one early, and disturbs nobody."""
+    early = slo.ttft_s is None or side.ttft_s <= EARLY * slo.ttft_s
+    return side.role is Role.PREFILL and not side.batch and early
 
 
 def _whole(
