@@ -4,6 +4,8 @@ Step costs are those of `PoolSpec.cost`, or defaults where nobody gave any. Both
 long prompts and answers took there; guessed steps also by the worker's own step time, while it has one.
 """
 
+from typing import NamedTuple
+
 from cluster.policy.book import Book, Work
 from cluster.policy.correction import Corrections, bounded
 from cluster.policy.picking import num_sequences, queued_tokens
@@ -12,11 +14,25 @@ from cluster.spec import ClusterSpec
 from cluster.view import WorkerView
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
+from workers.engine.batching import BROKEN_PROMISE, Adaptive
 
 _MOSTLY_WAITED = 2.0  # times what the worker computed
 _BESIDE = 0.3  # of the time that an answer took: with more of it spent on prompts, it says nothing of decode steps
 _MOST_STEPS = 32  # of one answer that count
-_WHOLE_PROMPTS = ("static", "orca", "prefill-first")  # batching policies that do not cut prompts
+WHOLE_PROMPTS = ("static", "orca", "prefill-first")  # batching policies that do not cut prompts
+APART = ("static", "prefill-first", "prefill-only")  # those whose steps with prompts carry no decodes
+LEAST_CHUNK = 16  # tokens of a prompt: less beside a step's decodes is not worth its while
+
+
+class Decodes(NamedTuple):
+    """Those of a worker: sequences, the tokens they attend to, and the tightest promise that was made to them."""
+
+    batch: int
+    context_tokens: int
+    tpot_slo_s: float | None
+
+
+_NONE = Decodes(0, 0, None)
 
 
 class Forecast:
@@ -26,6 +42,7 @@ class Forecast:
         self._book = book
         self._engines = {pool.name: pool.engine for pool in spec.pools}
         self._no_engine = EngineConfig()
+        self._tpot_slo_s = spec.gateway.slo.tpot_s
         self._given = {pool.name: pool.cost for pool in spec.pools if pool.cost is not None}
         self._default = LinearCost()
         self._prompts = Corrections()
@@ -44,23 +61,69 @@ class Forecast:
 
     def kv_tokens(self, worker: WorkerView) -> int:
         """How many tokens' KV the worker's pool holds."""
-        return worker.stats.total_blocks * self._engine(worker).block_size
+        return worker.stats.total_blocks * self.engine(worker).block_size
 
     def free_tokens(self, worker: WorkerView) -> int:
-        return worker.stats.free_blocks * self._engine(worker).block_size
+        return worker.stats.free_blocks * self.engine(worker).block_size
 
     def prefill_seconds(self, worker: WorkerView, num_tokens: int, cached_tokens: int) -> float:
-        """Computing `num_tokens` of a prompt behind `cached_tokens`, once it is its turn.
+        """Computing `num_tokens` of a prompt behind `cached_tokens`, once it is its turn, beside the decodes there."""
+        return self.prefill_beside(worker, num_tokens, cached_tokens, self._decodes(worker))[0]
 
-        A prompt that is cut costs as many steps, and each of them carries the worker's decodes along.
+    def prefill_beside(
+        self, worker: WorkerView, num_tokens: int, cached_tokens: int, decodes: Decodes
+    ) -> tuple[float, int]:
+        """Seconds and steps of that; 0 steps: the decodes leave no time for it, so that their promise breaks.
+
+        A prompt is cut as `workers.engine.batching` does it, and each of its steps carries the decodes along.
         """
-        engine, cost = self._engine(worker), self.cost(worker)
-        steps = 1 if engine.batching in _WHOLE_PROMPTS else -(-num_tokens // engine.max_batch_tokens)
-        empty_s = step_s = cost.mixed_seconds((), 0, 0)
-        if decodes := self._book.decoding(worker.name):
-            step_s = cost.mixed_seconds((), len(decodes), sum(work.num_tokens for work in decodes))
-        alone_s = cost.prefill_seconds(num_tokens, cached_tokens) - empty_s
-        return alone_s + steps * step_s
+        engine, cost = self.engine(worker), self.cost(worker)
+        if engine.batching in APART:
+            decodes = _NONE
+        batch, context_tokens, _ = decodes
+        chunk, is_able = max(1, num_tokens), True
+        if engine.batching not in WHOLE_PROMPTS:
+            within, is_able = self._chunk(worker, num_tokens, cached_tokens, decodes)
+            chunk = min(chunk, within)
+        whole, rest = divmod(num_tokens, chunk)
+        seconds = 0.0
+        if whole:
+            first = cached_tokens + (whole - 1) * chunk // 2
+            seconds = whole * cost.mixed_seconds(((chunk, first),), batch, context_tokens)
+        if rest:
+            seconds += cost.mixed_seconds(((rest, cached_tokens + num_tokens - rest),), batch, context_tokens)
+        return seconds, whole + bool(rest) if is_able else 0
+
+    def _chunk(self, worker: WorkerView, num_tokens: int, cached_tokens: int, decodes: Decodes) -> tuple[int, bool]:
+        """How much of the prompt a step takes, about, and whether the decodes' promise holds then."""
+        engine, cost = self.engine(worker), self.cost(worker)
+        batch, context_tokens, tpot_slo_s = decodes
+        budget = max(1, engine.max_batch_tokens - batch)
+        bounds = [each for each in (tpot_slo_s, engine.tpot_slo_s) if each is not None]
+        if not batch or not bounds:
+            return budget, True
+        bound_s = min(bounds) * (Adaptive.MARGIN if engine.batching == "adaptive" else 1.0)
+        midway = cached_tokens + num_tokens // 2
+        within = cost.prompt_tokens_within(bound_s, midway, (), batch, context_tokens)
+        if within >= min(LEAST_CHUNK, num_tokens):
+            return min(budget, max(1, within)), True
+        loose_s = BROKEN_PROMISE * cost.decode_seconds(batch, context_tokens)
+        within = cost.prompt_tokens_within(loose_s, midway, (), batch, context_tokens)
+        return min(budget, max(LEAST_CHUNK, within)), False
+
+    def _decodes(self, worker: WorkerView) -> Decodes:
+        """Of the worker, under way or promised a slot: ours by the book, and those that it has beyond them.
+
+        To others the same was promised as this gateway promises.
+        """
+        batch, prompts, answers = self._book.promised(worker.name)
+        promises = [work.promised_tpot_s for work in self._book.decoding(worker.name)]
+        context_tokens = prompts + answers // 2
+        foreign = worker.stats.running + worker.stats.reserved - batch - len(self._book.prefilling(worker.name))
+        if foreign > 0:
+            batch, context_tokens = batch + foreign, context_tokens + max(0, self._used_tokens(worker) - prompts)
+            promises.append(self._tpot_slo_s)
+        return Decodes(batch, context_tokens, min((each for each in promises if each is not None), default=None))
 
     def prompt_correction(self, worker: WorkerView) -> float:
         """Seconds that prompts took there for each second of the costs as they were given."""
@@ -87,7 +150,7 @@ class Forecast:
 
     def transfer_seconds(self, worker: WorkerView, num_tokens: int) -> float:
         """Bringing the KV of so many tokens to the worker, alone on the wire."""
-        return self._plain_cost(worker).transfer_seconds(num_tokens * worker.kv_token_bytes)
+        return self.plain_cost(worker).transfer_seconds(num_tokens * worker.kv_token_bytes)
 
     def tpot_seconds(self, ask: Ask, worker: WorkerView) -> float:
         """A decode step of the worker once all that were promised a slot decode, this request among them."""
@@ -109,14 +172,17 @@ class Forecast:
 
     def step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
         """A decode step there with so many sequences."""
-        seconds = self._plain_step_seconds(worker, batch, context_tokens)
+        return self._plain_step_seconds(worker, batch, context_tokens) * self.step_correction(worker)
+
+    def step_correction(self, worker: WorkerView) -> float:
+        """Seconds that decode steps take there for each second of the costs as they were given."""
         if self.is_sure(worker) or not _decodes(worker):
-            return seconds * self._steps.ratio(worker.name, self._now_s)
+            return self._steps.ratio(worker.name, self._now_s)
         running_s = self._plain_step_seconds(worker, worker.stats.running, self._used_tokens(worker))
-        return seconds * bounded(worker.stats.step_s / running_s)
+        return bounded(worker.stats.step_s / running_s)
 
     def _plain_step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
-        return self._plain_cost(worker).decode_seconds(round(batch), round(context_tokens))
+        return self.plain_cost(worker).decode_seconds(round(batch), round(context_tokens))
 
     def _used_tokens(self, worker: WorkerView) -> int:
         return self.kv_tokens(worker) - self.free_tokens(worker)
@@ -149,27 +215,25 @@ class Forecast:
 
     def most_running(self, worker: WorkerView) -> int:
         """Its decode slots."""
-        return self._engine(worker).max_running
-
-    def most_batch_tokens(self, worker: WorkerView) -> int:
-        """Of one step."""
-        return self._engine(worker).max_batch_tokens
+        return self.engine(worker).max_running
 
     def cost(self, worker: WorkerView) -> CostModel:
         """What its steps are believed to cost, corrected by how long its prompts took."""
         ratio = round(self.prompt_correction(worker), 2) or 0.01
         if ratio == 1.0:
-            return self._plain_cost(worker)
+            return self.plain_cost(worker)
         known, cost = self._scaled.get(worker.name, (0.0, None))
         if cost is None or known != ratio:
-            cost = self._plain_cost(worker).scaled(ratio)
+            cost = self.plain_cost(worker).scaled(ratio)
             self._scaled[worker.name] = ratio, cost
         return cost
 
-    def _plain_cost(self, worker: WorkerView) -> CostModel:
+    def plain_cost(self, worker: WorkerView) -> CostModel:
+        """Its pool's, or the default's."""
         return self._given.get(worker.pool, self._default)
 
-    def _engine(self, worker: WorkerView) -> EngineConfig:
+    def engine(self, worker: WorkerView) -> EngineConfig:
+        """How the workers of its pool are set up."""
         return self._engines.get(worker.pool, self._no_engine)
 
 

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.policy.book import Book
-from cluster.policy.forecast import Forecast
+from cluster.policy.forecast import LEAST_CHUNK, Decodes, Forecast
 from cluster.policy.placement import Ask
 from cluster.spec import Role
 from cluster.view import WorkerView
 from kvtransfer.ticket import LinkReport
 from workers.request import Request
 
-LEAST_CHUNK = 16  # tokens of a prompt: less beside a step's decodes is not worth its while
 MOST_FULL = 0.97  # of a pool's tokens promised
 NEAR_S = 0.25
 
@@ -76,11 +75,8 @@ class Outlook:
         forecast = self._forecast
         load = self._load(ask, worker, ask.now_s)
         new_tokens = max(1, ask.request.num_tokens - cached_tokens)
-        if load.batch and tpot_slo_s is not None:
-            prefill_s, steps = self._beside(worker, new_tokens, cached_tokens, load, tpot_slo_s)
-        else:
-            prefill_s = forecast.prefill_seconds(worker, new_tokens, cached_tokens)
-            steps = -(-new_tokens // forecast.most_batch_tokens(worker))
+        decodes = Decodes(load.batch, load.context_tokens, tpot_slo_s)
+        prefill_s, steps = forecast.prefill_beside(worker, new_tokens, cached_tokens, decodes)
         queue_s = forecast.queue_seconds(ask, worker)
         return PromptSide(worker.name, worker.role, cached_tokens, load.batch, queue_s, prefill_s, steps)
 
@@ -129,23 +125,6 @@ class Outlook:
         """A decode step there, about."""
         batch, prompts, answers = self._book.promised(worker.name)
         return self._forecast.step_seconds(worker, max(1, batch), prompts + answers)
-
-    def _beside(
-        self, worker: WorkerView, new_tokens: int, cached_tokens: int, load: Load, tpot_slo_s: float
-    ) -> tuple[float, int]:
-        """Seconds and steps to compute the prompt beside the decodes there; 0 steps when these leave no time for it."""
-        cost, batch, context = self._forecast.cost(worker), load.batch, load.context_tokens
-        chunk = cost.prompt_tokens_within(tpot_slo_s, cached_tokens, (), batch, context)
-        is_able = chunk >= min(LEAST_CHUNK, new_tokens)
-        if not is_able:  # as `Chunked` does then
-            bound_s = 2 * cost.decode_seconds(batch, context)
-            chunk = max(LEAST_CHUNK, cost.prompt_tokens_within(bound_s, cached_tokens, (), batch, context))
-        chunk = min(chunk, self._forecast.most_batch_tokens(worker), new_tokens)
-        whole, rest = divmod(new_tokens, chunk)
-        seconds = whole * cost.mixed_seconds(((chunk, cached_tokens + new_tokens // 2),), batch, context)
-        if rest:
-            seconds += cost.mixed_seconds(((rest, cached_tokens + new_tokens - rest),), batch, context)
-        return seconds, whole + bool(rest) if is_able else 0
 
     def transfer_seconds(self, ask: Ask, owner: str, reader: WorkerView, num_tokens: int) -> float:
         """Moving the KV of so many tokens, alone on the wire: as preflight measured the pair, else by the costs."""
