@@ -65,6 +65,7 @@ class Book:
         self._decoding: dict[str, dict[str, Work]] = {}  # from the promise of a slot to the last token
         self._promised: dict[str, Promised] = {}  # of what decodes there or will
         self._touched_s: dict[str, float] = {}  # worker -> when work of ours last began or ended there
+        self._news: set[str] = set()  # workers, since `news` was asked for
         self._prefilled_s: dict[str, float] = {}  # worker -> when it last ended a prompt of ours
         self._computed_s: dict[str, float] = {}  # worker -> seconds of all prompts of ours that it has computed
         self._num_decoded = 0
@@ -92,6 +93,20 @@ class Book:
         """When work of ours last began or ended there; 0 when none has."""
         return self._touched_s.get(worker, 0.0)
 
+    def news(self) -> set[str]:
+        """Workers of which anything here has changed since this was last asked: for one who copies what is here."""
+        news, self._news = self._news, set()
+        return news
+
+    def ahead(self, worker: str) -> tuple[float, float]:
+        """`ahead_s` for any moment: until when they will take, but for at least so many seconds more."""
+        works = self.prefilling(worker)
+        if not works:
+            return 0.0, 0.0
+        head = next(iter(works))
+        all_s = sum(work.prefill_s for work in works)
+        return self._turn_s(head) + all_s, all_s - head.prefill_s
+
     def ahead_s(self, worker: str, now_s: float) -> float:
         """How long the prompts of ours that wait or run there will still take, one after the other."""
         works = self.prefilling(worker)
@@ -117,10 +132,10 @@ class Book:
         assert work.key not in self._works, f"{work.key} is in the book already"
         self._works[work.key] = work
         self._prefilling.setdefault(work.prefill, {})[work.key] = work
-        self._touched_s[work.prefill] = work.began_s
+        self._touch(work.prefill, work.began_s)
         if work.decodes:
             self._to_decode(work, work.decode)
-            self._touched_s[work.decode] = work.began_s
+            self._touch(work.decode, work.began_s)
 
     def beside_s(self, work: Work) -> float:
         """Of the time in which it has decoded, what its worker was to spend on prompts of ours."""
@@ -130,6 +145,7 @@ class Book:
         """Its prompt is sent only now. Unknown keys are ignored."""
         if work := self._works.get(key):
             work.reserved_s = now_s
+            self._news.add(work.prefill)
 
     def prefilled(self, key: str, now_s: float) -> Work | None:
         """Its first token came. Answers the work, or None when it is not here or was told before."""
@@ -141,7 +157,8 @@ class Book:
         self._computed_s[work.prefill] = self._computed_s.get(work.prefill, 0.0) + work.prefill_s
         work.computed_s = self._computed_s.get(work.decode, 0.0)
         self._drop(self._prefilling, work.prefill, key)
-        self._touched_s[work.prefill] = self._prefilled_s[work.prefill] = now_s
+        self._prefilled_s[work.prefill] = now_s
+        self._touch(work.prefill, now_s)
         return work
 
     def moved(self, key: str, worker: str, now_s: float) -> None:
@@ -152,7 +169,8 @@ class Book:
         if work.decodes:
             self._no_more_to_decode(work)
             self._to_decode(work, worker)
-            self._touched_s[work.decode] = self._touched_s[worker] = now_s
+            self._touch(work.decode, now_s)
+            self._touch(worker, now_s)
         work.decode = worker
         work.plain_tpot_s = 0.0  # half its steps were elsewhere: nobody learns from them
 
@@ -161,15 +179,19 @@ class Book:
         work = self._works.pop(key, None)
         if work is None:
             return None
-        self._touched_s[work.prefill] = now_s
+        self._touch(work.prefill, now_s)
         if work.prefilled_s is None:
             self._drop(self._prefilling, work.prefill, key)
         if work.decodes:
             self._no_more_to_decode(work)
-            self._touched_s[work.decode] = now_s
+            self._touch(work.decode, now_s)
             if work.prefilled_s is not None:
                 self._learn(now_s - work.prefilled_s)
         return work
+
+    def _touch(self, worker: str, now_s: float) -> None:
+        self._touched_s[worker] = now_s
+        self._news.add(worker)
 
     def _to_decode(self, work: Work, worker: str) -> None:
         self._decoding.setdefault(worker, {})[work.key] = work

@@ -4,7 +4,7 @@ from typing import ClassVar, NamedTuple
 
 from cluster.policy.forecast import Forecast
 from cluster.policy.loads import LeastLoaded
-from cluster.policy.picking import Workers, num_sequences
+from cluster.policy.picking import Finder, Workers, num_sequences
 from cluster.policy.placement import Ask, Placement
 from cluster.policy.prefix_index import NO_MATCH, Match, PrefixIndex, chain
 from cluster.spec import Role
@@ -23,6 +23,8 @@ class CacheAware(LeastLoaded):
         self.forecast = forecast
         self._index = index
         self._asked: tuple[Request, float] | None = None
+        self._find = Finder()
+        self._named: Request | None = None
         self._names: list[int] = []
         self._matches: dict[str, Match] = {}
 
@@ -42,23 +44,27 @@ class CacheAware(LeastLoaded):
 
     def _look_up(self, ask: Ask) -> None:
         """All workers at once; of the request asked for last it is kept."""
-        request = ask.request
-        if self._asked is not None and self._asked[0] is request and self._asked[1] == ask.now_s:
+        if self._asked is not None and self._asked[0] is ask.request and self._asked[1] == ask.now_s:
             return
-        if self._asked is None or self._asked[0] is not request:
+        self._matches = self._index.matches(self.names(ask), ask.now_s)
+        self._asked = ask.request, ask.now_s
+
+    def names(self, ask: Ask) -> list[int]:
+        """Those of the prompt's beginnings; of the request asked for last they are kept."""
+        request = ask.request
+        if self._named is not request:
             self._names = chain((*request.prompt, *request.generated), self._index.grain)
-        self._asked = request, ask.now_s
-        self._matches = self._index.matches(self._names, ask.now_s)
+            self._named = request
+        return self._names
 
     def placed(self, ask: Ask, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
         return Placement(prefill.name, decode.name, reason, cached_tokens=self.cached_tokens(ask, prefill))
 
     def began(self, ask: Ask, placement: Placement) -> None:
-        self._look_up(ask)
-        for worker in ask.view.workers:
-            if worker.name == placement.prefill:
-                believed, incarnation = placement.cached_tokens, worker.incarnation
-                self._index.expect(ask.request.key, worker.name, incarnation, self._names, believed)
+        worker = self._find(ask.view, placement.prefill)
+        if worker is not None:
+            names, believed = self.names(ask), placement.cached_tokens
+            self._index.expect(ask.request.key, worker.name, worker.incarnation, names, believed)
         self._asked = None  # the next lookup sees it
 
 

@@ -4,7 +4,6 @@ Knows that prompts are cut to what the promises of decodes leave (`workers.engin
 take most of each step computes prompts slowly, and one whose decodes take all of it should not be given any.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.policy.book import Book
@@ -13,7 +12,6 @@ from cluster.policy.placement import Ask
 from cluster.spec import Role
 from cluster.view import WorkerView
 from kvtransfer.ticket import LinkReport
-from workers.request import Request
 
 MOST_FULL = 0.97  # of a pool's tokens promised
 NEAR_S = 0.25
@@ -61,12 +59,11 @@ class DecodeSide:
 
 
 class Outlook:
-    """Owned by a router. `expected`: how many tokens an answer will have."""
+    """Owned by a router."""
 
-    def __init__(self, forecast: Forecast, book: Book, expected: Callable[[Request], int]) -> None:
+    def __init__(self, forecast: Forecast, book: Book) -> None:
         self._forecast = forecast
         self._book = book
-        self._expected = expected
         self._links: tuple[LinkReport, ...] = ()
         self._pairs: dict[tuple[str, str], LinkReport] = {}
 
@@ -80,10 +77,11 @@ class Outlook:
         queue_s = forecast.queue_seconds(ask, worker)
         return PromptSide(worker.name, worker.role, cached_tokens, load.batch, queue_s, prefill_s, steps)
 
-    def decode_side(self, ask: Ask, worker: WorkerView, begin_s: float, tpot_slo_s: float | None) -> DecodeSide:
-        """`begin_s`: when its prompt will be done, on the dispatcher's clock."""
+    def decode_side(
+        self, ask: Ask, worker: WorkerView, answer: int, begin_s: float, tpot_slo_s: float | None
+    ) -> DecodeSide:
+        """`answer`: its tokens, as expected; `begin_s`: when its prompt will be done, on the dispatcher's clock."""
         forecast, num_tokens = self._forecast, ask.request.num_tokens
-        answer = self._expected(ask.request)
         load = self._load(ask, worker, begin_s)
         capacity = forecast.kv_tokens(worker)
         free_tokens = capacity - load.promised_tokens

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cluster.policy.placement import Ask, Placement, Router
 from cluster.spec import Role
-from cluster.view import WorkerState, WorkerView
+from cluster.view import ClusterView, WorkerState, WorkerView
 
 Workers = Sequence[WorkerView]
 
@@ -64,6 +64,21 @@ class Picking(Router):
     @abstractmethod
     def reason(self) -> str:
         """Why a pair was taken, in a few words."""
+
+
+class Finder:
+    """Workers of a view by name. Remembers where each one stood: that changes with the membership only."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+
+    def __call__(self, view: ClusterView, name: str) -> WorkerView | None:
+        workers, place = view.workers, self._places.get(name, -1)
+        if 0 <= place < len(workers) and workers[place].name == name:
+            return workers[place]
+        self._places = {worker.name: place for place, worker in enumerate(workers)}
+        place = self._places.get(name, -1)
+        return None if place < 0 else workers[place]
 
 
 def fitting(ask: Ask) -> list[WorkerView]:

@@ -57,6 +57,14 @@ class Guesses:
     unknown_tokens: int = 0
 
 
+class Depth(NamedTuple):
+    """These workers have so many tokens of a prompt; of these some, by slot, have some in host memory only."""
+
+    tokens: int
+    who: Bits
+    on_host: dict[int, int]
+
+
 class _Expected(NamedTuple):
     """A prompt on its way: the names that it brings to a worker, and how much of it that is believed to have."""
 
@@ -132,6 +140,7 @@ class PrefixIndex:
         self._device = _Told()
         self._host = _Told()
         self._slots: dict[str, int] = {}  # worker -> its bit's number
+        self.lives = 0  # grows when a worker comes, restarts or goes
         self._lives: dict[str, str] = {}  # worker -> the incarnation whose cache this is
         self._by_step: dict[int, Bits] = {}  # every so many names of a chain these workers have one
         self._workers: list[str] = []  # slot -> worker
@@ -150,13 +159,24 @@ class PrefixIndex:
 
         Ask `is_of` before a worker that may have restarted is believed to have it.
         """
-        self._expire(now_s)
         found: dict[str, Match] = {}
+        for tokens, who, on_host in self.depths(names, now_s):
+            self._found(found, who, tokens, on_host)
+        return found
+
+    def depths(self, names: Sequence[int], now_s: float = 0.0) -> list[Depth]:
+        """The same for many workers at once, as bits of their slots: nobody twice."""
+        self._expire(now_s)
+        found: list[Depth] = []
         for step, workers in self._by_step.items():
             self._walk(found, names[step - 1 :: step] if step > 1 else names, workers, step * self.grain)
         return found
 
-    def _walk(self, found: dict[str, Match], names: Sequence[int], workers: Bits, grain: int) -> None:
+    def slot(self, worker: str, incarnation: str) -> int:
+        """The number of its bit, for as long as `lives` is the same; -1 for one of which nothing is known."""
+        return self._slots[worker] if self._lives.get(worker) == incarnation else -1
+
+    def _walk(self, found: list[Depth], names: Sequence[int], workers: Bits, grain: int) -> None:
         """These workers have names at multiples of `grain` tokens: note how far each one's go."""
         device, host, hoped = self._device.holders, self._host.holders, self._hoped
         on_host: dict[int, int] = {}  # slot -> tokens that only its host memory has
@@ -174,13 +194,13 @@ class PrefixIndex:
             if holds is not last:
                 still = have & holds
                 if depth and still != have:
-                    self._found(found, have ^ still, depth, on_host)
+                    found.append(Depth(depth, have ^ still, on_host))
                 have, last = still, holds
                 if not have:
                     return
             depth += grain
         if depth:
-            self._found(found, have, depth, on_host)
+            found.append(Depth(depth, have, on_host))
 
     def is_of(self, worker: str, incarnation: str) -> bool:
         """Whether what is known of this worker is of this incarnation of it."""
@@ -222,6 +242,7 @@ class PrefixIndex:
         if slot is None:
             return
         del self._lives[worker]
+        self.lives += 1
         self._device.forget(1 << slot)
         self._host.forget(1 << slot)
         self._set_step(1 << slot, 0)
@@ -239,6 +260,7 @@ class PrefixIndex:
                 self._workers.append("")
             slot = self._slots[worker] = self._free.pop()
             self._lives[worker], self._workers[slot] = incarnation, worker
+            self.lives += 1
             self._set_step(1 << slot, 1)
         return 1 << self._slots[worker]
 

@@ -20,93 +20,164 @@ choice: NetKV (arXiv 2606.03910); prompts cut between workers: DynaServe (arXiv 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import ClassVar
 
 from cluster.policy.book import Book
 from cluster.policy.caches import CacheAware
 from cluster.policy.forecast import Forecast
 from cluster.policy.outlook import DecodeSide, Outlook, PromptSide
-from cluster.policy.picking import beside, fitting
 from cluster.policy.placement import Ask, Placement
-from cluster.policy.prefix_index import PrefixIndex
+from cluster.policy.prefix_index import Depth, PrefixIndex
+from cluster.policy.shortlist import Everyone, Glance, Shortlist
 from cluster.spec import Role
 from cluster.view import WorkerView
 from workers.request import SLO, Request
 
+FEW = 12  # workers: all of them are looked at
 LATELY_S = 10.0
 SPARE = 0.6  # of their time: prompts that need no more of it wait little
 LEAST_PART = 128  # tokens of a cut prompt: below, the hand-over costs more than it moves
 EARLY = 0.8  # of the promised time to the first token: so late a prompt may be for the sake of decodes elsewhere
 
+Look = Everyone | Glance
+
 
 class Promise(CacheAware):
-    """`default`: the promise to requests that ask for none. Any two workers may be paired."""
+    """`default`: the promise to requests that ask for none. Any two workers may be paired.
+
+    Where more than `few` workers can hold a request, only those on the shortlist are looked at.
+    """
 
     links_all: ClassVar[bool] = True
 
     def __init__(
-        self, forecast: Forecast, index: PrefixIndex, book: Book, default: SLO, expected: Callable[[Request], int]
+        self,
+        forecast: Forecast,
+        index: PrefixIndex,
+        book: Book,
+        default: SLO,
+        expected: Callable[[Request], int],
+        few: int = FEW,
     ) -> None:
         super().__init__(forecast, index)
-        self._outlook = Outlook(forecast, book, expected)
+        self._outlook = Outlook(forecast, book)
+        self._expected = expected
+        self._shortlist = Shortlist(forecast, book, index, default.tpot_s, few)
         self._default = default
         self._came: deque[tuple[float, float]] = deque()  # when a prompt was sent, and its seconds alone
         self._came_s = 0.0
         self._first_s = 0.0
 
     def choose(self, ask: Ask) -> Placement | None:
-        workers = fitting(ask)
-        if not workers:
+        slo, answer = self._promised(ask), self._expected(ask.request)
+        look = self._shortlist.look(ask, partial(self._depths, ask), answer) or Everyone(
+            ask, partial(self.cached_tokens, ask)
+        )
+        sides = self._prompt_sides(ask, look, slo)
+        if not sides:
             return None
-        slo = self._promised(ask)
-        sides = {worker.name: self._prompt_side(ask, worker, slo) for worker in beside(ask, workers)}
         first = _soonest(list(sides.values()), slo)
         if ask.tokens_left == 1:
             return _placed(first, None, "one token is wanted: nothing to hand over")
-        begin_s = ask.now_s + first.ttft_s
-        able = [worker for worker in workers if ask.alone or worker.role is not Role.PREFILL]
-        decodes = [self._outlook.decode_side(ask, worker, begin_s, slo.tpot_s) for worker in able]
+        begin_s, is_free = ask.now_s + first.ttft_s, _is_free(first, slo)
+        wholes = [] if is_free else look.wholes(slo, EARLY)
+        for worker in wholes:
+            if worker.name not in sides:
+                sides[worker.name] = self._prompt_side(ask, look, worker, slo)
+        decodes = self._decode_sides(ask, look, slo, answer, begin_s, wholes)
         if not decodes:
             return None
-        if not _is_free(first, slo) and (both := _whole(sides, decodes, slo)) is not None:
+        if not is_free and (both := _whole(sides, decodes, slo)) is not None:
             return _placed(*both, "one worker keeps both promises")
-        decode = _roomiest(decodes, slo, spares=self._spares(ask, sides.values()))
-        worker = next(worker for worker in workers if worker.name == decode.name)
-        local = sides.get(worker.name) or self._prompt_side(ask, worker, slo)
+        decode = _roomiest(decodes, slo, spares=self._spares(ask, look, slo, sides, decodes))
+        return self._paired(ask, look, slo, sides, decode)
+
+    def _paired(
+        self, ask: Ask, look: Look, slo: SLO, sides: Mapping[str, PromptSide], decode: DecodeSide
+    ) -> Placement | None:
+        """Who computes the prompt for this decode worker, and how."""
+        worker = look.worker(decode.name)
+        local = sides.get(worker.name) or self._prompt_side(ask, look, worker, slo)
+        is_local_able = ask.alone or worker.role is Role.MIXED
         reach = [side for side in sides.values() if ask.view.linked(side.name, worker.name)]
-        if ask.alone or worker.role is Role.MIXED:
+        if len(reach) < len(sides) - (is_local_able and worker.name in sides):
+            reach = list(self._prompt_sides(ask, look, slo, worker.name).values())
+        if is_local_able:
             reach.append(local)
         if not reach:
             return None
         prefill = _soonest(reach, slo)
         if prefill is local:
-            return self._lent(ask, _placed(local, decode, "first token soonest where it decodes"), workers)
+            return self._lent(ask, look, _placed(local, decode, "first token soonest where it decodes"))
         if self._is_local(ask, worker, prefill, local, slo):
             return _placed(local, decode, "computed where it decodes as soon as it could be handed over")
-        placement = self._lent(ask, _placed(prefill, decode, self.reason), workers)
+        placement = self._lent(ask, look, _placed(prefill, decode, self.reason))
         return placement if placement.lender else self._cut(ask, placement, prefill, local, slo)
 
     def began(self, ask: Ask, placement: Placement) -> None:
         super().began(ask, placement)
-        worker = next(worker for worker in ask.view.workers if worker.name == placement.prefill)
+        worker = self._find(ask.view, placement.prefill)
+        assert worker is not None, "it was chosen from this view"
         cached = placement.cached_tokens
         alone_s = self.forecast.cost(worker).prefill_seconds(max(1, ask.request.num_tokens - cached), cached)
         self._first_s = self._first_s or ask.now_s
         self._came.append((ask.now_s, alone_s))
         self._came_s += alone_s
+        self._forget(ask.now_s)
 
-    def _spares(self, ask: Ask, sides: Iterable[PromptSide]) -> bool:
+    def _prompt_sides(self, ask: Ask, look: Look, slo: SLO, reader: str = "") -> dict[str, PromptSide]:
+        """Of the workers looked at, tier by tier, until nobody in a later one would be preferred."""
+        sides: dict[str, PromptSide] = {}
+        for number, tier in enumerate(look.prompts(slo, reader)):
+            for worker in tier:
+                if worker.name not in sides:
+                    sides[worker.name] = self._prompt_side(ask, look, worker, slo)
+            if sides:
+                best = _soonest(list(sides.values()), slo)
+                if best.steps and not any(_drawbacks(best, slo)[: 3 - number]):
+                    break
+        return sides
+
+    def _decode_sides(
+        self, ask: Ask, look: Look, slo: SLO, answer: int, begin_s: float, others: Sequence[WorkerView]
+    ) -> list[DecodeSide]:
+        """The same, to decode; and those of the others."""
+        sides: dict[str, DecodeSide] = {}
+        for number, tier in enumerate(chain([others], look.decodes(alone=ask.alone))):
+            for worker in tier:
+                if worker.name not in sides:
+                    sides[worker.name] = self._outlook.decode_side(ask, worker, answer, begin_s, slo.tpot_s)
+            kept = (
+                side.has_room and not _is_late(side, slo) and side.role is not Role.PREFILL for side in sides.values()
+            )
+            if number and any(kept):
+                break
+        return list(sides.values())
+
+    def _spares(
+        self, ask: Ask, look: Look, slo: SLO, sides: Mapping[str, PromptSide], decodes: Sequence[DecodeSide]
+    ) -> bool:
         """Whether prompts can do with one worker less: those that came lately would not keep the others busy."""
-        while self._came and self._came[0][0] < ask.now_s - LATELY_S:
-            self._came_s -= self._came.popleft()[1]
+        if all(side.role is not Role.PREFILL for side in decodes):
+            return False  # nobody asks
+        self._forget(ask.now_s)
         span_s = min(LATELY_S, max(1.0, ask.now_s - self._first_s))
-        others = sum(side.role is not Role.DECODE and side.steps > 0 for side in sides) - 1
+        others = look.num_able(slo, list(sides.values())) - 1
         return others >= 1 and self._came_s / span_s <= SPARE * others
 
-    def _prompt_side(self, ask: Ask, worker: WorkerView, slo: SLO) -> PromptSide:
-        return self._outlook.prompt_side(ask, worker, self.cached_tokens(ask, worker), slo.tpot_s)
+    def _forget(self, now_s: float) -> None:
+        while self._came and self._came[0][0] < now_s - LATELY_S:
+            self._came_s -= self._came.popleft()[1]
+
+    def _prompt_side(self, ask: Ask, look: Look, worker: WorkerView, slo: SLO) -> PromptSide:
+        return self._outlook.prompt_side(ask, worker, look.cached_tokens(worker), slo.tpot_s)
+
+    def _depths(self, ask: Ask) -> Sequence[Depth]:
+        return () if ask.request.fresh else self._index.depths(self.names(ask), ask.now_s)
 
     def _promised(self, ask: Ask) -> SLO:
         asked, default = ask.request.slo, self._default
@@ -126,24 +197,17 @@ class Promise(CacheAware):
             return False
         return local.ttft_s <= prefill.ttft_s + moving_s
 
-    def _lent(self, ask: Ask, placement: Placement, workers: Sequence[WorkerView]) -> Placement:
+    def _lent(self, ask: Ask, look: Look, placement: Placement) -> Placement:
         """With a beginning fetched from who has more of it, where moving it is quicker than computing it.
 
         Only prefill workers lend: what is held for readers has digests.
         """
-        name, own, num_tokens = placement.prefill, placement.cached_tokens, ask.request.num_tokens
-        owners = [
-            (tokens, each.name)
-            for each in workers
-            if each.role is Role.PREFILL
-            and each.name != name
-            and (tokens := self.cached_tokens(ask, each)) > own
-            and ask.view.linked(each.name, name)
-        ]
-        if not owners:
+        own, num_tokens = placement.cached_tokens, ask.request.num_tokens
+        lender = look.lender(own, placement.prefill)
+        if lender is None:
             return placement
-        tokens, owner = max(owners)
-        worker = next(each for each in workers if each.name == name)
+        tokens, owner = lender
+        worker = look.worker(placement.prefill)
         rest_s = self.forecast.prefill_seconds(worker, num_tokens - tokens, tokens)
         saved_s = self.forecast.prefill_seconds(worker, num_tokens - own, own) - rest_s
         saved_s -= self._outlook.transfer_seconds(ask, owner, worker, tokens - own)
@@ -194,12 +258,14 @@ def _soonest(sides: Sequence[PromptSide], slo: SLO) -> PromptSide:
     """Who computes the prompt: in time before late, at home before elsewhere, beside no decodes if early; soonest."""
     able = [side for side in sides if side.steps] or sides
 
-    def order(side: PromptSide) -> tuple[bool, bool, bool, float, str]:
-        share = 0.0 if slo.ttft_s is None else side.ttft_s / slo.ttft_s
-        is_alone_early = not side.batch and share <= EARLY
-        return share > 1.0, side.role is Role.DECODE, not is_alone_early, round(side.ttft_s, 6), side.name
+    return min(able, key=lambda side: (*_drawbacks(side, slo), round(side.ttft_s, 6), side.name))
 
-    return min(able, key=order)
+
+def _drawbacks(side: PromptSide, slo: SLO) -> tuple[bool, bool, bool]:
+    """Late; not at home; beside decodes, or not early. The first counts most."""
+    share = 0.0 if slo.ttft_s is None else side.ttft_s / slo.ttft_s
+    is_alone_early = not side.batch and share <= EARLY
+    return share > 1.0, side.role is Role.DECODE, not is_alone_early
 
 
 def _is_free(side: PromptSide, slo: SLO) -> bool:
@@ -234,10 +300,13 @@ def _roomiest(sides: Sequence[DecodeSide], slo: SLO, *, spares: bool) -> DecodeS
     room = [side for side in home if side.has_room] or home
 
     def order(side: DecodeSide) -> tuple[bool, bool, float, int, str]:
-        is_late = slo.tpot_s is not None and side.tpot_s > slo.tpot_s
-        return is_late, side.role is Role.PREFILL, round(side.tpot_s, 6), -side.free_tokens, side.name
+        return _is_late(side, slo), side.role is Role.PREFILL, round(side.tpot_s, 6), -side.free_tokens, side.name
 
     return min(room, key=order)
+
+
+def _is_late(side: DecodeSide, slo: SLO) -> bool:
+    return slo.tpot_s is not None and side.tpot_s > slo.tpot_s
 
 
 def _placed(prefill: PromptSide, decode: DecodeSide | None, reason: str) -> Placement:

@@ -1,0 +1,438 @@
+"""The few workers out of many that are worth an exact look: columns of numbers, a row for each worker of the view.
+
+    view, what was sent, book ──changes──> rows ──a few operations on columns──> the best few by estimate
+
+What is summed and counted is exact; what a step costs is read off tables of each pool's `CostModel`, times the
+correction of the worker. Estimates only say who is looked at: `Promise` decides by the exact outlook of these.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress
+from operator import is_not
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.policy.book import Book
+from cluster.policy.forecast import LEAST_CHUNK, Forecast
+from cluster.policy.outlook import MOST_FULL, PromptSide
+from cluster.policy.picking import beside, fitting
+from cluster.policy.placement import NOTHING_SENT, Ask, Sent
+from cluster.policy.prefix_index import Depth, PrefixIndex
+from cluster.policy.rates import TOP_BATCH, Rates
+from cluster.spec import Role
+from cluster.view import WorkerState, WorkerView
+from workers.engine.batching import BROKEN_PROMISE
+from workers.request import SLO
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Rows = npt.NDArray[np.intp]
+
+REFRESH_S = 5.0  # each row is written anew at least so often: corrections fade with time
+_MOST_GROUPS = 1 << 10
+_SEEN, _QUEUED, _TOTAL, _FREE, _STEP_RATIO = range(5)  # columns by the statistics
+_OURS, _PROMPTS, _ANSWERS, _WAITING, _WAITING_TOKENS, _UNTIL, _REST, _PROMPT_RATIO = range(5, 13)  # by the book
+
+
+class Shortlist:
+    """Owned by a router, and the only one that asks its book for `news`. `tpot_slo_s`: what this gateway promises."""
+
+    def __init__(self, forecast: Forecast, book: Book, index: PrefixIndex, tpot_slo_s: float | None, few: int) -> None:
+        self._few = few
+        self._forecast = forecast
+        self._tpot_slo_s = tpot_slo_s
+        self._book = book
+        self._index = index
+        self._rates: dict[str, Rates] = {}
+        self._groups: dict[int, Rows] = {}  # bits of slots -> their rows
+        self._reaches: dict[str, Flags] = {}  # reader -> who is linked to it
+        self._pairs: object = None
+        self.workers: tuple[WorkerView, ...] = ()
+        self._clear()
+
+    def look(self, ask: Ask, depths: Callable[[], Sequence[Depth]], expected_tokens: int) -> "Glance | None":
+        """At this request, of whose prompt workers have so much cached, and whose answer will be so long.
+
+        None where few can hold it: all of them are worth an exact look.
+        """
+        if len(ask.view.workers) <= self._few:
+            return None
+        self._follow(ask)
+        if np.count_nonzero(self.fitting(ask)) <= self._few:
+            return None
+        return Glance(self, ask, self._cached(ask, depths()), expected_tokens)
+
+    def fitting(self, ask: Ask) -> Flags:
+        """Ready workers that can hold the request."""
+        fits: Flags = self.is_ready & (self.capacity > ask.request.num_tokens)
+        for name in ask.avoid:
+            if name in self.row:
+                fits[self.row[name]] = False
+        return fits
+
+    # ---- rows ------------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        """A row for each of `workers`, nothing in them."""
+        count = len(self.workers)
+        self.row = {worker.name: row for row, worker in enumerate(self.workers)}
+        self._raw = np.zeros((count, 13))
+        self._sent: Mapping[str, Sent] = {}
+        self._lives = -1
+        self._turn, self._turned_s = 0, 0.0
+        self._pools: list[str] = []
+        self.rates: list[Rates] = []
+        self.is_ready, self.is_prefill, self.is_decode, self.is_mixed = np.zeros((4, count), dtype=np.bool_)
+        self.is_busy = np.zeros(count, dtype=np.bool_)  # decodes there are carried along by prompts
+        self.capacity, self.pool, self._slot = np.zeros((3, count), dtype=np.intp)
+        self.until_s, self.rest_s, self.foreign_s, self.ratio = np.zeros((4, count))
+        self.batch, self.free_tokens, self.kv_tokens = np.zeros((3, count))
+        self.step_s, self.tpot_s, self.tpot_token_s = np.zeros((3, count))  # now; with one more; its tokens' share
+        self._reaches.clear()
+
+    def _follow(self, ask: Ask) -> None:
+        """Write the rows of which something has changed."""
+        known, workers = self.workers, ask.view.workers
+        told: set[int] = set()
+        if workers is not known:
+            told.update(compress(range(len(workers)), map(is_not, workers, known)))
+            self.workers = workers
+            if len(workers) != len(known) or any(workers[row].name != known[row].name for row in told):
+                self._clear()
+                told.update(range(len(workers)))
+                known = ()
+            for row in told:
+                if not known or not _same_place(workers[row], known[row]):
+                    self._place(row, workers[row])
+        if ask.sent or self._sent:
+            before, now = self._sent, dict(ask.sent)
+            changed = [name for name in before.keys() | now.keys() if before.get(name) is not now.get(name)]
+            told.update(self.row[name] for name in changed if name in self.row)
+            self._sent = now
+        noted = {self.row[name] for name in self._book.news() if name in self.row} | self._due(ask.now_s)
+        if not known:
+            noted = told
+        told |= noted
+        if self._lives != self._index.lives:
+            self._lives = self._index.lives
+            self._slot = np.array([self._index.slot(each.name, each.incarnation) for each in workers], dtype=np.intp)
+            self._groups.clear()
+        if told:
+            self._write_told(list(told))
+            if noted:
+                self._write_noted(list(noted))
+            self._derive(np.fromiter(told, np.intp, len(told)))
+
+    def _due(self, now_s: float) -> set[int]:
+        """The next rows in turn, as many as time has passed."""
+        count = len(self.workers)
+        due = min(count, int(count * (now_s - self._turned_s) / REFRESH_S)) if count else 0
+        if due <= 0:
+            return set()
+        first, self._turn, self._turned_s = self._turn, (self._turn + due) % count, now_s
+        return {row % count for row in range(first, first + due)}
+
+    def _place(self, row: int, worker: WorkerView) -> None:
+        """What of a worker seldom changes."""
+        if worker.pool not in self._pools:
+            self._pools.append(worker.pool)
+            if worker.pool not in self._rates:
+                self._rates[worker.pool] = Rates(self._forecast.plain_cost(worker), self._forecast.engine(worker))
+            self.rates.append(self._rates[worker.pool])
+            self._base_s = np.stack([each.decode_base_s for each in self.rates])  # [pools, batch]
+            self._token_s = np.stack([each.decode_token_s for each in self.rates])
+            self._block_size = np.array([each.block_size for each in self.rates], dtype=np.float64)
+            self.empty_s = np.array([each.empty_s for each in self.rates])
+            self._is_carrying = np.array([each.is_carrying for each in self.rates])
+            self._most_tokens = np.array([each.most_tokens for each in self.rates])
+            self._bound_s = self.bounds_s(self._tpot_slo_s)
+        self.is_ready[row] = worker.state is WorkerState.READY
+        self.is_prefill[row] = worker.role is Role.PREFILL
+        self.is_decode[row] = worker.role is Role.DECODE
+        self.is_mixed[row] = worker.role is Role.MIXED
+        self.capacity[row] = worker.capacity_tokens
+        self.pool[row] = self._pools.index(worker.pool)
+        self._lives = -1  # it may be another incarnation
+
+    def _write_told(self, rows: list[int]) -> None:
+        """By what workers told, and what was sent since."""
+        sent, forecast, written = self._sent, self._forecast, []
+        for row in rows:
+            worker = self.workers[row]
+            stats, since = worker.stats, sent.get(worker.name, NOTHING_SENT)
+            seen, queued = stats.running + stats.reserved + since.sequences, stats.queued_tokens + since.prompt_tokens
+            written.append((seen, queued, stats.total_blocks, stats.free_blocks, forecast.step_correction(worker)))
+        self._raw[rows, : _STEP_RATIO + 1] = written
+
+    def _write_noted(self, rows: list[int]) -> None:
+        """By the book."""
+        book, written = self._book, []
+        for row in rows:
+            worker = self.workers[row]
+            waiting = book.prefilling(worker.name)
+            tokens, ratio = sum(work.prompt_tokens for work in waiting), self._forecast.prompt_correction(worker)
+            queue = book.ahead(worker.name)
+            written.append((*book.promised(worker.name), len(waiting), tokens, *queue, ratio))
+        self._raw[rows, _OURS:] = written
+
+    def _derive(self, rows: Rows) -> None:
+        """As `Outlook` and `Forecast` do, for these rows at once."""
+        raw, pool = self._raw[rows].T, self.pool[rows]
+        seen, ours, prompts, answers = raw[_SEEN], raw[_OURS], raw[_PROMPTS], raw[_ANSWERS]
+        block, ratio, step_ratio = self._block_size[pool], raw[_PROMPT_RATIO], raw[_STEP_RATIO]
+        kv_tokens = raw[_TOTAL] * block
+        foreign = np.maximum(seen - ours - raw[_WAITING], 0.0)
+        theirs = np.where(foreign > 0.0, np.maximum(kv_tokens - raw[_FREE] * block - prompts, 0.0), 0.0)
+        batch, context = ours + foreign, prompts + answers // 2 + theirs
+        at = np.minimum(batch, TOP_BATCH - 1).astype(np.intp)
+        self.until_s[rows], self.rest_s[rows], self.ratio[rows] = raw[_UNTIL], raw[_REST], ratio
+        self.batch[rows], self.kv_tokens[rows] = batch, kv_tokens
+        self.free_tokens[rows] = kv_tokens - prompts - answers - theirs
+        self.step_s[rows] = ratio * (self._base_s[pool, at] + self._token_s[pool, at] * context)
+        token_s = step_ratio * self._token_s[pool, at + 1]
+        self.tpot_s[rows] = step_ratio * self._base_s[pool, at + 1] + token_s * context
+        self.tpot_token_s[rows] = token_s
+        self.foreign_s[rows] = 0.0
+        self.is_busy[rows] = (batch > 0.0) & self._is_carrying[pool]
+        queued = np.maximum(raw[_QUEUED] - raw[_WAITING_TOKENS], 0.0) - seen
+        is_queued = queued > 0.0
+        if is_queued.any():
+            self.foreign_s[rows[is_queued]] = self._queue_seconds(rows[is_queued], queued[is_queued])
+
+    def _queue_seconds(self, rows: Rows, tokens: Floats) -> Floats:
+        """How long prompts of other gateways, so many tokens on each of these, will take."""
+        pool, work_s = self.pool[rows], np.empty(len(rows))
+        for number, rates in enumerate(self.rates):
+            here = pool == number
+            work_s[here] = rates.prompts_seconds(tokens[here]) - rates.empty_s
+        return self.beside(rows, work_s * self.ratio[rows], tokens, self._bound_s[pool])[0]
+
+    def bounds_s(self, tpot_slo_s: float | None) -> Floats:
+        """Of each pool: what its steps with prompts may take."""
+        return np.array([each.bound_s(tpot_slo_s) for each in self.rates])
+
+    def beside(
+        self, rows: Rows | slice, work_s: Floats, tokens: Floats | float, bound_s: Floats
+    ) -> tuple[Floats, Flags]:
+        """Seconds of prompts, in steps that carry these rows' decodes, and who keeps these decodes' promise so."""
+        step_s, is_busy, pool = self.step_s[rows], self.is_busy[rows], self.pool[rows]
+        token_s = np.maximum(work_s, 1e-12) / tokens
+        chunk = (bound_s - step_s) / token_s
+        is_able = ~is_busy | (chunk >= np.minimum(LEAST_CHUNK, tokens))
+        chunk = np.where(is_able, chunk, np.maximum((BROKEN_PROMISE - 1) * step_s / token_s, LEAST_CHUNK))
+        chunk = np.where(is_busy, chunk, np.inf)
+        chunk = np.minimum(np.minimum(chunk, np.maximum(self._most_tokens[pool] - self.batch[rows], 1.0)), tokens)
+        each_s = np.where(is_busy, step_s, self.empty_s[pool] * self.ratio[rows])
+        return work_s + np.ceil(tokens / chunk) * each_s, is_able
+
+    # ---- columns of a request --------------------------------------------------------------------------------
+
+    def _cached(self, ask: Ask, depths: Sequence[Depth]) -> Floats | None:
+        """Tokens of the prompt that need not be computed; None: nobody has any."""
+        if not depths:
+            return None
+        cached = np.zeros(len(self.workers))
+        for tokens, who, _ in depths:
+            cached[self._rows(who)] = tokens
+        return np.minimum(cached, ask.request.num_tokens - 1.0)
+
+    def _rows(self, who: int) -> Rows:
+        """Where these workers stand. The same many hold common prefixes again and again."""
+        rows = self._groups.get(who)
+        if rows is None:
+            if len(self._groups) >= _MOST_GROUPS:
+                self._groups.clear()
+            packed = np.frombuffer(who.to_bytes(who.bit_length() + 7 >> 3, "little"), np.uint8)
+            flags = np.unpackbits(packed, bitorder="little")
+            is_there = (self._slot >= 0) & (self._slot < len(flags))
+            held = flags[np.where(is_there, self._slot, 0)].astype(np.bool_)
+            rows = self._groups[who] = np.flatnonzero(held & is_there)
+        return rows
+
+    def linked_to(self, ask: Ask, reader: str) -> Flags:
+        """Who may hand KV to this worker."""
+        if self._pairs is not ask.view.pairs or ask.view.pairs is None:
+            self._reaches.clear()
+            self._pairs = ask.view.pairs
+        reach = self._reaches.get(reader)
+        if reach is None:
+            linked = (ask.view.linked(worker.name, reader) for worker in self.workers)
+            reach = self._reaches[reader] = np.fromiter(linked, np.bool_, len(self.workers))
+        return reach
+
+
+class Everyone:
+    """Where few can hold a request: all of them, in one tier. `cached_tokens`: what a worker has of the prompt."""
+
+    def __init__(self, ask: Ask, cached_tokens: Callable[[WorkerView], int]) -> None:
+        self._ask = ask
+        self.cached_tokens = cached_tokens
+        self._workers = fitting(ask)
+
+    def worker(self, name: str) -> WorkerView:
+        return next(worker for worker in self._workers if worker.name == name)
+
+    def prompts(self, slo: SLO, reader: str = "") -> Iterator[list[WorkerView]]:
+        workers = beside(self._ask, self._workers)
+        yield [worker for worker in workers if not reader or self._ask.view.linked(worker.name, reader)]
+
+    def num_able(self, slo: SLO, sides: Sequence[PromptSide]) -> int:
+        return sum(side.role is not Role.DECODE and side.steps > 0 for side in sides)
+
+    def wholes(self, slo: SLO, early: float) -> list[WorkerView]:
+        return []  # they are among the others
+
+    def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
+        yield [worker for worker in self._workers if alone or worker.role is not Role.PREFILL]
+
+    def lender(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
+        owners = [
+            (tokens, each.name)
+            for each in self._workers
+            if each.role is Role.PREFILL
+            and each.name != reader
+            and (tokens := self.cached_tokens(each)) > own_tokens
+            and self._ask.view.linked(each.name, reader)
+        ]
+        return max(owners, default=None)
+
+
+class Glance:
+    """Estimates for one request; valid until the next. Tiers are tried in order until one has what is sought."""
+
+    def __init__(self, table: Shortlist, ask: Ask, cached: Floats | None, expected_tokens: int) -> None:
+        self._table = table
+        self._ask = ask
+        self._cached = cached
+        self._need = ask.request.num_tokens + expected_tokens
+        self._context = ask.request.num_tokens + expected_tokens // 2
+        self._fits = table.fitting(ask)
+        self._alone_s = self._prompt_seconds()
+        self._queue_s = np.maximum(table.until_s - ask.now_s, table.rest_s) + table.foreign_s
+        self._beside: tuple[Floats, Flags] | None = None
+
+    def worker(self, name: str) -> WorkerView:
+        return self._table.workers[self._table.row[name]]
+
+    def cached_tokens(self, worker: WorkerView) -> int:
+        return 0 if self._cached is None else int(self._cached[self._table.row[worker.name]])
+
+    def _sibling(self) -> WorkerView | None:
+        """The worker that computes this prompt for a sibling."""
+        row = self._table.row.get(self._ask.beside)
+        return self._table.workers[row] if row is not None and self._fits[row] else None
+
+    def prompts(self, slo: SLO, reader: str = "") -> Iterator[list[WorkerView]]:
+        """To compute the prompt: at home beside no decodes, at home, among decode workers; those linked to `reader`.
+
+        Where nobody has time for it, who would do it soonest.
+        """
+        if (sibling := self._sibling()) is not None and not reader:
+            yield [sibling]
+            return
+        table, fits = self._table, self._fits
+        if reader:
+            fits = fits & self._table.linked_to(self._ask, reader)
+        home = fits & ~table.is_decode
+        yield self._best(self._queue_s + self._alone_s, home & (table.batch == 0.0), 2)
+        ttft_s, is_able = self._with_decodes(slo)
+        yield self._best(ttft_s, home & is_able, 2)
+        yield self._best(ttft_s, fits & table.is_decode & is_able, 2)
+        if not (fits & is_able).any():
+            yield self._best(ttft_s, fits, 1)
+
+    def num_able(self, slo: SLO, sides: Sequence[PromptSide]) -> int:
+        """How many have time for prompts, decode workers left out."""
+        if self._sibling() is not None:
+            return sum(side.role is not Role.DECODE and side.steps > 0 for side in sides)
+        return int(np.count_nonzero(self._fits & ~self._table.is_decode & self._with_decodes(slo)[1]))
+
+    def wholes(self, slo: SLO, early: float) -> list[WorkerView]:
+        """Mixed workers to do both phases; the first token comes within so much of its promised time."""
+        table = self._table
+        mixed = self._fits & table.is_mixed
+        if not mixed.any():
+            return []
+        if (sibling := self._sibling()) is not None:
+            return [sibling]
+        ttft_s, is_able = self._with_decodes(slo)
+        kept = mixed & is_able & self._has_room()
+        if slo.tpot_s is not None:
+            kept &= self._tpot_s() <= slo.tpot_s
+        if slo.ttft_s is not None:
+            kept &= ttft_s <= early * slo.ttft_s
+        return self._best(ttft_s, kept, 3)
+
+    def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
+        """To decode: at home with room; away with room, if prefill workers may decode; without room."""
+        able = self._fits if alone else self._fits & ~self._table.is_prefill
+        tpot_s, room = self._tpot_s(), self._has_room()
+        home = able & ~self._table.is_prefill
+        yield self._best(tpot_s, home & room, 3)
+        yield self._best(tpot_s, able & self._table.is_prefill & room, 2) + self._best(tpot_s, home & ~room, 1)
+        if not (able & room).any():
+            yield self._best(tpot_s, able, 1)
+
+    def lender(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
+        """The prefill worker that has most of the prompt, more than so much, and is linked to the reader."""
+        if self._cached is None:
+            return None
+        who = self._fits & self._table.is_prefill & (self._cached > own_tokens)
+        if not who.any():
+            return None
+        who &= self._table.linked_to(self._ask, reader)
+        who[self._table.row[reader]] = False
+        best = self._best(-self._cached, who, 1)
+        return (self.cached_tokens(best[0]), best[0].name) if best else None
+
+    def _best(self, values: Floats, who: Flags, most: int) -> list[WorkerView]:
+        """The least of these."""
+        values, found = np.where(who, values, np.inf), []
+        for _ in range(most):
+            row = int(values.argmin())
+            if values[row] == np.inf:
+                break
+            found.append(self._table.workers[row])
+            values[row] = np.inf
+        return found
+
+    def _prompt_seconds(self) -> Floats:
+        """Computing it alone, on each: by a parabola in what is cached, through three points of each pool's costs."""
+        table, num_tokens = self._table, self._ask.request.num_tokens
+        most = 0 if self._cached is None else int(self._cached.max())
+        fits = np.array([rates.prompt_parabola(num_tokens, most) for rates in table.rates])  # [pools, 3]
+        seconds: Floats = fits[:, 0][table.pool]
+        if self._cached is not None:
+            seconds = seconds + self._cached * (fits[:, 1][table.pool] + self._cached * fits[:, 2][table.pool])
+        return seconds * table.ratio
+
+    def _with_decodes(self, slo: SLO) -> tuple[Floats, Flags]:
+        """Seconds to the first token where prompts are cut to what decodes leave, and who has time for it at all."""
+        if self._beside is None:
+            table = self._table
+            tokens: Floats | float = float(self._ask.request.num_tokens)
+            if self._cached is not None:
+                tokens = tokens - self._cached
+            work_s = self._alone_s - table.ratio * table.empty_s[table.pool]
+            bound_s = table.bounds_s(slo.tpot_s)[table.pool]
+            seconds, is_able = table.beside(slice(None), work_s, tokens, bound_s)
+            self._beside = self._queue_s + seconds, is_able
+        return self._beside
+
+    def _tpot_s(self) -> Floats:
+        return self._table.tpot_s + self._table.tpot_token_s * self._context
+
+    def _has_room(self) -> Flags:
+        room: Flags = self._need <= self._table.free_tokens - (1 - MOST_FULL) * self._table.kv_tokens
+        return room
+
+
+def _same_place(worker: WorkerView, known: WorkerView) -> bool:
+    return (
+        worker.state is known.state
+        and worker.role is known.role
+        and worker.incarnation == known.incarnation
+        and worker.pool == known.pool
+        and worker.capacity_tokens == known.capacity_tokens
+    )
