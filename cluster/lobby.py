@@ -42,7 +42,7 @@ class Lobby:
     def __init__(
         self, gateway: GatewaySpec, policy: Policy, recheck_s: float, change: Callable[[], Awaitable[object]]
     ) -> None:
-        self.room = WaitingRoom(gateway)
+        self.room = WaitingRoom(gateway, policy.expected_tokens)
         self._policy = policy
         self._recheck_s = recheck_s
         self._change = change

@@ -226,7 +226,7 @@ def open_policy(
         "late": lambda: Late(spec.gateway.slo, forecast, book),
         "early": lambda: Early(spec.gateway.slo, forecast, book),
         "predictive": lambda: Predictive(spec.gateway.slo, forecast, book),
-        "promise": lambda: Promised(spec.gateway, forecast, book),
+        "promise": lambda: Promised(spec.gateway, forecast, book, partial(expected_tokens, lengths)),
     }
     mover = Mover(forecast, book, rebalances=spec.gateway.rebalance, tpot_s=spec.gateway.slo.tpot_s)
     return Policy(_ROUTERS[routing](parts), judges[admission](), forecast, book, index, lengths, mover)

@@ -15,6 +15,7 @@ Source of the early refusal by prediction: Qin et al., Mooncake (arXiv 2407.0007
 """
 
 import math
+from collections.abc import Callable
 
 from cluster.policy.admission import DECODE_RETRY_S, Admission
 from cluster.policy.book import Book
@@ -25,6 +26,7 @@ from cluster.policy.picking import num_sequences
 from cluster.policy.placement import Ask, Later, Placement, Refusal
 from cluster.spec import ClassSpec, GatewaySpec
 from cluster.view import WorkerView
+from workers.request import Request
 
 TTFT_SHARE = 0.5  # of the tightest promised TTFT may be taken by prompts without a promise; the rest is for others
 TPOT_SHARE = 0.75  # of the tightest promised TPOT, likewise
@@ -37,7 +39,11 @@ class Promised(Admission):
     looks = True
     queues = True
 
-    def __init__(self, gateway: GatewaySpec, forecast: Forecast, book: Book) -> None:
+    def __init__(
+        self, gateway: GatewaySpec, forecast: Forecast, book: Book, expected: Callable[[Request], int] = asked_length
+    ) -> None:
+        """`expected`: how many tokens an answer will have."""
+        self._expected = expected
         self._classes = Classes(gateway)
         self._forecast = forecast
         self._book = book
@@ -148,7 +154,7 @@ class Promised(Admission):
         step_s = self._forecast.step_seconds(decode, batch, used_tokens)
         mean_s = self._book.decode_seconds(ask.now_s)
         if math.isinf(mean_s):  # none has ended yet
-            mean_s = asked_length(ask.request) * step_s
+            mean_s = self._expected(ask.request) * step_s
         apart_s = max(LEAST_WAIT_S, mean_s / batch)
         ours = self._book.decoding(decode.name)
         ends_s = sorted(work.first_token_s + work.output_tokens * step_s - ask.now_s for work in ours)

@@ -13,7 +13,7 @@ it. Two tenants who both have requests waiting differ in tokens over share by at
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -126,9 +126,13 @@ class _Level:
 
 
 class WaitingRoom:
-    """Owned by a gateway's lobby. Every `enter` has its `take` or its `leave`."""
+    """Owned by a gateway's lobby. Every `enter` has its `take` or its `leave`.
 
-    def __init__(self, gateway: GatewaySpec) -> None:
+    `expected`: how many tokens an answer will have.
+    """
+
+    def __init__(self, gateway: GatewaySpec, expected: Callable[[Request], int] = asked_length) -> None:
+        self._expected = expected
         self._classes = Classes(gateway)
         self._most = gateway.max_queued
         self._levels: dict[int, _Level] = {}
@@ -161,7 +165,7 @@ class WaitingRoom:
             tenant=tenant,
             share=share,
             priority=slo.priority,
-            tokens=request.num_tokens + asked_length(request),
+            tokens=request.num_tokens + self._expected(request),
             need_s=need_s,
             deadline_s=claim_s if slo.ttft_s is None else arrived_s + slo.ttft_s,
             claim_s=claim_s,
