@@ -357,12 +357,13 @@ class Glance:
         if (sibling := self._sibling()) is not None:
             return [sibling]
         ttft_s, is_able = self._with_decodes(slo)
-        kept = mixed & is_able & self._has_room()
+        soon = mixed & is_able
+        if slo.ttft_s is not None:
+            soon &= ttft_s <= early * slo.ttft_s
+        kept = soon & self._has_room()
         if slo.tpot_s is not None:
             kept &= self._tpot_s() <= slo.tpot_s
-        if slo.ttft_s is not None:
-            kept &= ttft_s <= early * slo.ttft_s
-        return self._best(ttft_s, kept, 3)
+        return [*self._best(ttft_s, kept, 2), *self._best(ttft_s, soon & ~kept, 2)]  # others may have ended by then
 
     def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
         """To decode: at home with room; away with room, if prefill workers may decode; without room."""

@@ -1,0 +1,170 @@
+"""A shortlist loses little: the same placements where few workers are, and mostly the same, or as good ones, of many."""
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from msgspec import structs
+from test_policy import steps
+from views import BLOCKS, SIMPLE, request, spec, worker
+
+from cluster.policy.admission import Admission
+from cluster.policy.book import Book
+from cluster.policy.forecast import Forecast
+from cluster.policy.lengths import Learned, expected_tokens
+from cluster.policy.moves import Mover
+from cluster.policy.placement import Ask, Placement, Sent
+from cluster.policy.policy import Policy
+from cluster.policy.prefix_index import PrefixIndex
+from cluster.policy.promise import FEW, Promise
+from cluster.spec import Role
+from cluster.view import ClusterView, WorkerState, WorkerView
+from workers.costs import CostModel, LinearCost
+from workers.profiles.computed import roofline
+from workers.profiles.hardware import hardware_of
+from workers.profiles.shapes import shape_of
+from workers.request import SLO, Request
+
+PROMISED = SLO(ttft_s=2.0, tpot_s=0.05)
+REAL = LinearCost(0.012, 0.0002, 1e-8, 0.0001, 1e-7, 0.001, 1e-9, 0.0)
+A100 = roofline(shape_of("llama-2-13b"), hardware_of("a100-80gb"), 1, 1)
+EVERYBODY = 1 << 20
+
+
+def opened(few: int, cost: CostModel | None = SIMPLE, **engine: int) -> Policy:
+    """With our router, which looks at everybody where there are at most `few`."""
+    made = spec("promise", slo=PROMISED, cost=cost, **engine)
+    book, index, lengths = Book(), PrefixIndex(), Learned()
+    forecast = Forecast(made, book)
+    router = Promise(forecast, index, book, PROMISED, partial(expected_tokens, lengths), few)
+    mover = Mover(forecast, book, rebalances=False, tpot_s=None)
+    return Policy(router, Admission(), forecast, book, index, lengths, mover)
+
+
+@given(told=steps)
+@settings(max_examples=60)
+def test_few_workers_are_all_looked_at(
+    told: list[tuple[ClusterView, Request, set[str], bool, str, float, int]],
+) -> None:
+    with_it, without = opened(FEW), opened(EVERYBODY)
+    for number, (picture, wanted, avoid, alone, beside, wait_s, fate) in enumerate(told):
+        asked = replace(wanted, id=f"r{number}")
+        ask = Ask(picture, asked, {"d0": Sent(50, 2)}, avoid, alone, beside, now_s=number * wait_s)
+        placed = with_it.choose(ask)
+        assert placed == without.choose(ask)
+        follow((with_it, without), ask, placed, fate)
+
+
+@given(told=steps)
+@settings(max_examples=100)
+def test_a_shortlist_finds_whoever_can_serve(
+    told: list[tuple[ClusterView, Request, set[str], bool, str, float, int]],
+) -> None:
+    """However few there are: it answers where a look at everybody does, with workers that are ready, linked and fit."""
+    short, whole = opened(0), opened(EVERYBODY)
+    for number, (picture, wanted, avoid, alone, beside, wait_s, fate) in enumerate(told):
+        asked = replace(wanted, id=f"r{number}")
+        ask = Ask(picture, asked, {"d0": Sent(50, 2)}, avoid, alone, beside, now_s=number * wait_s)
+        placed, exact = short.choose(ask), whole.choose(ask)
+        assert (placed is None) == (exact is None)
+        if isinstance(placed, Placement):
+            fit = {
+                each.name
+                for each in picture.workers
+                if each.state is WorkerState.READY
+                and each.capacity_tokens > asked.num_tokens
+                and each.name not in avoid
+            }
+            assert {placed.prefill, placed.decode} <= fit
+            assert placed.colocated or picture.linked(placed.prefill, placed.decode)
+            assert isinstance(exact, Placement) and (beside not in fit or placed.prefill == exact.prefill)
+        follow((short, whole), ask, placed, fate)
+
+
+def follow(policies: tuple[Policy, ...], ask: Ask, placed: object, fate: int) -> None:
+    """The request is served as far as its fate has it: sent, prefilled, ended."""
+    if not isinstance(placed, Placement):
+        return
+    for policy in policies:
+        policy.began(ask, placed)
+        if fate > 0:
+            policy.prefilled(ask.request.key, ask.now_s + 0.5, 0, 0.4)
+        if fate > 1:
+            policy.ended(ask.request.key, ask.now_s + 1.5, 7)
+        policy.book.check()
+
+
+class Town:
+    """Sixty workers under a load of our own and of other gateways, that two policies are asked about."""
+
+    def __init__(self, seed: int, cost: CostModel, roles: str) -> None:
+        self.draw = random.Random(seed)
+        self.short, self.whole = (opened(few, cost, max_batch_tokens=2048, max_running=256) for few in (FEW, EVERYBODY))
+        workers = [self.changed(worker(f"{roles[number % len(roles)]}{number}")) for number in range(60)]
+        names = [each.name for each in workers]
+        pairs = frozenset((owner, reader) for owner in names for reader in names if owner != reader)
+        self.picture = ClusterView(1, "c", None, tuple(workers), pairs=pairs)
+        self.now_s = 1000.0
+        self.under_way: list[Request] = []
+
+    def changed(self, known: WorkerView) -> WorkerView:
+        """With other statistics: what other gateways do there."""
+        running = 0 if known.role is Role.PREFILL else self.draw.choice((0, 1, 3, 8))
+        stats = structs.replace(
+            known.stats,
+            running=running,
+            queued_tokens=running + self.draw.choice((0, 0, 0, 500, 3000)),
+            total_blocks=BLOCKS,
+            free_blocks=BLOCKS - running * self.draw.randrange(5, 60),
+        )
+        return structs.replace(known, stats=stats)
+
+    def next(self, number: int) -> tuple[Placement, Placement]:
+        """A request, by the shortlist and by a look at everybody; it goes on by the latter."""
+        draw = self.draw
+        self.now_s += draw.expovariate(40.0)
+        workers = list(self.picture.workers)
+        for row in draw.sample(range(60), 5):
+            workers[row] = self.changed(workers[row])
+        self.picture = replace(self.picture, workers=tuple(workers))
+        first, length = 10_000 * draw.randrange(12), draw.choice((100, 700, 1500, 4000))
+        wanted = request(f"r{number}", length, max_tokens=draw.choice((1, 50, 400)), first=first)
+        ask = Ask(self.picture, wanted, now_s=self.now_s)
+        short, whole = self.short.choose(ask), self.whole.choose(ask)
+        assert isinstance(short, Placement) and isinstance(whole, Placement)
+        follow((self.short, self.whole), ask, whole, 0)
+        self.under_way.append(wanted)
+        self.move_on()
+        return short, whole
+
+    def move_on(self) -> None:
+        for wanted in list(self.under_way):
+            fate = self.draw.random()
+            for policy in (self.short, self.whole):
+                if fate < 0.02:
+                    policy.prefilled(wanted.key, self.now_s)
+                elif fate < 0.03:
+                    policy.prefilled(wanted.key, self.now_s)
+                    policy.ended(wanted.key, self.now_s, 20)
+            if 0.02 <= fate < 0.03:
+                self.under_way.remove(wanted)
+
+
+@pytest.mark.parametrize("roles", ["pd", "m", "ppdm"])
+@pytest.mark.parametrize("cost", [REAL, A100], ids=["linear", "roofline"])
+def test_of_many_workers_the_shortlist_has_those_that_a_look_at_everybody_prefers(cost: CostModel, roles: str) -> None:
+    town, same = Town(7, cost, roles), 0
+    later: list[float] = []
+    longer: list[float] = []
+    for number in range(200):
+        short, whole = town.next(number)
+        assert short.predicted_ttft_s is not None and whole.predicted_ttft_s is not None
+        same += (short.prefill, short.decode) == (whole.prefill, whole.decode)
+        later.append(short.predicted_ttft_s / max(1e-3, whole.predicted_ttft_s))
+        longer.append((short.predicted_tpot_s or 0.0) / max(1e-4, whole.predicted_tpot_s or 0.0))
+    assert same >= 160, "four of five are the very same"
+    for ratios in (later, longer):
+        assert sorted(ratios)[190] <= 1.05, "nineteen of twenty are as good to 5 %"
+        assert sum(ratios) <= 1.02 * len(ratios)
