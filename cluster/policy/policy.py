@@ -19,6 +19,7 @@ from cluster.policy.forecast import Forecast
 from cluster.policy.lengths import Learned, Predictor, asked_length, expected_tokens
 from cluster.policy.loads import DistServe, LeastLoaded, PowerOfTwo, Random, RoundRobin
 from cluster.policy.moves import Mover
+from cluster.policy.picking import Finder
 from cluster.policy.placement import Ask, Later, Placement, Refusal, Router
 from cluster.policy.prefix_index import HOPE_S, PrefixIndex
 from cluster.policy.promise import Promise
@@ -76,6 +77,7 @@ class Policy:
         self.index = index
         self.lengths = lengths
         self.mover = mover
+        self._find = Finder()
         self._router = router
         self._admission = admission
         self._forecast = forecast
@@ -112,11 +114,11 @@ class Policy:
             placement = self._predicted(ask, placement)
         if ask.request.attempt or ask.beside or not self._admission.looks:
             return placement
-        return self._admission.at_arrival(ask, placement, _worker(ask, placement.decode)) or placement
+        return self._admission.at_arrival(ask, placement, self._worker(ask, placement.decode)) or placement
 
     def _predicted(self, ask: Ask, placement: Placement) -> Placement:
         """With what is expected of it, where anything is known of costs or the admission needs to know."""
-        prefill, decode = _worker(ask, placement.prefill), _worker(ask, placement.decode)
+        prefill, decode = self._worker(ask, placement.prefill), self._worker(ask, placement.decode)
         if not (self._forecast.knows(prefill, decode) or self._admission.looks):
             return placement
         return replace(
@@ -127,7 +129,8 @@ class Policy:
 
     def began(self, ask: Ask, placement: Placement) -> None:
         """The attempt is on its way to the workers chosen."""
-        request, prefill, decode = ask.request, _worker(ask, placement.prefill), _worker(ask, placement.decode)
+        request = ask.request
+        prefill, decode = self._worker(ask, placement.prefill), self._worker(ask, placement.decode)
         cached_tokens = _cached_tokens(ask, placement)
         cut_tokens = placement.cut(request)
         new_tokens = max(1, (cut_tokens or request.num_tokens) - cached_tokens)
@@ -154,9 +157,14 @@ class Policy:
         self._router.began(ask, placement)
         self.book.began(work)
 
+    def _worker(self, ask: Ask, name: str) -> WorkerView:
+        worker = self._find(ask.view, name)
+        assert worker is not None, f"{name} was chosen from this view"
+        return worker
+
     def told(self, ask: Ask, placement: Placement) -> Placement:
         """As the client is told of it: from the request's arrival, and nothing where all would be a guess."""
-        if self._forecast.knows(_worker(ask, placement.prefill), _worker(ask, placement.decode)):
+        if self._forecast.knows(self._worker(ask, placement.prefill), self._worker(ask, placement.decode)):
             return placement.after(ask.waited_s)
         return replace(placement, predicted_ttft_s=None, predicted_tpot_s=None)
 
@@ -188,10 +196,10 @@ class Policy:
 
     def judge(self, ask: Ask, decode: str) -> Refusal | None:
         """Whether a request whose prompt is done is turned away after all. Not by a worker that is there no more."""
-        known = [worker for worker in ask.view.workers if worker.name == decode]
-        if ask.request.attempt or not self.looks_behind_prefill or not known:
+        known = self._find(ask.view, decode)
+        if ask.request.attempt or not self.looks_behind_prefill or known is None:
             return None
-        return self._admission.behind_prefill(ask, known[0])
+        return self._admission.behind_prefill(ask, known)
 
     def ended(self, key: str, now_s: float, num_tokens: int = 0) -> None:
         """The attempt is over, its answer ended with so many tokens, or did not end (0). Unknown keys are ignored."""
@@ -235,7 +243,3 @@ def open_policy(
 def _cached_tokens(ask: Ask, placement: Placement) -> int:
     """What of the prompt is cached by the time it is its turn: where a sibling goes first, all that can be."""
     return ask.request.num_tokens - 1 if ask.beside == placement.prefill else placement.cached_tokens
-
-
-def _worker(ask: Ask, name: str) -> WorkerView:
-    return next(worker for worker in ask.view.workers if worker.name == name)

@@ -1,4 +1,4 @@
-"""A shortlist loses little: the same placements where few workers are, and mostly the same, or as good ones, of many."""
+"""A shortlist loses little: the same placements where few workers are; of many mostly the same, or as good ones."""
 
 import random
 from dataclasses import replace
