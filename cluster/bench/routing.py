@@ -7,9 +7,12 @@ python -m cluster.bench.routing
 """
 
 import random
+import statistics
 import time
+from dataclasses import replace
 
 import psutil
+from msgspec import structs
 
 from cluster.policy.placement import Ask, Placement
 from cluster.policy.policy import open_policy
@@ -32,8 +35,11 @@ DOCUMENT = 50  # names of one chain that is shared
 SHARED_BY = 8  # workers, on average
 
 
-def measure(routing: str, admission: str, num_workers: int, index: PrefixIndex) -> float:
-    """Seconds for one request, asked and noted, with `UNDER_WAY` others in the book."""
+def measure(routing: str, admission: str, num_workers: int, index: PrefixIndex, changing: int = 0) -> float:
+    """Seconds for one request, asked and noted, with `UNDER_WAY` others in the book: the median.
+
+    Since the request before, `changing` workers have told new statistics.
+    """
     gateway = GatewaySpec(routing=routing, admission=admission, slo=SLO(ttft_s=1e6, tpot_s=1e6))
     pools = tuple(
         PoolSpec(role.value, role, num_workers // 2, engine=ENGINE, cost=LinearCost())
@@ -42,12 +48,12 @@ def measure(routing: str, admission: str, num_workers: int, index: PrefixIndex) 
     policy = open_policy(ClusterSpec(model="m", pools=pools, gateway=gateway), seed=1, index=index)
     view = _view(num_workers)
     keys: list[str] = []
-    begun_s = 0.0
+    taken_s: list[float] = []
     for number in range(UNDER_WAY + REQUESTS):
-        if number == UNDER_WAY:
-            begun_s = time.perf_counter()
+        view = _changed(view, number, changing)
         request = Request(f"r{number}", _prompt(number), SamplingParams(max_tokens=100))
         ask = Ask(view, request, now_s=number * 0.01)
+        begun_s = time.perf_counter()
         placement = policy.choose(ask)
         assert isinstance(placement, Placement)
         policy.began(ask, placement)
@@ -55,7 +61,20 @@ def measure(routing: str, admission: str, num_workers: int, index: PrefixIndex) 
         if number >= UNDER_WAY:
             policy.prefilled(keys[0], ask.now_s)
             policy.ended(keys.pop(0), ask.now_s)
-    return (time.perf_counter() - begun_s) / REQUESTS
+            taken_s.append(time.perf_counter() - begun_s)
+    return statistics.median(taken_s)
+
+
+def _changed(view: ClusterView, number: int, changing: int) -> ClusterView:
+    """As many workers, others each time, have told something new."""
+    if not changing:
+        return view
+    workers = list(view.workers)
+    for row in range(number * changing, (number + 1) * changing):
+        worker = workers[row % len(workers)]
+        stats = structs.replace(worker.stats, queued_tokens=(number + row) % 13, running=(number + row) % 7)
+        workers[row % len(workers)] = structs.replace(worker, stats=stats)
+    return replace(view, workers=tuple(workers))
 
 
 def _prompt(number: int) -> tuple[int, ...]:
@@ -124,6 +143,10 @@ def main() -> None:
         name = routing if admission == "none" else f"{routing}, {admission} admission"
         figures = "".join(f"{measure(routing, admission, n, indices[n]) * 1e6:>10.0f}" for n in WORKERS)
         print(f"{name:<52}{figures}", flush=True)
+    for share in (0.01, 0.1, 1.0):
+        name = f"promise, {share:.0%} of workers with new statistics"
+        times = (measure("promise", "none", n, indices[n], round(n * share)) for n in WORKERS)
+        print(f"{name:<52}" + "".join(f"{each * 1e6:>10.0f}" for each in times), flush=True)
     lookups = "".join(f"{lookup_seconds(indices[n]) * 1e6:>10.0f}" for n in WORKERS)
     print(f"{'of these, to look up what all workers have':<52}{lookups}")
     print(f"{'megabytes of the index':<52}" + "".join(f"{megabytes[n]:>10.0f}" for n in WORKERS))

@@ -53,7 +53,8 @@ class CacheAware(LeastLoaded):
         """Those of the prompt's beginnings; of the request asked for last they are kept."""
         request = ask.request
         if self._named is not request:
-            self._names = chain((*request.prompt, *request.generated), self._index.grain)
+            tokens = (*request.prompt, *request.generated) if request.generated else request.prompt
+            self._names = chain(tokens, self._index.grain)
             self._named = request
         return self._names
 

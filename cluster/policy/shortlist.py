@@ -140,8 +140,8 @@ class Shortlist:
             if worker.pool not in self._rates:
                 self._rates[worker.pool] = Rates(self._forecast.plain_cost(worker), self._forecast.engine(worker))
             self.rates.append(self._rates[worker.pool])
-            self._base_s = np.stack([each.decode_base_s for each in self.rates])  # [pools, batch]
-            self._token_s = np.stack([each.decode_token_s for each in self.rates])
+            self._base_s = np.concatenate([each.decode_base_s for each in self.rates])  # [pools * batches]
+            self._token_s = np.concatenate([each.decode_token_s for each in self.rates])
             self._block_size = np.array([each.block_size for each in self.rates], dtype=np.float64)
             self.empty_s = np.array([each.empty_s for each in self.rates])
             self._is_carrying = np.array([each.is_carrying for each in self.rates])
@@ -185,13 +185,13 @@ class Shortlist:
         foreign = np.maximum(seen - ours - raw[_WAITING], 0.0)
         theirs = np.where(foreign > 0.0, np.maximum(kv_tokens - raw[_FREE] * block - prompts, 0.0), 0.0)
         batch, context = ours + foreign, prompts + answers // 2 + theirs
-        at = np.minimum(batch, TOP_BATCH - 1).astype(np.intp)
+        at = pool * (TOP_BATCH + 1) + np.minimum(batch, TOP_BATCH - 1).astype(np.intp)
         self.until_s[rows], self.rest_s[rows], self.ratio[rows] = raw[_UNTIL], raw[_REST], ratio
         self.batch[rows], self.kv_tokens[rows] = batch, kv_tokens
         self.free_tokens[rows] = kv_tokens - prompts - answers - theirs
-        self.step_s[rows] = ratio * (self._base_s[pool, at] + self._token_s[pool, at] * context)
-        token_s = step_ratio * self._token_s[pool, at + 1]
-        self.tpot_s[rows] = step_ratio * self._base_s[pool, at + 1] + token_s * context
+        self.step_s[rows] = ratio * (self._base_s.take(at) + self._token_s.take(at) * context)
+        token_s = step_ratio * self._token_s.take(at + 1)
+        self.tpot_s[rows] = step_ratio * self._base_s.take(at + 1) + token_s * context
         self.tpot_token_s[rows] = token_s
         self.foreign_s[rows] = 0.0
         self.is_busy[rows] = (batch > 0.0) & self._is_carrying[pool]
@@ -203,8 +203,8 @@ class Shortlist:
     def _queue_seconds(self, rows: Rows, tokens: Floats) -> Floats:
         """How long prompts of other gateways, so many tokens on each of these, will take."""
         pool, work_s = self.pool[rows], np.empty(len(rows))
-        for number, rates in enumerate(self.rates):
-            here = pool == number
+        for number in set(pool.tolist()):
+            rates, here = self.rates[number], pool == number
             work_s[here] = rates.prompts_seconds(tokens[here]) - rates.empty_s
         return self.beside(rows, work_s * self.ratio[rows], tokens, self._bound_s[pool])[0]
 
