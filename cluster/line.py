@@ -73,17 +73,19 @@ class Line:
 
     def seen(self, published: WorkerView) -> WorkerView:
         """The published view with what this line knows of the worker; the same object while nothing changes."""
+        if (last := self._seen) is not None:  # asked of each worker for each request
+            view, stats, heard, lost = last[0]
+            if published is view and self.stats is stats and self.heard is heard and self.lost is lost:
+                return last[1]
         if published.incarnation != self.view.incarnation:
             return published
-        known = (published, self.stats, self.heard, self.lost)
-        if self._seen is None or any(new is not old for new, old in zip(known, self._seen[0], strict=True)):
-            seen = replace(published, stats=self.stats)
-            if published.state is WorkerState.READY and self.lost is not None:
-                seen = replace(seen, state=WorkerState.DEAD, detail=self.lost)
-            elif published.state is WorkerState.READY and not self.heard:
-                seen = replace(seen, state=WorkerState.STARTING, detail="not heard yet")
-            self._seen = known, seen
-        return self._seen[1]
+        seen = replace(published, stats=self.stats)
+        if published.state is WorkerState.READY and self.lost is not None:
+            seen = replace(seen, state=WorkerState.DEAD, detail=self.lost)
+        elif published.state is WorkerState.READY and not self.heard:
+            seen = replace(seen, state=WorkerState.STARTING, detail="not heard yet")
+        self._seen = (published, self.stats, self.heard, self.lost), seen
+        return seen
 
     def join(self, key: str, hear: Hear, prompt_tokens: int) -> None:
         """From now on, outputs for `key` go to `hear`."""

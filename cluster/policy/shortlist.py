@@ -370,7 +370,7 @@ class Glance:
         able = self._fits if alone else self._fits & ~self._table.is_prefill
         tpot_s, room = self._tpot_s(), self._has_room()
         home = able & ~self._table.is_prefill
-        yield self._best(tpot_s, home & room, 3)
+        yield self._best(tpot_s, home & room, 2)
         yield self._best(tpot_s, able & self._table.is_prefill & room, 2) + self._best(tpot_s, home & ~room, 1)
         if not (able & room).any():
             yield self._best(tpot_s, able, 1)
