@@ -72,7 +72,8 @@ class Elastic:
         now = shares(groups, mix)
         flip = self._best_flip(groups, now, mix) if now.worst > CALM else None
         haste = max(1.0, now.worst)  # the more a promise breaks, the sooner the next step
-        flips = flip is not None and flip.at_last <= now.worst * (1.0 - self._elastic.margin)
+        is_better = flip is not None and flip.at_last <= now.worst * (1.0 - self._elastic.margin)
+        flips = flip is not None and is_better and flip.at_last < math.inf  # endless is not better than endless
         grows = now.worst > 1.0 and (flip is None or flip.at_last > 1.0)
         if self._ripe("flip", flips, now_s, self._elastic.dwell_s, haste):
             assert flip is not None
@@ -146,7 +147,7 @@ class Elastic:
     def _best_flip(self, groups: Sequence[Group], now: Shares, mix: Mix) -> _Step | None:
         """The first step to where the worst is least: one step off, or a pool that is all split, or all mixed."""
         steps = [replace(step, at_last=step.after.worst) for step in self._flips(groups, mix)]
-        for pool in {group.pool for group in groups}:
+        for pool in dict.fromkeys(group.pool for group in groups):  # in an order that no hash seed changes
             for target in _whole_pools(groups, pool):
                 if self._keeps_floors(target) and (first := self._first_to(target, groups, mix)) is not None:
                     steps.append(replace(first, at_last=shares(target, mix).worst))

@@ -236,3 +236,13 @@ def test_what_waits_makes_the_load_heavier() -> None:
     backed_up.workers[name] = structs.replace(backed_up.workers[name], stats=stats)
     assert not calm.run(8, mild)
     assert backed_up.run(8, mild)
+
+
+def test_no_step_leads_from_nowhere_to_nowhere() -> None:
+    """A lone worker serves only as a mixed one; where it cannot keep the promise in any role, it stays as it is."""
+    lone = Cluster(spec(1, 1, floors={}))
+    del lone.workers["decode-0"]
+    assert [decision.role for decision in lone.run(30, PROMPTS)] == [Role.MIXED]
+    hopeless = Cluster(spec(1, 1, floors={}))
+    hopeless.workers = {"prefill-0": structs.replace(hopeless.workers["prefill-0"], role=Role.MIXED)}
+    assert not hopeless.run(30, replace(ANSWERS, tpot_s=0.02))

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from textwrap import fill
 
 from cluster.bench.elastic.contenders import CHUNKS, PROMPT_CHUNKS
 from cluster.bench.elastic.record import (
@@ -19,12 +18,11 @@ from cluster.bench.elastic.record import (
     Stale,
     ratio,
 )
+from cluster.bench.filled import filled
 from cluster.scoring.figures import promise
 
 PAGE = "elastic-campaign.md"
 TEMPLATE = Path(__file__).with_name("page.md.jinja")
-WIDTH = 120
-ALONE = ("#", "|", "![", "```", "- ")  # begins a line that goes on with no line before it
 NEVER_WORSE, AHEAD, OF_ORACLE = 0.97, 1.25, 0.9  # the aims
 
 
@@ -52,27 +50,7 @@ def markdown(found: Record, pictures: str = "pictures/elastic-{}.svg") -> str:
         chunks=", ".join(map(str, CHUNKS)),
         prompt_chunks=", ".join(map(str, PROMPT_CHUNKS)),
     )
-    return _filled(text)
-
-
-def _filled(text: str) -> str:
-    """Paragraphs and items filled to the width of the other pages; tables, headings and code as they are."""
-    made: list[str] = []
-    code = False
-    for line in text.splitlines():
-        code ^= line.startswith("```")
-        if line and not code and not line.startswith(ALONE) and made and made[-1] and not made[-1].startswith("```"):
-            made[-1] += f" {line.strip()}"
-        else:
-            made.append(line)
-    return "\n".join(map(_wrapped, made)) + "\n"
-
-
-def _wrapped(line: str) -> str:
-    if line[:1] in ("", "#", "|", "!"):
-        return line
-    indent = "  " if line.startswith("- ") else ""
-    return fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return filled(text)
 
 
 # ---- tables ------------------------------------------------------------------------------------------------------

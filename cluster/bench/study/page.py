@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 from statistics import fmean, median
-from textwrap import fill
 
+from cluster.bench.filled import filled
 from cluster.bench.study import cells, real, workload
 from cluster.bench.study.answers import Figures, figures
 from cluster.bench.study.cells import (
@@ -34,8 +34,6 @@ PAGE, TABLE = "batching.md", "batching.csv"
 TEMPLATE = Path(__file__).with_name("page.md.jinja")
 LOAD = real.LOAD  # of the tables
 SHOWN = (STATIC, ORCA, ORCA_TOLD, PREFILL_FIRST, *CHUNKED, PROMISED, PREFILL_ONLY[BUDGETS.index(YARDSTICK.budget)])
-WIDTH = 120
-ALONE = ("#", "|", "![", "```", "- ")  # begins a line that goes on with no line before it
 QUEUED = 128  # requests of the sweep's last two columns
 
 
@@ -86,27 +84,7 @@ def markdown(measured: Measured, grid: Grid) -> str:
         farthest=_farthest(measured, held_out),
         real_cells=real_table(measured),
     )
-    return _filled(text)
-
-
-def _filled(text: str) -> str:
-    """Paragraphs and items filled to the width of the other pages; tables, headings and code as they are."""
-    made: list[str] = []
-    code = False
-    for line in text.splitlines():
-        code ^= line.startswith("```")
-        if line and not code and not line.startswith(ALONE) and made and made[-1] and not made[-1].startswith("```"):
-            made[-1] += f" {line.strip()}"
-        else:
-            made.append(line)
-    return "\n".join(map(_wrapped, made)) + "\n"
-
-
-def _wrapped(line: str) -> str:
-    if line[:1] in ("", "#", "|", "!"):
-        return line
-    indent = "  " if line.startswith("- ") else ""
-    return fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return filled(text)
 
 
 def _between_seeds(grid: Grid, name: str, load: float | None) -> str:
