@@ -38,17 +38,35 @@ class Role(Enum):
     MIXED = "mixed"
 
 
+_LABEL = r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
+_LABEL_KEY = re.compile(rf"([A-Za-z0-9]([-A-Za-z0-9.]{{0,251}}[A-Za-z0-9])?/)?{_LABEL}", re.ASCII)
+_SELECTOR = re.compile(rf"!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))", re.ASCII)
+
+
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What Ray must set aside for each rank of a worker. `custom` are Ray custom resources, such as {prefill: 1}."""
+    """What Ray must set aside for each rank of a worker. `custom` are Ray custom resources, such as {prefill: 1}.
+
+    `labels` are those of the nodes where ranks may lie, such as {ray.io/accelerator-type: H100}, by Ray's selectors:
+    `value`, `!value`, `in(one, other)` or `!in(one, other)`.
+    """
 
     cpu: float = 1
     gpu: float = 0
     custom: dict[str, float] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.cpu < 0 or self.gpu < 0 or any(amount <= 0 for amount in self.custom.values()):
             raise ValueError("cpu and gpu must not be negative and custom amounts must be above 0")
+        if not self.custom.keys().isdisjoint(("CPU", "GPU")):
+            raise ValueError("custom must not name CPU or GPU; write cpu and gpu")
+        for key, selector in self.labels.items():
+            if not _LABEL_KEY.fullmatch(key):
+                raise ValueError(f"labels: {key!r} is no label of a Ray node; write gpu or example.com/gpu")
+            if not _SELECTOR.fullmatch(selector):
+                right = "write h100, !h100, in(h100, h200) or !in(h100, h200)"
+                raise ValueError(f"labels.{key}: {selector!r} selects no label; {right}")
 
 
 @dataclass(frozen=True, slots=True)

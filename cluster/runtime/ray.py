@@ -19,7 +19,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone, WorkerHandle, WorkerOrder
-from cluster.runtime.ray_ranks import RayRanks, bundles, listed, on_this_node, rank_options, shortage
+from cluster.runtime.placement import Node, bundle, listed, own_labels, own_resources, selectors, shortage
+from cluster.runtime.ray_ranks import RayRanks, on_this_node, rank_options
 from cluster.spec import ClusterSpec
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.build import build_worker
@@ -199,9 +200,13 @@ class RayRuntime:
         return RayWorker(name, actor, order.dead_after_s)
 
     async def _place(self, name: str, order: WorkerOrder) -> PlacementGroup:
-        parallel, wanted = order.config.parallel, bundles(order)
+        parallel, resources = order.config.parallel, order.resources
         group = _standing(name) or placement_group(
-            wanted, strategy=parallel.placement.upper(), name=name, lifetime="detached"
+            [bundle(resources)] * parallel.world_size,
+            strategy=parallel.placement.upper(),
+            name=name,
+            lifetime="detached",
+            bundle_label_selector=selectors(resources, parallel),
         )
         try:
             await asyncio.wait_for(_ready(group), order.place_timeout_s)
@@ -212,9 +217,9 @@ class RayRuntime:
             raise WorkerGone(str(error).strip().splitlines()[0]) from None
         except TimeoutError:
             remove_placement_group(group)
-            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            nodes = [Node(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
             raise RuntimeUnavailable(
-                f"no room for {order.config.name}: {shortage(wanted, parallel.placement, nodes)}; free in the whole "
+                f"no room for {order.config.name}: {shortage(resources, parallel, nodes)}; free in the whole "
                 f"cluster are {{{listed(ray.available_resources())}}}; lower pools[].parallel or pools[].resources, or "
                 "add nodes"
             ) from None
@@ -340,7 +345,8 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
             "address": "local",  # a new one, even where somebody else's Ray runs already
             "include_dashboard": False,
             "num_cpus": _cpus(spec),
-            "resources": _custom_resources(spec),
+            "resources": own_resources(spec),
+            "labels": own_labels(spec),
             "object_store_memory": LOCAL_STORE_BYTES,
             "_node_ip_address": "127.0.0.1",
         }
@@ -361,11 +367,3 @@ def _cpus(spec: ClusterSpec) -> int:
     """As many as the pools may ever ask for: on one machine they share what there is."""
     wanted = sum(pool.resources.cpu * pool.most_ranks for pool in spec.pools)
     return max(os.cpu_count() or 1, int(-(-wanted // 1)))
-
-
-def _custom_resources(spec: ClusterSpec) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for pool in spec.pools:
-        for kind, amount in pool.resources.custom.items():
-            totals[kind] = totals.get(kind, 0.0) + amount * pool.most_ranks
-    return totals

@@ -4,7 +4,7 @@ They belong to the leader's process: Ray ends them with it, and each ends by its
 """
 
 import os
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,40 +16,6 @@ from cluster.runtime.interface import WorkerOrder
 from workers.build import serve_rank
 from workers.config import WorkerConfig
 from workers.executor.order import RankOrder
-
-
-def bundles(order: WorkerOrder) -> list[dict[str, float]]:
-    """What each rank of a worker needs, as Ray counts it."""
-    resources = order.resources
-    bundle = {"CPU": resources.cpu, "GPU": resources.gpu, **resources.custom}
-    bundle = {kind: amount for kind, amount in bundle.items() if amount} or {"CPU": 0.001}
-    return [bundle] * order.config.parallel.world_size
-
-
-def shortage(wanted: Sequence[Mapping[str, float]], placement: str, nodes: Sequence[Mapping[str, float]]) -> str:
-    """What a worker needs, and whether nodes of these resources would have it if they were empty."""
-    bundle, count = wanted[0], len(wanted)
-    rooms = [min(int(node.get(kind, 0) / amount + 1e-9) for kind, amount in bundle.items()) for node in nodes]
-    needs = f"it needs {{{listed(bundle)}}}"
-    if placement == "strict_spread":
-        needs, fits = f"{needs} on each of {count} nodes", sum(room > 0 for room in rooms) >= count
-    elif placement == "strict_pack":
-        needs, fits = f"{needs} for each of {count} ranks on one node", max(rooms, default=0) >= count
-    else:
-        needs, fits = f"{needs} for each of {count} ranks", sum(rooms) >= count
-    there = "the only node" if len(nodes) == 1 else f"the {len(nodes)} nodes"
-    if fits:
-        return f"{needs}, which others hold on {there}"
-    held = ", ".join(map(str, sorted(rooms, reverse=True))) or "no"
-    return f"{needs}; {there}, if empty, would hold {held} ranks"
-
-
-def listed(resources: Mapping[str, float]) -> str:
-    return ", ".join(
-        f"{kind}: {amount:g}"
-        for kind, amount in sorted(resources.items())
-        if ":" not in kind and not kind.startswith("bundle_group")
-    )
 
 
 def rank_options(order: WorkerOrder, group: PlacementGroup, rank: int) -> dict[str, Any]:
