@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from cluster.events import ClusterError, Completed, Delta, Event
 from cluster.policy.evidence import Report, Sample
 from workers.request import SLO, Request
@@ -40,7 +42,7 @@ class Witness:
         self._arrived = 0
         self._arrived_tokens = 0
         self._expected_tokens = 0
-        self._samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self._samples: deque[tuple[float, Sample]] = deque(maxlen=MOST_SAMPLES)  # when it arrived
 
     @contextmanager
     def seen(
@@ -72,13 +74,13 @@ class Witness:
                     del self._waiting[request.id]
                 seen.output_tokens += len(event.tokens)
             elif isinstance(event, Completed):
-                self._samples.append(_completed(seen, event))
+                self._samples.append((arrived_s, _completed(seen, event)))
             emit(event)
 
         try:
             yield hear
         except ClusterError:
-            self._samples.append(_broken(seen))
+            self._samples.append((arrived_s, _broken(seen)))
             raise
         finally:
             self._waiting.pop(request.id, None)
@@ -103,7 +105,7 @@ class Witness:
             overdue=sum(promised_s is not None and waited_s > promised_s for waited_s, promised_s in waits),
             oldest_wait_s=max((waited_s for waited_s, _ in waits), default=0.0),
             expected_tokens=self._expected_tokens,
-            samples=tuple(self._samples),
+            samples=tuple(replace(sample, age_s=now_s - arrived_s) for arrived_s, sample in self._samples),
         )
         self._told_s, self._arrived, self._arrived_tokens, self._expected_tokens = now_s, 0, 0, 0
         self._samples.clear()

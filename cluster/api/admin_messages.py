@@ -105,7 +105,7 @@ def _taken_message(taken: Taken) -> admin_pb2.Decision:
 
 
 def _taken_from(message: admin_pb2.Decision) -> Taken:
-    kind = cast(Literal["flip", "grow", "shrink"], message.kind)
+    kind = cast(Literal["flip", "grow", "shrink", "plan"], message.kind)
     role = ROLES_FROM.get(message.role)
     decision = Decision(kind, message.reason, message.worker, role, message.pool)
     return Taken(decision, seconds(message.age), message.outcome)

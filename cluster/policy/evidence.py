@@ -12,6 +12,7 @@ class Sample(Struct, frozen=True, gc=False):
     """One request, told once when it has ended. Seconds are None where there was no such token or no such promise.
 
     `computed_tokens` of its prompt were not cached. `refused`: it was turned away, and had no tokens at all.
+    `age_s`: since it had arrived, when it was told.
     """
 
     prompt_tokens: int
@@ -22,6 +23,7 @@ class Sample(Struct, frozen=True, gc=False):
     promised_ttft_s: float | None = None
     promised_tpot_s: float | None = None
     refused: bool = False
+    age_s: float = 0.0
 
 
 class Report(Struct, frozen=True, gc=False):
@@ -45,12 +47,13 @@ class Report(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One step: a worker flips to a role, or a pool grows or shrinks by one worker (`worker`: which one leaves).
+    """One step: a worker flips to a role, or a pool grows or shrinks by one worker (`worker`: which one leaves). Or a
+    plan: the roles of all, which the steps after it lead to.
 
     `reason` explains it to a person, with the figures it rests on.
     """
 
-    kind: Literal["flip", "grow", "shrink"]
+    kind: Literal["flip", "grow", "shrink", "plan"]
     reason: str
     worker: str = ""
     role: Role | None = None
