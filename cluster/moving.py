@@ -4,7 +4,6 @@ Knows no request and no worker; whoever owns it lends it the verbs.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -37,6 +36,7 @@ class Moving:
         self._move = move
         self._under_way: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None] | None = None
+        self._looking = asyncio.Event()
 
     def start(self) -> None:
         self._following = asyncio.ensure_future(self._follow())
@@ -51,14 +51,22 @@ class Moving:
 
     async def _follow(self) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._change()
+            await self._occasion()
             try:
                 self.look()
             except Exception:
                 logger.exception("no moves could be planned; trying again")
                 await asyncio.sleep(LOOK_S)
+
+    async def _occasion(self) -> None:
+        """Somebody came or left or has another role, what was begun is over, or some time has passed."""
+        self._looking.clear()
+        either = {asyncio.ensure_future(self._looking.wait()), asyncio.ensure_future(_wait(self._change()))}
+        try:
+            await asyncio.wait(either, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in either:
+                each.cancel()
 
     def look(self) -> None:
         """Begin what should move now."""
@@ -67,7 +75,13 @@ class Moving:
             for move in self._mover.plan(self._picture(), contexts, asyncio.get_running_loop().time()):
                 task = asyncio.ensure_future(self._carry_out(move))
                 self._under_way.add(task)
-                task.add_done_callback(self._under_way.discard)
+                task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        """When the last of a few has moved, it is time for the next ones."""
+        self._under_way.discard(task)
+        if not (self._under_way or task.cancelled() or task.exception()):
+            self._looking.set()
 
     async def _carry_out(self, move: Move) -> None:
         moved = False
@@ -77,3 +91,7 @@ class Moving:
             self._mover.ended(move, asyncio.get_running_loop().time(), moved=moved)
             outcome = "moved" if moved else "could not move"
             logger.info("%s %s from %s to %s: %s", move.key, outcome, move.source, move.target, move.reason)
+
+
+async def _wait(change: Awaitable[object]) -> None:
+    await change

@@ -1,10 +1,12 @@
-"""Which decodes should go on elsewhere: off a worker that drains, and off one that cannot keep what it promised.
+"""Which decodes should go on elsewhere: off a worker that drains, that is to prefill, or cannot keep what it promised.
 
     drain     every decode of a worker that leaves, to where there is room
+    role      while prompts wait anywhere, decodes of a prefill worker, which was another one before: beside them a
+              prompt is cut to what their promise leaves of each step, beside the last one as beside many
     relief    of a worker that runs out of blocks, or whose steps take longer than promised: the longest answers first,
               a few at a time, when another has room, keeps its own promises too, and the move saves more than it costs
 
-What passes by itself moves nothing; a decode that moved rests, and so does the way back. Pure.
+Nobody moves where no link was proven. What passes by itself moves nothing; a decode that moved rests, and so does the way back. Pure.
 
 Sources: Sun et al., Llumnix (OSDI'24: moving decodes for balance, for room and to empty an instance), TaiChi (arXiv
 2508.01989: at the brim of memory the longest answer moves).
@@ -15,17 +17,20 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from cluster.policy.book import Book
-from cluster.policy.forecast import Forecast
+from cluster.policy.forecast import Decodes, Forecast
 from cluster.spec import Role
 from cluster.view import ClusterView, WorkerState, WorkerView
 
 AT_ONCE = 4  # under way from one worker
+AT_ONCE_ROLE = 8  # the same, off a prefill worker: it is of use when they are all gone
 A_LOOK = 2  # begun for relief of one worker at a time: what they change is seen before others follow
 PRESSED_S = 0.9  # for so long, before anything is done about it
 REST_S = 30.0  # of a decode that moved, and of the way back
 RETRY_S = 2.0  # after a move that came to nothing
 HORIZON_S = 10.0  # blocks must last for so long
 ROOM = 0.9  # of a taker's blocks and of the promises there
+ROLE_ROOM = 0.97  # of the promises where decodes of a prefill worker go, as batching uses them
+USUAL_PROMPT = 1024  # tokens, to see how much slower prompts are beside decodes
 LEAST_LEFT = 16  # tokens of an answer that are still expected, however long it is already
 
 Key = TypeVar("Key")
@@ -39,6 +44,7 @@ class Move:
     source: str
     target: str
     reason: str
+    kind: str = "relief"  # or "drain", "role"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +109,9 @@ class Mover:
         sides = self._sides(view, contexts)
         moves: list[Move] = []
         for name in draining:
-            moves += self._drain(sides[name], sides.values())
+            moves += self._drain(sides[name], sides.values(), view)
         if self._rebalances:
+            moves += self._clear(sides.values(), view)
             for side in sides.values():
                 moves += self._relieve(side, sides.values(), view, now_s)
         self._under_way.update((move.key, move) for move in moves)
@@ -145,25 +152,76 @@ class Mover:
 
     # ---- off a worker that leaves --------------------------------------------------------------------------------
 
-    def _drain(self, side: _Side, sides: Iterable[_Side]) -> list[Move]:
+    def _drain(self, side: _Side, sides: Iterable[_Side], view: ClusterView) -> list[Move]:
         moves: list[Move] = []
         for decode in _longest_first(side.decodes):
             if side.num_leaving >= AT_ONCE:
                 break
             if decode.key in self._failed_s:
                 continue
-            able = [each for each in sides if self._has_room(each, replace(decode, left_tokens=LEAST_LEFT), None)]
+            able = [
+                each
+                for each in sides
+                if view.linked(side.name, each.name)
+                and self._has_room(each, replace(decode, left_tokens=LEAST_LEFT), None)
+            ]
             takers = [each for each in able if self._has_room(each, decode, 1.0)] or able
             if not takers:
                 continue
             target = min(takers, key=lambda each: self._roomiest(each, decode))
-            moves.append(_moved(decode, side, target, "its worker drains"))
+            moves.append(_moved(decode, side, target, "its worker drains", "drain"))
         return moves
 
     def _roomiest(self, side: _Side, decode: _Decode) -> tuple[bool, bool, int, int, str]:
         promise_s = _tightest((side.promise_s, decode.promise_s))
         late = promise_s is not None and self._step_with(side, decode) > promise_s
         return late, side.worker.role is Role.PREFILL, side.batch, side.used_tokens - side.total_tokens, side.name
+
+    # ---- off a worker that is to prefill -------------------------------------------------------------------------
+
+    def _clear(self, sides: Iterable[_Side], view: ClusterView) -> list[Move]:
+        """Prefill workers with few decodes come first: what others have room for shall make one of them free."""
+        kept = [each for each in sides if each.worker.state is WorkerState.READY]
+        to_clear = [each for each in kept if each.worker.role is Role.PREFILL and each.decodes]
+        if not to_clear or not any(_prompts_wait(each.worker) for each in kept):
+            return []
+        moves: list[Move] = []
+        for side in sorted(to_clear, key=lambda each: (each.batch, each.name)):
+            slowed = self._slowed(side)
+            for decode in _longest_first(side.decodes):
+                if side.num_leaving >= AT_ONCE_ROLE:
+                    break
+                if decode.key in self._failed_s:
+                    continue
+                takers = [each for each in kept if self._takes_over(side, each, decode, slowed, view)]
+                if takers:
+                    target = min(takers, key=lambda each: (self._step_with(each, decode), each.name))
+                    moves.append(_moved(decode, side, target, "its worker is to prefill, and prompts wait", "role"))
+        return moves
+
+    def _slowed(self, side: _Side) -> float:
+        """The share of its speed that prompts lose beside these decodes."""
+        decodes = Decodes(side.batch, side.used_tokens, side.promise_s)
+        alone_s, _ = self._forecast.prefill_beside(side.worker, USUAL_PROMPT, 0, Decodes(0, 0, None))
+        beside_s, _ = self._forecast.prefill_beside(side.worker, USUAL_PROMPT, 0, decodes)
+        return max(0.0, 1.0 - alone_s / beside_s) if beside_s > 0.0 else 0.0
+
+    def _takes_over(self, side: _Side, taker: _Side, decode: _Decode, slowed: float, view: ClusterView) -> bool:
+        """Whether the taker keeps all promises, loses no prompts' time of its own, and prompts gain more than it costs.
+
+        Where nobody decodes yet prompts would be slowed as much as here, and where prompts wait for blocks they come
+        before a reservation.
+        """
+        if taker.worker.role is Role.PREFILL or (side.name, taker.name) in self._closed_s:
+            return False
+        is_mixed = taker.worker.role is Role.MIXED
+        if is_mixed and not taker.batch or taker.worker.stats.waiting or not view.linked(side.name, taker.name):
+            return False
+        promise_s = _tightest((taker.promise_s, decode.promise_s))
+        if promise_s is not None and self._step_with(taker, decode) > ROLE_ROOM * promise_s:
+            return False
+        gained_s = slowed * decode.left_tokens * self._step_s(side)
+        return self._has_room(taker, decode, ROOM) and self._cost_s(side, taker, decode, view) < gained_s
 
     # ---- off a worker that is pressed ----------------------------------------------------------------------------
 
@@ -183,7 +241,7 @@ class Mover:
             takers = [each for each in sides if self._relieves(side, each, decode, view)]
             if takers:
                 target = min(takers, key=lambda each: (self._step_with(each, decode), each.name))
-                moves.append(_moved(decode, side, target, reason))
+                moves.append(_moved(decode, side, target, reason, "relief"))
                 reason = self._pressure(side)
         return moves
 
@@ -211,6 +269,8 @@ class Mover:
     def _relieves(self, side: _Side, taker: _Side, decode: _Decode, view: ClusterView) -> bool:
         """Whether the taker keeps all promises with this decode, and the move saves more than it costs."""
         if taker is side or taker.worker.role is Role.PREFILL or (side.name, taker.name) in self._closed_s:
+            return False
+        if not view.linked(side.name, taker.name):
             return False
         step_s = self._step_with(taker, decode)
         promise_s = _tightest((taker.promise_s, decode.promise_s))
@@ -251,10 +311,15 @@ class Mover:
         return self._forecast.step_seconds(side.worker, side.batch + 1, tokens)
 
 
-def _moved(decode: _Decode, source: _Side, target: _Side, reason: str) -> Move:
+def _moved(decode: _Decode, source: _Side, target: _Side, reason: str, kind: str) -> Move:
     source.give(decode)
     target.take(decode)
-    return Move(decode.key, source.name, target.name, reason)
+    return Move(decode.key, source.name, target.name, reason, kind)
+
+
+def _prompts_wait(worker: WorkerView) -> bool:
+    """Whether there is more to compute than a token for each that decodes."""
+    return worker.stats.queued_tokens > worker.stats.running
 
 
 def _longest_first(decodes: Iterable[_Decode]) -> list[_Decode]:

@@ -1,12 +1,14 @@
 """Which decodes move: off who drains, off who is pressed and to whom it does good, and never to and fro."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from views import BLOCKS, Story, request, view, worker
 
-from cluster.policy.moves import A_LOOK, AT_ONCE, PRESSED_S, REST_S, RETRY_S, Move, Mover
+from cluster.policy.moves import A_LOOK, AT_ONCE, AT_ONCE_ROLE, PRESSED_S, REST_S, RETRY_S, Move, Mover
 from cluster.policy.placement import Placement
 from cluster.spec import Role
 from cluster.view import ClusterView, WorkerState, WorkerView
@@ -165,6 +167,84 @@ def test_a_decode_that_moved_rests_and_the_way_back_is_closed() -> None:
         assert floor.look(back) == ()
     later = [move for _ in range(4) for move in floor.look(back)]
     assert later and {move.target for move in later} == {"d0"}
+
+
+def unlinked(picture: ClusterView, owner: str, reader: str) -> ClusterView:
+    """Without the one link."""
+    return dataclasses.replace(
+        picture, links=tuple(each for each in picture.links if (each.owner, each.reader) != (owner, reader))
+    )
+
+
+def test_nobody_moves_where_no_link_was_proven() -> None:
+    floor = Floor(rebalances=False)
+    floor.decode("a", "d0")
+    picture = view(draining(worker("d0", running=1, used=10)), worker("d1"), worker("d2", running=3, used=30))
+    assert [move.target for move in floor.look(unlinked(picture, "d0", "d1"))] == ["d2"]
+    floor.end(Move("a/0", "d0", "d2", ""), moved=False)
+    alone = unlinked(unlinked(picture, "d0", "d1"), "d0", "d2")
+    assert floor.look(alone, 2 * RETRY_S) == ()
+    pressed = Floor()
+    for n in range(6):
+        pressed.decode(f"r{n}", "d0")
+    for _ in range(4):
+        assert pressed.look(unlinked(crowded(), "d0", "d1")) == ()
+    assert pressed.look(crowded())
+
+
+def turned(*others: WorkerView, queued: int = 4000, used: int = 30) -> ClusterView:
+    """p1 was a decode worker, and three decode there still; p2 has prompts to compute."""
+    return view(worker("p1", running=3, used=used), worker("p2", queued_tokens=queued), *others)
+
+
+def test_decodes_leave_a_worker_that_is_to_prefill_while_prompts_wait() -> None:
+    floor = Floor()
+    keys = {floor.decode(f"r{n}", "p1", slo=SLO(tpot_s=0.2)) for n in range(3)}
+    taker = worker("d0", running=1, used=10)
+    assert floor.look(turned(taker, queued=0)) == (), "whom should they disturb?"
+    moves = floor.look(turned(taker))
+    assert {move.key for move in moves} == keys and {move.target for move in moves} == {"d0"}
+    assert {move.kind for move in moves} == {"role"}
+    assert Floor(rebalances=False).look(turned(taker)) == ()
+
+
+def test_of_two_workers_that_are_to_prefill_the_one_with_fewer_decodes_is_cleared_first() -> None:
+    floor = Floor()
+    for n in range(AT_ONCE_ROLE + 4):
+        floor.decode(f"a{n}", "p1", slo=SLO(tpot_s=0.1))
+    few = {floor.decode(f"b{n}", "p2", slo=SLO(tpot_s=0.1)) for n in range(2)}
+    many = worker("p1", running=AT_ONCE_ROLE + 4, used=8 * (AT_ONCE_ROLE + 4), queued_tokens=4000)
+    picture = view(many, worker("p2", running=2, used=16), worker("d0", running=4, used=32))
+    moves = floor.look(picture)
+    assert {move.key for move in moves[:2]} == few
+    assert len(moves) == 5, "nine fit into nine tenths of a tenth of a second"
+
+
+@pytest.mark.parametrize(
+    "taker",
+    [
+        worker("d0", running=9, used=90),  # its promise would break
+        worker("d0", running=1, used=BLOCKS - 20),  # no room
+        worker("d0", running=1, used=10, waiting=2),  # prompts wait there, and come before a reservation
+        worker("m0", queued_tokens=300),  # nobody decodes there: its prompts would be slowed instead
+        worker("p3"),
+    ],
+)
+def test_decodes_stay_on_a_prefill_worker_when_their_move_would_harm_others(taker: WorkerView) -> None:
+    floor = Floor()
+    for n in range(3):
+        floor.decode(f"r{n}", "p1", slo=SLO(tpot_s=0.1))
+    assert floor.look(turned(taker)) == ()
+
+
+def test_answers_that_are_nearly_done_stay_where_they_are() -> None:
+    floor = Floor()
+    for n in range(3):
+        floor.decode(f"r{n}", "p1", length=900, answer=10, slo=SLO(tpot_s=0.2))
+    picture = turned(worker("d0", running=1, used=10), used=180)
+    heavy = replace(picture.workers[0], kv_token_bytes=10**7)  # nine seconds on its link
+    assert floor.look(dataclasses.replace(picture, workers=(heavy, *picture.workers[1:]))) == ()
+    assert floor.look(picture)
 
 
 @settings(max_examples=60, deadline=None)
