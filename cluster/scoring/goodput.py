@@ -1,7 +1,7 @@
 """Goodput: the largest request rate at which a share of requests, the target, keeps its promises. Pure search.
 
-Each seed has a bracket of its own: from `start` the rate doubles until it breaks, or halves until it holds, and is then
-bisected (by geometric means, so all seeds and targets probe the same rates and share what is known) until the bracket
+Each seed has a bracket of its own: from `start` the rate doubles until it breaks, or halves until it holds (from a start
+that is near, by `stride` first, whose square comes next), and is then bisected (by geometric means, so all seeds and targets probe the same rates and share what is known) until the bracket
 is narrower than the tolerance. A seed's goodput is the greatest rate that held. The interval is Student's t over the
 seeds' goodputs; it says how far seeds differ, not how far the model is from the truth.
 """
@@ -18,6 +18,8 @@ from workers.request import SLO
 Attain = Callable[[float, int], Attainment]  # at a rate, with a seed
 Map = Callable[..., Iterable[Any]]  # as the builtin `map`, or as an executor's: results in order
 
+MOST_STRIDE = 2.0  # by which a rate is multiplied or divided at most while nothing bounds it
+
 # Student's t, two-sided 95 %, by degrees of freedom from 1 on; the last stands for more.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
 
@@ -33,12 +35,15 @@ class Search:
     floor: float
     cap: float
     tolerance: float = 0.03
+    stride: float = MOST_STRIDE
 
     def __post_init__(self) -> None:
         if not 0.0 < self.floor <= self.start <= self.cap < inf:
             raise ValueError(f"rates must be 0 < floor <= start <= cap, got {self.floor}, {self.start}, {self.cap}")
         if not 1e-6 <= self.tolerance < inf:
             raise ValueError(f"tolerance: must be 1e-6 or more, got {self.tolerance}")
+        if not 1.0 < self.stride <= MOST_STRIDE:
+            raise ValueError(f"stride: must be above 1 and at most {MOST_STRIDE:g}, got {self.stride}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +202,7 @@ class _Bracket:
         self._search = search
         self.held = 0.0
         self._broke = inf
+        self._stride = search.stride  # of the next probe outside of the bracket
 
     def next(self) -> float | None:
         """The rate to try, None when it is narrow enough."""
@@ -204,12 +210,14 @@ class _Bracket:
         if self.held == 0.0 and self._broke == inf:
             return search.start
         if self._broke == inf:
-            return min(2.0 * self.held, search.cap) if self.held < search.cap else None
+            return min(self._stride * self.held, search.cap) if self.held < search.cap else None
         if self.held == 0.0:
-            return max(self._broke / 2.0, search.floor) if self._broke > search.floor else None
+            return max(self._broke / self._stride, search.floor) if self._broke > search.floor else None
         return sqrt(self.held * self._broke) if self._broke > self.held * (1.0 + search.tolerance) else None
 
     def learn(self, rate: float, held: bool) -> None:
+        if self.held or self._broke < inf:
+            self._stride = min(MOST_STRIDE, self._stride**2)
         if held:
             self.held = rate
         else:

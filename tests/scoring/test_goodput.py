@@ -33,18 +33,27 @@ def searched(threshold: float, search: Search, spread: float = 0.0, target: floa
 
 
 @settings(deadline=None)
-@given(st.floats(0.011, 99.0), st.floats(0.01, 100.0), st.floats(0.0, 0.3), st.sampled_from((0.01, 0.05, 0.2)))
-@example(99.0, 100.0, 0.3, 0.01)
+@given(
+    *(st.floats(0.011, 99.0), st.floats(0.01, 100.0), st.floats(0.0, 0.3), st.sampled_from((0.01, 0.05, 0.2))),
+    st.sampled_from((1.01, 1.2, 2.0)),
+)
+@example(99.0, 100.0, 0.3, 0.01, 2.0)
 def test_the_threshold_is_found_within_the_tolerance(
-    threshold: float, start: float, spread: float, tolerance: float
+    threshold: float, start: float, spread: float, tolerance: float, stride: float
 ) -> None:
-    made = searched(threshold, Search(start, 0.001, 1000.0, tolerance), spread)
+    made = searched(threshold, Search(start, 0.001, 1000.0, tolerance, stride), spread)
     for seed, found in zip(SEEDS, made.by_seed, strict=True):
         assert found <= own(threshold, spread, seed) * (1 + 1e-9)
         assert found * (1 + tolerance) >= own(threshold, spread, seed) * (1 - 1e-9)
     assert made.low <= made.rate <= made.high
     assert made.per_gpu == made.rate / 4
     assert not made.capped and not made.unattainable
+
+
+def test_a_start_that_is_near_needs_few_probes() -> None:
+    near, far = (searched(1.02, Search(1.0, 0.01, 100.0, 0.05, stride)) for stride in (1.05, 2.0))
+    assert len(near.probes) == 2 * len(SEEDS) and near.by_seed == (1.0,) * len(SEEDS)
+    assert len(far.probes) > 2 * len(near.probes)
 
 
 @settings(deadline=None)
