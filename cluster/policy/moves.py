@@ -6,7 +6,8 @@
     relief    of a worker that runs out of blocks, or whose steps take longer than promised: the longest answers first,
               a few at a time, when another has room, keeps its own promises too, and the move saves more than it costs
 
-Nobody moves where no link was proven. What passes by itself moves nothing; a decode that moved rests, and so does the way back. Pure.
+Nobody moves where no link was proven. What passes by itself moves nothing; a decode that was relieved rests, and the way
+back of every move. Pure.
 
 Sources: Sun et al., Llumnix (OSDI'24: moving decodes for balance, for room and to empty an instance), TaiChi (arXiv
 2508.01989: at the brim of memory the longest answer moves).
@@ -215,7 +216,7 @@ class Mover:
         if taker.worker.role is Role.PREFILL or (side.name, taker.name) in self._closed_s:
             return False
         is_mixed = taker.worker.role is Role.MIXED
-        if is_mixed and not taker.batch or taker.worker.stats.waiting or not view.linked(side.name, taker.name):
+        if (is_mixed and not taker.batch) or taker.worker.stats.waiting or not view.linked(side.name, taker.name):
             return False
         promise_s = _tightest((taker.promise_s, decode.promise_s))
         if promise_s is not None and self._step_with(taker, decode) > ROLE_ROOM * promise_s:
