@@ -250,6 +250,9 @@ class ElasticSpec:
     Every `period_s` the roles are judged on the load of the last `window_s`. A change must promise an improvement of
     `margin` (a share) for `dwell_s` on end, and comes `cooldown_s` after the last one at the earliest. `floors`: no
     fewer workers of a role, mixed ones counted in both.
+
+    `replan`: once the load's shape has moved far for good, the planner is asked what the roles should be, at most every
+    `replan_after_s`. "advise" only logs the answer, "act" has the steps lead there (see `cluster.replanning`).
     """
 
     mode: str = "off"
@@ -259,11 +262,18 @@ class ElasticSpec:
     dwell_s: float = 3.0
     cooldown_s: float = 10.0
     floors: dict[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
+    replan: str = "off"
+    replan_after_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if self.mode not in ELASTIC:
-            raise ValueError(f"mode {self.mode!r} is not one of {', '.join(ELASTIC)}")
-        for name in ("period_s", "window_s"):
+        for name in ("mode", "replan"):
+            if getattr(self, name) not in ELASTIC:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(ELASTIC)}")
+        if ELASTIC.index(self.replan) > ELASTIC.index(self.mode):
+            raise ValueError(f"replan is {self.replan} and mode {self.mode}, which allows less; raise mode")
+        if self.replan != "off" and self.replan_after_s < self.window_s:
+            raise ValueError(f"replan_after_s is {self.replan_after_s}; it must be at least window_s ({self.window_s})")
+        for name in ("period_s", "window_s", "replan_after_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 seconds")
         for name in ("margin", "dwell_s", "cooldown_s"):
@@ -355,8 +365,9 @@ def parse_spec(document: object) -> ClusterSpec:
     if isinstance(pools, list):
         document = document | {"pools": [_bounded(pool, f"pools[{index}]") for index, pool in enumerate(pools)]}
     elastic = document.get("elastic")
-    if isinstance(elastic, dict) and elastic.get("mode") is False:  # as YAML reads a bare off
-        document = document | {"elastic": elastic | {"mode": "off"}}
+    if isinstance(elastic, dict):
+        bare = {key: "off" for key in ("mode", "replan") if elastic.get(key) is False}  # as YAML reads a bare off
+        document = document | {"elastic": elastic | bare}
     spec: ClusterSpec = _convert(document, ClusterSpec, "")
     return spec
 
