@@ -6,8 +6,8 @@
     relief    of a worker that runs out of blocks, or whose steps take longer than promised: the longest answers first,
               a few at a time, when another has room, keeps its own promises too, and the move saves more than it costs
 
-Nobody moves where no link was proven. What passes by itself moves nothing; a decode that was relieved rests, and the way
-back of every move. Pure.
+Nobody moves where no link was proven. What passes by itself moves nothing; a decode that was relieved rests, and so
+does the way back of every move. Pure.
 
 Sources: Sun et al., Llumnix (OSDI'24: moving decodes for balance, for room and to empty an instance), TaiChi (arXiv
 2508.01989: at the brim of memory the longest answer moves).
