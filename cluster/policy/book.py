@@ -2,8 +2,11 @@
 
 import math
 from collections.abc import Iterator, ValuesView
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 _MEMORY = 1000  # ends of answers that the mean looks back on
 
@@ -56,6 +59,34 @@ class Promised(NamedTuple):
 _NOTHING = Promised()
 
 
+class Standing(Struct, frozen=True, gc=False):
+    """How we stand with one worker, in sums; the same object for as long as nothing changes there.
+
+    Of its prompts: how many wait or run, their tokens, those to compute, and the seconds of all and of the first one,
+    whose turn came at `turn_s`. Of what decodes there or will: the sums, and the tightest promise.
+    """
+
+    promised: Promised = _NOTHING
+    tightest_s: float | None = None
+    num_prompts: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prompts_s: float = 0.0
+    head_s: float = 0.0
+    turn_s: float = 0.0
+
+    def ahead_s(self, now_s: float) -> float:
+        """How long the prompts of ours that wait or run there will still take, one after the other."""
+        return self.prompts_s - min(self.head_s, now_s - self.turn_s) if self.num_prompts else 0.0
+
+    def ahead(self) -> tuple[float, float]:
+        """`ahead_s` for any moment: until when they will take, but for at least so many seconds more."""
+        return self.turn_s + self.prompts_s, self.prompts_s - self.head_s
+
+
+_IDLE = Standing()
+
+
 class Book:
     """Owned by a Policy, read by its router. Every `began` has its `ended`."""
 
@@ -66,6 +97,7 @@ class Book:
         self._promised: dict[str, Promised] = {}  # of what decodes there or will
         self._touched_s: dict[str, float] = {}  # worker -> when work of ours last began or ended there
         self._news: set[str] = set()  # workers, since `news` was asked for
+        self._standings: dict[str, Standing] = {}  # those that were asked for, while nothing has changed
         self._prefilled_s: dict[str, float] = {}  # worker -> when it last ended a prompt of ours
         self._computed_s: dict[str, float] = {}  # worker -> seconds of all prompts of ours that it has computed
         self._num_decoded = 0
@@ -76,6 +108,9 @@ class Book:
 
     def __iter__(self) -> Iterator[Work]:
         return iter(self._works.values())
+
+    def find(self, key: str) -> Work | None:
+        return self._works.get(key)
 
     def prefilling(self, worker: str) -> ValuesView[Work]:
         """Prompts of ours that the worker computes or will, oldest first."""
@@ -98,23 +133,37 @@ class Book:
         news, self._news = self._news, set()
         return news
 
-    def ahead(self, worker: str) -> tuple[float, float]:
-        """`ahead_s` for any moment: until when they will take, but for at least so many seconds more."""
-        works = self.prefilling(worker)
-        if not works:
-            return 0.0, 0.0
-        head = next(iter(works))
-        all_s = sum(work.prefill_s for work in works)
-        return self._turn_s(head) + all_s, all_s - head.prefill_s
+    def standing(self, worker: str) -> Standing:
+        """All that can be summed of what is on its way to the worker, and under way there."""
+        known = self._standings.get(worker)
+        return self._sum_up(worker) if known is None else known
+
+    def _sum_up(self, worker: str) -> Standing:
+        waiting, decoding = self._prefilling.get(worker), self._decoding.get(worker)
+        if not waiting and not decoding:
+            return _IDLE
+        promises = [work.promised_tpot_s for work in (decoding or {}).values() if work.promised_tpot_s is not None]
+        promised, tightest_s = self.promised(worker), min(promises, default=None)
+        found = Standing(promised, tightest_s)
+        if waiting:
+            works = waiting.values()
+            head = next(iter(works))
+            found = Standing(
+                promised,
+                tightest_s,
+                len(waiting),
+                sum([work.prompt_tokens for work in works]),
+                sum([work.new_tokens for work in works]),
+                sum([work.prefill_s for work in works]),
+                head.prefill_s,
+                self._turn_s(head),
+            )
+        self._standings[worker] = found
+        return found
 
     def ahead_s(self, worker: str, now_s: float) -> float:
         """How long the prompts of ours that wait or run there will still take, one after the other."""
-        works = self.prefilling(worker)
-        if not works:
-            return 0.0
-        head = next(iter(works))
-        elapsed_s = now_s - self._turn_s(head)
-        return sum(work.prefill_s for work in works) - min(head.prefill_s, elapsed_s)
+        return self.standing(worker).ahead_s(now_s)
 
     def decode_seconds(self, now_s: float) -> float:
         """How long a request decodes, on average; infinite until one has ended.
@@ -145,7 +194,7 @@ class Book:
         """Its prompt is sent only now. Unknown keys are ignored."""
         if work := self._works.get(key):
             work.reserved_s = now_s
-            self._news.add(work.prefill)
+            self._change(work.prefill)
 
     def prefilled(self, key: str, now_s: float) -> Work | None:
         """Its first token came. Answers the work, or None when it is not here or was told before."""
@@ -159,6 +208,7 @@ class Book:
         self._drop(self._prefilling, work.prefill, key)
         self._prefilled_s[work.prefill] = now_s
         self._touch(work.prefill, now_s)
+        self._standings.pop(work.decode, None)
         return work
 
     def moved(self, key: str, worker: str, now_s: float) -> None:
@@ -189,9 +239,36 @@ class Book:
                 self._learn(now_s - work.prefilled_s)
         return work
 
+    @contextmanager
+    def without(self, key: str) -> Iterator[None]:
+        """As if this prompt, which is not done, were not on its way: to ask where it would go. Nothing may begin or
+        end meanwhile.
+        """
+        work = self._works[key]
+        queue = self._prefilling[work.prefill]
+        self._prefilling[work.prefill] = {each: other for each, other in queue.items() if each != key}
+        decoding, promised = self._decoding.get(work.decode), self._promised.get(work.decode)
+        if work.decodes:
+            self._decoding[work.decode] = dict(decoding or {})
+            self._no_more_to_decode(work)
+        self._change(work.prefill, work.decode)
+        try:
+            yield
+        finally:
+            self._prefilling[work.prefill] = queue
+            if work.decodes and decoding is not None and promised is not None:
+                self._decoding[work.decode], self._promised[work.decode] = decoding, promised
+            self._change(work.prefill, work.decode)
+
     def _touch(self, worker: str, now_s: float) -> None:
         self._touched_s[worker] = now_s
-        self._news.add(worker)
+        self._change(worker)
+
+    def _change(self, *workers: str) -> None:
+        """Something is other than it was on these."""
+        self._news.update(workers)
+        for worker in workers:
+            self._standings.pop(worker, None)
 
     def _to_decode(self, work: Work, worker: str) -> None:
         self._decoding.setdefault(worker, {})[work.key] = work
@@ -231,4 +308,6 @@ class Book:
             answers = sum(work.output_tokens for work in works.values())
             assert self._promised[worker] == Promised(len(works), prompts, answers), worker
         assert self._promised.keys() == self._decoding.keys()
+        for worker, known in list(self._standings.items()):
+            assert self._sum_up(worker) == known, worker
         assert all(self._prefilling.values()) and all(self._decoding.values()), "an empty shelf was kept"

@@ -170,10 +170,8 @@ class Shortlist:
         book, written = self._book, []
         for row in rows:
             worker = self.workers[row]
-            waiting = book.prefilling(worker.name)
-            tokens, ratio = sum(work.prompt_tokens for work in waiting), self._forecast.prompt_correction(worker)
-            queue = book.ahead(worker.name)
-            written.append((*book.promised(worker.name), len(waiting), tokens, *queue, ratio))
+            ours, ratio = book.standing(worker.name), self._forecast.prompt_correction(worker)
+            written.append((*ours.promised, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio))
         self._raw[rows, _OURS:] = written
 
     def _derive(self, rows: Rows) -> None:
