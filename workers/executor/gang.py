@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120.0  # for a rank's process to start and call; a busy machine imports for a minute
 GREET_TIMEOUT_S = 10.0  # for a caller to say who it is
+CAUSE_TIMEOUT_S = 1.0  # for the rank that neighbours miss to say itself what befell it
 
 
 class GangExecutor:
@@ -67,7 +68,7 @@ class GangExecutor:
         return self._bubble.share
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        """As the port says. The first rank that fails fails the step, and with it the gang."""
+        """As the port says. A rank that fails fails the step, and with it the gang."""
         if self._meeting.failure.done():
             raise self._meeting.failure.result()
         begun_s = asyncio.get_running_loop().time()
@@ -79,8 +80,12 @@ class GangExecutor:
         try:
             steps = await self._all([asyncio.shield(own), *sent])  # a caller who goes leaves no rank alone in a step
         except Exception as error:
-            self._meeting.lost(error)
-            raise
+            cause = error
+            try:
+                cause = await self._cause(error, {own, *sent})
+            finally:  # also when the caller goes meanwhile
+                self._meeting.lost(cause)
+            raise cause from None
         stages = [steps[start : start + self._tensor] for start in range(0, len(steps), self._tensor)]
         busy = [max(step.seconds - step.wait_s for step in stage) for stage in stages]
         self._bubble.add(begun_s, asyncio.get_running_loop().time(), busy)
@@ -121,6 +126,20 @@ class GangExecutor:
         await self._meeting.close()
         self._own.abort()
         await self._own.close()
+
+    async def _cause(self, error: Exception, calls: "set[asyncio.Future[RankStep]]") -> Exception:
+        """A rank that fails leaves its gang first: that its neighbours miss it may be heard before what it says."""
+        loop, failure = asyncio.get_running_loop(), self._meeting.failure
+        deadline_s = loop.time() + CAUSE_TIMEOUT_S
+        waits: set[asyncio.Future[Any]] = {*calls, failure}
+        while isinstance(error, RankLost) and waits != {failure} and (left_s := deadline_s - loop.time()) > 0:
+            done, waits = await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if failure in done:
+                return error if failure.cancelled() else failure.result()
+            for call in done:
+                said = None if call.cancelled() else call.exception()
+                error = said if isinstance(said, Exception) and not isinstance(said, RankLost) else error
+        return error
 
     async def _all(self, calls: "Sequence[Awaitable[Any]]") -> list[Any]:
         """All answers, or the first error at once."""
