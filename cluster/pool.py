@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, WorkerGone, WorkerHandle, WorkerOrder
+from cluster.runtime.placement import needed
 from cluster.spec import PoolSpec, Role
 from cluster.view import WorkerState, WorkerView
 from kvtransfer.errors import TransferError, TransportUnavailable
@@ -22,7 +23,7 @@ from workers.stats import WorkerInfo, WorkerStats
 
 logger = logging.getLogger(__name__)
 
-START_AGAIN_S = 5.0
+START_AGAIN_S, MOST_AGAIN_S = 5.0, 300.0  # one that never ran is tried again after twice as long each time
 RETRY_S = 0.2  # between calls to a process that is coming up
 
 
@@ -47,13 +48,21 @@ class Keeper:
         self.handle: WorkerHandle | None = None
         self.info: WorkerInfo | None = None
         state = WorkerState.STARTING
-        self.view = WorkerView(order.config.name, pool.name, role or pool.role, state, parallel=pool.parallel)
+        self.view = WorkerView(
+            order.config.name,
+            pool.name,
+            role or pool.role,
+            state,
+            waits_for=needed(order.resources, pool.parallel),
+            parallel=pool.parallel,
+        )
         self.required = required
         self.introduced = False  # its peers know this incarnation
         self.is_leaving = False
         self.is_over = False
         self.fatal: Exception | None = None  # the specification's fault: trying again cannot help
         self._keeping = keeping
+        self._again_s = START_AGAIN_S
         self._task: asyncio.Task[None] | None = None
         self._heard = asyncio.Event()
 
@@ -74,7 +83,7 @@ class Keeper:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._show(WorkerState.DEAD, detail="it was taken out")
+        self._show(WorkerState.DEAD, detail="it was taken out", waits_for="")
         if self.handle is not None:
             await self._keeping.runtime.stop_worker(self.handle, grace_s)
 
@@ -117,7 +126,8 @@ class Keeper:
                     await asyncio.sleep(START_AGAIN_S)
                 elif not self.required:  # no room yet, perhaps
                     self._show(WorkerState.STARTING if self.handle is None else WorkerState.DEAD, detail=str(error))
-                    await asyncio.sleep(START_AGAIN_S)
+                    await asyncio.sleep(self._again_s)
+                    self._again_s = min(2 * self._again_s, MOST_AGAIN_S)
                 else:
                     self.fatal = error
                     self._show(WorkerState.DEAD, detail=str(error))
@@ -141,7 +151,7 @@ class Keeper:
         """From start to death; always ends with an error."""
         if self.handle is None:
             self.handle = await self._keeping.runtime.start_worker(self.order)
-            self._show(WorkerState.STARTING, detail="")
+            self._show(WorkerState.STARTING, detail="", waits_for="")
         elif self.view.state is WorkerState.DEAD:
             runtime = self._keeping.runtime
             self.handle = await runtime.restart_worker(self.order, self.handle, self.view.incarnation)

@@ -239,7 +239,7 @@ class Serving:
             for member in membership.members:
                 if told.get(member.view.name) is not member.view.state:
                     told[member.view.name] = member.view.state
-                    detail = member.view.detail or (f"pid {member.view.pid}" if member.view.pid else "")
+                    detail = member.view.trouble or (f"pid {member.view.pid}" if member.view.pid else "")
                     progress(f"{member.view.name}: {member.view.state.value}{f' ({detail})' if detail else ''}")
             if model is not None:
                 return model

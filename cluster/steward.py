@@ -1,12 +1,15 @@
 """The elastic decision's shell: hears gateways, asks the decider every period, and carries out what it decides.
 
-One change at a time: the next question comes when the last change is over. Knows no rule; knows time from the loop.
+One change at a time: the next question comes when the last change is over; only a worker that waits for a node keeps
+nobody waiting. A pool whose new worker does not come is as it was, and does not grow again for a while, twice as long
+each time. Knows no rule; knows time from the loop.
 """
 
 import asyncio
 import logging
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cluster.changes import ChangeError, Taken
@@ -17,6 +20,7 @@ from cluster.view import ClusterView, WorkerState
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 64
+GROW_AGAIN_S, MOST_GROW_AGAIN_S = 30.0, 600.0
 ADVISED, UNDER_WAY, DONE = "advised", "under way", "done"
 
 
@@ -44,6 +48,14 @@ class _Entry:
     newcomers: frozenset[str] = frozenset()  # of a pool that grows
 
 
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """A pool that could not grow. `pause_s`: how long it is left alone, until `until_s`."""
+
+    pause_s: float
+    until_s: float
+
+
 class Steward:
     """Owned by the Controller. `acts`: carry decisions out; else they are advice. `limit_s` bounds one change."""
 
@@ -54,6 +66,8 @@ class Steward:
         self._limit_s = limit_s
         self._acts = acts
         self._entries: deque[_Entry] = deque(maxlen=REMEMBERED)
+        self._under_way: list[_Entry] = []
+        self._refusals: dict[str, _Refusal] = {}  # by pool
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -83,10 +97,12 @@ class Steward:
     async def _step(self, now_s: float) -> None:
         last = self._entries[-1] if self._entries else None
         view = self._changer.view()
-        if last is not None and last.outcome == UNDER_WAY:
-            self._follow(last, view, now_s)
+        under_way = list(self._under_way)
+        for each in under_way:
+            await self._follow(each, view, now_s)
+        if not all(_waits_for_a_node(each, view) for each in under_way) or under_way != self._under_way:
             return
-        decision = self._decider.decide(view, now_s)
+        decision = self._decider.decide(self._limited(view, now_s), now_s)
         if decision is None:
             return
         if not self._acts:
@@ -97,6 +113,7 @@ class Steward:
         logger.info("decided: %s, %s", _words(decision), decision.reason)
         entry = _Entry(decision, now_s, UNDER_WAY)
         self._entries.append(entry)
+        self._under_way.append(entry)
         try:
             await self._carry_out(entry, view)
         except ChangeError as error:
@@ -119,7 +136,14 @@ class Steward:
             there = {worker.name for worker in view.workers}
             entry.newcomers = frozenset(worker.name for worker in self._changer.view().workers) - there
 
-    def _follow(self, entry: _Entry, view: ClusterView, now_s: float) -> None:
+    def _limited(self, view: ClusterView, now_s: float) -> ClusterView:
+        """Pools that wait for a node, or could not grow lately, have no room to grow."""
+        full = {entry.decision.pool for entry in self._under_way}
+        full |= {pool for pool, refusal in self._refusals.items() if now_s < refusal.until_s}
+        pools = (replace(pool, max_replicas=pool.wanted) if pool.name in full else pool for pool in view.pools)
+        return replace(view, pools=tuple(pools)) if full else view
+
+    async def _follow(self, entry: _Entry, view: ClusterView, now_s: float) -> None:
         """Whether the change under way is over, as far as can be seen."""
         workers = {worker.name: worker for worker in view.workers}
         if entry.decision.kind == "shrink":
@@ -133,13 +157,38 @@ class Steward:
                 outcome = f"failed: {told}" if told else ""
         if not outcome and now_s - entry.at_s > self._limit_s:
             outcome = f"failed: it was not over after {self._limit_s:.0f} s"
-        if outcome:
+        if outcome == DONE:
+            self._refusals.pop(entry.decision.pool, None)
             self._close(entry, outcome)
+        elif outcome and entry.decision.kind == "grow":
+            pause_s = self._refused(entry.decision.pool, now_s)
+            self._close(entry, f"{outcome}; the pool does not grow by itself for {pause_s:.0f} s")
+            await self._take_back(entry.newcomers & workers.keys())
+        elif outcome:
+            self._close(entry, outcome)
+
+    def _refused(self, pool: str, now_s: float) -> float:
+        before = self._refusals.get(pool)
+        pause_s = GROW_AGAIN_S if before is None else min(2 * before.pause_s, MOST_GROW_AGAIN_S)
+        self._refusals[pool] = _Refusal(pause_s, now_s + pause_s)
+        return pause_s
+
+    async def _take_back(self, newcomers: Collection[str]) -> None:
+        for name in sorted(newcomers):
+            try:
+                await self._changer.drain(name)
+            except ChangeError as error:
+                logger.warning("%s is not taken back: %s", name, error)
 
     def _close(self, entry: _Entry, outcome: str) -> None:
         entry.outcome = outcome
+        self._under_way.remove(entry)
         level = logging.INFO if outcome == DONE else logging.WARNING
         logger.log(level, "%s: %s", _words(entry.decision), outcome)
+
+
+def _waits_for_a_node(entry: _Entry, view: ClusterView) -> bool:
+    return any(worker.name in entry.newcomers and worker.waits_for for worker in view.workers)
 
 
 def _is_same(one: Decision, other: Decision) -> bool:

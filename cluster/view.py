@@ -19,7 +19,10 @@ class WorkerState(Enum):
 
 
 class WorkerView(Struct, frozen=True, gc=False):
-    """One worker. `capacity_tokens`: the longest sequence its pool can hold; `age_s`: since it last spoke."""
+    """One worker. `capacity_tokens`: the longest sequence its pool can hold; `age_s`: since it last spoke.
+
+    `waits_for`: what it needs of a node, while it has none.
+    """
 
     name: str
     pool: str
@@ -34,9 +37,16 @@ class WorkerView(Struct, frozen=True, gc=False):
     memory_bytes: int = 0
     kv_token_bytes: int = 0  # of one token, on all its ranks together
     detail: str = ""
+    waits_for: str = ""
     audit: str = ""  # "clean", or what does not balance; empty when not asked for
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     stats: WorkerStats = field(default_factory=WorkerStats)
+
+    @property
+    def trouble(self) -> str:
+        """What it waits for, and what was wrong with it last, in words."""
+        waiting = f"waits for a node: {self.waits_for}" if self.waits_for else ""
+        return "; ".join(filter(None, (waiting, self.detail)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,7 @@ def workers_table(view: ClusterView) -> "Table":
             f"{stats.free_blocks}/{stats.total_blocks}",
             f"{stats.step_s * 1e3:.1f} ms",
             *([_ranks(worker), _bubble(worker)] if in_gangs else []),
-            worker.detail,
+            worker.trouble,
         )
     return table
 

@@ -79,8 +79,8 @@ class Elastic:
             assert flip is not None
             return self._flip(view, flip, now, mix, now_s)
         if self._ripe("grow", grows and not flips, now_s, self._elastic.dwell_s, haste):
-            return self._grow(groups, now, mix, now_s)
-        leaver = self._best(list(self._leaving(view, groups, mix)))
+            return self._grow(view, groups, now, mix, now_s)
+        leaver = self._best(list(self._leaving(groups, mix)))
         if self._ripe("shrink", leaver is not None, now_s, PATIENCE * self._elastic.dwell_s):
             assert leaver is not None
             return self._shrink(view, leaver, now, mix, now_s)
@@ -163,10 +163,11 @@ class Elastic:
             [_Step(source, to, shares(after, mix)) for source, to, after in changed if self._keeps_floors(after)]
         )
 
-    def _leaving(self, view: ClusterView, groups: Sequence[Group], mix: Mix) -> Iterator[_Step]:
+    def _leaving(self, groups: Sequence[Group], mix: Mix) -> Iterator[_Step]:
         for source in groups:
             least, _ = self._pools[source.pool].bounds
-            if source.count and sum(worker.pool == source.pool for worker in view.workers) > least:
+            there = sum(group.count for group in groups if group.pool == source.pool)  # not those that leave already
+            if source.count and there > least:
                 after = _changed(groups, source, None)
                 if self._keeps_floors(after) and (needed := shares(after, mix)).worst <= ROOMY:
                     yield _Step(source, None, needed)
@@ -204,12 +205,11 @@ class Elastic:
         self._stepped(now_s)
         return Decision("flip", reason, worker=worker.name, role=step.target.role)
 
-    def _grow(self, groups: Sequence[Group], now: Shares, mix: Mix, now_s: float) -> Decision | None:
+    def _grow(self, view: ClusterView, groups: Sequence[Group], now: Shares, mix: Mix, now_s: float) -> Decision | None:
+        roomy = {pool.name for pool in view.pools if pool.wanted < pool.max_replicas}
         steps = []
         for target in groups:
-            pool = self._pools[target.pool]
-            there = sum(group.count for group in groups if group.pool == target.pool)
-            if target.role is pool.role and there < pool.bounds[1]:
+            if target.role is self._pools[target.pool].role and target.pool in roomy:
                 steps.append(_Step(None, target, shares(_changed(groups, None, target), mix)))
         step = self._best(steps)
         if step is None or step.target is None:

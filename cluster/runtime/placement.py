@@ -75,19 +75,24 @@ def own_labels(spec: ClusterSpec) -> dict[str, str]:
     return labels
 
 
+def needed(resources: Resources, parallel: ParallelConfig) -> str:
+    """What a worker needs of nodes, in words."""
+    count, strategy = parallel.world_size, parallel.placement
+    needs = f"{{{listed(bundle(resources))}}}"
+    if count > 1 and strategy == "strict_spread":
+        needs += f" on each of {count} nodes"
+    elif count > 1:
+        needs += f" for each of {count} ranks{' on one node' * (strategy == 'strict_pack')}"
+    return f"{needs}, labels {{{_told(resources.labels)}}}" if resources.labels else needs
+
+
 def shortage(resources: Resources, parallel: ParallelConfig, nodes: Sequence[Node]) -> str:
     """What a worker needs, and whether these nodes would have it if they were empty."""
     count, strategy = parallel.world_size, parallel.placement
-    needs = f"it needs {{{listed(bundle(resources))}}}"
-    if strategy == "strict_spread":
-        needs += f" on each of {count} nodes"
-    else:
-        needs += f" for each of {count} ranks{' on one node' * (strategy == 'strict_pack')}"
+    needs = f"it needs {needed(resources, parallel)}"
     there = [node for node in nodes if has_labels(node.labels, resources.labels)]
-    if resources.labels:
-        needs += f", labels {{{_told(resources.labels)}}}"
-        if not there:
-            return f"{needs}; no node has these labels, there {_kinds(nodes)}"
+    if resources.labels and not there:
+        return f"{needs}; no node has these labels, there {_kinds(nodes)}"
     rooms = [_room(node, bundle(resources)) for node in there]
     with_these = " with these labels" if resources.labels else ""
     where = f"the only node{with_these}" if len(there) == 1 else f"the {len(there)} nodes{with_these}"

@@ -17,16 +17,16 @@ KINDS = [Node(ROOMS[0], {"gpu": "h100", "ray.io/node-id": "1f"}), Node(ROOMS[1],
 @pytest.mark.parametrize(
     ("count", "placement", "words"),
     [
-        (1, "pack", "for each of 1 ranks, which others hold on the 2 nodes"),
-        (5, "pack", "for each of 5 ranks, which others hold"),
-        (6, "spread", "for each of 6 ranks; the 2 nodes, if empty, would hold 4, 1 ranks"),
-        (5, "strict_pack", "for each of 5 ranks on one node; the 2 nodes, if empty, would hold 4, 1 ranks"),
-        (2, "strict_spread", "on each of 2 nodes, which others hold"),
-        (3, "strict_spread", "on each of 3 nodes; the 2 nodes, if empty, would hold 4, 1 ranks"),
+        (1, "pack", ", which others hold on the 2 nodes"),
+        (5, "pack", " for each of 5 ranks, which others hold"),
+        (6, "spread", " for each of 6 ranks; the 2 nodes, if empty, would hold 4, 1 ranks"),
+        (5, "strict_pack", " for each of 5 ranks on one node; the 2 nodes, if empty, would hold 4, 1 ranks"),
+        (2, "strict_spread", " on each of 2 nodes, which others hold"),
+        (3, "strict_spread", " on each of 3 nodes; the 2 nodes, if empty, would hold 4, 1 ranks"),
     ],
 )
 def test_the_shortage_is_named(count: int, placement: str, words: str) -> None:
-    assert f"it needs {{CPU: 1}} {words}" in shortage(Resources(), ParallelConfig(count, placement=placement), NODES)
+    assert f"it needs {{CPU: 1}}{words}" in shortage(Resources(), ParallelConfig(count, placement=placement), NODES)
 
 
 def test_a_resource_that_no_node_has_is_named() -> None:
@@ -55,7 +55,7 @@ def test_selectors_choose_as_rays_do(selector: str, chosen: str) -> None:
 def test_labels_that_no_node_has_are_told_with_those_there_are() -> None:
     told = shortage(Resources(labels={"gpu": "l4"}), ParallelConfig(), KINDS)
     assert told == (
-        "it needs {CPU: 1} for each of 1 ranks, labels {gpu: l4}; no node has these labels, there are 1 with "
+        "it needs {CPU: 1}, labels {gpu: l4}; no node has these labels, there are 1 with "
         "{gpu: h100}, 1 with {gpu: a100}, 1 with none"
     )
     assert shortage(Resources(labels={"gpu": "l4"}), ParallelConfig(), []).endswith("there are no nodes")

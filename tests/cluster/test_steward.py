@@ -4,18 +4,20 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
 from local import cluster, completed, request, split_spec
 
-import cluster.pool as cluster_pool
 from cluster.changes import Taken
 from cluster.policy.evidence import Decision, Report
 from cluster.runtime.interface import RuntimeUnavailable, WorkerHandle, WorkerOrder
-from cluster.spec import Role
+from cluster.sim.clock import run
+from cluster.spec import ClusterSpec, Role
 from cluster.steward import REMEMBERED, Changer, Steward
-from cluster.view import ClusterView, WorkerState
+from cluster.view import ClusterView, PoolView, WorkerState, WorkerView
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -51,6 +53,50 @@ async def running(decider: Scripted, changer: Changer, *, acts: bool = True) -> 
         yield steward
     finally:
         steward.close()
+
+
+class Growing:
+    """Wants the pool to grow whenever there is room."""
+
+    def told(self, report: Report, now_s: float) -> None: ...
+
+    def decide(self, view: ClusterView, now_s: float) -> Decision | None:
+        return GROW if room(view) else None
+
+
+class Refusing:
+    """A cluster in which no new worker finds room."""
+
+    def __init__(self) -> None:
+        self.newcomers: list[WorkerView] = []
+        self.taken_back = 0
+
+    def view(self) -> ClusterView:
+        pool = PoolView("decode", Role.DECODE, 1 + len(self.newcomers), 1, 4)
+        return ClusterView(1, "c", None, tuple(self.newcomers), pools=(pool,))
+
+    async def flip(self, worker: str, role: Role, revision: int = 0) -> int:
+        raise AssertionError
+
+    async def drain(self, worker: str, revision: int = 0, deadline_s: float = 0.0) -> int:
+        self.newcomers.clear()
+        self.taken_back += 1
+        return 1
+
+    async def scale(self, pool: str, replicas: int, revision: int = 0) -> int:
+        self.newcomers = [WorkerView("decode-1", pool, Role.DECODE, WorkerState.STARTING, detail="no room")]
+        return 1
+
+
+def room(view: ClusterView) -> int:
+    """For so many more workers in the pool that decodes."""
+    (pool,) = [each for each in view.pools if each.name == "decode"]
+    return pool.max_replicas - pool.wanted
+
+
+def bounded(spec: ClusterSpec) -> ClusterSpec:
+    prefill, decode = spec.pools
+    return replace(spec, pools=(prefill, replace(decode, min_replicas=1, max_replicas=4)))
 
 
 async def until(steward: Steward, is_so: Callable[[tuple[Taken, ...]], bool]) -> list[str]:
@@ -139,15 +185,61 @@ async def test_a_decision_on_a_cluster_that_has_changed_since_is_not_carried_out
 
 
 async def test_a_worker_that_finds_no_room_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_pool, "START_AGAIN_S", 0.1)
-    async with cluster(split_spec(1, 1)) as subject:
+    async with cluster(bounded(split_spec(1, 1))) as subject:
 
         async def no_room(order: WorkerOrder) -> WorkerHandle:
             raise RuntimeUnavailable(f"no room for {order.config.name}")
 
         monkeypatch.setattr(subject.runtime, "start_worker", no_room)
-        async with running(Scripted(GROW), subject.controller) as steward:
-            assert await until(steward, over(1)) == ["failed: no room for decode-1"]
+        decider = Scripted(GROW)
+        async with running(decider, subject.controller) as steward:
+            (outcome,) = await until(steward, over(1))
+            assert outcome == "failed: no room for decode-1; the pool does not grow by itself for 30 s"
+            await subject.until(lambda view: [each.name for each in view.workers] == ["prefill-0", "decode-0"])
+            seen = len(decider.views)
+            async with asyncio.timeout(20):
+                while len(decider.views) == seen:
+                    await asyncio.sleep(PERIOD_S)
+            assert room(decider.views[0]) == 3 and room(decider.views[-1]) == 0, "it is left alone for a while"
+
+
+def test_a_pool_that_does_not_grow_is_left_alone_for_twice_as_long_each_time() -> None:
+    """In virtual time: a pause, and a second until it is seen that nobody comes."""
+    changer = Refusing()
+
+    async def asked() -> list[float]:
+        steward = Steward(Growing(), changer, 1.0, 100.0, acts=True)
+        steward.begin()
+        await asyncio.sleep(2500.0)
+        steward.close()
+        return [2500.0 - taken.age_s for taken in steward.taken()]
+
+    times = run(asked())
+    pauses = [round(later - sooner) for sooner, later in pairwise(times)]
+    assert pauses[:5] == [31, 61, 121, 241, 481] and set(pauses[5:]) == {601}
+    assert changer.taken_back == len(times)
+
+
+async def test_roles_change_while_a_new_worker_waits_for_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(bounded(split_spec(1, 2))) as subject:
+        start, node_is_up = subject.runtime.start_worker, asyncio.Event()
+
+        async def start_when_up(order: WorkerOrder) -> WorkerHandle:
+            await node_is_up.wait()
+            return await start(order)
+
+        monkeypatch.setattr(subject.runtime, "start_worker", start_when_up)
+        decider = Scripted(GROW, FLIP)
+        async with running(decider, subject.controller) as steward:
+            assert (await until(steward, lambda taken: len(taken) == 2 and taken[1].outcome == "done"))[
+                0
+            ] == "under way"
+            view = subject.controller.view()
+            assert {each.name: each.waits_for for each in view.workers if each.waits_for} == {"decode-2": "{CPU: 1}"}
+            assert room(decider.views[1]) == 0, "one node at a time"
+            node_is_up.set()
+            await until(steward, over(2))
+            assert [each.outcome for each in steward.taken()] == ["done", "done"]
 
 
 async def test_reports_are_passed_on_and_decisions_forgotten_in_the_end() -> None:

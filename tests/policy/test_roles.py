@@ -1,6 +1,7 @@
 """Roles follow the load: closed forms against what is known, and each rule of the decision by a load that needs it."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from cluster.policy.balance import Group, Mix, shares
 from cluster.policy.elastic import PATIENCE, Elastic
 from cluster.policy.evidence import Decision, Report, Sample
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
-from cluster.view import ClusterView, WorkerState, WorkerView
+from cluster.view import ClusterView, PoolView, WorkerState, WorkerView
 from workers.config import EngineConfig
 from workers.costs import LinearCost
 from workers.request import SLO
@@ -109,6 +110,7 @@ class Cluster:
 
     def __init__(self, like: ClusterSpec) -> None:
         self.subject = Elastic(like)
+        self.like = like
         self.now_s = 100.0
         self.flips: list[Decision] = []
         stats = WorkerStats(total_blocks=12_500, free_blocks=12_500)
@@ -122,7 +124,9 @@ class Cluster:
 
     @property
     def view(self) -> ClusterView:
-        return ClusterView(1, "c", None, tuple(self.workers.values()))
+        staff = Counter(each.pool for each in self.workers.values() if each.state is not WorkerState.DRAINING)
+        pools = (PoolView(pool.name, pool.role, staff[pool.name], *pool.bounds) for pool in self.like.pools)
+        return ClusterView(1, "c", None, tuple(self.workers.values()), pools=tuple(pools))
 
     def roles(self) -> tuple[int, int, int]:
         found = [worker.role for worker in self.workers.values()]
@@ -226,6 +230,31 @@ def test_a_pool_grows_when_no_roles_would_do_and_shrinks_after_long_calm() -> No
     later = cluster.run(400, replace(ANSWERS, rate=0.6))
     assert {decision.kind for decision in later} == {"shrink"} and len(cluster.workers) < many
     assert min(cluster.roles()[:2]) + cluster.roles()[2] >= 1
+
+
+def test_a_worker_that_drains_is_not_there_any_more_when_its_pool_may_shrink() -> None:
+    quiet = replace(ANSWERS, rate=1.0, output_tokens=80)
+
+    def shrinks(state: WorkerState) -> list[str]:
+        like = spec(prefill=1, decode=3, most=3)
+        cluster = Cluster(replace(like, pools=(like.pools[0], replace(like.pools[1], min_replicas=2))))
+        cluster.workers["decode-2"] = structs.replace(cluster.workers["decode-2"], state=state)
+        return [decision.worker for decision in cluster.run(round(PATIENCE * 2) + 10, quiet)]
+
+    assert shrinks(WorkerState.READY) == ["decode-0"]
+    assert not shrinks(WorkerState.DRAINING)
+
+
+def test_a_pool_that_has_its_most_workers_or_waits_for_one_does_not_grow() -> None:
+    much = replace(ANSWERS, rate=11.0)
+    waiting = Cluster(spec(most=4))
+    for pool in ("prefill", "decode"):
+        like = waiting.workers[f"{pool}-0"]
+        waiting.workers[f"{pool}-3"] = structs.replace(like, name=f"{pool}-3", state=WorkerState.STARTING)
+    assert "grow" not in {decision.kind for decision in waiting.run(40, much)}
+    for name in ("prefill-3", "decode-3"):
+        del waiting.workers[name]
+    assert "grow" in {decision.kind for decision in waiting.run(20, much)}
 
 
 def test_what_waits_makes_the_load_heavier() -> None:
