@@ -4,7 +4,7 @@ Step costs are those of `PoolSpec.cost`, or defaults where nobody gave any. Both
 long prompts and answers took there; guessed steps also by the worker's own step time, while it has one.
 """
 
-from typing import NamedTuple
+from msgspec import Struct
 
 from cluster.policy.book import Book, Work
 from cluster.policy.correction import Corrections, bounded
@@ -22,9 +22,10 @@ _MOST_STEPS = 32  # of one answer that count
 WHOLE_PROMPTS = ("static", "orca", "prefill-first")  # batching policies that do not cut prompts
 APART = ("static", "prefill-first", "prefill-only")  # those whose steps with prompts carry no decodes
 LEAST_CHUNK = 16  # tokens of a prompt: less beside a step's decodes is not worth its while
+_MOST_SCALED = 1024  # cost models that are kept
 
 
-class Decodes(NamedTuple):
+class Decodes(Struct, frozen=True, gc=False):
     """Those of a worker: sequences, the tokens they attend to, and the tightest promise that was made to them."""
 
     batch: int
@@ -35,24 +36,43 @@ class Decodes(NamedTuple):
 _NONE = Decodes(0, 0, None)
 
 
+class _Pool(Struct, frozen=True):
+    """How the workers of a pool are set up, and what steps cost there."""
+
+    engine: EngineConfig
+    cost: CostModel
+    is_given: bool  # the costs, and not guessed
+    is_apart: bool
+    is_cutting: bool
+    margin: float  # of a promised time per token that a step with prompts may take
+
+    @classmethod
+    def of(cls, engine: EngineConfig, cost: CostModel | None) -> "_Pool":
+        batching = engine.batching
+        margin = Adaptive.MARGIN if batching == "adaptive" else 1.0
+        is_cutting, is_apart = batching not in WHOLE_PROMPTS, batching in APART
+        return cls(engine, cost or LinearCost(), cost is not None, is_apart, is_cutting, margin)
+
+
 class Forecast:
     """Owned by a Policy."""
 
     def __init__(self, spec: ClusterSpec, book: Book) -> None:
         self._book = book
-        self._engines = {pool.name: pool.engine for pool in spec.pools}
-        self._no_engine = EngineConfig()
+        self._pools = {pool.name: _Pool.of(pool.engine, pool.cost) for pool in spec.pools}
+        self._no_pool = _Pool.of(EngineConfig(), None)
         self._tpot_slo_s = spec.gateway.slo.tpot_s
-        self._given = {pool.name: pool.cost for pool in spec.pools if pool.cost is not None}
-        self._default = LinearCost()
         self._prompts = Corrections()
         self._steps = Corrections()
-        self._scaled: dict[str, tuple[float, CostModel]] = {}  # worker -> ratio, its costs times that
+        self._scaled: dict[tuple[str, float], CostModel] = {}  # pool, ratio -> its costs times that
         self._now_s = 0.0  # when we were last asked or told
 
     def is_sure(self, worker: WorkerView) -> bool:
         """Whether the worker's costs are known, and not guessed."""
-        return worker.pool in self._given
+        return self._pool(worker).is_given
+
+    def _pool(self, worker: WorkerView) -> _Pool:
+        return self._pools.get(worker.pool, self._no_pool)
 
     def knows(self, prefill: WorkerView, decode: WorkerView) -> bool:
         """Whether a prediction for these two would be more than a default."""
@@ -77,13 +97,13 @@ class Forecast:
 
         A prompt is cut as `workers.engine.batching` does it, and each of its steps carries the decodes along.
         """
-        engine, cost = self.engine(worker), self.cost(worker)
-        if engine.batching in APART:
+        pool, cost = self._pool(worker), self.cost(worker)
+        if pool.is_apart:
             decodes = _NONE
-        batch, context_tokens, _ = decodes
+        batch, context_tokens = decodes.batch, decodes.context_tokens
         chunk, is_able = max(1, num_tokens), True
-        if engine.batching not in WHOLE_PROMPTS:
-            within, is_able = self._chunk(worker, num_tokens, cached_tokens, decodes)
+        if pool.is_cutting:
+            within, is_able = _chunk(pool, cost, num_tokens, cached_tokens, decodes)
             chunk = min(chunk, within)
         whole, rest = divmod(num_tokens, chunk)
         seconds = 0.0
@@ -94,36 +114,20 @@ class Forecast:
             seconds += cost.mixed_seconds(((rest, cached_tokens + num_tokens - rest),), batch, context_tokens)
         return seconds, whole + bool(rest) if is_able else 0
 
-    def _chunk(self, worker: WorkerView, num_tokens: int, cached_tokens: int, decodes: Decodes) -> tuple[int, bool]:
-        """How much of the prompt a step takes, about, and whether the decodes' promise holds then."""
-        engine, cost = self.engine(worker), self.cost(worker)
-        batch, context_tokens, tpot_slo_s = decodes
-        budget = max(1, engine.max_batch_tokens - batch)
-        bounds = [each for each in (tpot_slo_s, engine.tpot_slo_s) if each is not None]
-        if not batch or not bounds:
-            return budget, True
-        bound_s = min(bounds) * (Adaptive.MARGIN if engine.batching == "adaptive" else 1.0)
-        midway = cached_tokens + num_tokens // 2
-        within = cost.prompt_tokens_within(bound_s, midway, (), batch, context_tokens)
-        if within >= min(LEAST_CHUNK, num_tokens):
-            return min(budget, max(1, within)), True
-        loose_s = BROKEN_PROMISE * cost.decode_seconds(batch, context_tokens)
-        within = cost.prompt_tokens_within(loose_s, midway, (), batch, context_tokens)
-        return min(budget, max(LEAST_CHUNK, within)), False
-
     def _decodes(self, worker: WorkerView) -> Decodes:
         """Of the worker, under way or promised a slot: ours by the book, and those that it has beyond them.
 
         To others the same was promised as this gateway promises.
         """
-        batch, prompts, answers = self._book.promised(worker.name)
-        promises = [work.promised_tpot_s for work in self._book.decoding(worker.name)]
+        standing = self._book.standing(worker.name)
+        (batch, prompts, answers), tightest_s = standing.promised, standing.tightest_s
         context_tokens = prompts + answers // 2
-        foreign = worker.stats.running + worker.stats.reserved - batch - len(self._book.prefilling(worker.name))
+        foreign = worker.stats.running + worker.stats.reserved - batch - standing.num_prompts
         if foreign > 0:
             batch, context_tokens = batch + foreign, context_tokens + max(0, self._used_tokens(worker) - prompts)
-            promises.append(self._tpot_slo_s)
-        return Decodes(batch, context_tokens, min((each for each in promises if each is not None), default=None))
+            if self._tpot_slo_s is not None and (tightest_s is None or self._tpot_slo_s < tightest_s):
+                tightest_s = self._tpot_slo_s
+        return Decodes(batch, context_tokens, tightest_s)
 
     def prompt_correction(self, worker: WorkerView) -> float:
         """Seconds that prompts took there for each second of the costs as they were given."""
@@ -131,10 +135,10 @@ class Forecast:
 
     def queued_tokens(self, ask: Ask, worker: WorkerView) -> tuple[int, int]:
         """Prompt tokens to compute there: ours, without those that are cached, and those of other gateways."""
-        ours = self._book.prefilling(worker.name)
-        foreign = queued_tokens(ask, worker) - sum(work.prompt_tokens for work in ours)
+        ours = self._book.standing(worker.name)
+        foreign = queued_tokens(ask, worker) - ours.prompt_tokens
         decodes = num_sequences(ask, worker)  # each has one token queued
-        return sum(work.new_tokens for work in ours), max(0, foreign - decodes)
+        return ours.new_tokens, max(0, foreign - decodes)
 
     def queue_seconds(self, ask: Ask, worker: WorkerView) -> float:
         """How long the prompts ahead will take: ours by the book, those of other gateways by their tokens."""
@@ -219,22 +223,41 @@ class Forecast:
 
     def cost(self, worker: WorkerView) -> CostModel:
         """What its steps are believed to cost, corrected by how long its prompts took."""
-        ratio = round(self.prompt_correction(worker), 2) or 0.01
+        pool, ratio = self._pool(worker), round(self._prompts.ratio(worker.name, self._now_s), 2) or 0.01
         if ratio == 1.0:
-            return self.plain_cost(worker)
-        known, cost = self._scaled.get(worker.name, (0.0, None))
-        if cost is None or known != ratio:
-            cost = self.plain_cost(worker).scaled(ratio)
-            self._scaled[worker.name] = ratio, cost
+            return pool.cost
+        cost = self._scaled.get((worker.pool, ratio))
+        if cost is None:
+            if len(self._scaled) >= _MOST_SCALED:
+                self._scaled.clear()
+            cost = self._scaled[worker.pool, ratio] = pool.cost.scaled(ratio)
         return cost
 
     def plain_cost(self, worker: WorkerView) -> CostModel:
         """Its pool's, or the default's."""
-        return self._given.get(worker.pool, self._default)
+        return self._pool(worker).cost
 
     def engine(self, worker: WorkerView) -> EngineConfig:
         """How the workers of its pool are set up."""
-        return self._engines.get(worker.pool, self._no_engine)
+        return self._pool(worker).engine
+
+
+def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, decodes: Decodes) -> tuple[int, bool]:
+    """How much of a prompt a step takes, about, and whether the decodes' promise holds then."""
+    batch, context_tokens, bound_s = decodes.batch, decodes.context_tokens, decodes.tpot_slo_s
+    budget = max(1, pool.engine.max_batch_tokens - batch)
+    own_s = pool.engine.tpot_slo_s
+    if own_s is not None and (bound_s is None or own_s < bound_s):
+        bound_s = own_s
+    if not batch or bound_s is None:
+        return budget, True
+    midway = cached_tokens + num_tokens // 2
+    within = cost.prompt_tokens_within(bound_s * pool.margin, midway, (), batch, context_tokens)
+    if within >= min(LEAST_CHUNK, num_tokens):
+        return min(budget, max(1, within)), True
+    loose_s = BROKEN_PROMISE * cost.decode_seconds(batch, context_tokens)
+    within = cost.prompt_tokens_within(loose_s, midway, (), batch, context_tokens)
+    return min(budget, max(LEAST_CHUNK, within)), False
 
 
 def _decodes(worker: WorkerView) -> bool:

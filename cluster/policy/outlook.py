@@ -4,9 +4,12 @@ Knows that prompts are cut to what the promises of decodes leave (`workers.engin
 take most of each step computes prompts slowly, and one whose decodes take all of it should not be given any.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from operator import itemgetter
 
-from cluster.policy.book import Book
+from msgspec import Struct
+
+from cluster.policy.book import Book, Standing, Work
 from cluster.policy.forecast import LEAST_CHUNK, Decodes, Forecast
 from cluster.policy.placement import Ask
 from cluster.spec import Role
@@ -15,10 +18,10 @@ from kvtransfer.ticket import LinkReport
 
 MOST_FULL = 0.97  # of a pool's tokens promised
 NEAR_S = 0.25
+_MOST_ENDS = 4096  # workers of which these are kept
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Struct, frozen=True, gc=False):
     """Decodes of a worker at a moment: sequences, the tokens they attend to, and those they will have in the end."""
 
     batch: int
@@ -26,8 +29,7 @@ class Load:
     promised_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class PromptSide:
+class PromptSide(Struct, frozen=True, gc=False):
     """One worker as who computes the prompt, in `steps`; 0: its decodes leave no time for it. Times in seconds.
 
     `batch`: sequences that decode there or will.
@@ -46,9 +48,11 @@ class PromptSide:
         return self.queue_s + self.prefill_s
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSide:
-    """One worker as who decodes. `leaves_time`: it could still compute prompts, and keep this request's promise."""
+class DecodeSide(Struct, frozen=True, gc=False):
+    """One worker as who decodes.
+
+    `leaves_time`: it could still compute prompts, and keep this request's promise; asked of prefill workers only.
+    """
 
     name: str
     role: Role
@@ -56,6 +60,14 @@ class DecodeSide:
     tpot_s: float
     has_room: bool
     leaves_time: bool
+
+
+class _Ends(Struct, frozen=True, gc=False):
+    """When each request that decodes on a worker, or will, ends at the soonest; the first one first."""
+
+    standing: Standing
+    step_s: float
+    works: list[tuple[float, Work]]
 
 
 class Outlook:
@@ -66,6 +78,7 @@ class Outlook:
         self._book = book
         self._links: tuple[LinkReport, ...] = ()
         self._pairs: dict[tuple[str, str], LinkReport] = {}
+        self._ends: dict[str, _Ends] = {}  # by worker
 
     def prompt_side(self, ask: Ask, worker: WorkerView, cached_tokens: int, tpot_slo_s: float | None) -> PromptSide:
         """`tpot_slo_s`: what decodes there were promised, as far as that is known."""
@@ -84,17 +97,14 @@ class Outlook:
         forecast, num_tokens = self._forecast, ask.request.num_tokens
         load = self._load(ask, worker, begin_s)
         capacity = forecast.kv_tokens(worker)
-        free_tokens = capacity - load.promised_tokens
+        free_tokens, batch = capacity - load.promised_tokens, load.batch + 1
         context = load.context_tokens + num_tokens + answer // 2
-        return DecodeSide(
-            name=worker.name,
-            role=worker.role,
-            free_tokens=free_tokens,
-            tpot_s=forecast.step_seconds(worker, load.batch + 1, context),
-            has_room=num_tokens + answer <= free_tokens - (1 - MOST_FULL) * capacity,
-            leaves_time=tpot_slo_s is None
-            or forecast.cost(worker).mixed_seconds(((LEAST_CHUNK, 0),), load.batch + 1, context) <= tpot_slo_s,
-        )
+        has_room = num_tokens + answer <= free_tokens - (1 - MOST_FULL) * capacity
+        leaves_time = True
+        if tpot_slo_s is not None and worker.role is Role.PREFILL:
+            leaves_time = forecast.cost(worker).mixed_seconds(((LEAST_CHUNK, 0),), batch, context) <= tpot_slo_s
+        tpot_s = forecast.step_seconds(worker, batch, context)
+        return DecodeSide(worker.name, worker.role, free_tokens, tpot_s, has_room, leaves_time)
 
     def _load(self, ask: Ask, worker: WorkerView, at_s: float) -> Load:
         """Of those that will not have ended by then, whether they have begun or not.
@@ -102,27 +112,40 @@ class Outlook:
         Ours by the book: a request decodes from its first token, or when that is expected, for as many steps as its
         answer has tokens; a moment that is near is now. Of other gateways, what the worker has beyond them stays.
         """
-        batch, prompts, answers = all_ours = self._book.promised(worker.name)
-        if at_s - ask.now_s > NEAR_S and batch:
-            step_s = self._step_seconds(worker)
-            for work in self._book.decoding(worker.name):
-                starts_s = work.first_token_s if work.prefilled_s is not None else max(work.first_token_s, ask.now_s)
-                if starts_s + work.output_tokens * step_s < at_s:
-                    batch, prompts, answers = batch - 1, prompts - work.prompt_tokens, answers - work.output_tokens
+        standing, stats = self._book.standing(worker.name), worker.stats
+        sequences, all_prompts, answers = standing.promised
+        batch, prompts = sequences, all_prompts
+        if sequences and at_s - ask.now_s > NEAR_S:
+            for work in self._ended(worker, standing, ask.now_s, at_s):
+                batch, prompts, answers = batch - 1, prompts - work.prompt_tokens, answers - work.output_tokens
         context, promised = prompts + answers // 2, prompts + answers
-        stats = worker.stats
         seen = stats.running + stats.reserved + ask.sent_to(worker.name).sequences
-        foreign = seen - all_ours.sequences - len(self._book.prefilling(worker.name))
+        foreign = seen - sequences - standing.num_prompts
         if foreign > 0:
-            used = self._forecast.kv_tokens(worker) - self._forecast.free_tokens(worker)
-            theirs = max(0, used - all_ours.prompt_tokens)
+            used = (stats.total_blocks - stats.free_blocks) * self._forecast.engine(worker).block_size
+            theirs = max(0, used - all_prompts)
             batch, context, promised = batch + foreign, context + theirs, promised + theirs
         return Load(batch, context, promised)
 
-    def _step_seconds(self, worker: WorkerView) -> float:
-        """A decode step there, about."""
-        batch, prompts, answers = self._book.promised(worker.name)
-        return self._forecast.step_seconds(worker, max(1, batch), prompts + answers)
+    def _ended(self, worker: WorkerView, standing: Standing, now_s: float, at_s: float) -> Iterator[Work]:
+        """Those of ours that will not decode there any more."""
+        sequences, prompts, answers = standing.promised
+        step_s = self._forecast.step_seconds(worker, sequences, prompts + answers)
+        known = self._ends.get(worker.name)
+        if known is None or known.standing is not standing or known.step_s != step_s:
+            works = [
+                (work.first_token_s + work.output_tokens * step_s, work) for work in self._book.decoding(worker.name)
+            ]
+            works.sort(key=itemgetter(0))
+            if len(self._ends) >= _MOST_ENDS:
+                self._ends.clear()
+            known = self._ends[worker.name] = _Ends(standing, step_s, works)
+        for end_s, work in known.works:
+            if end_s >= at_s:
+                return
+            has_begun = work.prefilled_s is not None or work.first_token_s >= now_s
+            if has_begun or now_s + work.output_tokens * step_s < at_s:
+                yield work
 
     def transfer_seconds(self, ask: Ask, owner: str, reader: WorkerView, num_tokens: int) -> float:
         """Moving the KV of so many tokens, alone on the wire: as preflight measured the pair, else by the costs."""
