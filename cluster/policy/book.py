@@ -196,6 +196,16 @@ class Book:
             work.reserved_s = now_s
             self._change(work.prefill)
 
+    def slower(self, worker: str, times: float) -> None:
+        """Prompts of ours that wait or run there will take so many times as long as was expected."""
+        later_s = 0.0
+        for work in self.prefilling(worker):
+            later_s += (times - 1.0) * work.prefill_s
+            work.first_token_s += later_s
+            work.prefill_s *= times
+            self._change(work.decode)
+        self._change(worker)
+
     def prefilled(self, key: str, now_s: float) -> Work | None:
         """Its first token came. Answers the work, or None when it is not here or was told before."""
         work = self._works.get(key)
@@ -208,7 +218,7 @@ class Book:
         self._drop(self._prefilling, work.prefill, key)
         self._prefilled_s[work.prefill] = now_s
         self._touch(work.prefill, now_s)
-        self._standings.pop(work.decode, None)
+        self._standings.pop(work.decode, None)  # its sums are as they were, but not when it ends
         return work
 
     def moved(self, key: str, worker: str, now_s: float) -> None:
@@ -265,7 +275,7 @@ class Book:
         self._change(worker)
 
     def _change(self, *workers: str) -> None:
-        """Something is other than it was on these."""
+        """Whatever changes anything of these says so: what was summed of them is forgotten, and told as news."""
         self._news.update(workers)
         for worker in workers:
             self._standings.pop(worker, None)

@@ -261,7 +261,7 @@ class Shortlist:
 
 
 class Everyone:
-    """Where few can hold a request: all of them, in one tier. `cached_tokens`: what a worker has of the prompt."""
+    """Where few can hold a request: all of them, at home before elsewhere. `cached_tokens`: of the prompt."""
 
     def __init__(self, ask: Ask, cached_tokens: Callable[[WorkerView], int]) -> None:
         self._ask = ask
@@ -273,7 +273,10 @@ class Everyone:
 
     def prompts(self, slo: SLO, reader: str = "") -> Iterator[list[WorkerView]]:
         workers = beside(self._ask, self._workers)
-        yield [worker for worker in workers if not reader or self._ask.view.linked(worker.name, reader)]
+        if reader:
+            workers = [worker for worker in workers if self._ask.view.linked(worker.name, reader)]
+        yield [worker for worker in workers if worker.role is not Role.DECODE]
+        yield [worker for worker in workers if worker.role is Role.DECODE]
 
     def num_able(self, slo: SLO, sides: Sequence[PromptSide]) -> int:
         return sum(side.role is not Role.DECODE and side.steps > 0 for side in sides)
@@ -282,7 +285,9 @@ class Everyone:
         return []  # they are among the others
 
     def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
-        yield [worker for worker in self._workers if alone or worker.role is not Role.PREFILL]
+        yield [worker for worker in self._workers if worker.role is not Role.PREFILL]
+        if alone:
+            yield [worker for worker in self._workers if worker.role is Role.PREFILL]
 
     def lender(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
         owners = [
