@@ -77,10 +77,9 @@ class Promise(CacheAware):
         look = self._shortlist.look(ask, partial(self._depths, ask), answer) or Everyone(
             ask, partial(self.cached_tokens, ask)
         )
-        sides = self._prompt_sides(ask, look, slo)
-        if not sides:
+        sides, first = self._prompt_sides(ask, look, slo)
+        if first is None:
             return None
-        first = _soonest(list(sides.values()), slo)
         if ask.tokens_left == 1:
             return _placed(first, None, "one token is wanted: nothing to hand over")
         begin_s, is_free = ask.now_s + first.ttft_s, _is_free(first, slo)
@@ -105,7 +104,7 @@ class Promise(CacheAware):
         is_local_able = ask.alone or worker.role is Role.MIXED
         reach = [side for side in sides.values() if ask.view.linked(side.name, worker.name)]
         if len(reach) < len(sides) - (is_local_able and worker.name in sides):
-            reach = list(self._prompt_sides(ask, look, slo, worker.name).values())
+            reach = list(self._prompt_sides(ask, look, slo, worker.name)[0].values())
         if is_local_able:
             reach.append(local)
         if not reach:
@@ -129,9 +128,12 @@ class Promise(CacheAware):
         self._came_s += alone_s
         self._forget(ask.now_s)
 
-    def _prompt_sides(self, ask: Ask, look: Look, slo: SLO, reader: str = "") -> dict[str, PromptSide]:
-        """Of the workers looked at, tier by tier, until nobody in a later one would be preferred."""
+    def _prompt_sides(
+        self, ask: Ask, look: Look, slo: SLO, reader: str = ""
+    ) -> tuple[dict[str, PromptSide], PromptSide | None]:
+        """Of the workers looked at, tier by tier, until nobody in a later one would be preferred; and the best."""
         sides: dict[str, PromptSide] = {}
+        best: PromptSide | None = None
         for number, tier in enumerate(look.prompts(slo, reader)):
             for worker in tier:
                 if worker.name not in sides:
@@ -140,7 +142,7 @@ class Promise(CacheAware):
                 best = _soonest(list(sides.values()), slo)
                 if best.steps and not any(_drawbacks(best, slo)[: 3 - number]):
                     break
-        return sides
+        return sides, best
 
     def _decode_sides(
         self, ask: Ask, look: Look, slo: SLO, answer: int, begin_s: float, others: Sequence[WorkerView]
