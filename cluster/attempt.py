@@ -68,7 +68,7 @@ class Attempt:
         self._known = [*request.generated]  # the answer's tokens so far
         self._latest: LegTiming | None = None
         self._head: LegTiming | None = None  # of a cut prompt's head, until it is booked
-        self._head_came = self._first_came = False
+        self._head_came = self._first_came = self._ticket_came = False
         self._num_moves = 0
         self._coming: tuple[Leg, asyncio.Future[TransferReport]] | None = None  # to where it moves
         self._moving: asyncio.Task[bool] | None = None
@@ -124,6 +124,12 @@ class Attempt:
             borrowing = self._prefill.handle.borrow(self._request, ticket, self._borrow_s)
             await self._prefill.call(borrowing)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing was heard of its prompt yet: it may be given up for another attempt."""
+        begun = self._ticket_came or self._head_came or self._first_came or self._taking
+        return self.phase == "prefill" and not begun and self._inbox.empty()
+
     # ---- what the workers say ----------------------------------------------------------------------------------
 
     def _hear(self, leg: Leg, said: Said) -> None:
@@ -157,7 +163,7 @@ class Attempt:
         if isinstance(said, FailedOut):
             raise AttemptFailed(leg.name, said.reason, corrupt=said.corrupt)
         if isinstance(said, TicketOut):
-            decode = self._decode
+            self._ticket_came, decode = True, self._decode
             await decode.call(decode.handle.fetch(decode.key, said.ticket, bool(self._cut_tokens)))
         elif isinstance(said, HeadOut):
             self._take_head(said)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from cluster.attempt import Attempt
@@ -19,8 +19,8 @@ from cluster.ledger import Stopwatch, now_ns
 from cluster.leg import AttemptFailed
 from cluster.lobby import Lobby
 from cluster.moving import Moving
+from cluster.placing import Life, PlacedAnew, Placing
 from cluster.policy.classes import Classes
-from cluster.policy.placement import Ask, Later, Placement, Refusal
 from cluster.policy.policy import open_policy
 from cluster.policy.prefix_index import Guesses
 from cluster.policy.promises import Ended, Promises, Standing
@@ -29,7 +29,6 @@ from cluster.runtime.interface import WorkerGone
 from cluster.spec import ClusterSpec, Role
 from cluster.view import ClusterView, ModelView
 from cluster.witness import Witness
-from kvtransfer.ticket import TransferReport
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed
 from workers.request import FinishReason, Request, TokensOut
 from workers.shapes import Shape, Timings
@@ -37,28 +36,7 @@ from workers.shapes import Shape, Timings
 logger = logging.getLogger(__name__)
 
 LEAST_RESERVING_S = 0.1
-WORTH_TELLING_S = 0.001  # workers are told of a longer wait, lest they take a deadline for later than it is
 RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt: failures that repeat at once do not spend them all
-
-
-@dataclass(slots=True)
-class _Life:
-    """One request's locals, seen also by `finish`."""
-
-    request: Request
-    watch: Stopwatch
-    emit: Callable[[Event], None]
-    course: Course
-    stop: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    sent: list[int] = field(default_factory=list)
-    transfers: list[TransferReport] = field(default_factory=list)
-    avoid: set[str] = field(default_factory=set)  # workers that failed or refused this request
-    cached_tokens: int = 0
-    placement: Placement | None = None  # the latest
-    attempt: Attempt | None = None  # the one that runs
-    phase: str = "queueing"
-    finish: FinishReason | None = None
-    error: BaseException | None = None
 
 
 class Dispatcher:
@@ -67,16 +45,17 @@ class Dispatcher:
     def __init__(self, spec: ClusterSpec, model: ModelView, watch_members: WatchMembers, name: str = "gateway") -> None:
         self._spec = spec
         self._policy = open_policy(spec, seed=zlib.crc32(name.encode()))  # gateways do not all draw the same
-        self._lives: dict[str, _Life] = {}
+        self._lives: dict[str, Life] = {}
         self._background: set[asyncio.Task[None]] = set()
         caches = self._policy.index if self._policy.wants_caches else None
         self.roster = Roster(spec, model, watch_members, name, caches)
         self._classes = Classes(spec.gateway)
         self._promises = Promises()
         self.witness = Witness(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time())
-        move = self._move_attempt
-        self._moving = Moving(self._policy.mover, self.roster.picture, self.roster.change, self._contexts, move)
         self._lobby = Lobby(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)
+        self._placing = Placing(spec.gateway, self._policy, self._lobby, self.roster, self._lives)
+        verbs = self._contexts, self._move_attempt, self._placing.anew
+        self._moving = Moving(self._policy.mover, self._policy.requeue, self.roster.picture, self.roster.change, *verbs)
 
     async def start(self) -> None:
         """Learn the members, and follow them from now on."""
@@ -130,7 +109,7 @@ class Dispatcher:
         request, arrived_ns = self._classes.resolved(request), now_ns() if arrived_ns is None else arrived_ns
         arrived_s = arrived_ns / 1e9
         with self.witness.seen(request, emit, arrived_s, self._policy.expected_tokens(request)) as told:
-            life = self._lives[request.id] = _Life(request, Stopwatch(now_ns, arrived_ns), told, Course(arrived_s))
+            life = self._lives[request.id] = Life(request, Stopwatch(now_ns, arrived_ns), told, Course(arrived_s))
             try:
                 await self._live(life, deadline_s)
             except BaseException as error:
@@ -138,9 +117,11 @@ class Dispatcher:
                 raise
             finally:
                 del self._lives[request.id]
+                if life.anew is not None:
+                    self._policy.ended(life.anew[0].key, asyncio.get_running_loop().time())
                 self._score(life)
 
-    def _score(self, life: _Life) -> None:
+    def _score(self, life: Life) -> None:
         """The request is over."""
         ended = life.course.ended(self._classes.promised(life.request), life.error, asyncio.get_running_loop().time())
         self._promises.ended(ended)
@@ -161,8 +142,8 @@ class Dispatcher:
         return moved
 
     async def _move_attempt(self, key: str, worker: str) -> bool:
-        life = self._lives.get(key.rpartition("/")[0])
-        return life is not None and life.request.key == key and await self.move(life.request.id, worker)
+        life = self._placing.find(key)
+        return life is not None and await self.move(life.request.id, worker)
 
     def _contexts(self) -> dict[str, int]:
         """The tokens so far of each attempt that decodes."""
@@ -178,7 +159,7 @@ class Dispatcher:
         if life is not None and not life.stop.done():
             life.stop.set_result(None)
 
-    async def _live(self, life: _Life, deadline_s: float | None) -> None:
+    async def _live(self, life: Life, deadline_s: float | None) -> None:
         bound = asyncio.timeout(deadline_s)
         try:
             async with bound:
@@ -193,24 +174,26 @@ class Dispatcher:
                 prompt_tokens=len(life.request.prompt),
                 completion_tokens=len(life.sent),
                 cached_tokens=life.cached_tokens,
-                attempts=life.request.attempt + 1,
+                attempts=life.request.attempt + 1 - life.num_anew,
                 ledger=life.watch.ledger(),
                 transfers=tuple(life.transfers),
             )
         )
 
-    async def _attempts(self, life: _Life) -> FinishReason:
+    async def _attempts(self, life: Life) -> FinishReason:
         life.watch.lap("admission")
         while True:
             try:
                 return await self._attempt(life)
+            except PlacedAnew:
+                continue
             except AttemptFailed as failure:
-                spent = life.request.attempt + 1
+                spent = life.request.attempt + 1 - life.num_anew
                 logger.warning("request %s, attempt %d failed at %s", life.request.id, spent, failure)
                 life.avoid.add(failure.worker)
                 # A full decode pool is no reason to decode on prefill workers; a dead one is.
                 full = failure.refused_s is not None
-                nobody_else = self._policy.choose(self._ask(life, alone=not full)) is None
+                nobody_else = self._policy.choose(self._placing.ask(life, alone=not full)) is None
                 if failure.refused_s is not None and nobody_else:
                     raise Rejected(str(failure), failure.refused_s, "no-room") from None
                 if spent >= self._spec.gateway.max_attempts:
@@ -221,8 +204,9 @@ class Dispatcher:
                 life.phase = "recovery"
                 await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2**life.request.attempt))
 
-    async def _attempt(self, life: _Life) -> FinishReason:
-        placement, key = await self._place(life), life.request.key
+    async def _attempt(self, life: Life) -> FinishReason:
+        placement = self._placing.placed_before(life) or await self._placing.place(life)
+        key = life.request.key
         lines = self.roster.lines[placement.prefill], self.roster.lines[placement.decode]
         attempt = Attempt(
             life.request,
@@ -262,7 +246,7 @@ class Dispatcher:
             life.transfers += attempt.transfers
             life.cached_tokens = max(life.cached_tokens, attempt.cached_tokens)
 
-    def _reserving_s(self, life: _Life) -> float:
+    def _reserving_s(self, life: Life) -> float:
         """How long to wait for one worker's word of blocks and a slot; no longer than a promise can be kept."""
         request = life.request
         others = len(self.roster.picture().ready(Role.DECODE, Role.MIXED)) - len(life.avoid)
@@ -272,12 +256,19 @@ class Dispatcher:
         left_s = request.slo.ttft_s - (asyncio.get_running_loop().time() - life.course.arrived_s)
         return limit_s if request.generated else min(limit_s, max(left_s, LEAST_RESERVING_S))
 
-    async def _run_or_stop(self, life: _Life, attempt: Attempt) -> FinishReason:
-        """The attempt's end, or STOP as soon as the caller asks for it. Open laps are closed either way."""
+    async def _run_or_stop(self, life: Life, attempt: Attempt) -> FinishReason:
+        """The attempt's end, or STOP as soon as the caller asks for it. Open laps are closed either way.
+
+        Raises `PlacedAnew` when it has been given up.
+        """
         running = asyncio.ensure_future(attempt.run())
-        either: set[asyncio.Future[Any]] = {running, life.stop}
+        anew = asyncio.ensure_future(life.placed_anew.wait())
+        either: set[asyncio.Future[Any]] = {running, life.stop, anew}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if life.placed_anew.is_set():
+                life.watch.lap("prefill_queue")
+                raise PlacedAnew
             if running.done() and running.exception() is None:
                 return running.result()
             attempt.close_lap()
@@ -286,9 +277,10 @@ class Dispatcher:
             return FinishReason.STOP
         finally:
             running.cancel()
+            anew.cancel()
             await asyncio.wait({running})
 
-    def _on_tokens(self, life: _Life, output: TokensOut) -> None:
+    def _on_tokens(self, life: Life, output: TokensOut) -> None:
         assert output.first_position == len(life.sent), (
             f"request {life.request.id}: token {output.first_position} came after {len(life.sent)} tokens"
         )
@@ -298,76 +290,15 @@ class Dispatcher:
         if output.prefilled:
             self._prefilled(life, output)
 
-    def _prefilled(self, life: _Life, output: TokensOut) -> None:
+    def _prefilled(self, life: Life, output: TokensOut) -> None:
         """Tell the policy. Raises `Rejected` when it turns the request away now."""
         told = output.cached_tokens, output.timing.compute_s
         self._policy.prefilled(life.request.key, asyncio.get_running_loop().time(), *told)
         self._lobby.changed()
         if self._policy.looks_behind_prefill and output.finish is None and life.placement is not None:
-            refusal = self._policy.judge(self._ask(life), life.placement.decode)
+            refusal = self._policy.judge(self._placing.ask(life), life.placement.decode)
             if refusal is not None:
                 raise Rejected(refusal.reason, refusal.retry_after_s, "behind-prefill")
-
-    async def _place(self, life: _Life) -> Placement:
-        """Wait for workers that can serve the request, and tell the policy that it goes there.
-
-        Raises `Rejected` when none came in time, or when the policy turns it away.
-        """
-        limit_s = self._spec.gateway.placement_timeout_s
-        if self._policy.queues and not life.request.attempt:
-            limit_s += self._classes.of(life.request).patience_s
-        try:
-            async with asyncio.timeout(limit_s):
-                while (placement := await self._turn(life)) is None:
-                    if life.avoid:
-                        life.avoid.clear()
-                        continue
-                    self._refuse_unservable(life.request)
-                    await self.roster.change()
-        except TimeoutError:
-            nobody = self._policy.choose(self._ask(life)) is None
-            what, cause = ("healthy worker", "no-worker") if nobody else ("turn came", "waited")
-            raise Rejected(f"no {what} within {limit_s:.0f} s", retry_after_s=5.0, cause=cause) from None
-        life.watch.lap("recovery" if life.request.attempt else "route")
-        if isinstance(placement, Refusal):
-            raise Rejected(placement.reason, placement.retry_after_s, "admission")
-        life.placement, now_s = placement, asyncio.get_running_loop().time()
-        life.course.placed(placement, now_s)
-        if (waited_s := now_s - life.course.arrived_s) > WORTH_TELLING_S:
-            life.request = replace(life.request, waited_s=waited_s)
-        return placement
-
-    async def _turn(self, life: _Life) -> Placement | Refusal | None:
-        """The policy's answer, now or when its turn has come. A placement has begun; None: nobody is ready."""
-        if self._policy.queues and not life.request.attempt:
-            return await self._lobby.turn(life.request, lambda: self._ask(life), life.emit)
-        answer = self._policy.choose(ask := self._ask(life))
-        assert not isinstance(answer, Later), "only first attempts wait, and in the lobby"
-        if isinstance(answer, Placement):
-            self._policy.began(ask, answer)
-            return self._policy.told(ask, answer)
-        return answer
-
-    def _ask(self, life: _Life, *, alone: bool = True) -> Ask:
-        request = life.request
-        beside = self._beside(request.group) if request.group else ""
-        now_s = asyncio.get_running_loop().time()
-        waited_s = now_s - life.course.arrived_s
-        return Ask(self.roster.picture(), request, self.roster.sent(), life.avoid, alone, beside, now_s, waited_s)
-
-    def _beside(self, group: str) -> str:
-        """The worker that computes, or computed, the prompt of a sibling."""
-        placements = (each.placement for each in self._lives.values() if each.request.group == group)
-        return next((placement.prefill for placement in placements if placement), "")
-
-    def _refuse_unservable(self, request: Request) -> None:
-        capacities = [
-            member.view.capacity_tokens for member in self.roster.membership.members if member.view.capacity_tokens
-        ]
-        if capacities and request.num_tokens >= max(capacities):
-            raise Unservable(
-                f"prompt: has {request.num_tokens} tokens; the largest worker holds {max(capacities)} with the answer"
-            )
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

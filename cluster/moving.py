@@ -1,4 +1,4 @@
-"""Carries out what `cluster.policy.moves` finds: asks it once in a while and when somebody comes or leaves.
+"""Carries out what `cluster.policy.moves` and `requeue` find: asks at times, and when members change.
 
 Knows no request and no worker; whoever owns it lends it the verbs.
 """
@@ -8,32 +8,39 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from cluster.policy.moves import Move, Mover
+from cluster.policy.requeue import Requeue
 from cluster.view import ClusterView
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+MOST_ANEW = 16  # prompts placed anew at a look
 
 
 class Moving:
     """Owned by a Dispatcher. `start` before use, `close` after.
 
     `contexts` are the tokens so far of each attempt that may be moved; `move` has another worker go on with one.
+    `place_anew` gives one up whose prompt waits, for another, unless it is better off where it is.
     """
 
     def __init__(
         self,
         mover: Mover,
+        requeue: Requeue,
         picture: Callable[[], ClusterView],
         change: Callable[[], Awaitable[object]],
         contexts: Callable[[], Mapping[str, int]],
         move: Callable[[str, str], Awaitable[bool]],
+        place_anew: Callable[[str], bool],
     ) -> None:
         self._mover = mover
+        self._requeue = requeue
         self._picture = picture
         self._change = change
         self._contexts = contexts
         self._move = move
+        self._place_anew = place_anew
         self._under_way: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None] | None = None
         self._looking = asyncio.Event()
@@ -70,12 +77,18 @@ class Moving:
 
     def look(self) -> None:
         """Begin what should move now."""
-        contexts = self._contexts()
+        contexts, now_s = self._contexts(), asyncio.get_running_loop().time()
         if contexts:
-            for move in self._mover.plan(self._picture(), contexts, asyncio.get_running_loop().time()):
+            for move in self._mover.plan(self._picture(), contexts, now_s):
                 task = asyncio.ensure_future(self._carry_out(move))
                 self._under_way.add(task)
                 task.add_done_callback(self._ended)
+        left = MOST_ANEW
+        for keys in self._requeue.late(self._picture(), now_s):
+            for key in keys[:left]:
+                left -= 1
+                if not self._place_anew(key):
+                    break
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         """When the last of a few has moved, it is time for the next ones."""

@@ -196,9 +196,12 @@ class Mover:
                     continue
                 takers = [each for each in kept if self._takes_over(side, each, decode, slowed, view)]
                 if takers:
-                    target = min(takers, key=lambda each: (self._step_with(each, decode), each.name))
+                    target = min(takers, key=lambda each: self._to_clear(each, decode))
                     moves.append(_moved(decode, side, target, "its worker is to prefill, and prompts wait", "role"))
         return moves
+
+    def _to_clear(self, side: _Side, decode: _Decode) -> tuple[bool, float, str]:
+        return side.worker.role is Role.PREFILL, self._step_with(side, decode), side.name
 
     def _slowed(self, side: _Side) -> float:
         """The share of its speed that prompts lose beside these decodes."""
@@ -210,13 +213,13 @@ class Mover:
     def _takes_over(self, side: _Side, taker: _Side, decode: _Decode, slowed: float, view: ClusterView) -> bool:
         """Whether the taker keeps all promises, loses no prompts' time of its own, and prompts gain more than it costs.
 
-        Where nobody decodes yet prompts would be slowed as much as here, and where prompts wait for blocks they come
-        before a reservation.
+        Where nobody decodes yet prompts would be slowed as much as here, beside more decodes hardly more than they are;
+        and where prompts wait for blocks they come before a reservation.
         """
-        if taker.worker.role is Role.PREFILL or (side.name, taker.name) in self._closed_s:
+        if taker is side or (side.name, taker.name) in self._closed_s or not view.linked(side.name, taker.name):
             return False
-        is_mixed = taker.worker.role is Role.MIXED
-        if (is_mixed and not taker.batch) or taker.worker.stats.waiting or not view.linked(side.name, taker.name):
+        fewest = {Role.DECODE: 0, Role.MIXED: 1, Role.PREFILL: side.batch + 1}[taker.worker.role]
+        if taker.batch < fewest or taker.worker.stats.waiting:
             return False
         promise_s = _tightest((taker.promise_s, decode.promise_s))
         if promise_s is not None and self._step_with(taker, decode) > ROLE_ROOM * promise_s:

@@ -24,6 +24,7 @@ from cluster.policy.placement import Ask, Later, Placement, Refusal, Router
 from cluster.policy.prefix_index import HOPE_S, PrefixIndex
 from cluster.policy.promise import Promise
 from cluster.policy.promised import Promised
+from cluster.policy.requeue import Requeue
 from cluster.policy.splitwise import Splitwise
 from cluster.policy.tetri import Tetri
 from cluster.spec import ADMISSION, ROUTING, ClusterSpec, SpecError
@@ -72,11 +73,13 @@ class Policy:
         index: PrefixIndex,
         lengths: Predictor,
         mover: Mover,
+        requeue: Requeue,
     ) -> None:
         self.book = book
         self.index = index
         self.lengths = lengths
         self.mover = mover
+        self.requeue = requeue
         self._find = Finder()
         self._router = router
         self._admission = admission
@@ -194,6 +197,17 @@ class Policy:
         """The attempt decodes on another worker from now on. Unknown keys are ignored."""
         self.book.moved(key, worker, now_s)
 
+    def better(self, ask: Ask, key: str) -> Placement | None:
+        """Where the attempt `key`, not begun, should be made anew, as `ask`; None: it stays where it is."""
+        return self.requeue.better(ask, key, self.choose)
+
+    def again(self, ask: Ask, key: str, placement: Placement) -> Placement:
+        """The attempt `key`, not begun, is given up for another one, which goes there. As the client is told of it."""
+        self.index.withdraw(key)
+        self.book.ended(key, ask.now_s)
+        self.began(ask, placement)
+        return self.told(ask, placement)
+
     def judge(self, ask: Ask, decode: str) -> Refusal | None:
         """Whether a request whose prompt is done is turned away after all. Not by a worker that is there no more."""
         known = self._find(ask.view, decode)
@@ -237,7 +251,8 @@ def open_policy(
         "promise": lambda: Promised(spec.gateway, forecast, book, partial(expected_tokens, lengths)),
     }
     mover = Mover(forecast, book, rebalances=spec.gateway.rebalance, tpot_s=spec.gateway.slo.tpot_s)
-    return Policy(_ROUTERS[routing](parts), judges[admission](), forecast, book, index, lengths, mover)
+    requeue = Requeue(forecast, book, index, moves=spec.gateway.rebalance, ttft_s=spec.gateway.slo.ttft_s)
+    return Policy(_ROUTERS[routing](parts), judges[admission](), forecast, book, index, lengths, mover, requeue)
 
 
 def _cached_tokens(ask: Ask, placement: Placement) -> int:

@@ -10,6 +10,7 @@ A lookup walks the chain once for all workers whose names have the same distance
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
@@ -284,12 +285,16 @@ class PrefixIndex:
         """
         bit = self._bit(worker, incarnation)
         fresh = [name for name in names if not self._device.holders.get(name, 0) & bit]
-        for name in fresh:
+        self._hope(key, _Expected(worker, bit, fresh, believed_tokens))
+
+    def _hope(self, key: str, expected: _Expected) -> None:
+        bit = expected.bit
+        for name in expected.names:
             count = self._hopes[name, bit] = self._hopes.get((name, bit), 0) + 1
             if count == 1:
                 self._hoped.add(name, bit)
         self._give_up(key)
-        self._expected[key] = _Expected(worker, bit, fresh, believed_tokens)
+        self._expected[key] = expected
 
     def found(self, key: str, cached_tokens: int) -> None:
         """So much of the prompt was cached indeed. Keys that are not expected are ignored."""
@@ -303,6 +308,21 @@ class PrefixIndex:
             guesses.wrong += 1
             guesses.absent_tokens += max(0, absent)
             guesses.unknown_tokens += max(0, -absent)
+
+    def withdraw(self, key: str) -> None:
+        """The prompt will not be computed there after all. Keys that are not expected are ignored."""
+        self._give_up(key)
+
+    @contextmanager
+    def without(self, key: str) -> Iterator[None]:
+        """As if this prompt were not on its way, to ask where it would go."""
+        expected = self._expected.get(key)
+        self._give_up(key)
+        try:
+            yield
+        finally:
+            if expected is not None:
+                self._hope(key, expected)
 
     def settle(self, key: str, now_s: float) -> None:
         """The prompt is computed, or will not be. Of keys that are not expected, or said twice, it is no news."""

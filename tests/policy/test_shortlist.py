@@ -19,6 +19,7 @@ from cluster.policy.placement import Ask, Placement, Sent
 from cluster.policy.policy import Policy
 from cluster.policy.prefix_index import PrefixIndex
 from cluster.policy.promise import FEW, Promise
+from cluster.policy.requeue import Requeue
 from cluster.spec import Role
 from cluster.view import ClusterView, WorkerState, WorkerView
 from workers.costs import CostModel, LinearCost
@@ -40,7 +41,8 @@ def opened(few: int, cost: CostModel | None = SIMPLE, **engine: int) -> Policy:
     forecast = Forecast(made, book)
     router = Promise(forecast, index, book, PROMISED, partial(expected_tokens, lengths), few)
     mover = Mover(forecast, book, rebalances=False, tpot_s=None)
-    return Policy(router, Admission(), forecast, book, index, lengths, mover)
+    requeue = Requeue(forecast, book, index, moves=False, ttft_s=None)
+    return Policy(router, Admission(), forecast, book, index, lengths, mover, requeue)
 
 
 @given(told=steps)

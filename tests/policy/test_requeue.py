@@ -1,0 +1,128 @@
+"""Prompts that wait are placed anew: where they gain much, the last of a queue first; and asking leaves no trace."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from views import Story, request, view, worker
+
+from cluster.policy.placement import Placement
+from cluster.policy.requeue import GAIN, Requeue
+from cluster.spec import Role
+from cluster.view import ClusterView
+from workers.request import SLO, Request
+
+PROMISED = SLO(ttft_s=2.0, tpot_s=0.1)
+PICTURE = view(worker("p0"), worker("p1"), worker("d0"))
+
+
+class Queue:
+    """Prompts of one gateway, sent by hand; prompts take a millisecond a token."""
+
+    def __init__(self, routing: str = "promise", *, moves: bool = True) -> None:
+        self.story = Story(routing, slo=PROMISED)
+        policy = self.story.policy
+        self.requeue = Requeue(policy._forecast, policy.book, policy.index, moves=moves, ttft_s=None)
+
+    def send(self, name: str, to: str = "p0", *, length: int = 500, first: int = 0, slo: SLO = PROMISED) -> Request:
+        wanted = request(name, length, first=first, slo=slo)
+        self.story.policy.began(self.story.ask(PICTURE, wanted), Placement(to, "d0", "by hand"))
+        return wanted
+
+    def late(self, picture: ClusterView = PICTURE) -> list[list[str]]:
+        return self.requeue.late(picture, self.story.now_s)
+
+    def better(self, wanted: Request, picture: ClusterView = PICTURE) -> Placement | None:
+        ask = self.story.ask(picture, wanted.retry((), fresh=False))
+        return self.requeue.better(ask, wanted.key, self.story.policy.choose)
+
+
+def test_the_last_of_a_long_queue_go_where_it_is_short_until_both_are() -> None:
+    queue = Queue()
+    sent = {wanted.key: wanted for wanted in (queue.send(f"r{n}", first=1000 * n) for n in range(8))}
+    (keys,) = queue.late()
+    assert keys == sorted(keys, reverse=True), "the last one first"
+    moved = []
+    for key in keys:
+        placement = queue.better(sent[key])
+        if placement is None:
+            break
+        assert placement.prefill == "p1"
+        queue.story.policy.again(queue.story.ask(PICTURE, sent[key].retry((), fresh=False)), key, placement)
+        moved.append(key)
+    assert moved == ["r7/0", "r6/0", "r5/0"], "4 s ahead of none; then 3.5, 3 and 2.5 s against 0.5, 1 and 1.5 s"
+    queue.story.policy.book.check()
+
+
+def test_nobody_moves_for_little() -> None:
+    queue = Queue()
+    sent = [queue.send(f"r{n}", first=1000 * n) for n in range(2)]
+    assert queue.better(sent[1]) is None, f"it would gain half a second, {GAIN} of 2 s"
+    third = queue.send("r2", first=9000)
+    assert queue.better(third) is not None
+
+
+def test_nobody_moves_who_was_promised_nothing_or_where_moves_are_not_wanted() -> None:
+    queue = Queue()
+    queue.story = Story("promise")
+    for routing in (Queue(), Queue(moves=False)):
+        for n in range(8):
+            routing.send(f"r{n}", first=1000 * n)
+        assert bool(routing.late()) is routing.requeue._moves
+    policy = queue.story.policy
+    queue.requeue = Requeue(policy._forecast, policy.book, policy.index, moves=True, ttft_s=None)
+    sent = [queue.send(f"r{n}", first=1000 * n, slo=SLO()) for n in range(8)]
+    assert queue.better(sent[-1]) is None
+
+
+def test_what_is_cached_where_a_prompt_waits_is_no_reason_to_stay_if_only_itself_would_cache_it() -> None:
+    queue = Queue()
+    sent = [queue.send(f"r{n}", first=1000 * n) for n in range(6)]
+    names = queue.story.policy._router.names(queue.story.ask(PICTURE, sent[-1]))
+    queue.story.policy.index.expect(sent[-1].key, "p0", "1", names)
+    assert queue.better(sent[-1]) is not None
+
+
+def test_prompts_leave_a_worker_whose_new_decodes_slow_them() -> None:
+    queue = Queue()
+    sent = [queue.send(f"r{n}", first=1000 * n) for n in range(2)]
+    assert queue.better(sent[1]) is None
+    crowded = replace(worker("p0", running=9, used=90), role=Role.DECODE)
+    picture = view(crowded, worker("p1"), worker("d0"))
+    assert queue.late(picture)
+    placement = queue.better(sent[1], picture)
+    assert placement is not None and placement.prefill == "p1"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(
+        st.tuples(st.integers(1, 3000), st.sampled_from(["p0", "p1", "d0"]), st.booleans()), min_size=1, max_size=20
+    ),
+    routing=st.sampled_from(["promise", "least-loaded", "mooncake"]),
+)
+def test_asking_binds_to_nothing(prompts: list[tuple[int, str, bool]], routing: str) -> None:
+    """The book and the index are what they were, whoever is asked for, and who moves is asked for once."""
+    queue, sent = Queue(routing), []
+    policy = queue.story.policy
+    for number, (length, to, is_done) in enumerate(prompts):
+        wanted = queue.send(f"r{number}", to, length=length, first=100 * number)
+        if is_done:
+            queue.story.prefilled(wanted)
+        sent.append(wanted)
+    queue.late()
+
+    def known() -> object:
+        book, index = policy.book, policy.index
+        shelves = [(name, *map(list, (book.prefilling(name), book.decoding(name)))) for name in ("p0", "p1", "d0")]
+        sums = [(book.promised(name), book.standing(name)) for name in ("p0", "p1", "d0")]
+        return shelves, sums, dict(index._hopes), dict(index._expected), dict(index._hoped)
+
+    before = known()
+    for wanted in sent:
+        placement = queue.better(wanted)
+        policy.book.check()
+        assert known() == before
+        work = policy.book.find(wanted.key)
+        assert work is not None
+        if placement is not None:
+            assert work.prefilled_s is None and placement.prefill != work.prefill
