@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,30 +12,20 @@ from click.testing import CliRunner
 from cluster.bench.elastic import one, oracle, page, pictures, record
 from cluster.bench.elastic.__main__ import QUICK, contender, main
 from cluster.bench.elastic.campaign import measure
-from cluster.bench.elastic.contenders import OURS, Contender, View, case_of, colocated, named, splits
+from cluster.bench.elastic.contenders import OURS, Contender, View, called, case_of, colocated, named, routed, splits
 from cluster.bench.elastic.oracle import Oracle
 from cluster.bench.elastic.probe import Probe
-from cluster.bench.elastic.record import ORACLE, SPLIT, SYSTEM, Entry, Record, ratio
-from cluster.bench.elastic.scenarios import SCENARIOS, Absent, Phase, Scenario, Size, scenario
-from cluster.bench.elastic.search import Effort, goodputs, statics
+from cluster.bench.elastic.record import KINDS, ROUTER, SYSTEM, Record
+from cluster.bench.elastic.scenarios import SCENARIOS, Phase, Scenario, Size
+from cluster.bench.elastic.search import Effort, Found, jobs_of, searched, statics
 from cluster.scoring.figures import Attainment
 from cluster.sim.clock import run
 from cluster.sim.distance import Distant
 from cluster.sim.systems import SYSTEMS
-from cluster.spec import SpecError
+from cluster.spec import ROUTING, SpecError
+from tests.bench.elastic_probes import made, pretend
 from workers.request import SLO
 from workers.stats import WorkerStats
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-SMALL = Size(workers=2, stretch=0.1)
-
-
-def made(name: str, size: Size = SMALL) -> Scenario:
-    try:
-        return scenario(name, size)
-    except Absent as error:
-        pytest.skip(str(error))
-
 
 # ---- the load ----------------------------------------------------------------------------------------------------
 
@@ -96,6 +85,25 @@ def test_static_configurations_are_what_they_are_called() -> None:
     assert [case_of(one, load).spec.pools[0].replicas for one in named(3) if one.system == "distserve"] == [3]
 
 
+def test_a_name_says_who_it_is() -> None:
+    everybody = [OURS, *splits(4), *colocated(), *named(2)]
+    for who in [*everybody, *(replace(each, routing=name) for each in everybody for name in ROUTING)]:
+        assert called(who.name) == who
+    for name in ("", "split 2", "prompts: split 2, chunk 2048", "ours on"):
+        with pytest.raises(SpecError, match="nobody's name"):
+            called(name)
+
+
+def test_routers_get_the_workers_of_the_best_static_choice() -> None:
+    load, split, mixed = made("phases-a100"), Contender("distserve", 1, 1024, plain=True), Contender("vllm")
+    routers = {one.routing: case_of(one, load).spec for one in routed(split, mixed)}
+    assert set(routers) == set(ROUTING)
+    for name, spec in routers.items():
+        assert spec.gateway.routing == name
+        assert spec.pools == case_of(split if name in ("distserve", "splitwise", "tetri") else mixed, load).spec.pools
+    assert all(len(case_of(one, load).spec.pools) == 2 for one in routed(split, split))
+
+
 def test_a_view_says_how_old_and_how_many() -> None:
     case = case_of(OURS, made("phases-a100"), View(stale_s=2.0, gateways=3, call_s=0.01, heartbeat_s=4.0))
     assert (case.spec.gateway.replicas, case.spec.health.heartbeat_s) == (3, 4.0)
@@ -125,16 +133,6 @@ def test_statistics_come_late_and_never_younger_than_they_are() -> None:
 # ---- the searches ------------------------------------------------------------------------------------------------
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, most: Callable[[Contender], float]) -> None:
-    """A contender holds up to so many requests a second."""
-
-    def attained(probe: Probe, rate: float, seed: int) -> Attainment:
-        share = 1.0 if rate <= most(probe.contender) else 0.0
-        return Attainment(share, share, share, share)
-
-    monkeypatch.setattr(Probe, "__call__", attained)
-
-
 @pytest.mark.parametrize(
     "best", [Contender("distserve", 1, 8192, plain=True), Contender("distserve", 4, 1024, plain=True)]
 )
@@ -151,13 +149,24 @@ def test_a_search_that_nobody_survives_still_names_somebody(monkeypatch: pytest.
     assert len(found.split.contenders) == 1 and found.rate > 0.0
 
 
+def all_searched(load: Scenario, effort: Effort) -> Found:
+    found = statics(load, effort, map, lambda _: None)
+    return searched(jobs_of(load, found, effort), effort, map, lambda _: None)
+
+
 def test_goodputs_are_those_of_the_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, lambda one: {"ours": 4.0, "vllm": 1.0}.get(one.name, 2.0))
-    load, effort = made("phases-a100"), Effort(tolerance=0.02, rough=0.02, systems=("vllm",))
-    found = goodputs(load, statics(load, effort, map, lambda _: None), effort, map, lambda _: None).entries
-    assert [each.kind for each in found] == ["ours", "best split", "best colocated", "system"]
-    assert [each.rate for each in found] == pytest.approx([4.0, 2.0, 2.0, 1.0], rel=0.02)
-    assert found[0].by_seed[0] == found[0].by_seed[2] and len(found[3].by_seed) == 1
+    most = {"ours": 4.0, "vllm": 1.0, "sarathi": 1.5}
+    pretend(monkeypatch, lambda one: 2.5 if one.routing == "random" else most.get(one.name, 2.0))
+    effort = Effort(tolerance=0.02, rough=0.1, systems=("vllm", "sarathi"), routers=("random", "promise"), finalists=1)
+    found = all_searched(made("phases-a100"), effort).entries
+    assert [each.kind for each in found] == ["ours", "best split", "best colocated", *[SYSTEM] * 2, *[ROUTER] * 2]
+    by_name = {each.name.partition(" on ")[0]: each for each in found}
+    assert [each.rate for each in found[:3]] == pytest.approx([4.0, 2.0, 2.0], rel=0.02)
+    assert found[0].by_seed[0] == found[0].by_seed[2]
+    for name, rate in (("sarathi", 1.5), ("random", 2.5)):  # the best of their kind, so with all seeds, and closely
+        assert len(by_name[name].by_seed) == 3 and by_name[name].rate == pytest.approx(rate, rel=0.02)
+    for name, rate in (("vllm", 1.0), ("promise", 2.0)):
+        assert len(by_name[name].by_seed) == 1 and by_name[name].rate == pytest.approx(rate, rel=0.1)
 
 
 def test_a_contender_that_breaks_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +176,7 @@ def test_a_contender_that_breaks_is_named_and_the_others_go_on(monkeypatch: pyte
         return 2.0
 
     pretend(monkeypatch, most)
-    load, effort = made("phases-a100"), Effort(systems=("vllm",))
-    found = goodputs(load, statics(load, effort, map, lambda _: None), effort, map, lambda _: None)
+    found = all_searched(made("phases-a100"), Effort(systems=("vllm",), routers=(), finalists=1))
     assert found.failed == ("ours: RuntimeError: a worker sulks",)
     assert [each.kind for each in found.entries] == ["best split", "best colocated", "system"]
 
@@ -214,9 +222,9 @@ def test_a_run_is_told_by_phase() -> None:
 
 def test_a_small_campaign_has_all_its_figures(tmp_path: Path) -> None:
     load = replace(made("phases-a100", Size(workers=2, stretch=0.05)), slo=SLO(1.0, 0.06))
-    effort = replace(QUICK, systems=("distserve",))
+    effort = replace(QUICK, systems=("distserve",), routers=("random",))
     result = measure(load, effort, map, lambda _: None)
-    assert {each.kind for each in result.entries} == {"ours", "best split", "best colocated", SYSTEM, ORACLE}
+    assert {each.kind for each in result.entries} == set(KINDS)
     assert all(each.rate >= 0.0 and each.low <= each.rate <= each.high for each in result.entries)
     assert result.timelines[0].name == "ours" and result.timelines[0].workers
     assert all(prompts + others <= 1.01 for bins in result.timelines[0].workers.values() for prompts, others in bins)
@@ -243,7 +251,9 @@ def test_one_run_from_the_command_line() -> None:
 
 def test_one_goodput_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, lambda _: 2.0)
-    ran = CliRunner().invoke(main, ["--one", "bursts", "--search", "--seeds", "2", "--workers", "2"])
+    ran = CliRunner().invoke(
+        main, ["--one", "bursts", "--search", "--seeds", "2", "--workers", "2", "--processes", "1"]
+    )
     assert ran.exit_code == 0, ran.output
     told = re.search(r"goodput (\S+) requests/s, (\S+) per GPU.*seed: (\S+), (\S+)$", ran.output.strip())
     assert told is not None
@@ -271,38 +281,3 @@ def test_what_cannot_be_run_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, t
     ):
         ran = CliRunner().invoke(main, args)
         assert ran.exit_code != 0 and words in ran.output and ran.output.count("Traceback") == 0, ran.output
-
-
-# ---- the record --------------------------------------------------------------------------------------------------
-
-
-def test_ratios_go_seed_by_seed() -> None:
-    found = ratio((2.0, 4.0, 6.0), (1.0, 2.0, 3.0))
-    assert found is not None and (found.mean, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
-    few = ratio((2.0, 4.0, 6.0), (1.0,))
-    assert few is not None and few.told == "2.00"
-    assert ratio((1.0,), (0.0,)) is None
-
-
-def test_who_is_ahead_of_ours_is_named() -> None:
-    entries = (
-        Entry("ours", "ours", (2.0,), 2.0, 2.0, 2.0),
-        Entry(SPLIT, "split 1, chunk 1024", (1.0,), 1.0, 1.0, 1.0, 1),
-        Entry(SYSTEM, "vllm", (4.0,), 4.0, 4.0, 4.0),
-        Entry(ORACLE, "knows", (8.0,), 8.0, 8.0, 8.0),
-    )
-    result = replace(_result(), entries=entries)
-    found = Record("", "", "", (result,))
-    assert page.losing(found) == ["phases: 0.50 of vllm"]
-    assert [line.partition(":")[0] for line in page.aims(found)] == ["holds", "FALLS SHORT"]
-
-
-def _result() -> record.Result:
-    slo = SCENARIOS["phases-a100"](SMALL).slo
-    return record.Result("phases", "", "", 8, 2, slo, True, 24.0, (), 3.0, (0,), 0.05, (), (), (), 0.0)
-
-
-@pytest.mark.skipif(not record.FILE.exists(), reason="no campaign was recorded yet")
-def test_the_page_is_what_the_committed_record_gives() -> None:
-    again = "run `make elastic ARGS=--recorded`"
-    assert (DOCS / page.PAGE).read_text() == page.markdown(record.load()), again

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,12 +11,12 @@ import click
 
 from cluster.bench import machine
 from cluster.bench.elastic import one, page, pictures, record, staleness
-from cluster.bench.elastic.campaign import measure
-from cluster.bench.elastic.contenders import COLOCATED, SPLIT, Contender, View
+from cluster.bench.elastic.campaign import Unlike, measure
+from cluster.bench.elastic.contenders import COLOCATED, SPLIT, Contender, View, case_of
 from cluster.bench.elastic.probe import Probe
 from cluster.bench.elastic.record import Record
 from cluster.bench.elastic.scenarios import SCENARIOS, Absent, Size, scenario
-from cluster.bench.elastic.search import TARGET, Effort, Job, Tell
+from cluster.bench.elastic.search import TARGET, Effort, Job, Tell, searched
 from cluster.scoring.figures import promise
 from cluster.scoring.goodput import Map
 from cluster.sim.compare import processes
@@ -29,11 +29,20 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 QUICK = Effort(
     *((0,), (0,), 0.3, 0.3, 0.3, 1),
     systems=("vllm", "distserve"),
+    routers=("random", "promise"),
     prompt_chunks=(2048,),
     chunks=(512,),
 )
 USUAL = ("static", "orca", "vllm", "sarathi", "distserve", "splitwise", "tetri", "mooncake", "mooncake-predictive")
 DEFAULT = Effort(tolerance=0.05, rough=0.15, rung=0.05, finalists=1, systems=USUAL)
+AGAIN = {
+    "ours": record.OURS,
+    "split": record.SPLIT,
+    "colocated": record.COLOCATED,
+    "system": record.SYSTEM,
+    "routers": record.ROUTER,
+    "oracle": record.ORACLE,
+}
 FULL = Effort(tolerance=0.03, rough=0.05, rung=0.04, finalists=2)
 EFFORTS = {
     "quick": (QUICK, Size(workers=2, stretch=0.1), ("phases-a100", "tight-loose")),
@@ -49,6 +58,13 @@ EFFORTS = {
 @click.option("--full", "effort", flag_value="full", help="All systems, six workers, phases of two minutes; hours.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="JSON, page and pictures (PNG) here.")
 @click.option("--recorded", is_flag=True, help="Run nothing: page and pictures from the committed record.")
+@click.option(
+    "--again",
+    "again",
+    multiple=True,
+    type=click.Choice(list(AGAIN)),
+    help="Measure only these anew, for workloads that the record has, and complete it; may be given several times.",
+)
 @click.option("--stale-only", is_flag=True, help="Only the study of old views, into the record.")
 @click.option("--seeds", type=click.IntRange(1, 16), help="So many for ours, the static ones and the oracle. [3]")
 @click.option("--processes", "count", type=click.IntRange(1, 64), default=2, show_default=True)
@@ -85,6 +101,7 @@ def main(
     effort: str,
     out: Path | None,
     recorded: bool,
+    again: tuple[str, ...],
     stale_only: bool,
     seeds: int | None,
     count: int,
@@ -104,7 +121,7 @@ def main(
 
     Without WORKLOADS, all of them: about 40 CPU minutes on idle cores, with --full some hours. What is found goes into
     the committed record, workload by workload, and into docs/elastic-campaign.md; with --out, only there. An older
-    record in that place is completed.
+    record in that place is completed. After a change of ours, --again ours is a matter of minutes.
 
     For tuning, one run in seconds:
 
@@ -122,7 +139,7 @@ def main(
             made = scenario(which, size)
             probe = Probe(replace(contender(who), routing=routing or ""), made, None, View(stale, gateways))
             if search:
-                click.echo(_searched(probe, scale, tuple(range(seed, seed + (seeds or 1)))))
+                click.echo(_searched(probe, scale, tuple(range(seed, seed + (seeds or 1))), count))
                 return
             run = probe.run(scale, seed, trace=True)
             click.echo(one.as_json(run, made, scale) if as_json else "\n".join(one.lines(run, made, scale)))
@@ -134,12 +151,16 @@ def main(
         raise click.ClickException(f"{file} is not there; run a campaign first, without --recorded")
     found = record.load(file) if file.exists() else Record("", "", "")
     if not recorded:
-        wanted = () if stale_only else workloads or names
-        with _telling(len(wanted) * _lines(chosen)) as tell, processes(count) as each:
-            found = _measured(_stamped(found), file, wanted, chosen, size, each, effort, tell)
-            if stale_only or not workloads:
-                found = replace(found, stale=staleness.study(size, chosen, each, tell))
-                record.save(found, file)
+        plan = _Plan(chosen, size, effort, frozenset(AGAIN[each] for each in again))
+        wanted = () if stale_only else _wanted(found, workloads, again, names)
+        try:
+            with _telling(len(wanted) * plan.lines) as tell, processes(count) as each:
+                found = _measured(_stamped(found), file, wanted, plan, each, tell)
+                if stale_only or not (workloads or again):
+                    found = replace(found, stale=staleness.study(size, each, tell))
+                    record.save(found, file)
+        except Unlike as error:
+            raise click.ClickException(str(error)) from None
     folder = out or DOCS
     page.write(folder, found, "elastic-{}.png" if out else "pictures/elastic-{}.svg")
     if reason := pictures.missing():
@@ -149,15 +170,46 @@ def main(
     click.echo("a quick run only shows that it runs" if effort == "quick" else page.summary(found))
 
 
-def _searched(probe: Probe, scale: float, seeds: tuple[int, ...]) -> str:
+def _searched(probe: Probe, scale: float, seeds: tuple[int, ...], count: int) -> str:
     """Its goodput, and as scales, one a seed. What limits it a run shows that is not cut."""
     made = probe.scenario
-    found = Job("", replace(probe, give_up=TARGET), scale * made.rate, seeds, DEFAULT.tolerance).run()
-    scales = ", ".join(f"{each / made.rate:.3f}" for each in found.by_seed)
+    job = Job.of(record.OURS, replace(probe, give_up=TARGET), scale * made.rate, seeds, DEFAULT.tolerance)
+    with processes(min(count, len(seeds))) as each:
+        found = searched((job,), DEFAULT, each, lambda _: None)
+    if found.failed:
+        raise click.ClickException(found.failed[0])
+    (entry,) = found.entries
+    scales = ", ".join(f"{held / made.rate:.3f}" for held in entry.by_seed)
     return (
-        f"{probe.contender.name} on {made.name}, {made.workers} workers: goodput {found.rate:.3f} requests/s, "
-        f"{found.per_gpu:.4f} per GPU, {TARGET:.0%} keep {promise(made.slo)}; scale by seed: {scales}"
+        f"{entry.name} on {made.name}, {made.workers} workers: goodput {entry.rate:.3f} requests/s, "
+        f"{entry.rate / case_of(probe.contender, made).gpus:.4f} per GPU, {TARGET:.0%} keep {promise(made.slo)}; "
+        f"scale by seed: {scales}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How workloads are measured. `kinds`: only these contenders anew; none: all."""
+
+    effort: Effort
+    size: Size
+    word: str
+    kinds: frozenset[str]
+
+    @property
+    def lines(self) -> int:
+        """That a workload tells of, about: begun, configurations left, each contender, the oracle."""
+        return 4 if self.kinds else 30 + len(self.effort.systems or SYSTEMS) + len(self.effort.routers)
+
+
+def _wanted(found: Record, workloads: Sequence[str], again: Sequence[str], names: Sequence[str]) -> Sequence[str]:
+    """Raises `click.ClickException` when a record shall be completed that has nothing of this."""
+    if not again:
+        return workloads or names
+    known = [each.scenario for each in found.results]
+    if lacking := [name for name in workloads if name not in known] or ([] if known else ["any workload"]):
+        raise click.ClickException(f"the record lacks {', '.join(lacking)}; measure it whole first, without --again")
+    return workloads or known
 
 
 def _stamped(found: Record) -> Record:
@@ -171,26 +223,24 @@ def _stamped(found: Record) -> Record:
     )
 
 
-def _measured(
-    found: Record, file: Path, names: Sequence[str], effort: Effort, size: Size, each: Map, word: str, tell: Tell
-) -> Record:
-    """Saved after each workload, so that a campaign that is ended keeps what it has."""
+def _measured(found: Record, file: Path, names: Sequence[str], plan: _Plan, each: Map, tell: Tell) -> Record:
+    """Saved after each workload, so that a campaign that is ended keeps what it has. Raises `Unlike`."""
     for number, name in enumerate(names, 1):
         tell(f"workload {number} of {len(names)}: {name}")
         try:
-            made = scenario(name, size)
+            made = scenario(name, plan.size)
         except Absent as error:
             tell(f"{name} is left out: {error}")
             found = replace(found, absent=tuple(dict.fromkeys((*found.absent, name))))
             continue
-        found = found.with_result(replace(measure(made, effort, each, tell), effort=word))
+        if plan.kinds:
+            known = next(each for each in found.results if each.scenario == name)
+            result = replace(measure(made, plan.effort, each, tell, plan.kinds, known), effort=known.effort)
+        else:
+            result = replace(measure(made, plan.effort, each, tell), effort=plan.word)
+        found = found.with_result(result)
         record.save(found, file)
     return found
-
-
-def _lines(effort: Effort) -> int:
-    """That a workload tells of, about: begun, configurations left, each contender, the oracle."""
-    return 4 + 2 * effort.finalists + (len(effort.systems) or len(SYSTEMS) - 1)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
-"""Who is compared: every named system, and the static configurations of the same workers. Pure."""
+"""Who is compared: every named system and router, and the static configurations of the same workers. Pure."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,11 +8,17 @@ from typing import Any
 from cluster.bench.elastic.scenarios import Scenario
 from cluster.sim.compare import Case
 from cluster.sim.systems import SYSTEMS, arrange, balanced, system
-from cluster.spec import ClusterSpec
+from cluster.spec import ROUTING, ClusterSpec, SpecError
 
 CHUNKS = (256, 512, 1024, 2048)  # tokens of a colocated worker's step
 PROMPT_CHUNKS = (1024, 2048, 8192)  # of a prefill worker's
 SPLIT, COLOCATED = "distserve", "sarathi"  # whose pools a static configuration has
+SPLITTING = ("distserve", "splitwise", "tetri")  # routers that are made for workers of two roles
+OUR_ROUTER = "promise"
+_NAMED = re.compile(
+    r"((?P<routing>\S+) on )?(split (?P<prefills>\d+), chunk (?P<chunk>\d+)|colocated, chunk (?P<mixed>\d+)"
+    r"|(?P<system>[a-z-]+)(, split (?P<halves>\d+))?)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +37,11 @@ class Contender:
 
     @property
     def name(self) -> str:
-        if self.routing:
-            return self.routing
+        """`called` is its inverse."""
+        return f"{self.routing} on {self._configuration}" if self.routing else self._configuration
+
+    @property
+    def _configuration(self) -> str:
         if not self.plain:
             return f"{self.system}, split {self.prefills}" if self.prefills else self.system
         return f"split {self.prefills}, chunk {self.chunk}" if self.prefills else f"colocated, chunk {self.chunk}"
@@ -55,6 +65,24 @@ def colocated(chunks: Sequence[int] = CHUNKS) -> Iterator[Contender]:
 def named(prefills: int = 0) -> tuple[Contender, ...]:
     """Every system but ours; those that split have so many prefill workers."""
     return tuple(Contender(name, prefills if each.is_split else 0) for name, each in SYSTEMS.items() if name != "ours")
+
+
+def routed(split: Contender, better: Contender, names: Sequence[str] = ROUTING) -> tuple[Contender, ...]:
+    """Each router by name on the better of the best static configurations; those for two roles on the best split."""
+    return tuple(replace(split if name in SPLITTING else better, routing=name) for name in names)
+
+
+def called(name: str) -> Contender:
+    """Who has this name. Raises `SpecError`."""
+    found = _NAMED.fullmatch(name)
+    if found is None:
+        raise SpecError(f"{name!r} is nobody's name; one is 'ours', 'split 2, chunk 2048' or 'colocated, chunk 512'")
+    routing = found["routing"] or ""
+    if found["prefills"]:
+        return Contender(SPLIT, int(found["prefills"]), int(found["chunk"]), plain=True, routing=routing)
+    if found["mixed"]:
+        return Contender(COLOCATED, 0, int(found["mixed"]), plain=True, routing=routing)
+    return Contender(found["system"], int(found["halves"] or 0), routing=routing)
 
 
 OURS = Contender("ours")

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from cluster.bench.elastic.contenders import Contender
 from cluster.bench.elastic.probe import Probe
-from cluster.bench.elastic.record import ORACLE, Entry
+from cluster.bench.elastic.record import ORACLE
 from cluster.bench.elastic.scenarios import Phase, Scenario
-from cluster.bench.elastic.search import REACH, TARGET, Effort, Statics, Tell, statics
+from cluster.bench.elastic.search import TARGET, Effort, Job, Statics, Tell, statics
 from cluster.scoring.figures import Attainment, attainment
-from cluster.scoring.goodput import Map, Probes, Search, goodput
+from cluster.scoring.goodput import Map
 
 NAMES = ("ttft", "tpot", "both", "served")
 
@@ -61,11 +61,9 @@ def foreseen(scenario: Scenario, start: float, effort: Effort, each: Map, tell: 
     return Oracle(scenario, chosen)
 
 
-def oracle(scenario: Scenario, found: Statics, effort: Effort, each: Map, tell: Tell, gpus: int) -> Entry:
-    """Its goodput. Steps of prompts are not tried again for each phase; they are those of the best static split."""
+def oracle(scenario: Scenario, found: Statics, effort: Effort, each: Map, tell: Tell) -> Job:
+    """Its goodput, to be searched. Steps of prompts are not tried again for each phase; they are those of the best
+    static split."""
     chunks = tuple(dict.fromkeys(one.chunk for one in found.split.contenders if one.chunk)) or effort.prompt_chunks[:1]
     knowing = foreseen(scenario, found.rate, replace(effort, prompt_chunks=chunks), each, tell)
-    start = found.rate
-    search = Search(start, start / REACH, start * REACH, effort.tolerance)
-    made = goodput(Probes(knowing, each), search, scenario.slo, target=TARGET, seeds=effort.seeds, gpus=gpus)
-    return Entry.of(ORACLE, knowing.told, made)
+    return Job(ORACLE, knowing.told, knowing, scenario.slo, found.rate, effort.seeds, effort.tolerance)

@@ -1,13 +1,17 @@
 """docs/elastic-campaign.md from the record. Its words stand in page.md.jinja."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from cluster.bench.elastic.contenders import CHUNKS, PROMPT_CHUNKS
+from cluster.bench.elastic.contenders import CHUNKS, OUR_ROUTER, PROMPT_CHUNKS, called
 from cluster.bench.elastic.record import (
+    COLOCATED,
     ORACLE,
     OURS,
+    ROUTER,
+    SPLIT,
     STATIC,
     SYSTEM,
     Entry,
@@ -24,6 +28,7 @@ from cluster.scoring.figures import promise
 PAGE = "elastic-campaign.md"
 TEMPLATE = Path(__file__).with_name("page.md.jinja")
 NEVER_WORSE, AHEAD, OF_ORACLE = 0.97, 1.25, 0.9  # the aims
+LESS = 0.01  # of a phase's requests: who keeps so much less than another loses there
 
 
 def write(folder: Path, found: Record, pictures: str = "pictures/elastic-{}.svg") -> None:
@@ -39,45 +44,65 @@ def markdown(found: Record, pictures: str = "pictures/elastic-{}.svg") -> str:
     text = environment.from_string(TEMPLATE.read_text()).render(
         record=found,
         verdicts=verdicts(found),
+        ratios=ratios(found),
+        aims=aim_table(found),
+        regions=regions(found),
         losing=losing(found),
+        lost_phases=lost_phases(found),
         goodputs=goodputs,
         phases=phases,
         stale=stale_table(found.stale),
         promise=promise,
         oracle=lambda result: result.of(ORACLE),
-        aims=list(aims(found)),
         picture=pictures.format,
         chunks=", ".join(map(str, CHUNKS)),
         prompt_chunks=", ".join(map(str, PROMPT_CHUNKS)),
     )
-    return filled(text)
+    return filled(re.sub(r"\n{3,}", "\n\n", text))
 
 
-# ---- tables ------------------------------------------------------------------------------------------------------
+# ---- in short ----------------------------------------------------------------------------------------------------
 
 
 def verdicts(found: Record) -> str:
-    """One row a workload: ours beside the best static choice, the best named system and the oracle."""
+    """One row a workload: goodput of ours, of the best of each kind, and of the oracle, with intervals."""
+    kinds = ((OURS,), (SPLIT,), (COLOCATED,), (SYSTEM,), (ROUTER,), (ORACLE,))
+    rows = [
+        (each.scenario, *(_rate(each, _other(each, *kind)) for kind in kinds))
+        for each in found.results
+        if each.of(OURS)
+    ]
+    return _table(("workload", "ours", "best split", "best colocated", "best system", "best router", "oracle"), rows)
+
+
+def ratios(found: Record) -> str:
+    """Ours over the others, and over the best static choice seed by seed."""
     rows = []
     for each in found.results:
-        ours, static = each.of(OURS), each.best_static
+        ours, others = each.of(OURS), [_other(each, *kinds) for kinds in (STATIC, (SYSTEM,), (ROUTER,), (ORACLE,))]
         if ours is None:
             continue
-        systems = [entry for entry in each.entries if entry.kind == SYSTEM]
-        best = max(systems, key=lambda entry: entry.rate, default=None)
-        rows.append(
-            (
-                each.scenario,
-                f"{ours.rate / each.gpus:.3f}",
-                static.name,
-                _ratio(ours, static),
-                best.name if best else "-",
-                _ratio(ours, best),
-                _ratio(ours, each.of(ORACLE)),
-            )
-        )
-    headers = ("workload", "ours", "best static", "ours over it", "best system", "ours over it", "ours over the oracle")
-    return _table(headers, rows)
+        over = ratio(ours.by_seed, others[0].by_seed) if others[0] else None
+        by_seed = ", ".join(f"{one:.2f}" for one in over.by_seed) if over else "-"
+        rows.append((each.scenario, by_seed, *(_ratio(ours, other) for other in others)))
+    return _table(("workload", "best static, by seed", "best static", "best system", "best router", "oracle"), rows)
+
+
+def regions(found: Record) -> str:
+    """Ours over the best static choice for one steady load under several promises; empty when there is no such load."""
+    steady = [each for each in found.results if len(each.boundaries) == 1 and each.of(OURS)]
+    slow, late = (sorted({getattr(each.slo, name) or 0.0 for each in steady}) for name in ("tpot_s", "ttft_s"))
+    rows = []
+    for ttft_s in late:
+        by_tpot = {each.slo.tpot_s or 0.0: each for each in steady if (each.slo.ttft_s or 0.0) == ttft_s}
+        cells = (_ours_over_static(by_tpot[tpot_s]) if tpot_s in by_tpot else "-" for tpot_s in slow)
+        rows.append((f"TTFT {ttft_s:g} s", *cells))
+    return _table(("", *(f"TPOT {1e3 * tpot_s:g} ms" for tpot_s in slow)), rows) if rows else ""
+
+
+def _ours_over_static(result: Result) -> str:
+    ours = result.of(OURS)
+    return _ratio(ours, result.best_static) if ours else "-"
 
 
 def losing(found: Record) -> list[str]:
@@ -86,12 +111,36 @@ def losing(found: Record) -> list[str]:
     for each in found.results:
         ours = each.of(OURS)
         for entry in each.entries:
-            if ours is None or entry.kind in (OURS, ORACLE) or entry.rate <= ours.rate:
+            if ours is None or entry.kind in (OURS, ORACLE):
                 continue
-            behind = ratio(ours.by_seed, entry.by_seed)
-            told = behind.told if behind else "0"
-            lost.append((ours.rate / entry.rate, f"{each.scenario}: {told} of {_named(entry)}"))
+            over = ratio(ours.by_seed, entry.by_seed)
+            if over is None or over.mean < 1.0:
+                seeds = "" if len(entry.by_seed) > 1 else ", one seed"
+                lost.append((over.mean if over else 0.0, f"{each.scenario}: {_told(over)} of {_named(entry)}{seeds}"))
     return [told for _, told in sorted(lost)]
+
+
+def lost_phases(found: Record) -> list[str]:
+    """Phases in which ours keeps fewer requests than the best static choice at the same rate, the worst first."""
+    lost = []
+    for each in found.results:
+        static = each.best_static
+        by_name = {phases.name: {row[0]: row for row in _merged(phases)} for phases in each.phases}
+        ours, theirs = by_name.get(OURS), by_name.get(static.name) if static else None
+        if not ours or not theirs:
+            continue
+        for phase, mine in ours.items():
+            other = theirs.get(phase)
+            if phase != "all" and other and other[2] - mine[2] > LESS:
+                told = (
+                    f"{each.scenario}, {phase}: {mine[2]:.1%} of {mine[1]} requests kept, {other[2]:.1%} by "
+                    f"{static.name if static else ''}, at {each.phases[0].rate:.2f} requests/s"
+                )
+                lost.append((mine[2] - other[2], told))
+    return [told for _, told in sorted(lost)]
+
+
+# ---- by workload -------------------------------------------------------------------------------------------------
 
 
 def goodputs(result: Result) -> str:
@@ -100,15 +149,14 @@ def goodputs(result: Result) -> str:
         (
             _named(entry),
             f"{entry.rate / result.gpus:.3f}",
-            f"{entry.low / result.gpus:.3f} to {entry.high / result.gpus:.3f}"
-            if len(entry.by_seed) > 1
-            else "one seed",
+            f"{entry.low / result.gpus:.3f} to {entry.high / result.gpus:.3f}" if len(entry.by_seed) > 1 else "-",
+            str(len(entry.by_seed)),
             f"{entry.rate / result.full_rate:.2f}",
             _ratio(ours, entry) if ours else "-",
         )
         for entry in sorted(result.entries, key=lambda each: -each.rate)
     ]
-    return _table(("", "requests/s and GPU", "95 % interval", "scale", "ours over it"), rows)
+    return _table(("", "requests/s and GPU", "95 % interval", "seeds", "scale", "ours over it"), rows)
 
 
 def _named(entry: Entry) -> str:
@@ -119,6 +167,8 @@ def _named(entry: Entry) -> str:
             return "oracle"
         case "system":
             return entry.name
+        case "router":
+            return f"{'our router, roles fixed' if _is_ours_in_part(entry) else 'router'}: {entry.name}"
     return f"best static: {entry.name}"
 
 
@@ -126,41 +176,60 @@ def phases(result: Result) -> str:
     """Where requests were lost, at the rate at which the better of ours and the static ones still holds."""
     rows = []
     for each in result.phases:
-        for told in _merged(each):
-            rows.append((each.name, *told))
+        for name, total, *shares, missed in _merged(each):
+            rows.append((each.name, name, str(total), *(f"{share:.1%}" for share in shares), *map(str, missed)))
     headers = ("", "phase", "requests", "kept", "TTFT kept", "TPOT kept", "late", "slow", "both", "refused", "other")
     return _table(headers, rows)
 
 
-def _merged(of_one: Phases) -> Iterator[tuple[str, ...]]:
-    """Phases of one name together."""
+def _merged(of_one: Phases) -> Iterator[tuple[str, int, float, float, float, tuple[int, ...]]]:
+    """Phases of one name together: requests, shares that kept both, TTFT and TPOT, and who missed, by how."""
     for name in dict.fromkeys(told.phase for told in of_one.told):
         alike = [told for told in of_one.told if told.phase == name]
         total = sum(told.requests for told in alike)
-        shares = (
+        kept, ttft, tpot = (
             sum(getattr(told, field) * told.requests for told in alike) / total
             for field in ("kept", "ttft_kept", "tpot_kept")
         )
         missed = [sum(getattr(told, field) for told in alike) for field in ("late", "slow", "late_slow", "rejected")]
-        other = sum(told.failed + told.cut for told in alike)
-        yield (name, str(total), *(f"{share:.1%}" for share in shares), *map(str, missed), str(other))
+        yield name, total, kept, ttft, tpot, (*missed, sum(told.failed + told.cut for told in alike))
 
 
 def stale_table(found: Sequence[Stale]) -> str:
-    columns = list(dict.fromkeys((each.gateways, each.stale_s) for each in found))
-    headers = ("", *(f"{gateways} gateway{'s' * (gateways > 1)}, {age:g} s" for gateways, age in columns))
+    """Rows are routers and gateways, columns ages; the mean over seeds."""
+    ages = sorted({each.stale_s for each in found})
     rows = []
-    for name in dict.fromkeys(each.routing for each in found):
-        by_view = {(each.gateways, each.stale_s): each for each in found if each.routing == name}
-        rows.append((name, *(f"{fmean(by_view[view].kept):.1%}" if view in by_view else "-" for view in columns)))
-    return _table(headers, rows) if rows else ""
+    for name, gateways in dict.fromkeys((each.routing, each.gateways) for each in found):
+        by_age = {each.stale_s: each for each in found if (each.routing, each.gateways) == (name, gateways)}
+        kept = (f"{fmean(by_age[age].kept):.1%}" if age in by_age else "-" for age in ages)
+        rows.append((name, str(gateways), *kept))
+    return _table(("", "gateways", *(f"{age:g} s" for age in ages)), rows) if rows else ""
+
+
+def _other(result: Result, *kinds: str) -> Entry | None:
+    """The best of these kinds, our own router aside."""
+    known = (each for each in result.entries if each.kind in kinds and not _is_ours_in_part(each))
+    return max(known, key=lambda each: each.rate, default=None)
+
+
+def _is_ours_in_part(entry: Entry) -> bool:
+    return entry.kind == ROUTER and called(entry.name).routing == OUR_ROUTER
+
+
+def _rate(result: Result, entry: Entry | None) -> str:
+    """Per GPU."""
+    if entry is None:
+        return "-"
+    rate, low, high = (each / result.gpus for each in (entry.rate, entry.low, entry.high))
+    return f"{rate:.3f} ({low:.3f} to {high:.3f})" if len(entry.by_seed) > 1 else f"{rate:.3f}"
 
 
 def _ratio(ours: Entry, other: Entry | None) -> str:
-    if other is None:
-        return "-"
-    found: Ratio | None = ratio(ours.by_seed, other.by_seed)
-    return found.told if found else "theirs is 0"
+    return _told(ratio(ours.by_seed, other.by_seed)) if other else "-"
+
+
+def _told(over: Ratio | None) -> str:
+    return over.told if over else "theirs is 0"
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -178,14 +247,32 @@ def summary(found: Record) -> str:
 
 def aims(found: Record) -> Iterator[str]:
     for each in found.results:
-        ours = each.of(OURS)
-        if ours is None or not any(entry.kind in STATIC for entry in each.entries):
-            continue
-        wanted = [("the best static choice", each.best_static, AHEAD if each.shifts else NEVER_WORSE)]
-        if (oracle := each.of(ORACLE)) is not None:
-            wanted.append(("the oracle", oracle, OF_ORACLE))
-        for name, entry, aim in wanted:
-            got = ratio(ours.by_seed, entry.by_seed)
-            verdict = "holds" if got is None or got.mean >= aim else "FALLS SHORT"
-            told = got.told if got else "theirs is 0"
-            yield f"{verdict}: {each.scenario}, ours is {told} of {name}, wanted {aim:g}"
+        for told, aim, over in _aimed(each):
+            verdict = "holds" if over is None or over.mean >= aim else "FALLS SHORT"
+            yield f"{verdict}: {each.scenario}, ours is {_told(over)} of {told}, wanted {aim:g}"
+
+
+def aim_table(found: Record) -> str:
+    rows = []
+    for each in found.results:
+        cells = {aim: _verdict(aim, over) for _, aim, over in _aimed(each)}
+        if cells:
+            rows.append((each.scenario, *(cells.get(aim, "-") for aim in (NEVER_WORSE, AHEAD, OF_ORACLE))))
+    return _table(("workload", "0.97 of the best static", "1.25 of it, where load shifts", "0.9 of the oracle"), rows)
+
+
+def _verdict(aim: float, over: Ratio | None) -> str:
+    held = over is None or over.mean >= aim
+    return f"{'yes' if held else '**no**'}, {over.mean:.2f}" if over else "yes, theirs is 0"
+
+
+def _aimed(result: Result) -> Iterator[tuple[str, float, Ratio | None]]:
+    """Of whom, how much is wanted, and what is there (None: they have nothing)."""
+    ours, static, oracle = result.of(OURS), result.best_static, result.of(ORACLE)
+    if ours is not None and static is not None:
+        over = ratio(ours.by_seed, static.by_seed)
+        yield "the best static choice", NEVER_WORSE, over
+        if result.shifts:
+            yield "the best static choice", AHEAD, over
+    if ours is not None and oracle is not None:
+        yield "the oracle", OF_ORACLE, ratio(ours.by_seed, oracle.by_seed)

@@ -3,12 +3,19 @@
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.elastic.record import COLOCATED, ORACLE, OURS, SPLIT, SYSTEM, Entry, Record, Result
+from cluster.bench.elastic.record import COLOCATED, ORACLE, OURS, ROUTER, SPLIT, SYSTEM, Entry, Record, Result
 from cluster.bench.elastic.timeline import Timeline
 from cluster.report import style
 
 MISSING = "no pictures: matplotlib is missing; install it with `pip install 'diptych[pictures]'`"
-LOOKS = {OURS: style.GREEN, SPLIT: style.BLUE, COLOCATED: style.ORANGE, SYSTEM: style.GREY, ORACLE: "#000000"}
+LOOKS = {
+    OURS: style.GREEN,
+    SPLIT: style.BLUE,
+    COLOCATED: style.ORANGE,
+    SYSTEM: style.GREY,
+    ROUTER: style.SKY,
+    ORACLE: "#000000",
+}
 COLUMNS = 3
 
 
@@ -33,17 +40,20 @@ def draw(folder: Path, found: Record, suffix: str) -> None:
 def _goodputs(found: Record) -> Any:
     """Bars by workload, ours first, with intervals."""
     rows = -(-len(found.results) // COLUMNS)
-    picture, panels = style.panels(rows, COLUMNS, 11.0, 2.9 * rows)
+    most = max(len(result.entries) for result in found.results)
+    picture, panels = style.panels(rows, COLUMNS, 12.0, (0.8 + 0.15 * most) * rows)
     cells = list(panels.flat)
     for panel, result in zip(cells, found.results, strict=False):
         shown = sorted(result.entries, key=lambda each: each.rate)
         gpus = result.gpus
         rates = [each.rate / gpus for each in shown]
         off = [[(each.rate - each.low) / gpus for each in shown], [(each.high - each.rate) / gpus for each in shown]]
-        panel.barh([_label(each) for each in shown], rates, color=[LOOKS[each.kind] for each in shown])
+        panel.barh(range(len(shown)), rates, color=[LOOKS[each.kind] for each in shown])
+        panel.set_yticks(range(len(shown)), [_label(each) for each in shown])
         panel.errorbar(rates, range(len(shown)), xerr=off, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
         panel.set(title=result.scenario)
-        panel.tick_params(axis="y", labelsize=7)
+        panel.tick_params(axis="y", labelsize=6.5, length=0)
+        panel.margins(y=0.01)
         panel.grid(axis="y", visible=False)
     for panel in cells[len(found.results) :]:
         panel.axis("off")
@@ -52,6 +62,8 @@ def _goodputs(found: Record) -> Any:
 
 
 def _label(entry: Entry) -> str:
+    if entry.kind == ROUTER:
+        return f"router {entry.name.partition(' on ')[0]}"
     return {OURS: "ours", ORACLE: "oracle"}.get(entry.kind, entry.name)
 
 

@@ -8,12 +8,14 @@ from statistics import fmean, stdev
 
 from cluster.bench.elastic.one import Told
 from cluster.bench.elastic.timeline import Timeline
-from cluster.scoring.goodput import T95, Goodput
+from cluster.scoring.goodput import T95
 from workers.request import SLO
 
 FILE = Path(__file__).with_name("measured.json")
 OURS, SYSTEM, SPLIT, COLOCATED, ORACLE = "ours", "system", "best split", "best colocated", "oracle"
+ROUTER = "router"
 STATIC = (SPLIT, COLOCATED)
+KINDS = (OURS, SPLIT, COLOCATED, SYSTEM, ROUTER, ORACLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +31,11 @@ class Entry:
     prefills: int = 0
 
     @classmethod
-    def of(cls, kind: str, name: str, found: Goodput, prefills: int = 0) -> "Entry":
-        by_seed = tuple(round(each, 4) for each in found.by_seed)
-        return cls(kind, name, by_seed, round(found.rate, 4), round(found.low, 4), round(found.high, 4), prefills)
+    def of(cls, kind: str, name: str, found: Sequence[float], prefills: int = 0) -> "Entry":
+        """`found`: by seed."""
+        mean, low, high = _interval(found)
+        by_seed = tuple(round(each, 4) for each in found)
+        return cls(kind, name, by_seed, round(mean, 4), round(max(0.0, low), 4), round(high, 4), prefills)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +70,18 @@ class Result:
     effort: str = ""
     failed: tuple[str, ...] = ()
 
-    def of(self, kind: str) -> Entry | None:
-        return next((each for each in self.entries if each.kind == kind), None)
+    def of(self, *kinds: str) -> Entry | None:
+        """The best of these kinds."""
+        return max((each for each in self.entries if each.kind in kinds), key=lambda each: each.rate, default=None)
 
     @property
-    def best_static(self) -> Entry:
-        return max((each for each in self.entries if each.kind in STATIC), key=lambda each: each.rate)
+    def best_static(self) -> Entry | None:
+        return self.of(*STATIC)
+
+    @property
+    def num_seeds(self) -> int:
+        """Of those that were searched with the most."""
+        return max((len(each.by_seed) for each in self.entries), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +107,9 @@ class Record:
 
     def with_result(self, result: Result) -> "Record":
         """In the place of an older one of the same workload."""
-        others = tuple(each for each in self.results if each.scenario != result.scenario)
-        return replace(self, results=(*others, result))
+        by_name = {each.scenario: each for each in self.results} | {result.scenario: result}
+        absent = tuple(name for name in self.absent if name != result.scenario)
+        return replace(self, results=tuple(by_name.values()), absent=absent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +119,7 @@ class Ratio:
     mean: float
     low: float
     high: float
+    by_seed: tuple[float, ...]
 
     @property
     def told(self) -> str:
@@ -119,9 +131,15 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio | None:
     pairs = list(zip(ours, theirs, strict=False))  # who ran with fewer seeds is compared on those
     if not pairs or any(other <= 0.0 for _, other in pairs):
         return None
-    each = [one / other for one, other in pairs]
-    off = T95[min(len(each) - 1, len(T95)) - 1] * stdev(each) / sqrt(len(each)) if len(each) > 1 else 0.0
-    return Ratio(fmean(each), fmean(each) - off, fmean(each) + off)
+    each = tuple(one / other for one, other in pairs)
+    return Ratio(*_interval(each), each)
+
+
+def _interval(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The mean, and Student's 95 % interval (of one sample: itself)."""
+    mean, count = fmean(samples), len(samples)
+    off = T95[min(count - 1, len(T95)) - 1] * stdev(samples) / sqrt(count) if count > 1 else 0.0
+    return mean, mean - off, mean + off
 
 
 def load(file: Path = FILE) -> Record:

@@ -1,28 +1,45 @@
 """Who sustains how much: the best of the static configurations by a ladder, and goodput by bisection.
 
 The ladder: a middling configuration's goodput is searched first; all others are tried at that rate, who holds is tried
-a rung higher, and so on until nobody does. A configuration that is not the best is thus given up after one run, which
-is cut as soon as it cannot attain the target.
+a rung higher, and so on until nobody does: two, four and more rungs at once while somebody holds, and half as many
+after. A configuration that is not the best is thus given up after one run, which is cut as soon as it cannot attain the
+target.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from cluster.bench.elastic.contenders import CHUNKS, OURS, PROMPT_CHUNKS, Contender, case_of, colocated, named, splits
+from cluster.bench.elastic.contenders import (
+    CHUNKS,
+    OUR_ROUTER,
+    OURS,
+    PROMPT_CHUNKS,
+    Contender,
+    called,
+    colocated,
+    named,
+    routed,
+    splits,
+)
 from cluster.bench.elastic.probe import Probe
-from cluster.bench.elastic.record import COLOCATED, SPLIT, SYSTEM, Entry
+from cluster.bench.elastic.record import COLOCATED, KINDS, ROUTER, SPLIT, SYSTEM, Entry
 from cluster.bench.elastic.record import OURS as KIND_OURS
 from cluster.bench.elastic.scenarios import Scenario
-from cluster.scoring.goodput import Goodput, Map, Probes, Search, goodput
+from cluster.scoring.goodput import Attain, Map, Probes, Search, goodput
+from cluster.spec import ROUTING
+from workers.request import SLO
 
 TARGET = 0.9
 REACH = 16.0  # nothing below 1/16 or above 16 times the start is tried
+STRIDE = 1.2  # by which a search first leaves a start that should be near
+LEAP = 1.5  # rungs that are taken at once are no more than this
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """`seeds` for ours, the best static configurations and the oracle, `few` for the named systems.
+    """`seeds` for ours, the best static configurations, the oracle, the best named system and the best router; `few`
+    for the others.
 
     `rung`: of the ladder, relative. `finalists`: so many that held on the last rung are searched with all seeds.
     """
@@ -30,37 +47,101 @@ class Effort:
     seeds: tuple[int, ...] = (0, 1, 2)
     few: tuple[int, ...] = (0,)
     tolerance: float = 0.05
-    rough: float = 0.1  # tolerance for named systems
+    rough: float = 0.1  # tolerance for named systems and routers
     rung: float = 0.05
     finalists: int = 2
     systems: tuple[str, ...] = ()  # none: all
+    routers: tuple[str, ...] = ROUTING
     prompt_chunks: tuple[int, ...] = PROMPT_CHUNKS
     chunks: tuple[int, ...] = CHUNKS
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A goodput to search; a value, so that it can go to another process."""
+    """A goodput to search; a value, so that it can go to another process. Requests a second of the whole fleet."""
 
     kind: str
-    probe: Probe
+    name: str
+    attain: Attain
+    slo: SLO
     start: float
     seeds: tuple[int, ...]
     tolerance: float
+    prefills: int = 0
 
-    def run(self) -> Goodput:
-        scenario = self.probe.scenario
-        search = Search(self.start, self.start / REACH, self.start * REACH, self.tolerance)
-        gpus = case_of(self.probe.contender, scenario).gpus
-        return goodput(Probes(self.probe), search, scenario.slo, target=TARGET, seeds=self.seeds, gpus=gpus)
+    @classmethod
+    def of(cls, kind: str, probe: Probe, start: float, seeds: tuple[int, ...], tolerance: float) -> "Job":
+        one = probe.contender
+        return cls(kind, one.name, probe, probe.scenario.slo, start, seeds, tolerance, one.prefills)
+
+    def held(self, seed: int, start: float, stride: float) -> float:
+        """The greatest rate at which this seed attained the target, 0 when none did."""
+        low, high = self.start / REACH, self.start * REACH
+        search = Search(min(max(low, start), high), low, high, self.tolerance, stride)
+        return goodput(Probes(self.attain), search, self.slo, target=TARGET, seeds=(seed,), gpus=1).rate
 
 
-def _run(job: Job) -> Goodput | str:
+def _held(job: Job, seed: int, start: float, stride: float) -> float | str:
     """Or why it could not be found: one contender that breaks does not end a campaign of hours."""
     try:
-        return job.run()
+        return job.held(seed, start, stride)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`failed`: contenders that broke, each with the reason."""
+
+    entries: tuple[Entry, ...]
+    failed: tuple[str, ...]
+
+
+def searched(jobs: Sequence[Job], effort: Effort, each: Map, tell: Tell) -> Found:
+    """The first seed of all, then the others from what it held; all seeds of the best system and the best router."""
+    firsts = list(each(_held, jobs, [job.seeds[0] for job in jobs], [job.start for job in jobs], [STRIDE] * len(jobs)))
+    later = list(jobs)
+    asked = [(number, seed) for number, job in enumerate(jobs) for seed in job.seeds[1:]]
+    outcomes: list[list[float | str]] = [[first] for first in firsts]
+    for number in _finalists(jobs, firsts, effort):
+        later[number] = replace(jobs[number], seeds=effort.seeds, tolerance=effort.tolerance)
+        outcomes[number] = []
+        asked += [(number, seed) for seed in effort.seeds]
+    starts = [first if isinstance(first, float) and first > 0.0 else jobs[n].start for n, first in enumerate(firsts)]
+    more = each(
+        _held,
+        [later[number] for number, _ in asked],
+        [seed for _, seed in asked],
+        [starts[number] for number, _ in asked],
+        [1.0 + later[number].tolerance for number, _ in asked],
+    )
+    for (number, _), outcome in zip(asked, more, strict=True):
+        outcomes[number].append(outcome)
+    made, failed = [], []
+    for job, found in zip(jobs, outcomes, strict=True):
+        broke = next((outcome for outcome in found if isinstance(outcome, str)), None)
+        if broke is not None:
+            failed.append(f"{job.name}: {broke}")
+            tell(failed[-1])
+            continue
+        made.append(Entry.of(job.kind, job.name, [each for each in found if isinstance(each, float)], job.prefills))
+        tell(f"{job.kind}, {job.name}: {made[-1].rate:.3f} requests/s")
+    return Found(tuple(made), tuple(failed))
+
+
+def _finalists(jobs: Sequence[Job], firsts: Sequence[float | str], effort: Effort) -> Iterator[int]:
+    """The best named system and the best router that is not ours: those that are not known closely yet."""
+    for kind in (SYSTEM, ROUTER):
+        known = [
+            (first, number)
+            for number, (job, first) in enumerate(zip(jobs, firsts, strict=True))
+            if job.kind == kind and isinstance(first, float) and called(job.name).routing != OUR_ROUTER
+        ]
+        if known and (effort.seeds, effort.tolerance) != (effort.few, effort.rough):
+            yield max(known)[1]
+
+
+# ---- the best static configurations ------------------------------------------------------------------------------
 
 
 def _holds(contender: Contender, scenario: Scenario, rate: float, seed: int) -> bool:
@@ -77,22 +158,27 @@ class Best:
 
 def pilot(scenario: Scenario, contender: Contender, start: float, effort: Effort) -> Best:
     """Where a ladder begins: one configuration's goodput, roughly."""
-    found = Job(SPLIT, Probe(contender, scenario), start, effort.seeds[:1], effort.rough).run()
-    return Best((contender,), found.rate or start / REACH)
+    job = Job.of(SPLIT, Probe(contender, scenario), start, effort.seeds[:1], effort.rough)
+    return Best((contender,), job.held(effort.seeds[0], start, 2.0) or start / REACH)
 
 
 def ladder(scenario: Scenario, best: Best, others: Sequence[Contender], effort: Effort, each: Map, tell: Tell) -> Best:
-    """`others` may take the place of the best so far."""
-    alive, rate = [one for one in others if one not in best.contenders], best.rate
+    """`others` may take the place of the best so far, whose rate may be known roughly."""
+    known, alive = best.contenders, [one for one in others if one not in best.contenders]
+    leap, rising = 1.0, True
     while alive:
-        count = len(alive)
+        count, rate = len(alive), best.rate * leap
         keeps = each(_holds, alive, [scenario] * count, [rate] * count, [effort.seeds[0]] * count)
-        alive = [one for one, keep in zip(alive, keeps, strict=True) if keep]
-        told = ", ".join(one.name for one in alive[:4]) or "nobody else"
-        tell(f"{scenario.name}: of {count}, {len(alive)} hold at {rate:.3g} requests/s: {told}")
-        if alive:
-            best = Best(tuple(alive[: effort.finalists]), rate)
-            rate *= 1.0 + effort.rung
+        held = [one for one, keep in zip(alive, keeps, strict=True) if keep]
+        told = ", ".join(one.name for one in held[:4]) or "nobody else"
+        tell(f"{scenario.name}: of {count}, {len(held)} hold at {rate:.3g} requests/s: {told}")
+        if held:
+            alive, best = [*held, *known], Best(tuple(held[: effort.finalists]), rate)
+            known = ()
+        rising = rising and bool(held)
+        if not rising and leap < 1.0 + 1.01 * effort.rung:
+            break
+        leap = leap**0.5 if not rising else 1.0 + effort.rung if leap == 1.0 else min(leap**2, LEAP)
     return best
 
 
@@ -107,52 +193,53 @@ class Statics:
     def rate(self) -> float:
         return max(self.split.rate, self.colocated.rate)
 
+    @property
+    def better(self) -> Contender:
+        return max((self.split, self.colocated), key=lambda best: best.rate).contenders[0]
 
-def statics(scenario: Scenario, effort: Effort, each: Map, tell: Tell, start: float | None = None) -> Statics:
-    """The best numbers of prefill workers at a middling step; then, beside the best, other steps. And colocated."""
+
+def best_split(scenario: Scenario, effort: Effort, each: Map, tell: Tell, start: float | None = None) -> Best:
+    """Of all numbers of prefill workers at a middling step; then, beside the best, with other steps."""
     middle, workers = effort.prompt_chunks[len(effort.prompt_chunks) // 2], scenario.workers
     candidates = tuple(splits(workers, (middle,)))
     best = pilot(scenario, candidates[len(candidates) // 2], start or 0.4 * scenario.rate, effort)
     best = ladder(scenario, best, candidates, effort, each, tell)
     near = {k for one in best.contenders for k in (one.prefills - 1, one.prefills, one.prefills + 1)}
     others = [one for one in splits(workers, effort.prompt_chunks) if one.prefills in near and one not in candidates]
-    best = ladder(scenario, best, others, effort, each, tell)
+    return ladder(scenario, best, others, effort, each, tell)
+
+
+def best_colocated(scenario: Scenario, effort: Effort, each: Map, tell: Tell, start: float) -> Best:
     mixed = tuple(colocated(effort.chunks))
-    first = pilot(scenario, mixed[len(mixed) // 2], best.rate, effort)
-    return Statics(best, ladder(scenario, first, mixed, effort, each, tell))
+    return ladder(scenario, pilot(scenario, mixed[len(mixed) // 2], start, effort), mixed, effort, each, tell)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """`failed`: contenders that broke, each with the reason."""
-
-    entries: tuple[Entry, ...]
-    failed: tuple[str, ...]
+def statics(scenario: Scenario, effort: Effort, each: Map, tell: Tell, start: float | None = None) -> Statics:
+    split = best_split(scenario, effort, each, tell, start)
+    return Statics(split, best_colocated(scenario, effort, each, tell, split.rate))
 
 
-def goodputs(scenario: Scenario, found: Statics, effort: Effort, each: Map, tell: Tell) -> Found:
-    """Of the finalists, every named system, and ours; of the finalists of one kind only the better is kept."""
-    jobs = [
-        Job(kind, Probe(one, scenario), best.rate, effort.seeds, effort.tolerance)
-        for kind, best in ((SPLIT, found.split), (COLOCATED, found.colocated))
-        for one in best.contenders
-    ]
-    jobs.append(Job(KIND_OURS, Probe(OURS, scenario), found.rate, effort.seeds, effort.tolerance))
-    jobs += [
-        Job(SYSTEM, Probe(one, scenario), 0.7 * found.rate, effort.few, effort.rough)
-        for one in named(found.split.contenders[0].prefills)
-        if not effort.systems or one.system in effort.systems
-    ]
-    made: list[Entry] = []
-    failed: list[str] = []
-    for job, outcome in zip(jobs, each(_run, jobs), strict=True):
-        contender = job.probe.contender
-        if isinstance(outcome, str):
-            failed.append(f"{contender.name}: {outcome}")
-            tell(f"{scenario.name}: {failed[-1]}")
-            continue
-        made.append(Entry.of(job.kind, contender.name, outcome, contender.prefills))
-        tell(f"{scenario.name}: {contender.name} {outcome.per_gpu:.3f} requests/s and GPU")
-    kinds = ([one for one in made if one.kind == kind] for kind in (KIND_OURS, SPLIT, COLOCATED))
-    best = [max(ones, key=lambda each: each.rate) for ones in kinds if ones]
-    return Found((*best, *(one for one in made if one.kind == SYSTEM)), tuple(failed))
+# ---- everybody ---------------------------------------------------------------------------------------------------
+
+
+def jobs_of(scenario: Scenario, found: Statics, effort: Effort, kinds: Collection[str] = KINDS) -> list[Job]:
+    """Ours, the finalists, every named system and every router: those of these kinds. The oracle is not one of them."""
+    made: list[Job] = []
+
+    def fine(kind: str, one: Contender, start: float) -> None:
+        made.append(Job.of(kind, Probe(one, scenario), start, effort.seeds, effort.tolerance))
+
+    def rough(kind: str, one: Contender, start: float) -> None:
+        made.append(Job.of(kind, Probe(one, scenario), start, effort.few, effort.rough))
+
+    fine(KIND_OURS, OURS, found.rate)
+    for kind, best in ((SPLIT, found.split), (COLOCATED, found.colocated)):
+        for one in best.contenders:
+            fine(kind, one, best.rate)
+    split, better = found.split.contenders[0], found.better
+    for one in named(split.prefills):
+        if not effort.systems or one.system in effort.systems:
+            rough(SYSTEM, one, 0.8 * found.rate)
+    for one in routed(split, better, effort.routers):
+        rough(ROUTER, one, found.rate if one.prefills == better.prefills else found.split.rate)
+    return [job for job in made if job.kind in kinds]
