@@ -16,6 +16,7 @@ from cluster.policy.evidence import Report
 from cluster.policy.policy import open_policy
 from cluster.pool import Keeper, Keeping
 from cluster.preflight import Preflight
+from cluster.replanning import Aimed, Planner, Replanner
 from cluster.runtime.interface import Runtime, WorkerGone, WorkerOrder
 from cluster.spec import MOST_REPLICAS, ClusterSpec, PoolSpec, Role
 from cluster.steward import Decider, Steward
@@ -31,7 +32,9 @@ FLOORED = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.M
 
 
 class Controller:
-    """One for each cluster. Owns the keepers. `decider` judges the roles, where the specification lets it."""
+    """One for each cluster. Owns the keepers. `decider` judges the roles, where the specification lets it; `planner` is
+    asked when the load is another one, and what it says is an aim of `aimed`, or advice.
+    """
 
     def __init__(
         self,
@@ -41,6 +44,8 @@ class Controller:
         *,
         orphan_after_s: float | None = None,
         decider: Decider | None = None,
+        planner: Planner | None = None,
+        aimed: Aimed | None = None,
     ) -> None:
         self._spec = spec
         self._runtime = runtime
@@ -63,6 +68,7 @@ class Controller:
             limit_s = spec.health.place_timeout_s + spec.health.start_timeout_s + spec.health.drain_s
             acts = spec.elastic.mode == "act"
             self._steward = Steward(decider, self, spec.elastic.period_s, limit_s, acts=acts)
+        self._replanner = None if planner is None else Replanner(spec, planner, self.view, aimed)
 
     # ---- life ------------------------------------------------------------------------------------------------
 
@@ -82,6 +88,8 @@ class Controller:
         self._tending = asyncio.ensure_future(self._preflight.tend())
         if self._steward is not None:
             self._steward.begin()
+        if self._replanner is not None:
+            self._replanner.begin()
         self._bump()
         self._called_in()
 
@@ -120,6 +128,8 @@ class Controller:
             self._tending.cancel()
         if self._steward is not None:
             self._steward.close()
+        if self._replanner is not None:
+            self._replanner.close()
         staying = [keeper for keeper in self._keepers.values() if not keeper.is_over]
         ending = [self._leaving.pop(keeper.name) for keeper in self._keepers.values() if keeper.is_over]
         for leaving in self._leaving.values():
@@ -248,10 +258,14 @@ class Controller:
         """What one gateway saw lately."""
         if self._steward is not None:
             self._steward.told(report)
+        if self._replanner is not None:
+            self._replanner.told(report)
 
     async def decisions(self) -> tuple[Taken, ...]:
-        """Of the elastic policy, the latest last."""
-        return () if self._steward is None else self._steward.taken()
+        """Of the elastic policy and of the planner, the latest last."""
+        owners = (self._steward, self._replanner)
+        taken = [each for owner in owners if owner is not None for each in owner.taken()]
+        return tuple(sorted(taken, key=lambda each: -each.age_s))
 
     def _check(self, revision: int) -> None:
         if revision and revision != self._revision:

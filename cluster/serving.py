@@ -17,8 +17,10 @@ from cluster.controller import Controller
 from cluster.dispatcher import Dispatcher
 from cluster.events import Event
 from cluster.members import Membership
+from cluster.planner_process import ChildPlanner
 from cluster.policy.elastic import Elastic
 from cluster.policy.promises import Standing
+from cluster.replanning import Planner
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
 from cluster.spec import ClusterSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState
@@ -172,9 +174,10 @@ class GatewayService:
 class Serving:
     """A running cluster. Owned by whoever called `serve`; `close` takes everything down."""
 
-    def __init__(self, spec: ClusterSpec, runtime: Runtime) -> None:
+    def __init__(self, spec: ClusterSpec, runtime: Runtime, planner: Planner | None = None) -> None:
         self.spec = spec
         self.runtime = runtime
+        self._planner = planner
         self.endpoints: list[str] = []
         self._controller: ServiceHandle | None = None
         self._gateways: list[ServiceHandle] = []
@@ -205,7 +208,7 @@ class Serving:
         spec = self.spec
         orphan_after_s = ORPHAN_AFTER_S if self.runtime.name == "ray" else None
         self._controller = await self.runtime.start_service(
-            "controller", make_controller, spec, self.runtime, secrets.token_hex(16), orphan_after_s
+            "controller", make_controller, spec, self.runtime, secrets.token_hex(16), orphan_after_s, self._planner
         )
         await self._controller.call("begin")
         self._keeping = asyncio.ensure_future(self._keep_alive())
@@ -299,19 +302,36 @@ class Serving:
         await self.runtime.stop_service(service)
 
 
-def make_controller(spec: ClusterSpec, runtime: Runtime, secret: str, orphan_after_s: float | None) -> Controller:
+def make_controller(
+    spec: ClusterSpec, runtime: Runtime, secret: str, orphan_after_s: float | None, planner: Planner | None
+) -> Controller:
     decider = Elastic(spec) if spec.elastic.mode != "off" else None
-    return Controller(spec, runtime, secret, orphan_after_s=orphan_after_s, decider=decider)
+    plans = spec.elastic.replan != "off"
+    return Controller(
+        spec,
+        runtime,
+        secret,
+        orphan_after_s=orphan_after_s,
+        decider=decider,
+        planner=(planner or ChildPlanner()) if plans else None,
+        aimed=decider if spec.elastic.replan == "act" else None,
+    )
 
 
 async def serve(
-    spec: ClusterSpec, *, door: DoorFactory, runtime: str | Runtime = "ray", progress: Progress = lambda line: None
+    spec: ClusterSpec,
+    *,
+    door: DoorFactory,
+    runtime: str | Runtime = "ray",
+    progress: Progress = lambda line: None,
+    planner: Planner | None = None,
 ) -> Serving:
-    """Bring a cluster up. On any error everything that was started is taken down again.
+    """Bring a cluster up. On any error everything that was started is taken down again. `planner`, for
+    `elastic.replan`: None is a process of its own for each question.
 
     Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
     """
-    serving = Serving(spec, await open_runtime(spec, runtime, progress))
+    serving = Serving(spec, await open_runtime(spec, runtime, progress), planner)
     try:
         await serving.open(door, progress)
     except BaseException:

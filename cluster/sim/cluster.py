@@ -8,6 +8,7 @@ from functools import partial
 from typing import cast
 
 from cluster.dispatcher import Dispatcher
+from cluster.replanning import PlanFailed, Planned, Planner, Question
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime, modelled_worker
 from cluster.scoring.records import StepRecord, WorkerRecord
@@ -52,12 +53,24 @@ class Surroundings:
     """What lies around the workers. `slowdown`: they share one machine; without it each has its own.
 
     `door_s`: what a request pays in the gateway before it is dispatched. `stale_s`: what gateways hear of a worker's
-    state is so old; tokens come in time.
+    state is so old; tokens come in time. `planner`: whom the controller asks where roles are planned anew; a process of
+    its own would take no virtual time, so there is none unless it is given.
     """
 
     slowdown: Slowdown | None = None
     door_s: float = 0.0
     stale_s: float = 0.0
+    planner: Planner | None = None
+
+
+class NoPlanner:
+    """Answers nothing."""
+
+    async def roles(self, question: Question) -> Planned:
+        raise PlanFailed("nobody plans in this simulation")
+
+    async def fleet(self, question: Question) -> str:
+        return ""
 
 
 @dataclass(slots=True)
@@ -201,7 +214,12 @@ async def open_cluster(
     """Every worker started and introduced. `models` by pool name. Raises what production raises."""
     runtime = SimRuntime(models, around, trace)
     dispatchers: list[Dispatcher] = []
-    serving = await serve(virtual(spec, models), runtime=runtime, door=lambda context: _Door(context, dispatchers))
+    serving = await serve(
+        virtual(spec, models),
+        runtime=runtime,
+        door=lambda context: _Door(context, dispatchers),
+        planner=around.planner or NoPlanner(),
+    )
     try:
         yield SimCluster(spec, runtime, dispatchers)
     finally:

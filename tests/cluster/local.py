@@ -8,6 +8,7 @@ from dataclasses import replace
 from cluster.controller import Controller
 from cluster.dispatcher import Dispatcher
 from cluster.events import Completed, Delta, Event
+from cluster.replanning import Planner
 from cluster.runtime.interface import WorkerOrder
 from cluster.runtime.local import LocalRuntime, LocalService
 from cluster.serving import GatewayContext, serve
@@ -87,7 +88,10 @@ def _busy(worker: Worker) -> bool:
 
 @asynccontextmanager
 async def cluster(
-    spec: ClusterSpec, cost: CostModel = FAST, build: Callable[[WorkerOrder], Worker] | None = None
+    spec: ClusterSpec,
+    cost: CostModel = FAST,
+    build: Callable[[WorkerOrder], Worker] | None = None,
+    planner: Planner | None = None,
 ) -> AsyncIterator[Cluster]:
     shared = SharedMemory()
 
@@ -96,7 +100,7 @@ async def cluster(
 
     runtime = LocalRuntime(build or build_here)
     dispatchers: list[Dispatcher] = []
-    serving = await serve(spec, runtime=runtime, door=lambda context: _Door(context, dispatchers))
+    serving = await serve(spec, runtime=runtime, door=lambda context: _Door(context, dispatchers), planner=planner)
     try:
         assert isinstance(serving.controller, LocalService)
         yield Cluster(dispatchers[0], runtime, serving.controller.target)
