@@ -22,6 +22,7 @@ _MOST_STEPS = 32  # of one answer that count
 WHOLE_PROMPTS = ("static", "orca", "prefill-first")  # batching policies that do not cut prompts
 APART = ("static", "prefill-first", "prefill-only")  # those whose steps with prompts carry no decodes
 LEAST_CHUNK = 16  # tokens of a prompt: less beside a step's decodes is not worth its while
+_YARDSTICK = 1024  # tokens of the prompt by which pools are compared
 _MOST_SCALED = 1024  # cost models that are kept
 
 
@@ -61,6 +62,7 @@ class Forecast:
         self._book = book
         self._pools = {pool.name: _Pool.of(pool.engine, pool.cost) for pool in spec.pools}
         self._no_pool = _Pool.of(EngineConfig(), None)
+        self._speeds = _speeds(spec)
         self._tpot_slo_s = spec.gateway.slo.tpot_s
         self._prompts = Corrections()
         self._steps = Corrections()
@@ -70,6 +72,10 @@ class Forecast:
     def is_sure(self, worker: WorkerView) -> bool:
         """Whether the worker's costs are known, and not guessed."""
         return self._pool(worker).is_given
+
+    def prompt_speed(self, worker: WorkerView) -> float:
+        """Of prompts there, as a share of the quickest pool's; 1 where costs are not known."""
+        return self._speeds.get(worker.pool, 1.0)
 
     def _pool(self, worker: WorkerView) -> _Pool:
         return self._pools.get(worker.pool, self._no_pool)
@@ -263,3 +269,11 @@ def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, de
 def _decodes(worker: WorkerView) -> bool:
     """Whether the worker's own step time is that of decodes under way."""
     return bool(worker.stats.step_s and worker.stats.running)
+
+
+def _speeds(spec: ClusterSpec) -> dict[str, float]:
+    """By pool; empty where some costs are guesses: a guess says nothing of who is quicker."""
+    alone_s = {pool.name: pool.cost.prefill_seconds(_YARDSTICK) for pool in spec.pools if pool.cost is not None}
+    if len(alone_s) < len(spec.pools) or min(alone_s.values()) <= 0.0:
+        return {}
+    return {name: min(alone_s.values()) / each_s for name, each_s in alone_s.items()}

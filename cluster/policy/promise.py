@@ -68,7 +68,7 @@ class Promise(CacheAware):
         self._expected = expected
         self._shortlist = Shortlist(forecast, book, index, default.tpot_s, few)
         self._default = default
-        self._came: deque[tuple[float, float]] = deque()  # when a prompt was sent, and its seconds alone
+        self._came: deque[tuple[float, float]] = deque()  # when a prompt was sent, its seconds alone
         self._came_s = 0.0
         self._first_s = 0.0
 
@@ -123,6 +123,7 @@ class Promise(CacheAware):
         assert worker is not None, "it was chosen from this view"
         cached = placement.cached_tokens
         alone_s = self.forecast.cost(worker).prefill_seconds(max(1, ask.request.num_tokens - cached), cached)
+        alone_s *= self.forecast.prompt_speed(worker)
         self._first_s = self._first_s or ask.now_s
         self._came.append((ask.now_s, alone_s))
         self._came_s += alone_s
@@ -163,13 +164,18 @@ class Promise(CacheAware):
     def _spares(
         self, ask: Ask, look: Look, slo: SLO, sides: Mapping[str, PromptSide], decodes: Sequence[DecodeSide]
     ) -> bool:
-        """Whether prompts can do with one worker less: those that came lately would not keep the others busy."""
-        if all(side.role is not Role.PREFILL for side in decodes):
-            return False  # nobody asks
+        """Whether prompts can do with one worker less: those that came lately would not keep the others busy.
+
+        The quickest one, of those that might decode: prompts are counted as its pool would compute them.
+        """
+        speed_of = self.forecast.prompt_speed
+        asked = [speed_of(look.worker(side.name)) for side in decodes if side.role is Role.PREFILL]
+        if not asked:
+            return False
         self._forget(ask.now_s)
         span_s = min(LATELY_S, max(1.0, ask.now_s - self._first_s))
-        others = look.num_able(slo, list(sides.values())) - 1
-        return others >= 1 and self._came_s / span_s <= SPARE * others
+        others = look.able_speed(slo, list(sides.values()), speed_of) - max(asked)
+        return others > 1e-9 and self._came_s / span_s <= SPARE * others
 
     def _forget(self, now_s: float) -> None:
         while self._came and self._came[0][0] < now_s - LATELY_S:

@@ -83,6 +83,7 @@ class Shortlist:
         self._turn, self._turned_s = 0, 0.0
         self._pools: list[str] = []
         self.rates: list[Rates] = []
+        self.speed: Floats = np.zeros(0)  # of prompts, pool by pool
         self.is_ready, self.is_prefill, self.is_decode, self.is_mixed = np.zeros((4, count), dtype=np.bool_)
         self.is_busy = np.zeros(count, dtype=np.bool_)  # decodes there are carried along by prompts
         self.capacity, self.pool, self._slot = np.zeros((3, count), dtype=np.intp)
@@ -144,6 +145,7 @@ class Shortlist:
             self._token_s = np.concatenate([each.decode_token_s for each in self.rates])
             self._block_size = np.array([each.block_size for each in self.rates], dtype=np.float64)
             self.empty_s = np.array([each.empty_s for each in self.rates])
+            self.speed = np.append(self.speed, self._forecast.prompt_speed(worker))
             self._is_carrying = np.array([each.is_carrying for each in self.rates])
             self._most_tokens = np.array([each.most_tokens for each in self.rates])
             self._bound_s = self.bounds_s(self._tpot_slo_s)
@@ -278,8 +280,8 @@ class Everyone:
         yield [worker for worker in workers if worker.role is not Role.DECODE]
         yield [worker for worker in workers if worker.role is Role.DECODE]
 
-    def num_able(self, slo: SLO, sides: Sequence[PromptSide]) -> int:
-        return sum(side.role is not Role.DECODE and side.steps > 0 for side in sides)
+    def able_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
+        return sum(speed_of(self.worker(side.name)) for side in sides if _is_able(side))
 
     def wholes(self, slo: SLO, early: float) -> list[WorkerView]:
         return []  # they are among the others
@@ -345,11 +347,12 @@ class Glance:
         if not (fits & is_able).any():
             yield self._best(ttft_s, fits, 1)
 
-    def num_able(self, slo: SLO, sides: Sequence[PromptSide]) -> int:
-        """How many have time for prompts, decode workers left out."""
+    def able_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
+        """Of all that have time for prompts, decode workers left out: as so many of the quickest."""
         if self._sibling() is not None:
-            return sum(side.role is not Role.DECODE and side.steps > 0 for side in sides)
-        return int(np.count_nonzero(self._fits & ~self._table.is_decode & self._with_decodes(slo)[1]))
+            return sum(speed_of(self.worker(side.name)) for side in sides if _is_able(side))
+        able = self._fits & ~self._table.is_decode & self._with_decodes(slo)[1]
+        return float(self._table.speed[self._table.pool[able]].sum())
 
     def wholes(self, slo: SLO, early: float) -> list[WorkerView]:
         """Mixed workers to do both phases; the first token comes within so much of its promised time."""
@@ -430,6 +433,10 @@ class Glance:
     def _has_room(self) -> Flags:
         room: Flags = self._need <= self._table.free_tokens - (1 - MOST_FULL) * self._table.kv_tokens
         return room
+
+
+def _is_able(side: PromptSide) -> bool:
+    return side.role is not Role.DECODE and side.steps > 0
 
 
 def _same_place(worker: WorkerView, known: WorkerView) -> bool:
