@@ -49,7 +49,7 @@ class EngineConfig:
     `kv_blocks` blocks of `block_size` tokens are allocated once. `batching` names what composes a step (see
     `workers.engine.batching`), `max_batch_tokens` is its token budget; under "chunked", a step that holds a decode is
     also kept below `tpot_slo_s`. Prompts start in `prompt_order` (first come, shortest or longest first, or by priority
-    and "deadline" of the first token) within windows of `prompt_window` arrivals. `swap_blocks` are blocks of host
+    and "deadline" of the first token) among the next `prompt_window` arrivals. `swap_blocks` are blocks of host
     memory for preempted sequences; `preemption` "auto" lets the cost model choose between saving a sequence there and
     computing it again. `host_cache_blocks`, likewise, keep prefixes that the device is about to forget.
     `staging_blocks` bounds how many blocks may be promised to prompts whose KV has not arrived (0: half the pool).

@@ -146,16 +146,28 @@ def test_held_siblings_are_leased_apart_but_share_blocks() -> None:
     assert subject.stats().leases == 2
 
 
+def untimed(subject: Engine, device: Device) -> None:
+    """A step that teaches nothing about what steps cost."""
+    plan = subject.schedule(0.0)
+    assert plan is not None
+    device.execute(plan)
+    subject.commit(plan, result(plan, seconds=0.0), 0.0)
+    subject.drain()
+
+
 def admit_a_held_sibling_without_a_token() -> tuple[Engine, Device, StepPlan, Request]:
-    """A decode's promise leaves 9.5 tokens for prompts: one of 9 takes them before the sibling's turn comes."""
-    cost = LinearCost(step_s=0.004, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.0, decode_context_s=0.0)
+    """A decode's promise leaves time for four tokens of a prompt's beginning: one of three takes it, and what is left
+    is too short for the sibling's last token, which looks at more before it.
+    """
+    cost = LinearCost(step_s=0.004, prefill_token_s=1e-3, prefill_pair_s=2e-4, decode_row_s=0.0, decode_context_s=0.0)
     subject, device = engine(max_batch_tokens=64, cost=cost), Device()
-    subject.add(device.know(request("d", (90, 91, 92, 93, 94, 95), slo=SLO(tpot_s=0.0135))), 0.0, hold=False)
-    step(subject, 0.0, device)
+    subject.add(device.know(request("d", (90, 91, 92, 93, 94, 95), slo=SLO(tpot_s=0.0102))), 0.0, hold=False)
+    untimed(subject, device)
     first, second = (device.know(request(f"r#{index}", PROMPT, group="r")) for index in range(2))
     subject.add(first, 0.0, hold=True)
-    step(subject, 0.0, device)
-    subject.add(device.know(request("other", tuple(range(50, 59)))), 0.0, hold=False)
+    for _ in range(2):
+        untimed(subject, device)
+    subject.add(device.know(request("other", (50, 51, 52))), 0.0, hold=False)
     subject.add(second, 0.0, hold=True)
     plan = subject.schedule(0.0)
     assert plan is not None and second.key not in [chunk.key for chunk in plan.chunks]

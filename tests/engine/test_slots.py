@@ -1,6 +1,6 @@
 """Promises inside an engine: who may have a decode slot, and whose prompt is next."""
 
-from itertools import groupby
+from itertools import accumulate, combinations
 
 import pytest
 from driving import engine, request, step
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from workers.config import EngineConfig
 from workers.costs import LinearCost
-from workers.engine.promises import next_prompt, slot_refusal
+from workers.engine.promises import CAREFUL, next_prompt, slot_refusal
 from workers.engine.sequence import Sequence
 from workers.errors import Overloaded
 from workers.request import SLO, Request
@@ -119,35 +119,49 @@ def waiting(line: list[tuple[int, float | None, int, float]]) -> list[Sequence]:
     return made
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(LINE, st.integers(1, 8), st.floats(0.0, 1.0))
-def test_windows_then_priority_then_the_earliest_deadline_that_can_be_kept(
+def test_of_a_window_and_a_priority_those_are_first_with_whom_most_are_in_time(
     line: list[tuple[int, float | None, int, float]], window: int, now_s: float
 ) -> None:
     config = EngineConfig(prompt_order="deadline", prompt_window=window)
-    left, order = waiting(line), []
+    left = waiting(line)
     while left:
-        chosen = next_prompt(left, config, COST, now_s)
+        chosen = next_prompt(left, config, COST.prefill_seconds, now_s)
+        able = [each for each in left if each.number < left[0].number + window]
+        same = [each for each in able if each.request.slo.priority == min(x.request.slo.priority for x in able)]
+        assert chosen in same
+        promised = [each for each in same if each.request.slo.ttft_s is not None]
+        assert chosen in promised or not promised
+        if promised:
+            most = most_in_time(promised, now_s)
+            others = [each for each in promised if each is not chosen]
+            took_s = seconds_of(chosen)
+            if most:
+                assert now_s + took_s <= due_s(chosen) and 1 + most_in_time(others, now_s + took_s) == most
+            else:
+                assert due_s(chosen) == min(due_s(each) for each in promised)
         left.remove(chosen)
-        order.append(chosen)
-    for _, same in groupby(order, key=lambda each: each.number // window):
-        members = list(same)
-        assert [each.number // window for each in members] == sorted(each.number // window for each in members)
-        by_priority = [each.request.slo.priority for each in members]
-        assert by_priority == sorted(by_priority)
-        for _, equals in groupby(members, key=lambda each: each.request.slo.priority):
-            ranks = [rank(each, now_s) for each in equals]
-            assert ranks == sorted(ranks)
-    assert [each.number // window for each in order] == sorted(each.number // window for each in order)
 
 
-def rank(sequence: Sequence, now_s: float) -> tuple[int, float]:
-    """Who can make it, who cannot, who need not; each by deadline."""
+def most_in_time(candidates: list[Sequence], now_s: float) -> int:
+    """Of all subsets: in the order of deadlines each is in time, if any order does it."""
+    for count in range(len(candidates), 0, -1):
+        for subset in combinations(sorted(candidates, key=due_s), count):
+            ends = accumulate((seconds_of(each) for each in subset), initial=now_s)
+            if all(end_s <= due_s(each) for end_s, each in zip(list(ends)[1:], subset, strict=True)):
+                return count
+    return 0
+
+
+def seconds_of(sequence: Sequence) -> float:
+    return CAREFUL * COST.prefill_seconds(len(sequence.tokens), 0)
+
+
+def due_s(sequence: Sequence) -> float:
     request = sequence.request
-    if request.slo.ttft_s is None:
-        return 2, 0.0
-    due_s = sequence.arrival_s - request.waited_s + request.slo.ttft_s
-    return int(now_s + 0.001 * len(sequence.tokens) > due_s), due_s
+    assert request.slo.ttft_s is not None
+    return sequence.arrival_s - request.waited_s + request.slo.ttft_s
 
 
 @settings(max_examples=40, deadline=None)

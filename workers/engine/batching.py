@@ -32,6 +32,7 @@ class Step(Protocol):
     decodable: tuple[Sequence, ...]  # running, one token each to compute, those who waited longest first
     unfinished: tuple[Sequence, ...]  # running, with prompt tokens still to order, oldest first
     beside: list[Sequence]  # decodes that other steps compute meanwhile
+    now_s: float  # when the step begins
     left: int  # tokens of the budget not taken yet
     share: int  # prompt tokens not taken yet of those that keep other stages waiting least; one stage: no bound
 
@@ -139,7 +140,7 @@ class Chunked:
         decoding = [sequence for sequence in step.decodable if step.decode(sequence)]
         if not step.unfinished and not step.has_waiting:
             return
-        bound_s = self._bound_s([*decoding, *step.beside])
+        bound_s = self._bound_s([*decoding, *step.beside], step.now_s)
         context_tokens = sum(len(sequence.tokens) for sequence in decoding)
         cost = step.cost
         chunks: list[tuple[int, int]] = []
@@ -158,10 +159,10 @@ class Chunked:
                     most = min(most, within)
             if count := step.chunk(sequence, most):
                 chunks.append((count, first))
-            if min(step.left, step.share) <= 0 or count > within:
+            if min(step.left, step.share) <= 0 or count >= within:
                 return
 
-    def _bound_s(self, promised: list[Sequence]) -> float | None:
+    def _bound_s(self, promised: list[Sequence], now_s: float) -> float | None:
         """The tightest promise to these decodes; None: no promise to keep.
 
         The decodes of other steps count: each stage has to compute this step between two of theirs.
@@ -175,11 +176,15 @@ class Adaptive(Chunked):
     """Chunked beside decodes. Without any there is no promise that a cut would help to keep: a prompt that ends in this
     step is not slowed down by the beginning of another, as one that is longer than the budget would be.
 
-    A promise is used to `MARGIN` of it: a stream that pauses once, for a hand-over or a step not as short as believed,
-    could not make it up again.
+    A promise is of the mean over an answer, so tokens that came early leave time: a step may last until the first of
+    its streams would be behind, but no stream pauses for longer than `PAUSE` times its promise. Of the promise `MARGIN`
+    is used in a single step, and `AHEAD` over several: a stream that pauses once, for a hand-over or a step not as
+    short as believed, could hardly make it up again.
     """
 
     MARGIN = 0.97
+    AHEAD = 0.92
+    PAUSE = 4.0
 
     def compose(self, step: Step) -> None:
         if step.decodable or step.beside:
@@ -193,9 +198,15 @@ class Adaptive(Chunked):
             if len(sequence.tokens) - sequence.num_scheduled <= self._room(step):
                 step.chunk(sequence)
 
-    def _bound_s(self, promised: list[Sequence]) -> float | None:
-        bound_s = super()._bound_s(promised)
-        return None if bound_s is None else self.MARGIN * bound_s
+    def _bound_s(self, promised: list[Sequence], now_s: float) -> float | None:
+        """Until the first of them would be behind; not less than one step's share of the promise."""
+        bounds = []
+        for sequence in promised:
+            promise_s = super()._bound_s([sequence], now_s)
+            if promise_s is not None:
+                ahead_s = sequence.next_due_s(self.AHEAD * promise_s) - now_s
+                bounds.append(min(max(self.MARGIN * promise_s, ahead_s), self.PAUSE * promise_s))
+        return min(bounds, default=None)
 
     @staticmethod
     def _room(step: Step) -> int:

@@ -10,11 +10,12 @@ from workers.engine.step import StepPlan
 
 _MEMORY = 0.1  # weight of the newest step; single steps are noisy, ten of them are not
 _USUAL_PROMPT = 512  # tokens
+_FADE = 0.9  # of what is known, for each step with prompts
 _BOUND = 100.0  # a step that was this much off says nothing about speed
 
 
-def plan_seconds(cost: CostModel, plan: StepPlan) -> float:
-    """What the cost model says of this plan. A chunk of one token that draws is a decode."""
+def _parts(plan: StepPlan) -> tuple[list[tuple[int, int]], int, int]:
+    """Prompts, and the batch of decodes and its context tokens. A chunk of one token that draws is a decode."""
     batch = context_tokens = 0
     prompts = []
     for chunk in plan.chunks:
@@ -24,7 +25,12 @@ def plan_seconds(cost: CostModel, plan: StepPlan) -> float:
             context_tokens += chunk.first_position + 1
         else:
             prompts.append((num_tokens, chunk.first_position))
-    return cost.mixed_seconds(prompts, batch, context_tokens)
+    return prompts, batch, context_tokens
+
+
+def plan_seconds(cost: CostModel, plan: StepPlan) -> float:
+    """What the cost model says of this plan."""
+    return cost.mixed_seconds(*_parts(plan))
 
 
 def prompt_share(cost: CostModel, num_tokens: int, stages: int) -> int:
@@ -51,16 +57,32 @@ class StepEstimate:
         self._block_bytes = block_bytes
         self._ratio = 1.0
         self._seen = False
+        self._prompts_took_s = self._prompts_alone_s = 0.0  # of late; fading
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """A plan took so long through all stages, the waits for other plans left out."""
-        expected = plan_seconds(self._given, plan)
+        prompts, batch, context_tokens = _parts(plan)
+        expected = self._given.mixed_seconds(prompts, batch, context_tokens)
+        if prompts:
+            alone_s = sum(self._alone_seconds(*prompt) for prompt in prompts)
+            self._prompts_took_s = _FADE * self._prompts_took_s + seconds
+            self._prompts_alone_s = _FADE * self._prompts_alone_s + alone_s
         seconds -= self._given.swap_seconds((len(plan.swap_out) + len(plan.swap_in)) * self._block_bytes) / 2
         if expected <= 0.0 or seconds <= 0.0:
             return
         ratio = min(max(seconds / expected, 1 / _BOUND), _BOUND)
         self._ratio = ratio if not self._seen else self._ratio + _MEMORY * (ratio - self._ratio)
         self._seen = True
+
+    def prompt_seconds(self, num_tokens: int, num_cached: int) -> float:
+        """What a prompt takes here, with such company as prompts had of late."""
+        pace = self._prompts_took_s / self._prompts_alone_s if self._prompts_alone_s else self._ratio
+        return pace * self._alone_seconds(num_tokens, num_cached)
+
+    def _alone_seconds(self, num_tokens: int, num_cached: int) -> float:
+        """Without a step's fixed part."""
+        given = self._given
+        return max(1e-9, given.prefill_seconds(num_tokens, num_cached) - given.mixed_seconds((), 0, 0))
 
     @property
     def cost(self) -> CostModel:

@@ -1,13 +1,15 @@
 """What promises mean to an engine: whether one more may decode, and whose prompt is next. Pure."""
 
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
+from heapq import heappop, heappush
 
 from workers.config import EngineConfig
 from workers.costs import CostModel
 from workers.engine.sequence import Sequence
 from workers.request import Request
+
+CAREFUL = 1.3  # times what a prompt should take: to be just too late is to have been computed in vain
 
 
 def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, depth: int = 1) -> str:
@@ -32,24 +34,46 @@ def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, 
     return ""
 
 
-def next_prompt(candidates: Iterable[Sequence], config: EngineConfig, cost: CostModel, now_s: float) -> Sequence:
-    """The first of them in `prompt_order`, by windows of arrivals: nobody is overtaken by more than one window.
+def next_prompt(
+    candidates: Iterable[Sequence], config: EngineConfig, prompt_seconds: Callable[[int, int], float], now_s: float
+) -> Sequence:
+    """The first of them in `prompt_order`, of those that came less than `prompt_window` arrivals behind the oldest.
 
-    "deadline": lower priority first, then the earliest deadline of a first token; behind these, prompts that can no
-    longer make it, then those without a deadline. Raises ValueError when there are none.
+    "deadline": lower priority first; of equals those that can all be in time together, as many as can, the earliest
+    deadline of a first token first; behind these who would cost others theirs, then those without a deadline.
+    `prompt_seconds`: what so many tokens behind so many computed ones will take here. Raises ValueError when there are
+    no candidates.
     """
-    window = config.prompt_window
+    waiting = list(candidates)
+    behind = min(each.number for each in waiting) + config.prompt_window
+    able = [each for each in waiting if each.number < behind]
     if config.prompt_order == "deadline":
-        return min(candidates, key=lambda each: (each.number // window, *_urgency(each, cost, now_s), each.number))
+        first = min(each.request.slo.priority for each in able)
+        return _most_in_time([each for each in able if each.request.slo.priority == first], prompt_seconds, now_s)
     sign = 1 if config.prompt_order == "sjf" else -1
-    return min(candidates, key=lambda each: (each.number // window, sign * len(each.tokens), each.number))
+    return min(able, key=lambda each: (sign * len(each.tokens), each.number))
 
 
-def _urgency(sequence: Sequence, cost: CostModel, now_s: float) -> tuple[int, int, float]:
-    slo = sequence.request.slo
-    if slo.ttft_s is None:
-        return slo.priority, 2, math.inf
-    deadline_s = sequence.arrival_s - sequence.request.waited_s + slo.ttft_s
-    left = len(sequence.tokens) - sequence.num_computed
-    is_late = now_s + cost.prefill_seconds(left, sequence.num_computed) > deadline_s
-    return slo.priority, int(is_late), deadline_s
+def _most_in_time(candidates: Items[Sequence], prompt_seconds: Callable[[int, int], float], now_s: float) -> Sequence:
+    """The first one of an order in which the fewest are late (Moore, 1968): by deadline, and whenever one would be
+    late, the longest so far is put off.
+    """
+    promised = [each for each in candidates if each.request.slo.ttft_s is not None]
+    if not promised:
+        return min(candidates, key=lambda each: each.number)
+    kept: list[tuple[float, int, Sequence]] = []  # a heap, the longest on top
+    end_s = now_s
+    for each in sorted(promised, key=lambda each: (_due_s(each), each.number)):
+        seconds = CAREFUL * prompt_seconds(len(each.tokens) - each.num_computed, each.num_computed)
+        heappush(kept, (-seconds, each.number, each))
+        end_s += seconds
+        if end_s > _due_s(each):
+            end_s += heappop(kept)[0]
+    chosen = [each for _, _, each in kept] or promised
+    return min(chosen, key=lambda each: (_due_s(each), each.number))
+
+
+def _due_s(sequence: Sequence) -> float:
+    ttft_s = sequence.request.slo.ttft_s
+    assert ttft_s is not None, "asked of those who were promised a first token"
+    return sequence.arrival_s - sequence.request.waited_s + ttft_s

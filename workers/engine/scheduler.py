@@ -229,7 +229,7 @@ class Scheduler:
         if first is None or self._config.prompt_order == "fcfs" or first.was_preempted:
             return first
         window = islice(candidates, self._config.prompt_window)
-        return next_prompt([first, *window], self._config, self._estimate.cost, now_s)
+        return next_prompt([first, *window], self._config, self._estimate.prompt_seconds, now_s)
 
     def _awaits_sibling(self, sequence: Sequence) -> bool:
         group = sequence.request.group

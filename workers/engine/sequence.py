@@ -1,5 +1,6 @@
 """One attempt at one request inside an engine, and the lease under which its KV is kept for a reader."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -90,6 +91,11 @@ class Sequence:
         self.num_computed = min(self.num_computed, len(self.tokens) - 1)
         if self.num_computed < len(self.tokens) - 1:
             self.num_given = len(self.tokens)
+
+    def next_due_s(self, promise_s: float) -> float:
+        """When its next token is due, at `promise_s` for each since it began to decode here."""
+        began_s = self.first_token_s if self.first_token_s is not None else self.ready_s
+        return -math.inf if began_s is None else began_s + (len(self.tokens) - self.num_given) * promise_s
 
     def timing(self, now_s: float) -> LegTiming:
         """See `LegTiming`."""
