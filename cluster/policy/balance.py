@@ -37,7 +37,8 @@ class Mix:
     """A load: requests a second, their mean tokens, and what they were promised. None: no promise.
 
     `computed_tokens` of a prompt are not cached; `spread` is the squared coefficient of variation of a prompt's work.
-    `backlog`: prompts that wait, as so many a second more to compute.
+    `backlog`: prompts that wait, as so many a second more to compute. `answers`: what decodes, where that is still
+    another load than what comes; None: the same.
     """
 
     rate: float
@@ -48,6 +49,25 @@ class Mix:
     tpot_s: float | None
     spread: float = 1.0
     backlog: float = 0.0
+    answers: "Answers | None" = None
+
+    @property
+    def decoded(self) -> "Answers":
+        return self.answers or Answers(self.rate, self.prompt_tokens, self.output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Requests a second that go on to decode, and their mean tokens."""
+
+    rate: float
+    prompt_tokens: float
+    output_tokens: float
+
+    @property
+    def context(self) -> float:
+        """Tokens of a sequence half way."""
+        return self.prompt_tokens + self.output_tokens / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +92,8 @@ def shares(groups: Sequence[Group], mix: Mix) -> Shares:
     prompting = [group for group in groups if group.count and group.role is not Role.DECODE]
     if not decoding or not prompting:
         return Shares(math.inf, math.inf, math.inf)
-    context = mix.prompt_tokens + mix.output_tokens / 2
-    step_s, room = _steps(decoding, mix, context)
+    context = mix.decoded.context
+    step_s, room = _steps(decoding, mix.decoded, context)
     speeds = [_speed(group, mix, context, step_s) for group in prompting]
     ttft, busy = _ttft_share(prompting, speeds, mix)
     tpot = 0.0
@@ -85,9 +105,9 @@ def shares(groups: Sequence[Group], mix: Mix) -> Shares:
     return Shares(ttft, tpot, room)
 
 
-def _steps(groups: Sequence[Group], mix: Mix, context: float) -> tuple[float, float]:
+def _steps(groups: Sequence[Group], answers: Answers, context: float) -> tuple[float, float]:
     """The step time at which these workers make as many tokens as are wanted, and how full they then are."""
-    wanted = mix.rate * max(0.0, mix.output_tokens - 1)
+    wanted = answers.rate * max(0.0, answers.output_tokens - 1)
     if wanted <= 0.0:
         return min(_step(group, 1, context) for group in groups), 0.0
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.policy.aim import Aim
-from cluster.policy.balance import Group, Mix, Shares, shares
+from cluster.policy.balance import Answers, Group, Mix, Shares, shares
 from cluster.policy.evidence import Decision, Report, Sample
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from cluster.view import ClusterView, WorkerState, WorkerView
@@ -30,7 +30,9 @@ HELD = 0.5  # by so much a step must make the worst better to leave a plan
 ROOMY = 0.6  # what would still be needed of them without a worker that leaves
 PATIENCE = 20.0
 BACKLOG_S = 10.0  # in which what waits now should be computed
+LATELY_S = 5.0  # in which prompts of a new kind show
 _LEAST_REQUESTS = 5  # that say anything about a load
+_ENOUGH_REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,28 +112,49 @@ class Elastic:
             self._reports.popleft()
 
     def _mix(self, view: ClusterView, now_s: float) -> Mix | None:
-        """The load of the window; what waits now counts as if it came in the next `BACKLOG_S`. None: hardly any."""
+        """The load: prompts as they came lately, answers as of the whole window. None: hardly any.
+
+        A worker feels another kind of prompt at once; answers of before go on for a while, and new ones gather slowly.
+        What waits now counts as if it came in the next `BACKLOG_S`.
+        """
         reports = [report for _, report in self._reports]
         samples = [sample for report in reports for sample in report.samples]
-        arrived = sum(report.arrived for report in reports)
-        if arrived < _LEAST_REQUESTS or self._begun_s is None:
+        whole, lately = _arrived(reports), _arrived(self._lately(now_s))
+        if whole.requests < _LEAST_REQUESTS or self._begun_s is None:
             return None
-        span_s = max(self._elastic.period_s, min(self._elastic.window_s, now_s - self._begun_s))
-        prompt = sum(report.arrived_tokens for report in reports) / arrived
+        prompt = lately.prompt_tokens / lately.requests
         asked = sum(sample.prompt_tokens for sample in samples)
         computed = sum(sample.computed_tokens for sample in samples) / asked if asked else 1.0
         computed_tokens = max(1.0, prompt * (computed or 1.0))
         backlog = sum(worker.stats.queued_tokens for worker in view.workers) / computed_tokens
+        span_s = max(self._elastic.period_s, min(self._elastic.window_s, now_s - self._begun_s))
+        answers = Answers(
+            rate=whole.requests / span_s,
+            prompt_tokens=whole.prompt_tokens / whole.requests,
+            output_tokens=max(1.0, whole.expected_tokens / whole.requests),
+        )
         return Mix(
-            rate=arrived / span_s,
+            rate=lately.requests / max(self._elastic.period_s, min(lately.seconds, span_s)),
             prompt_tokens=prompt,
             computed_tokens=computed_tokens,
-            output_tokens=max(1.0, sum(report.expected_tokens for report in reports) / arrived),
+            output_tokens=max(1.0, lately.expected_tokens / lately.requests),
             ttft_s=_promised([sample.promised_ttft_s for sample in samples], self._slo.ttft_s),
             tpot_s=_promised([sample.promised_tpot_s for sample in samples], self._slo.tpot_s),
             spread=_spread(samples),
             backlog=backlog / BACKLOG_S,
+            answers=answers,
         )
+
+    def _lately(self, now_s: float) -> list[Report]:
+        """The reports of the last `LATELY_S`, or of longer, until so many requests are among them as say anything."""
+        chosen: list[Report] = []
+        arrived = 0
+        for told_s, report in reversed(self._reports):
+            if now_s - told_s >= LATELY_S and arrived >= _ENOUGH_REQUESTS:
+                break
+            chosen.append(report)
+            arrived += report.arrived
+        return chosen
 
     def _groups(self, view: ClusterView) -> list[Group]:
         """The ready workers of each pool by role; an empty group for each role that a pool's workers could take."""
@@ -162,20 +185,31 @@ class Elastic:
                         yield _Step(source, target, shares(after, mix))
 
     def _best_flip(self, groups: Sequence[Group], now: Shares, mix: Mix) -> _Step | None:
-        """The first step to where the worst is least: one step off, or a pool that is all split, or all mixed."""
+        """The first step to where the worst is least: one step off, or alike workers all split, or all mixed."""
         steps = [replace(step, at_last=step.after.worst) for step in self._flips(groups, mix)]
-        for pool in dict.fromkeys(group.pool for group in groups):  # in an order that no hash seed changes
-            for target in _whole_pools(groups, pool):
-                if self._keeps_floors(target) and (first := self._first_to(target, groups, mix)) is not None:
-                    steps.append(replace(first, at_last=shares(target, mix).worst))
+        for alike in _alike(groups):
+            for target in _whole(alike):
+                others = [group for group in groups if group not in alike]
+                if not self._keeps_floors([*others, *target]):
+                    continue
+                if (first := self._first_to(target, alike, groups, mix)) is not None:
+                    steps.append(replace(first, at_last=shares([*others, *target], mix).worst))
         return self._best([step for step in steps if step.after.worst <= now.worst * STEP_BACK])
 
-    def _first_to(self, target: Sequence[Group], groups: Sequence[Group], mix: Mix) -> _Step | None:
+    def _first_to(
+        self, target: Sequence[Group], alike: Sequence[Group], groups: Sequence[Group], mix: Mix
+    ) -> _Step | None:
         """The best one of the steps that lead there; None when it is where we are."""
-        wanted = {(group.pool, group.role): group.count for group in target}
-        more = [group for group in groups if group.count > wanted[group.pool, group.role]]
-        fewer = [group for group in groups if group.count < wanted[group.pool, group.role]]
-        changed = [(source, to, _changed(groups, source, to)) for source in more for to in fewer]
+        wanted, there = _by_role(target), _by_role(alike)
+        changed = [
+            (source, to, _changed(groups, source, to))
+            for source in alike
+            for to in alike
+            if source.count
+            and source.pool == to.pool
+            and there[source.role] > wanted[source.role]
+            and there[to.role] < wanted[to.role]
+        ]
         return self._best(
             [_Step(source, to, shares(after, mix)) for source, to, after in changed if self._keeps_floors(after)]
         )
@@ -258,17 +292,55 @@ class Elastic:
         self._wanted_since_s.clear()
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    requests: int
+    prompt_tokens: int
+    expected_tokens: int
+    seconds: float
+
+
+def _arrived(reports: Sequence[Report]) -> _Arrived:
+    """All together, in the time that the gateway with the longest reports saw."""
+    seconds: dict[str, float] = {}
+    for report in reports:
+        seconds[report.gateway] = seconds.get(report.gateway, 0.0) + report.seconds
+    return _Arrived(
+        sum(report.arrived for report in reports),
+        sum(report.arrived_tokens for report in reports),
+        sum(report.expected_tokens for report in reports),
+        max(seconds.values(), default=0.0),
+    )
+
+
 def _ready(view: ClusterView) -> list[WorkerView]:
     return [worker for worker in view.workers if worker.state is WorkerState.READY]
 
 
-def _whole_pools(groups: Sequence[Group], pool: str) -> Iterator[list[Group]]:
-    """The pool split in each way, and all mixed; the other pools as they are."""
-    count = sum(group.count for group in groups if group.pool == pool)
+def _alike(groups: Sequence[Group]) -> list[list[Group]]:
+    """The groups by what their workers can do, in an order that no hash seed changes."""
+    kinds: list[list[Group]] = []
+    for group in groups:
+        for kind in kinds:
+            if replace(group, pool=kind[0].pool, role=kind[0].role, count=kind[0].count) == kind[0]:
+                kind.append(group)
+                break
+        else:
+            kinds.append([group])
+    return kinds
+
+
+def _by_role(groups: Sequence[Group]) -> dict[Role, int]:
+    return {role: sum(group.count for group in groups if group.role is role) for role in Role}
+
+
+def _whole(alike: Sequence[Group]) -> Iterator[list[Group]]:
+    """These workers split in each way, and all mixed; as one pool, for what they could do together."""
+    count = sum(group.count for group in alike)
+    one = {group.role: group for group in alike if group.pool == alike[0].pool}
     for number in range(count + 1):
-        counts = {Role.PREFILL: number, Role.DECODE: count - number, Role.MIXED: 0}
-        yield [replace(each, count=counts[each.role]) if each.pool == pool else each for each in groups]
-    yield [replace(each, count=count * (each.role is Role.MIXED)) if each.pool == pool else each for each in groups]
+        yield [replace(one[Role.PREFILL], count=number), replace(one[Role.DECODE], count=count - number)]
+    yield [replace(one[Role.MIXED], count=count)]
 
 
 def _changed(groups: Sequence[Group], source: Group | None, target: Group | None) -> list[Group]:

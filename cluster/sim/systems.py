@@ -31,6 +31,7 @@ class System:
     decode: Mapping[str, Any] = field(default_factory=dict)
     routing: str = "least-loaded"
     admission: str = "none"
+    rebalance: bool = False
     elastic: ElasticSpec = field(default_factory=ElasticSpec)
 
     @property
@@ -46,6 +47,7 @@ _MOONCAKE: dict[str, Any] = {
     "prefill": {"batching": "chunked", "max_batch_tokens": PROMPT_BATCH, "prefix_caching": True},
     "decode": {"batching": "prefill-first", "max_batch_tokens": PROMPT_BATCH},
 }
+_IN_TIME: dict[str, Any] = {"prompt_order": "deadline", "prompt_window": 256}
 
 
 def _mooncake(title: str, admission: str) -> System:
@@ -78,8 +80,10 @@ SYSTEMS: dict[str, System] = {
     "ours": System(
         "Diptych",
         "router by both promises, roles that follow the load",
-        {"batching": "adaptive", "max_batch_tokens": PROMPT_BATCH},
+        prefill={"batching": "adaptive", "max_batch_tokens": PROMPT_BATCH, **_IN_TIME},
+        decode={"batching": "adaptive", "max_batch_tokens": PROMPT_BATCH, **_IN_TIME},
         routing="promise",
+        rebalance=True,
         elastic=ElasticSpec(mode="act", window_s=15.0, margin=0.05, dwell_s=1.0, cooldown_s=2.0),
     ),
 }
@@ -127,7 +131,7 @@ def arrange(name: str, fleet: Fleet, prefills: int) -> ClusterSpec:
         model=fleet.model,
         pools=pools,
         transfer=fleet.transfer,
-        gateway=replace(fleet.gateway, routing=chosen.routing, admission=chosen.admission),
+        gateway=replace(fleet.gateway, routing=chosen.routing, admission=chosen.admission, rebalance=chosen.rebalance),
         health=fleet.health,
         executor="modelled",
         elastic=chosen.elastic,
