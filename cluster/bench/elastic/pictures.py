@@ -16,6 +16,7 @@ LOOKS = {
     ROUTER: style.SKY,
     ORACLE: "#000000",
 }
+LANES = {"steps with prompts": style.RED, "steps of decodes only": style.SKY}
 COLUMNS = 3
 
 
@@ -73,21 +74,26 @@ def _over_time(result: Result) -> Any:
     ours = result.timelines[0]
     picture, panels = style.panels(2, 1, 9.0, 3.0 + 0.32 * len(ours.workers), sharex=True)
     above, below = panels[0][0], panels[1][0]
-    for number, line in enumerate(result.timelines):
+    for line in result.timelines:
         at_s = [(index + 0.5) * line.bin_s for index, kept in enumerate(line.kept) if kept >= 0.0]
         kept = [100.0 * each for each in line.kept if each >= 0.0]
-        above.plot(at_s, kept, color=style.COLOURS[number], linewidth=1.4, label=line.name)
+        above.plot(at_s, kept, color=_colour(result, line.name), linewidth=1.4, label=line.name)
     above.axhline(90, color="black", linewidth=0.8, linestyle=":")
     above.set(ylabel="kept, % of arrivals", ylim=(-3, 103))
-    above.legend(loc="lower left", ncols=len(result.timelines), fontsize=7.5)
-    above.set_title(f"{result.scenario}: {ours.rate:.2f} requests/s; below, ours: seconds with prompts, and without")
+    above.set_title(f"{result.scenario}, {ours.rate:.2f} requests/s; below, what workers of ours did")
     for panel in (above, below):
         for _, begin_s in result.boundaries[1:]:
             panel.axvline(begin_s, color=style.GREY, linewidth=0.8)
         panel.grid(visible=False)
     _roles(below, ours)
     below.set(xlabel="seconds", xlim=(0, result.seconds))
+    picture.legend(loc="outside lower center", ncols=len(result.timelines) + len(LANES), fontsize=7.5)
     return picture
+
+
+def _colour(result: Result, name: str) -> str:
+    kind = next((each.kind for each in result.entries if each.name == name), "")
+    return LOOKS.get(kind, style.PURPLE)
 
 
 def _roles(panel: Any, ours: Timeline) -> None:
@@ -97,6 +103,8 @@ def _roles(panel: Any, ours: Timeline) -> None:
         for index, (prompts, others) in enumerate(ours.workers[name]):
             begin_s = index * ours.bin_s
             spans = [(begin_s, prompts * ours.bin_s), (begin_s + prompts * ours.bin_s, others * ours.bin_s)]
-            panel.broken_barh(spans, (lane - 0.4, 0.8), facecolors=(style.RED, style.BLUE))
+            panel.broken_barh(spans, (lane - 0.4, 0.8), facecolors=list(LANES.values()))
+    for told, colour in LANES.items():
+        panel.barh([0], [0], color=colour, label=told)
     panel.set_yticks(range(len(names)), names, fontsize=7.5)
     panel.set_ylim(len(names) - 0.4, -0.6)
