@@ -34,7 +34,7 @@ QUICK = Effort(
     chunks=(512,),
 )
 USUAL = ("static", "orca", "vllm", "sarathi", "distserve", "splitwise", "tetri", "mooncake", "mooncake-predictive")
-DEFAULT = Effort(tolerance=0.05, rough=0.15, rung=0.05, finalists=1, systems=USUAL)
+DEFAULT = Effort(tolerance=0.03, rough=0.15, rung=0.05, finalists=1, systems=USUAL)
 AGAIN = {
     "ours": record.OURS,
     "split": record.SPLIT,

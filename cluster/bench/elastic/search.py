@@ -31,7 +31,7 @@ from workers.request import SLO
 
 TARGET = 0.9
 REACH = 16.0  # nothing below 1/16 or above 16 times the start is tried
-STRIDE = 1.2  # by which a search first leaves a start that should be near
+STRIDE = 1.1  # by which a search first leaves a start that should be near, or its tolerance
 LEAP = 1.5  # rungs that are taken at once are no more than this
 Tell = Callable[[str], None]
 
@@ -99,7 +99,11 @@ class Found:
 
 def searched(jobs: Sequence[Job], effort: Effort, each: Map, tell: Tell) -> Found:
     """The first seed of all, then the others from what it held; all seeds of the best system and the best router."""
-    firsts = list(each(_held, jobs, [job.seeds[0] for job in jobs], [job.start for job in jobs], [STRIDE] * len(jobs)))
+    strides = [max(STRIDE, 1.0 + job.tolerance) for job in jobs]
+    firsts = []
+    for job, first in zip(jobs, each(_held, jobs, *_begun(jobs), strides), strict=True):
+        firsts.append(first)
+        tell(f"{job.kind}, {job.name}: {first if isinstance(first, str) else f'{first:.3g} requests/s'}, first seed")
     later = list(jobs)
     asked = [(number, seed) for number, job in enumerate(jobs) for seed in job.seeds[1:]]
     outcomes: list[list[float | str]] = [[first] for first in firsts]
@@ -127,6 +131,10 @@ def searched(jobs: Sequence[Job], effort: Effort, each: Map, tell: Tell) -> Foun
         made.append(Entry.of(job.kind, job.name, [each for each in found if isinstance(each, float)], job.prefills))
         tell(f"{job.kind}, {job.name}: {made[-1].rate:.3f} requests/s")
     return Found(tuple(made), tuple(failed))
+
+
+def _begun(jobs: Sequence[Job]) -> tuple[list[int], list[float]]:
+    return [job.seeds[0] for job in jobs], [job.start for job in jobs]
 
 
 def _finalists(jobs: Sequence[Job], firsts: Sequence[float | str], effort: Effort) -> Iterator[int]:
