@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from cluster.policy.aim import Aim
 from cluster.policy.balance import Answers, Group, Mix, Shares, shares
@@ -33,6 +34,7 @@ BACKLOG_S = 10.0  # in which what waits now should be computed
 LATELY_S = 5.0  # in which prompts of a new kind show
 _LEAST_REQUESTS = 5  # that say anything about a load
 _ENOUGH_REQUESTS = 8
+_MOST_TARGETS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,33 +188,15 @@ class Elastic:
 
     def _best_flip(self, groups: Sequence[Group], now: Shares, mix: Mix) -> _Step | None:
         """The first step to where the worst is least: one step off, or alike workers all split, or all mixed."""
-        steps = [replace(step, at_last=step.after.worst) for step in self._flips(groups, mix)]
-        for alike in _alike(groups):
-            for target in _whole(alike):
-                others = [group for group in groups if group not in alike]
-                if not self._keeps_floors([*others, *target]):
-                    continue
-                if (first := self._first_to(target, alike, groups, mix)) is not None:
-                    steps.append(replace(first, at_last=shares([*others, *target], mix).worst))
-        return self._best([step for step in steps if step.after.worst <= now.worst * STEP_BACK])
-
-    def _first_to(
-        self, target: Sequence[Group], alike: Sequence[Group], groups: Sequence[Group], mix: Mix
-    ) -> _Step | None:
-        """The best one of the steps that lead there; None when it is where we are."""
-        wanted, there = _by_role(target), _by_role(alike)
-        changed = [
-            (source, to, _changed(groups, source, to))
-            for source in alike
-            for to in alike
-            if source.count
-            and source.pool == to.pool
-            and there[source.role] > wanted[source.role]
-            and there[to.role] < wanted[to.role]
-        ]
-        return self._best(
-            [_Step(source, to, shares(after, mix)) for source, to, after in changed if self._keeps_floors(after)]
-        )
+        steps = list(self._flips(groups, mix))
+        found = [replace(step, at_last=step.after.worst) for step in steps]
+        kinds = _alike(groups)
+        for targets in _targets(kinds):
+            there = [group for target in targets for group in target]
+            first = self._best([step for step in steps if _leads(step, kinds, targets)])
+            if first is not None and self._keeps_floors(there):
+                found.append(replace(first, at_last=shares(there, mix).worst))
+        return self._best([step for step in found if step.after.worst <= now.worst * STEP_BACK])
 
     def _planned(self, groups: Sequence[Group], now: Shares, mix: Mix) -> tuple[_Step | None, float]:
         """The best step towards the plan, if one can be borne, and the margin by which others must be better."""
@@ -341,6 +325,27 @@ def _whole(alike: Sequence[Group]) -> Iterator[list[Group]]:
     for number in range(count + 1):
         yield [replace(one[Role.PREFILL], count=number), replace(one[Role.DECODE], count=count - number)]
     yield [replace(one[Role.MIXED], count=count)]
+
+
+def _targets(kinds: Sequence[list[Group]]) -> Iterator[list[list[Group]]]:
+    """Each kind whole, or as it is; all kinds at once while that is few: what one is best for hangs on the others."""
+    wholes = [list(_whole(kind)) for kind in kinds]
+    if math.prod(len(each) + 1 for each in wholes) > _MOST_TARGETS:
+        for number, each in enumerate(wholes):
+            yield from ([*kinds[:number], whole, *kinds[number + 1 :]] for whole in each)
+        return
+    yield from map(list, product(*([kind, *each] for kind, each in zip(kinds, wholes, strict=True))))
+
+
+def _leads(step: _Step, kinds: Sequence[list[Group]], targets: Sequence[list[Group]]) -> bool:
+    """Whether it is one of the steps that are wanted."""
+    assert step.source is not None and step.target is not None
+    for kind, target in zip(kinds, targets, strict=True):
+        if step.source in kind:
+            there, wanted = _by_role(kind), _by_role(target)
+            source, to = step.source.role, step.target.role
+            return there[source] > wanted[source] and there[to] < wanted[to]
+    return False
 
 
 def _changed(groups: Sequence[Group], source: Group | None, target: Group | None) -> list[Group]:

@@ -1,5 +1,7 @@
 """From a model and a GPU to workers that can be simulated: how much KV they hold, what steps and hand-offs cost."""
 
+from dataclasses import replace
+
 from cluster.sim.cluster import PoolModel
 from cluster.sim.systems import Fleet
 from cluster.spec import ClusterSpec, SpecError
@@ -7,7 +9,7 @@ from workers.config import EngineConfig, ParallelConfig
 from workers.profiles.capacity import kv_capacity_tokens
 from workers.profiles.hardware import hardware_of
 from workers.profiles.shapes import ModelShape, shape_of
-from workers.profiles.sources import BEST, CROSS, profile_of
+from workers.profiles.sources import BEST, CROSS, Link, link_of, profile_of
 
 BLOCK_SIZE = 16
 MAX_RUNNING = 256  # sequences of one worker; vLLM's default
@@ -19,9 +21,9 @@ def pool_model(
     parallel: ParallelConfig,
     *,
     source: str = BEST,
-    link: str = CROSS,
+    link: str | Link = CROSS,
 ) -> PoolModel:
-    """Workers of this model on `parallel.world_size` GPUs each; KV leaves them over `link` (in a node, or across).
+    """Workers of this model on `parallel.world_size` GPUs each; KV comes to them over `link` (in a node, or across).
 
     Raises `ProfileError` for names that are not known and splits that cannot be.
     """
@@ -52,15 +54,21 @@ def fleet(model: str, hardware: str, parallel: ParallelConfig, workers: int) -> 
 def models_of(spec: ClusterSpec, *, source: str = BEST, link: str = CROSS) -> dict[str, PoolModel]:
     """What the pools of a cluster file are in simulation: their measured `cost`, else their `hardware`'s.
 
-    A measured cost says nothing of how large the KV is: it must be a model whose shape is known. Raises `SpecError`.
+    A measured cost says nothing of how large the KV is: it must be a model whose shape is known. KV moves as
+    fast as the workers with the slowest links, all of a worker's GPUs together, send or take it. Raises `SpecError`.
     """
+    ways = {pool.name: link_of(pool.hardware, link) for pool in spec.pools if pool.cost is None and pool.hardware}
+    slowest_s = max(
+        (ways[pool.name].byte_s / pool.parallel.world_size for pool in spec.pools if pool.name in ways), default=0.0
+    )
     made: dict[str, PoolModel] = {}
     for pool in spec.pools:
         shape = shape_of(pool.model or spec.model)
         if pool.cost is not None:
             made[pool.name] = PoolModel(pool.cost, shape.kv_bytes_per_token, vocab_size=shape.vocab, shape=shape)
         elif pool.hardware:
-            made[pool.name] = pool_model(shape, pool.hardware, pool.parallel, source=source, link=link)
+            way = replace(ways[pool.name], byte_s=slowest_s * pool.parallel.world_size)
+            made[pool.name] = pool_model(shape, pool.hardware, pool.parallel, source=source, link=way)
         else:
             raise SpecError(
                 f"pools: {pool.name} has neither cost (measure it with `diptych profile`) nor hardware (a GPU's name): "

@@ -1,13 +1,23 @@
 """Pools of unlike GPUs: each by its own costs, for the router and for roles."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from test_roles import report
 from views import BLOCK, BLOCKS, view
 
+from cluster.bench.unlike import ARRANGED, ELASTIC, FIXED, Kind, cluster_of, run, told
+from cluster.bench.unlike import PROMPTS as LONG_PROMPTS
 from cluster.policy.admission import Admission
+from cluster.policy.balance import Group, Mix, shares
 from cluster.policy.book import Book
+from cluster.policy.elastic import Elastic, _targets
 from cluster.policy.forecast import Forecast
 from cluster.policy.lengths import Learned, expected_tokens
 from cluster.policy.moves import Mover
@@ -16,8 +26,10 @@ from cluster.policy.policy import Policy
 from cluster.policy.prefix_index import PrefixIndex
 from cluster.policy.promise import FEW, Promise
 from cluster.policy.requeue import Requeue
+from cluster.scoring.records import Ending
+from cluster.sim.fleet import models_of
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
-from cluster.view import WorkerState, WorkerView
+from cluster.view import ClusterView, WorkerState, WorkerView
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.request import SLO, Request, SamplingParams
@@ -90,3 +102,133 @@ def test_a_quick_prefill_worker_decodes_only_if_the_slow_one_can_do_without_it(
         now_s += 1.0
     placement = policy.choose(Ask(picture, request("last", 100, 90_000), now_s=now_s))
     assert isinstance(placement, Placement) and placement.decode == decode
+
+
+# ---- roles -------------------------------------------------------------------------------------------------------
+
+Counts = tuple[int, int, int]  # workers that prefill, decode, do both
+PROMPTS = Mix(rate=8, prompt_tokens=2750, computed_tokens=2750, output_tokens=70, ttft_s=4.0, tpot_s=0.075)
+ANSWERS = Mix(rate=9, prompt_tokens=350, computed_tokens=350, output_tokens=400, ttft_s=4.0, tpot_s=0.075)
+ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
+FAST_FIRST = ARRANGED["H100s prefill, A100s decode"]
+CHEAP_FIRST = ARRANGED["A100s prefill, H100s decode"]
+BOTH = ARRANGED["all do both"]
+
+
+class Unlike:
+    """Two H100 and two A100 workers by their published profiles, whose roles obey decisions."""
+
+    def __init__(self, kinds: tuple[Kind, ...]) -> None:
+        made = cluster_of(kinds, ELASTIC)
+        models = models_of(made)
+        self.pools = tuple(replace(pool, cost=models[pool.name].cost) for pool in made.pools)
+        self.subject = Elastic(replace(made, pools=self.pools))
+        self.now_s = 0.0
+        self.workers = [
+            WorkerView(f"{pool.name}-{number}", pool.name, pool.role, WorkerState.READY, "1", stats=stats)
+            for pool in self.pools
+            for stats in [WorkerStats(total_blocks=pool.engine.kv_blocks, free_blocks=pool.engine.kv_blocks)]
+            for number in range(pool.replicas)
+        ]
+
+    def run(self, mix: Mix, seconds: int = 30) -> list[str]:
+        """Which workers flipped."""
+        flipped = []
+        for _ in range(seconds):
+            self.now_s += 1.0
+            self.subject.told(report(mix), self.now_s)
+            decision = self.subject.decide(ClusterView(1, "c", None, tuple(self.workers)), self.now_s)
+            if decision is not None:
+                assert decision.role is not None
+                flipped.append(decision.worker)
+                self.workers = [
+                    structs.replace(each, role=decision.role) if each.name == decision.worker else each
+                    for each in self.workers
+                ]
+        return flipped
+
+    def counts(self) -> list[Counts]:
+        """Of each pool."""
+        roles = [[each.role for each in self.workers if each.pool == pool.name] for pool in self.pools]
+        return [(each.count(ROLES[0]), each.count(ROLES[1]), each.count(ROLES[2])) for each in roles]
+
+    def need(self, counts: Iterable[Counts], mix: Mix) -> float:
+        groups = [
+            Group(pool.name, role, count, pool.cost, pool.engine.kv_blocks * pool.engine.block_size, 256)
+            for pool, each in zip(self.pools, counts, strict=True)
+            for role, count in zip(ROLES, each, strict=True)
+            if pool.cost is not None
+        ]
+        return shares(groups, mix).worst
+
+    def least(self, mix: Mix) -> float:
+        """Of all roles that there can be."""
+        splits = [
+            [(p, d, pool.replicas - p - d) for p in range(pool.replicas + 1) for d in range(pool.replicas - p + 1)]
+            for pool in self.pools
+        ]
+        return min(self.need(each, mix) for each in product(*splits))
+
+
+@pytest.mark.parametrize("kinds", [FAST_FIRST, BOTH], ids=["right", "both"])
+def test_long_prompts_make_the_quick_ones_prefill_and_the_cheap_ones_decode(kinds: tuple[Kind, ...]) -> None:
+    """From all mixed, that is better only once both kinds have changed."""
+    subject = Unlike(kinds)
+    subject.run(PROMPTS)
+    fast, cheap = subject.counts()
+    assert fast == (2, 0, 0) and cheap[1] >= 1
+    assert subject.need(subject.counts(), PROMPTS) <= 1.02 * subject.least(PROMPTS)
+    assert not subject.run(PROMPTS, 10), "there they stay"
+
+
+@pytest.mark.parametrize("kinds", [FAST_FIRST, CHEAP_FIRST, BOTH], ids=["right", "reverse", "both"])
+@pytest.mark.parametrize("mix", [PROMPTS, ANSWERS], ids=["prompts", "answers"])
+def test_wherever_roles_begin_they_come_to_keep_both_promises(kinds: tuple[Kind, ...], mix: Mix) -> None:
+    subject = Unlike(kinds)
+    begun = subject.need(subject.counts(), mix)
+    subject.run(mix)
+    assert subject.need(subject.counts(), mix) <= min(begun, 0.95)
+
+
+def test_many_unlike_kinds_are_tried_kind_by_kind() -> None:
+    """All of their roles at once would be too many."""
+    kinds = [[Group(f"k{n}", role, 2, SLOW.scaled(1.0 + n), 10_000, 64) for role in ROLES] for n in range(6)]
+    found = list(_targets(kinds))
+    assert len(found) == 6 * 8
+    assert all(sum(a is not b for a, b in zip(each, kinds, strict=True)) == 1 for each in found)
+    assert len(list(_targets(kinds[:2]))) == 9 * 9
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0.2, 1.0), st.integers(1, 4), st.integers(1, 4), st.floats(0.2, 20.0), st.sampled_from(ROLES))
+def test_a_quicker_worker_never_needs_more(share: float, prefills: int, decodes: int, rate: float, role: Role) -> None:
+    """In the place of an equal one of each role."""
+    cost = LinearCost(0.02, 0.0002, 0.0, 0.0005, 0.0, 0.0, 0.0, 0.0)
+    mix = Mix(rate, 800, 800, 200, 2.0, 0.05)
+    there = [
+        Group("a", Role.PREFILL, prefills, cost, 200_000, 256),
+        Group("a", Role.DECODE, decodes, cost, 200_000, 256),
+    ]
+    like, quick = (Group("b", role, 1, each, 200_000, 256) for each in (cost, cost.scaled(share)))
+    before, after = shares([*there, like], mix), shares([*there, quick], mix)
+    assert after.ttft <= before.ttft * 1.001 + 1e-6
+    assert after.decode_queue <= before.decode_queue * 1.001 + 1e-3
+    assert role is Role.MIXED or after.tpot <= before.tpot * 1.001 + 1e-3  # chunks fill a mixed one's steps
+
+
+# ---- a whole cluster, in virtual time ------------------------------------------------------------------------------
+
+
+def test_workers_of_other_blocks_and_ranks_share_requests() -> None:
+    kinds = (Kind("h100-80gb", 1, Role.PREFILL), Kind("a100-80gb", 1, Role.DECODE, tensor=8, block_size=32))
+    found = run(kinds, FIXED, replace(LONG_PROMPTS, rate=2.0), seed=0, seconds=5.0)
+    assert all(each.ending is Ending.FINISHED for each in found.served)
+    fast, cheap = sorted(found.workers, key=lambda each: each.name, reverse=True)
+    assert fast.prompt_tokens > cheap.prompt_tokens and cheap.output_tokens > fast.output_tokens
+
+
+def test_roles_that_are_the_wrong_way_round_are_put_right() -> None:
+    fixed, elastic = (
+        told(CHEAP_FIRST, run(CHEAP_FIRST, each, LONG_PROMPTS, seed=0, seconds=8.0)) for each in (FIXED, ELASTIC)
+    )
+    assert elastic.prompts > fixed.prompts and elastic.kept >= fixed.kept
