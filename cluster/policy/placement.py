@@ -73,6 +73,7 @@ class Placement:
     predicted_ttft_s: float | None = None
     predicted_tpot_s: float | None = None
     prefill_s: float | None = None  # computing the prompt, once it is its turn; None: the forecast's
+    reserve_s: float = 0.0  # until the decode worker has promised blocks and a slot; only then is the prompt sent
 
     @property
     def colocated(self) -> bool:

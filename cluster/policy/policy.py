@@ -25,6 +25,7 @@ from cluster.policy.prefix_index import HOPE_S, PrefixIndex
 from cluster.policy.promise import Promise
 from cluster.policy.promised import Promised
 from cluster.policy.requeue import Requeue
+from cluster.policy.reserving import Reserving
 from cluster.policy.splitwise import Splitwise
 from cluster.policy.tetri import Tetri
 from cluster.spec import ADMISSION, ROUTING, ClusterSpec, SpecError
@@ -81,6 +82,7 @@ class Policy:
         self.mover = mover
         self.requeue = requeue
         self._find = Finder()
+        self._reserving = Reserving(forecast, book)
         self._router = router
         self._admission = admission
         self._forecast = forecast
@@ -115,9 +117,11 @@ class Policy:
             return None
         if placement.predicted_ttft_s is None:
             placement = self._predicted(ask, placement)
+        told = self._reserved(ask, placement)
         if ask.request.attempt or ask.beside or not self._admission.looks:
-            return placement
-        return self._admission.at_arrival(ask, placement, self._worker(ask, placement.decode)) or placement
+            return told
+        judged = told if self._admission.queues else placement  # the papers' admissions know of no reservation
+        return self._admission.at_arrival(ask, judged, self._worker(ask, placement.decode)) or told
 
     def _predicted(self, ask: Ask, placement: Placement) -> Placement:
         """With what is expected of it, where anything is known of costs or the admission needs to know."""
@@ -129,6 +133,16 @@ class Policy:
             predicted_ttft_s=self._forecast.ttft_seconds(ask, prefill, _cached_tokens(ask, placement)),
             predicted_tpot_s=self._forecast.tpot_seconds(ask, decode),
         )
+
+    def _reserved(self, ask: Ask, placement: Placement) -> Placement:
+        """With the wait for the decode worker's word, in which prompts ahead are computed and this one is not sent."""
+        if placement.colocated or placement.predicted_ttft_s is None:
+            return placement
+        wait_s = self._reserving.wait_s(ask, self._worker(ask, placement.decode))
+        if wait_s <= 0.0:
+            return placement
+        longer_s = max(0.0, wait_s - self._forecast.queue_seconds(ask, self._worker(ask, placement.prefill)))
+        return replace(placement, predicted_ttft_s=placement.predicted_ttft_s + longer_s, reserve_s=wait_s)
 
     def began(self, ask: Ask, placement: Placement) -> None:
         """The attempt is on its way to the workers chosen."""
