@@ -18,7 +18,7 @@ from cluster.spec import Role
 
 MODULE = "cluster.plan.child"
 MEMORY_BYTES = 2 << 30  # of address space
-NICENESS = 19
+NICENESS = 10
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -57,10 +57,17 @@ class Answer(msgspec.Struct, frozen=True):
 class ChildPlanner:
     """See `cluster.replanning.Planner`. A call that is cancelled ends its process."""
 
-    def __init__(self, module: str = MODULE, memory_bytes: int = MEMORY_BYTES, limit_s: float = LIMIT_S) -> None:
+    def __init__(
+        self,
+        module: str = MODULE,
+        memory_bytes: int = MEMORY_BYTES,
+        limit_s: float = LIMIT_S,
+        niceness: int = NICENESS,
+    ) -> None:
         self._module = module
         self._memory_bytes = memory_bytes
         self._limit_s = limit_s
+        self._niceness = niceness
 
     async def roles(self, question: Question) -> Planned:
         return (await self._ask("roles", question)).planned
@@ -69,7 +76,7 @@ class ChildPlanner:
         return (await self._ask("fleet", question)).words
 
     async def _ask(self, what: str, question: Question) -> Answer:
-        order = Order(what, question, self._limit_s, self._memory_bytes, NICENESS)
+        order = Order(what, question, self._limit_s, self._memory_bytes, self._niceness)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self._module), stdin=pipe, stdout=pipe, env=_environment(os.environ)

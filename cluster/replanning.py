@@ -151,6 +151,7 @@ class Replanner:
         except PlanFailed as error:
             logger.warning("no plan, and roles follow the load as before: %s", error)
             self._note(Decision("plan", str(moved)), f"failed: {error}")
+            self._drift.tried(asyncio.get_running_loop().time())
             return
         self._drift.planned(moved.after, asyncio.get_running_loop().time())
         reason = told(planned, question.counts)

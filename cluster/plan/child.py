@@ -14,7 +14,8 @@ import time
 from cluster.planner_process import Answer, Order, encoded, order_from
 from cluster.replanning import PlanFailed
 
-IN_TIME = 0.6  # of the limit: from then on no further run is begun
+IN_TIME = 0.5  # of the limit: from then on nothing further is tried
+MOST_CHARACTERS = 300  # of an error
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
     except MemoryError:
         answer = Answer(failed=f"the planner needs more than {order.memory_bytes / 2**30:.1f} GiB of memory")
     except Exception as error:
-        answer = Answer(failed=f"{type(error).__name__}: {' '.join(str(error).split())}")
+        answer = Answer(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_CHARACTERS]}")
     sys.stdout.buffer.write(encoded(answer))
 
 

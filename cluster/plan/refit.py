@@ -11,7 +11,7 @@ from cluster.plan.load import Load
 from cluster.plan.placement import Placement
 from cluster.plan.roles import load_of
 from cluster.plan.verdict import judged
-from cluster.replanning import Question
+from cluster.replanning import PlanFailed, Question
 from cluster.spec import PoolSpec
 from workers.profiles.errors import ProfileError
 
@@ -21,7 +21,10 @@ TARGET = 0.9
 
 
 def refitted(question: Question) -> str:
-    """Empty: it would not, or nobody knows. Nothing is cached here: a load with prefixes looks too heavy."""
+    """Empty: it would not, or nobody knows. Nothing is cached here: a load with prefixes looks too heavy.
+
+    Raises `PlanFailed` for models and hardware that are not known.
+    """
     pools = [pool for pool in question.spec.pools if _workers(question, pool)]
     hardware = {pool.hardware for pool in pools}
     if len(hardware) != 1 or not min(hardware) or question.slo.ttft_s is None or question.slo.tpot_s is None:
@@ -44,8 +47,8 @@ def refitted(question: Question) -> str:
         layout = judged(asked, Placement(asked).search().options).chosen.layout
     except PlanError as error:
         return f"{gpus} {min(hardware)} and twice as many: {error}"
-    except ProfileError:
-        return ""
+    except ProfileError as error:
+        raise PlanFailed(str(error)) from None
     if layout.gpus == gpus and _cuts(pools) == {(group.tensor, group.pipeline) for group in layout.groups}:
         return ""
     few = "fewer GPUs would do" if layout.gpus < gpus else "more GPUs are needed"

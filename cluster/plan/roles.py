@@ -64,7 +64,7 @@ class _Judged:
 
 
 def planned(question: Question, hurry: Callable[[], bool] = lambda: False) -> Planned:
-    """`hurry` is asked before each run: once it is so, the best of what was tried is the answer, if there is a choice.
+    """`hurry` is asked before runs: once it is so, the best of what was tried is the answer, if there is a choice.
 
     Raises `PlanFailed`, and what production raises for a cluster that cannot start.
     """
@@ -89,7 +89,8 @@ class Search:
         tried = self._tried(self._looked_at(now))
         last = sorted(tried, key=lambda each: (-each.attained, _flips(now, each.way)))[:FINAL]
         last += [each for each in tried if each.way == now and each not in last]
-        judged = [self._judged(each) for each in last]
+        once_more = not self._hurry()
+        judged = [self._judged(each) if once_more else replace(each, merit=each.attained) for each in last]
         chosen = max(judged, key=lambda each: (each.merit, -_flips(now, each.way)))
         present = next((each for each in judged if each.way == now), None)
         if present is not None and chosen.merit < present.merit + BETTER:
@@ -150,8 +151,6 @@ class Search:
     def _judged(self, tried: _Judged) -> _Judged:
         """What it keeps at the rate that was seen, and in the mean of that and some more."""
         trial, rate = self._trial(tried.way), self._question.rate
-        if self._hurry():
-            return replace(tried, merit=tried.attained)
         seen = fmean([tried.attained, *(self._run(trial, rate, seed).both for seed in SEEDS[1:])])
         more = self._run(trial, rate * ROOM, SEEDS[0]).both
         return _Judged(tried.way, seen, (seen + more) / 2.0)
