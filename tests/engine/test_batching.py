@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from workers.config import BATCHING, EngineConfig
 from workers.costs import LinearCost
+from workers.engine.batching import Adaptive
 from workers.engine.engine import Engine
 from workers.engine.estimate import plan_seconds
 from workers.engine.step import StepPlan
@@ -241,3 +242,34 @@ def test_adaptive_cuts_no_prompt_that_fits_unless_somebody_decodes() -> None:
     long = engine(batching="adaptive", max_batch_tokens=16)
     long.add(request("d", prompt(40), max_tokens=2), 0.0, hold=False)
     assert [plan[0][1] for plan in plans(long)] == [16, 16, 8, 1]
+
+
+def test_adaptive_takes_for_prompts_what_streams_are_ahead_and_lets_none_pause_for_long_or_fall_behind() -> None:
+    promise_s, token_s = 0.01, 0.001
+    cost = LinearCost(step_s=0.004, prefill_token_s=token_s, prefill_pair_s=0.0, decode_row_s=0.0, decode_context_s=0.0)
+    subject = engine(batching="adaptive", cost=cost, max_batch_tokens=64)
+    now_s = 0.0
+
+    def run() -> Shape:
+        nonlocal now_s
+        plan = subject.schedule(now_s)
+        assert plan is not None
+        seconds = plan_seconds(cost, plan)
+        now_s += seconds
+        subject.commit(plan, result(plan, seconds), now_s)
+        return shape(plan)
+
+    subject.add(request("d", prompt(6), max_tokens=100, slo=SLO(tpot_s=promise_s)), now_s, hold=False)
+    run()
+    began_s = now_s
+    subject.add(request("e", prompt(10, 40), max_tokens=1), now_s, hold=False)
+    assert [run() for _ in range(2)] == [[("d", 1), ("e", 5)]] * 2, "nobody is ahead"
+    for _ in range(10):
+        run()
+    subject.add(request("f", prompt(60, 60), max_tokens=1), now_s, hold=False)
+    sizes = []
+    for count in range(13, 40):
+        before_s, sizes = now_s, [*sizes, dict(run()).get("f", 0)]
+        assert now_s - before_s <= Adaptive.PAUSE * promise_s + 1e-9
+        assert now_s <= began_s + count * promise_s
+    assert sizes[0] == round((Adaptive.PAUSE * promise_s - 0.004) / token_s) and sum(sizes) == 60

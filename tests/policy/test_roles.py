@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from cluster.policy.balance import Group, Mix, shares
-from cluster.policy.elastic import PATIENCE, STEP_BACK, Elastic
+from cluster.policy.elastic import LATELY_S, PATIENCE, STEP_BACK, Elastic
 from cluster.policy.evidence import Decision, Report, Sample
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
 from cluster.view import ClusterView, PoolView, WorkerState, WorkerView
@@ -265,6 +265,22 @@ def test_what_waits_makes_the_load_heavier() -> None:
     backed_up.workers[name] = structs.replace(backed_up.workers[name], stats=stats)
     assert not calm.run(8, mild)
     assert backed_up.run(8, mild)
+
+
+def test_prompts_of_another_kind_show_before_the_window_is_full_of_them() -> None:
+    cluster = Cluster(spec(window_s=60.0))
+    cluster.run(120, ANSWERS)
+    before = cluster.roles()
+    made = cluster.run(round(LATELY_S) + 2, PROMPTS)
+    assert made and made[0].role in (Role.PREFILL, Role.MIXED)
+    assert cluster.roles()[0] + cluster.roles()[2] > before[0] + before[2]
+
+
+def test_answers_that_still_run_keep_their_workers_when_prompts_of_another_kind_come() -> None:
+    """Right behind the shift nine tenths of what decodes are long answers, which two workers alone could not hold."""
+    mixed = replace(PROMPTS, answers=ANSWERS.decoded)
+    assert shares(split(4, 2), mixed).tpot > 1.0 > shares(split(4, 2), PROMPTS).tpot
+    assert shares(split(4, 2), mixed).ttft == shares(split(4, 2), PROMPTS).ttft
 
 
 def test_no_step_leads_from_nowhere_to_nowhere() -> None:
