@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cluster.bench.elastic import one, oracle, page, pictures, record
+from cluster.bench.elastic import one, oracle, page, pictures, record, staleness
 from cluster.bench.elastic.__main__ import QUICK, contender, main
 from cluster.bench.elastic.campaign import measure
 from cluster.bench.elastic.contenders import OURS, Contender, View, called, case_of, colocated, named, routed, splits
@@ -17,13 +17,13 @@ from cluster.bench.elastic.oracle import Oracle
 from cluster.bench.elastic.probe import Probe
 from cluster.bench.elastic.record import KINDS, ROUTER, SYSTEM, Record
 from cluster.bench.elastic.scenarios import SCENARIOS, Phase, Scenario, Size
-from cluster.bench.elastic.search import Effort, Found, jobs_of, searched, statics
+from cluster.bench.elastic.search import Best, Effort, Found, jobs_of, ladder, searched, statics
 from cluster.scoring.figures import Attainment
 from cluster.sim.clock import run
 from cluster.sim.distance import Distant
 from cluster.sim.systems import SYSTEMS
 from cluster.spec import ROUTING, SpecError
-from tests.bench.elastic_probes import made, pretend
+from tests.bench.elastic_probes import SMALL, made, pretend
 from workers.request import SLO
 from workers.stats import WorkerStats
 
@@ -134,13 +134,45 @@ def test_statistics_come_late_and_never_younger_than_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "best", [Contender("distserve", 1, 8192, plain=True), Contender("distserve", 4, 1024, plain=True)]
+    "best",
+    [Contender("distserve", *numbers, plain=True) for numbers in ((1, 8192), (4, 1024), (3, 2048))],
 )
 def test_the_ladder_finds_the_best_of_all_splits(monkeypatch: pytest.MonkeyPatch, best: Contender) -> None:
     pretend(monkeypatch, lambda one: 3.0 if one == best else 2.0 - 0.1 * abs(one.prefills - best.prefills))
     found = statics(made("phases-a100", Size()), Effort(), map, lambda _: None)
     assert found.split.contenders == (best,)
     assert found.split.rate == pytest.approx(3.0, rel=0.06) and found.split.rate <= 3.0
+
+
+def test_a_ladder_that_begins_far_below_takes_several_rungs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+
+    def attained(probe: Probe, rate: float, seed: int) -> Attainment:
+        rates.append(rate)
+        share = float(rate <= 10.0)
+        return Attainment(share, share, share, share)
+
+    monkeypatch.setattr(Probe, "__call__", attained)
+    first, other = splits(2, (2048,))
+    best = ladder(made("phases-a100"), Best((first,), 1.0), [other], Effort(rung=0.05), map, lambda _: None)
+    assert best.contenders == (other,) and 10.0 / 1.0501 < best.rate <= 10.0
+    assert len(rates) < 16  # one by one there are 49
+
+
+def test_every_router_looks_through_every_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attained(job: staleness._Job) -> float:
+        return 0.1 * job.view.gateways + 0.01 * job.view.stale_s + 0.001 * job.seed
+
+    monkeypatch.setattr(staleness, "_attained", attained)
+    made_rows = staleness.study(SMALL, map, lambda _: None)
+    assert {(each.routing, each.gateways) for each in made_rows} == {
+        *((f"{name} on split 1, chunk 2048", number) for name in ("least-loaded", "promise") for number in (1, 2, 4)),
+        *(("ours", number) for number in (1, 4)),
+    }
+    assert len(made_rows) == 4 * 8
+    for each in made_rows:
+        mean = 0.1 * each.gateways + 0.01 * each.stale_s
+        assert each.kept == pytest.approx((mean, mean + 0.001, mean + 0.002))
 
 
 def test_a_search_that_nobody_survives_still_names_somebody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,15 +165,14 @@ class Best:
 
 
 def pilot(scenario: Scenario, contender: Contender, start: float, effort: Effort) -> Best:
-    """Where a ladder begins: one configuration's goodput, roughly."""
-    job = Job.of(SPLIT, Probe(contender, scenario), start, effort.seeds[:1], effort.rough)
+    """Where a ladder begins: one configuration's goodput, to a rung."""
+    job = Job.of(SPLIT, Probe(contender, scenario), start, effort.seeds[:1], effort.rung)
     return Best((contender,), job.held(effort.seeds[0], start, 2.0) or start / REACH)
 
 
 def ladder(scenario: Scenario, best: Best, others: Sequence[Contender], effort: Effort, each: Map, tell: Tell) -> Best:
-    """`others` may take the place of the best so far, whose rate may be known roughly."""
-    known, alive = best.contenders, [one for one in others if one not in best.contenders]
-    leap, rising = 1.0, True
+    """`others` may take the place of the best so far, who did not hold a rung higher."""
+    alive, leap, rising = [one for one in others if one not in best.contenders], 1.0, True
     while alive:
         count, rate = len(alive), best.rate * leap
         keeps = each(_holds, alive, [scenario] * count, [rate] * count, [effort.seeds[0]] * count)
@@ -181,8 +180,7 @@ def ladder(scenario: Scenario, best: Best, others: Sequence[Contender], effort: 
         told = ", ".join(one.name for one in held[:4]) or "nobody else"
         tell(f"{scenario.name}: of {count}, {len(held)} hold at {rate:.3g} requests/s: {told}")
         if held:
-            alive, best = [*held, *known], Best(tuple(held[: effort.finalists]), rate)
-            known = ()
+            alive, best = held, Best(tuple(held[: effort.finalists]), rate)
         rising = rising and bool(held)
         if not rising and leap < 1.0 + 1.01 * effort.rung:
             break
