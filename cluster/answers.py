@@ -114,17 +114,19 @@ def one_end(made: Sequence[Answer], best: Sequence[Answer], ranked: bool) -> Com
     if len(made) == 1:
         return ends[0]
     answers = tuple(
-        AnswerEnd(each.finish, each.completion_tokens, each.attempts, each.ledger, mean)
+        AnswerEnd(each.finish, each.completion_tokens, each.attempts, each.ledger, mean, each.decode_workers)
         for each, mean in ((answer.end, answer.mean_logprob if ranked else None) for answer in best)
         if each is not None
     )
+    last = max(ends, key=lambda end: end.ledger.total_ns)
     return Completed(
         finish=answers[0].finish,
         prompt_tokens=ends[0].prompt_tokens,
         completion_tokens=sum(each.completion_tokens for each in ends),
         cached_tokens=min(each.cached_tokens for each in ends),
         attempts=max(each.attempts for each in ends),
-        ledger=max((each.ledger for each in ends), key=lambda ledger: ledger.total_ns),
+        ledger=last.ledger,
         transfers=tuple(report for each in ends for report in each.transfers),
         answers=answers,
+        decode_workers=last.decode_workers,
     )

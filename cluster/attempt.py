@@ -75,6 +75,7 @@ class Attempt:
         self.transfer: TransferReport | None = None
         self.transfers: list[TransferReport] = []
         self.cached_tokens = 0
+        self.decode_workers = [decode.name]  # the last one decodes now
         self.phase = "queueing"
 
     # ---- the ways ----------------------------------------------------------------------------------------------
@@ -289,6 +290,7 @@ class Attempt:
         self.close_lap()
         self._latest = None
         owner, self._decode = self._decode, leg
+        self.decode_workers.append(leg.name)
         owner.release(self._background)
         return True
 

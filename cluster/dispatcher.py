@@ -177,6 +177,7 @@ class Dispatcher:
                 attempts=life.request.attempt + 1 - life.num_anew,
                 ledger=life.watch.ledger(),
                 transfers=tuple(life.transfers),
+                decode_workers=life.decode_workers,
             )
         )
 
@@ -240,6 +241,7 @@ class Dispatcher:
             return finish
         finally:
             life.phase, life.attempt = attempt.phase, None
+            life.decode_workers = tuple(attempt.decode_workers)
             self._policy.ended(key, asyncio.get_running_loop().time(), attempt_tokens)
             self._lobby.changed()
             attempt.release()

@@ -109,11 +109,13 @@ class AnswerEnd:
     attempts: int
     ledger: LatencyLedger
     mean_logprob: float | None = None
+    decode_workers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The end. `transfers` has one report for each hand-off (none when colocated, several after recoveries).
+    """The end. `transfers` has one report for each hand-off (none when colocated, several after recoveries or moves);
+    `decode_workers` are those of the last attempt: the one that was accepted, then those that it moved to.
 
     Of several answers, `answers` has each one's end, by index; the rest then speaks of all that were made: tokens are
     summed (the prompt's counted once), `finish` is the first answer's, `ledger` that of the one that ended last.
@@ -127,6 +129,7 @@ class Completed:
     ledger: LatencyLedger
     transfers: tuple[TransferReport, ...]
     answers: tuple[AnswerEnd, ...] = ()
+    decode_workers: tuple[str, ...] = ()
 
 
 Event = Queued | Accepted | Delta | Completed

@@ -49,6 +49,7 @@ class Life:
     anew: tuple[Request, Placement] | None = None  # the attempt that comes instead, begun with the policy
     placed_anew: asyncio.Event = field(default_factory=asyncio.Event)
     num_anew: int = 0
+    decode_workers: tuple[str, ...] = ()  # of the latest attempt
     phase: str = "queueing"
     finish: FinishReason | None = None
     error: BaseException | None = None

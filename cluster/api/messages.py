@@ -264,6 +264,7 @@ def _completed_message(event: Completed) -> inference_pb2.Completed:
         ledger=_ledger_message(event.ledger),
         transfers=[_transfer_message(report) for report in event.transfers],
         answers=map(_answer_end_message, event.answers),
+        decode_workers=event.decode_workers,
     )
 
 
@@ -277,6 +278,7 @@ def _completed_from(message: inference_pb2.Completed) -> Completed:
         ledger=_ledger_from(message.ledger),
         transfers=tuple(_transfer_from(report) for report in message.transfers),
         answers=tuple(map(_answer_end_from, message.answers)),
+        decode_workers=tuple(message.decode_workers),
     )
 
 
@@ -287,6 +289,7 @@ def _answer_end_message(end: AnswerEnd) -> inference_pb2.AnswerEnd:
         attempts=end.attempts,
         ledger=_ledger_message(end.ledger),
         mean_logprob=end.mean_logprob,
+        decode_workers=end.decode_workers,
     )
 
 
@@ -297,6 +300,7 @@ def _answer_end_from(message: inference_pb2.AnswerEnd) -> AnswerEnd:
         attempts=message.attempts,
         ledger=_ledger_from(message.ledger),
         mean_logprob=message.mean_logprob if message.HasField("mean_logprob") else None,
+        decode_workers=tuple(message.decode_workers),
     )
 
 

@@ -79,6 +79,7 @@ def answer_json(text: str, tokens: tuple[int, ...], accepted: Accepted, complete
         "attempts": completed.attempts,
         "prefill_worker": accepted.prefill_worker,
         "decode_worker": accepted.decode_worker,
+        "decode_workers": list(completed.decode_workers or (accepted.decode_worker,)),
         "reason": accepted.reason,
         "predicted_ttft_s": accepted.predicted_ttft_s,
         "predicted_tpot_s": accepted.predicted_tpot_s,
@@ -140,6 +141,7 @@ def way_lines(accepted: Accepted, completed: Completed, workers: dict[str, Worke
         return name if worker is None else f"{name} (pid {worker.pid}, {worker.node or 'this machine'})"
 
     lines = [f"prefill   {named(accepted.prefill_worker)}", f"decode    {named(accepted.decode_worker)}"]
+    lines += [f"moved to  {named(name)}" for name in completed.decode_workers[1:]]
     if accepted.reason:
         lines.append(f"chosen    {accepted.reason}")
     if accepted.predicted_ttft_s is not None:

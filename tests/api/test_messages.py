@@ -21,13 +21,14 @@ REAL = st.floats(allow_nan=False, allow_infinity=False)
 PARTS = st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 10**15)), max_size=5).map(tuple)
 LOGPROBS = st.builds(TokenLogprobs, REAL, st.lists(st.tuples(COUNT, REAL), max_size=3).map(tuple))
 WORD = st.text(max_size=12)
+WORDS = st.lists(WORD, max_size=3).map(tuple)
 TRANSFERS = st.builds(
     TransferReport, WORD, WORD, WORD, COUNT, COUNT, COUNT, COUNT, COUNT, COUNT, SECONDS, SECONDS, SECONDS
 )
 TOKENS = st.lists(COUNT, max_size=5).map(tuple)
 SEVERAL_LOGPROBS = st.lists(LOGPROBS, max_size=3).map(tuple)
 LEDGERS = st.builds(LatencyLedger, PARTS, PARTS, st.integers(0, 10**15), st.integers(0, 10**15))
-ENDS = st.builds(AnswerEnd, st.sampled_from(FinishReason), COUNT, COUNT, LEDGERS, st.none() | REAL)
+ENDS = st.builds(AnswerEnd, st.sampled_from(FinishReason), COUNT, COUNT, LEDGERS, st.none() | REAL, WORDS)
 EVENTS = st.one_of(
     st.builds(Queued, WORD, COUNT, SECONDS, SECONDS, WORD, COUNT),
     st.builds(Accepted, WORD, COUNT, COUNT, WORD, WORD, WORD, st.none() | SECONDS, st.none() | SECONDS, COUNT),
@@ -42,6 +43,7 @@ EVENTS = st.one_of(
         LEDGERS,
         st.lists(TRANSFERS, max_size=2).map(tuple),
         st.lists(ENDS, max_size=2).map(tuple),
+        WORDS,
     ),
 )
 

@@ -303,6 +303,10 @@ def test_decodes_leave_a_worker_that_cannot_keep_their_promise(rebalances: bool)
             for n, events in enumerate(runs):
                 assert tokens_of(events) == expected(f"r{n}", 30 + n, 300)
             moved = sum(len(completed(events).transfers) - 1 for events in runs)
+            told = [completed(events).decode_workers for events in runs]
+            assert {names[0] for names in told} == {"decode-0"}, "as it was accepted"
+            assert sum(names == ("decode-0", "decode-1") for names in told) == sum(len(names) - 1 for names in told)
+            assert sum(len(names) - 1 for names in told) == moved
             assert (3 <= moved <= 6) if rebalances else not moved
             await subject.settle()
 

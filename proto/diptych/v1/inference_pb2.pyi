@@ -205,21 +205,23 @@ class Delta(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., first_position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class AnswerEnd(_message.Message):
-    __slots__ = ("finish_reason", "completion_tokens", "attempts", "ledger", "mean_logprob")
+    __slots__ = ("finish_reason", "completion_tokens", "attempts", "ledger", "mean_logprob", "decode_workers")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
     MEAN_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKERS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: _common_pb2.FinishReason
     completion_tokens: int
     attempts: int
     ledger: _common_pb2.LatencyLedger
     mean_logprob: float
-    def __init__(self, finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., completion_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., ledger: _Optional[_Union[_common_pb2.LatencyLedger, _Mapping]] = ..., mean_logprob: _Optional[float] = ...) -> None: ...
+    decode_workers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., completion_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., ledger: _Optional[_Union[_common_pb2.LatencyLedger, _Mapping]] = ..., mean_logprob: _Optional[float] = ..., decode_workers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Completed(_message.Message):
-    __slots__ = ("finish_reason", "usage", "attempts", "ledger", "transfers", "outputs", "answers")
+    __slots__ = ("finish_reason", "usage", "attempts", "ledger", "transfers", "outputs", "answers", "decode_workers")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +229,7 @@ class Completed(_message.Message):
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKERS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: _common_pb2.FinishReason
     usage: _common_pb2.Usage
     attempts: int
@@ -234,7 +237,8 @@ class Completed(_message.Message):
     transfers: _containers.RepeatedCompositeFieldContainer[_common_pb2.TransferReport]
     outputs: _containers.RepeatedCompositeFieldContainer[Delta]
     answers: _containers.RepeatedCompositeFieldContainer[AnswerEnd]
-    def __init__(self, finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., attempts: _Optional[int] = ..., ledger: _Optional[_Union[_common_pb2.LatencyLedger, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[_common_pb2.TransferReport, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., answers: _Optional[_Iterable[_Union[AnswerEnd, _Mapping]]] = ...) -> None: ...
+    decode_workers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., attempts: _Optional[int] = ..., ledger: _Optional[_Union[_common_pb2.LatencyLedger, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[_common_pb2.TransferReport, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., answers: _Optional[_Iterable[_Union[AnswerEnd, _Mapping]]] = ..., decode_workers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateBatchRequest(_message.Message):
     __slots__ = ("requests",)
