@@ -161,6 +161,8 @@ class Replanner:
         )
         if self._aimed is not None:
             self._aimed.aim(planned.counts, reason)
+        if not any(pool.hardware for pool in self._spec.pools):
+            return  # nobody knows what another fleet would do
         try:
             if advice := await self._in_time(self._planner.fleet(question)):
                 logger.info("advised: %s", advice)

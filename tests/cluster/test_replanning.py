@@ -39,6 +39,11 @@ def spec(replan: str, **elastic: object) -> ClusterSpec:
     )
 
 
+def named(like: ClusterSpec) -> ClusterSpec:
+    """On hardware that has a name."""
+    return replace(like, pools=tuple(replace(pool, hardware="a100-80gb") for pool in like.pools))
+
+
 class Scripted:
     """Answers what it is told to, and keeps what it was asked."""
 
@@ -46,6 +51,7 @@ class Scripted:
         self.answers = list(answers)
         self.words = fleet
         self.asked: list[Question] = []
+        self.asked_fleet = 0
 
     async def roles(self, question: Question) -> Planned:
         self.asked.append(question)
@@ -55,6 +61,7 @@ class Scripted:
         return answer
 
     async def fleet(self, question: Question) -> str:
+        self.asked_fleet += 1
         if isinstance(self.words, Exception):
             raise self.words
         return self.words
@@ -72,7 +79,7 @@ async def served(subject: Cluster, *loads: list[tuple[float, int, int]]) -> None
 
 async def shifted(planner: Planner) -> tuple[dict[tuple[str, Role], int], tuple[Taken, ...]]:
     """The roles at the end, and what was decided."""
-    async with cluster(spec("act"), COST, planner=planner) as subject:
+    async with cluster(named(spec("act")), COST, planner=planner) as subject:
         await served(subject, ANSWERS, PROMPTS)
         return dict(counted(subject.controller.view())), await subject.controller.decisions()
 
@@ -168,7 +175,7 @@ def replace_age(sample: Sample, age_s: float) -> Sample:
 def test_advice_moves_nobody() -> None:
     planner = Scripted(WANTED)
     assert run(alone(planner, (30, SHORT), (40, LONG), acts=False)) == ([], ["advised"])
-    assert len(planner.asked) == 1
+    assert len(planner.asked) == 1 and not planner.asked_fleet, "nobody named the hardware"
 
 
 class Silent(Scripted):
@@ -248,8 +255,9 @@ def test_who_was_turned_away_is_planned_for_like_the_others() -> None:
 
 def test_advice_on_the_fleet_that_fails_leaves_the_plan_alone() -> None:
     planner = Scripted(WANTED, fleet=ValueError("no such GPU"))
-    given, outcomes = run(alone(planner, (30, SHORT), (30, LONG)))
-    assert given == [None, WANTED.counts] and outcomes == ["under way"]
+    like = named(spec("act", period_s=1.0))
+    given, outcomes = run(alone(planner, (30, SHORT), (30, LONG), like=like))
+    assert given == [None, WANTED.counts] and outcomes == ["under way"] and planner.asked_fleet == 1
 
 
 def test_words_say_the_figures() -> None:

@@ -179,6 +179,7 @@ def on_gpus(gpus: int, rate: float, ttft_s: float = 1.0) -> Question:
 
 def test_fewer_gpus_that_would_do_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refit, "REQUESTS", 10)
+    monkeypatch.setattr(refit, "MOST_REQUESTS", 100)
     words = refitted(on_gpus(2, rate=1.0))
     assert words.startswith("fewer GPUs would do: 1 instead of 2 a100-80gb serve 1 requests/s for 90%")
 
