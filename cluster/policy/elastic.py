@@ -267,7 +267,7 @@ class Elastic:
     def _shrink(self, view: ClusterView, step: _Step, now: Shares, mix: Mix, now_s: float) -> Decision:
         assert step.source is not None
         self._stepped(now_s)
-        worker = _least_busy(view, step.source)
+        worker = _members(view, step.source)[-1]  # what it decodes moves; a node that came for the last one may go
         reason = f"one worker less: {_words(now, step.after, mix)}"
         return Decision("shrink", reason, worker=worker.name, pool=step.source.pool)
 
@@ -353,9 +353,13 @@ def _changed(groups: Sequence[Group], source: Group | None, target: Group | None
     return [replace(group, count=group.count - (group is source) + (group is target)) for group in groups]
 
 
+def _members(view: ClusterView, group: Group) -> list[WorkerView]:
+    return [worker for worker in _ready(view) if worker.pool == group.pool and worker.role is group.role]
+
+
 def _least_busy(view: ClusterView, group: Group) -> WorkerView:
     """The worker whose change of role leaves the least work behind."""
-    workers = [worker for worker in _ready(view) if worker.pool == group.pool and worker.role is group.role]
+    workers = _members(view, group)
     if group.role is Role.PREFILL:
         return min(workers, key=lambda worker: (worker.stats.queued_tokens, worker.name))
     return min(workers, key=lambda worker: (worker.stats.running + worker.stats.reserved, worker.name))

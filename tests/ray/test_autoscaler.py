@@ -1,0 +1,168 @@
+"""With Ray's own autoscaler: a pool that grows brings a node up, one that shrinks takes it down; no token is lost."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from autoscaled import STORE_BYTES, Autoscaled, autoscaled
+from served import Served, laptop, served
+
+from cluster.api.client import ClusterStatus, DiptychClient
+from cluster.events import Accepted
+from cluster.view import WorkerState, WorkerView
+from workers.executor.modelled import modelled_token
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+
+PROMPT = [5, 6, 7] * 7
+PREFILLS = {"step_s": 0.005, "decode_row_s": 1.0, "prefill_token_s": 0.0001}  # so that no change of roles helps
+DECODES = {"step_s": 0.2, "decode_row_s": 0.02, "prefill_token_s": 0.0001}
+TPOT_S = 0.45  # 12 decodes on one worker, and far from it with 2
+IDLE_S = 3.0
+WAIT_S = 90.0
+
+
+@dataclass
+class Subject:
+    ray: Autoscaled
+    served: Served
+    client: DiptychClient
+
+    async def until(self, is_so: Callable[[ClusterStatus], bool]) -> ClusterStatus:
+        end_s = asyncio.get_running_loop().time() + WAIT_S
+        while not is_so(status := await self.client.status()):
+            assert asyncio.get_running_loop().time() < end_s, f"{status.view.workers} after {status.decisions}"
+            await asyncio.sleep(0.1)
+        return status
+
+    async def nodes_until(self, is_so: Callable[[str], bool]) -> str:
+        """What `ray status` says, once it is so."""
+        end_s = asyncio.get_running_loop().time() + WAIT_S
+        while not is_so(told := await self.ray.status()):
+            assert asyncio.get_running_loop().time() < end_s, told
+            await asyncio.sleep(0.2)
+        return told
+
+
+def document() -> dict[str, object]:
+    """One worker of each pool has room on the head; a second one that decodes has on a node of its own."""
+    made = laptop(executor="modelled")
+    prefill, decode = made["pools"]
+    prefill |= {"resources": {"cpu": 0.5, "custom": {"prefill": 1}}, "cost": PREFILLS}
+    decode |= {"resources": {"cpu": 1, "custom": {"decode": 1}}, "cost": DECODES, "replicas": {"min": 1, "max": 2}}
+    made["gateway"] |= {"slo": {"tpot_s": TPOT_S}}
+    made["health"] = {"place_timeout_s": 90.0, "dead_after_s": 10.0}
+    made["elastic"] = {"mode": "act", "period_s": 0.2, "window_s": 4.0, "dwell_s": 0.2, "cooldown_s": 0.5}
+    return made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    folder = Path(tmp_path_factory.mktemp("autoscaler"))
+    decodes = {"resources": {"CPU": 1, "decode": 1, "object_store_memory": STORE_BYTES}, "max_workers": 1}
+    async with (
+        autoscaled({"CPU": 2, "prefill": 1, "decode": 1}, {"decodes": decodes}, IDLE_S) as ray,
+        served(document(), folder, **ray.environment) as serving,
+        DiptychClient(serving.endpoint) as client,
+    ):
+        yield Subject(ray, serving, client)
+
+
+def worker(status: ClusterStatus, name: str) -> WorkerView | None:
+    return next((each for each in status.view.workers if each.name == name), None)
+
+
+def is_ready(name: str) -> Callable[[ClusterStatus], bool]:
+    return lambda status: (found := worker(status, name)) is not None and found.state is WorkerState.READY
+
+
+def has_gone(name: str) -> Callable[[ClusterStatus], bool]:
+    return lambda status: worker(status, name) is None
+
+
+def nodes(told: str) -> int:
+    """Nodes of the type that a worker which decodes needs."""
+    return sum(int(count) for count in re.findall(r"^ (\d+) decodes$", told, re.MULTILINE))
+
+
+async def answer(
+    client: DiptychClient, name: str, max_tokens: int, seen: Callable[[], None] = lambda: None
+) -> set[int]:
+    """The attempts that it took. Every token is the one that it must be: a modelled worker draws by the name."""
+    tokens: list[int] = []
+    attempts: set[int] = set()
+    async for event in client.generate(PROMPT, request_id=name, max_tokens=max_tokens):
+        if isinstance(event, Accepted):
+            attempts.add(event.attempt)
+        tokens.extend(getattr(event, "tokens", ()))
+        if tokens:
+            seen()
+    assert tokens == [modelled_token(f"{name}/0", len(PROMPT) + n, 1000, (0,)) for n in range(max_tokens)]
+    return attempts
+
+
+async def test_a_new_worker_brings_its_node_and_takes_requests_until_it_is_let_go(subject: Subject) -> None:
+    client = subject.client
+    await client.scale("decode", 2)
+    status = await subject.until(lambda status: bool((found := worker(status, "decode-1")) and found.waits_for))
+    waiting = worker(status, "decode-1")
+    assert waiting is not None and waiting.trouble == "waits for a node: {CPU: 1, decode: 1}"
+    status = await subject.until(is_ready("decode-1"))
+    assert all(not each.trouble for each in status.view.workers)
+    assert status.view.linked("prefill-0", "decode-1")
+    assert nodes(await subject.nodes_until(lambda told: nodes(told) > 0)) == 1
+
+    flowing = asyncio.Event()
+    streams = [asyncio.ensure_future(answer(client, f"stream-{n}", 30, flowing.set)) for n in range(4)]
+    await flowing.wait()
+    await subject.until(lambda status: bool((found := worker(status, "decode-1")) and found.stats.running))
+    await client.drain("decode-1")
+    await subject.until(has_gone("decode-1"))
+    assert await asyncio.gather(*streams) == [{0}] * 4, "what decoded there went on elsewhere"
+    told = await subject.nodes_until(lambda told: nodes(told) == 0)
+    assert "1.0/1.0 decode" in told and "(no resource demands)" in told, "nothing is kept of the worker that left"
+
+
+async def test_a_worker_for_which_there_is_no_kind_of_node_can_be_taken_back(subject: Subject) -> None:
+    await subject.client.scale("prefill", 2)
+    asked = await subject.nodes_until(lambda told: "(no resource demands)" not in told)
+    assert re.search(r"'prefill': 1\.0.*1\+ pending placement groups", asked)
+    await subject.client.scale("prefill", 1)
+    status = await subject.until(has_gone("prefill-1"))
+    assert worker(status, "prefill-0") is not None
+    await subject.nodes_until(lambda told: "(no resource demands)" in told)
+
+
+async def test_load_alone_brings_a_node_and_calm_takes_it_down(subject: Subject) -> None:
+    client = subject.client
+    names = (f"request-{n}" for n in range(100_000))
+
+    async def ask(max_tokens: int, over: asyncio.Event) -> None:
+        while not over.is_set():
+            await answer(client, next(names), max_tokens)
+
+    async def under(count: int, max_tokens: int, awaited: Awaitable[ClusterStatus]) -> ClusterStatus:
+        """So many ask, each one question after the other, until the cluster is as awaited."""
+        over = asyncio.Event()
+        asking = [asyncio.ensure_future(ask(max_tokens, over)) for _ in range(count)]
+        try:
+            return await awaited
+        finally:
+            over.set()
+            await asyncio.gather(*asking)
+
+    def outcomes(status: ClusterStatus, kind: str) -> list[str]:
+        return [taken.outcome for taken in status.decisions if taken.decision.kind == kind]
+
+    def took_some(status: ClusterStatus) -> bool:
+        return "done" in outcomes(status, "grow") and worker(status, "decode-1").stats.running > 0  # type: ignore[union-attr]
+
+    status = await under(60, 12, subject.until(took_some))
+    assert nodes(await subject.nodes_until(lambda told: nodes(told) > 0)) == 1
+    status = await under(2, 4, subject.until(lambda status: "done" in outcomes(status, "shrink")))
+    assert outcomes(status, "grow") == ["done"] == outcomes(status, "shrink")
+    await subject.nodes_until(lambda told: nodes(told) == 0)
