@@ -28,11 +28,12 @@ from typing import ClassVar
 
 from cluster.policy.book import Book
 from cluster.policy.caches import CacheAware
+from cluster.policy.everyone import Everyone
 from cluster.policy.forecast import Forecast
 from cluster.policy.outlook import DecodeSide, Outlook, PromptSide
 from cluster.policy.placement import Ask, Placement
 from cluster.policy.prefix_index import Depth, PrefixIndex
-from cluster.policy.shortlist import Everyone, Glance, Shortlist
+from cluster.policy.shortlist import Glance, Shortlist
 from cluster.spec import Role
 from cluster.view import WorkerView
 from workers.request import SLO, Request

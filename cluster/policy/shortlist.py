@@ -6,20 +6,20 @@ What is summed and counted is exact; what a step costs is read off tables of eac
 correction of the worker. Estimates only say who is looked at: `Promise` decides by the exact outlook of these.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import compress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, compress
 from operator import is_not
 
 import numpy as np
 import numpy.typing as npt
 
 from cluster.policy.book import Book
+from cluster.policy.everyone import has_time
 from cluster.policy.forecast import LEAST_CHUNK, Forecast
 from cluster.policy.outlook import MOST_FULL, PromptSide
-from cluster.policy.picking import beside, fitting
 from cluster.policy.placement import NOTHING_SENT, Ask, Sent
 from cluster.policy.prefix_index import Depth, PrefixIndex
-from cluster.policy.rates import TOP_BATCH, Rates
+from cluster.policy.rates import TOP_BATCH, Noted, Rates, Told
 from cluster.spec import Role
 from cluster.view import WorkerState, WorkerView
 from workers.engine.batching import BROKEN_PROMISE
@@ -31,8 +31,8 @@ Rows = npt.NDArray[np.intp]
 
 REFRESH_S = 5.0  # each row is written anew at least so often: corrections fade with time
 _MOST_GROUPS = 1 << 10
-_SEEN, _QUEUED, _TOTAL, _FREE, _STEP_RATIO = range(5)  # columns by the statistics
-_OURS, _PROMPTS, _ANSWERS, _WAITING, _WAITING_TOKENS, _UNTIL, _REST, _PROMPT_RATIO = range(5, 13)  # by the book
+_ONE_BY_ONE = 24  # rows: more are derived all at once
+_NUM_RAW = len(Told._fields) + len(Noted._fields)
 
 
 class Shortlist:
@@ -77,19 +77,22 @@ class Shortlist:
         """A row for each of `workers`, nothing in them."""
         count = len(self.workers)
         self.row = {worker.name: row for row, worker in enumerate(self.workers)}
-        self._raw = np.zeros((count, 13))
+        self._told = [Told(0, 0, 0, 0, 1.0)] * count
+        self._noted = [Noted(0, 0, 0, 0, 0, 0.0, 0.0, 1.0)] * count
         self._sent: Mapping[str, Sent] = {}
         self._lives = -1
         self._turn, self._turned_s = 0, 0.0
-        self._pools: list[str] = []
         self.rates: list[Rates] = []
         self.speed: Floats = np.zeros(0)  # of prompts, pool by pool
         self.is_ready, self.is_prefill, self.is_decode, self.is_mixed = np.zeros((4, count), dtype=np.bool_)
-        self.is_busy = np.zeros(count, dtype=np.bool_)  # decodes there are carried along by prompts
+        self._pools = [0] * count  # as `pool`
         self.capacity, self.pool, self._slot = np.zeros((3, count), dtype=np.intp)
-        self.until_s, self.rest_s, self.foreign_s, self.ratio = np.zeros((4, count))
-        self.batch, self.free_tokens, self.kv_tokens = np.zeros((3, count))
-        self.step_s, self.tpot_s, self.tpot_token_s = np.zeros((3, count))  # now; with one more; its tokens' share
+        self.columns = np.zeros((9, count))
+        columns: list[Floats] = list(self.columns)  # in the order of `Rates.row`
+        self.until_s, self.rest_s, self.ratio, self.batch, self.room_tokens = columns[:5]
+        self.step_s, self.tpot_s, self.tpot_token_s, self.foreign_s = columns[
+            5:
+        ]  # now; with one more; its tokens' share
         self._reaches.clear()
 
     def _follow(self, ask: Ask) -> None:
@@ -119,10 +122,14 @@ class Shortlist:
             self._lives = self._index.lives
             self._slot = np.array([self._index.slot(each.name, each.incarnation) for each in workers], dtype=np.intp)
             self._groups.clear()
-        if told:
-            self._write_told(list(told))
-            if noted:
-                self._write_noted(list(noted))
+        for row in noted:
+            self._note(row)
+        self._tell(told)
+        if len(told) <= _ONE_BY_ONE:
+            for row in told:
+                pool = self._pools[row]
+                self.columns[:, row] = self.rates[pool].row(self._told[row], self._noted[row], self._bounds[pool])
+        else:
             self._derive(np.fromiter(told, np.intp, len(told)))
 
     def _due(self, now_s: float) -> set[int]:
@@ -136,11 +143,9 @@ class Shortlist:
 
     def _place(self, row: int, worker: WorkerView) -> None:
         """What of a worker seldom changes."""
-        if worker.pool not in self._pools:
-            self._pools.append(worker.pool)
-            if worker.pool not in self._rates:
-                self._rates[worker.pool] = Rates(self._forecast.plain_cost(worker), self._forecast.engine(worker))
-            self.rates.append(self._rates[worker.pool])
+        rates = self._rates_of(worker)
+        if rates not in self.rates:
+            self.rates.append(rates)
             self._base_s = np.concatenate([each.decode_base_s for each in self.rates])  # [pools * batches]
             self._token_s = np.concatenate([each.decode_token_s for each in self.rates])
             self._block_size = np.array([each.block_size for each in self.rates], dtype=np.float64)
@@ -149,53 +154,60 @@ class Shortlist:
             self._is_carrying = np.array([each.is_carrying for each in self.rates])
             self._most_tokens = np.array([each.most_tokens for each in self.rates])
             self._bound_s = self.bounds_s(self._tpot_slo_s)
+            self._bounds: list[float] = self._bound_s.tolist()
         self.is_ready[row] = worker.state is WorkerState.READY
         self.is_prefill[row] = worker.role is Role.PREFILL
         self.is_decode[row] = worker.role is Role.DECODE
         self.is_mixed[row] = worker.role is Role.MIXED
         self.capacity[row] = worker.capacity_tokens
-        self.pool[row] = self._pools.index(worker.pool)
+        self.pool[row] = self._pools[row] = self.rates.index(rates)
         self._lives = -1  # it may be another incarnation
 
-    def _write_told(self, rows: list[int]) -> None:
-        """By what workers told, and what was sent since."""
-        sent, forecast, written = self._sent, self._forecast, []
+    def _rates_of(self, worker: WorkerView) -> Rates:
+        """Its pool's; pools that are alike share them."""
+        known = self._rates.get(worker.pool)
+        if known is None:
+            cost, engine = self._forecast.plain_cost(worker), self._forecast.engine(worker)
+            alike = (each for each in self._rates.values() if each.is_of(cost, engine))
+            known = self._rates[worker.pool] = next(alike, None) or Rates(cost, engine)
+        return known
+
+    def _tell(self, rows: Iterable[int]) -> None:
+        """What workers told, and what was sent since."""
+        sent, ratio_of = self._sent, self._forecast.step_correction
         for row in rows:
             worker = self.workers[row]
             stats, since = worker.stats, sent.get(worker.name, NOTHING_SENT)
             seen, queued = stats.running + stats.reserved + since.sequences, stats.queued_tokens + since.prompt_tokens
-            written.append((seen, queued, stats.total_blocks, stats.free_blocks, forecast.step_correction(worker)))
-        self._raw[rows, : _STEP_RATIO + 1] = written
+            self._told[row] = Told(seen, queued, stats.total_blocks, stats.free_blocks, ratio_of(worker))
 
-    def _write_noted(self, rows: list[int]) -> None:
-        """By the book."""
-        book, written = self._book, []
-        for row in rows:
-            worker = self.workers[row]
-            ours, ratio = book.standing(worker.name), self._forecast.prompt_correction(worker)
-            written.append((*ours.promised, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio))
-        self._raw[rows, _OURS:] = written
+    def _note(self, row: int) -> None:
+        """What the book says."""
+        worker = self.workers[row]
+        ours, ratio = self._book.standing(worker.name), self._forecast.prompt_correction(worker)
+        self._noted[row] = Noted(*ours.promised, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio)
 
     def _derive(self, rows: Rows) -> None:
         """As `Outlook` and `Forecast` do, for these rows at once."""
-        raw, pool = self._raw[rows].T, self.pool[rows]
-        seen, ours, prompts, answers = raw[_SEEN], raw[_OURS], raw[_PROMPTS], raw[_ANSWERS]
-        block, ratio, step_ratio = self._block_size[pool], raw[_PROMPT_RATIO], raw[_STEP_RATIO]
-        kv_tokens = raw[_TOTAL] * block
-        foreign = np.maximum(seen - ours - raw[_WAITING], 0.0)
-        theirs = np.where(foreign > 0.0, np.maximum(kv_tokens - raw[_FREE] * block - prompts, 0.0), 0.0)
+        pool, numbers = self.pool[rows], chain.from_iterable((*self._told[row], *self._noted[row]) for row in rows)
+        raw = np.fromiter(numbers, np.float64, len(rows) * _NUM_RAW).reshape(len(rows), _NUM_RAW).T
+        told, noted = Told(*raw[: len(Told._fields)]), Noted(*raw[len(Told._fields) :])
+        seen, ours, prompts, answers = told.seen, noted.sequences, noted.prompt_tokens, noted.output_tokens
+        block, ratio, step_ratio = self._block_size[pool], noted.prompt_ratio, told.step_ratio
+        kv_tokens = told.total_blocks * block
+        foreign = np.maximum(seen - ours - noted.num_waiting, 0.0)
+        theirs = np.where(foreign > 0.0, np.maximum(kv_tokens - told.free_blocks * block - prompts, 0.0), 0.0)
         batch, context = ours + foreign, prompts + answers // 2 + theirs
         at = pool * (TOP_BATCH + 1) + np.minimum(batch, TOP_BATCH - 1).astype(np.intp)
-        self.until_s[rows], self.rest_s[rows], self.ratio[rows] = raw[_UNTIL], raw[_REST], ratio
-        self.batch[rows], self.kv_tokens[rows] = batch, kv_tokens
-        self.free_tokens[rows] = kv_tokens - prompts - answers - theirs
+        self.until_s[rows], self.rest_s[rows], self.ratio[rows] = noted.until_s, noted.rest_s, ratio
+        self.batch[rows] = batch
+        self.room_tokens[rows] = kv_tokens - prompts - answers - theirs - (1 - MOST_FULL) * kv_tokens
         self.step_s[rows] = ratio * (self._base_s.take(at) + self._token_s.take(at) * context)
         token_s = step_ratio * self._token_s.take(at + 1)
         self.tpot_s[rows] = step_ratio * self._base_s.take(at + 1) + token_s * context
         self.tpot_token_s[rows] = token_s
         self.foreign_s[rows] = 0.0
-        self.is_busy[rows] = (batch > 0.0) & self._is_carrying[pool]
-        queued = np.maximum(raw[_QUEUED] - raw[_WAITING_TOKENS], 0.0) - seen
+        queued = np.maximum(told.queued_tokens - noted.waiting_tokens, 0.0) - seen
         is_queued = queued > 0.0
         if is_queued.any():
             self.foreign_s[rows[is_queued]] = self._queue_seconds(rows[is_queued], queued[is_queued])
@@ -216,7 +228,8 @@ class Shortlist:
         self, rows: Rows | slice, work_s: Floats, tokens: Floats | float, bound_s: Floats
     ) -> tuple[Floats, Flags]:
         """Seconds of prompts, in steps that carry these rows' decodes, and who keeps these decodes' promise so."""
-        step_s, is_busy, pool = self.step_s[rows], self.is_busy[rows], self.pool[rows]
+        step_s, pool = self.step_s[rows], self.pool[rows]
+        is_busy = (self.batch[rows] > 0.0) & self._is_carrying[pool]
         token_s = np.maximum(work_s, 1e-12) / tokens
         chunk = (bound_s - step_s) / token_s
         is_able = ~is_busy | (chunk >= np.minimum(LEAST_CHUNK, tokens))
@@ -260,47 +273,6 @@ class Shortlist:
             linked = (ask.view.linked(worker.name, reader) for worker in self.workers)
             reach = self._reaches[reader] = np.fromiter(linked, np.bool_, len(self.workers))
         return reach
-
-
-class Everyone:
-    """Where few can hold a request: all of them, at home before elsewhere. `cached_tokens`: of the prompt."""
-
-    def __init__(self, ask: Ask, cached_tokens: Callable[[WorkerView], int]) -> None:
-        self._ask = ask
-        self.cached_tokens = cached_tokens
-        self._workers = fitting(ask)
-
-    def worker(self, name: str) -> WorkerView:
-        return next(worker for worker in self._workers if worker.name == name)
-
-    def prompts(self, slo: SLO, reader: str = "") -> Iterator[list[WorkerView]]:
-        workers = beside(self._ask, self._workers)
-        if reader:
-            workers = [worker for worker in workers if self._ask.view.linked(worker.name, reader)]
-        yield [worker for worker in workers if worker.role is not Role.DECODE]
-        yield [worker for worker in workers if worker.role is Role.DECODE]
-
-    def able_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
-        return sum(speed_of(self.worker(side.name)) for side in sides if _is_able(side))
-
-    def wholes(self, slo: SLO, early: float) -> list[WorkerView]:
-        return []  # they are among the others
-
-    def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
-        yield [worker for worker in self._workers if worker.role is not Role.PREFILL]
-        if alone:
-            yield [worker for worker in self._workers if worker.role is Role.PREFILL]
-
-    def lender(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
-        owners = [
-            (tokens, each.name)
-            for each in self._workers
-            if each.role is Role.PREFILL
-            and each.name != reader
-            and (tokens := self.cached_tokens(each)) > own_tokens
-            and self._ask.view.linked(each.name, reader)
-        ]
-        return max(owners, default=None)
 
 
 class Glance:
@@ -350,7 +322,7 @@ class Glance:
     def able_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
         """Of all that have time for prompts, decode workers left out: as so many of the quickest."""
         if self._sibling() is not None:
-            return sum(speed_of(self.worker(side.name)) for side in sides if _is_able(side))
+            return sum(speed_of(self.worker(side.name)) for side in sides if has_time(side))
         able = self._fits & ~self._table.is_decode & self._with_decodes(slo)[1]
         return float(self._table.speed[self._table.pool[able]].sum())
 
@@ -431,12 +403,8 @@ class Glance:
         return self._table.tpot_s + self._table.tpot_token_s * self._context
 
     def _has_room(self) -> Flags:
-        room: Flags = self._need <= self._table.free_tokens - (1 - MOST_FULL) * self._table.kv_tokens
+        room: Flags = self._need <= self._table.room_tokens
         return room
-
-
-def _is_able(side: PromptSide) -> bool:
-    return side.role is not Role.DECODE and side.steps > 0
 
 
 def _same_place(worker: WorkerView, known: WorkerView) -> bool:

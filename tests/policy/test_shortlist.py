@@ -6,12 +6,13 @@ from functools import partial
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec import structs
 from test_policy import steps
 from views import BLOCKS, SIMPLE, request, spec, worker
 
 from cluster.policy.admission import Admission
-from cluster.policy.book import Book
+from cluster.policy.book import Book, Work
 from cluster.policy.forecast import Forecast
 from cluster.policy.lengths import Learned, expected_tokens
 from cluster.policy.moves import Mover
@@ -20,6 +21,7 @@ from cluster.policy.policy import Policy
 from cluster.policy.prefix_index import PrefixIndex
 from cluster.policy.promise import FEW, Promise
 from cluster.policy.requeue import Requeue
+from cluster.policy.shortlist import Shortlist
 from cluster.spec import Role
 from cluster.view import ClusterView, WorkerState, WorkerView
 from workers.costs import CostModel, LinearCost
@@ -170,3 +172,35 @@ def test_of_many_workers_the_shortlist_has_those_that_a_look_at_everybody_prefer
     for ratios in (later, longer):
         assert sorted(ratios)[190] <= 1.05, "nineteen of twenty are as good to 5 %"
         assert sum(ratios) <= 1.02 * len(ratios)
+
+
+@given(
+    told=st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 5000), st.integers(0, BLOCKS)), min_size=30, max_size=30
+    ),
+    running=st.lists(st.integers(0, 29), max_size=12),
+    cost=st.sampled_from([REAL, A100, SIMPLE]),
+)
+@settings(max_examples=40)
+def test_rows_are_the_same_whether_few_or_many_are_written(
+    told: list[tuple[int, int, int]], running: list[int], cost: CostModel
+) -> None:
+    """A worker at a time, or all at once: the same numbers, to the bit."""
+    made = spec("promise", slo=PROMISED, cost=cost, max_batch_tokens=512, max_running=256)
+    book = Book()
+    short = [Shortlist(Forecast(made, book), book, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2)]
+    for number, row in enumerate(running):
+        decode = f"{'pdm'[row % 3]}{row}"
+        book.began(Work(f"r{number}", "p0", decode, 300, 200, 50, 0.1 * number, 1000.0, 1000.1, promised_tpot_s=0.05))
+    workers = tuple(
+        worker(f"{'pdm'[row % 3]}{row}", running=busy, queued_tokens=busy + queued, used=used)
+        for row, (busy, queued, used) in enumerate(told)
+    )
+    empty = tuple(structs.replace(each, stats=structs.replace(each.stats, running=99)) for each in workers)
+    at_once, one_by_one = short
+    at_once.look(Ask(ClusterView(1, "c", None, workers), request(), now_s=1000.0), tuple, 9)
+    one_by_one.look(Ask(ClusterView(1, "c", None, empty), request(), now_s=1000.0), tuple, 9)
+    for row in range(30):
+        seen = (*workers[: row + 1], *empty[row + 1 :])
+        one_by_one.look(Ask(ClusterView(1, "c", None, seen), request(), now_s=1000.0), tuple, 9)
+    assert one_by_one.columns.tobytes() == at_once.columns.tobytes()
