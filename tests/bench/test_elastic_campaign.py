@@ -309,6 +309,8 @@ def test_what_cannot_be_run_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, t
         (["--one", "bursts", "--system", "split:9", "--workers", "3"], "cannot be the prefill pool"),
         (["--recorded", "--out", str(tmp_path)], "run a campaign first"),
         (["--one", "nothing"], "is not one of"),
+        (["--recorded", "--again", "ours"], "do not go together"),
+        (["--again", "ours", "--out", str(tmp_path)], "the record lacks any workload"),
         (["--workers", "1"], "is not in the range"),
     ):
         ran = CliRunner().invoke(main, args)

@@ -146,6 +146,8 @@ def main(
             return
     except (Absent, SpecError, WorkloadError) as error:
         raise click.ClickException(str(error)) from None
+    if sum((recorded, stale_only, bool(again))) > 1:
+        raise click.ClickException("--recorded, --stale-only and --again do not go together; give one of them")
     file = record.FILE if out is None else out / record.FILE.name
     if recorded and not file.exists():
         raise click.ClickException(f"{file} is not there; run a campaign first, without --recorded")
