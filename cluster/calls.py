@@ -45,6 +45,16 @@ class ControllerCalls:
             return ()
         return taken
 
+    async def decision_counts(self) -> tuple[tuple[str, str, int], ...] | None:
+        """How many decisions of each kind the elastic policy has taken, by outcome; None while nobody can say."""
+        if not self._decides:
+            return None
+        try:
+            counts: tuple[tuple[str, str, int], ...] = await self._controller.call("decision_counts", timeout_s=LOOK_S)
+        except WorkerGone:
+            return None
+        return counts
+
     async def flip(self, worker: str, role: Role, revision: int) -> int:
         """Give a worker another role; answers the new revision. Errors, of all changes: `ChangeError`."""
         return await self._change("flip", worker, role, revision)

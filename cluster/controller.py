@@ -267,6 +267,10 @@ class Controller:
         taken = [each for owner in owners if owner is not None for each in owner.taken()]
         return tuple(sorted(taken, key=lambda each: -each.age_s))
 
+    async def decision_counts(self) -> tuple[tuple[str, str, int], ...]:
+        """Of the elastic policy since this controller began: kind, outcome, how many."""
+        return () if self._steward is None else self._steward.counts()
+
     def _check(self, revision: int) -> None:
         if revision and revision != self._revision:
             raise StaleRevision(

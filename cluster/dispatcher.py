@@ -47,6 +47,7 @@ class Dispatcher:
         self._policy = open_policy(spec, seed=zlib.crc32(name.encode()))  # gateways do not all draw the same
         self._lives: dict[str, Life] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self._moved_bytes = 0
         caches = self._policy.index if self._policy.wants_caches else None
         self.roster = Roster(spec, model, watch_members, name, caches)
         self._classes = Classes(spec.gateway)
@@ -135,10 +136,11 @@ class Dispatcher:
         life, line = self._lives.get(request_id), self.roster.lines.get(worker)
         if life is None or life.attempt is None or line is None or line.lost is not None:
             return False
-        attempt, key = life.attempt, life.request.key
+        attempt, key, before = life.attempt, life.request.key, len(life.attempt.transfers)
         moved = await attempt.move(line, timeout_s or self._spec.transfer.read_timeout_s)
         if moved and life.attempt is attempt:
             self._policy.moved(key, worker, asyncio.get_running_loop().time())
+        self._moved_bytes += sum(report.num_bytes for report in attempt.transfers[before:])
         return moved
 
     async def _move_attempt(self, key: str, worker: str) -> bool:
@@ -319,8 +321,13 @@ class Dispatcher:
         return await self.roster.audit()
 
     def standing(self) -> Standing:
-        """How this gateway has kept its promises."""
-        return self._promises.standing(self._policy.lengths.calibration())
+        """How this gateway has kept its promises, and what it moved to keep them."""
+        return replace(
+            self._promises.standing(self._policy.lengths.calibration()),
+            moves=self._moving.counts(),
+            moved_bytes=self._moved_bytes,
+            role_changes=self.roster.role_changes(),
+        )
 
     def turned_away(self, class_name: str, cause: str) -> None:
         """A request never came here: the door refused it."""

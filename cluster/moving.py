@@ -5,6 +5,7 @@ Knows no request and no worker; whoever owns it lends it the verbs.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 
 from cluster.policy.moves import Move, Mover
@@ -44,6 +45,11 @@ class Moving:
         self._under_way: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None] | None = None
         self._looking = asyncio.Event()
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def counts(self) -> tuple[tuple[str, str, int], ...]:
+        """How many were begun for each reason, by what became of them."""
+        return tuple((kind, outcome, count) for (kind, outcome), count in sorted(self._counts.items()))
 
     def start(self) -> None:
         self._following = asyncio.ensure_future(self._follow())
@@ -89,6 +95,7 @@ class Moving:
                 left -= 1
                 if not self._place_anew(key):
                     break
+                self._counts["anew", "moved"] += 1
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         """When the last of a few has moved, it is time for the next ones."""
@@ -102,6 +109,7 @@ class Moving:
             moved = await self._move(move.key, move.target)
         finally:
             self._mover.ended(move, asyncio.get_running_loop().time(), moved=moved)
+            self._counts[move.kind, "moved" if moved else "stayed"] += 1
             outcome = "moved" if moved else "could not move"
             logger.info("%s %s from %s to %s: %s", move.key, outcome, move.source, move.target, move.reason)
 

@@ -7,6 +7,7 @@ Knows no request and no policy.
 import asyncio
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
@@ -53,6 +54,7 @@ class Roster:
         self._background: set[asyncio.Task[None]] = set()
         self._following: list[asyncio.Task[None]] = []
         self.lines: dict[str, Line] = {}
+        self._role_changes: Counter[tuple[str, str]] = Counter()
 
     async def start(self) -> None:
         """Learn the members, and follow them from now on."""
@@ -69,6 +71,10 @@ class Roster:
     def change(self) -> Awaitable[object]:
         """Done after the next change of membership or state; statistics alone are none."""
         return self._changed.wait()
+
+    def role_changes(self) -> tuple[tuple[str, str, int], ...]:
+        """From which role to which, and how often, since this gateway began."""
+        return tuple((before, after, count) for (before, after), count in sorted(self._role_changes.items()))
 
     @property
     def membership(self) -> Membership:
@@ -125,6 +131,11 @@ class Roster:
                 await asyncio.sleep(REDIAL_S)
 
     def take(self, membership: Membership) -> None:
+        roles = {member.view.name: member.view.role for member in self._membership.members}
+        for member in membership.members:
+            before, after = roles.get(member.view.name), member.view.role
+            if before is not None and before is not after:
+                self._role_changes[before.value, after.value] += 1
         self._membership = membership
         self._pairs = membership.pairs
         ready = {

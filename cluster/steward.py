@@ -7,7 +7,7 @@ each time. Knows no rule; knows time from the loop.
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -68,7 +68,12 @@ class Steward:
         self._entries: deque[_Entry] = deque(maxlen=REMEMBERED)
         self._under_way: list[_Entry] = []
         self._refusals: dict[str, _Refusal] = {}  # by pool
+        self._counts: Counter[tuple[str, str]] = Counter()
         self._task: asyncio.Task[None] | None = None
+
+    def counts(self) -> tuple[tuple[str, str, int], ...]:
+        """How many decisions of each kind were advised, done, or failed."""
+        return tuple((kind, outcome, count) for (kind, outcome), count in sorted(self._counts.items()))
 
     def begin(self) -> None:
         self._task = asyncio.ensure_future(self._run())
@@ -109,6 +114,7 @@ class Steward:
             if last is None or not _is_same(last.decision, decision):
                 logger.info("advised: %s, %s", _words(decision), decision.reason)
                 self._entries.append(_Entry(decision, now_s, ADVISED))
+                self._counts[decision.kind, ADVISED] += 1
             return
         logger.info("decided: %s, %s", _words(decision), decision.reason)
         entry = _Entry(decision, now_s, UNDER_WAY)
@@ -182,6 +188,7 @@ class Steward:
 
     def _close(self, entry: _Entry, outcome: str) -> None:
         entry.outcome = outcome
+        self._counts[entry.decision.kind, DONE if outcome == DONE else "failed"] += 1
         self._under_way.remove(entry)
         level = logging.INFO if outcome == DONE else logging.WARNING
         logger.log(level, "%s: %s", _words(entry.decision), outcome)

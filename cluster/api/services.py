@@ -117,7 +117,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return message
 
     async def GetMetrics(self, request: admin_pb2.GetMetricsRequest, context: Context) -> admin_pb2.GetMetricsResponse:
-        return admin_pb2.GetMetricsResponse(text=exposition(self._context.dispatcher.standing(), self._context.name))
+        here, operator = self._context, self._context.operator
+        decided = None if operator is None else await operator.decision_counts()
+        text = exposition(here.dispatcher.standing(), here.name, self._gateway.view.workers, decided)
+        return admin_pb2.GetMetricsResponse(text=text)
 
     async def MeasureSteps(
         self, request: admin_pb2.MeasureStepsRequest, context: Context

@@ -114,6 +114,11 @@ class Standing:
     refused: tuple[tuple[str, int], ...] = ()  # by reason
     errors: tuple[ErrorCounts, ...] = ()
     calibration: Calibration = field(default_factory=Calibration)
+    moves: tuple[
+        tuple[str, str, int], ...
+    ] = ()  # of decodes, and of prompts (anew): why, what became of them, how many
+    moved_bytes: int = 0
+    role_changes: tuple[tuple[str, str, int], ...] = ()  # of workers, from one role to another, as far as it was there
 
 
 class _Class:

@@ -45,6 +45,9 @@ class FakeOperator:
     async def decisions(self) -> tuple[Taken, ...]:
         return self.taken
 
+    async def decision_counts(self) -> tuple[tuple[str, str, int], ...]:
+        return (("flip", "done", 3), ("grow", "failed", 1))
+
     def _done(self, *asked: object) -> int:
         self.asked.append(asked)
         if self.error is not None:
@@ -94,6 +97,16 @@ async def test_the_status_tells_pools_and_decisions(client: DiptychClient) -> No
     found = await client.status()
     assert found.view.pools == (PoolView("prefill", Role.PREFILL, 1, 1, 1), PoolView("decode", Role.DECODE, 2, 1, 4))
     assert found.decisions == (FLIPPED, GROWN)
+
+
+async def test_metrics_count_decisions_and_tell_roles(client: DiptychClient) -> None:
+    lines = (await client.metrics()).splitlines()
+    for line in (
+        'diptych_elastic_decisions_total{gateway="gateway-0",kind="flip",outcome="done"} 3.0',
+        'diptych_elastic_decisions_total{gateway="gateway-0",kind="grow",outcome="failed"} 1.0',
+        'diptych_worker_role{gateway="gateway-0",role="prefill",worker="decode-0"} 1.0',
+    ):
+        assert line in lines
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,9 @@ async def test_a_flip_swaps_both_sides_and_kv_still_moves() -> None:
         where = accepted(events)
         assert where.prefill_worker.startswith("decode") and where.decode_worker.startswith("prefill")
         assert len(completed(events).transfers) == 1
+        assert subject.dispatcher.standing().role_changes == (
+            *(("decode", "prefill", 2), ("mixed", "decode", 1), ("prefill", "decode", 1), ("prefill", "mixed", 1)),
+        )
         await subject.settle()
 
 

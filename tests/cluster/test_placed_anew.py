@@ -86,6 +86,8 @@ def test_prompts_behind_a_long_queue_go_to_a_worker_that_has_none(mixed: bool) -
                     assert len(accepted) <= 1 + MOST_ANEW
                     went += accepted[-1].prefill_worker != "prefill-0"
                 assert went >= 6 if rebalance else not went
+                told = [count for kind, _, count in subject.dispatcher.standing().moves if kind == "anew"]
+                assert sum(told) == sum(len([e for e in events if isinstance(e, Accepted)]) - 1 for _, events in runs)
         assert worst_s[True] < 0.8 * worst_s[False]
 
     in_virtual_time(scene)

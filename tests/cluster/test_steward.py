@@ -163,6 +163,7 @@ async def test_what_fails_is_told_and_the_next_decision_comes() -> None:
         assert outcomes[0].startswith("failed: there is no worker 'decode-9'")
         assert "elastic.floors.prefill" in outcomes[1]
         assert outcomes[2] == "done"
+        assert steward.counts() == (("flip", "done", 1), ("flip", "failed", 2))
 
 
 async def test_a_decision_on_a_cluster_that_has_changed_since_is_not_carried_out() -> None:

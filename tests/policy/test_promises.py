@@ -104,6 +104,20 @@ def test_counts_add_up_and_labels_are_bounded(ended: list[Ended]) -> None:
     assert exposition(told, "g").count("\n") < 500 + 6 * len(told.classes)
 
 
+def test_metrics_count_moves_and_changes_of_roles() -> None:
+    moves = ("anew", "moved", 4), ("role", "stayed", 1)
+    told = replace(standing(), moves=moves, moved_bytes=5000, role_changes=(("decode", "prefill", 2),))
+    lines = exposition(told, "g").splitlines()
+    for line in (
+        'diptych_moves_total{gateway="g",outcome="moved",reason="anew"} 4.0',
+        'diptych_moves_total{gateway="g",outcome="stayed",reason="role"} 1.0',
+        'diptych_moved_bytes_total{gateway="g"} 5000.0',
+        'diptych_role_changes_total{from="decode",gateway="g",to="prefill"} 2.0',
+    ):
+        assert line in lines
+    assert not any("elastic_decisions" in line for line in lines), "nobody decides"
+
+
 def test_classes_beyond_a_number_are_counted_as_others() -> None:
     told = standing(*(Ended("completed", f"class {n:03}") for n in range(100)))
     assert len(told.classes) == MOST_CLASSES
