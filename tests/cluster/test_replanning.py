@@ -7,14 +7,20 @@ from dataclasses import replace
 import pytest
 from local import Cluster, cluster, request, split_spec
 
+from cluster.api.admin_messages import decisions_from, view_message
 from cluster.changes import Taken
+from cluster.cli.shape import decision_words
 from cluster.plan.inline import Inline
 from cluster.planner_process import ChildPlanner
-from cluster.policy.evidence import Report, Sample
+from cluster.policy.evidence import Decision, Report, Sample
 from cluster.replanning import PlanFailed, Planned, Planner, Question, Replanner, counted, told
 from cluster.sim.clock import run
-from cluster.spec import ClusterSpec, ElasticSpec, Role
+from cluster.sim.cluster import NoPlanner, PoolModel, Surroundings
+from cluster.sim.run import Options, simulate
+from cluster.spec import ClusterSpec, ElasticSpec, Role, SpecError, parse_spec
 from cluster.view import ClusterView, WorkerState, WorkerView
+from cluster.workload.arrivals import Arrival, Workload
+from diptych.v1 import admin_pb2
 from workers.costs import LinearCost
 from workers.request import SLO
 
@@ -264,6 +270,53 @@ def test_words_say_the_figures() -> None:
     one = Planned({("all", Role.PREFILL): 2, ("all", Role.DECODE): 1}, 0.94, 0.71, 10)
     assert told(one, {("all", Role.MIXED): 3}) == "prefill 2, decode 1, mixed 0 would keep 94% instead of 71%"
     assert told(one, one.counts) == "prefill 2, decode 1, mixed 0, as it is, keeps 94%"
+
+
+def test_a_plan_reaches_clients_and_terminals_as_a_decision() -> None:
+    plan = Taken(Decision("plan", "prefill 2, decode 1, mixed 0 would keep 94% instead of 71%"), 3.0, "under way")
+    (told_of,) = decisions_from(view_message(view(1, 3), admin_pb2.Gateway(), [plan]))
+    assert told_of == plan and decision_words(told_of.decision) == "plan"
+
+
+def test_in_a_simulation_nobody_plans_unless_a_planner_is_given() -> None:
+    with pytest.raises(PlanFailed, match="nobody plans in this simulation"):
+        run(NoPlanner().roles(Question(spec("act"), {}, {}, (), 1.0, SLO())))
+    planner = Scripted(WANTED)
+    load = [Arrival(0.1 * index, 20, 20) for index in range(250)]
+    load += [Arrival(25.0 + 0.1 * index, 200, 3) for index in range(350)]
+    like, models = spec("advise"), {"prefill": PoolModel(COST), "decode": PoolModel(COST)}
+    simulate(like, models, Workload("shift", tuple(load)), Options(around=Surroundings(planner=planner)))
+    assert len(planner.asked) == 1 and planner.asked[0].rate == pytest.approx(10.0, rel=0.1)
+
+
+# ---- the specification -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("elastic", "line"),
+    [
+        ({"mode": "advise", "replan": "act"}, "elastic: replan is act and mode advise, which allows less; raise mode"),
+        ({"replan": "advise"}, "elastic: replan is advise and mode off, which allows less; raise mode"),
+        ({"mode": "act", "replan": "yes"}, "elastic: replan 'yes' is not one of off, advise, act"),
+        (
+            {"mode": "act", "replan": "act", "window_s": 60, "replan_after_s": 30},
+            "elastic: replan_after_s is 30.0; it must be at least window_s (60.0)",
+        ),
+        ({"replan_after_s": 0}, "elastic: replan_after_s is 0.0; it must be above 0 seconds"),
+        ({"mode": "act", "replan_after": 9}, "elastic.replan_after: unknown key; did you mean 'replan_after_s'?"),
+    ],
+)
+def test_contradictions_are_refused_in_one_line(elastic: dict[str, object], line: str) -> None:
+    pools = [{"name": "mixed", "role": "mixed"}]
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"model": "m", "pools": pools, "elastic": elastic})
+    assert str(refused.value) == line
+
+
+def test_a_bare_off_is_off() -> None:
+    pools = [{"name": "mixed", "role": "mixed"}]
+    found = parse_spec({"model": "m", "pools": pools, "elastic": {"mode": "act", "replan": False}})
+    assert found.elastic.replan == "off"
 
 
 # ---- the process -------------------------------------------------------------------------------------------------
