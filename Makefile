@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift
+.PHONY: demo test check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift autoscaler
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
 
@@ -50,6 +50,10 @@ sim-vs-real: $(READY)
 # Roles follow a load that shifts, on the real cluster, token for token: five minutes.
 shift: $(READY)
 	@$(BIN)/python -m cluster.bench.shift $(ARGS)
+
+# A pool grows and shrinks by load alone, and Ray's autoscaler brings the nodes: a minute.
+autoscaler: $(READY)
+	@DIPTYCH_AUTOSCALER=1 $(BIN)/python -m pytest -q tests/ray/test_autoscaler.py -k load
 
 chaos: $(READY)
 	@DIPTYCH_CHAOS_ROUNDS=$(or $(ROUNDS),10) $(BIN)/python -m pytest -q tests/ray/test_death.py

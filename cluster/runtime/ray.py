@@ -221,7 +221,7 @@ class RayRuntime:
             raise RuntimeUnavailable(
                 f"no room for {order.config.name}: {shortage(resources, parallel, nodes)}; free in the whole "
                 f"cluster are {{{listed(ray.available_resources())}}}; lower pools[].parallel or pools[].resources, or "
-                "add nodes"
+                "add nodes (an autoscaler: look at its node types and max_workers, and at health.place_timeout_s)"
             ) from None
         return group
 

@@ -1,6 +1,7 @@
 """With Ray's own autoscaler: a pool that grows brings a node up, one that shrinks takes it down; no token is lost."""
 
 import asyncio
+import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -137,6 +138,7 @@ async def test_a_worker_for_which_there_is_no_kind_of_node_can_be_taken_back(sub
     await subject.nodes_until(lambda told: "(no resource demands)" in told)
 
 
+@pytest.mark.skipif("DIPTYCH_AUTOSCALER" not in os.environ, reason="a minute; make autoscaler")
 async def test_load_alone_brings_a_node_and_calm_takes_it_down(subject: Subject) -> None:
     client = subject.client
     names = (f"request-{n}" for n in range(100_000))
