@@ -31,15 +31,15 @@ class Requeue:
         self._ttft_s = ttft_s
 
     def late(self, view: ClusterView, now_s: float) -> list[list[str]]:
-        """Attempts that wait so long that they may gain elsewhere: of each worker, the last one first."""
+        """Attempts that may gain elsewhere, they wait so long: the longest queue first, of each the last one first."""
         ready = [each for each in view.workers if each.state is WorkerState.READY]
         if not self._moves or len(ready) < 2:
             return []
         for worker in ready:
             self._look_again(worker)
         waits_s = [self._waits_s(worker.name, now_s) for worker in ready]
-        least_s = min(max(waits.values(), default=0.0) for waits in waits_s)
-        least_s += GAIN * (self._ttft_s or 0.0)
+        waits_s.sort(key=lambda waits: -max(waits.values(), default=0.0))
+        least_s = max(waits_s[-1].values(), default=0.0) + GAIN * (self._ttft_s or 0.0)
         found = [[key for key, wait_s in waits.items() if wait_s > least_s] for waits in waits_s]
         return [keys[::-1] for keys in found if keys]
 
