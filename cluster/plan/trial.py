@@ -5,7 +5,7 @@ Runs anywhere: a trial is a value, so it can be sent to another process.
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -137,14 +137,37 @@ def trial_of(
     weight = sum(group.gpus * asked.weight(group.hardware) for group in layout.groups) or float(case.gpus)
     pools = [each for each in case.spec.pools if pool in ("", each.name)]
     arrivals = load.arrivals
-    bounds = [capacity(each, case.models[each.name].cost, arrivals, slo.tpot_s) for each in pools]
-    busy = [_busy(each, case.models[each.name].cost, arrivals, slo, asked.target) for each in pools]
+    costs = {each.name: case.models[each.name].cost for each in pools}
+
+    def usual(each: PoolSpec) -> float:
+        busy = _busy(each, costs[each.name], arrivals, slo, asked.target)
+        return capacity(each, costs[each.name], arrivals, slo.tpot_s).usual * busy
+
     return Trial(
         *(layout, case, load, slo, asked.requests, layout.gpus or case.gpus, weight),
-        estimate=min(bound.usual * share for bound, share in zip(bounds, busy, strict=True)),
-        most=min(bound.most for bound in bounds),
-        alone=min(_alone(each, case.models[each.name].cost, arrivals, slo) for each in pools),
+        estimate=_together(pools, usual),
+        most=min(
+            sum(capacity(each, costs[each.name], arrivals, slo.tpot_s).most for each in phase)
+            for phase in _phases(pools)
+        ),
+        alone=_alone(_phases(pools), costs, arrivals, slo),
     )
+
+
+def _phases(pools: Sequence[PoolSpec]) -> list[list[PoolSpec]]:
+    """Who can prefill, and who can decode, as if there for nothing else; a phase that nobody can do is left out."""
+    able = [
+        [replace(each, role=phase) for each in pools if each.role in (phase, Role.MIXED)]
+        for phase in (Role.PREFILL, Role.DECODE)
+    ]
+    return [each for each in able if each]
+
+
+def _together(pools: Sequence[PoolSpec], rate: Callable[[PoolSpec], float]) -> float:
+    """Pools of one role add up, also unlike ones; of a split, the phase that serves less counts."""
+    served = {role: [rate(each) for each in pools if each.role is role] for role in Role}
+    split = [sum(served[role]) for role in (Role.PREFILL, Role.DECODE) if served[role]]
+    return sum(served[Role.MIXED]) + min(split, default=0.0)
 
 
 def _busy(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], slo: SLO, target: float) -> float:
@@ -158,16 +181,18 @@ def _busy(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], slo: SLO
     return left_s / (left_s + sum(alone) / len(alone))
 
 
-def _alone(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], slo: SLO) -> float:
+def _alone(
+    phases: Sequence[Sequence[PoolSpec]], costs: Mapping[str, CostModel], arrivals: Sequence[Arrival], slo: SLO
+) -> float:
     """Stages can share a prompt, but not a token. What does not fit in the KV is not served at all."""
-    room = pool.engine.kv_blocks * pool.engine.block_size
 
-    def kept(each: Arrival) -> bool:
-        if each.prompt_tokens + each.output_tokens > room:
+    def kept(pool: PoolSpec, each: Arrival) -> bool:
+        cost = costs[pool.name]
+        if each.prompt_tokens + each.output_tokens > pool.engine.kv_blocks * pool.engine.block_size:
             return False
-        prefills, decodes = pool.role is not Role.DECODE, pool.role is not Role.PREFILL and each.output_tokens > 1
-        in_time = cost.prefill_seconds(each.prompt_tokens) / pool.parallel.pipeline if prefills else 0.0
-        token_s = cost.decode_seconds(1, each.prompt_tokens) if decodes else 0.0
-        return (slo.ttft_s is None or in_time <= slo.ttft_s) and (slo.tpot_s is None or token_s <= slo.tpot_s)
+        if pool.role is Role.PREFILL:
+            return slo.ttft_s is None or cost.prefill_seconds(each.prompt_tokens) / pool.parallel.pipeline <= slo.ttft_s
+        is_one = each.output_tokens <= 1
+        return is_one or slo.tpot_s is None or cost.decode_seconds(1, each.prompt_tokens) <= slo.tpot_s
 
-    return sum(map(kept, arrivals)) / len(arrivals)
+    return sum(all(any(kept(pool, each) for pool in phase) for phase in phases) for each in arrivals) / len(arrivals)

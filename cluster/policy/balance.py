@@ -173,10 +173,14 @@ def _alone_seconds(group: Group, mix: Mix) -> float:
 
 
 def _speed(group: Group, mix: Mix, context: float, step_s: float) -> float:
-    """Of prompts beside decodes that keep their promise, as a share of that without any."""
-    batch = round(_batch(group, step_s, context)) if group.role is Role.MIXED else 0
-    if not batch:
+    """Of prompts beside decodes that keep their promise, as a share of that without any.
+
+    A worker that does both has a decode at least: requests stay where their prompts were computed, also on a kind whose
+    steps are too slow to have any if all steps took equally long.
+    """
+    if group.role is not Role.MIXED or mix.decoded.output_tokens <= 1.0:
         return 1.0
+    batch = max(1, round(_batch(group, step_s, context)))
     tokens = max(1, round(mix.computed_tokens))
     bound_s = mix.tpot_s * Adaptive.MARGIN if mix.tpot_s is not None else 2 * step_s
     within = min(tokens, group.cost.prompt_tokens_within(bound_s, 0, (), batch, round(batch * context)))

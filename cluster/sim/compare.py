@@ -125,12 +125,16 @@ def goodputs(case: Case, question: Question, start: float, each: Map) -> tuple[G
 def capacity(case: Case, source: Workload) -> float:
     """Requests a second that the case could serve were it always busy: where a search may begin.
 
-    Each pool's share of the work is known from costs alone: prompts at their length, decodes in full batches.
+    Each pool's share of the work is known from costs alone: prompts at their length, decodes in full batches. Pools of
+    one role add up.
     """
     count = len(source.arrivals)
     prompt = sum(each.prompt_tokens for each in source.arrivals) / count
     output = sum(each.output_tokens for each in source.arrivals) / count
-    return min(_pool_rate(pool, case.models[pool.name].cost, prompt, output) for pool in case.spec.pools)
+    rates = {role: 0.0 for role in Role}
+    for pool in case.spec.pools:
+        rates[pool.role] += _pool_rate(pool, case.models[pool.name].cost, prompt, output)
+    return rates[Role.MIXED] + min(rates[Role.PREFILL], rates[Role.DECODE])
 
 
 def _pool_rate(pool: PoolSpec, cost: CostModel, prompt: float, output: float) -> float:

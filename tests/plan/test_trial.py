@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.plan.deploy import Group, Layout
+from cluster.plan.deploy import Group, Layout, case_of
 from cluster.plan.load import Load
-from cluster.plan.trial import Trial, decode, prefill, promised_end_s, whole
+from cluster.plan.trial import Trial, decode, prefill, promised_end_s, trial_of, whole
 from cluster.scoring.records import Ending
+from cluster.sim.compare import Case, capacity
 from cluster.spec import Role
 from cluster.workload.load import load_workload
 from tests.plan.asking import L4, asked, load
@@ -95,3 +96,21 @@ def test_what_is_known_of_it_grows_with_its_workers(replicas: int) -> None:
     assert trial.most == pytest.approx(replicas * whole(asked(), MIXED).most)
     assert trial.estimate <= trial.most
     assert trial.weight == replicas
+
+
+def test_unlike_pools_of_one_role_serve_together() -> None:
+    """In a cluster file there may be several; a quick pool is not held back by a slow one."""
+    case = case_of(asked(), Layout("split", (Group(Role.PREFILL, L4), Group(Role.DECODE, L4))))
+    prompts, answers = case.spec.pools
+    slow = replace(case.models[prompts.name], cost=case.models[prompts.name].cost.scaled(100.0))
+    pools = (prompts, replace(prompts, name="slow"), answers)
+    both = Case("both", replace(case.spec, pools=pools), {**case.models, "slow": slow})
+    question = asked()
+    one, two = (trial_of(question, each, Layout(each.name, ())) for each in (case, both))
+    assert one.most <= two.most and one.estimate <= two.estimate and two.alone == one.alone == 1.0
+    assert capacity(both, question.load.source) >= capacity(case, question.load.source)
+    mixed = replace(case.spec, pools=(replace(prompts, role=Role.MIXED), replace(pools[1], role=Role.MIXED)))
+    quick = replace(mixed, pools=mixed.pools[:1])
+    alone = trial_of(question, replace(both, spec=quick), Layout("quick", ()))
+    shared = trial_of(question, replace(both, spec=mixed), Layout("mixed", ()))
+    assert alone.most < shared.most <= 1.02 * alone.most and alone.alone == shared.alone

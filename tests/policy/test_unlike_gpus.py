@@ -190,6 +190,14 @@ def test_wherever_roles_begin_they_come_to_keep_both_promises(kinds: tuple[Kind,
     assert subject.need(subject.counts(), mix) <= min(begun, 0.95)
 
 
+def test_slow_mixed_workers_are_not_free_of_decodes() -> None:
+    """Though all would fit on the quick ones, whose steps stay shorter: prompts that a worker computes, it decodes."""
+    subject, busier = Unlike(BOTH), replace(PROMPTS, rate=9)
+    assert subject.need([(1, 0, 1), (2, 0, 0)], busier) < 0.8 * subject.need([(1, 0, 1), (0, 0, 2)], busier)
+    subject.run(busier)
+    assert subject.counts() == [(1, 0, 1), (2, 0, 0)]
+
+
 def test_many_unlike_kinds_are_tried_kind_by_kind() -> None:
     """All of their roles at once would be too many."""
     kinds = [[Group(f"k{n}", role, 2, SLOW.scaled(1.0 + n), 10_000, 64) for role in ROLES] for n in range(6)]
