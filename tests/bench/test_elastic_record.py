@@ -53,6 +53,17 @@ def test_who_is_ahead_of_ours_is_named() -> None:
     assert page.aim_table(found).splitlines()[-1] == "| phases | yes, 2.00 | yes, 2.00 | **no**, 0.25 |"
 
 
+def test_the_best_of_a_kind_is_one_that_was_searched_with_all_seeds() -> None:
+    entries = (
+        Entry("ours", "ours", (3.0, 1.0), 2.0, 2.0, 2.0),
+        Entry(SYSTEM, "vllm", (2.9, 0.9), 1.9, 1.9, 1.9),
+        Entry(SYSTEM, "orca", (2.8,), 2.8, 2.8, 2.8),
+    )
+    found = Record("", "", "", (replace(_result(), entries=entries),))
+    assert "| 0.237 (" in page.verdicts(found).splitlines()[-1]
+    assert page.losing(found) == []
+
+
 def test_phases_in_which_ours_keeps_less_are_named() -> None:
     def phase(name: str, requests: int, kept: float) -> one.Told:
         return one.Told(name, requests, kept, kept, 1.0, (), (), 0, 0, 0, 0, 0, 0)

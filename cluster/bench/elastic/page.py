@@ -207,9 +207,9 @@ def stale_table(found: Sequence[Stale]) -> str:
 
 
 def _other(result: Result, *kinds: str) -> Entry | None:
-    """The best of these kinds, our own router aside."""
+    """The best of these kinds, our own router aside: of those with all seeds, as the best with one is among them."""
     known = (each for each in result.entries if each.kind in kinds and not _is_ours_in_part(each))
-    return max(known, key=lambda each: each.rate, default=None)
+    return max(known, key=lambda each: (len(each.by_seed), each.rate), default=None)
 
 
 def _is_ours_in_part(entry: Entry) -> bool:

@@ -58,14 +58,14 @@ def _goodputs(found: Record) -> Any:
         panel.grid(axis="y", visible=False)
     for panel in cells[len(found.results) :]:
         panel.axis("off")
-    picture.supxlabel("goodput, requests/s and GPU, 90 % keep both promises")
+    picture.supxlabel("goodput, requests/s and GPU, 90 % keep both promises; *: first seed alone")
     return picture
 
 
 def _label(entry: Entry) -> str:
-    if entry.kind == ROUTER:
-        return f"router {entry.name.partition(' on ')[0]}"
-    return {OURS: "ours", ORACLE: "oracle"}.get(entry.kind, entry.name)
+    name = f"router {entry.name.partition(' on ')[0]}" if entry.kind == ROUTER else entry.name
+    alone = "" if len(entry.by_seed) > 1 else " *"
+    return {OURS: "ours", ORACLE: "oracle"}.get(entry.kind, name) + alone
 
 
 @style.drawn
