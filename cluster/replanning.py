@@ -109,7 +109,7 @@ class Replanner:
         self._look = look
         self._aimed = aimed
         self._drift = Drift(elastic.window_s, elastic.replan_after_s, spec.gateway.slo)
-        self._limit_s = min(LIMIT_S, elastic.replan_after_s)
+        self._limit_s = limit_s(spec)
         self._entries: deque[_Entry] = deque(maxlen=REMEMBERED)
         self._task: asyncio.Task[None] | None = None
 
@@ -216,6 +216,11 @@ class Replanner:
 
     def _note(self, decision: Decision, outcome: str, counts: Counts | None = None) -> None:
         self._entries.append(_Entry(decision, asyncio.get_running_loop().time(), outcome, counts))
+
+
+def limit_s(spec: ClusterSpec) -> float:
+    """For one answer of the planner: no later than the next question."""
+    return min(LIMIT_S, spec.elastic.replan_after_s)
 
 
 def counted(view: ClusterView) -> Counts:

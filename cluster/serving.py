@@ -20,7 +20,7 @@ from cluster.members import Membership
 from cluster.planner_process import ChildPlanner
 from cluster.policy.elastic import Elastic
 from cluster.policy.promises import Standing
-from cluster.replanning import Planner
+from cluster.replanning import Planner, limit_s
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
 from cluster.spec import ClusterSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState
@@ -313,7 +313,7 @@ def make_controller(
         secret,
         orphan_after_s=orphan_after_s,
         decider=decider,
-        planner=(planner or ChildPlanner()) if plans else None,
+        planner=(planner or ChildPlanner(limit_s=limit_s(spec))) if plans else None,
         aimed=decider if spec.elastic.replan == "act" else None,
     )
 

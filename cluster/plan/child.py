@@ -16,6 +16,7 @@ from cluster.replanning import PlanFailed
 
 IN_TIME = 0.5  # of the limit: from then on nothing further is tried
 MOST_CHARACTERS = 300  # of an error
+GRACE_S = 5.0  # in which whoever asked ends it, if there is anybody left
 
 
 def main() -> None:
@@ -23,7 +24,7 @@ def main() -> None:
     order = order_from(sys.stdin.buffer.read())
     os.nice(order.niceness)
     resource.setrlimit(resource.RLIMIT_AS, (order.memory_bytes, order.memory_bytes))
-    signal.alarm(math.ceil(order.limit_s))
+    signal.alarm(math.ceil(order.limit_s + GRACE_S))
     try:
         answer = answered(order)
     except PlanFailed as error:

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from statistics import fmean
 
 from cluster.plan.deploy import Layout
@@ -99,12 +99,13 @@ class Search:
         return Planned(counts, chosen.attained, present.attained if present else 0.0, self._simulated)
 
     def _ways(self) -> Iterator[Way]:
-        """All, within the floors; of very many every second, third, ..."""
+        """All, within the floors; of very many by twos, threes, ..., and of many kinds of workers only so many."""
         counts = [kind.count for kind in self._kinds]
         step = 1
-        while math.prod(_num_ways(count, step) for count in counts) > MOST_RANKED:
+        while (total := math.prod(_num_ways(count, step) for count in counts)) > MOST_RANKED and step < max(counts):
             step += 1
-        for way in product(*(_ways(count, step) for count in counts)):
+        every = math.ceil(total / MOST_RANKED)
+        for way in islice(product(*(_ways(count, step) for count in counts)), 0, None, every):
             if _serves(way) and self._keeps_floors(way):
                 yield way
 

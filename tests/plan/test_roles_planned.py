@@ -28,7 +28,7 @@ def question(
     prefill: int = 1, decode: int = 3, *, prompt: int = 800, output: int = 3, rate: float = 5.0, cached: int = 0
 ) -> Question:
     source, at_s, requests = random.Random(0), 0.0, []
-    for _ in range(50):
+    for _ in range(30):
         requests.append(Wanted(at_s, prompt, prompt - cached, output))
         at_s += source.expovariate(rate)
     pools = tuple(
@@ -115,6 +115,16 @@ def test_very_many_workers_have_a_bounded_number_of_ways(monkeypatch: pytest.Mon
     assert any(counts[M] == 40 for counts in ways)
 
 
+def test_very_many_kinds_of_workers_have_a_bounded_number_of_ways() -> None:
+    asked = question()
+    like = asked.spec.pools[0]
+    pools = tuple(replace(like, name=f"p{index}", cost=COST.scaled(1.0 + index)) for index in range(9))
+    spec = replace(asked.spec, pools=(*pools, asked.spec.pools[1]))
+    asked = replace(asked, spec=spec, counts={(pool.name, P): 2 for pool in pools} | {("decode", D): 2})
+    search = Search(asked, never)
+    assert 500 < len(list(search._ways())) <= roles.MOST_RANKED
+
+
 def test_pools_that_are_alike_are_one_kind_and_others_are_not() -> None:
     asked = question(2, 3)
     (kind,) = kinds_of(asked)
@@ -163,7 +173,7 @@ def test_cached_tokens_are_prefixes_that_come_again() -> None:
 def test_requests_at_one_time_are_no_load() -> None:
     asked = question()
     once = tuple(replace(each, at_s=0.0) for each in asked.requests)
-    with pytest.raises(PlanFailed, match="50 requests at one time"):
+    with pytest.raises(PlanFailed, match="30 requests at one time"):
         load_of(replace(asked, requests=once))
 
 
