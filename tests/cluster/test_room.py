@@ -1,12 +1,13 @@
 """A worker that nobody has room for is told what it lacks. Arithmetic; that Ray is asked is shown in tests/ray."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from cluster.runtime.interface import RuntimeUnavailable
 from cluster.runtime.placement import Node, has_labels, listed, own_labels, own_resources, selectors, shortage
-from cluster.spec import PoolSpec, Resources, Role, laptop_spec
+from cluster.spec import PoolSpec, Resources, Role, laptop_spec, load_spec
 from workers.config import ParallelConfig
 
 ROOMS = {"CPU": 4.0, "memory": 9.0}, {"CPU": 1.0, "GPU": 1.0}
@@ -97,3 +98,13 @@ def test_a_ray_of_our_own_has_custom_resources_for_all_that_may_come() -> None:
 def test_labels_that_ray_could_not_read_are_refused(labels: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="labels"):
         Resources(labels=labels)
+
+
+def test_the_example_of_unlike_gpus_puts_each_pool_on_its_kind() -> None:
+    spec = load_spec(Path(__file__).parents[2] / "examples" / "unlike-gpus.yaml")
+    kinds = [{"ray.io/accelerator-type": kind} for kind in ("H100", "A100", "A100-80G", "L4")]
+    placed = [[has_labels(kind, pool.resources.labels) for kind in kinds] for pool in spec.pools]
+    assert placed == [[True, False, False, False], [False, True, True, False]]
+    quick, cheap = (pool.cost for pool in spec.pools)
+    assert quick is not None and cheap is not None
+    assert cheap.prefill_seconds(1000) > 2 * quick.prefill_seconds(1000)
