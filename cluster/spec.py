@@ -183,7 +183,7 @@ class GatewaySpec:
     max_attempts: int = 6
     routing: str = "least-loaded"
     admission: str = "none"
-    rebalance: bool = False  # decodes move off workers that break promises too; off draining ones they always do
+    rebalance: bool = False  # work leaves workers that break promises or change roles; draining ones it always leaves
     cache_news_s: float = 0.25  # how often, at most, a worker is asked what it has cached, by routers that use it
     slo: SLO = field(default_factory=SLO)
     classes: dict[str, ClassSpec] = field(default_factory=dict)
