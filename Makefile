@@ -14,8 +14,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	@$(BIN)/diptych demo
 
+# On two processes, see tests/conftest.py. JOBS=0: in one.
 test: $(READY)
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n $(or $(JOBS),2) --no-loadscope-reorder
 
 check: $(READY)
 	@$(BIN)/ruff check .
