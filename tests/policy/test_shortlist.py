@@ -186,7 +186,7 @@ def test_rows_are_the_same_whether_few_or_many_are_written(
     told: list[tuple[int, int, int]], running: list[int], cost: CostModel
 ) -> None:
     """A worker at a time, or all at once: the same numbers, to the bit."""
-    made = spec("promise", slo=PROMISED, cost=cost, max_batch_tokens=512, max_running=256)
+    made = spec("promise", slo=PROMISED, cost=cost, max_batch_tokens=64, max_running=64)
     book = Book()
     short = [Shortlist(Forecast(made, book), book, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2)]
     for number, row in enumerate(running):
