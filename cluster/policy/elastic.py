@@ -188,7 +188,7 @@ class Elastic:
 
     def _best_flip(self, groups: Sequence[Group], now: Shares, mix: Mix) -> _Step | None:
         """The first step to where the worst is least: one step off, or alike workers all split, or all mixed."""
-        steps = list(self._flips(groups, mix))
+        steps = [step for step in self._flips(groups, mix) if step.after.worst <= now.worst * STEP_BACK]
         found = [replace(step, at_last=step.after.worst) for step in steps]
         kinds = _alike(groups)
         for targets in _targets(kinds):
@@ -196,7 +196,7 @@ class Elastic:
             first = self._best([step for step in steps if _leads(step, kinds, targets)])
             if first is not None and self._keeps_floors(there):
                 found.append(replace(first, at_last=shares(there, mix).worst))
-        return self._best([step for step in found if step.after.worst <= now.worst * STEP_BACK])
+        return self._best(found)
 
     def _planned(self, groups: Sequence[Group], now: Shares, mix: Mix) -> tuple[_Step | None, float]:
         """The best step towards the plan, if one can be borne, and the margin by which others must be better."""
