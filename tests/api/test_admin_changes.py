@@ -9,6 +9,7 @@ from dataclasses import replace
 import grpc
 import pytest
 from click.testing import CliRunner, Result
+from msgspec import structs
 
 from cluster.api.client import DiptychClient
 from cluster.api.errors import DiptychError
@@ -17,7 +18,7 @@ from cluster.changes import ChangeError, ChangeRefused, ControllerAway, StaleRev
 from cluster.cli import main
 from cluster.policy.evidence import Decision
 from cluster.spec import Role
-from cluster.view import PoolView
+from cluster.view import PoolView, WorkerState
 from diptych.v1 import admin_pb2, admin_pb2_grpc
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 
@@ -221,6 +222,19 @@ def test_the_status_shows_roles_pools_and_decisions(served: tuple[str, FakeOpera
         "kind": "flip", "reason": "TTFT is 3.1 of its promise", "worker": "decode-1", "role": "prefill", "pool": "",
         "age_s": 12.5, "outcome": "done",
     }  # fmt: skip
+
+
+async def test_the_status_tells_what_a_worker_waits_for_and_what_was_wrong_last() -> None:
+    dispatcher, seen = FakeDispatcher(), view(WorkerState.STARTING)
+    waiting = structs.replace(seen.workers[1], waits_for="{CPU: 1, decode: 1}", detail="no room for decode-0")
+    dispatcher.view = replace(seen, workers=(seen.workers[0], waiting))
+    door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
+    endpoint = await door.open()
+    async with DiptychClient(endpoint) as client:
+        first, second = (await client.status()).view.workers
+    await door.close(0)
+    assert (first.trouble, second.waits_for) == ("", "{CPU: 1, decode: 1}")
+    assert second.trouble == "waits for a node: {CPU: 1, decode: 1}; no room for decode-0"
 
 
 @pytest.mark.parametrize("command", ["flip", "drain", "scale"])
