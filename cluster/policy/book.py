@@ -141,6 +141,7 @@ class Book:
     def _sum_up(self, worker: str) -> Standing:
         waiting, decoding = self._prefilling.get(worker), self._decoding.get(worker)
         if not waiting and not decoding:
+            self._standings[worker] = _IDLE
             return _IDLE
         promises = [work.promised_tpot_s for work in (decoding or {}).values() if work.promised_tpot_s is not None]
         promised, tightest_s = self.promised(worker), min(promises, default=None)

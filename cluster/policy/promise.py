@@ -190,6 +190,8 @@ class Promise(CacheAware):
 
     def _promised(self, ask: Ask) -> SLO:
         asked, default = ask.request.slo, self._default
+        if not asked.ttft_s and not asked.tpot_s:
+            return default
         return SLO(asked.ttft_s or default.ttft_s, asked.tpot_s or default.tpot_s, asked.class_name)
 
     def _is_local(self, ask: Ask, worker: WorkerView, prefill: PromptSide, local: PromptSide, slo: SLO) -> bool:
@@ -266,8 +268,9 @@ class Promise(CacheAware):
 def _soonest(sides: Sequence[PromptSide], slo: SLO) -> PromptSide:
     """Who computes the prompt: in time before late, at home before elsewhere, beside no decodes if early; soonest."""
     able = [side for side in sides if side.steps] or sides
-
-    return min(able, key=lambda side: (*_drawbacks(side, slo), round(side.ttft_s, 6), side.name))
+    if len(able) == 1:
+        return able[0]
+    return min(able, key=lambda side: (_drawbacks(side, slo), round(side.ttft_s, 6), side.name))
 
 
 def _drawbacks(side: PromptSide, slo: SLO) -> tuple[bool, bool, bool]:

@@ -59,11 +59,12 @@ class Shortlist:
         if len(ask.view.workers) <= self._few:
             return None
         self._follow(ask)
-        if np.count_nonzero(self.fitting(ask)) <= self._few:
+        fits = self._fitting(ask)
+        if np.count_nonzero(fits) <= self._few:
             return None
-        return Glance(self, ask, self._cached(ask, depths()), expected_tokens)
+        return Glance(self, ask, fits, self._cached(ask, depths()), expected_tokens)
 
-    def fitting(self, ask: Ask) -> Flags:
+    def _fitting(self, ask: Ask) -> Flags:
         """Ready workers that can hold the request."""
         fits: Flags = self.is_ready & (self.capacity > ask.request.num_tokens)
         for name in ask.avoid:
@@ -243,12 +244,16 @@ class Shortlist:
 
     def _cached(self, ask: Ask, depths: Sequence[Depth]) -> Floats | None:
         """Tokens of the prompt that need not be computed; None: nobody has any."""
-        if not depths:
-            return None
-        cached = np.zeros(len(self.workers))
+        cached, most = None, ask.request.num_tokens - 1.0
         for tokens, who, _ in depths:
-            cached[self._rows(who)] = tokens
-        return np.minimum(cached, ask.request.num_tokens - 1.0)
+            if len(rows := self._rows(who)):
+                cached = np.zeros(len(self.workers)) if cached is None else cached
+                cached[rows] = min(tokens, most)
+        return cached
+
+    def of_pools(self, values: Sequence[float]) -> Floats | float:
+        """What holds for each pool's workers, by row; one number where all pools are alike."""
+        return values[0] if len(values) == 1 else np.array(values)[self.pool]
 
     def _rows(self, who: int) -> Rows:
         """Where these workers stand. The same many hold common prefixes again and again."""
@@ -278,13 +283,13 @@ class Shortlist:
 class Glance:
     """Estimates for one request; valid until the next. Tiers are tried in order until one has what is sought."""
 
-    def __init__(self, table: Shortlist, ask: Ask, cached: Floats | None, expected_tokens: int) -> None:
+    def __init__(self, table: Shortlist, ask: Ask, fits: Flags, cached: Floats | None, expected_tokens: int) -> None:
         self._table = table
         self._ask = ask
         self._cached = cached
         self._need = ask.request.num_tokens + expected_tokens
         self._context = ask.request.num_tokens + expected_tokens // 2
-        self._fits = table.fitting(ask)
+        self._fits = fits
         self._alone_s = self._prompt_seconds()
         self._queue_s = np.maximum(table.until_s - ask.now_s, table.rest_s) + table.foreign_s
         self._beside: tuple[Floats, Flags] | None = None
@@ -380,10 +385,10 @@ class Glance:
         """Computing it alone, on each: by a parabola in what is cached, through three points of each pool's costs."""
         table, num_tokens = self._table, self._ask.request.num_tokens
         most = 0 if self._cached is None else int(self._cached.max())
-        fits = np.array([rates.prompt_parabola(num_tokens, most) for rates in table.rates])  # [pools, 3]
-        seconds: Floats = fits[:, 0][table.pool]
+        alone, first, second = zip(*(rates.prompt_parabola(num_tokens, most) for rates in table.rates), strict=True)
+        seconds = table.of_pools(alone)
         if self._cached is not None:
-            seconds = seconds + self._cached * (fits[:, 1][table.pool] + self._cached * fits[:, 2][table.pool])
+            seconds = seconds + self._cached * (table.of_pools(first) + self._cached * table.of_pools(second))
         return seconds * table.ratio
 
     def _with_decodes(self, slo: SLO) -> tuple[Floats, Flags]:
