@@ -40,7 +40,7 @@ class Load:
 
 
 PROMPTS = Load("long prompts", Mix(((Uniform(1500, 4000), Uniform(20, 120)),)), 8.0)
-ANSWERS = Load("long answers", Mix(((Uniform(100, 600), Uniform(200, 600)),)), 10.0)
+ANSWERS = Load("long answers", Mix(((Uniform(100, 600), Uniform(200, 600)),)), 12.0)
 
 
 @dataclass(frozen=True, slots=True)
