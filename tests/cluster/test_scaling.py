@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from local import FAST, Cluster, cluster, completed, request, split_spec, tokens_of
@@ -11,15 +12,17 @@ import cluster.pool as cluster_pool
 from cluster.changes import ChangeRefused, Memory, StaleRevision, UnknownMember
 from cluster.controller import Controller
 from cluster.events import Event
-from cluster.pool import is_empty
+from cluster.pool import Keeper, Keeping, is_empty
 from cluster.runtime.interface import RuntimeUnavailable, WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime
-from cluster.spec import Role, SpecError, parse_spec
+from cluster.sim.clock import run
+from cluster.spec import PoolSpec, Resources, Role, SpecError, parse_spec
 from cluster.view import ClusterView, WorkerState
 from kvtransfer.errors import PeerLost
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import PeerAddress
 from workers.build import build_worker
+from workers.config import WorkerConfig
 
 
 def names(view: ClusterView, *states: WorkerState) -> list[str]:
@@ -170,6 +173,36 @@ async def test_a_worker_without_room_says_so_and_is_tried_again(monkeypatch: pyt
         full.set()
         view = await subject.until(ready("prefill-0", "decode-0", "decode-1"))
         assert not any(each.detail for each in view.workers)
+
+
+def test_a_worker_without_room_is_tried_again_after_twice_as_long_each_time() -> None:
+    """In virtual time: it asks, is refused at once, and says all the while what it waits for."""
+
+    async def asked() -> list[float]:
+        clock, times = asyncio.get_running_loop(), []
+
+        class Full(LocalRuntime):
+            async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
+                times.append(clock.time())
+                raise RuntimeUnavailable("no room")
+
+        async def introduce(keeper: Keeper) -> None:
+            raise AssertionError
+
+        wanted = Resources(cpu=2, custom={"decode": 1})
+        order = WorkerOrder(WorkerConfig("decode-1", "decode", "modelled"), wanted, 1.0, 10.0)
+        keeping = Keeping(Full(), 10.0, introduce, lambda: None)
+        keeper = Keeper(PoolSpec("decode", Role.DECODE), order, keeping, required=False)
+        keeper.begin()
+        await asyncio.sleep(2000.0)
+        assert keeper.view.trouble == "waits for a node: {CPU: 2, decode: 1}; no room"
+        await keeper.end(0.0)
+        assert not keeper.view.waits_for
+        return times
+
+    times = run(asked())
+    pauses = [later - sooner for sooner, later in pairwise(times)]
+    assert pauses[:6] == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0] and set(pauses[6:]) == {300.0}
 
 
 async def test_a_worker_that_is_still_being_placed_can_be_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
