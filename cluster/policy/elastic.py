@@ -83,8 +83,8 @@ class Elastic:
         mix = self._mix(view, now_s)
         groups = self._groups(view)
         if mix is None or not groups:
-            self._wanted_since_s.clear()
-            return None
+            self._wanted_since_s = {kind: since_s for kind, since_s in self._wanted_since_s.items() if kind == "shrink"}
+            return self._shrink_idle(view, groups, now_s)
         now = shares(groups, mix)
         flip = self._best_flip(groups, now, mix) if now.worst > CALM else None
         haste = max(1.0, now.worst)  # the more a promise breaks, the sooner the next step
@@ -209,13 +209,18 @@ class Elastic:
         return step, self._elastic.margin if is_stuck else max(HELD, self._elastic.margin)
 
     def _leaving(self, groups: Sequence[Group], mix: Mix) -> Iterator[_Step]:
+        for source, after in self._without_one(groups):
+            if (needed := shares(after, mix)).worst <= ROOMY:
+                yield _Step(source, None, needed)
+
+    def _without_one(self, groups: Sequence[Group]) -> Iterator[tuple[Group, list[Group]]]:
+        """Groups that may lose a worker, and what there is without it."""
         for source in groups:
             least, _ = self._pools[source.pool].bounds
             there = sum(group.count for group in groups if group.pool == source.pool)  # not those that leave already
-            if source.count and there > least:
-                after = _changed(groups, source, None)
-                if self._keeps_floors(after) and (needed := shares(after, mix)).worst <= ROOMY:
-                    yield _Step(source, None, needed)
+            after = _changed(groups, source, None)
+            if source.count and there > least and self._keeps_floors(after):
+                yield source, after
 
     def _keeps_floors(self, groups: Sequence[Group]) -> bool:
         floors = self._elastic.floors
@@ -270,6 +275,16 @@ class Elastic:
         worker = _members(view, step.source)[-1]  # what it decodes moves; a node that came for the last one may go
         reason = f"one worker less: {_words(now, step.after, mix)}"
         return Decision("shrink", reason, worker=worker.name, pool=step.source.pool)
+
+    def _shrink_idle(self, view: ClusterView, groups: Sequence[Group], now_s: float) -> Decision | None:
+        """Hardly anybody asks, as gateways say: as patiently as under a load, but only who has nothing to do goes."""
+        spare = (worker for source, _ in self._without_one(groups) for worker in _members(view, source))
+        idle = [worker for worker in spare if _has_nothing_to_do(worker)] if self._reports else []
+        if not self._ripe("shrink", bool(idle), now_s, PATIENCE * self._elastic.dwell_s):
+            return None
+        self._stepped(now_s)
+        reason = f"one worker less: fewer than {_LEAST_REQUESTS} requests in {self._elastic.window_s:g} s"
+        return Decision("shrink", reason, worker=idle[-1].name, pool=idle[-1].pool)
 
     def _stepped(self, now_s: float) -> None:
         self._stepped_s = now_s
@@ -355,6 +370,11 @@ def _changed(groups: Sequence[Group], source: Group | None, target: Group | None
 
 def _members(view: ClusterView, group: Group) -> list[WorkerView]:
     return [worker for worker in _ready(view) if worker.pool == group.pool and worker.role is group.role]
+
+
+def _has_nothing_to_do(worker: WorkerView) -> bool:
+    stats = worker.stats
+    return not (stats.running or stats.waiting or stats.reserved or stats.leases or stats.queued_tokens)
 
 
 def _least_busy(view: ClusterView, group: Group) -> WorkerView:

@@ -245,6 +245,19 @@ def test_a_worker_that_drains_is_not_there_any_more_when_its_pool_may_shrink() -
     assert not shrinks(WorkerState.DRAINING)
 
 
+def test_a_pool_shrinks_where_nobody_asks_any_more_but_not_by_a_worker_with_work() -> None:
+    nobody = replace(ANSWERS, rate=0.0)
+    cluster = Cluster(spec(most=3))
+    busy = cluster.workers["decode-2"]
+    cluster.workers["decode-2"] = structs.replace(busy, stats=structs.replace(busy.stats, running=1))
+    patience_s = round(PATIENCE * 2)
+    assert not cluster.run(patience_s - 1, nobody)
+    left = [decision.worker for decision in cluster.run(5 * patience_s, nobody)]
+    assert left == ["decode-1", "decode-0", "prefill-2", "prefill-1"], "one of each stays"
+    silent = Cluster(spec(most=3))
+    assert not silent.run(3 * patience_s, None), "no gateway says that nobody asks"
+
+
 def test_a_pool_that_has_its_most_workers_or_waits_for_one_does_not_grow() -> None:
     much = replace(ANSWERS, rate=11.0)
     waiting = Cluster(spec(most=4))
