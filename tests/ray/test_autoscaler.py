@@ -57,7 +57,7 @@ def document() -> dict[str, object]:
     decode |= {"resources": {"cpu": 1, "custom": {"decode": 1}}, "cost": DECODES, "replicas": {"min": 1, "max": 2}}
     made["gateway"] |= {"slo": {"tpot_s": TPOT_S}}
     made["health"] = {"place_timeout_s": 90.0, "dead_after_s": 10.0}
-    made["elastic"] = {"mode": "act", "period_s": 0.2, "window_s": 4.0, "dwell_s": 0.2, "cooldown_s": 0.5}
+    made["elastic"] = {"mode": "act", "period_s": 0.2, "window_s": 4.0, "dwell_s": 0.5, "cooldown_s": 0.5}
     return made
 
 
@@ -115,12 +115,12 @@ async def test_a_new_worker_brings_its_node_and_takes_requests_until_it_is_let_g
     status = await subject.until(is_ready("decode-1"))
     assert all(not each.trouble for each in status.view.workers)
     assert status.view.linked("prefill-0", "decode-1")
-    assert nodes(await subject.nodes_until(lambda told: nodes(told) > 0)) == 1
 
     flowing = asyncio.Event()
-    streams = [asyncio.ensure_future(answer(client, f"stream-{n}", 30, flowing.set)) for n in range(4)]
+    streams = [asyncio.ensure_future(answer(client, f"stream-{n}", 60, flowing.set)) for n in range(4)]
     await flowing.wait()
     await subject.until(lambda status: bool((found := worker(status, "decode-1")) and found.stats.running))
+    assert nodes(await subject.nodes_until(lambda told: nodes(told) > 0)) == 1
     await client.drain("decode-1")
     await subject.until(has_gone("decode-1"))
     assert await asyncio.gather(*streams) == [{0}] * 4, "what decoded there went on elsewhere"
