@@ -190,7 +190,10 @@ class Shortlist:
 
     def _derive(self, rows: Rows) -> None:
         """As `Outlook` and `Forecast` do, for these rows at once."""
-        pool, numbers = self.pool[rows], chain.from_iterable((*self._told[row], *self._noted[row]) for row in rows)
+        pool, numbers = (
+            self.pool[rows],
+            chain.from_iterable((*self._told[row], *self._noted[row]) for row in rows.tolist()),
+        )
         raw = np.fromiter(numbers, np.float64, len(rows) * _NUM_RAW).reshape(len(rows), _NUM_RAW).T
         told, noted = Told(*raw[: len(Told._fields)]), Noted(*raw[len(Told._fields) :])
         seen, ours, prompts, answers = told.seen, noted.sequences, noted.prompt_tokens, noted.output_tokens
