@@ -23,6 +23,7 @@ from cluster.policy.promises import Standing
 from cluster.replanning import Planner, limit_s
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
 from cluster.spec import ClusterSpec, Role
+from cluster.steward import Decider
 from cluster.view import ClusterView, ModelView, WorkerState
 from workers.request import Request
 from workers.shapes import Shape, Timings
@@ -89,6 +90,7 @@ class Operator(Protocol):
     async def drain(self, worker: str, revision: int, deadline_s: float) -> int: ...
     async def scale(self, pool: str, replicas: int, revision: int) -> int: ...
     async def decisions(self) -> tuple[Taken, ...]: ...
+    async def decision_counts(self) -> tuple[tuple[str, str, int], ...] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +176,13 @@ class GatewayService:
 class Serving:
     """A running cluster. Owned by whoever called `serve`; `close` takes everything down."""
 
-    def __init__(self, spec: ClusterSpec, runtime: Runtime, planner: Planner | None = None) -> None:
+    def __init__(
+        self, spec: ClusterSpec, runtime: Runtime, planner: Planner | None = None, decider: Decider | None = None
+    ) -> None:
         self.spec = spec
         self.runtime = runtime
         self._planner = planner
+        self._decider = decider
         self.endpoints: list[str] = []
         self._controller: ServiceHandle | None = None
         self._gateways: list[ServiceHandle] = []
@@ -208,7 +213,8 @@ class Serving:
         spec = self.spec
         orphan_after_s = ORPHAN_AFTER_S if self.runtime.name == "ray" else None
         self._controller = await self.runtime.start_service(
-            "controller", make_controller, spec, self.runtime, secrets.token_hex(16), orphan_after_s, self._planner
+            *("controller", make_controller, spec, self.runtime, secrets.token_hex(16)),
+            *(orphan_after_s, self._planner, self._decider),
         )
         await self._controller.call("begin")
         self._keeping = asyncio.ensure_future(self._keep_alive())
@@ -303,18 +309,23 @@ class Serving:
 
 
 def make_controller(
-    spec: ClusterSpec, runtime: Runtime, secret: str, orphan_after_s: float | None, planner: Planner | None
+    spec: ClusterSpec,
+    runtime: Runtime,
+    secret: str,
+    orphan_after_s: float | None,
+    planner: Planner | None,
+    decider: Decider | None = None,
 ) -> Controller:
-    decider = Elastic(spec) if spec.elastic.mode != "off" else None
+    elastic = Elastic(spec) if spec.elastic.mode != "off" else None
     plans = spec.elastic.replan != "off"
     return Controller(
         spec,
         runtime,
         secret,
         orphan_after_s=orphan_after_s,
-        decider=decider,
+        decider=decider or elastic,
         planner=(planner or ChildPlanner(limit_s=limit_s(spec))) if plans else None,
-        aimed=decider if spec.elastic.replan == "act" else None,
+        aimed=elastic if spec.elastic.replan == "act" and decider is None else None,
     )
 
 
@@ -325,13 +336,15 @@ async def serve(
     runtime: str | Runtime = "ray",
     progress: Progress = lambda line: None,
     planner: Planner | None = None,
+    decider: Decider | None = None,
 ) -> Serving:
     """Bring a cluster up. On any error everything that was started is taken down again. `planner`, for
-    `elastic.replan`: None is a process of its own for each question.
+    `elastic.replan`: None is a process of its own for each question. `decider`, where `elastic` is on: None is the rule
+    of `cluster.policy.elastic`.
 
     Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
     """
-    serving = Serving(spec, await open_runtime(spec, runtime, progress), planner)
+    serving = Serving(spec, await open_runtime(spec, runtime, progress), planner, decider)
     try:
         await serving.open(door, progress)
     except BaseException:

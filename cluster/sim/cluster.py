@@ -16,6 +16,7 @@ from cluster.serving import GatewayContext, serve
 from cluster.sim.distance import Distant
 from cluster.sim.machine import Machine, Slowdown
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
+from cluster.steward import Decider
 from workers.costs import CostModel
 from workers.engine.step import StepPlan
 from workers.executor.modelled import Modelled, Observe, Pace
@@ -54,13 +55,15 @@ class Surroundings:
 
     `door_s`: what a request pays in the gateway before it is dispatched. `stale_s`: what gateways hear of a worker's
     state is so old; tokens come in time. `planner`: whom the controller asks where roles are planned anew; a process of
-    its own would take no virtual time, so there is none unless it is given.
+    its own would take no virtual time, so there is none unless it is given. `decider`: who decides about roles, if not
+    the elastic rule.
     """
 
     slowdown: Slowdown | None = None
     door_s: float = 0.0
     stale_s: float = 0.0
     planner: Planner | None = None
+    decider: Decider | None = None
 
 
 class NoPlanner:
@@ -219,6 +222,7 @@ async def open_cluster(
         runtime=runtime,
         door=lambda context: _Door(context, dispatchers),
         planner=around.planner or NoPlanner(),
+        decider=around.decider,
     )
     try:
         yield SimCluster(spec, runtime, dispatchers)

@@ -73,6 +73,7 @@ LEAVES = {
     "cluster.sim.cluster.PoolModel",
     "cluster.sim.cluster.Surroundings",
     "cluster.sim.cluster.Meter",
+    "cluster.sim.cluster.NoPlanner",
     "cluster.sim.cluster._Door",
 }
 PRODUCTION = {

@@ -41,6 +41,7 @@ AGAIN = {
     "colocated": record.COLOCATED,
     "system": record.SYSTEM,
     "routers": record.ROUTER,
+    "timetable": record.TIMETABLE,
     "oracle": record.ORACLE,
 }
 FULL = Effort(tolerance=0.03, rough=0.05, rung=0.04, finalists=2)

@@ -8,7 +8,19 @@ from cluster.bench.elastic.contenders import OURS, called, case_of
 from cluster.bench.elastic.one import told
 from cluster.bench.elastic.oracle import oracle
 from cluster.bench.elastic.probe import Probe
-from cluster.bench.elastic.record import COLOCATED, KINDS, ORACLE, ROUTER, SPLIT, STATIC, SYSTEM, Entry, Phases, Result
+from cluster.bench.elastic.record import (
+    COLOCATED,
+    KINDS,
+    ORACLE,
+    ROUTER,
+    SPLIT,
+    STATIC,
+    SYSTEM,
+    TIMETABLE,
+    Entry,
+    Phases,
+    Result,
+)
 from cluster.bench.elastic.record import OURS as KIND_OURS
 from cluster.bench.elastic.scenarios import Scenario
 from cluster.bench.elastic.search import (
@@ -24,9 +36,11 @@ from cluster.bench.elastic.search import (
     searched,
 )
 from cluster.bench.elastic.timeline import Timeline, timeline
+from cluster.bench.elastic.timetable import timetabled
 from cluster.scoring.goodput import Map
 
 SHOWN = (KIND_OURS, *STATIC)
+FORESEEN = 1.3  # of the best static choice's rate: there timetables are compared
 
 
 class Unlike(ValueError):
@@ -50,6 +64,10 @@ def measure(
     jobs, twins = _twins(scenario, jobs_of(scenario, found, effort, kinds), found)
     if ORACLE in kinds and len(scenario.phases) > 1:
         jobs.insert(0, oracle(scenario, found, effort, each, tell))
+    if TIMETABLE in kinds and scenario.shifts:
+        ours = known.of(KIND_OURS) if known else None
+        rate = ours.by_seed[0] if ours else FORESEEN * found.rate
+        jobs.insert(0, timetabled(scenario, rate, effort, each, tell))
     new = searched(jobs, effort, each, tell)
     entries = _entries(new.entries, twins, kinds, known)
     if known is not None and not set(SHOWN) & set(kinds):

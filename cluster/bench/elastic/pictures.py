@@ -3,7 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.elastic.record import COLOCATED, ORACLE, OURS, ROUTER, SPLIT, SYSTEM, Entry, Record, Result
+from cluster.bench.elastic.record import (
+    COLOCATED,
+    ORACLE,
+    OURS,
+    ROUTER,
+    SPLIT,
+    SYSTEM,
+    TIMETABLE,
+    Entry,
+    Record,
+    Result,
+)
 from cluster.bench.elastic.timeline import Timeline
 from cluster.report import style
 
@@ -14,6 +25,7 @@ LOOKS = {
     COLOCATED: style.ORANGE,
     SYSTEM: style.GREY,
     ROUTER: style.SKY,
+    TIMETABLE: "#555555",
     ORACLE: "#000000",
 }
 LANES = {"steps with prompts": style.RED, "steps of decodes only": style.SKY}
@@ -65,7 +77,7 @@ def _goodputs(found: Record) -> Any:
 def _label(entry: Entry) -> str:
     name = f"router {entry.name.partition(' on ')[0]}" if entry.kind == ROUTER else entry.name
     alone = "" if len(entry.by_seed) > 1 else " *"
-    return {OURS: "ours", ORACLE: "oracle"}.get(entry.kind, name) + alone
+    return {OURS: "ours", TIMETABLE: "by timetable", ORACLE: "oracle"}.get(entry.kind, name) + alone
 
 
 @style.drawn

@@ -36,12 +36,12 @@ class Probe:
         until_s = promised_end_s(workload, slo)
         around = Surroundings(stale_s=self.view.stale_s)
         options = Options(seed, slo, trace, until_s, missed, self.contender.name, around)
-        with _quietly():
+        with quietly():
             return simulate(case.spec, case.models, replace(workload, name=scenario.name), options)
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Requests that miss and are cut off are what a search looks for, and nothing to warn of."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -13,9 +13,9 @@ from workers.request import SLO
 
 FILE = Path(__file__).with_name("measured.json")
 OURS, SYSTEM, SPLIT, COLOCATED, ORACLE = "ours", "system", "best split", "best colocated", "oracle"
-ROUTER = "router"
+ROUTER, TIMETABLE = "router", "timetable"
 STATIC = (SPLIT, COLOCATED)
-KINDS = (OURS, SPLIT, COLOCATED, SYSTEM, ROUTER, ORACLE)
+KINDS = (OURS, SPLIT, COLOCATED, SYSTEM, ROUTER, TIMETABLE, ORACLE)
 
 
 @dataclass(frozen=True, slots=True)
