@@ -58,11 +58,12 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Requests a second that go on to decode, and their mean tokens."""
+    """Requests a second that go on to decode, and their mean tokens. `running`: so many decode now."""
 
     rate: float
     prompt_tokens: float
     output_tokens: float
+    running: float = 0.0
 
     @property
     def context(self) -> float:
@@ -93,7 +94,7 @@ def shares(groups: Sequence[Group], mix: Mix) -> Shares:
     if not decoding or not prompting:
         return Shares(math.inf, math.inf, math.inf)
     context = mix.decoded.context
-    step_s, room = _steps(decoding, mix.decoded, context)
+    step_s, room = _steps(decoding, _wanted(mix), context)
     speeds = [_speed(group, mix, context, step_s) for group in prompting]
     ttft, busy = _ttft_share(prompting, speeds, mix)
     tpot = 0.0
@@ -105,9 +106,15 @@ def shares(groups: Sequence[Group], mix: Mix) -> Shares:
     return Shares(ttft, tpot, room)
 
 
-def _steps(groups: Sequence[Group], answers: Answers, context: float) -> tuple[float, float]:
-    """The step time at which these workers make as many tokens as are wanted, and how full they then are."""
-    wanted = answers.rate * max(0.0, answers.output_tokens - 1)
+def _wanted(mix: Mix) -> float:
+    """Tokens a second: of answers as they come, or those that keep the promise to all that decode now."""
+    answers = mix.decoded
+    coming = answers.rate * max(0.0, answers.output_tokens - 1)
+    return coming if mix.tpot_s is None else max(coming, answers.running / mix.tpot_s)
+
+
+def _steps(groups: Sequence[Group], wanted: float, context: float) -> tuple[float, float]:
+    """The step time at which these workers make so many tokens a second, and how full they then are."""
     if wanted <= 0.0:
         return min(_step(group, 1, context) for group in groups), 0.0
 

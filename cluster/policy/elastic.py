@@ -24,6 +24,7 @@ from cluster.policy.evidence import Decision, Report, Sample
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from cluster.view import ClusterView, WorkerState, WorkerView
 from workers.costs import LinearCost
+from workers.stats import WorkerStats
 
 CALM = 0.7  # of the promises: below, no step is worth its while
 STEP_BACK = 1.1  # so much worse a step may make it that leads on to better roles
@@ -134,6 +135,7 @@ class Elastic:
             rate=whole.requests / span_s,
             prompt_tokens=whole.prompt_tokens / whole.requests,
             output_tokens=max(1.0, whole.expected_tokens / whole.requests),
+            running=sum(_decoding(worker.stats) for worker in view.workers),
         )
         return Mix(
             rate=lately.requests / max(self._elastic.period_s, min(lately.seconds, span_s)),
@@ -310,6 +312,11 @@ def _arrived(reports: Sequence[Report]) -> _Arrived:
         sum(report.expected_tokens for report in reports),
         max(seconds.values(), default=0.0),
     )
+
+
+def _decoding(stats: WorkerStats) -> int:
+    """Sequences that decode; where there is more to compute than a token for each, one of them is a prompt still."""
+    return max(0, stats.running - int(stats.queued_tokens > stats.running))
 
 
 def _ready(view: ClusterView) -> list[WorkerView]:

@@ -58,7 +58,10 @@ class _Decode:
 
 @dataclass(slots=True)
 class _Side:
-    """A worker as it will be when what is under way has moved. `decodes` are those of ours that may be moved."""
+    """A worker as it will be when what is under way has moved. `decodes` are those of ours that may be moved.
+
+    `batch`: those that decode there, or were sent to, even if the worker has not told of them yet.
+    """
 
     worker: WorkerView
     batch: int
@@ -132,7 +135,8 @@ class Mover:
             if worker.state in (WorkerState.READY, WorkerState.DRAINING):
                 total = self._forecast.kv_tokens(worker)
                 stats, used = worker.stats, total - self._forecast.free_tokens(worker)
-                side = sides[worker.name] = _Side(worker, stats.running + stats.reserved, used, total)
+                seen, ours = stats.running + stats.reserved, self._book.promised(worker.name).sequences
+                side = sides[worker.name] = _Side(worker, max(seen, ours), used, total)
                 side.decodes = list(self._decodes(worker.name, contexts))
                 side.promise_s = _tightest(each.promise_s for each in side.decodes)
         for move in self._under_way.values():

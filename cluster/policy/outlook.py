@@ -84,6 +84,8 @@ class Outlook:
         """`tpot_slo_s`: what decodes there were promised, as far as that is known."""
         forecast = self._forecast
         load = self._load(ask, worker, ask.now_s)
+        if worker.role is Role.PREFILL and load.batch:
+            load = self._begun(load, worker, ask.now_s)
         new_tokens = max(1, ask.request.num_tokens - cached_tokens)
         decodes = Decodes(load.batch, load.context_tokens, tpot_slo_s)
         prefill_s, steps = forecast.prefill_beside(worker, new_tokens, cached_tokens, decodes)
@@ -126,6 +128,14 @@ class Outlook:
             theirs = max(0, used - all_prompts)
             batch, context, promised = batch + foreign, context + theirs, promised + theirs
         return Load(batch, context, promised)
+
+    def _begun(self, load: Load, worker: WorkerView, now_s: float) -> Load:
+        """Without those of ours whose first token is not near: their prompts wait elsewhere, and are in nobody's way."""
+        batch, context = load.batch, load.context_tokens
+        for work in self._book.decoding(worker.name):
+            if work.prefilled_s is None and work.first_token_s > now_s + NEAR_S:
+                batch, context = batch - 1, context - work.prompt_tokens - work.output_tokens // 2
+        return Load(max(0, batch), max(0, context), load.promised_tokens)
 
     def _ended(self, worker: WorkerView, standing: Standing, now_s: float, at_s: float) -> Iterator[Work]:
         """Those of ours that will not decode there any more."""

@@ -39,6 +39,7 @@ from cluster.view import WorkerView
 from workers.request import SLO, Request
 
 FEW = 12  # workers: all of them are looked at
+FEW_DECODES = 4
 LATELY_S = 10.0
 SPARE = 0.6  # of their time: prompts that need no more of it wait little
 LEAST_PART = 128  # tokens of a cut prompt: below, the hand-over costs more than it moves
@@ -142,7 +143,7 @@ class Promise(CacheAware):
                     sides[worker.name] = self._prompt_side(ask, look, worker, slo)
             if sides:
                 best = _soonest(list(sides.values()), slo)
-                if best.steps and not any(_drawbacks(best, slo)[: 3 - number]):
+                if _is_able(best) and not any(_drawbacks(best, slo)[: 3 - number]):
                     break
         return sides, best
 
@@ -267,10 +268,15 @@ class Promise(CacheAware):
 
 def _soonest(sides: Sequence[PromptSide], slo: SLO) -> PromptSide:
     """Who computes the prompt: in time before late, at home before elsewhere, beside no decodes if early; soonest."""
-    able = [side for side in sides if side.steps] or sides
+    able = [side for side in sides if _is_able(side)] or sides
     if len(able) == 1:
         return able[0]
     return min(able, key=lambda side: (_drawbacks(side, slo), round(side.ttft_s, 6), side.name))
+
+
+def _is_able(side: PromptSide) -> bool:
+    """Whether decodes there leave time for prompts. A worker that is there for these does not stop for a few decodes."""
+    return side.steps > 0 or (side.role is Role.PREFILL and side.batch <= FEW_DECODES)
 
 
 def _drawbacks(side: PromptSide, slo: SLO) -> tuple[bool, bool, bool]:
