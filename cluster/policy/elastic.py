@@ -115,10 +115,10 @@ class Elastic:
             self._reports.popleft()
 
     def _mix(self, view: ClusterView, now_s: float) -> Mix | None:
-        """The load: prompts as they came lately, answers as of the whole window. None: hardly any.
+        """The load: prompts as they came lately; answers too, or as of the whole window where those are more.
 
-        A worker feels another kind of prompt at once; answers of before go on for a while, and new ones gather slowly.
-        What waits now counts as if it came in the next `BACKLOG_S`.
+        A worker feels another kind of prompt at once, and answers of before go on for a while. What waits now counts as
+        if it came in the next `BACKLOG_S`. None: there is hardly any load.
         """
         reports = [report for _, report in self._reports]
         samples = [sample for report in reports for sample in report.samples]
@@ -131,14 +131,11 @@ class Elastic:
         computed_tokens = max(1.0, prompt * (computed or 1.0))
         backlog = sum(worker.stats.queued_tokens for worker in view.workers) / computed_tokens
         span_s = max(self._elastic.period_s, min(self._elastic.window_s, now_s - self._begun_s))
-        answers = Answers(
-            rate=whole.requests / span_s,
-            prompt_tokens=whole.prompt_tokens / whole.requests,
-            output_tokens=max(1.0, whole.expected_tokens / whole.requests),
-            running=sum(_decoding(worker.stats) for worker in view.workers),
-        )
+        late_s = max(self._elastic.period_s, min(lately.seconds, span_s))
+        running = sum(_decoding(worker.stats) for worker in view.workers)
+        kinds = [_answers(seen, seconds, running) for seen, seconds in ((whole, span_s), (lately, late_s))]
         return Mix(
-            rate=lately.requests / max(self._elastic.period_s, min(lately.seconds, span_s)),
+            rate=lately.requests / late_s,
             prompt_tokens=prompt,
             computed_tokens=computed_tokens,
             output_tokens=max(1.0, lately.expected_tokens / lately.requests),
@@ -146,7 +143,7 @@ class Elastic:
             tpot_s=_promised([sample.promised_tpot_s for sample in samples], self._slo.tpot_s),
             spread=_spread(samples),
             backlog=backlog / BACKLOG_S,
-            answers=answers,
+            answers=max(kinds, key=lambda each: each.rate * each.output_tokens),
         )
 
     def _lately(self, now_s: float) -> list[Report]:
@@ -311,6 +308,16 @@ def _arrived(reports: Sequence[Report]) -> _Arrived:
         sum(report.arrived_tokens for report in reports),
         sum(report.expected_tokens for report in reports),
         max(seconds.values(), default=0.0),
+    )
+
+
+def _answers(arrived: _Arrived, seconds: float, running: int) -> Answers:
+    count = max(1, arrived.requests)
+    return Answers(
+        rate=arrived.requests / seconds,
+        prompt_tokens=arrived.prompt_tokens / count,
+        output_tokens=max(1.0, arrived.expected_tokens / count),
+        running=running,
     )
 
 

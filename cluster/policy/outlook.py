@@ -130,7 +130,7 @@ class Outlook:
         return Load(batch, context, promised)
 
     def _begun(self, load: Load, worker: WorkerView, now_s: float) -> Load:
-        """Without those of ours whose first token is not near: their prompts wait elsewhere, and are in nobody's way."""
+        """Without those of ours whose first token is not near: their prompts wait elsewhere, in nobody's way."""
         batch, context = load.batch, load.context_tokens
         for work in self._book.decoding(worker.name):
             if work.prefilled_s is None and work.first_token_s > now_s + NEAR_S:

@@ -39,7 +39,7 @@ from cluster.view import WorkerView
 from workers.request import SLO, Request
 
 FEW = 12  # workers: all of them are looked at
-FEW_DECODES = 4
+FEW_DECODES = 4  # whose promise may break before a worker that is there for prompts computes none
 LATELY_S = 10.0
 SPARE = 0.6  # of their time: prompts that need no more of it wait little
 LEAST_PART = 128  # tokens of a cut prompt: below, the hand-over costs more than it moves
@@ -275,7 +275,7 @@ def _soonest(sides: Sequence[PromptSide], slo: SLO) -> PromptSide:
 
 
 def _is_able(side: PromptSide) -> bool:
-    """Whether decodes there leave time for prompts. A worker that is there for these does not stop for a few decodes."""
+    """Whether decodes there leave time for prompts. Who is there for prompts does not stop for a few decodes."""
     return side.steps > 0 or (side.role is Role.PREFILL and side.batch <= FEW_DECODES)
 
 

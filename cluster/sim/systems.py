@@ -84,7 +84,7 @@ SYSTEMS: dict[str, System] = {
         decode={"batching": "adaptive", "max_batch_tokens": PROMPT_BATCH, **_IN_TIME},
         routing="promise",
         rebalance=True,
-        elastic=ElasticSpec(mode="act", window_s=15.0, margin=0.05, dwell_s=1.0, cooldown_s=2.0),
+        elastic=ElasticSpec(mode="act", period_s=0.5, window_s=15.0, margin=0.05, dwell_s=1.0, cooldown_s=2.0),
     ),
 }
 
