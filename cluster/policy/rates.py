@@ -86,10 +86,10 @@ class Rates:
         seconds: Floats = np.interp(num_tokens, _PROMPTS, self._prompts_s)
         return seconds
 
-    def row(self, told: Told, noted: Noted, bound_s: float) -> tuple[float, ...]:
+    def row(self, told: tuple[float, ...], noted: tuple[float, ...], bound_s: float) -> tuple[float, ...]:
         """What follows for one worker, in the order of a shortlist's columns: as it derives many at once, to the bit.
 
-        `bound_s`: what its steps with prompts may take.
+        `told` and `noted` as `Told` and `Noted`; `bound_s`: what its steps with prompts may take.
         """
         seen, queued, total, free, step_ratio = told
         ours, prompts, answers, waiting, waiting_tokens, until_s, rest_s, ratio = noted

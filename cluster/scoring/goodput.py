@@ -1,7 +1,8 @@
 """Goodput: the largest request rate at which a share of requests, the target, keeps its promises. Pure search.
 
-Each seed has a bracket of its own: from `start` the rate doubles until it breaks, or halves until it holds (from a start
-that is near, by `stride` first, whose square comes next), and is then bisected (by geometric means, so all seeds and targets probe the same rates and share what is known) until the bracket
+Each seed has a bracket of its own: from `start` the rate doubles until it breaks, or halves until it holds (from a
+start that is near, by `stride` first, whose square comes next), and is then bisected (by geometric means, so all seeds
+and targets probe the same rates and share what is known) until the bracket
 is narrower than the tolerance. A seed's goodput is the greatest rate that held. The interval is Student's t over the
 seeds' goodputs; it says how far seeds differ, not how far the model is from the truth.
 """

@@ -158,8 +158,12 @@ def test_a_decode_that_moved_rests_and_the_way_back_is_closed() -> None:
     for n in range(6):
         floor.decode(f"r{n}", "d0")
     floor.look(crowded())
-    for move in floor.look(crowded()):
+    moves = floor.look(crowded())
+    for move in moves:
         floor.end(move)
+    for key in [f"r{n}/0" for n in range(5)]:
+        if key not in {move.key for move in moves}:  # answers that ended where they were
+            floor.story.policy.ended(key, floor.now_s)
     back = view(worker("d1", running=6, used=60), worker("d0", running=1, used=10))
     for n in range(6, 10):
         floor.decode(f"r{n}", "d1")
@@ -167,6 +171,18 @@ def test_a_decode_that_moved_rests_and_the_way_back_is_closed() -> None:
         assert floor.look(back) == ()
     later = [move for _ in range(4) for move in floor.look(back)]
     assert later and {move.target for move in later} == {"d0"}
+
+
+def test_those_who_were_sent_count_before_their_worker_tells_of_them() -> None:
+    """Right behind moves its statistics are those of before."""
+    floor = Floor()
+    for n in range(6):
+        floor.decode(f"r{n}", "d0")
+    for n in range(6, 10):
+        floor.decode(f"r{n}", "d1")
+    stale = view(worker("d0", running=6, used=60), worker("d1", running=1, used=10), worker("p0"))
+    for _ in range(5):
+        assert floor.look(stale) == ()
 
 
 def unlinked(picture: ClusterView, owner: str, reader: str) -> ClusterView:
