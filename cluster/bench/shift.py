@@ -55,12 +55,13 @@ class Outcome:
 
 def spec(name: str, cost: LinearCost | None, slo: SLO, mode: str) -> ClusterSpec:
     engine = replace(ENGINE, kv_blocks=768, batching="adaptive", deterministic=True)
+    engine = replace(engine, prompt_order="deadline", prompt_window=64)
     pools = (
         PoolSpec("prefill", Role.PREFILL, 1, engine=engine, resources=SHARE, cost=cost),
         PoolSpec("decode", Role.DECODE, 2, engine=engine, resources=SHARE, cost=cost),
     )
     elastic = ElasticSpec(mode=mode, window_s=10.0, margin=0.1, dwell_s=2.0, cooldown_s=5.0)
-    gateway = GatewaySpec(grpc_port=0, routing="promise", slo=slo)
+    gateway = GatewaySpec(grpc_port=0, routing="promise", rebalance=True, slo=slo)
     return ClusterSpec(MODEL, pools, name, gateway=gateway, health=PATIENT, elastic=elastic)
 
 
