@@ -120,9 +120,10 @@ def main(
 ) -> None:
     """Goodput under loads that shift: ours against every system, every static split, colocated, and an oracle.
 
-    Without WORKLOADS, all of them: about 80 CPU minutes on idle cores, with --full some hours. What is found goes into
-    the committed record, workload by workload, and into docs/elastic-campaign.md; with --out, only there. An older
-    record in that place is completed. After a change of ours, --again ours is a matter of minutes.
+    Without WORKLOADS, all of them: hours. Ours and the best static choices alone took about four minutes a workload on
+    two cores. What is found goes into the committed record, workload by workload, and into docs/elastic-campaign.md;
+    with --out, only there. An older record in that place is completed. After a change of ours, --again ours is a matter
+    of minutes.
 
     For tuning, one run in seconds:
 
