@@ -33,6 +33,7 @@ ROOMY = 0.6  # what would still be needed of them without a worker that leaves
 PATIENCE = 20.0
 BACKLOG_S = 10.0  # in which what waits now should be computed
 LATELY_S = 5.0  # in which prompts of a new kind show
+CHANCE = 2.0  # standard deviations: what differs less is no other load
 _LEAST_REQUESTS = 5  # that say anything about a load
 _ENOUGH_REQUESTS = 8
 _MOST_TARGETS = 256
@@ -125,13 +126,18 @@ class Elastic:
         whole, lately = _arrived(reports), _arrived(self._lately(now_s))
         if whole.requests < _LEAST_REQUESTS or self._begun_s is None:
             return None
+        span_s = max(self._elastic.period_s, min(self._elastic.window_s, now_s - self._begun_s))
+        late_s = max(self._elastic.period_s, min(lately.seconds, span_s))
+        spread = _spread(samples)
+        if _is_chance(whole, span_s, lately, late_s, spread):
+            lately, late_s = whole, span_s
         prompt = lately.prompt_tokens / lately.requests
         asked = sum(sample.prompt_tokens for sample in samples)
         computed = sum(sample.computed_tokens for sample in samples) / asked if asked else 1.0
         computed_tokens = max(1.0, prompt * (computed or 1.0))
-        backlog = sum(worker.stats.queued_tokens for worker in view.workers) / computed_tokens
-        span_s = max(self._elastic.period_s, min(self._elastic.window_s, now_s - self._begun_s))
-        late_s = max(self._elastic.period_s, min(lately.seconds, span_s))
+        ttft_s = _promised([sample.promised_ttft_s for sample in samples], self._slo.ttft_s)
+        usual = lately.requests / late_s * (ttft_s or 0.0) / 2.0  # wait where each waits for half of what is promised
+        backlog = max(0.0, sum(worker.stats.queued_tokens for worker in view.workers) / computed_tokens - usual)
         running = sum(_decoding(worker.stats) for worker in view.workers)
         kinds = [_answers(seen, seconds, running) for seen, seconds in ((whole, span_s), (lately, late_s))]
         return Mix(
@@ -139,9 +145,9 @@ class Elastic:
             prompt_tokens=prompt,
             computed_tokens=computed_tokens,
             output_tokens=max(1.0, lately.expected_tokens / lately.requests),
-            ttft_s=_promised([sample.promised_ttft_s for sample in samples], self._slo.ttft_s),
+            ttft_s=ttft_s,
             tpot_s=_promised([sample.promised_tpot_s for sample in samples], self._slo.tpot_s),
-            spread=_spread(samples),
+            spread=spread,
             backlog=backlog / BACKLOG_S,
             answers=max(kinds, key=lambda each: each.rate * each.output_tokens),
         )
@@ -309,6 +315,14 @@ def _arrived(reports: Sequence[Report]) -> _Arrived:
         sum(report.expected_tokens for report in reports),
         max(seconds.values(), default=0.0),
     )
+
+
+def _is_chance(whole: _Arrived, span_s: float, lately: _Arrived, late_s: float, spread: float) -> bool:
+    """Whether requests that come at random as in the whole window would often be so many, and so long, in a part."""
+    expected = whole.requests / span_s * late_s
+    off = math.sqrt((1.0 + spread) / max(1.0, expected))
+    pairs = ((whole.prompt_tokens, lately.prompt_tokens), (whole.expected_tokens, lately.expected_tokens))
+    return all(abs(part / late_s - all_ / span_s) <= CHANCE * off * all_ / span_s for all_, part in pairs)
 
 
 def _answers(arrived: _Arrived, seconds: float, running: int) -> Answers:

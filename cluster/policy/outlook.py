@@ -84,7 +84,7 @@ class Outlook:
         """`tpot_slo_s`: what decodes there were promised, as far as that is known."""
         forecast = self._forecast
         load = self._load(ask, worker, ask.now_s)
-        if worker.role is Role.PREFILL and load.batch:
+        if load.batch:
             load = self._begun(load, worker, ask.now_s)
         new_tokens = max(1, ask.request.num_tokens - cached_tokens)
         decodes = Decodes(load.batch, load.context_tokens, tpot_slo_s)
@@ -130,10 +130,13 @@ class Outlook:
         return Load(batch, context, promised)
 
     def _begun(self, load: Load, worker: WorkerView, now_s: float) -> Load:
-        """Without those of ours whose first token is not near: their prompts wait elsewhere, in nobody's way."""
+        """Without those of ours whose first token is not near, or late: their prompts wait elsewhere, in nobody's way.
+
+        One that is late was overtaken, and nobody knows when its turn will come.
+        """
         batch, context = load.batch, load.context_tokens
         for work in self._book.decoding(worker.name):
-            if work.prefilled_s is None and work.first_token_s > now_s + NEAR_S:
+            if work.prefilled_s is None and abs(work.first_token_s - now_s) > NEAR_S:
                 batch, context = batch - 1, context - work.prompt_tokens - work.output_tokens // 2
         return Load(max(0, batch), max(0, context), load.promised_tokens)
 

@@ -286,7 +286,7 @@ def test_prompts_of_another_kind_show_before_the_window_is_full_of_them() -> Non
     before = cluster.roles()
     made = cluster.run(round(LATELY_S) + 2, PROMPTS)
     assert made and made[0].role in (Role.PREFILL, Role.MIXED)
-    assert cluster.roles()[0] + cluster.roles()[2] > before[0] + before[2]
+    assert cluster.roles()[0] > before[0]
 
 
 def test_answers_that_still_run_keep_their_workers_when_prompts_of_another_kind_come() -> None:
