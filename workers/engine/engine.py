@@ -108,11 +108,9 @@ class Engine:
     def reserve(self, request: Request, asked_s: float) -> Reservation:
         """Promise blocks for a prompt that another worker computes. Raises `InvalidRequest` or `Overloaded`.
 
-        `asked_s` is when it was asked for: prompts that have waited here for longer come first.
+        `asked_s` is when it was asked for: what prompts that have waited here for longer need is not given away.
         """
         self._admissible(request)
-        if any(each.arrival_s < asked_s for each in self._scheduler.waiting):
-            raise Overloaded("prompts that came earlier wait for blocks", retry_after_s=0.1)
         if self.waits_for_sibling(request):
             raise Overloaded(
                 f"the KV of a sibling of {request.key} is on its way; it will be shared", retry_after_s=0.1
@@ -123,17 +121,20 @@ class Engine:
         # An empty staging area takes one prompt of any size: the budget is a brake, not a bound on length.
         if staged and staged + total > self._staging:
             raise Overloaded(f"{staged} of {self._staging} staging blocks are promised", retry_after_s=0.1)
-        if self._num_active() >= self._config.max_running:
-            raise Overloaded(f"all {self._config.max_running} decode slots are taken", retry_after_s=0.1)
+        earlier = [each for each in self._scheduler.waiting if each.arrival_s < asked_s]
+        if self._num_active() + len(earlier) >= self._config.max_running:
+            raise Overloaded(f"all {self._config.max_running} decode slots are taken, or waited for", retry_after_s=0.1)
         if why := slot_refusal(self._estimate.cost, self._decoding(), request, self._depth):
             raise Overloaded(why, retry_after_s=0.1)
         sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size)
         if request.fresh:
             self.pool.forget(sequence.hashes)
         shared = self.loans.known(sequence.hashes)
-        if not self._scheduler.fits(sequence, held=len(shared), wanted=total - len(shared)):
+        kept = sum(-(-len(each.tokens) // self.pool.block_size) for each in earlier)
+        if not self._scheduler.fits(sequence, held=len(shared), wanted=total - len(shared), kept=kept):
             self.pool.free(shared)
-            raise Overloaded(f"{total} blocks wanted, {self.pool.num_free} free", retry_after_s=0.1)
+            why = f"{total} blocks wanted, {self.pool.num_free} free, {kept} of them for prompts that came earlier"
+            raise Overloaded(why, retry_after_s=0.1)
         sequence.blocks = shared + self.pool.allocate(total - len(shared))
         sequence.num_named = len(shared)
         sequence.cached_tokens = len(shared) * self.pool.block_size

@@ -172,8 +172,8 @@ class Scheduler:
         self.host.free(sequence.host_blocks)
         sequence.blocks, sequence.host_blocks = [], []
 
-    def fits(self, sequence: Sequence, *, held: int, wanted: int) -> bool:
-        """Whether `wanted` more blocks are free for a sequence that would then hold `held` + `wanted`.
+    def fits(self, sequence: Sequence, *, held: int, wanted: int, kept: int = 0) -> bool:
+        """Whether `wanted` more blocks are free for a sequence that would then hold `held` + `wanted`, and `kept` more.
 
         One block for each running sequence stays free, so that letting one in does not preempt another at once; under a
         policy that reserves answers, as many as the longest ones take.
@@ -183,7 +183,7 @@ class Scheduler:
             wanted = max(wanted, self._longest(sequence) - held)
         else:
             spare = 0 if sequence.hold else len(self.running)
-        return wanted + spare <= self._pool.num_free
+        return wanted + spare + kept <= self._pool.num_free
 
     def _longest(self, sequence: Sequence) -> int:
         """Blocks of the sequence with its longest possible answer."""
