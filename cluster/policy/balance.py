@@ -1,7 +1,9 @@
 """How well a fleet with given roles would keep its promises under a given load: closed forms, no simulation. Pure.
 
 Decodes are spread so that all steps take equally long (Little's law); prompts get the time that decodes leave, and wait
-as in an M/D/1 queue that all who compute prompts share. What comes out is a share of each promise: above 1 it breaks.
+as in an M/D/1 queue that all who compute prompts share. What comes out is the load as a share of the most with which
+each promise holds: above 1 it breaks. Shares of time promised would not do: a step of one sequence takes half of what a
+full one does, and says nothing of how many more there is room for.
 """
 
 import math
@@ -13,7 +15,8 @@ from workers.costs import CostModel
 from workers.engine.batching import Adaptive
 
 _SATURATED = 0.95  # of what workers can do: from there on the wait is not a matter of chance any more
-_STEEP = 20.0  # by how much a promise breaks the more, for each share of load beyond
+_ALL = 2.0  # so much more does a share count by which steps are too long: not for some, but for all
+_STEEP = 20.0  # so much more does a share count for which there is no decode room
 _TAIL = 2.0  # times the mean wait: about what one request in ten waits for
 _HALVINGS = 24
 _LEAST_CHUNK = 16
@@ -73,7 +76,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of each promise, what will be needed: 1 is all of it."""
+    """The load, of the most with which each promise holds: 1 is all that can be borne."""
 
     ttft: float
     tpot: float
@@ -81,14 +84,15 @@ class Shares:
 
     @property
     def worst(self) -> float:
-        return max(self.ttft, self.tpot, self.decode_queue)
+        """The greatest, for who seeks the least. Of too many prompts those beyond are late; of too many decodes, all."""
+        return max(self.ttft, self.tpot + _ALL * max(0.0, self.tpot - 1.0), self.decode_queue)
 
     def __str__(self) -> str:
-        return f"TTFT {self.ttft:.2f}, TPOT {self.tpot:.2f}, decode room {self.decode_queue:.2f} of what is promised"
+        return f"TTFT {self.ttft:.2f}, TPOT {self.tpot:.2f}, decode room {self.decode_queue:.2f} of what keeps promises"
 
 
 def shares(groups: Sequence[Group], mix: Mix) -> Shares:
-    """What these workers would need of each promise."""
+    """How much of what these workers can bear the load is."""
     decoding = [group for group in groups if group.count and group.role is not Role.PREFILL]
     prompting = [group for group in groups if group.count and group.role is not Role.DECODE]
     if not decoding or not prompting:
@@ -99,7 +103,8 @@ def shares(groups: Sequence[Group], mix: Mix) -> Shares:
     ttft, busy = _ttft_share(prompting, speeds, mix)
     tpot = 0.0
     if mix.tpot_s is not None:
-        tpot = step_s / mix.tpot_s
+        most = _most_kept(decoding, mix.tpot_s, context)
+        tpot = _wanted(mix) / most if most else step_s / mix.tpot_s
         beside = any(group.role is Role.MIXED and speed for group, speed in zip(prompting, speeds, strict=True))
         if beside:  # chunks fill a step up to what is promised
             tpot += min(1.0, busy) * max(0.0, 1.0 - tpot)
@@ -111,6 +116,12 @@ def _wanted(mix: Mix) -> float:
     answers = mix.decoded
     coming = answers.rate * max(0.0, answers.output_tokens - 1)
     return coming if mix.tpot_s is None else max(coming, answers.running / mix.tpot_s)
+
+
+def _most_kept(groups: Sequence[Group], tpot_s: float, context: float) -> float:
+    """Tokens a second with which a promise holds on those workers that can keep it at all."""
+    able = [group for group in groups if _step(group, 1, context) <= tpot_s]
+    return sum(group.count * _batch(group, tpot_s, context) for group in able) / tpot_s
 
 
 def _steps(groups: Sequence[Group], wanted: float, context: float) -> tuple[float, float]:
@@ -155,7 +166,7 @@ def _batch(group: Group, step_s: float, context: float) -> float:
 
 
 def _ttft_share(groups: Sequence[Group], speeds: Sequence[float], mix: Mix) -> tuple[float, float]:
-    """Of the promised time to the first token, and how busy workers are with prompts; without a promise, twice that."""
+    """Of the load with which first tokens are in time, and how busy workers are with prompts; no promise: twice that."""
     capacity = quickest_s = 0.0
     for group, speed in zip(groups, speeds, strict=True):
         if speed > 0.0:
@@ -167,10 +178,12 @@ def _ttft_share(groups: Sequence[Group], speeds: Sequence[float], mix: Mix) -> t
     busy = (mix.rate + mix.backlog) / capacity
     if mix.ttft_s is None:
         return busy, busy
-    load = min(busy, _SATURATED)
     servers = max(1.0, capacity * quickest_s)
-    wait_s = quickest_s * load / (1.0 - load) * (1.0 + mix.spread) / 2.0 / servers
-    return (quickest_s + _TAIL * wait_s) / mix.ttft_s + _STEEP * max(0.0, busy - _SATURATED), busy
+    wait_s = _TAIL * quickest_s * (1.0 + mix.spread) / 2.0 / servers  # times load / (1 - load)
+    spare_s = mix.ttft_s - quickest_s
+    if spare_s <= 0.0:
+        return quickest_s / mix.ttft_s * (1.0 + busy), busy
+    return busy / min(_SATURATED, spare_s / (spare_s + wait_s)), busy
 
 
 def _alone_seconds(group: Group, mix: Mix) -> float:

@@ -63,10 +63,12 @@ class Standing(Struct, frozen=True, gc=False):
     """How we stand with one worker, in sums; the same object for as long as nothing changes there.
 
     Of its prompts: how many wait or run, their tokens, those to compute, and the seconds of all and of the first one,
-    whose turn came at `turn_s`. Of what decodes there or will: the sums, and the tightest promise.
+    whose turn came at `turn_s`. Of what decodes there or will: the sums, those of what has begun or was computed here
+    first, and the tightest promise.
     """
 
     promised: Promised = _NOTHING
+    begun: Promised = _NOTHING
     tightest_s: float | None = None
     num_prompts: int = 0
     prompt_tokens: int = 0
@@ -143,14 +145,21 @@ class Book:
         if not waiting and not decoding:
             self._standings[worker] = _IDLE
             return _IDLE
-        promises = [work.promised_tpot_s for work in (decoding or {}).values() if work.promised_tpot_s is not None]
-        promised, tightest_s = self.promised(worker), min(promises, default=None)
-        found = Standing(promised, tightest_s)
+        decodes = (decoding or {}).values()
+        tightest_s = min([work.promised_tpot_s for work in decodes if work.promised_tpot_s is not None], default=None)
+        begun = [
+            (1, work.prompt_tokens, work.output_tokens)
+            for work in decodes
+            if work.prefilled_s is not None or work.prefill == worker
+        ]
+        promised, running = self.promised(worker), Promised(*map(sum, zip(*begun, strict=True)))
+        found = Standing(promised, running, tightest_s)
         if waiting:
             works = waiting.values()
             head = next(iter(works))
             found = Standing(
                 promised,
+                running,
                 tightest_s,
                 len(waiting),
                 sum([work.prompt_tokens for work in works]),
@@ -219,7 +228,7 @@ class Book:
         self._drop(self._prefilling, work.prefill, key)
         self._prefilled_s[work.prefill] = now_s
         self._touch(work.prefill, now_s)
-        self._standings.pop(work.decode, None)  # its sums are as they were, but not when it ends
+        self._change(work.decode)
         return work
 
     def moved(self, key: str, worker: str, now_s: float) -> None:

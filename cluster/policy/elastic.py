@@ -1,7 +1,7 @@
 """When workers change their roles, and pools their size: one step at a time, and each with its reason. Pure.
 
-Every period the roles are judged on the load of the last seconds, as gateways told it: the worst of what first tokens,
-further tokens and decode room would need of their promises (`balance`). A step is one worker with another role. The
+Every period the roles are judged on the load of the last seconds, as gateways told it: how much of what first tokens,
+further tokens and decode room could bear it is, by the worst of the three (`balance`). A step is one worker with another role. The
 best one, or the first on the way to a pool that is all split or all mixed, is taken when that makes the worst better by
 `margin`, has done so for `dwell_s` on end, and the last step is `cooldown_s` ago; a promise that breaks by a factor
 makes both times shorter by it. Where nothing is in danger, nothing changes: roles that swing cost more than roles that
@@ -26,10 +26,10 @@ from cluster.view import ClusterView, WorkerState, WorkerView
 from workers.costs import LinearCost
 from workers.stats import WorkerStats
 
-CALM = 0.7  # of the promises: below, no step is worth its while
+CALM = 0.7  # of what can be borne: below, no step is worth its while
 STEP_BACK = 1.1  # so much worse a step may make it that leads on to better roles
-HELD = 0.5  # by so much a step must make the worst better to leave a plan
-ROOMY = 0.6  # what would still be needed of them without a worker that leaves
+HELD = 0.25  # by so much a step must make the worst better to leave a plan that breaks promises
+ROOMY = 0.6  # of what could be borne without a worker that leaves
 PATIENCE = 20.0
 BACKLOG_S = 10.0  # in which what waits now should be computed
 LATELY_S = 5.0  # in which prompts of a new kind show
@@ -58,6 +58,7 @@ class Elastic:
         self._elastic = spec.elastic
         self._slo = spec.gateway.slo
         self._pools = {pool.name: pool for pool in spec.pools}
+        self._puts_off = all(pool.engine.prompt_order == "deadline" for pool in spec.pools)
         self._reports: deque[tuple[float, Report]] = deque()
         self._begun_s: float | None = None
         self._wanted_since_s: dict[str, float] = {}  # kind of step -> since when it is wanted without a break
@@ -70,7 +71,9 @@ class Elastic:
         return self._aim is not None
 
     def aim(self, counts: Mapping[tuple[str, Role], int] | None, reason: str) -> None:
-        """Steps lead to these roles and no further, until one elsewhere is better by `HELD`. None: they are free."""
+        """Steps lead to these roles and no further, until these break a promise and a step elsewhere is better by
+        `HELD`. None: they are free.
+        """
         self._aim = None if counts is None else Aim(counts, reason)
 
     def told(self, report: Report, now_s: float) -> None:
@@ -137,7 +140,10 @@ class Elastic:
         computed_tokens = max(1.0, prompt * (computed or 1.0))
         ttft_s = _promised([sample.promised_ttft_s for sample in samples], self._slo.ttft_s)
         usual = lately.requests / late_s * (ttft_s or 0.0) / 2.0  # wait where each waits for half of what is promised
-        backlog = max(0.0, sum(worker.stats.queued_tokens for worker in view.workers) / computed_tokens - usual)
+        waiting = sum(worker.stats.queued_tokens for worker in view.workers) / computed_tokens
+        backlog = max(0.0, waiting - usual)
+        if ttft_s is not None and self._puts_off:
+            backlog = min(backlog, usual)  # more than that are late, and stand in nobody's way
         running = sum(_decoding(worker.stats) for worker in view.workers)
         kinds = [_answers(seen, seconds, running) for seen, seconds in ((whole, span_s), (lately, late_s))]
         return Mix(
@@ -211,7 +217,9 @@ class Elastic:
         steps = [_Step(source, to, shares(after, mix)) for source, to, after in ways if self._keeps_floors(after)]
         step = self._best([step for step in steps if step.after.worst <= max(CALM, now.worst * STEP_BACK)])
         is_stuck = step is None and bool(ways)
-        return step, self._elastic.margin if is_stuck else max(HELD, self._elastic.margin)
+        if is_stuck:
+            return step, self._elastic.margin
+        return step, max(HELD, self._elastic.margin) if now.worst > 1.0 else 1.0
 
     def _leaving(self, groups: Sequence[Group], mix: Mix) -> Iterator[_Step]:
         for source, after in self._without_one(groups):

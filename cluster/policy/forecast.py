@@ -249,7 +249,10 @@ class Forecast:
 
 
 def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, decodes: Decodes) -> tuple[int, bool]:
-    """How much of a prompt a step takes, about, and whether the decodes' promise holds then."""
+    """How much of a prompt a step takes, about, and whether the decodes' promise holds then.
+
+    Where the corrected costs leave no time, those that were given have the last word: the engine cuts by them.
+    """
     batch, context_tokens, bound_s = decodes.batch, decodes.context_tokens, decodes.tpot_slo_s
     budget = max(1, pool.engine.max_batch_tokens - batch)
     own_s = pool.engine.tpot_slo_s
@@ -258,9 +261,10 @@ def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, de
     if not batch or bound_s is None:
         return budget, True
     midway = cached_tokens + num_tokens // 2
-    within = cost.prompt_tokens_within(bound_s * pool.margin, midway, (), batch, context_tokens)
-    if within >= min(LEAST_CHUNK, num_tokens):
-        return min(budget, max(1, within)), True
+    for each in (cost,) if cost is pool.cost else (cost, pool.cost):
+        within = each.prompt_tokens_within(bound_s * pool.margin, midway, (), batch, context_tokens)
+        if within >= min(LEAST_CHUNK, num_tokens):
+            return min(budget, max(1, within)), True
     loose_s = BROKEN_PROMISE * cost.decode_seconds(batch, context_tokens)
     within = cost.prompt_tokens_within(loose_s, midway, (), batch, context_tokens)
     return min(budget, max(LEAST_CHUNK, within)), False

@@ -32,7 +32,7 @@ class Load(Struct, frozen=True, gc=False):
 class PromptSide(Struct, frozen=True, gc=False):
     """One worker as who computes the prompt, in `steps`; 0: its decodes leave no time for it. Times in seconds.
 
-    `batch`: sequences that decode there or will.
+    `batch`: sequences that decode there.
     """
 
     name: str
@@ -82,10 +82,7 @@ class Outlook:
 
     def prompt_side(self, ask: Ask, worker: WorkerView, cached_tokens: int, tpot_slo_s: float | None) -> PromptSide:
         """`tpot_slo_s`: what decodes there were promised, as far as that is known."""
-        forecast = self._forecast
-        load = self._load(ask, worker, ask.now_s)
-        if load.batch:
-            load = self._begun(load, worker, ask.now_s)
+        forecast, load = self._forecast, self._begun(ask, worker)
         new_tokens = max(1, ask.request.num_tokens - cached_tokens)
         decodes = Decodes(load.batch, load.context_tokens, tpot_slo_s)
         prefill_s, steps = forecast.prefill_beside(worker, new_tokens, cached_tokens, decodes)
@@ -108,37 +105,34 @@ class Outlook:
         tpot_s = forecast.step_seconds(worker, batch, context)
         return DecodeSide(worker.name, worker.role, free_tokens, tpot_s, has_room, leaves_time)
 
+    def _begun(self, ask: Ask, worker: WorkerView) -> Load:
+        """Of those that decode now. Others' prompts wait somewhere, and who knows when their turn comes."""
+        return self._with_foreign(ask, worker, *self._book.standing(worker.name).begun)
+
     def _load(self, ask: Ask, worker: WorkerView, at_s: float) -> Load:
         """Of those that will not have ended by then, whether they have begun or not.
 
-        Ours by the book: a request decodes from its first token, or when that is expected, for as many steps as its
-        answer has tokens; a moment that is near is now. Of other gateways, what the worker has beyond them stays.
+        A request of ours decodes from its first token, or when that is expected, for as many steps as its answer has
+        tokens; a moment that is near is now.
         """
-        standing, stats = self._book.standing(worker.name), worker.stats
-        sequences, all_prompts, answers = standing.promised
-        batch, prompts = sequences, all_prompts
-        if sequences and at_s - ask.now_s > NEAR_S:
+        standing = self._book.standing(worker.name)
+        batch, prompts, answers = standing.promised
+        if batch and at_s - ask.now_s > NEAR_S:
             for work in self._ended(worker, standing, ask.now_s, at_s):
                 batch, prompts, answers = batch - 1, prompts - work.prompt_tokens, answers - work.output_tokens
+        return self._with_foreign(ask, worker, batch, prompts, answers)
+
+    def _with_foreign(self, ask: Ask, worker: WorkerView, batch: int, prompts: int, answers: int) -> Load:
+        """These of ours by the book; of other gateways, what the worker has beyond all of ours stays."""
+        standing, stats = self._book.standing(worker.name), worker.stats
         context, promised = prompts + answers // 2, prompts + answers
         seen = stats.running + stats.reserved + ask.sent_to(worker.name).sequences
-        foreign = seen - sequences - standing.num_prompts
+        foreign = seen - standing.promised.sequences - standing.num_prompts
         if foreign > 0:
             used = (stats.total_blocks - stats.free_blocks) * self._forecast.engine(worker).block_size
-            theirs = max(0, used - all_prompts)
+            theirs = max(0, used - standing.promised.prompt_tokens)
             batch, context, promised = batch + foreign, context + theirs, promised + theirs
         return Load(batch, context, promised)
-
-    def _begun(self, load: Load, worker: WorkerView, now_s: float) -> Load:
-        """Without those of ours whose first token is not near, or late: their prompts wait elsewhere, in nobody's way.
-
-        One that is late was overtaken, and nobody knows when its turn will come.
-        """
-        batch, context = load.batch, load.context_tokens
-        for work in self._book.decoding(worker.name):
-            if work.prefilled_s is None and abs(work.first_token_s - now_s) > NEAR_S:
-                batch, context = batch - 1, context - work.prompt_tokens - work.output_tokens // 2
-        return Load(max(0, batch), max(0, context), load.promised_tokens)
 
     def _ended(self, worker: WorkerView, standing: Standing, now_s: float, at_s: float) -> Iterator[Work]:
         """Those of ours that will not decode there any more."""

@@ -32,11 +32,14 @@ class Told(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """Of a worker by the book: what decodes there or will, and the prompts before that."""
+    """Of a worker by the book: what decodes there or will, what does already, and the prompts before that."""
 
     sequences: float
     prompt_tokens: float
     output_tokens: float
+    begun: float
+    begun_prompt_tokens: float
+    begun_output_tokens: float
     num_waiting: float
     waiting_tokens: float
     until_s: float
@@ -92,13 +95,15 @@ class Rates:
         `told` and `noted` as `Told` and `Noted`; `bound_s`: what its steps with prompts may take.
         """
         seen, queued, total, free, step_ratio = told
-        ours, prompts, answers, waiting, waiting_tokens, until_s, rest_s, ratio = noted
+        ours, prompts, answers, begun, begun_prompts, begun_answers, waiting, waiting_tokens, *rest = noted
+        until_s, rest_s, ratio = rest
         kv_tokens = total * self.block_size
         foreign = max(seen - ours - waiting, 0)
         theirs = max(kv_tokens - free * self.block_size - prompts, 0) if foreign else 0
-        batch, context = ours + foreign, prompts + answers // 2 + theirs
+        batch, context = begun + foreign, begun_prompts + begun_answers // 2 + theirs
         at = int(min(batch, TOP_BATCH - 1))
         step_s = ratio * (self._bases_s[at] + self._tokens_s[at] * context)
+        at, context = int(min(ours + foreign, TOP_BATCH - 1)), prompts + answers // 2 + theirs
         token_s = step_ratio * self._tokens_s[at + 1]
         tpot_s = step_ratio * self._bases_s[at + 1] + token_s * context
         room_tokens = kv_tokens - prompts - answers - theirs - (1 - MOST_FULL) * kv_tokens
@@ -113,8 +118,10 @@ class Rates:
         most, each_s = max(self.most_tokens - batch, 1.0), self.empty_s * ratio
         if batch and self.is_carrying:
             token_s = max(work_s, 1e-12) / tokens
-            chunk, each_s = (bound_s - step_s) / token_s, step_s
-            if chunk < min(LEAST_CHUNK, tokens):
+            chunk, each_s, least = (bound_s - step_s) / token_s, step_s, min(LEAST_CHUNK, tokens)
+            if chunk < least:
+                chunk = (bound_s * ratio - step_s) / token_s  # costs as given
+            if chunk < least:
                 chunk = max((BROKEN_PROMISE - 1) * step_s / token_s, LEAST_CHUNK)
             most = min(most, chunk)
         return work_s + math.ceil(tokens / min(most, tokens)) * each_s

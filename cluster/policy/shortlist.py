@@ -80,7 +80,7 @@ class Shortlist:
         self.row = {worker.name: row for row, worker in enumerate(self.workers)}
         # In the order of their fields; plain tuples behind the first ones, which are quicker to make.
         self._told: list[tuple[float, ...]] = [Told(0, 0, 0, 0, 1.0)] * count
-        self._noted: list[tuple[float, ...]] = [Noted(0, 0, 0, 0, 0, 0.0, 0.0, 1.0)] * count
+        self._noted: list[tuple[float, ...]] = [Noted(*[0] * 8, 0.0, 0.0, 1.0)] * count
         self._sent: Mapping[str, Sent] = {}
         self._lives = -1
         self._turn, self._turned_s = 0, 0.0
@@ -186,7 +186,7 @@ class Shortlist:
         """What the book says."""
         worker = self.workers[row]
         ours, ratio = self._book.standing(worker.name), self._forecast.prompt_correction(worker)
-        self._noted[row] = (*ours.promised, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio)
+        self._noted[row] = (*ours.promised, *ours.begun, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio)
 
     def _derive(self, rows: Rows) -> None:
         """As `Outlook` and `Forecast` do, for these rows at once."""
@@ -199,12 +199,15 @@ class Shortlist:
         kv_tokens = told.total_blocks * block
         foreign = np.maximum(seen - ours - noted.num_waiting, 0.0)
         theirs = np.where(foreign > 0.0, np.maximum(kv_tokens - told.free_blocks * block - prompts, 0.0), 0.0)
-        batch, context = ours + foreign, prompts + answers // 2 + theirs
-        at = pool * (TOP_BATCH + 1) + np.minimum(batch, TOP_BATCH - 1).astype(np.intp)
+        batch, context = noted.begun + foreign, noted.begun_prompt_tokens + noted.begun_output_tokens // 2 + theirs
+        first = pool * (TOP_BATCH + 1)
+        at = first + np.minimum(batch, TOP_BATCH - 1).astype(np.intp)
         self.until_s[rows], self.rest_s[rows], self.ratio[rows] = noted.until_s, noted.rest_s, ratio
         self.batch[rows] = batch
         self.room_tokens[rows] = kv_tokens - prompts - answers - theirs - (1 - MOST_FULL) * kv_tokens
         self.step_s[rows] = ratio * (self._base_s.take(at) + self._token_s.take(at) * context)
+        at = first + np.minimum(ours + foreign, TOP_BATCH - 1).astype(np.intp)
+        context = prompts + answers // 2 + theirs
         token_s = step_ratio * self._token_s.take(at + 1)
         self.tpot_s[rows] = step_ratio * self._base_s.take(at + 1) + token_s * context
         self.tpot_token_s[rows] = token_s
@@ -233,8 +236,10 @@ class Shortlist:
         step_s, pool = self.step_s[rows], self.pool[rows]
         is_busy = (self.batch[rows] > 0.0) & self._is_carrying[pool]
         token_s = np.maximum(work_s, 1e-12) / tokens
+        least = np.minimum(LEAST_CHUNK, tokens)
         chunk = (bound_s - step_s) / token_s
-        is_able = ~is_busy | (chunk >= np.minimum(LEAST_CHUNK, tokens))
+        chunk = np.where(chunk >= least, chunk, (bound_s * self.ratio[rows] - step_s) / token_s)  # costs as given
+        is_able = ~is_busy | (chunk >= least)
         chunk = np.where(is_able, chunk, np.maximum((BROKEN_PROMISE - 1) * step_s / token_s, LEAST_CHUNK))
         chunk = np.where(is_busy, chunk, np.inf)
         chunk = np.minimum(np.minimum(chunk, np.maximum(self._most_tokens[pool] - self.batch[rows], 1.0)), tokens)

@@ -49,7 +49,9 @@ def test_the_last_of_a_long_queue_go_where_it_is_short_until_both_are() -> None:
         assert placement.prefill == "p1"
         queue.story.policy.again(queue.story.ask(PICTURE, sent[key].retry((), fresh=False)), key, placement)
         moved.append(key)
-    assert moved == ["r7/0", "r6/0", "r5/0"], "4 s ahead of none; then 3.5, 3 and 2.5 s against 0.5, 1 and 1.5 s"
+    expected = "4 s ahead of none; then 3.5 and 3 s against 0.5 and 1 s; 2.5 s against 1.5 s, as an idle one helps"
+    assert moved == ["r7/0", "r6/0", "r5/0", "r4/0"], expected
+    assert placement is None
     queue.story.policy.book.check()
 
 
