@@ -439,4 +439,4 @@ def _spread(samples: Sequence[Sample]) -> float:
 
 def _words(now: Shares, after: Shares, mix: Mix) -> str:
     load = f"{mix.rate:.3g} requests/s of {mix.prompt_tokens:.0f} + {mix.output_tokens:.0f} tokens"
-    return f"{load} need {now}; then {after}"
+    return f"{load} are {now}; then {after}"

@@ -292,3 +292,15 @@ def test_a_promise_waits_behind_prompts_that_came_earlier() -> None:
         subject.reserve(request("late", (1, 2, 3)), 2.0)
     subject.abort("early/0")
     subject.reserve(request("late", (1, 2, 3)), 2.0)
+
+
+def test_a_promise_does_not_wait_for_prompts_whose_turn_has_not_come() -> None:
+    subject = engine(kv_blocks=34, max_running=3)
+    for name in ("first", "second"):
+        subject.add(request(name, tuple(range(1, 33))), 1.0, hold=False)  # two steps each, one at a time
+    step(subject)
+    assert subject.stats().waiting, "one waits for the other's turn to be over"
+    subject.reserve(request("late", (1, 2, 3)), 2.0)
+    with pytest.raises(Overloaded, match="waited for"):
+        subject.reserve(request("later", (4, 5, 6)), 2.0)
+    subject.check()
