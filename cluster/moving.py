@@ -100,13 +100,15 @@ class Moving:
     def _ended(self, task: "asyncio.Task[None]") -> None:
         """When the last of a few has moved, it is time for the next ones."""
         self._under_way.discard(task)
-        if not (self._under_way or task.cancelled() or task.exception()):
+        if not (self._under_way or task.cancelled()):
             self._looking.set()
 
     async def _carry_out(self, move: Move) -> None:
         moved = False
         try:
             moved = await self._move(move.key, move.target)
+        except Exception:
+            logger.exception("%s stays on %s", move.key, move.source)
         finally:
             self._mover.ended(move, asyncio.get_running_loop().time(), moved=moved)
             self._counts[move.kind, "moved" if moved else "stayed"] += 1
