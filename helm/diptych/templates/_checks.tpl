@@ -1,0 +1,87 @@
+{{/* What the schema cannot say. Each failure is one line that tells what to write instead. */}}
+{{- define "diptych.check" -}}
+{{- $cluster := .Values.cluster -}}
+{{- $gateway := get $cluster "gateway" | default dict -}}
+{{- if has (get $gateway "host" | default "127.0.0.1") (list "127.0.0.1" "localhost" "::1") -}}
+{{- fail "cluster.gateway.host: nobody outside of the pod would reach the gateway; write 0.0.0.0" -}}
+{{- end -}}
+{{- if eq (int (get $gateway "grpc_port" | default 0)) 0 -}}
+{{- if hasKey $gateway "grpc_port" -}}
+{{- fail "cluster.gateway.grpc_port: a Service needs a port that is known; write 50051" -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq .Values.mode "external") (not .Values.ray.address) -}}
+{{- fail "ray.address: mode is external; write HOST:6379 of the Ray to join" -}}
+{{- end -}}
+{{- if and (ne .Values.mode "external") .Values.ray.address -}}
+{{- fail (printf "ray.address: mode is %s, which brings a Ray of its own; write mode: external, or leave the address out" .Values.mode) -}}
+{{- end -}}
+{{- with .Values.ray.auth -}}
+{{- if and .token .existingSecret -}}
+{{- fail "ray.auth: give token or existingSecret, not both" -}}
+{{- end -}}
+{{- if and (ne .mode "token") (or .token .existingSecret) -}}
+{{- fail "ray.auth.mode: is disabled, so neither token nor existingSecret has an effect; leave them out" -}}
+{{- end -}}
+{{- if and (eq .mode "token") (ne $.Values.mode "kuberay") (not .token) (not .existingSecret) -}}
+{{- fail "ray.auth: Ray needs a token; give existingSecret (kubectl create secret generic NAME --from-literal=auth_token=$(openssl rand -hex 32)), or token, or mode: disabled" -}}
+{{- end -}}
+{{- if and (eq $.Values.mode "kuberay") (ne .key "auth_token") -}}
+{{- fail "ray.auth.key: KubeRay reads auth_token and no other key" -}}
+{{- end -}}
+{{- end -}}
+{{- $full := include "diptych.fullname" . -}}
+{{- if not (regexMatch "^[a-z][-a-z0-9]*$" $full) -}}
+{{- fail (printf "fullnameOverride: %s must begin with a letter, and have lower-case letters, digits and dashes" $full) -}}
+{{- end -}}
+{{- $names := list -}}
+{{- $roles := list -}}
+{{- $workers := 0 -}}
+{{- range $cluster.pools -}}
+{{- if has .name (list "head" "gateway") -}}
+{{- fail (printf "cluster.pools: %s is what the chart calls pods of its own; give the pool another name" .name) -}}
+{{- end -}}
+{{- if gt (len (printf "%s-%s" $full .name)) 52 -}}
+{{- fail (printf "cluster.pools: %s-%s is too long for a StatefulSet (52); shorten fullnameOverride or the pool's name" $full .name) -}}
+{{- end -}}
+{{- if has .name $names -}}
+{{- fail (printf "cluster.pools: two are called %s; names must differ" .name) -}}
+{{- end -}}
+{{- $names = append $names .name -}}
+{{- $roles = append $roles .role -}}
+{{- $replicas := ternary 1 .replicas (kindIs "invalid" .replicas) -}}
+{{- if kindIs "map" $replicas -}}
+{{- if gt (int $replicas.min) (int $replicas.max) -}}
+{{- fail (printf "cluster.pools: %s has replicas.min above replicas.max" .name) -}}
+{{- end -}}
+{{- $replicas = $replicas.min -}}
+{{- end -}}
+{{- $workers = add $workers (int $replicas) -}}
+{{- end -}}
+{{- if not $workers -}}
+{{- fail "cluster.pools: there is no worker in any of them; give one at least 1 replica" -}}
+{{- end -}}
+{{- if not (has "mixed" $roles) -}}
+{{- range list "prefill" "decode" -}}
+{{- if not (has . $roles) -}}
+{{- fail (printf "cluster.pools: there is no %s pool (and no mixed one), so no request could finish" .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $elastic := get $cluster "elastic" | default dict -}}
+{{- if has (get $elastic "mode") (list "advise" "act") -}}
+{{- range $role, $floor := get $elastic "floors" | default dict -}}
+{{- if gt (int $floor) (int $workers) -}}
+{{- fail (printf "cluster.elastic.floors.%s is %d, the pools have %d workers; lower the floor" $role (int $floor) (int $workers)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $_ := .Values.pools -}}
+{{- if not (has $name $names) -}}
+{{- fail (printf "pools.%s: cluster.pools has no such pool, there are %s" $name (join ", " $names)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.grpcRoute.enabled (not .Values.grpcRoute.parentRefs) -}}
+{{- fail "grpcRoute.parentRefs: is empty; name the Gateway, such as [{name: public}]" -}}
+{{- end -}}
+{{- end -}}

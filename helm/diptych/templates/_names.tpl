@@ -1,0 +1,64 @@
+{{/* Names and labels. */}}
+
+{{- define "diptych.fullname" -}}
+{{- $name := .Values.fullnameOverride | default (ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name)) -}}
+{{- $name | trunc 36 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "diptych.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "diptych.labels" -}}
+{{ include "diptych.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end -}}
+
+{{- define "diptych.serviceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{ .Values.serviceAccount.name | default (include "diptych.fullname" .) }}
+{{- else -}}
+{{ .Values.serviceAccount.name | default "default" }}
+{{- end -}}
+{{- end -}}
+
+{{- define "diptych.image" -}}
+{{- with .Values.image -}}
+{{- $path := ternary .repository (printf "%s/%s" .registry .repository) (empty .registry) -}}
+{{- if .digest -}}
+{{ printf "%s@%s" $path .digest }}
+{{- else -}}
+{{ printf "%s:%s" $path (.tag | default $.Chart.AppVersion) }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Where Ray's head is, for whoever joins it. */}}
+{{- define "diptych.rayAddress" -}}
+{{- if eq .Values.mode "external" -}}
+{{ .Values.ray.address }}
+{{- else -}}
+{{ include "diptych.fullname" . }}-head:6379
+{{- end -}}
+{{- end -}}
+
+{{- define "diptych.authSecret" -}}
+{{ .Values.ray.auth.existingSecret | default (printf "%s-ray" (include "diptych.fullname" .)) }}
+{{- end -}}
+
+{{/* The first gRPC port in the pod, and how many there are: one for each gateway process. */}}
+{{- define "diptych.grpcPort" -}}
+{{ dig "gateway" "grpc_port" 50051 .Values.cluster }}
+{{- end -}}
+
+{{- define "diptych.gateways" -}}
+{{ dig "gateway" "replicas" 1 .Values.cluster }}
+{{- end -}}
+
+{{/* The file that `diptych serve -f` reads. */}}
+{{- define "diptych.clusterFile" -}}
+{{ toYaml .Values.cluster }}
+{{- end -}}

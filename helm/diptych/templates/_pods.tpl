@@ -1,0 +1,176 @@
+{{/* What a pod may be given, from the defaults and what one kind of pods says otherwise. */}}
+{{- define "diptych.settings" -}}
+{{ toYaml (mergeOverwrite (deepCopy .root.Values.podDefaults) (deepCopy (.own | default dict))) }}
+{{- end -}}
+
+{{- define "diptych.env" -}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- {name: HOME, value: /tmp}
+- {name: USER, value: diptych}
+- {name: DIPTYCH_CACHE, value: /cache}
+- {name: HF_HOME, value: /cache/huggingface}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+{{- $auth := .root.Values.ray.auth }}
+{{- if ne .root.Values.mode "kuberay" }}
+- {name: RAY_AUTH_MODE, value: {{ $auth.mode }}}
+{{- if eq $auth.mode "token" }}
+- name: RAY_AUTH_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ include "diptych.authSecret" .root }}, key: {{ $auth.key }}}}
+{{- end }}
+{{- end }}
+{{- with .root.Values.model.tokenSecret }}
+{{- if .name }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}
+{{- end }}
+{{- end }}
+{{- with .settings.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "diptych.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: shm, mountPath: /dev/shm}
+- {name: cache, mountPath: /cache}
+- {name: cluster, mountPath: /etc/diptych, readOnly: true}
+{{- with .root.Values.model }}
+{{- if .existingClaim }}
+- {name: models, mountPath: {{ .mountPath }}, readOnly: {{ .readOnly }}}
+{{- end }}
+{{- end }}
+{{- with .settings.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "diptych.volumes" -}}
+- name: tmp
+  emptyDir: {{ with .settings.tmpSize }}{sizeLimit: {{ . }}}{{ else }}{}{{ end }}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .settings.shmSize }}}
+- name: cluster
+  configMap: {name: {{ include "diptych.fullname" .root }}-cluster}
+{{- with .root.Values.model }}
+- name: cache
+{{- if .cache.existingClaim }}
+  persistentVolumeClaim: {claimName: {{ .cache.existingClaim }}}
+{{- else }}
+  emptyDir: {{ with .cache.sizeLimit }}{sizeLimit: {{ . }}}{{ else }}{}{{ end }}
+{{- end }}
+{{- if .existingClaim }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ .existingClaim }}, readOnly: {{ .readOnly }}}
+{{- end }}
+{{- end }}
+{{- with .settings.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* What every container of ours has: image, environment, mounts, security. */}}
+{{- define "diptych.container" -}}
+image: {{ include "diptych.image" .root }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+env:
+  {{- include "diptych.env" . | nindent 2 }}
+{{- with .settings.extraEnvFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+volumeMounts:
+  {{- include "diptych.mounts" . | nindent 2 }}
+{{- $security := deepCopy .settings.containerSecurityContext }}
+{{- if .settings.rdma.enabled }}
+{{- $capabilities := get $security "capabilities" | default dict }}
+{{- $_ := set $security "capabilities" (set $capabilities "add" (append (get $capabilities "add" | default list) "IPC_LOCK" | uniq)) }}
+{{- end }}
+securityContext:
+  {{- toYaml $security | nindent 2 }}
+{{- end -}}
+
+{{/* Requests and limits, with the RDMA device where there is one. `resources` is YAML. */}}
+{{- define "diptych.resources" -}}
+{{- $resources := fromYaml .resources -}}
+{{- with .settings.rdma -}}
+{{- if .enabled -}}
+{{- $_ := set $resources "limits" (set (get $resources "limits" | default dict) .resourceName (toString .count)) -}}
+{{- end -}}
+{{- end -}}
+resources:
+  {{- toYaml $resources | nindent 2 }}
+{{- end -}}
+
+{{/* Where and how a pod runs. */}}
+{{- define "diptych.scheduling" -}}
+serviceAccountName: {{ include "diptych.serviceAccount" .root }}
+automountServiceAccountToken: {{ .apiToken | default false }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .settings }}
+terminationGracePeriodSeconds: {{ .terminationGracePeriodSeconds }}
+securityContext:
+  {{- toYaml .podSecurityContext | nindent 2 }}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" "schedulerName" }}
+{{- with get $.settings $key }}
+{{ $key }}:{{ if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
+{{- end }}
+{{- end }}
+{{- end }}
+volumes:
+  {{- include "diptych.volumes" . | nindent 2 }}
+{{- end -}}
+
+{{- define "diptych.podMetadata" -}}
+labels:
+  {{- include "diptych.selector" .root | nindent 2 }}
+  app.kubernetes.io/component: {{ .component }}
+  {{- with .pool }}
+  diptych/pool: {{ . }}
+  {{- end }}
+  {{- with .settings.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .settings.podAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* A container that ends when Ray's head answers. */}}
+{{- define "diptych.waitForHead" -}}
+- name: wait-for-head
+  command: [/bin/sh, -c, 'until ray health-check --address "$1"; do sleep 2; done', wait, {{ include "diptych.rayAddress" .root | quote }}]
+  {{- include "diptych.container" . | nindent 2 }}
+  resources:
+    requests: {cpu: 100m, memory: 256Mi}
+{{- end -}}
+
+{{/* What all of Ray's nodes are started with. Ports lie outside the range that Ray's own workers take. */}}
+{{- define "diptych.rayStart" -}}
+- --node-ip-address=$(POD_IP)
+- --metrics-export-port=8080
+- --dashboard-agent-listen-port=52365
+- --object-store-memory={{ int64 .Values.ray.objectStoreBytes }}
+- --disable-usage-stats
+{{- end -}}
+
+{{/* Ray's node on this pod lives; no token is asked for. */}}
+{{- define "diptych.rayProbes" -}}
+startupProbe:
+  httpGet: {path: {{ .path }}, port: {{ .port }}}
+  periodSeconds: 5
+  failureThreshold: 60
+readinessProbe:
+  httpGet: {path: {{ .path }}, port: {{ .port }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+livenessProbe:
+  httpGet: {path: {{ .path }}, port: {{ .port }}}
+  periodSeconds: 15
+  timeoutSeconds: 5
+  failureThreshold: 8
+{{- end -}}
