@@ -2,7 +2,7 @@
 
 import json
 
-from tools import run
+from programs import run
 
 
 def test_helm_is_the_pinned_one() -> None:

@@ -1,0 +1,177 @@
+"""Pods of pools are Ray nodes on which exactly the workers of these pools fit."""
+
+import json
+import math
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chart import VALUES, Object, mounted, of_kind, rendered, values
+
+from cluster.runtime.placement import RESERVED, bundle, has_labels
+from cluster.spec import PoolSpec
+
+WITH_PODS = [path for path in VALUES if not path.stem.startswith("external")]
+EACH = pytest.mark.parametrize("path", WITH_PODS, ids=lambda path: path.stem)
+
+
+@dataclass(frozen=True)
+class Pods:
+    """The pods of a pool as Ray will count them."""
+
+    least: int
+    most: int
+    resources: dict[str, float]
+    labels: dict[str, str]
+    container: Object
+
+
+def pods_of(objects: tuple[Object, ...]) -> dict[str, Pods]:
+    found = {}
+    for each in of_kind(objects, "StatefulSet"):
+        pool = each["metadata"]["labels"].get("diptych/pool")
+        container = each["spec"]["template"]["spec"]["containers"][0]
+        if pool:
+            found[pool] = _started(each["spec"]["replicas"], container)
+    for each in of_kind(objects, "RayCluster"):
+        for group in each["spec"]["workerGroupSpecs"]:
+            resources = {key: float(amount) for key, amount in group["resources"].items()}
+            container = group["template"]["spec"]["containers"][0]
+            found[group["groupName"]] = Pods(
+                group["minReplicas"], group["maxReplicas"], resources, group["labels"], container
+            )
+    return found
+
+
+def options(container: Object) -> dict[str, str]:
+    return dict(each.removeprefix("--").partition("=")[::2] for each in container["args"] if each.startswith("--"))
+
+
+def _started(replicas: int, container: Object) -> Pods:
+    given = options(container)
+    counted = {"CPU": float(given["num-cpus"]), "GPU": float(given["num-gpus"])}
+    labels = dict(each.split("=") for each in given["labels"].split(","))
+    return Pods(replicas, replicas, counted | json.loads(given["resources"]), labels, container)
+
+
+@EACH
+def test_every_worker_has_room_and_no_pod_is_left_over(path: Path, tmp_path: Path) -> None:
+    objects = rendered(path)
+    spec, there = mounted(objects, tmp_path), pods_of(objects)
+    assert there.keys() == {pool.name for pool in spec.pools}
+    for pool in spec.pools:
+        pods, ranks = there[pool.name], pool.parallel.world_size
+        per_pod = 1 if "spread" in pool.parallel.placement else ranks
+        for kind, amount in bundle(pool.resources).items():
+            room = pods.resources[kind] / amount
+            assert math.floor(room + 1e-9) == per_pod or kind == "CPU", (pool.name, kind)
+            assert room >= per_pod
+        assert pods.most * per_pod == pool.most_ranks
+        scaled = bool(of_kind(objects, "RayCluster"))
+        assert pods.least * per_pod == (pool.num_ranks if scaled else pool.most_ranks)
+
+
+@EACH
+def test_every_pool_lies_on_its_own_pods(path: Path, tmp_path: Path) -> None:
+    objects = rendered(path)
+    there = pods_of(objects)
+    for pool in mounted(objects, tmp_path).pools:
+        wanted = {key: value for key, value in pool.resources.labels.items() if not key.startswith(RESERVED)}
+        assert has_labels(there[pool.name].labels, wanted)
+        if "pool" in wanted or pool.resources.custom:
+            assert [name for name, pods in there.items() if takes(pods, pool)] == [pool.name]
+
+
+def takes(pods: Pods, pool: PoolSpec) -> bool:
+    """Whether Ray would place a rank of the pool there."""
+    wanted = {key: value for key, value in pool.resources.labels.items() if not key.startswith(RESERVED)}
+    room = all(pods.resources.get(kind, 0) >= amount for kind, amount in bundle(pool.resources).items())
+    return room and has_labels(pods.labels, wanted)
+
+
+@EACH
+def test_containers_ask_kubernetes_for_what_ray_counts(path: Path) -> None:
+    for name, pods in pods_of(rendered(path)).items():
+        resources = pods.container["resources"]
+        asked = {**resources.get("requests", {}), **resources.get("limits", {})}
+        if pods.resources["CPU"]:
+            assert float(asked["cpu"]) >= pods.resources["CPU"], name
+        devices = sum(int(each) for key, each in asked.items() if key in ("nvidia.com/gpu", "example.com/a100"))
+        assert devices == pods.resources["GPU"]
+
+
+@cache
+def ray_start_options() -> set[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from ray.scripts.scripts import start
+    return {option for parameter in start.params for option in parameter.opts}
+
+
+@EACH
+def test_ray_start_knows_every_option(path: Path) -> None:
+    known = ray_start_options()
+    objects = rendered(path)
+    for each in of_kind(objects, "StatefulSet") + of_kind(objects, "Deployment"):
+        container = each["spec"]["template"]["spec"]["containers"][0]
+        used = [part.partition("=")[0] for part in container["command"] + container["args"] if part.startswith("--")]
+        assert used and set(used) <= known
+    for each in of_kind(objects, "RayCluster"):
+        for group in [each["spec"]["headGroupSpec"], *each["spec"]["workerGroupSpecs"]]:
+            assert {f"--{key}" for key in group["rayStartParams"]} <= known
+
+
+@EACH
+def test_nothing_is_placed_on_head_and_gateway(path: Path) -> None:
+    objects = rendered(path)
+    for each in of_kind(objects, "Deployment") + of_kind(objects, "StatefulSet"):
+        if "diptych/pool" not in each["metadata"]["labels"]:
+            given = options(each["spec"]["template"]["spec"]["containers"][0])
+            assert (given["num-cpus"], given["num-gpus"]) == ("0", "0")
+    for each in of_kind(objects, "RayCluster"):
+        assert each["spec"]["headGroupSpec"]["resources"] == {"CPU": "0"}
+
+
+def test_rays_autoscaler_is_on_where_pools_may_grow() -> None:
+    def scaled(name: str) -> Any:
+        (cluster,) = of_kind(rendered(values(name)), "RayCluster")
+        return cluster["spec"].get("enableInTreeAutoscaling", False)
+
+    assert scaled("kuberay-elastic") and not scaled("kuberay")
+
+
+def test_settings_of_a_pool_stand_before_those_of_all() -> None:
+    there = pods_of(rendered(values("native-gpu")))
+    h100, a100 = there["h100"].container, there["a100"].container
+    assert h100["resources"] == {
+        "requests": {"cpu": "16"},
+        "limits": {"nvidia.com/gpu": "4", "memory": "400Gi", "rdma/hca_shared_devices_a": "2"},
+    }
+    assert h100["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert a100["resources"]["limits"] == {"example.com/a100": "8"}
+    assert "add" not in a100["securityContext"]["capabilities"]
+
+
+def test_every_setting_of_pods_reaches_every_pod() -> None:
+    objects = rendered(values("native-every-setting"))
+    for each in of_kind(objects, "StatefulSet") + of_kind(objects, "Deployment"):
+        template = each["spec"]["template"]
+        pod = template["spec"]
+        for key in ("nodeSelector", "tolerations", "affinity", "topologySpreadConstraints"):
+            assert pod[key], key
+        scheduled = [
+            pod[key] for key in ("priorityClassName", "runtimeClassName", "schedulerName", "serviceAccountName")
+        ]
+        assert scheduled == ["high", "nvidia", "volcano", "existing"]
+        assert pod["terminationGracePeriodSeconds"] == 90
+        assert template["metadata"]["labels"]["team"] == "llm"
+        assert template["metadata"]["annotations"]["example.com/scrape"] == "true"
+        assert [each["name"] for each in pod["containers"]][1:] == ["logs"]
+        assert [each["name"] for each in pod["initContainers"]][-1] == "warm"
+        container = pod["containers"][0]
+        assert {"UCX_TLS", "NODE"} <= {each["name"] for each in container["env"]}
+        assert container["envFrom"] == [{"configMapRef": {"name": "proxy"}}]
+        assert "/etc/ssl/own" in {each["mountPath"] for each in container["volumeMounts"]}

@@ -1,0 +1,113 @@
+"""Wrong values are refused in one line that names the place."""
+
+import pytest
+from chart import TOKEN, refusal, values
+
+
+def pools(*described: str) -> tuple[str, str]:
+    return "--set-json", f"cluster.pools=[{','.join(described)}]"
+
+
+PREFILL = '{"name": "prefill", "role": "prefill"}'
+DECODE = '{"name": "decode", "role": "decode"}'
+WRONG = {
+    "a misspelt key": (("--set", "cluster.modle=x"), "- at '/cluster': additional properties 'modle' not allowed"),
+    "a misspelt key of a pool": (
+        pools('{"name": "both", "role": "mixed", "replica": 2}'),
+        "- at '/cluster/pools/0': additional properties 'replica' not allowed",
+    ),
+    "a misspelt setting of pods": (
+        ("--set", "pools.decode.nodeselector.a=b"),
+        "- at '/pools/decode': additional properties 'nodeselector' not allowed",
+    ),
+    "an unknown mode": (("--set", "mode=nativ"), "- at '/mode': value must be one of 'native', 'kuberay', 'external'"),
+    "a word for a number": (
+        ("--set", "cluster.gateway.max_requests=many"),
+        "- at '/cluster/gateway/max_requests': got string, want integer",
+    ),
+    "a floor above the pools": (
+        ("--set", "cluster.elastic.mode=act,cluster.elastic.floors.decode=3"),
+        "cluster.elastic.floors.decode is 3, the pools have 2 workers; lower the floor",
+    ),
+    "settings of a pool that is not": (
+        ("--set", "pools.prefil.shmSize=1Gi"),
+        "pools.prefil: cluster.pools has no such pool, there are prefill, decode",
+    ),
+    "no decode pool": (
+        pools(PREFILL),
+        "cluster.pools: there is no decode pool (and no mixed one), so no request could finish",
+    ),
+    "two pools of a name": (pools(PREFILL, DECODE, DECODE), "cluster.pools: two are called decode; names must differ"),
+    "a pool of the chart's own name": (
+        pools('{"name": "head", "role": "mixed"}'),
+        "cluster.pools: head is what the chart calls pods of its own; give the pool another name",
+    ),
+    "no worker": (
+        pools('{"name": "both", "role": "mixed", "replicas": 0}'),
+        "cluster.pools: there is no worker in any of them; give one at least 1 replica",
+    ),
+    "bounds the wrong way round": (
+        pools('{"name": "both", "role": "mixed", "replicas": {"min": 3, "max": 1}}'),
+        "cluster.pools: both has replicas.min above replicas.max",
+    ),
+    "a door that nobody reaches": (
+        ("--set", "cluster.gateway.host=127.0.0.1"),
+        "cluster.gateway.host: nobody outside of the pod would reach the gateway; write 0.0.0.0",
+    ),
+    "a port that nobody knows": (
+        ("--set", "cluster.gateway.grpc_port=0"),
+        "cluster.gateway.grpc_port: a Service needs a port that is known; write 50051",
+    ),
+    "an external Ray without an address": (
+        ("--set", "mode=external"),
+        "ray.address: mode is external; write HOST:6379 of the Ray to join",
+    ),
+    "an address for a Ray of our own": (
+        ("--set", "ray.address=ray:6379"),
+        "ray.address: mode is native, which brings a Ray of its own; write mode: external, or leave the address out",
+    ),
+    "two tokens": (
+        ("--set", "ray.auth.existingSecret=one"),
+        "ray.auth: give token or existingSecret, not both",
+    ),
+    "a token that is not used": (
+        ("--set", "ray.auth.mode=disabled"),
+        "ray.auth.mode: is disabled, so neither token nor existingSecret has an effect; leave them out",
+    ),
+    "a key that KubeRay does not read": (
+        ("--set", "mode=kuberay,ray.auth.key=token"),
+        "ray.auth.key: KubeRay reads auth_token and no other key",
+    ),
+    "a route without a gateway": (
+        ("--set", "grpcRoute.enabled=true"),
+        "grpcRoute.parentRefs: is empty; name the Gateway, such as [{name: public}]",
+    ),
+    "a name that is no name": (
+        ("--set", "fullnameOverride=9lives"),
+        "fullnameOverride: 9lives must begin with a letter, and have lower-case letters, digits and dashes",
+    ),
+    "a name that is too long": (
+        (
+            "--set",
+            f"fullnameOverride={'a' * 36}",
+            *pools('{"name": "a-pool-with-a-long-name", "role": "mixed"}'),
+        ),
+        f"cluster.pools: {'a' * 36}-a-pool-with-a-long-name is too long for a StatefulSet (52); shorten "
+        "fullnameOverride or the pool's name",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_values_are_refused_in_one_line(wrong: str) -> None:
+    options, words = WRONG[wrong]
+    assert refusal(*TOKEN, *options).endswith(words)
+
+
+def test_a_token_is_asked_for_rather_than_made_up() -> None:
+    assert "ray.auth: Ray needs a token; give existingSecret" in refusal()
+
+
+def test_the_kubernetes_of_today_is_asked_for() -> None:
+    words = refusal("-f", str(values("native")), "--kube-version", "1.26")
+    assert "requires kubeVersion: >=1.27-0 which is incompatible with Kubernetes v1.26" in words
