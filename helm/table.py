@@ -16,7 +16,9 @@ def table(text: str) -> str:
 
 
 def _rows(text: str) -> Iterator[tuple[str, str, str]]:
-    return _below("", yaml.compose(text, Loader=yaml.SafeLoader), text)
+    top = yaml.compose(text, Loader=yaml.SafeLoader)
+    assert isinstance(top, yaml.MappingNode), "values are a mapping"
+    return _below("", top, text)
 
 
 def _below(path: str, node: yaml.MappingNode, text: str) -> Iterator[tuple[str, str, str]]:

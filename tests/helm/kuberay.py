@@ -48,10 +48,7 @@ def _cluster_mistakes(spec: dict[str, Any]) -> list[str]:
         version = tuple(int(part) for part in spec.get("rayVersion", "0").split("."))
         if version < OLDEST_WITH_TOKENS:
             found.append("authOptions.mode is token, which needs rayVersion 2.52.0")
-    found += [
-        f"{key}: needs a feature gate" for key in ("networkPolicy", "tlsOptions", "historyServerOptions") if key in spec
-    ]
-    return found
+    return found + [f"{key}: needs a feature gate" for key in GATED if key in spec]
 
 
 def _job_mistakes(job: dict[str, Any]) -> list[str]:
