@@ -355,7 +355,8 @@ class Handler(BaseHTTPRequestHandler):
         """None: a watch, which has been answered."""
         kind, namespace, name = self._place(path)
         if self.command == "GET" and query.get("watch") in ("1", "true"):
-            return self._watch(kind, namespace, query)
+            self._watch(kind, namespace, query)
+            return None
         if self.command == "GET" and not name:
             items = self.store.all(kind, namespace, query)
             listed = {"kind": f"{kind.name}List", "apiVersion": kind.group_version, "items": items}

@@ -82,6 +82,16 @@ WRONG = {
         ("--set", "grpcRoute.enabled=true"),
         "grpcRoute.parentRefs: is empty; name the Gateway, such as [{name: public}]",
     ),
+    "a policy that cuts the gateway off from its Ray": (
+        ("--set", "mode=external,ray.address=ray:6379,networkPolicy.enabled=true"),
+        "networkPolicy.peers: mode is external; name the pods of that Ray, such as "
+        "[{podSelector: {matchLabels: {ray.io/cluster: NAME}}}]",
+    ),
+    "a drain longer than the grace": (
+        ("--set", "gateway.drainSeconds=50"),
+        "gateway.drainSeconds is 50, and 15 s are needed to close; "
+        "raise gateway.terminationGracePeriodSeconds above 60",
+    ),
     "a name that is no name": (
         ("--set", "fullnameOverride=9lives"),
         "fullnameOverride: 9lives must begin with a letter, and have lower-case letters, digits and dashes",

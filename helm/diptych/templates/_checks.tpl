@@ -81,6 +81,13 @@
 {{- fail (printf "pools.%s: cluster.pools has no such pool, there are %s" $name (join ", " $names)) -}}
 {{- end -}}
 {{- end -}}
+{{- if and .Values.networkPolicy.enabled (eq .Values.mode "external") (not .Values.networkPolicy.peers) -}}
+{{- fail "networkPolicy.peers: mode is external; name the pods of that Ray, such as [{podSelector: {matchLabels: {ray.io/cluster: NAME}}}]" -}}
+{{- end -}}
+{{- $grace := get .Values.gateway "terminationGracePeriodSeconds" | default .Values.podDefaults.terminationGracePeriodSeconds -}}
+{{- if gt (add .Values.gateway.drainSeconds 15 | int) (int $grace) -}}
+{{- fail (printf "gateway.drainSeconds is %d, and 15 s are needed to close; raise gateway.terminationGracePeriodSeconds above %d" (int .Values.gateway.drainSeconds) (int $grace)) -}}
+{{- end -}}
 {{- if and .Values.grpcRoute.enabled (not .Values.grpcRoute.parentRefs) -}}
 {{- fail "grpcRoute.parentRefs: is empty; name the Gateway, such as [{name: public}]" -}}
 {{- end -}}

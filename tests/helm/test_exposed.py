@@ -1,0 +1,127 @@
+"""Whoever is let in finds a gateway: Services, routes, probes, policies and monitors point at what there is."""
+
+from typing import Any
+
+import pytest
+from chart import CHART, Object, mounted, of_kind, rendered, values
+from programs import run
+
+
+def door(objects: tuple[Object, ...]) -> Object:
+    """The Service that clients ask."""
+    (found,) = [each for each in of_kind(objects, "Service") if each["spec"].get("clusterIP") != "None"]
+    return found
+
+
+def ports(container: Object) -> dict[str, int]:
+    return {each["name"]: each["containerPort"] for each in container["ports"]}
+
+
+def gateway(objects: tuple[Object, ...]) -> tuple[dict[str, str], Object]:
+    """Labels and container of the pod in which gateways listen."""
+    for each in of_kind(objects, "RayCluster"):
+        template = each["spec"]["headGroupSpec"]["template"]
+        own = {"ray.io/cluster": each["metadata"]["name"], "ray.io/node-type": "head"}  # which the operator adds
+        return template["metadata"]["labels"] | own, template["spec"]["containers"][0]
+    (deployment,) = of_kind(objects, "Deployment")
+    template = deployment["spec"]["template"]
+    return template["metadata"]["labels"], template["spec"]["containers"][0]
+
+
+@pytest.mark.parametrize("name", ["native", "native-elastic", "native-exposed", "kuberay", "external"])
+def test_the_service_leads_to_every_gateway(name: str, tmp_path: Any) -> None:
+    objects = rendered(values(name))
+    service, (labels, container) = door(objects), gateway(objects)
+    spec = mounted(objects, tmp_path).gateway
+    assert service["spec"]["selector"].items() <= labels.items()
+    wanted = [spec.grpc_port + index for index in range(spec.replicas)]
+    assert [each["targetPort"] for each in service["spec"]["ports"]] == wanted
+    assert set(wanted) <= set(ports(container).values())
+    assert len(set(ports(container).values())) == len(container["ports"])
+
+
+def test_only_one_kind_of_pod_stands_behind_the_service() -> None:
+    objects = rendered(values("native"))
+    selector = door(objects)["spec"]["selector"]
+    for each in of_kind(objects, "StatefulSet") + of_kind(objects, "Pod"):
+        labels = each.get("spec", {}).get("template", each)["metadata"]["labels"]
+        assert not selector.items() <= labels.items()
+
+
+def test_routes_lead_to_the_service() -> None:
+    objects = rendered(values("native-exposed"))
+    service = door(objects)
+    (ingress,), (route,) = of_kind(objects, "Ingress"), of_kind(objects, "GRPCRoute")
+    (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
+    assert path["backend"]["service"] == {
+        "name": service["metadata"]["name"],
+        "port": {"name": service["spec"]["ports"][0]["name"]},
+    }
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert backend == {"name": service["metadata"]["name"], "port": service["spec"]["ports"][0]["port"]}
+    assert (
+        route["spec"]["hostnames"] == ["llm.example.com"] and ingress["spec"]["tls"][0]["secretName"] == "certificate"
+    )
+
+
+@pytest.mark.parametrize("name", ["native", "external"])
+def test_a_model_may_load_as_long_as_the_cluster_allows(name: str, tmp_path: Any) -> None:
+    objects = rendered(values(name))
+    health = mounted(objects, tmp_path).health
+    _, container = gateway(objects)
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] > health.place_timeout_s + health.start_timeout_s
+    (deployment,) = of_kind(objects, "Deployment")
+    assert deployment["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
+
+
+def test_probes_ask_ports_that_are_open() -> None:
+    for each in of_kind(rendered(values("native")), "StatefulSet"):
+        container = each["spec"]["template"]["spec"]["containers"][0]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["httpGet"]["port"] in ports(container)
+
+
+def test_a_policy_lets_pods_clients_and_scrapers_in() -> None:
+    objects = rendered(values("native-exposed"))
+    (policy,) = of_kind(objects, "NetworkPolicy")
+    own, clients, scrapers = policy["spec"]["ingress"]
+    assert own == {"from": [{"podSelector": policy["spec"]["podSelector"]}]}
+    assert clients["from"] == [{"namespaceSelector": {"matchLabels": {"team": "chat"}}}]
+    assert clients["ports"] == [{"port": 50051, "endPort": 50051}]
+    assert scrapers == {"ports": [{"port": 8080}]}
+    for each in of_kind(objects, "StatefulSet") + of_kind(objects, "Deployment"):
+        labels = each["spec"]["template"]["metadata"]["labels"]
+        assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_the_monitor_finds_rays_metrics_on_every_pod() -> None:
+    objects = rendered(values("native-exposed"))
+    (monitor,) = of_kind(objects, "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    for each in of_kind(objects, "StatefulSet") + of_kind(objects, "Deployment"):
+        template = each["spec"]["template"]
+        assert monitor["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        container = template["spec"]["containers"][0]
+        assert f"--metrics-export-port={ports(container)[endpoint['port']]}" in container["args"]
+
+
+def test_disruption_budgets_hold_one_pool_each() -> None:
+    objects = rendered(values("native-gpu"))
+    pods = {
+        each["metadata"]["name"]: each["spec"]["template"]["metadata"]["labels"]
+        for each in of_kind(objects, "StatefulSet")
+    }
+    held = {}
+    for budget in of_kind(objects, "PodDisruptionBudget"):
+        chosen = budget["spec"]["selector"]["matchLabels"].items()
+        held[budget["spec"]["maxUnavailable"]] = [name for name, labels in pods.items() if chosen <= labels.items()]
+    assert held == {1: ["release-diptych-h100"], 2: ["release-diptych-a100"]}
+
+
+def test_a_packaged_chart_has_all_files(tmp_path: Any) -> None:
+    code, _, err = run("helm", "package", CHART, "--destination", tmp_path)
+    assert code == 0, err
+    (package,) = tmp_path.glob("diptych-*.tgz")
+    code, out, err = run("helm", "template", "release", package, "-f", values("native"))
+    assert code == 0 and "kind: StatefulSet" in out, err
