@@ -84,7 +84,7 @@ class Shares:
 
     @property
     def worst(self) -> float:
-        """The greatest, for who seeks the least. Of too many prompts those beyond are late; of too many decodes, all."""
+        """The greatest, for who seeks the least. Of too many prompts some are late; of too many decodes, all."""
         return max(self.ttft, self.tpot + _ALL * max(0.0, self.tpot - 1.0), self.decode_queue)
 
     def __str__(self) -> str:
@@ -166,7 +166,7 @@ def _batch(group: Group, step_s: float, context: float) -> float:
 
 
 def _ttft_share(groups: Sequence[Group], speeds: Sequence[float], mix: Mix) -> tuple[float, float]:
-    """Of the load with which first tokens are in time, and how busy workers are with prompts; no promise: twice that."""
+    """Of the load with which first tokens are in time, and how busy workers are with prompts; or twice that."""
     capacity = quickest_s = 0.0
     for group, speed in zip(groups, speeds, strict=True):
         if speed > 0.0:

@@ -1,12 +1,12 @@
 """When workers change their roles, and pools their size: one step at a time, and each with its reason. Pure.
 
 Every period the roles are judged on the load of the last seconds, as gateways told it: how much of what first tokens,
-further tokens and decode room could bear it is, by the worst of the three (`balance`). A step is one worker with another role. The
-best one, or the first on the way to a pool that is all split or all mixed, is taken when that makes the worst better by
-`margin`, has done so for `dwell_s` on end, and the last step is `cooldown_s` ago; a promise that breaks by a factor
-makes both times shorter by it. Where nothing is in danger, nothing changes: roles that swing cost more than roles that
-are not quite right (Mooncake and Splitwise say that ratios drift slowly, Narwhal that hysteresis is what keeps flips
-useful).
+further tokens and decode room could bear it is, by the worst of the three (`balance`). A step is one worker with
+another role. The best one, or the first on the way to a pool that is all split or all mixed, is taken when that makes
+the worst better by `margin`, has done so for `dwell_s` on end, and the last step is `cooldown_s` ago; a promise that
+breaks by a factor makes both times shorter by it. Where nothing is in danger, nothing changes: roles that swing cost
+more than roles that are not quite right (Mooncake and Splitwise say that ratios drift slowly, Narwhal that hysteresis
+is what keeps flips useful).
 
 A pool with room to grow gets a worker when no step keeps the promises; one that could do without a worker for
 `PATIENCE` times as long loses one.

@@ -78,9 +78,9 @@ class Shortlist:
         """A row for each of `workers`, nothing in them."""
         count = len(self.workers)
         self.row = {worker.name: row for row, worker in enumerate(self.workers)}
-        # In the order of their fields; plain tuples behind the first ones, which are quicker to make.
-        self._told: list[tuple[float, ...]] = [Told(0, 0, 0, 0, 1.0)] * count
-        self._noted: list[tuple[float, ...]] = [Noted(*[0] * 8, 0.0, 0.0, 1.0)] * count
+        # In the order of their fields; plain tuples, which are quicker to make.
+        self._told: list[tuple[float, ...]] = [(0, 0, 0, 0, 1.0)] * count
+        self._noted: list[tuple[float, ...]] = [(0,) * 8 + (0.0, 0.0, 1.0)] * count
         self._sent: Mapping[str, Sent] = {}
         self._lives = -1
         self._turn, self._turned_s = 0, 0.0
