@@ -153,7 +153,11 @@ async def _malformed(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    words = {404: f"there is nothing at {request.url.path[:80]}", 405: f"{request.method} is not possible here"}
+    words = {
+        400: "the body cannot be read as JSON",
+        404: f"there is nothing at {request.url.path[:80]}",
+        405: f"{request.method} is not possible here",
+    }
     failure = Failure(error.status_code, words.get(error.status_code, str(error.detail)), "invalid_request")
     return failed(failure, request.headers.get("x-request-id", ""))
 

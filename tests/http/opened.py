@@ -1,6 +1,6 @@
 """Both doors over one gateway on free ports of the loopback, and clients for each."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -9,6 +9,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from cluster.api.client import DiptychClient
 from cluster.doors import Doors
+from cluster.text import Tokenizer
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
 
 
@@ -33,9 +34,11 @@ async def clients(url: str, endpoint: str) -> AsyncIterator[Clients]:
 
 
 @asynccontextmanager
-async def opened(dispatcher: FakeDispatcher, **gateway: int) -> AsyncIterator[tuple[Clients, Doors]]:
+async def opened(
+    dispatcher: FakeDispatcher, load_tokenizer: Callable[[], Tokenizer] = ByteTokenizer, **gateway: int
+) -> AsyncIterator[tuple[Clients, Doors]]:
     """Doors over a fake dispatcher."""
-    doors = Doors(gateway_context(dispatcher, http_port=0, **gateway), ByteTokenizer)
+    doors = Doors(gateway_context(dispatcher, http_port=0, **gateway), load_tokenizer)
     endpoint = await doors.open()
     try:
         async with clients(doors.http_url, endpoint) as there:

@@ -169,7 +169,7 @@ async def test_a_port_in_use_is_an_error_that_says_so(dispatcher: FakeDispatcher
         taken.listen()
         port = taken.getsockname()[1]
         doors = Doors(gateway_context(dispatcher, http_port=port), ByteTokenizer)
-        with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{port} \(.*\); choose another gateway\.http"):
+        with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port} \(.*\); choose another gateway\.http_port"):
             await doors.open()
 
 

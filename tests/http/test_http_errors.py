@@ -238,7 +238,7 @@ async def test_a_client_that_takes_nothing_is_let_go(
 ) -> None:
     monkeypatch.setattr(connection, "SEND_S", 0.05)
     url = there.http.base_url
-    reader, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
+    _, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
     writer.transport.pause_reading()  # type: ignore[attr-defined]
     dispatcher.script = lambda request: b"x" * 3000
     body = json.dumps({"prompt": ["hi"] * 4, "max_tokens": 3000, "stream": True, "n": 2, "logprobs": 20}).encode()

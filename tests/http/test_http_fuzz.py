@@ -1,6 +1,7 @@
 """Whatever is sent as a body, the door answers: never a 500, never nothing, and no request stays behind."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from tests.api.fake import FakeDispatcher
 from tests.http.opened import Clients, opened
+from tests.model.tiny import write_tiny_llama
+from workers.tokenizer import Tokenizer
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 FIELDS = (
@@ -37,9 +40,10 @@ values = st.recursive(
     ),
     max_leaves=12,
 )
-messages = st.lists(st.fixed_dictionaries({"role": scalars, "content": scalars | values}), max_size=3)
+words = st.text(min_size=1, max_size=8) | st.sampled_from(["user", "assistant", "\ud800", "{{ 1 }}"])
+messages = st.lists(st.fixed_dictionaries({"role": words | scalars, "content": words | values}), min_size=1, max_size=3)
 sane: dict[str, st.SearchStrategy[Any]] = {
-    "prompt": st.text(max_size=20) | st.lists(st.integers(0, 255), max_size=5) | st.lists(st.text(max_size=4)),
+    "prompt": words | st.text(max_size=20) | st.lists(st.integers(0, 255), max_size=5) | st.lists(st.text(max_size=4)),
     "messages": messages,
     "tokens": st.lists(st.integers(-1, 300), max_size=5),
     "max_tokens": st.integers(0, 8),
@@ -49,7 +53,8 @@ sane: dict[str, st.SearchStrategy[Any]] = {
     "best_of": st.none() | st.integers(0, 4),
     "logprobs": st.none() | st.booleans() | st.integers(0, 21),
     "temperature": st.floats(-1, 3),
-    "stop": st.text(max_size=2) | st.lists(st.text(max_size=2), max_size=3),
+    "tools": st.lists(st.dictionaries(words, values, max_size=2), max_size=2),
+    "stop": words | st.text(max_size=2) | st.lists(st.text(max_size=2), max_size=3),
     "logit_bias": st.dictionaries(st.integers(-1, 300).map(str), st.floats(-101, 101), max_size=3),
 }
 bodies = st.fixed_dictionaries({}, optional=sane) | st.dictionaries(st.sampled_from(FIELDS), values, max_size=6)
@@ -81,17 +86,16 @@ class Fuzzed:
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[Fuzzed]:
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
+    folder = write_tiny_llama(tmp_path_factory.mktemp("fuzz") / "tiny")
     with asyncio.Runner() as runner:
         dispatcher, stack = FakeDispatcher(), AsyncExitStack()
-        there, _ = runner.run(stack.enter_async_context(opened(dispatcher)))
+        there, _ = runner.run(stack.enter_async_context(opened(dispatcher, lambda: Tokenizer(folder))))
         yield Fuzzed(runner, there, dispatcher)
         runner.run(stack.aclose())
 
 
 def encoded(value: object) -> bytes:
-    import json
-
     return json.dumps(value).encode()
 
 
