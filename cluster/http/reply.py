@@ -104,8 +104,9 @@ class Reply(Response):
             for prompt, end in sorted(ends.items())
             for place, finish in ((self._place(prompt, index), finish) for index, finish in enumerate(finishes(end)))
         ]
-        await self._begin(accepted, JSON, send)
-        await _more(send, msgspec.json.encode(self._told | {"choices": choices, "usage": usage.told}), last=True)
+        body = msgspec.json.encode(self._told | {"choices": choices, "usage": usage.told})
+        await self._begin(accepted, {"content-type": JSON, "content-length": str(len(body))}, send)
+        await _more(send, body, last=True)
 
     async def _stream(self, events: AsyncGenerator[tuple[int, TextEvent], None], send: Send) -> None:
         usage = Usage()
@@ -113,7 +114,7 @@ class Reply(Response):
             match event:
                 case Accepted():
                     if not self._begun:
-                        await self._begin(event, EVENTS, send)
+                        await self._begin(event, {"content-type": EVENTS}, send)
                 case TextDelta():
                     if event.text or event.logprobs:  # text may still be held back: half a character, or of a stop
                         await _more(send, self._chunk([self._shape.part(self._place(prompt, event.index), event)]))
@@ -134,8 +135,8 @@ class Reply(Response):
             told["usage"] = usage
         return b"data: " + msgspec.json.encode(told) + b"\n\n"
 
-    async def _begin(self, accepted: Accepted, kind: str, send: Send) -> None:
-        headers = {"content-type": kind, "cache-control": "no-store", "x-request-id": self._asked.terms.request_id}
+    async def _begin(self, accepted: Accepted, headers: dict[str, str], send: Send) -> None:
+        headers |= {"cache-control": "no-store", "x-request-id": self._asked.terms.request_id}
         for name, predicted_s in (("ttft", accepted.predicted_ttft_s), ("tpot", accepted.predicted_tpot_s)):
             if predicted_s is not None:
                 headers[f"x-diptych-predicted-{name}-ms"] = f"{1000 * predicted_s:.3f}"
