@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import pickle
 import socket
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 from tests.http.opened import Clients, opened
 from workers.request import SLO
 
+ROOT = Path(__file__).resolve().parents[2]
 ASK = {"prompt": "hello", "max_tokens": 4}
 
 
@@ -222,6 +225,18 @@ def test_the_ports_of_a_specification() -> None:
     assert GatewaySpec().http_port is None
     spec = parse_spec({"model": "m", "pools": [{"name": "m", "role": "mixed"}], "gateway": {"http_port": 8000}})
     assert spec.gateway.http_port == 8000
+
+
+async def test_the_example_of_the_readme_asks_and_prints(there: Clients, dispatcher: FakeDispatcher) -> None:
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(ROOT / "examples" / "openai_client.py"), f"{there.http.base_url}v1"),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"NO_PROXY": "127.0.0.1"},
+    )
+    async with asyncio.timeout(60):
+        told, _ = await child.communicate()
+    assert child.returncode == 0 and told.decode().startswith("abcdefghijklmnopqrstuvwxyzabc")
+    assert dispatcher.requests[0].slo == SLO(2.0, None, "interactive")
 
 
 def test_the_factory_travels_by_name() -> None:

@@ -63,7 +63,7 @@ async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sub
         await serving.close()
 
 
-@pytest.fixture(autouse=True)
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
 async def settled(subject: Subject) -> AsyncIterator[None]:
     """After each test every block is free again."""
     yield
