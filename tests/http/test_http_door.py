@@ -229,7 +229,7 @@ def test_the_ports_of_a_specification() -> None:
 
 async def test_the_example_of_the_readme_asks_and_prints(there: Clients, dispatcher: FakeDispatcher) -> None:
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(ROOT / "examples" / "openai_client.py"), f"{there.http.base_url}v1"),
+        *(sys.executable, str(ROOT / "examples" / "openai_client.py"), f"{str(there.http.base_url).rstrip('/')}/v1"),
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"NO_PROXY": "127.0.0.1"},
     )
