@@ -31,12 +31,18 @@ CLOSING = Failure(503, "this gateway is closing; try another one", "closing", re
 
 
 class Connection:
-    """An ASGI application around another. At most `most_requests` with a body are in it at once. Owned by the door."""
+    """An ASGI application around another. At most `most_requests` with a body are in it at once. Owned by the door.
 
-    def __init__(self, app: ASGIApp, most_requests: int, is_closing: Callable[[], bool]) -> None:
+    `cut` ends a connection without a word, by its client's address: what a client does not take cannot be flushed.
+    """
+
+    def __init__(
+        self, app: ASGIApp, most_requests: int, is_closing: Callable[[], bool], cut: Callable[[object], None]
+    ) -> None:
         self._app = app
         self._most_requests = most_requests
         self._is_closing = is_closing
+        self._cut = cut
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,7 +69,8 @@ class Connection:
         if isinstance(body, Failure):
             await failed(body)(scope, receive, send)
             return
-        working = asyncio.create_task(self._answer(scope, body, send))
+        patient = _Patient(send)
+        working = asyncio.create_task(self._answer(scope, _Replayed(body), patient))
         leaving = asyncio.create_task(_until_gone(receive))
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -71,18 +78,14 @@ class Connection:
             for task in (working, leaving):
                 task.cancel()
             await asyncio.wait((working, leaving))
-        if not working.cancelled():
+        if patient.is_over:
+            logger.info("a client took nothing for %.0f s and was let go", SEND_S)
+            self._cut(scope["client"])
+        elif not working.cancelled():
             working.result()
 
-    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
-        try:
-            await self._app(scope, _Replayed(body), _Patient(send))
-        except _Stuck:
-            logger.info("a client took nothing for %.0f s and was let go", SEND_S)
-
-
-class _Stuck(Exception):
-    """The client does not take what it is sent."""
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
 
 
 class _Replayed:
@@ -99,9 +102,10 @@ class _Replayed:
 
 
 class _Patient:
-    """A `Send` with an end to its patience."""
+    """A `Send` with an end to its patience: it cancels whoever sends."""
 
     def __init__(self, send: Send) -> None:
+        self.is_over = False
         self._send = send
 
     async def __call__(self, message: Message) -> None:
@@ -109,7 +113,8 @@ class _Patient:
             async with asyncio.timeout(SEND_S):
                 await self._send(message)
         except TimeoutError:
-            raise _Stuck from None
+            self.is_over = True
+            raise asyncio.CancelledError from None
 
 
 async def _read(scope: Scope, receive: Receive) -> bytes | Failure | None:

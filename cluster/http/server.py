@@ -27,7 +27,7 @@ class HttpDoor:
         self._closing = False
         app = make_app(context, gateway, lambda: self._closing)
         config = uvicorn.Config(
-            Connection(app, self._spec.max_requests + 64, lambda: self._closing),
+            Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut),
             http="h11",
             ws="none",
             lifespan="off",
@@ -65,10 +65,16 @@ class HttpDoor:
         if serving is None:
             return
         self._server.force_exit = True
-        for connection in list(self._server.server_state.connections):
-            connection.transport.abort()
+        self._cut()
         await asyncio.wait([serving], timeout=CUT_S)
         serving.cancel()
+
+    def _cut(self, client: object = None) -> None:
+        """End the connection of this client at once; None: all."""
+        for connection in list(self._server.server_state.connections):
+            peer = connection.transport.get_extra_info("peername") or ()
+            if client is None or peer[:2] == client:
+                connection.transport.abort()
 
 
 class _Server(uvicorn.Server):

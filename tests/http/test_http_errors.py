@@ -15,6 +15,7 @@ from tests.api.fake import FakeDispatcher, view
 from tests.http.opened import Clients, opened
 
 ASK = {"prompt": "hello", "max_tokens": 4}
+HUGE = json.dumps({"prompt": ["hi"] * 4, "max_tokens": 3000, "stream": True, "n": 2, "logprobs": 20}).encode()
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
@@ -234,22 +235,29 @@ async def test_a_body_that_does_not_come_is_given_up(there: Clients, monkeypatch
 
 
 async def test_a_client_that_takes_nothing_is_let_go(
-    there: Clients, dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+    dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "SEND_S", 0.05)
-    url = there.http.base_url
-    _, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
-    writer.transport.pause_reading()  # type: ignore[attr-defined]
     dispatcher.script = lambda request: b"x" * 3000
-    body = json.dumps({"prompt": ["hi"] * 4, "max_tokens": 3000, "stream": True, "n": 2, "logprobs": 20}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-    writer.write(head.encode() + b"\r\n\r\n" + body)
-    async with asyncio.timeout(30):
-        while len(dispatcher.requests) < 8:
-            await asyncio.sleep(0.01)
-        while (await there.grpc.status()).active_requests:
-            await asyncio.sleep(0.01)
-    writer.close()
+    async with opened(dispatcher) as (there, doors):
+        url = there.http.base_url
+        _, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\n"
+            + f"content-length: {len(HUGE)}\r\n\r\n".encode()
+            + HUGE
+        )
+        assert doors._http is not None
+        connected = doors._http._server.server_state.connections
+        async with asyncio.timeout(30):
+            while len(dispatcher.requests) < 8:
+                await asyncio.sleep(0.01)
+            assert len(connected) == 1
+            while connected or dispatcher.running or (await there.grpc.status()).active_requests:
+                await asyncio.sleep(0.01)
+        writer.close()
+    assert "internal error" not in caplog.text
 
 
 async def test_what_is_not_there_is_not_found(there: Clients) -> None:
