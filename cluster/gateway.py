@@ -103,8 +103,10 @@ class Gateway:
             while (event := await running.outbox.take()) is not None:
                 yield event
         finally:
-            await running.close()
-            del self._active[request_id]
+            try:
+                await running.close()
+            finally:  # whoever is cancelled here, too, gives its place back
+                del self._active[request_id]
 
     def check_model(self, model: str) -> None:
         """Raises `UnknownModel` for any but the served one; empty is whichever is served."""
