@@ -85,7 +85,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "== installing torch (1 of 2)"
 	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0
 	@echo "== installing diptych and the rest (2 of 2)"
-	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[nixl,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[nixl,http,dev]'
 	@touch $(READY)
 
 clean:

@@ -66,6 +66,10 @@ class Gateway:
     def view(self) -> ClusterView:
         return self._context.dispatcher.view
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
     async def generate(
         self,
         prompt: GenerationInput,
@@ -85,22 +89,45 @@ class Gateway:
         `cluster.events`, `InvalidRequest`, and those above.
         """
         arrived_ns = now_ns()
-        self._check_model(model)
+        self.check_model(model)
         self._check_answers(sampling)
         request_id = request_id or f"req-{secrets.token_hex(8)}"
         slo = slo or SLO()
         self._check_tenant(tenant)
         running = self._enter(request_id, sampling.num_answers, slo)
         try:
-            tokens = await self._encode(prompt)
+            tokens = await self.encode(prompt)
             sampling = self._resolve(sampling, len(tokens))
             request = Request(request_id, tokens, sampling, slo, session=session, tenant=tenant)
             running.pump = asyncio.create_task(self._pump(request, running.outbox, arrived_ns, deadline_s))
             while (event := await running.outbox.take()) is not None:
                 yield event
         finally:
-            await running.close()
-            del self._active[request_id]
+            try:
+                await running.close()
+            finally:  # whoever is cancelled here, too, gives its place back
+                del self._active[request_id]
+
+    def check_model(self, model: str) -> None:
+        """Raises `UnknownModel` for any but the served one; empty is whichever is served."""
+        served = self._context.model.name
+        if model not in ("", served):
+            raise UnknownModel(f"model {model!r} is not served here; leave it empty or ask for {served!r}")
+
+    async def encode(self, prompt: GenerationInput) -> tuple[int, ...]:
+        """A prompt's token ids. Raises `InvalidRequest`."""
+        most = self._context.spec.gateway.max_prompt_bytes
+        num_bytes = prompt.num_bytes
+        if num_bytes > most:
+            raise InvalidRequest("prompt", f"has {num_bytes} bytes; this gateway takes at most {most}")
+        if num_bytes > THREAD_ABOVE_BYTES:
+            tokens = await asyncio.to_thread(prompt.encode, self._tokenizer)
+        else:
+            tokens = prompt.encode(self._tokenizer)
+        if not tokens:
+            raise InvalidRequest("prompt", "encodes to no token at all; give more text")
+        self._check_vocabulary("prompt.tokens", tokens)
+        return tokens
 
     def cancel(self, request_id: str) -> bool:
         """End a request at once; its iterator raises `RequestCancelled`. False: no such request runs here."""
@@ -116,11 +143,6 @@ class Gateway:
         for each in running:
             each.cancel(RequestCancelled("the gateway was closed"))
         await asyncio.gather(*(each.close() for each in running))
-
-    def _check_model(self, model: str) -> None:
-        served = self._context.model.name
-        if model not in ("", served):
-            raise UnknownModel(f"model {model!r} is not served here; leave it empty or ask for {served!r}")
 
     def _check_answers(self, sampling: SamplingParams) -> None:
         """More answers than can ever run at once are refused before anything is made for them."""
@@ -149,20 +171,6 @@ class Gateway:
             raise Rejected(f"{room} in this gateway; try again", RETRY_AFTER_S, "gateway-full")
         running = self._active[request_id] = _Running(num_answers)
         return running
-
-    async def _encode(self, prompt: GenerationInput) -> tuple[int, ...]:
-        most = self._context.spec.gateway.max_prompt_bytes
-        num_bytes = prompt.num_bytes
-        if num_bytes > most:
-            raise InvalidRequest("prompt", f"has {num_bytes} bytes; this gateway takes at most {most}")
-        if num_bytes > THREAD_ABOVE_BYTES:
-            tokens = await asyncio.to_thread(prompt.encode, self._tokenizer)
-        else:
-            tokens = prompt.encode(self._tokenizer)
-        if not tokens:
-            raise InvalidRequest("prompt", "encodes to no token at all; give more text")
-        self._check_vocabulary("prompt.tokens", tokens)
-        return tokens
 
     def _check_vocabulary(self, field: str, tokens: tuple[int, ...]) -> None:
         size = self._context.model.vocab_size

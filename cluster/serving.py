@@ -111,6 +111,11 @@ class Door(Protocol):
         """Listen; answer the endpoint "host:port". A port in use is an OSError that says so."""
         ...
 
+    @property
+    def http_url(self) -> str:
+        """Where HTTP is answered too, once open; empty without it. Asked only where the spec has a port for it."""
+        ...
+
     async def close(self, grace_s: float) -> None:
         """Refuse new requests, let running ones end for `grace_s`, then cut them."""
         ...
@@ -132,10 +137,10 @@ class GatewayService:
         self._endpoint = ""
         self._reporting: asyncio.Task[None] | None = None
 
-    async def open(self, model: ModelView, port: int) -> str:
-        """Listen on `port` (0: any); again, or after a restart, it answers the endpoint there is."""
+    async def open(self, model: ModelView, port: int, http_port: int | None = None) -> str:
+        """Listen on these ports (0: any); again, or after a restart, it answers the endpoint there is."""
         if self._dispatcher is None:
-            spec = replace(self._spec, gateway=replace(self._spec.gateway, grpc_port=port))
+            spec = replace(self._spec, gateway=replace(self._spec.gateway, grpc_port=port, http_port=http_port))
             dispatcher = Dispatcher(spec, model, self._controller.members, self._name)
             door = self._make_door(GatewayContext(self._name, spec, model, dispatcher, self._controller))
             try:
@@ -159,6 +164,10 @@ class GatewayService:
                 logger.debug("the controller heard no report: %s", error)
             except Exception:
                 logger.exception("the controller could not take a report")
+
+    async def http_url(self) -> str:
+        assert self._door is not None, "a gateway is asked for its URL after it opened"
+        return self._door.http_url
 
     async def view(self) -> ClusterView:
         assert self._dispatcher is not None, "a gateway is asked for its view after it opened"
@@ -184,6 +193,7 @@ class Serving:
         self._planner = planner
         self._decider = decider
         self.endpoints: list[str] = []
+        self.http_urls: list[str] = []
         self._controller: ServiceHandle | None = None
         self._gateways: list[ServiceHandle] = []
         self._keeping: asyncio.Task[None] | None = None
@@ -227,8 +237,11 @@ class Serving:
         progress(f"starting {replicas} worker{'s' * (replicas != 1)}: loading {spec.model}")
         model = await self._ready(progress)
         for index, gateway in enumerate(self._gateways):
-            port = spec.gateway.grpc_port and spec.gateway.grpc_port + index
-            self.endpoints.append(await gateway.call("open", model, port))
+            port, http_port = spec.gateway.grpc_port, spec.gateway.http_port
+            ports = port and port + index, http_port and http_port + index
+            self.endpoints.append(await gateway.call("open", model, *ports))
+            if http_port is not None:
+                self.http_urls.append(await gateway.call("http_url"))
         self._model = model
         for link in (await self.view()).links:
             progress(
@@ -281,12 +294,13 @@ class Serving:
                 await asyncio.sleep(KEEP_ALIVE_S)
 
     async def _reopen(self) -> None:
-        """A gateway that was restarted opens its door again, on the port it had."""
+        """A gateway that was restarted opens its doors again, on the ports it had."""
         if self._model is None:
             return
-        for gateway, endpoint in zip(self._gateways, self.endpoints, strict=True):
+        for index, (gateway, endpoint) in enumerate(zip(self._gateways, self.endpoints, strict=True)):
+            http_port = int(self.http_urls[index].rpartition(":")[2]) if self.http_urls else None
             try:
-                await gateway.call("open", self._model, int(endpoint.rpartition(":")[2]))
+                await gateway.call("open", self._model, int(endpoint.rpartition(":")[2]), http_port)
             except (WorkerGone, OSError) as error:
                 logger.warning("gateway at %s is not open: %s", endpoint, error)
 

@@ -171,6 +171,8 @@ class GatewaySpec:
     `cluster.policy`). `slo` is the promise for requests that ask for none and are of no class. `classes` by name; with
     any, others are refused. `tenants` are shares of what is scarce, which sum to 1; "*" is shared by all who are not
     named, and without it they are refused. At most `max_queued` requests wait for their turn in one gateway.
+
+    `http_port` opens the HTTP door, too (docs/http.md); None: there is none. The second gateway has the next ports.
     """
 
     replicas: int = 1
@@ -189,6 +191,7 @@ class GatewaySpec:
     classes: dict[str, ClassSpec] = field(default_factory=dict)
     tenants: dict[str, float] = field(default_factory=dict)
     max_queued: int = 1024
+    http_port: int | None = None
 
     def __post_init__(self) -> None:
         for name, known in (("routing", ROUTING), ("admission", ADMISSION)):
@@ -200,6 +203,12 @@ class GatewaySpec:
                 raise ValueError(f"slo.{name} is {seconds}; it must be above 0 seconds")
         if not 0 <= self.grpc_port <= 65535:
             raise ValueError(f"grpc_port is {self.grpc_port}; it must lie between 0 (any free port) and 65535")
+        if self.http_port is not None and not 0 <= self.http_port <= 65535:
+            raise ValueError(f"http_port is {self.http_port}; it must lie between 0 (any free port) and 65535")
+        if self.http_port and self.grpc_port and abs(self.http_port - self.grpc_port) < self.replicas:
+            raise ValueError(
+                f"http_port ({self.http_port}) and grpc_port ({self.grpc_port}) are the same for a gateway"
+            )
         for name in ("replicas", "max_requests", "max_prompt_bytes", "default_max_tokens", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -45,7 +45,8 @@ LAYERS = [
     ["cluster.text", "cluster.outbox", "cluster.answers", "cluster.gateway"],
     ["cluster.sim"],
     ["cluster.plan", "cluster.report"],
-    ["cluster.api", "cluster.bench", "cluster.profile"],
+    ["cluster.api", "cluster.http", "cluster.bench", "cluster.profile"],
+    ["cluster.doors"],
     ["cluster.cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -57,6 +58,10 @@ HEAVY = {
     ),
     "ray": ("cluster.runtime.ray", "cluster.runtime.ray_ranks", "cluster.bench.gang.ways", "cluster.cli"),
     "grpc": ("cluster.api",),
+    "fastapi": ("cluster.http",),
+    "starlette": ("cluster.http",),
+    "uvicorn": ("cluster.http",),
+    "pydantic": ("cluster.http",),
     "nixl_cu12": ("kvtransfer.backends",),
 }
 PURE = ("workers.engine", "cluster.policy")

@@ -122,11 +122,16 @@ def slo_from(message: inference_pb2.Slo) -> SLO:
             raise InvalidRequest(f"slo.{name}", f"is {wanted_s:g} s; {rule}")
         return wanted_s
 
-    name = message.class_name or "default"
+    name = checked_class(message.class_name or "default", "slo.class_name")
+    return SLO(promise("time_to_first_token"), promise("time_per_output_token"), name)
+
+
+def checked_class(name: str, field: str) -> str:
+    """Raises `InvalidRequest` for what cannot name a class."""
     if len(name) > LONGEST_CLASS or not all(" " < letter <= "~" for letter in name):
         rule = f"must be at most {LONGEST_CLASS} visible ASCII characters"
-        raise InvalidRequest("slo.class_name", f"{name[:40]!r} cannot be used; it {rule}")
-    return SLO(promise("time_to_first_token"), promise("time_per_output_token"), name)
+        raise InvalidRequest(field, f"{name[:40]!r} cannot be used; it {rule}")
+    return name
 
 
 def slo_message(slo: SLO) -> inference_pb2.Slo:

@@ -32,6 +32,17 @@ class GrpcDoor:
         self._health: HealthService | None = None
         self._gateway: Gateway | None = None
 
+    @property
+    def http_url(self) -> str:
+        """It answers no HTTP of its own; `cluster.doors` puts another door beside it."""
+        return ""
+
+    @property
+    def gateway(self) -> Gateway:
+        """Of an open door: another door may share it."""
+        assert self._gateway is not None, "the door makes its gateway when it opens"
+        return self._gateway
+
     async def open(self) -> str:
         """Listen; answer "host:port". Raises OSError when the port cannot be had, ModelError without a tokenizer."""
         spec = self._context.spec.gateway
@@ -49,27 +60,32 @@ class GrpcDoor:
         self._server = server
         return _address(spec.host, port)
 
-    async def close(self, grace_s: float) -> None:
-        """Refuse new requests, let running ones end for `grace_s`, then cut them. Safe to call twice, or unopened."""
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, let running ones end for `grace_s`, then cut them; the gateway stays."""
         server, self._server = self._server, None
-        if server is None:
-            return
-        assert self._health is not None and self._gateway is not None
-        self._health.close()
-        await server.stop(grace_s)
-        await self._gateway.close()
+        if server is not None:
+            assert self._health is not None
+            self._health.close()
+            await server.stop(grace_s)
+
+    async def close(self, grace_s: float) -> None:
+        """As `drain`, and the gateway closes too. Safe to call twice, or unopened."""
+        await self.drain(grace_s)
+        if self._gateway is not None:
+            await self._gateway.close()
 
 
 def open_door(context: GatewayContext) -> GrpcDoor:
     """The `DoorFactory`: a door with the served model's own tokenizer. Module-level, so that it pickles by name."""
+    return GrpcDoor(context, lambda: model_tokenizer(context))
 
-    def load() -> Tokenizer:
-        from workers.model.store import resolve
-        from workers.tokenizer import Tokenizer as ModelTokenizer
 
-        return ModelTokenizer(resolve(context.model.name).path)
+def model_tokenizer(context: GatewayContext) -> Tokenizer:
+    """The served model's own."""
+    from workers.model.store import resolve
+    from workers.tokenizer import Tokenizer as ModelTokenizer
 
-    return GrpcDoor(context, load)
+    return ModelTokenizer(resolve(context.model.name).path)
 
 
 def _options(max_requests: int) -> list[tuple[str, int]]:

@@ -117,10 +117,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return message
 
     async def GetMetrics(self, request: admin_pb2.GetMetricsRequest, context: Context) -> admin_pb2.GetMetricsResponse:
-        here, operator = self._context, self._context.operator
-        decided = None if operator is None else await operator.decision_counts()
-        text = exposition(here.dispatcher.standing(), here.name, self._gateway.view.workers, decided)
-        return admin_pb2.GetMetricsResponse(text=text)
+        return admin_pb2.GetMetricsResponse(text=await metrics_text(self._context, self._gateway))
 
     async def MeasureSteps(
         self, request: admin_pb2.MeasureStepsRequest, context: Context
@@ -168,6 +165,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def _abort(self, context: Context, error: Exception) -> NoReturn:
         await context.abort_with_status(rpc_status.to_status(status_of(error, servable(self._gateway.view))))
         raise AssertionError("abort_with_status raises")
+
+
+async def metrics_text(context: GatewayContext, gateway: Gateway) -> str:
+    """What Prometheus reads of this gateway."""
+    operator = context.operator
+    decided = None if operator is None else await operator.decision_counts()
+    return exposition(context.dispatcher.standing(), context.name, gateway.view.workers, decided)
 
 
 async def responses(

@@ -18,11 +18,11 @@ if TYPE_CHECKING:  # what stands behind these is heavy
 async def running_cluster(
     spec: "ClusterSpec", runtime: str, progress: Callable[[str], None]
 ) -> AsyncIterator["Serving"]:
-    """A cluster with its gRPC door open; closed at the end, whatever the end is."""
-    from cluster.api.server import open_door
+    """A cluster with its doors open; closed at the end, whatever the end is."""
+    from cluster.doors import open_doors
     from cluster.serving import serve
 
-    serving = await serve(spec, runtime=runtime, door=open_door, progress=progress)
+    serving = await serve(spec, runtime=runtime, door=open_doors, progress=progress)
     try:
         _cancel_on_terminate()  # again: Ray takes the signal for itself when it starts
         yield serving
@@ -53,10 +53,18 @@ def _cancel_on_terminate() -> None:
 
 
 def check_port(spec: "ClusterSpec") -> None:
-    """Raise OSError now if the gateway's port is taken here, rather than after the model is loaded."""
-    host, port = spec.gateway.host, spec.gateway.grpc_port
-    if port == 0 or "RAY_ADDRESS" in os.environ:
-        return
+    """Raise now if a gateway's port is taken here (OSError) or HTTP is not installed, rather than after the model is
+    loaded."""
+    if spec.gateway.http_port is not None:
+        from cluster.http import check_extra
+
+        check_extra()
+    for port, option in ((spec.gateway.grpc_port, "--port"), (spec.gateway.http_port, "--http-port")):
+        if port and "RAY_ADDRESS" not in os.environ:
+            _check_free(spec.gateway.host, port, option)
+
+
+def _check_free(host: str, port: int, option: str) -> None:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -64,8 +72,13 @@ def check_port(spec: "ClusterSpec") -> None:
             probe.bind(address)
         except OSError as error:
             where = f"cannot listen on {host}:{port} ({error.strerror})"
-            raise OSError(error.errno, f"{where}; choose another port with --port (0: any free one)") from None
+            raise OSError(error.errno, f"{where}; choose another port with {option} (0: any free one)") from None
 
 
 def with_port(spec: "ClusterSpec", port: int) -> "ClusterSpec":
     return replace(spec, gateway=replace(spec.gateway, grpc_port=port))
+
+
+def with_http(spec: "ClusterSpec", port: int | None) -> "ClusterSpec":
+    """None: no HTTP."""
+    return replace(spec, gateway=replace(spec.gateway, http_port=port))

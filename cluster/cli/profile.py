@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.lifetime import run, running_cluster, with_port
+from cluster.cli.lifetime import run, running_cluster, with_http, with_port
 from cluster.cli.screen import console, print_json, progress_bar, say
 from cluster.cli.serve import fetch_model
 from cluster.cli.talk import ENDPOINT
@@ -52,7 +52,7 @@ def profile(endpoint: str, file: str | None, runtime: str, output: Path, rounds:
 def _measure_file(file: str, runtime: str, rounds: int) -> "ClusterProfile":
     from cluster.spec import load_spec
 
-    spec = with_port(load_spec(file), 0)
+    spec = with_http(with_port(load_spec(file), 0), None)
     fetch_model(spec)
     found: list[ClusterProfile] = []
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.lifetime import check_port, run, running_cluster, with_port
+from cluster.cli.lifetime import check_port, run, running_cluster, with_http, with_port
 from cluster.cli.screen import progress_bar
 
 if TYPE_CHECKING:
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 @click.option("-f", "--file", metavar="YAML", help="The cluster's description; without it, one prefill + one decode.")
 @click.option("--model", help="Serve this model instead: a name from `diptych models list`, a path, or owner/name.")
 @click.option("--port", type=click.IntRange(0, 65535), help="gRPC port; 0 takes any free one.")
+@click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port, see docs/http.md; 0 takes any free one.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True)
-def serve(file: str | None, model: str | None, port: int | None, runtime: str) -> None:
+def serve(file: str | None, model: str | None, port: int | None, http_port: int | None, runtime: str) -> None:
     """Bring a cluster up and keep it until Ctrl-C.
 
-    Joins the Ray cluster of RAY_ADDRESS, or starts Ray on this machine. When everything is ready the last line says
-    `ready: grpc://HOST:PORT`.
+    Joins the Ray cluster of RAY_ADDRESS, or starts Ray on this machine. When everything is ready it says
+    `ready: grpc://HOST:PORT`, and where HTTP is served as well `ready: http://HOST:PORT/v1`.
 
     \b
     Example:
@@ -31,6 +32,8 @@ def serve(file: str | None, model: str | None, port: int | None, runtime: str) -
         spec = spec.with_model(model)
     if port is not None:
         spec = with_port(spec, port)
+    if http_port is not None:
+        spec = with_http(spec, http_port)
     check_port(spec)
     fetch_model(spec)
     try:
@@ -63,5 +66,7 @@ async def _serve(spec: "ClusterSpec", runtime: str) -> None:
     async with running_cluster(spec, runtime, click.echo) as serving:
         for endpoint in serving.endpoints:
             click.echo(f"ready: grpc://{endpoint}")
+        for url in serving.http_urls:
+            click.echo(f"ready: {url}/v1")
         await serving.wait_closed()
         raise click.ClickException("the cluster is gone: its controller does not answer any more")

@@ -237,6 +237,8 @@ class _Door:
         assert isinstance(context.dispatcher, Dispatcher)
         dispatchers.append(context.dispatcher)
 
+    http_url = ""
+
     async def open(self) -> str:
         return "virtual:0"
 

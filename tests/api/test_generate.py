@@ -257,3 +257,16 @@ async def test_seed_is_kept_when_given(client: DiptychClient, dispatcher: FakeDi
 
     dispatcher.script = only
     assert (await client.complete("hello", seed=0)).text == "ok"
+
+
+async def test_a_caller_cancelled_at_the_very_end_leaves_no_place_taken(dispatcher: FakeDispatcher) -> None:
+    gateway = Gateway(gateway_context(dispatcher), ByteTokenizer())
+    events = gateway.generate(TextPrompt("hello"), SamplingParams(max_tokens=1))
+    while not isinstance(await anext(events), Completed):
+        pass
+    ending = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert gateway.active == 0

@@ -3,11 +3,13 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx2
 import psutil
 import pytest
 import pytest_asyncio
@@ -22,7 +24,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     """Modelled workers: what is tested here is who comes back, not what they compute."""
-    async with served(laptop(executor="modelled"), Path(tmp_path_factory.mktemp("services"))) as subject:
+    document = laptop(executor="modelled")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        document["gateway"]["http_port"] = free.getsockname()[1]
+    async with served(document, Path(tmp_path_factory.mktemp("services"))) as subject:
         yield subject
 
 
@@ -52,12 +58,18 @@ async def answers_again(endpoint: str, timeout_s: float) -> int:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_killed_gateway_opens_its_door_again(subject: Served) -> None:
+async def test_a_killed_gateway_opens_its_doors_again(subject: Served) -> None:
     assert await answer(subject.endpoint) == 1
     port = int(subject.endpoint.rpartition(":")[2])
     (gateway,) = [each for each in services(subject) if listens(each, port)]
+    ports = {each.laddr.port for each in gateway.net_connections() if each.status == psutil.CONN_LISTEN}
     os.kill(gateway.pid, signal.SIGKILL)
     assert await answers_again(subject.endpoint, 60.0) == 1
+    (url,) = [line.removeprefix("ready: ") for line in subject.lines if line.startswith("ready: http://")]
+    assert int(url.removesuffix("/v1").rpartition(":")[2]) in ports
+    async with httpx2.AsyncClient(trust_env=False, timeout=10.0) as http:
+        told = await http.post(f"{url}/completions", json={"prompt": [5, 6, 7] * 20, "max_tokens": 4})
+    assert told.json()["usage"]["completion_tokens"] == 4
 
 
 @pytest.mark.asyncio(loop_scope="module")

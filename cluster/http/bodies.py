@@ -1,0 +1,229 @@
+"""What clients send: OpenAI's requests, as far as they are known here. Other fields are ignored.
+
+Pure. What no type can say is `InvalidRequest`; ranges are the business of `SamplingParams` and the gateway.
+"""
+
+import json
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, FailFast
+
+from cluster.text import ChatPrompt, GenerationInput, TextPrompt, TokenPrompt
+from workers.errors import InvalidRequest
+from workers.request import MOST_BIASES, SamplingParams
+
+MOST_PROMPTS = 64  # of one request, as many as answers of one gRPC batch are in flight
+# Fields that are one value and have the same meaning in `SamplingParams`.
+SAME = (
+    *("temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "n", "best_of", "skip_special_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
+
+class _FirstError(FailFast):
+    """A long list of wrong things is one error. Unlike its base it can stand in a union."""
+
+    __hash__ = object.__hash__
+
+
+Strings = Annotated[list[str], _FirstError()]
+Integers = Annotated[list[int], _FirstError()]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    include_usage: bool | None = None
+
+
+class Generation(Body):
+    """What both kinds of generation have in common. None: the gateway's choice."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | Strings | None = None
+    n: int | None = None
+    best_of: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Any = None
+    min_tokens: int | None = None
+    stop_token_ids: Integers | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    response_format: dict[str, Any] | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def prompts(self) -> list[GenerationInput]:
+        raise NotImplementedError
+
+    def sampling(self) -> SamplingParams:
+        given = {name: value for name in SAME if (value := getattr(self, name)) is not None}
+        if self.top_k is not None:
+            given["top_k"] = max(0, self.top_k) if self.top_k >= -1 else self.top_k  # -1: off, to many clients
+        if self.include_stop_str_in_output is not None:
+            given["include_stop_in_output"] = self.include_stop_str_in_output
+        sampling = SamplingParams(
+            **given,
+            max_tokens=self.wanted_tokens,
+            logprobs=self.wanted_logprobs,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias=_biases(self.logit_bias),
+        )
+        if self.stream and sampling.num_answers > sampling.n:
+            raise InvalidRequest("best_of", f"is {sampling.best_of}; the best are known at the end: leave out stream")
+        kind = (self.response_format or {}).get("type", "text")
+        if kind != "text":
+            raise InvalidRequest("response_format", f"{str(kind)[:40]!r} is not supported; only text is")
+        return sampling
+
+
+class CompletionBody(Generation):
+    """POST /v1/completions."""
+
+    prompt: Any = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self) -> list[GenerationInput]:
+        """Text, token ids, or a list of either."""
+        if self.echo:
+            raise InvalidRequest("echo", "is not supported; leave it out and put prompt and answer together")
+        if self.suffix:
+            raise InvalidRequest("suffix", "is not supported; leave it out")
+        single = _one_prompt(self.prompt)
+        if single is not None:
+            return [single]
+        if not isinstance(self.prompt, list) or not self.prompt:
+            raise InvalidRequest("prompt", "is missing; give text, a list of token ids, or a list of such prompts")
+        if len(self.prompt) > MOST_PROMPTS:
+            raise InvalidRequest("prompt", f"has {len(self.prompt)} prompts; a request has at most {MOST_PROMPTS}")
+        found = [_one_prompt(each) for each in self.prompt]
+        if None in found:
+            wrong = f"prompt[{found.index(None)}]"
+            raise InvalidRequest(wrong, "is neither text nor a list of token ids")
+        return [each for each in found if each is not None]
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    role: str
+    content: str | Annotated[list[TextPart], _FirstError()] | None = None
+
+
+class ChatBody(Generation):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], _FirstError()]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
+    tool_choice: Any = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "is given without logprobs; set logprobs to true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def prompts(self) -> list[GenerationInput]:
+        if self.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice", "must be none or auto; calls cannot be enforced")
+        tools = () if self.tool_choice == "none" else tuple(map(json.dumps, self.tools or ()))
+        return [chat_prompt(self.messages, tools)]
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or messages."""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], _FirstError()] | None = None
+    return_token_strs: bool | None = None
+
+    def input(self) -> GenerationInput:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("prompt", "or messages is needed, and not both")
+        return TextPrompt(self.prompt) if self.prompt is not None else chat_prompt(self.messages or ())
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: Integers
+
+
+def chat_prompt(messages: "list[ChatMessage] | tuple[()]", tools: tuple[str, ...] = ()) -> ChatPrompt:
+    return ChatPrompt(tuple((each.role, _content(index, each)) for index, each in enumerate(messages)), tools)
+
+
+def _content(index: int, message: ChatMessage) -> str:
+    if not isinstance(message.content, list):
+        return message.content or ""
+    for part in message.content:
+        if part.type != "text" or part.text is None:
+            where = f"messages[{index}].content"
+            raise InvalidRequest(where, f"has a part of type {part.type[:40]!r}; only parts with text are supported")
+    return "".join(part.text or "" for part in message.content)
+
+
+def _one_prompt(value: object) -> GenerationInput | None:
+    if isinstance(value, str):
+        return TextPrompt(value)
+    if isinstance(value, list) and value and all(type(each) is int for each in value):
+        return TokenPrompt(tuple(value))
+    return None
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, dict) or len(value) > MOST_BIASES:
+        raise InvalidRequest("logit_bias", f"must be an object of at most {MOST_BIASES} token ids and biases")
+    try:
+        return tuple(sorted((int(token), float(bias)) for token, bias in value.items()))
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequest("logit_bias", 'must have token ids and numbers, such as {"42": -100}') from None

@@ -1,0 +1,194 @@
+"""One request's reply, from the gateway's events to HTTP: whole, or as server-sent events.
+
+The reply begins once workers are chosen, so its headers can tell what was predicted; a request that fails before has a
+status of its own, one that fails later an `error` event. A client that goes away cancels it wherever it waits.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.events import Accepted, Completed
+from cluster.gateway import LONGEST_ID, Gateway, servable
+from cluster.http.failures import Failure, failure_of
+from cluster.http.shapes import Choice, Shape, Usage, finishes
+from cluster.http.terms import Terms
+from cluster.text import GenerationInput, TextDelta, TextEvent
+from workers.request import SamplingParams
+
+JSON = "application/json"
+EVENTS = "text/event-stream; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, read and checked. Answer i to prompt p has the index p * n + i."""
+
+    prompts: Sequence[GenerationInput]
+    sampling: SamplingParams
+    terms: Terms
+    model: str
+    stream: bool
+    include_usage: bool
+
+    def events(self, gateway: Gateway) -> list[AsyncGenerator[TextEvent, None]]:
+        """One iterator for each prompt; closing it cancels it."""
+        terms, several = self.terms, len(self.prompts) > 1
+        return [
+            gateway.generate(
+                prompt,
+                self.sampling,
+                slo=terms.slo,
+                request_id=f"{terms.request_id}.{index}" if several else terms.request_id,
+                deadline_s=terms.deadline_s,
+                session=terms.session,
+                model=self.model,
+                tenant=terms.tenant,
+            )
+            for index, prompt in enumerate(self.prompts)
+        ]
+
+
+class Reply(Response):
+    """Runs the request while it is sent. Owned by its connection."""
+
+    def __init__(self, gateway: Gateway, asked: Asked, shape: Shape, model: str) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._asked = asked
+        self._shape = shape
+        self._begun = False
+        self._told = {
+            "id": f"{shape.prefix}-{asked.terms.request_id}",
+            "object": shape.chunk_kind if asked.stream else shape.whole_kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(together(self._asked.events(self._gateway))) as events:
+                await (self._stream(events, send) if self._asked.stream else self._whole(events, send))
+        except Exception as error:
+            failure = failure_of(error, servable(self._gateway.view))
+            if not self._begun:
+                await failed(failure, self._asked.terms.request_id)(scope, receive, send)
+                return
+            await _more(send, b"event: error\ndata: " + failure.body + b"\n\n", last=True)
+
+    async def _whole(self, events: AsyncGenerator[tuple[int, TextEvent], None], send: Send) -> None:
+        accepted: Accepted | None = None
+        heard: defaultdict[int, list[TextDelta]] = defaultdict(list)
+        ends: dict[int, Completed] = {}
+        usage = Usage()
+        async for prompt, event in events:
+            match event:
+                case Accepted():
+                    accepted = accepted or event
+                case TextDelta():
+                    heard[self._place(prompt, event.index)].append(event)
+                case Completed():
+                    ends[prompt] = event
+                    usage.add(event)
+        assert accepted is not None, "what is completed was accepted"
+        choices = [
+            self._shape.whole(place, TextDelta.join(heard[place]), finish)
+            for prompt, end in sorted(ends.items())
+            for place, finish in ((self._place(prompt, index), finish) for index, finish in enumerate(finishes(end)))
+        ]
+        body = msgspec.json.encode(self._told | {"choices": choices, "usage": usage.told})
+        await self._begin(accepted, {"content-type": JSON, "content-length": str(len(body))}, send)
+        await _more(send, body, last=True)
+
+    async def _stream(self, events: AsyncGenerator[tuple[int, TextEvent], None], send: Send) -> None:
+        usage = Usage()
+        async for prompt, event in events:
+            match event:
+                case Accepted():
+                    if not self._begun:
+                        await self._begin(event, {"content-type": EVENTS}, send)
+                case TextDelta():
+                    if event.text or event.logprobs:  # text may still be held back: half a character, or of a stop
+                        await _more(send, self._chunk([self._shape.part(self._place(prompt, event.index), event)]))
+                case Completed():
+                    usage.add(event)
+                    for index, finish in enumerate(finishes(event)):
+                        await _more(send, self._chunk([self._shape.end(self._place(prompt, index), finish)]))
+        if self._asked.include_usage:
+            await _more(send, self._chunk([], usage.told))
+        await _more(send, b"data: [DONE]\n\n", last=True)
+
+    def _place(self, prompt: int, index: int) -> int:
+        return prompt * self._asked.sampling.n + index
+
+    def _chunk(self, choices: list[Choice], usage: dict[str, Any] | None = None) -> bytes:
+        told = self._told | {"choices": choices}
+        if self._asked.include_usage:
+            told["usage"] = usage
+        return b"data: " + msgspec.json.encode(told) + b"\n\n"
+
+    async def _begin(self, accepted: Accepted, headers: dict[str, str], send: Send) -> None:
+        headers |= {"cache-control": "no-store", "x-request-id": self._asked.terms.request_id}
+        for name, predicted_s in (("ttft", accepted.predicted_ttft_s), ("tpot", accepted.predicted_tpot_s)):
+            if predicted_s is not None:
+                headers[f"x-diptych-predicted-{name}-ms"] = f"{1000 * predicted_s:.3f}"
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self._begun = True
+        await send({"type": "http.response.start", "status": 200, "headers": pairs})
+
+
+def failed(failure: Failure, request_id: str = "") -> Response:
+    """The response for a request that has no answer. An id that no header may carry is left out."""
+    headers = failure.headers
+    if 0 < len(request_id) <= LONGEST_ID and all(" " < letter <= "~" for letter in request_id):
+        headers["x-request-id"] = request_id
+    return Response(failure.body, failure.status, headers, JSON)
+
+
+async def together(
+    streams: Sequence[AsyncGenerator[TextEvent, None]],
+) -> AsyncGenerator[tuple[int, TextEvent], None]:
+    """(which, event) of all streams as they come. The first error ends them all; closing the iterator does too."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as events:
+            async for event in events:
+                yield 0, event
+        return
+    queue: asyncio.Queue[tuple[int, TextEvent] | Exception | None] = asyncio.Queue(1)
+
+    async def follow(index: int, stream: AsyncGenerator[TextEvent, None]) -> None:
+        try:
+            async with aclosing(stream) as events:
+                async for event in events:
+                    await queue.put((index, event))
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    following = [asyncio.create_task(follow(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        running = len(following)
+        while running:
+            heard = await queue.get()
+            if isinstance(heard, Exception):
+                raise heard
+            if heard is None:
+                running -= 1
+            else:
+                yield heard
+    finally:
+        for task in following:
+            task.cancel()
+        await asyncio.wait(following)
+
+
+async def _more(send: Send, body: bytes, *, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": not last})

@@ -1,0 +1,112 @@
+"""The HTTP server: one port, uvicorn in the gateway's own event loop. Knows sockets; knows no request."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from cluster.gateway import Gateway
+from cluster.http.app import make_app
+from cluster.http.connection import Connection
+from cluster.serving import GatewayContext
+
+KEEP_ALIVE_S = 30
+CUT_S = 0.5  # for the last words of requests that were cut
+# A peer on a dead network is noticed, as over gRPC: after so many silent seconds it is asked, so often, so many times.
+PROBES = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 2))
+
+
+class HttpDoor:
+    """HTTP for one gateway, which stays its owner's: `drain`, then close the gateway, then `close`."""
+
+    def __init__(self, context: GatewayContext, gateway: Gateway) -> None:
+        self._spec = context.spec.gateway
+        self._closing = False
+        app = make_app(context, gateway, lambda: self._closing)
+        config = uvicorn.Config(
+            Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def open(self) -> str:
+        """Listen; answer "http://host:port". Raises OSError when the port cannot be had."""
+        assert self._spec.http_port is not None, "a door is made for a port"
+        listener = _listen(self._spec.host, self._spec.http_port)
+        port = listener.getsockname()[1]
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        starting = asyncio.create_task(self._server.listening.wait())
+        await asyncio.wait((self._serving, starting), return_when=asyncio.FIRST_COMPLETED)
+        starting.cancel()
+        if self._serving.done():
+            self._serving.result()
+        return f"http://[{self._spec.host}]:{port}" if ":" in self._spec.host else f"http://{self._spec.host}:{port}"
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, and let running ones end for `grace_s`."""
+        self._closing = self._server.should_exit = True
+        if self._serving is not None:
+            await asyncio.wait([self._serving], timeout=grace_s)
+
+    async def close(self) -> None:
+        """Cut what still runs. Safe to call twice, or unopened."""
+        await self.drain(CUT_S)
+        serving, self._serving = self._serving, None
+        if serving is None:
+            return
+        self._server.force_exit = True
+        self._cut()
+        await asyncio.wait([serving], timeout=CUT_S)
+        serving.cancel()
+
+    def _cut(self, client: object = None) -> None:
+        """End the connection of this client at once; None: all."""
+        for connection in list(self._server.server_state.connections):
+            peer = connection.transport.get_extra_info("peername") or ()
+            if client is None or peer[:2] == client:
+                connection.transport.abort()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn as a guest: signals are the process's own, and whoever opens the door waits for its start."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit it
+        for option, value in PROBES:
+            listener.setsockopt(socket.IPPROTO_TCP, option, value)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or os.strerror(error.errno or 0)
+        where = f"cannot listen on {host}:{port} ({reason})"
+        raise OSError(error.errno, f"{where}; choose another gateway.http_port") from None
+    listener.setblocking(False)
+    return listener
