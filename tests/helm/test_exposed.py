@@ -34,7 +34,8 @@ def test_the_service_leads_to_every_gateway(name: str, tmp_path: Any) -> None:
     service, (labels, container) = door(objects), gateway(objects)
     spec = mounted(objects, tmp_path).gateway
     assert service["spec"]["selector"].items() <= labels.items()
-    wanted = [spec.grpc_port + index for index in range(spec.replicas)]
+    firsts = [spec.grpc_port] if spec.http_port is None else [spec.grpc_port, spec.http_port]
+    wanted = [first + index for index in range(spec.replicas) for first in firsts]
     assert [each["targetPort"] for each in service["spec"]["ports"]] == wanted
     assert set(wanted) <= set(ports(container).values())
     assert len(set(ports(container).values())) == len(container["ports"])
@@ -88,7 +89,7 @@ def test_a_policy_lets_pods_clients_and_scrapers_in() -> None:
     own, clients, scrapers = policy["spec"]["ingress"]
     assert own == {"from": [{"podSelector": policy["spec"]["podSelector"]}]}
     assert clients["from"] == [{"namespaceSelector": {"matchLabels": {"team": "chat"}}}]
-    assert clients["ports"] == [{"port": 50051, "endPort": 50051}]
+    assert clients["ports"] == [{"port": 50051, "endPort": 50052}, {"port": 8000, "endPort": 8001}], "two gateways"
     assert scrapers == {"ports": [{"port": 8080}]}
     for each in of_kind(objects, "StatefulSet") + of_kind(objects, "Deployment"):
         labels = each["spec"]["template"]["metadata"]["labels"]

@@ -54,6 +54,11 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ dig "gateway" "grpc_port" 50051 .Values.cluster }}
 {{- end -}}
 
+{{/* Of the first gateway; 0: none answers HTTP. */}}
+{{- define "diptych.httpPort" -}}
+{{ dig "gateway" "http_port" 0 .Values.cluster | default 0 }}
+{{- end -}}
+
 {{- define "diptych.gateways" -}}
 {{ dig "gateway" "replicas" 1 .Values.cluster }}
 {{- end -}}
