@@ -4,6 +4,7 @@ Pure. What no type can say is `InvalidRequest`; ranges are the business of `Samp
 """
 
 import json
+from abc import abstractmethod
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FailFast
@@ -72,15 +73,17 @@ class Generation(Body):
         return self.max_tokens
 
     @property
+    @abstractmethod
     def wanted_logprobs(self) -> int | None:
-        raise NotImplementedError
+        """Alternatives to tell of with each token; None: no probabilities at all."""
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @abstractmethod
     def prompts(self) -> list[GenerationInput]:
-        raise NotImplementedError
+        """What to go on from."""
 
     def sampling(self) -> SamplingParams:
         given = {name: value for name in SAME if (value := getattr(self, name)) is not None}

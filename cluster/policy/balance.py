@@ -166,7 +166,7 @@ def _batch(group: Group, step_s: float, context: float) -> float:
 
 
 def _ttft_share(groups: Sequence[Group], speeds: Sequence[float], mix: Mix) -> tuple[float, float]:
-    """Of the load with which first tokens are in time, and how busy workers are with prompts; or twice that."""
+    """Of the load with which first tokens are in time, and how busy prompts keep workers; unpromised, both that."""
     capacity = quickest_s = 0.0
     for group, speed in zip(groups, speeds, strict=True):
         if speed > 0.0:

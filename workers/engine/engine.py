@@ -133,7 +133,7 @@ class Engine:
         kept = sum(-(-len(each.tokens) // self.pool.block_size) for each in earlier)
         if not self._scheduler.fits(sequence, held=len(shared), wanted=total - len(shared), kept=kept):
             self.pool.free(shared)
-            why = f"{total} blocks wanted, {self.pool.num_free} free, {kept} of them for prompts that came earlier"
+            why = f"{total} blocks wanted, {self.pool.num_free} free, {kept} kept for prompts that came earlier"
             raise Overloaded(why, retry_after_s=0.1)
         sequence.blocks = shared + self.pool.allocate(total - len(shared))
         sequence.num_named = len(shared)
