@@ -61,12 +61,15 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Requests a second that go on to decode, and their mean tokens. `running`: so many decode now."""
+    """Requests a second that go on to decode, and their mean tokens. `running`: so many decode now; `soon`: no more
+    will before the next step can be taken.
+    """
 
     rate: float
     prompt_tokens: float
     output_tokens: float
     running: float = 0.0
+    soon: float = math.inf
 
     @property
     def context(self) -> float:
@@ -112,10 +115,15 @@ def shares(groups: Sequence[Group], mix: Mix) -> Shares:
 
 
 def _wanted(mix: Mix) -> float:
-    """Tokens a second: of answers as they come, or those that keep the promise to all that decode now."""
+    """Tokens a second: of answers as they come, or those that keep the promise to all that decode now.
+
+    Answers pile up until as many end as begin. A burst is over by then, so only as many count as there can be soon.
+    """
     answers = mix.decoded
     coming = answers.rate * max(0.0, answers.output_tokens - 1)
-    return coming if mix.tpot_s is None else max(coming, answers.running / mix.tpot_s)
+    if mix.tpot_s is None:
+        return coming
+    return max(answers.running, min(coming * mix.tpot_s, answers.soon)) / mix.tpot_s
 
 
 def _most_kept(groups: Sequence[Group], tpot_s: float, context: float) -> float:

@@ -33,6 +33,7 @@ ROOMY = 0.6  # of what could be borne without a worker that leaves
 PATIENCE = 20.0
 BACKLOG_S = 10.0  # in which what waits now should be computed
 LATELY_S = 5.0  # in which prompts of a new kind show
+SOON_S = 5.0  # in which roles can follow: what will decode only later is no reason for a step
 CHANCE = 2.0  # standard deviations: what differs less is no other load
 _LEAST_REQUESTS = 5  # that say anything about a load
 _ENOUGH_REQUESTS = 8
@@ -145,7 +146,8 @@ class Elastic:
         if ttft_s is not None and self._puts_off:
             backlog = min(backlog, usual)  # more than that are late, and stand in nobody's way
         running = sum(_decoding(worker.stats) for worker in view.workers)
-        kinds = [_answers(seen, seconds, running) for seen, seconds in ((whole, span_s), (lately, late_s))]
+        soon = running + lately.requests / late_s * SOON_S
+        kinds = [_answers(seen, seconds, running, soon) for seen, seconds in ((whole, span_s), (lately, late_s))]
         return Mix(
             rate=lately.requests / late_s,
             prompt_tokens=prompt,
@@ -333,13 +335,14 @@ def _is_chance(whole: _Arrived, span_s: float, lately: _Arrived, late_s: float, 
     return all(abs(part / late_s - all_ / span_s) <= CHANCE * off * all_ / span_s for all_, part in pairs)
 
 
-def _answers(arrived: _Arrived, seconds: float, running: int) -> Answers:
+def _answers(arrived: _Arrived, seconds: float, running: int, soon: float) -> Answers:
     count = max(1, arrived.requests)
     return Answers(
         rate=arrived.requests / seconds,
         prompt_tokens=arrived.prompt_tokens / count,
         output_tokens=max(1.0, arrived.expected_tokens / count),
         running=running,
+        soon=soon,
     )
 
 

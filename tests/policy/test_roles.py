@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from cluster.policy.balance import Group, Mix, shares
-from cluster.policy.elastic import LATELY_S, PATIENCE, STEP_BACK, Elastic
+from cluster.policy.elastic import CALM, LATELY_S, PATIENCE, STEP_BACK, Elastic
 from cluster.policy.evidence import Decision, Report, Sample
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
 from cluster.view import ClusterView, PoolView, WorkerState, WorkerView
@@ -114,6 +115,7 @@ class Cluster:
         self.like = like
         self.now_s = 100.0
         self.flips: list[Decision] = []
+        self.answering = Answering()
         stats = WorkerStats(total_blocks=12_500, free_blocks=12_500)
         self.workers = {
             f"{pool.name}-{index}": WorkerView(
@@ -139,7 +141,11 @@ class Cluster:
         for _ in range(seconds):
             self.now_s += 1.0
             if mix is not None:
-                self.subject.told(report(mix), self.now_s)
+                told = report(mix)
+                self.subject.told(told, self.now_s)
+                self.workers = {
+                    each.name: each for each in self.answering.later(tuple(self.workers.values()), told, self.now_s)
+                }
             decision = self.subject.decide(self.view, self.now_s)
             if decision is None:
                 continue
@@ -154,6 +160,26 @@ class Cluster:
                 like = next(worker for worker in self.workers.values() if worker.pool == decision.pool)
                 self.workers[name] = structs.replace(like, name=name)
         return made
+
+
+class Answering:
+    """Who decodes how many: all that came, for as long as was promised, spread evenly, beside what ran at first."""
+
+    def __init__(self) -> None:
+        self.ends_s: list[float] = []
+        self.at_first: dict[str, int] = {}
+
+    def later(self, workers: Sequence[WorkerView], told: Report, now_s: float) -> list[WorkerView]:
+        began = [now_s + each.output_tokens * (each.promised_tpot_s or 0.0) for each in told.samples]
+        self.ends_s = [end_s for end_s in (*self.ends_s, *began) if end_s > now_s]
+        decoding = [worker.name for worker in workers if worker.role is not Role.PREFILL]
+        found = []
+        for worker in workers:
+            running = self.at_first.setdefault(worker.name, worker.stats.running)
+            if worker.name in decoding:
+                running += len(self.ends_s[decoding.index(worker.name) :: len(decoding)])
+            found.append(structs.replace(worker, stats=structs.replace(worker.stats, running=running)))
+        return found
 
 
 def report(mix: Mix) -> Report:
@@ -305,6 +331,16 @@ def test_answers_that_still_run_keep_their_workers_when_prompts_of_another_kind_
     mixed = replace(PROMPTS, answers=ANSWERS.decoded)
     assert shares(split(4, 2), mixed).tpot > 1.0 > shares(split(4, 2), PROMPTS).tpot
     assert shares(split(4, 2), mixed).ttft == shares(split(4, 2), PROMPTS).ttft
+
+
+def test_answers_are_a_reason_once_they_pile_up_so_that_a_short_burst_moves_nobody() -> None:
+    calm, burst = replace(ANSWERS, rate=1.0), replace(ANSWERS, rate=6.0)
+    assert shares(split(3, 3), calm).worst < CALM and shares(split(3, 3), burst).tpot > 1.0
+    began = replace(burst, answers=replace(burst.decoded, running=20.0, soon=40.0))
+    assert shares(split(3, 3), began).tpot == shares(split(3, 3), replace(began, rate=1.0)).tpot < 1.0
+    cluster = Cluster(spec())
+    assert not cluster.run(60, calm) and not cluster.run(3, burst) and not cluster.run(60, calm)
+    assert cluster.run(60, burst)[0].role in (Role.DECODE, Role.MIXED)
 
 
 def test_no_step_leads_from_nowhere_to_nowhere() -> None:

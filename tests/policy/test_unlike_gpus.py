@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from test_roles import report
+from test_roles import Answering, report
 from views import BLOCK, BLOCKS, view
 
 from cluster.bench.unlike import ARRANGED, ELASTIC, FIXED, Kind, cluster_of, run, told
@@ -124,6 +124,7 @@ class Unlike:
         self.pools = tuple(replace(pool, cost=models[pool.name].cost) for pool in made.pools)
         self.subject = Elastic(replace(made, pools=self.pools))
         self.now_s = 0.0
+        self.answering = Answering()
         self.workers = [
             WorkerView(f"{pool.name}-{number}", pool.name, pool.role, WorkerState.READY, "1", stats=stats)
             for pool in self.pools
@@ -136,7 +137,9 @@ class Unlike:
         flipped = []
         for _ in range(seconds):
             self.now_s += 1.0
-            self.subject.told(report(mix), self.now_s)
+            told = report(mix)
+            self.subject.told(told, self.now_s)
+            self.workers = self.answering.later(self.workers, told, self.now_s)
             decision = self.subject.decide(ClusterView(1, "c", None, tuple(self.workers)), self.now_s)
             if decision is not None:
                 assert decision.role is not None
