@@ -64,7 +64,10 @@ HEAVY = {
         *("workers.ops", "workers.model", "workers.executor", "kvtransfer.backends"),
         *("cluster.cli.doctor", "cluster.bench.engine.drivers", "cluster.bench.gang.ways"),
     ),
-    "ray": ("cluster.runtime.ray", "cluster.runtime.ray_ranks", "cluster.bench.gang.ways", "cluster.cli"),
+    "ray": (
+        *("cluster.runtime.ray", "cluster.runtime.ray_ranks", "cluster.runtime.ray_metrics"),
+        *("cluster.bench.gang.ways", "cluster.cli"),
+    ),
     "grpc": ("cluster.api",),
     "fastapi": ("cluster.http",),
     "starlette": ("cluster.http",),
