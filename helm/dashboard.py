@@ -38,6 +38,10 @@ def worker_rate(name: str) -> str:
     return by_worker("", of=rate(f"diptych_worker_{name}_total"))
 
 
+def grown(name: str, labels: str) -> str:
+    return f"max by ({labels}) (increase({name}{{{ALL}}}[$__rate_interval]))"
+
+
 def kept(kind: str) -> tuple[tuple[str, str], ...]:
     wanted = f'{OF_CLASS}, kind="{kind}"'
     yes, settled = rate("diptych_promises_total", f'{wanted}, kept="yes"'), rate("diptych_promises_total", wanted)
@@ -185,22 +189,12 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel(
                 "Flips",
                 "short",
-                (
-                    (
-                        "{{from}} to {{to}}",
-                        f"max by (from, to) (increase(diptych_role_changes_total{{{ALL}}}[$__rate_interval]))",
-                    ),
-                ),
+                (("{{from}} to {{to}}", grown("diptych_role_changes_total", "from, to")),),
             ),
             Panel(
                 "Decisions of the elastic policy",
                 "short",
-                (
-                    (
-                        "{{kind}} {{outcome}}",
-                        f"max by (kind, outcome) (increase(diptych_elastic_decisions_total{{{ALL}}}[$__rate_interval]))",
-                    ),
-                ),
+                (("{{kind}} {{outcome}}", grown("diptych_elastic_decisions_total", "kind, outcome")),),
             ),
             Panel(
                 "Moves",

@@ -1,21 +1,29 @@
 """How a gateway kept its promises, and what it changed to keep them, as metrics."""
 
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, permutations, product
 
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from cluster.metrics.families import Counts, Rows, counter, gauge
 from cluster.policy.promises import ERROR_BOUNDS, Standing
+from cluster.spec import Role
+
+Pairs = tuple[tuple[str, str], ...]
+# Told from the start: of a series that begins with its first event, Prometheus sees no increase.
+MOVES: Pairs = tuple(product(("drain", "role", "relief", "anew"), ("moved", "stayed")))
+CHANGES: Pairs = tuple(permutations((role.value for role in Role), 2))
+DECISIONS: Pairs = tuple(product(("flip", "grow", "shrink"), ("done", "failed", "advised")))
 
 
 def standing_families(standing: Standing, gateway: str, decisions: Counts | None) -> Iterator[Metric]:
     def each(counts: tuple[tuple[str, int], ...]) -> Rows:
         return (((gateway, value), count) for value, count in counts)
 
-    def pairs(counts: Counts) -> Rows:
-        return (((gateway, one, other), count) for one, other, count in counts)
+    def pairs(known: Pairs, counts: Counts) -> Rows:
+        found = dict.fromkeys(known, 0) | {(one, other): count for one, other, count in counts}
+        return (((gateway, *pair), count) for pair, count in found.items())
 
     ended, away = each(standing.outcomes), each(standing.refused)
     yield counter("diptych_requests", "Requests that have ended.", ("gateway", "outcome"), ended)
@@ -25,14 +33,14 @@ def standing_families(standing: Standing, gateway: str, decisions: Counts | None
     yield _errors(standing, gateway)
     yield from _calibration(standing, gateway)
     labels = ("gateway", "reason", "outcome")
-    yield counter("diptych_moves", "Decodes moved, and prompts placed anew.", labels, pairs(standing.moves))
+    yield counter("diptych_moves", "Decodes moved, and prompts placed anew.", labels, pairs(MOVES, standing.moves))
     moved = [((gateway,), standing.moved_bytes)]
     yield counter("diptych_moved_bytes", "KV fetched for moves of decodes.", ("gateway",), moved)
     labels = ("gateway", "from", "to")
-    yield counter("diptych_role_changes", "Workers with another role.", labels, pairs(standing.role_changes))
+    yield counter("diptych_role_changes", "Workers with another role.", labels, pairs(CHANGES, standing.role_changes))
     if decisions is not None:
         text = "Decisions of the elastic policy, of the whole cluster."
-        yield counter("diptych_elastic_decisions", text, ("gateway", "kind", "outcome"), pairs(decisions))
+        yield counter("diptych_elastic_decisions", text, ("gateway", "kind", "outcome"), pairs(DECISIONS, decisions))
 
 
 def _promises(standing: Standing, gateway: str) -> Rows:
