@@ -5,6 +5,7 @@ from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.utils import floatToGoString
 
 from cluster.policy.histograms import Histograms
 
@@ -24,7 +25,7 @@ def gauge(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
 def histogram(name: str, text: str, labels: Sequence[str], first: tuple[str, ...], told: Histograms) -> Metric:
     """`first` are the values of the labels that all rows have."""
     family = HistogramMetricFamily(name, text, labels=labels)
-    bounds = [*(f"{bound:.17g}" if bound >= 1e6 else f"{bound:g}" for bound in told.bounds), "+Inf"]
+    bounds = [*map(floatToGoString, told.bounds), "+Inf"]
     for row in told.rows:
         buckets = list(zip(bounds, accumulate(row.counts), strict=True))
         family.add_metric((*first, *row.labels), buckets, sum_value=row.total)

@@ -20,7 +20,7 @@ REASONS = {FinishReason.EOS.value: "stop", FinishReason.STOP.value: "stop", Fini
 
 GAUGES: tuple[tuple[str, str, Value], ...] = (
     ("num_requests_running", "Sequences that are computed.", lambda worker: worker.stats.running),
-    ("num_requests_waiting", "Sequences that wait.", lambda worker: worker.stats.waiting),
+    ("num_requests_waiting", "Sequences that wait for blocks or a slot.", lambda worker: worker.stats.waiting),
     (
         "kv_cache_usage_perc",
         "Share of the KV blocks in use: 1 is all.",
@@ -28,8 +28,8 @@ GAUGES: tuple[tuple[str, str, Value], ...] = (
     ),
 )
 COUNTERS: tuple[tuple[str, str, Value], ...] = (
-    ("prefix_cache_queries", "Tokens looked up.", lambda worker: worker.stats.sought_tokens),
-    ("prefix_cache_hits", "Tokens found.", lambda worker: worker.stats.found_tokens),
+    ("prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda worker: worker.stats.sought_tokens),
+    ("prefix_cache_hits", "Tokens that the prefix cache had.", lambda worker: worker.stats.found_tokens),
     ("num_preemptions", "Sequences that gave up their blocks.", lambda worker: worker.stats.preemptions),
     ("nixl_num_failed_transfers", "Fetches of KV that failed.", lambda worker: worker.stats.pulls.failed),
     ("nixl_num_kv_expired_reqs", "Leases whose reader went silent.", lambda worker: worker.stats.expired_leases),
@@ -54,13 +54,21 @@ def vllm_families(told: Tallied, gateway: str, view: ClusterView) -> Iterator[Me
         ("inter_token_latency_seconds", "Between two tokens.", told.gaps),
         ("time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", told.gaps),
         ("e2e_request_latency_seconds", "From arrival to the end.", told.requests),
-        ("request_queue_time_seconds", "Before the prompt's first step.", told.stages.summed("queue")),
-        ("request_prefill_time_seconds", "From there to the first token.", told.stages.summed("prefill")),
-        ("request_decode_time_seconds", "From there to the end.", told.stages.summed("decode")),
-        ("request_inference_time_seconds", "Both together.", told.stages.summed("inference")),
+        ("request_queue_time_seconds", "From arrival to the first step of the prompt.", told.stages.summed("queue")),
+        (
+            "request_prefill_time_seconds",
+            "From the first step of the prompt to the first token.",
+            told.stages.summed("prefill"),
+        ),
+        ("request_decode_time_seconds", "From the first token to the last.", told.stages.summed("decode")),
+        (
+            "request_inference_time_seconds",
+            "From the first step of the prompt to the last token.",
+            told.stages.summed("inference"),
+        ),
         ("request_prompt_tokens", "Prompt tokens of an answer.", told.prompts),
         ("request_generation_tokens", "Tokens of an answer.", told.answers),
-        ("request_max_num_generation_tokens", "The same.", told.answers),
+        ("request_max_num_generation_tokens", "Tokens of an answer.", told.answers),
         ("nixl_xfer_time_seconds", "A hand-off of KV.", told.transfer_seconds),
         ("nixl_bytes_transferred", "Bytes of a hand-off.", told.transfer_bytes),
         ("nixl_num_descriptors", "Ranges of a hand-off.", told.transfer_ranges),
