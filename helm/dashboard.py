@@ -8,7 +8,7 @@ from typing import Any
 PAGE = Path(__file__).resolve().parent / "diptych" / "files" / "dashboard.json"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH, HEIGHT = 24, 8
-ALL = 'job=~"$job"'  # Prometheus names a job after the Service, so that a release is one job
+ALL = 'namespace=~"$namespace", job="$job"'  # the operator names a job after the Service: a release has one
 OF_CLASS = f'{ALL}, class=~"$class"'
 
 
@@ -238,19 +238,16 @@ def dashboard() -> dict[str, Any]:
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "",
         "annotations": {"list": []},
-        "templating": {"list": [_source(), _variable("job", "diptych_info"), _variable("class", TTFT)]},
+        "templating": {"list": [_source(), *VARIABLES]},
         "panels": _panels(),
     }
-
-
-TTFT = f"diptych_time_to_first_token_seconds_count{{{ALL}}}"
 
 
 def _source() -> dict[str, Any]:
     return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus", "hide": 0}
 
 
-def _variable(label: str, series: str) -> dict[str, Any]:
+def _variable(label: str, series: str, *, has_all: bool = True) -> dict[str, Any]:
     query = f"label_values({series}, {label})"
     return {
         "name": label,
@@ -259,12 +256,17 @@ def _variable(label: str, series: str) -> dict[str, Any]:
         "definition": query,
         "query": {"query": query, "refId": label},
         "refresh": 2,
-        "includeAll": True,
-        "multi": True,
-        "allValue": ".*",
-        "current": {"text": "All", "value": "$__all"},
         "hide": 0,
+        "includeAll": has_all,
+        **({"allValue": ".*", "current": {"text": "All", "value": "$__all"}} if has_all else {}),
     }
+
+
+VARIABLES = (
+    _variable("namespace", "diptych_info"),
+    _variable("job", 'diptych_info{namespace=~"$namespace"}', has_all=False),
+    _variable("class", f"diptych_time_to_first_token_seconds_count{{{ALL}}}"),
+)
 
 
 def _panels() -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from cluster.metrics.families import Counts, Rows, counter, gauge
-from cluster.policy.promises import ERROR_BOUNDS, Standing
+from cluster.policy.promises import ERROR_BOUNDS, ClassScore, Kept, Standing
 from cluster.spec import Role
 
 Pairs = tuple[tuple[str, str], ...]
@@ -44,7 +44,10 @@ def standing_families(standing: Standing, gateway: str, decisions: Counts | None
 
 
 def _promises(standing: Standing, gateway: str) -> Rows:
-    for each in standing.classes:
+    asked = {each.name for each in standing.classes}
+    known = (row.labels[0] for row in standing.tally.ttft.rows)
+    idle = (ClassScore(name, 0, Kept(), Kept(), Kept()) for name in known if name not in asked)
+    for each in (*standing.classes, *idle):
         for kind, told in (("ttft", each.ttft), ("tpot", each.tpot), ("both", each.both)):
             yield (gateway, each.name, kind, "yes"), told.kept
             yield (gateway, each.name, kind, "no"), told.settled - told.kept

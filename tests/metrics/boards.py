@@ -23,8 +23,8 @@ def rules() -> list[dict[str, Any]]:
 
 
 def put_in(query: str, *, job: str = "diptych", window: str = "1m") -> str:
-    """The query as Grafana sends it, with all classes chosen."""
-    for variable, value in (("$__rate_interval", window), ("$job", job), ("$class", ".*")):
+    """The query as Grafana sends it, with all namespaces and classes chosen."""
+    for variable, value in (("$__rate_interval", window), ("$namespace", ".*"), ("$job", job), ("$class", ".*")):
         query = query.replace(variable, value)
     return query
 

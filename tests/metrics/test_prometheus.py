@@ -1,13 +1,14 @@
 """A real Prometheus scrapes the gateways of a cluster, with the chart's rules, and is asked what it knows."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from boards import RULES, names, put_in, queries, rules
+from boards import BOARD, RULES, names, put_in, queries, rules
 from monitored import Monitored, monitored
 from prometheus import Prometheus, prometheus
 
@@ -23,6 +24,7 @@ PROMPT_TOKENS = sum(num_prompt for _, num_prompt, *_ in SENT)
 TOKENS = sum(num_tokens for *_, num_tokens, _ in SENT)
 GAPS = TOKENS - ANSWERS
 SEEN_S = 20.0
+LABEL_VALUES = re.compile(r"label_values\((.*), (\w+)\)")
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,18 @@ async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sub
         yield subject
 
 
+async def found(subject: Subject, expression: str) -> dict[tuple[tuple[str, str], ...], float]:
+    """What there is, as soon as there is something: a scrape that fails leaves a gap."""
+    async with asyncio.timeout(SEEN_S):
+        while not (values := await subject.prometheus.query(expression)):
+            await asyncio.sleep(0.05)
+    return values
+
+
 async def until(subject: Subject, expression: str, value: float) -> None:
     async with asyncio.timeout(SEEN_S):
-        while (found := await subject.prometheus.number(expression)) != value:
-            assert found is None or found < value, f"{expression} is {found}"
+        while (there := await subject.prometheus.number(expression)) != value:
+            assert there is None or there < value, f"{expression} is {there}"
             await asyncio.sleep(0.05)
 
 
@@ -82,49 +92,46 @@ async def test_it_counts_what_was_sent(subject: Subject, expression: str, value:
     await until(subject, expression, value)
 
 
-async def test_the_parts_of_the_ledger_sum_to_the_requests(subject: Subject) -> None:
-    parts = await subject.prometheus.number("sum(diptych_ledger_seconds_sum)")
-    whole = await subject.prometheus.number('sum(diptych_request_seconds_sum{outcome="completed"})')
+async def test_the_parts_of_the_ledger_are_what_requests_took(subject: Subject) -> None:
+    parts = await subject.prometheus.number("sum(last_over_time(diptych_ledger_seconds_sum[1m]))")
+    whole = await subject.prometheus.number('sum(last_over_time(diptych_request_seconds_sum{outcome="completed"}[1m]))')
     assert parts is not None and whole is not None
-    assert parts == pytest.approx(whole, rel=0.02), "the ledger ends with the last token, the request a little later"
+    assert 0.5 * whole < parts <= whole, "the ledger ends with the last token, the request a little later"
 
 
 async def test_gateways_and_workers_tell_the_same_of_what_was_moved(subject: Subject) -> None:
-    moved = await subject.prometheus.number("sum(diptych_transfer_bytes_sum)")
+    moved = await subject.prometheus.number("sum(last_over_time(diptych_transfer_bytes_sum[1m]))")
     assert moved and moved > 0
     await until(subject, "sum(max by (worker) (diptych_worker_transfer_bytes_total))", moved)
 
 
 @pytest.mark.parametrize("panel", queries())
 async def test_every_panel_has_something_to_draw(subject: Subject, panel: str) -> None:
-    assert await subject.prometheus.query(queries()[panel]), panel
+    await found(subject, queries()[panel])
 
 
 async def test_the_variables_of_the_dashboard_have_values(subject: Subject) -> None:
-    known = {label for series in await subject.prometheus.query("diptych_info") for label in series}
-    assert ("job", "diptych") in known and ("model", "modelled") in known
-    classes = await subject.prometheus.query(
-        put_in('count by (class) (diptych_time_to_first_token_seconds_count{job=~"$job"})')
-    )
-    assert {label for series in classes for label in series} == {
-        ("class", each) for each in ("default", "fast", "hopeless")
-    }
+    values = {}
+    for variable in BOARD["templating"]["list"][1:]:
+        series, label = LABEL_VALUES.findall(put_in(variable["definition"]))[0]
+        there = await subject.prometheus.ask(f"label/{label}/values", **{"match[]": series})
+        values[variable["name"]] = set(there)
+    assert values == {"namespace": set(), "job": {"diptych"}, "class": {"default", "fast", "hopeless"}}
 
 
 async def test_the_rules_are_evaluated_and_a_calm_cluster_alarms_nobody(subject: Subject) -> None:
     async with asyncio.timeout(SEEN_S):
         while any(rule["health"] == "unknown" for rule in await evaluated(subject)):
             await asyncio.sleep(0.05)
-    found = await evaluated(subject)
-    assert len(found) == len(rules())
-    assert {rule["name"]: rule.get("lastError") for rule in found if rule["health"] != "ok"} == {}
-    firing = {rule["name"] for rule in found if rule["type"] == "alerting" and rule["state"] == "firing"}
-    assert firing == set()
+    told = await evaluated(subject)
+    assert len(told) == len(rules())
+    assert {rule["name"]: rule.get("lastError") for rule in told if rule["health"] != "ok"} == {}
+    assert not [rule["name"] for rule in told if rule["type"] == "alerting" and rule["state"] == "firing"]
     recorded = {each["record"] for each in rules() if "record" in each}
     for name in recorded:
-        assert await subject.prometheus.query(name), name
-    kept = await subject.prometheus.query('diptych:promises_kept:ratio_rate5m{kind="ttft"}')
-    assert {dict(labels)["class"]: value for labels, value in kept.items()}.get("hopeless") == 0.0
+        await found(subject, name)
+    await found(subject, 'diptych:promises_kept:ratio_rate5m{kind="ttft", class="hopeless"} == 0')
+    await found(subject, 'diptych:promises_kept:ratio_rate5m{kind="both", class="fast"} == 1')
 
 
 async def evaluated(subject: Subject) -> list[dict[str, str]]:
