@@ -161,5 +161,6 @@ def test_a_packaged_chart_has_all_files(tmp_path: Any) -> None:
     code, _, err = run("helm", "package", CHART, "--destination", tmp_path)
     assert code == 0, err
     (package,) = tmp_path.glob("diptych-*.tgz")
-    code, out, err = run("helm", "template", "release", package, "-f", values("native"))
+    code, out, err = run("helm", "template", "release", package, "-f", values("native-monitored"))
     assert code == 0 and "kind: StatefulSet" in out, err
+    assert "alert: DiptychGatewayDown" in out and "diptych_ledger_seconds_sum" in out

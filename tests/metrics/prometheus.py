@@ -28,13 +28,14 @@ CALL_TIMEOUT_S, START_S, STOP_S = 60.0, 30.0, 10.0
 SCRAPE = "500ms"  # and its limit: on a busy machine one may fail
 
 
-@cache
 def program(name: str) -> str:
     """Its path, or a skip."""
-    found = shutil.which(name) or str(_unpacked() / name)
-    done = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=CALL_TIMEOUT_S)
-    if done.returncode:
-        pytest.skip(f"{found} does not run here: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+    found = shutil.which(name)
+    if found is None:
+        folder, reason = _unpacked()
+        if folder is None:
+            pytest.skip(f"{name} is not on the PATH, and {reason}")
+        found = str(folder / name)
     return found
 
 
@@ -46,26 +47,29 @@ def promtool(*args: object, stdin: str = "") -> str:
     return done.stdout + done.stderr
 
 
-def _unpacked() -> Path:
+@cache
+def _unpacked() -> tuple[Path | None, str]:
+    """The folder with both programs, or why there is none."""
     folder = cache_folder() / "tools" / PACKAGE
     if all((folder / name).exists() for name in PROGRAMS):
-        return folder
+        return folder, ""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        pytest.skip("prometheus is not installed, and there is no apt-get to fetch it with")
+        return None, "there is no apt-get to fetch it with"
     with tempfile.TemporaryDirectory() as scratch:
-        fetch = ["apt-get", "download", "-q", PACKAGE]
-        done = subprocess.run(fetch, cwd=scratch, capture_output=True, text=True, timeout=CALL_TIMEOUT_S)
-        packages = list(Path(scratch).glob("*.deb"))
-        if done.returncode or not packages:
-            reason = (done.stderr.strip().splitlines() or ["apt-get said nothing"])[-1]
-            pytest.skip(f"prometheus is not installed, and cannot be fetched: {reason}")
-        subprocess.run(["dpkg-deb", "-x", str(packages[0]), scratch], check=True, timeout=CALL_TIMEOUT_S)
+        try:
+            for command in (["apt-get", "download", "-q", PACKAGE], ["sh", "-c", "dpkg-deb -x *.deb ."]):
+                subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=CALL_TIMEOUT_S, check=True)
+        except subprocess.CalledProcessError as error:
+            last = (error.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            return None, f"apt-get cannot fetch {PACKAGE}: {last}"
+        except subprocess.TimeoutExpired:
+            return None, f"apt-get fetches no {PACKAGE} within {CALL_TIMEOUT_S:.0f} s"
         folder.mkdir(parents=True, exist_ok=True)
         for name in PROGRAMS:
             part = folder / f"{name}.{os.getpid()}"  # others may unpack at the same time
             shutil.copy(Path(scratch) / "usr" / "bin" / name, part)
             part.replace(folder / name)
-    return folder
+    return folder, ""
 
 
 @dataclass(frozen=True)
