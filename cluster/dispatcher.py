@@ -53,7 +53,7 @@ class Dispatcher:
         self.roster = Roster(spec, model, watch_members, name, caches)
         self._classes = Classes(spec.gateway)
         self._promises = Promises()
-        self._tally = Tally(spec.gateway.classes)
+        self._tally = Tally(spec.gateway.classes, spec.transfer.backends)
         self.witness = Witness(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time())
         self._lobby = Lobby(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)
         self._placing = Placing(spec.gateway, self._policy, self._lobby, self.roster, self._lives)

@@ -18,20 +18,25 @@ QUEUEING = ("admission", "route", "reserve", "prefill_queue")
 
 
 class Tally:
-    """Owned by a Dispatcher. `classes` are those of the specification; requests of any other count as `other`."""
+    """Owned by a Dispatcher. `classes` are those of the specification; requests of any other count as `other`.
 
-    def __init__(self, classes: Iterable[str]) -> None:
+    What it names is told from the start, `transports` too.
+    """
+
+    def __init__(self, classes: Iterable[str], transports: Iterable[str] = ()) -> None:
         named = dict.fromkeys((PLAIN, *classes))
         self._classes = {name: (name,) for name in named}
         by_class = [(name,) for name in named]
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
         self._finishes = dict.fromkeys((reason.value for reason in FinishReason), 0)
-        self._ttft, self._requests = Counting(SECONDS, by_class), Counting(SECONDS)
+        self._ttft = Counting(SECONDS, by_class)
+        self._requests = Counting(SECONDS, [(name, "completed") for name in named])
         self._tpot, self._gaps = Counting(TOKEN_SECONDS, by_class), Counting(TOKEN_SECONDS, by_class)
         self._prompts, self._answers = Counting(TOKENS, by_class), Counting(TOKENS, by_class)
         self._parts = Counting(SECONDS, [(part,) for part in PHASES])
         self._stages = Counting(SECONDS, [(stage,) for stage in STAGES])
-        self._transfers = Counting(SECONDS), Counting(BYTES), Counting(RANGES)
+        by_transport = [(name,) for name in transports]
+        self._transfers = tuple(Counting(bounds, by_transport) for bounds in (SECONDS, BYTES, RANGES))
 
     def came(self, class_name: str, num_tokens: int, gap_s: float | None) -> None:
         """Tokens of an answer, so long after the ones before; None: they are its first."""

@@ -294,7 +294,7 @@ def _drawn(panel: Panel) -> dict[str, Any]:
         {"refId": letter, "datasource": SOURCE, "expr": query, "legendFormat": legend, "range": True}
         for letter, (legend, query) in zip(letters, panel.queries, strict=False)
     ]
-    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0} | ({"max": 1} if panel.unit == "percentunit" else {})
     if panel.kind == "timeseries":
         stacking = {"mode": "normal" if panel.stacked else "none", "group": "A"}
         fill = 30 if panel.stacked else 5

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from boards import BOARD, RULES, names, put_in, queries, rules
 from monitored import Monitored, monitored
-from prometheus import Prometheus, prometheus
+from prometheus import Prometheus, program, prometheus
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,6 +36,7 @@ class Subject:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
     """Everything was sent, and has been scraped."""
+    program("prometheus")
     folder = Path(tmp_path_factory.mktemp("prometheus"))
     async with monitored() as cluster, prometheus(cluster.targets, RULES, folder) as there:
         subject = Subject(cluster, there)

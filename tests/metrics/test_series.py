@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ async def told(cluster: Monitored) -> list[str]:
     return [await cluster.exposition(gateway) for gateway in (0, 1)]
 
 
+@cache
 def families(text: str) -> list[Metric]:
     return list(text_string_to_metric_families(text))
 
