@@ -10,7 +10,7 @@ from cluster.doors import Doors
 from cluster.runtime.interface import WorkerOrder
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
-from cluster.spec import ClassSpec, ClusterSpec, ElasticSpec, MetricsSpec
+from cluster.spec import ClassSpec, ClusterSpec, ElasticSpec, HealthSpec, MetricsSpec
 from kvtransfer.open import SharedMemory
 from tests.api.fake import ByteTokenizer
 from tests.cluster.local import FAST, split_spec
@@ -34,10 +34,13 @@ class DotTokenizer(ByteTokenizer):
 
 
 def spec() -> ClusterSpec:
+    """Nobody is given up for being slow: counts are exact on a busy machine, too."""
     plain = split_spec(1, 2)
     classes = {"fast": ClassSpec(ttft_s=60.0, tpot_s=10.0), "hopeless": ClassSpec(ttft_s=1e-9, tpot_s=10.0)}
     return replace(
         plain,
+        transfer=replace(plain.transfer, lease_s=60.0, read_timeout_s=60.0),
+        health=HealthSpec(heartbeat_s=0.05, dead_after_s=60.0),
         gateway=replace(plain.gateway, replicas=2, grpc_port=0, http_port=0, classes=classes),
         elastic=ElasticSpec("advise"),
         metrics=MetricsSpec("vllm"),
