@@ -23,11 +23,12 @@ from cluster.metrics import exposition
 from cluster.metrics.vllm import vllm_families
 from cluster.policy.histograms import TOKENS, Counting, Tallied
 from cluster.policy.promises import OTHER, OUTCOMES, Ended, Standing
-from cluster.spec import MetricsSpec, SpecError, parse_spec
+from cluster.spec import MetricsSpec, Role, SpecError, parse_spec
 from cluster.tally import Tally
-from cluster.view import ClusterView
+from cluster.view import ClusterView, PoolView, WorkerState, WorkerView
 from kvtransfer.ticket import TransferReport
 from workers.request import FinishReason
+from workers.stats import Pulls, WorkerStats
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `((?:diptych_|vllm:)\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", re.M)
@@ -134,6 +135,37 @@ def test_vllms_names_come_when_asked_for_only() -> None:
     assert parse_spec(pools | {"metrics": {"compat": "vllm"}}).metrics.compat == "vllm"
     with pytest.raises(SpecError, match="compat 'sglang' is not one of vllm"):
         parse_spec(pools | {"metrics": {"compat": "sglang"}})
+
+
+STATS = WorkerStats(
+    queued_tokens=1, waiting=2, running=3, reserved=4, leases=5, free_blocks=60, cached_blocks=7, quarantined_blocks=8,
+    total_blocks=100, steps=10, step_s=0.5, preemptions=11, expired_leases=12, bubble_share=0.25, sought_tokens=13,
+    found_tokens=14, pulls=Pulls(15, 16, 17, 18, 19, 20.5),
+)  # fmt: skip
+TOLD = {
+    "running_requests": 3, "waiting_requests": 2, "reserved_requests": 4, "queued_tokens": 1, "kv_blocks": 100,
+    "kv_used_blocks": 40, "kv_cached_blocks": 7, "kv_quarantined_blocks": 8, "leases": 5, "step_seconds": 0.5,
+    "bubble_ratio": 0.25, "memory_bytes": 21, "steps_total": 10, "preemptions_total": 11,
+    "prefix_sought_tokens_total": 13, "prefix_found_tokens_total": 14, "expired_leases_total": 12, "transfers_total": 15, "failed_transfers_total": 16,
+    "corrupt_transfers_total": 17, "transfer_bytes_total": 18, "transfer_descriptors_total": 19,
+    "transfer_seconds_total": 20.5, "restarts_total": 22, "role": 2,
+}  # fmt: skip
+
+
+def test_workers_are_told_by_their_statistics_and_the_dead_by_their_role_only() -> None:
+    living = WorkerView("d0", "decode", Role.DECODE, WorkerState.READY, stats=STATS, memory_bytes=21, restarts=22)
+    dead = WorkerView("d1", "decode", Role.DECODE, WorkerState.DEAD, stats=STATS, memory_bytes=21, restarts=22)
+    view = ClusterView(1, "c", None, (living, dead), pools=(PoolView("decode", Role.DECODE, 3, 1, 4),))
+    text = exposition(Standing(), "gateway-0", view, compat="vllm")
+    there = {sample.name for family in families(text) for sample in family.samples}
+    found = {name for name in there if name.startswith("diptych_worker_")}
+    assert {name.removeprefix("diptych_worker_"): value(text, name) for name in found} == TOLD
+    assert value(text, "diptych_workers", role="decode", state="ready") == 1
+    assert value(text, "diptych_workers", role="decode", state="dead") == 1
+    assert (value(text, "diptych_pool_workers"), value(text, "diptych_pool_wanted_workers")) == (1, 3)
+    theirs = ("kv_cache_usage_perc", "num_preemptions_total", "nixl_num_failed_transfers_total")
+    assert [value(text, f"vllm:{name}") for name in theirs] == [pytest.approx(0.4), 11, 16]
+    assert value(text, "vllm:nixl_num_kv_expired_reqs_total") == 12
 
 
 def test_nothing_is_registered_for_the_whole_process(texts: list[str]) -> None:
