@@ -146,7 +146,8 @@ TOLD = {
     "running_requests": 3, "waiting_requests": 2, "reserved_requests": 4, "queued_tokens": 1, "kv_blocks": 100,
     "kv_used_blocks": 40, "kv_cached_blocks": 7, "kv_quarantined_blocks": 8, "leases": 5, "step_seconds": 0.5,
     "bubble_ratio": 0.25, "memory_bytes": 21, "steps_total": 10, "preemptions_total": 11,
-    "prefix_sought_tokens_total": 13, "prefix_found_tokens_total": 14, "expired_leases_total": 12, "transfers_total": 15, "failed_transfers_total": 16,
+    "prefix_sought_tokens_total": 13, "prefix_found_tokens_total": 14, "expired_leases_total": 12,
+    "transfers_total": 15, "failed_transfers_total": 16,
     "corrupt_transfers_total": 17, "transfer_bytes_total": 18, "transfer_descriptors_total": 19,
     "transfer_seconds_total": 20.5, "restarts_total": 22, "role": 2,
 }  # fmt: skip
