@@ -30,12 +30,14 @@ class Course:
             self._placed_s = now_s
             self._predicted_ttft_s, self._predicted_tpot_s = placement.predicted_ttft_s, placement.predicted_tpot_s
 
-    def tokens(self, count: int, now_s: float) -> None:
-        """So many more have come."""
+    def tokens(self, count: int, now_s: float) -> float | None:
+        """So many more have come; answers the seconds since those before, None for the first ones."""
         self.num_tokens += count
-        self._last_s = now_s
+        before_s, self._last_s = self._last_s, now_s
         if self._first_s is None:
             self._first_s = now_s
+            return None
+        return now_s - before_s
 
     def ended(self, promised: SLO, error: BaseException | None, now_s: float) -> Ended:
         """How it went. `error` ended it, if it did not complete."""

@@ -27,6 +27,7 @@ from cluster.policy.promises import Ended, Promises, Standing
 from cluster.roster import REDIAL_S, Roster, WatchMembers
 from cluster.runtime.interface import WorkerGone
 from cluster.spec import ClusterSpec, Role
+from cluster.tally import Tally
 from cluster.view import ClusterView, ModelView
 from cluster.witness import Witness
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed
@@ -52,6 +53,7 @@ class Dispatcher:
         self.roster = Roster(spec, model, watch_members, name, caches)
         self._classes = Classes(spec.gateway)
         self._promises = Promises()
+        self._tally = Tally(spec.gateway.classes, spec.transfer.backends)
         self.witness = Witness(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time())
         self._lobby = Lobby(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)
         self._placing = Placing(spec.gateway, self._policy, self._lobby, self.roster, self._lives)
@@ -126,6 +128,7 @@ class Dispatcher:
         """The request is over."""
         ended = life.course.ended(self._classes.promised(life.request), life.error, asyncio.get_running_loop().time())
         self._promises.ended(ended)
+        self._tally.ended(ended, life.completed, life.transfers)
         self._policy.answered(life.request, len(life.sent), life.finish)
 
     async def move(self, request_id: str, worker: str, timeout_s: float | None = None) -> bool:
@@ -170,18 +173,17 @@ class Dispatcher:
             if bound.expired():
                 raise DeadlinePassed(life.phase) from None
             raise
-        life.emit(
-            Completed(
-                finish=finish,
-                prompt_tokens=len(life.request.prompt),
-                completion_tokens=len(life.sent),
-                cached_tokens=life.cached_tokens,
-                attempts=life.request.attempt + 1 - life.num_anew,
-                ledger=life.watch.ledger(),
-                transfers=tuple(life.transfers),
-                decode_workers=life.decode_workers,
-            )
+        life.completed = Completed(
+            finish=finish,
+            prompt_tokens=len(life.request.prompt),
+            completion_tokens=len(life.sent),
+            cached_tokens=life.cached_tokens,
+            attempts=life.request.attempt + 1 - life.num_anew,
+            ledger=life.watch.ledger(),
+            transfers=tuple(life.transfers),
+            decode_workers=life.decode_workers,
         )
+        life.emit(life.completed)
 
     async def _attempts(self, life: Life) -> FinishReason:
         life.watch.lap("admission")
@@ -289,7 +291,8 @@ class Dispatcher:
             f"request {life.request.id}: token {output.first_position} came after {len(life.sent)} tokens"
         )
         life.sent.extend(output.tokens)
-        life.course.tokens(len(output.tokens), asyncio.get_running_loop().time())
+        gap_s = life.course.tokens(len(output.tokens), asyncio.get_running_loop().time())
+        self._tally.came(life.request.slo.class_name, len(output.tokens), gap_s)
         life.emit(Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs))
         if output.prefilled:
             self._prefilled(life, output)
@@ -327,11 +330,15 @@ class Dispatcher:
             moves=self._moving.counts(),
             moved_bytes=self._moved_bytes,
             role_changes=self.roster.role_changes(),
+            queued=len(self._lobby.room),
+            tally=self._tally.told(),
         )
 
     def turned_away(self, class_name: str, cause: str) -> None:
         """A request never came here: the door refused it."""
-        self._promises.ended(Ended("refused", class_name, cause))
+        ended = Ended("refused", class_name, cause)
+        self._promises.ended(ended)
+        self._tally.ended(ended, None, ())
 
     @property
     def guesses(self) -> Guesses:

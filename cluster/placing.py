@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.attempt import Attempt
 from cluster.course import Course
-from cluster.events import Event, Rejected, Unservable
+from cluster.events import Completed, Event, Rejected, Unservable
 from cluster.ledger import Stopwatch
 from cluster.lobby import Lobby
 from cluster.policy.classes import Classes
@@ -52,6 +52,7 @@ class Life:
     decode_workers: tuple[str, ...] = ()  # of the latest attempt
     phase: str = "queueing"
     finish: FinishReason | None = None
+    completed: Completed | None = None
     error: BaseException | None = None
 
 

@@ -293,6 +293,20 @@ class ElasticSpec:
                 raise ValueError(f"floors.{role} is {floor}; floors are numbers of workers of prefill and decode")
 
 
+COMPAT = ("vllm",)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSpec:
+    """What `/metrics` tells beside our own series: with `compat` "vllm" also those of vLLM, by its names."""
+
+    compat: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.compat is not None and self.compat not in COMPAT:
+            raise ValueError(f"compat {self.compat!r} is not one of {', '.join(COMPAT)}")
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
     """One model served by pools of workers behind gateways."""
@@ -305,6 +319,7 @@ class ClusterSpec:
     health: HealthSpec = field(default_factory=HealthSpec)
     executor: str = "torch"
     elastic: ElasticSpec = field(default_factory=ElasticSpec)
+    metrics: MetricsSpec = field(default_factory=MetricsSpec)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):

@@ -19,6 +19,7 @@ from workers.engine.executor import Executor
 from workers.errors import UnknownSequence
 from workers.peers import Peers
 from workers.request import FetchedOut
+from workers.stats import NO_PULLS
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Fetching:
         self._peers = peers
         self._changed = changed
         self._borrowing: set[asyncio.Task[int]] = set()
+        self.pulls = NO_PULLS
 
     async def reserved(self, key: str, ticket: TransferTicket, *, goes_on: bool) -> FetchedOut | None:
         """Bring what the ticket holds into the blocks of a reservation; None when it failed, and the sequence with it.
@@ -61,6 +63,15 @@ class Fetching:
 
     async def pull(self, ticket: TransferTicket, blocks: tuple[int, ...], skip_tokens: int) -> TransferReport:
         """Bring what the ticket holds behind `skip_tokens` into these blocks of ours. Errors: `TransferError`."""
+        try:
+            report = await self._pull(ticket, blocks, skip_tokens)
+        except TransferError as error:
+            self.pulls = self.pulls.failure(corrupt=isinstance(error, DigestMismatch))
+            raise
+        self.pulls = self.pulls.arrival(report)
+        return report
+
+    async def _pull(self, ticket: TransferTicket, blocks: tuple[int, ...], skip_tokens: int) -> TransferReport:
         try:
             client, link = await self._peers.meet(ticket.owner)
             ours = [(shard.layout, shard.rank) for shard in self._executor.shards()]

@@ -2,9 +2,38 @@
 
 from dataclasses import dataclass
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from kvtransfer.ticket import PeerAddress
+from kvtransfer.ticket import PeerAddress, TransferReport
+
+
+class Pulls(Struct, frozen=True, gc=False):
+    """KV that this worker fetched from others, since it began. Made anew when a pull ends: statistics only name it.
+
+    `failed` ended without all of the KV, `corrupt` of them by a digest; the rest speaks of those that arrived.
+    """
+
+    arrived: int = 0
+    failed: int = 0
+    corrupt: int = 0
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    seconds: float = 0.0
+
+    def arrival(self, report: TransferReport) -> "Pulls":
+        return structs.replace(
+            self,
+            arrived=self.arrived + 1,
+            num_bytes=self.num_bytes + report.num_bytes,
+            num_descriptors=self.num_descriptors + report.num_descriptors,
+            seconds=self.seconds + report.elapsed_s,
+        )
+
+    def failure(self, *, corrupt: bool) -> "Pulls":
+        return structs.replace(self, failed=self.failed + 1, corrupt=self.corrupt + corrupt)
+
+
+NO_PULLS = Pulls()
 
 
 class WorkerStats(Struct, frozen=True, gc=False):
@@ -31,6 +60,9 @@ class WorkerStats(Struct, frozen=True, gc=False):
     expired_leases: int = 0
     bubble_share: float = 0.0  # idle share of the stages' time while anything was in flight, lately
     cache_number: int = 0  # the newest event of its cache; see `CacheNews`
+    sought_tokens: int = 0  # of prompts that were given blocks, and how many of them a cache had
+    found_tokens: int = 0
+    pulls: Pulls = NO_PULLS
 
 
 class NameChanges(Struct, frozen=True, gc=False):

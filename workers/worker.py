@@ -318,7 +318,7 @@ class Worker:
         return asyncio.get_running_loop().time()
 
     def _stats(self) -> WorkerStats:
-        return self.engine.stats(self._executor.bubble_share)
+        return self.engine.stats(self._executor.bubble_share, self._fetching.pulls)
 
     def at(self, incarnation: str) -> "Worker":
         """This worker, for callers that mean this incarnation only. An object never becomes another one."""

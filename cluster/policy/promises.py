@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cluster.policy.histograms import Tallied
 from cluster.policy.lengths import Calibration
 
 MOST_CLASSES = 64
@@ -119,6 +120,8 @@ class Standing:
     ] = ()  # of decodes, and of prompts (anew): why, what became of them, how many
     moved_bytes: int = 0
     role_changes: tuple[tuple[str, str, int], ...] = ()  # of workers, from one role to another, as far as it was there
+    queued: int = 0  # requests that wait in the gateway for their turn
+    tally: Tallied = field(default_factory=Tallied)
 
 
 class _Class:

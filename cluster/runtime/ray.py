@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone, WorkerHandle, WorkerOrder
 from cluster.runtime.placement import Node, bundle, listed, own_labels, own_resources, selectors, shortage
+from cluster.runtime.ray_metrics import WorkerMetrics
 from cluster.runtime.ray_ranks import RayRanks, on_this_node, rank_options
 from cluster.spec import ClusterSpec
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
@@ -62,6 +63,7 @@ class _WorkerActor:
     def __init__(self, order: WorkerOrder) -> None:
         config = on_this_node(order.config)
         self._worker = build_worker(config, heartbeat_s=order.heartbeat_s, launcher=RayRanks(order))
+        self._metrics = WorkerMetrics(config.name, config.pool)
 
     async def incarnation(self) -> str:
         return self._worker.incarnation
@@ -69,7 +71,10 @@ class _WorkerActor:
     async def call(self, incarnation: str, method: str, *args: Any) -> Any:
         if incarnation:
             self._worker.require(incarnation)
-        return await getattr(self._worker, method)(*args)
+        answer = await getattr(self._worker, method)(*args)
+        if isinstance(answer, Bundle):
+            self._metrics.heard(answer.stats, asyncio.get_running_loop().time())
+        return answer
 
 
 class _ServiceActor:

@@ -233,6 +233,8 @@ async def test_corrupted_kv_is_noticed_and_recomputed() -> None:
         events = await subject.run(request("a", 40))
         assert tokens_of(events) == expected("a", 40, 8)
         assert completed(events).attempts == 2
+        pulls = subject.workers["decode-0"]._stats().pulls
+        assert (pulls.failed, pulls.corrupt, pulls.arrived, pulls.num_bytes) == (1, 1, 0, 0)
         await subject.settle()
 
 

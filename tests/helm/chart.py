@@ -56,7 +56,7 @@ def pods(objects: tuple[Object, ...]) -> list[tuple[str, Object]]:
 
 def cluster_file(objects: tuple[Object, ...]) -> str:
     """What is mounted as /etc/diptych/cluster.yaml."""
-    (found,) = of_kind(objects, "ConfigMap")
+    (found,) = [each for each in of_kind(objects, "ConfigMap") if "cluster.yaml" in each["data"]]
     text: str = found["data"]["cluster.yaml"]
     return text
 

@@ -1,8 +1,10 @@
 """Whoever is let in finds a gateway: Services, routes, probes, policies and monitors point at what there is."""
 
+import json
 from typing import Any
 
 import pytest
+import yaml
 from chart import CHART, Object, mounted, of_kind, rendered, values
 from programs import run
 
@@ -107,6 +109,41 @@ def test_the_monitor_finds_rays_metrics_on_every_pod() -> None:
         assert f"--metrics-export-port={ports(container)[endpoint['port']]}" in container["args"]
 
 
+def test_the_service_monitor_finds_the_metrics_of_every_gateway() -> None:
+    objects = rendered(values("native-monitored"))
+    (monitor,) = of_kind(objects, "ServiceMonitor")
+    chosen = monitor["spec"]["selector"]["matchLabels"].items()
+    (service,) = [each for each in of_kind(objects, "Service") if chosen <= each["metadata"]["labels"].items()]
+    _, container = gateway(objects)
+    targets = {port["name"]: port["targetPort"] for port in service["spec"]["ports"]}
+    assert [targets[each["port"]] for each in monitor["spec"]["endpoints"]] == [8000, 8001]
+    assert {8000, 8001} <= {port["containerPort"] for port in container["ports"]}
+    assert {(each["path"], each["interval"]) for each in monitor["spec"]["endpoints"]} == {("/metrics", "5s")}
+
+
+def test_scrapers_may_reach_what_the_service_monitor_names() -> None:
+    (policy,) = of_kind(rendered(values("native-monitored"), "--set", "networkPolicy.enabled=true"), "NetworkPolicy")
+    *_, scrapers = policy["spec"]["ingress"]
+    assert scrapers == {"ports": [{"port": 8080}, {"port": 8000, "endPort": 8001}]}
+
+
+def test_dashboard_and_rules_are_the_files_of_the_chart() -> None:
+    objects = rendered(values("native-monitored"))
+    (rules,) = of_kind(objects, "PrometheusRule")
+    assert rules["spec"] == yaml.safe_load((CHART / "files" / "rules.yaml").read_text())
+    (board,) = [each for each in of_kind(objects, "ConfigMap") if "diptych.json" in each["data"]]
+    assert json.loads(board["data"]["diptych.json"]) == json.loads((CHART / "files" / "dashboard.json").read_text())
+    assert board["metadata"]["labels"].items() >= {"grafana_dashboard": "1", "team": "llm"}.items()
+    assert board["metadata"]["annotations"] == {"grafana_folder": "LLM"}
+    assert rules["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_nothing_of_the_operator_is_there_unasked() -> None:
+    objects = rendered(values("native"))
+    assert not [each for each in objects if each["apiVersion"].startswith("monitoring.coreos.com/")]
+    assert len(of_kind(objects, "ConfigMap")) == 1
+
+
 def test_disruption_budgets_hold_one_pool_each() -> None:
     objects = rendered(values("native-gpu"))
     pods = {
@@ -124,5 +161,6 @@ def test_a_packaged_chart_has_all_files(tmp_path: Any) -> None:
     code, _, err = run("helm", "package", CHART, "--destination", tmp_path)
     assert code == 0, err
     (package,) = tmp_path.glob("diptych-*.tgz")
-    code, out, err = run("helm", "template", "release", package, "-f", values("native"))
+    code, out, err = run("helm", "template", "release", package, "-f", values("native-monitored"))
     assert code == 0 and "kind: StatefulSet" in out, err
+    assert "alert: DiptychGatewayDown" in out and "diptych_ledger_seconds_sum" in out

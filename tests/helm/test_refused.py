@@ -54,6 +54,10 @@ WRONG = {
         ("--set", "cluster.gateway.host=127.0.0.1"),
         "cluster.gateway.host: nobody outside of the pod would reach the gateway; write 0.0.0.0",
     ),
+    "a monitor without a door to scrape": (
+        ("--set", "metrics.serviceMonitor.enabled=true"),
+        "metrics.serviceMonitor: gateways tell their metrics over HTTP; write cluster.gateway.http_port: 8000",
+    ),
     "a port that nobody knows": (
         ("--set", "cluster.gateway.grpc_port=0"),
         "cluster.gateway.grpc_port: a Service needs a port that is known; write 50051",

@@ -9,12 +9,13 @@ import pytest
 import yaml
 from chart import CHART, VALUES, Object, cluster_file, mounted, of_kind, pods, rendered, values
 from kuberay import mistakes
+from monitoring import operator_mistakes
 from programs import run
 
 from cluster.spec import load_spec
 
 VERSIONS = ("1.31", "1.34", "1.37")
-FOREIGN = {"GRPCRoute": "gateway.networking.k8s.io/v1", "PodMonitor": "monitoring.coreos.com/v1"}
+FOREIGN = {"GRPCRoute": "gateway.networking.k8s.io/v1"}
 EACH = pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 
 
@@ -34,6 +35,8 @@ def test_kubernetes_knows_every_key(path: Path, version: str) -> None:
     for each in rendered(path, "--kube-version", version):
         if each["apiVersion"].startswith("ray.io/"):
             assert mistakes(each) == []
+        elif each["apiVersion"].startswith("monitoring.coreos.com/"):
+            assert operator_mistakes(each) == []
         elif each["kind"] in FOREIGN:
             assert each["apiVersion"] == FOREIGN[each["kind"]]
         else:
@@ -60,6 +63,18 @@ def test_what_kuberay_refuses_would_be_noticed() -> None:
         assert any(word in each for each in mistakes(cluster | {"spec": cluster["spec"] | changed}))
     (job,) = of_kind(rendered(values("kuberay-elastic")), "RayJob")
     assert mistakes(job | {"metadata": {"name": "a" * 48}}) == ["the name is longer than 47 characters"]
+
+
+def test_what_the_prometheus_operator_refuses_would_be_noticed() -> None:
+    (rules,) = of_kind(rendered(values("native-monitored")), "PrometheusRule")
+    (group, *_) = rules["spec"]["groups"]
+    for changed, word in (
+        ({"groups": [group | {"ruless": []}]}, "ruless"),
+        ({"groups": [group | {"rules": [{"record": "a:b", "alert": "A", "expr": "1"}]}]}, "valid under each"),
+        ({"groups": [group | {"rules": [{"record": "a:b", "expr": "1", "for": "1m"}]}]}, "not valid under any"),
+        ({"groups": [group | {"interval": "often"}]}, "often"),
+    ):
+        assert any(word in each for each in operator_mistakes(rules | {"spec": changed})), word
 
 
 @EACH

@@ -1,6 +1,7 @@
 """What else may die: gateways and controllers come back, and a Ray that is not there is told in one line."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import httpx2
 import psutil
 import pytest
 import pytest_asyncio
+from prometheus_client.parser import text_string_to_metric_families
 from served import ROOT, Served, laptop, served
 
 from cluster.api.client import DiptychClient
@@ -28,7 +30,8 @@ async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         document["gateway"]["http_port"] = free.getsockname()[1]
-    async with served(document, Path(tmp_path_factory.mktemp("services"))) as subject:
+    folder = Path(tmp_path_factory.mktemp("services"))
+    async with served(document, folder, RAY_metrics_report_interval_ms="1000") as subject:
         yield subject
 
 
@@ -55,6 +58,32 @@ async def answers_again(endpoint: str, timeout_s: float) -> int:
                 return await answer(endpoint)
             except DiptychError:
                 await asyncio.sleep(0.2)
+
+
+async def told_by_ray(subject: Served, name: str, timeout_s: float) -> dict[str, float]:
+    """A metric by worker, as soon as the agent of the node has it."""
+    family = psutil.Process(subject.process.pid).children(recursive=True)
+    (agent,) = [each for each in family if "DashboardAgent" in " ".join(each.cmdline())]
+    ports = {each.laddr.port for each in agent.net_connections() if each.status == psutil.CONN_LISTEN}
+    async with asyncio.timeout(timeout_s), httpx2.AsyncClient(trust_env=False, timeout=5.0) as http:
+        while True:
+            for port in ports:
+                with contextlib.suppress(httpx2.HTTPError):  # one of them speaks gRPC
+                    answer = await http.get(f"http://127.0.0.1:{port}/metrics")
+                    families = text_string_to_metric_families(answer.text if answer.status_code == 200 else "")
+                    found = [sample for family in families for sample in family.samples if sample.name == name]
+                    if found:
+                        return {sample.labels["worker"]: sample.value for sample in found}
+            await asyncio.sleep(0.2)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_workers_tell_ray_what_they_fetched(subject: Served) -> None:
+    async with DiptychClient(subject.endpoint) as client:
+        done = await client.complete([5, 6, 7] * 20, max_tokens=4, temperature=0.0)
+    (report,) = done.completed.transfers
+    assert await told_by_ray(subject, "ray_diptych_worker_transfer_bytes_total", 30.0) == {"decode-0": report.num_bytes}
+    assert set(await told_by_ray(subject, "ray_diptych_worker_kv_used_ratio", 5.0)) == {"prefill-0", "decode-0"}
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -87,6 +87,7 @@ class BlockPool:
         self._blocks: dict[bytes, int] = {}  # content name -> block
         self._told: dict[int, int] = {}  # named block -> what the log calls the prefix that ends with it
         self.digests: dict[int, tuple[bytes, ...]] = {}  # named block -> digests of its cells on each rank
+        self.sought_tokens = self.found_tokens = 0
         self.log = CacheLog(block_size)
         self.host = HostCache(host_blocks, first_host, self.log)
 
@@ -101,6 +102,11 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
+
+    def looked_up(self, sought_tokens: int, found_tokens: int) -> None:
+        """Count a sequence that has its blocks now, and what of it was cached."""
+        self.sought_tokens += sought_tokens
+        self.found_tokens += found_tokens
 
     def allocate(self, count: int, evicted: list[Cached] | None = None) -> list[int]:
         """`count` blocks with one reference each, in ascending order. Raises `OutOfBlocks` and changes nothing.

@@ -32,7 +32,7 @@ from workers.request import (
     TokenLogprobs,
     TokensOut,
 )
-from workers.stats import WorkerStats
+from workers.stats import NO_PULLS, Pulls, WorkerStats
 
 Told = TokensOut | HeadOut | FailedOut | Lease  # a Lease: a held prompt got its blocks, its reader may start
 
@@ -138,6 +138,7 @@ class Engine:
         sequence.blocks = shared + self.pool.allocate(total - len(shared))
         sequence.num_named = len(shared)
         sequence.cached_tokens = len(shared) * self.pool.block_size
+        self.pool.looked_up(request.num_tokens, sequence.cached_tokens)
         self._sequences[request.key] = sequence
         return Reservation(request.key, "", len(sequence.blocks), sequence.cached_tokens)
 
@@ -406,7 +407,7 @@ class Engine:
         """Whether a sequence of this key is alive here (its lease may outlive it)."""
         return key in self._sequences
 
-    def stats(self, bubble_share: float = 0.0) -> WorkerStats:
+    def stats(self, bubble_share: float = 0.0, pulls: Pulls = NO_PULLS) -> WorkerStats:
         queued_tokens = num_reserved = 0
         for each in self._sequences.values():
             if each.state is State.RESERVED:
@@ -431,6 +432,9 @@ class Engine:
             expired_leases=self.leases.expired,
             bubble_share=bubble_share,
             cache_number=self.pool.log.number,
+            sought_tokens=self.pool.sought_tokens,
+            found_tokens=self.pool.found_tokens,
+            pulls=pulls,
         )
 
     def check(self) -> None:

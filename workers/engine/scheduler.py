@@ -261,6 +261,7 @@ class Scheduler:
                 sequence.num_named = computed // size
                 if not tail:
                     self._tier.restore(sequence, draft.moves)
+                self._pool.looked_up(len(sequence.tokens), sequence.cached_tokens)
                 return True
             self._pool.free(shared)
         return False

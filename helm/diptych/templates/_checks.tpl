@@ -84,6 +84,9 @@
 {{- if and .Values.networkPolicy.enabled (eq .Values.mode "external") (not .Values.networkPolicy.peers) -}}
 {{- fail "networkPolicy.peers: mode is external; name the pods of that Ray, such as [{podSelector: {matchLabels: {ray.io/cluster: NAME}}}]" -}}
 {{- end -}}
+{{- if and .Values.metrics.serviceMonitor.enabled (not (include "diptych.httpPort" . | int)) -}}
+{{- fail "metrics.serviceMonitor: gateways tell their metrics over HTTP; write cluster.gateway.http_port: 8000" -}}
+{{- end -}}
 {{- $grace := get .Values.gateway "terminationGracePeriodSeconds" | default .Values.podDefaults.terminationGracePeriodSeconds -}}
 {{- if gt (add .Values.gateway.drainSeconds 15 | int) (int $grace) -}}
 {{- fail (printf "gateway.drainSeconds is %d, and 15 s are needed to close; raise gateway.terminationGracePeriodSeconds above %d" (int .Values.gateway.drainSeconds) (int $grace)) -}}

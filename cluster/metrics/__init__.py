@@ -1,0 +1,58 @@
+"""What Prometheus reads of one gateway. Knows the names of metrics; counts nothing itself, serves no port.
+
+The registry is made for each reading and has one collector: nothing is global.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+
+from cluster.metrics.families import Counts
+from cluster.metrics.requests import request_families
+from cluster.metrics.standing import standing_families
+from cluster.metrics.vllm import vllm_families
+from cluster.metrics.workers import worker_families
+from cluster.policy.promises import Standing
+from cluster.view import ClusterView
+
+NOBODY = ClusterView(0, "", None, ())
+
+
+def exposition(
+    standing: Standing,
+    gateway: str,
+    view: ClusterView = NOBODY,
+    decisions: Counts | None = None,
+    *,
+    active: int = 0,
+    compat: str | None = None,
+) -> str:
+    """The text that Prometheus reads. Every metric has the label `gateway`, but for those that `compat` adds.
+
+    `decisions` of the elastic policy: kind, outcome, and how many; None: there is no policy, or it cannot be asked.
+    `active` are the answers under way.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Collector(_families(standing, gateway, view, decisions, active, compat)))
+    return generate_latest(registry).decode()
+
+
+def _families(
+    standing: Standing, gateway: str, view: ClusterView, decisions: Counts | None, active: int, compat: str | None
+) -> Iterator[Metric]:
+    yield from standing_families(standing, gateway, decisions)
+    yield from request_families(standing, gateway, view, active)
+    yield from worker_families(gateway, view)
+    if compat == "vllm":
+        yield from vllm_families(standing.tally, gateway, view)
+
+
+class _Collector:
+    """Tells these families, once."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

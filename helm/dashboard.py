@@ -1,0 +1,322 @@
+"""The chart's Grafana dashboard, out of rows of panels: `python helm/dashboard.py` writes it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parent / "diptych" / "files" / "dashboard.json"
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+WIDTH, HEIGHT = 24, 8
+ALL = 'namespace=~"$namespace", job="$job"'  # the operator names a job after the Service: a release has one
+OF_CLASS = f'{ALL}, class=~"$class"'
+
+
+@dataclass(frozen=True)
+class Panel:
+    """`queries`: what a line is called, and its PromQL; `unit` is one of Grafana's."""
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    width: int = 8
+    stacked: bool = False
+    kind: str = "timeseries"
+    words: str = ""
+
+
+def rate(name: str, labels: str = ALL) -> str:
+    return f"rate({name}{{{labels}}}[$__rate_interval])"
+
+
+def by_worker(name: str, *, of: str = "") -> str:
+    """Every gateway tells of all workers: the largest is as good as any."""
+    return f"max by (worker) ({of or f'{name}{{{ALL}}}'})"
+
+
+def worker_rate(name: str) -> str:
+    return by_worker("", of=rate(f"diptych_worker_{name}_total"))
+
+
+def grown(name: str, labels: str) -> str:
+    return f"max by ({labels}) (increase({name}{{{ALL}}}[$__rate_interval]))"
+
+
+def kept(kind: str) -> tuple[tuple[str, str], ...]:
+    wanted = f'{OF_CLASS}, kind="{kind}"'
+    yes, settled = rate("diptych_promises_total", f'{wanted}, kept="yes"'), rate("diptych_promises_total", wanted)
+    return (("{{class}}", f"sum by (class) ({yes}) / sum by (class) ({settled})"),)
+
+
+def quantiles(name: str, labels: str = OF_CLASS) -> tuple[tuple[str, str], ...]:
+    buckets = f"sum by (le) ({rate(f'{name}_bucket', labels)})"
+    return tuple((f"p{round(100 * share)}", f"histogram_quantile({share}, {buckets})") for share in (0.5, 0.9, 0.99))
+
+
+def total(name: str, labels: str = ALL) -> str:
+    return f"sum({rate(name, labels)})"
+
+
+def sums(name: str, label: str, labels: str = ALL) -> tuple[tuple[str, str], ...]:
+    return ((f"{{{{{label}}}}}", f"sum by ({label}) ({rate(name, labels)})"),)
+
+
+COMPLETED = total("diptych_requests_total", f'{ALL}, outcome="completed"')
+READY = f'diptych_workers{{{ALL}, state="ready"}}'
+TOLD_BY_ROLE = f"max by (worker, role) (diptych_worker_role{{{ALL}}})"
+SEEN_ERRORS = f"sum by (le, kind) ({rate('diptych_prediction_error_ratio_bucket')})"
+ERRORS = tuple((f"{{{{kind}}}} p{share}", f"histogram_quantile(0.{share}, {SEEN_ERRORS})") for share in (10, 50, 90))
+
+ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
+    (
+        "Now",
+        (
+            Panel("Requests", "reqps", (("ended", total("diptych_requests_total")),), 6, kind="stat"),
+            Panel("Tokens", "short", (("a second", total("diptych_generated_tokens_total")),), 6, kind="stat"),
+            Panel("Under way", "short", (("answers", f"sum(diptych_active_requests{{{ALL}}})"),), 6, kind="stat"),
+            Panel("Workers ready", "short", (("{{role}}", f"max by (role) ({READY})"),), 6, kind="stat"),
+        ),
+    ),
+    (
+        "Promises",
+        (
+            Panel("TTFT kept", "percentunit", kept("ttft")),
+            Panel("TPOT kept", "percentunit", kept("tpot")),
+            Panel("Both kept", "percentunit", kept("both")),
+            Panel(
+                "Prediction error", "none", ERRORS, 12, words="Seen over predicted: 1 is right, above it took longer."
+            ),
+            Panel("Refused", "reqps", sums("diptych_refused_total", "reason"), 12, stacked=True),
+        ),
+    ),
+    (
+        "Latency",
+        (
+            Panel("Time to first token", "s", quantiles("diptych_time_to_first_token_seconds"), 6),
+            Panel("Between tokens", "s", quantiles("diptych_inter_token_seconds"), 6),
+            Panel("Time per output token", "s", quantiles("diptych_time_per_output_token_seconds"), 6),
+            Panel("Whole request", "s", quantiles("diptych_request_seconds", f'{OF_CLASS}, outcome="completed"'), 6),
+            Panel(
+                "Where the time of an answer goes",
+                "s",
+                (("{{part}}", f"sum by (part) ({rate('diptych_ledger_seconds_sum')}) / scalar({COMPLETED})"),),
+                12,
+                stacked=True,
+                words="Parts of the ledger, the mean over all answers: together they are the mean request.",
+            ),
+            Panel(
+                "Parts of the ledger, p90",
+                "s",
+                (
+                    (
+                        "{{part}}",
+                        f"histogram_quantile(0.9, sum by (le, part) ({rate('diptych_ledger_seconds_bucket')}))",
+                    ),
+                ),
+                12,
+                words="Of the answers that had the part.",
+            ),
+        ),
+    ),
+    (
+        "Load",
+        (
+            Panel("Requests", "reqps", sums("diptych_requests_total", "outcome"), stacked=True),
+            Panel(
+                "Tokens",
+                "short",
+                (
+                    ("prompt", total("diptych_prompt_tokens_total")),
+                    ("of it cached", total("diptych_cached_prompt_tokens_total")),
+                    ("generated", total("diptych_generated_tokens_total")),
+                ),
+            ),
+            Panel(
+                "Queues",
+                "short",
+                (
+                    ("in gateways", f"sum(diptych_queued_requests{{{ALL}}})"),
+                    ("at {{worker}}", by_worker("diptych_worker_waiting_requests")),
+                ),
+            ),
+            Panel("Prompt length", "short", quantiles("diptych_request_prompt_tokens"), 12),
+            Panel("Answer length", "short", quantiles("diptych_request_generated_tokens"), 12),
+        ),
+    ),
+    (
+        "Workers",
+        (
+            Panel("Sequences", "short", (("{{worker}}", by_worker("diptych_worker_running_requests")),)),
+            Panel(
+                "KV blocks in use",
+                "percentunit",
+                (
+                    (
+                        "{{worker}}",
+                        f"{by_worker('diptych_worker_kv_used_blocks')} / {by_worker('diptych_worker_kv_blocks')}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Prefix cache",
+                "percentunit",
+                (
+                    (
+                        "{{worker}}",
+                        f"{worker_rate('prefix_found_tokens')} / {worker_rate('prefix_sought_tokens')}",
+                    ),
+                ),
+                words="Share of the tokens looked up that were there.",
+            ),
+            Panel("A step", "s", (("{{worker}}", by_worker("diptych_worker_step_seconds")),)),
+            Panel("Preemptions", "ops", (("{{worker}}", worker_rate("preemptions")),)),
+            Panel("Restarts", "short", (("{{worker}}", by_worker("diptych_worker_restarts_total")),)),
+        ),
+    ),
+    (
+        "Pools and roles",
+        (
+            Panel("Workers ready, by role", "short", (("{{role}}", f"max by (role) ({READY})"),), stacked=True),
+            Panel(
+                "Pools",
+                "short",
+                (
+                    ("{{pool}} ready", f"max by (pool) (diptych_pool_workers{{{ALL}}})"),
+                    ("{{pool}} wanted", f"max by (pool) (diptych_pool_wanted_workers{{{ALL}}})"),
+                ),
+            ),
+            Panel("Roles", "short", (("{{worker}} {{role}}", TOLD_BY_ROLE),), stacked=True),
+            Panel(
+                "Flips",
+                "short",
+                (("{{from}} to {{to}}", grown("diptych_role_changes_total", "from, to")),),
+            ),
+            Panel(
+                "Decisions of the elastic policy",
+                "short",
+                (("{{kind}} {{outcome}}", grown("diptych_elastic_decisions_total", "kind, outcome")),),
+            ),
+            Panel(
+                "Moves",
+                "ops",
+                (("{{reason}} {{outcome}}", f"sum by (reason, outcome) ({rate('diptych_moves_total')})"),),
+            ),
+        ),
+    ),
+    (
+        "Transfers",
+        (
+            Panel("Fetched", "Bps", (("{{worker}}", worker_rate("transfer_bytes")),), stacked=True),
+            Panel("A hand-off", "s", quantiles("diptych_transfer_seconds", ALL)),
+            Panel(
+                "Failures",
+                "ops",
+                (
+                    ("{{worker}} failed", worker_rate("failed_transfers")),
+                    ("{{worker}} corrupt", worker_rate("corrupt_transfers")),
+                    ("{{worker}} leases expired", worker_rate("expired_leases")),
+                ),
+            ),
+            Panel("Size of a hand-off", "bytes", quantiles("diptych_transfer_bytes", ALL)),
+            Panel("Ranges of a hand-off", "short", quantiles("diptych_transfer_descriptors", ALL)),
+            Panel("Leases held", "short", (("{{worker}}", by_worker("diptych_worker_leases")),)),
+        ),
+    ),
+)
+
+
+def dashboard() -> dict[str, Any]:
+    return {
+        "uid": "diptych",
+        "title": "Diptych",
+        "tags": ["diptych", "llm"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "",
+        "annotations": {"list": []},
+        "templating": {"list": [_source(), *VARIABLES]},
+        "panels": _panels(),
+    }
+
+
+def _source() -> dict[str, Any]:
+    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus", "hide": 0}
+
+
+def _variable(label: str, series: str, *, has_all: bool = True) -> dict[str, Any]:
+    query = f"label_values({series}, {label})"
+    return {
+        "name": label,
+        "type": "query",
+        "datasource": SOURCE,
+        "definition": query,
+        "query": {"query": query, "refId": label},
+        "refresh": 2,
+        "hide": 0,
+        "includeAll": has_all,
+        **({"allValue": ".*", "current": {"text": "All", "value": "$__all"}} if has_all else {}),
+    }
+
+
+VARIABLES = (
+    _variable("namespace", "diptych_info"),
+    _variable("job", 'diptych_info{namespace=~"$namespace"}', has_all=False),
+    _variable("class", f"diptych_time_to_first_token_seconds_count{{{ALL}}}"),
+)
+
+
+def _panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    x = y = 0
+    for title, panels in ROWS:
+        y, x = y + (HEIGHT if x else 0), 0
+        place = {"h": 1, "w": WIDTH, "x": 0, "y": y}
+        found.append(
+            {"id": len(found) + 1, "type": "row", "title": title, "collapsed": False, "gridPos": place, "panels": []}
+        )
+        y += 1
+        for panel in panels:
+            if x + panel.width > WIDTH:
+                x, y = 0, y + HEIGHT
+            place = {"h": HEIGHT, "w": panel.width, "x": x, "y": y}
+            found.append({"id": len(found) + 1, "gridPos": place, **_drawn(panel)})
+            x += panel.width
+    return found
+
+
+def _drawn(panel: Panel) -> dict[str, Any]:
+    letters = "ABCDEFGH"
+    targets = [
+        {"refId": letter, "datasource": SOURCE, "expr": query, "legendFormat": legend, "range": True}
+        for letter, (legend, query) in zip(letters, panel.queries, strict=False)
+    ]
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0} | ({"max": 1} if panel.unit == "percentunit" else {})
+    if panel.kind == "timeseries":
+        stacking = {"mode": "normal" if panel.stacked else "none", "group": "A"}
+        fill = 30 if panel.stacked else 5
+        defaults["custom"] = {"drawStyle": "line", "lineWidth": 1, "fillOpacity": fill, "stacking": stacking}
+        legend = {"displayMode": "list", "placement": "bottom", "showLegend": True}
+        options: dict[str, Any] = {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
+    else:
+        options = {"reduceOptions": {"calcs": ["lastNotNull"], "values": False}, "graphMode": "area"}
+    return {
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.words,
+        "datasource": SOURCE,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": options,
+        "targets": targets,
+    }
+
+
+def written() -> str:
+    return json.dumps(dashboard(), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written())
