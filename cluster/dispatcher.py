@@ -15,6 +15,7 @@ from typing import Any
 from cluster.attempt import Attempt
 from cluster.course import Course
 from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
+from cluster.history import History, Recent, Trail, Window
 from cluster.ledger import Stopwatch, now_ns
 from cluster.leg import AttemptFailed
 from cluster.lobby import Lobby
@@ -49,13 +50,14 @@ class Dispatcher:
         self._background: set[asyncio.Task[None]] = set()
         self._moved_bytes = 0
         caches = self._policy.index if self._policy.wants_caches else None
-        self.roster = Roster(spec, model, watch_members, name, caches)
+        self.history = History(spec.gateway.trace_requests, spec.gateway.trace_s, now_ns)
+        self.roster = Roster(spec, model, watch_members, name, caches, self.history)
         self._classes = Classes(spec.gateway)
         self._promises = Promises()
         self.witness = Witness(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time())
         self._lobby = Lobby(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)
         self._placing = Placing(spec.gateway, self._policy, self._lobby, self.roster, self._lives)
-        verbs = self._contexts, self._move_attempt, self._placing.anew
+        verbs = self._contexts, self._move_attempt, self._place_anew
         self._moving = Moving(self._policy.mover, self._policy.requeue, self.roster.picture, self.roster.change, *verbs)
 
     async def start(self) -> None:
@@ -127,6 +129,36 @@ class Dispatcher:
         ended = life.course.ended(self._classes.promised(life.request), life.error, asyncio.get_running_loop().time())
         self._promises.ended(ended)
         self._policy.answered(life.request, len(life.sent), life.finish)
+        if ended.outcome == "refused":
+            self.history.happened("refused", "", f"{ended.refusal}: {life.error}", life.request.id)
+        self.history.ended(self._trail(life, ended.outcome))
+
+    def _trail(self, life: Life, outcome: str = "") -> Trail:
+        """How a request went, so far if it has no outcome."""
+        attempt, request, ledger = life.attempt, life.request, life.watch.ledger()
+        phase = life.phase if attempt is None else attempt.phase
+        transfers = [*life.transfers, *(() if attempt is None else attempt.transfers)]
+        decoding = life.decode_workers if attempt is None else tuple(attempt.decode_workers)
+        arrived_ns = life.watch.started_ns
+        return Trail(
+            request_id=request.id,
+            class_name=request.slo.class_name,
+            outcome=outcome,
+            detail="" if life.error is None else str(life.error),
+            arrived_ns=arrived_ns,
+            ledger=ledger,
+            phase=phase,
+            open_ns=0 if outcome == "completed" else max(0, now_ns() - arrived_ns - ledger.total_ns),
+            prompt_tokens=len(request.prompt),
+            cached_tokens=life.cached_tokens if attempt is None else attempt.cached_tokens,
+            output_tokens=len(life.sent),
+            attempts=request.attempt + 1 - life.num_anew,
+            prefill_worker=life.placement.prefill if life.placement is not None else "",
+            decode_worker=decoding[0] if decoding else "",
+            moves=tuple(life.moves),
+            transfer_bytes=sum(report.num_bytes for report in transfers),
+            transfer_ns=round(1e9 * sum(report.elapsed_s for report in transfers)),
+        )
 
     async def move(self, request_id: str, worker: str, timeout_s: float | None = None) -> bool:
         """Have another worker go on with this request's decode, while it goes on; False when it stays where it is.
@@ -140,12 +172,22 @@ class Dispatcher:
         moved = await attempt.move(line, timeout_s or self._spec.transfer.read_timeout_s)
         if moved and life.attempt is attempt:
             self._policy.moved(key, worker, asyncio.get_running_loop().time())
+        if moved:
+            life.moves.append((now_ns(), worker))
+            self.history.happened("move", worker, f"from {attempt.decode_workers[-2]}", request_id)
         self._moved_bytes += sum(report.num_bytes for report in attempt.transfers[before:])
         return moved
 
     async def _move_attempt(self, key: str, worker: str) -> bool:
         life = self._placing.find(key)
         return life is not None and await self.move(life.request.id, worker)
+
+    def _place_anew(self, key: str) -> bool:
+        life, done = self._placing.find(key), self._placing.anew(key)
+        if done and life is not None and life.anew is not None:
+            placement = life.anew[1]
+            self.history.happened("anew", placement.prefill, placement.reason, life.request.id)
+        return done
 
     def _contexts(self) -> dict[str, int]:
         """The tokens so far of each attempt that decodes."""
@@ -221,7 +263,7 @@ class Dispatcher:
             lender=self.roster.lines.get(placement.lender),
             borrow_s=self._spec.transfer.read_timeout_s,
         )
-        life.attempt, attempt_tokens = attempt, 0
+        life.attempt, life.num_counted, attempt_tokens = attempt, 0, 0
         try:
             if not placement.colocated:
                 await attempt.reserve(self._reserving_s(life))
@@ -247,6 +289,7 @@ class Dispatcher:
             self._policy.ended(key, asyncio.get_running_loop().time(), attempt_tokens)
             self._lobby.changed()
             attempt.release()
+            self._count_transfers(life, attempt)
             life.transfers += attempt.transfers
             life.cached_tokens = max(life.cached_tokens, attempt.cached_tokens)
 
@@ -291,11 +334,29 @@ class Dispatcher:
         life.sent.extend(output.tokens)
         life.course.tokens(len(output.tokens), asyncio.get_running_loop().time())
         life.emit(Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs))
+        if (attempt := life.attempt) is not None:
+            self.history.of(attempt.decode_workers[-1]).output_tokens += len(output.tokens)
+            if len(attempt.transfers) > life.num_counted:
+                self._count_transfers(life, attempt)
         if output.prefilled:
             self._prefilled(life, output)
 
+    def _count_transfers(self, life: Life, attempt: Attempt) -> None:
+        """Those that have come since the last call, at who decodes now."""
+        traffic = self.history.of(attempt.decode_workers[-1])
+        for report in attempt.transfers[life.num_counted :]:
+            traffic.transfers += 1
+            traffic.transfer_bytes += report.num_bytes
+            traffic.transfer_s += report.elapsed_s
+        life.num_counted = len(attempt.transfers)
+
     def _prefilled(self, life: Life, output: TokensOut) -> None:
         """Tell the policy. Raises `Rejected` when it turns the request away now."""
+        if life.placement is not None:
+            traffic = self.history.of(life.placement.prefill)
+            traffic.prompts += 1
+            traffic.prompt_tokens += len(life.request.prompt)
+            traffic.cached_tokens += output.cached_tokens
         told = output.cached_tokens, output.timing.compute_s
         self._policy.prefilled(life.request.key, asyncio.get_running_loop().time(), *told)
         self._lobby.changed()
@@ -332,6 +393,15 @@ class Dispatcher:
     def turned_away(self, class_name: str, cause: str) -> None:
         """A request never came here: the door refused it."""
         self._promises.ended(Ended("refused", class_name, cause))
+        self.history.happened("refused", "", cause)
+
+    def recent(self) -> Recent:
+        """What went through each worker since this gateway began, and what happened lately."""
+        return self.history.recent(member.view.name for member in self.roster.membership.members)
+
+    def remembered(self, begin_ns: int, end_ns: int) -> Window:
+        """What is still known of a stretch of time, of `cluster.ledger.now_ns`; requests under way too."""
+        return self.history.window(begin_ns, end_ns, map(self._trail, tuple(self._lives.values())))
 
     @property
     def guesses(self) -> Guesses:

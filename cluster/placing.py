@@ -50,6 +50,8 @@ class Life:
     placed_anew: asyncio.Event = field(default_factory=asyncio.Event)
     num_anew: int = 0
     decode_workers: tuple[str, ...] = ()  # of the latest attempt
+    moves: list[tuple[int, str]] = field(default_factory=list)  # when its decode moved (ns), and to whom
+    num_counted: int = 0  # transfers of the attempt that runs
     phase: str = "queueing"
     finish: FinishReason | None = None
     error: BaseException | None = None

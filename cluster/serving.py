@@ -16,6 +16,7 @@ from cluster.changes import Memory, Taken
 from cluster.controller import Controller
 from cluster.dispatcher import Dispatcher
 from cluster.events import Event
+from cluster.history import Recent, Window
 from cluster.members import Membership
 from cluster.planner_process import ChildPlanner
 from cluster.policy.elastic import Elastic
@@ -76,6 +77,14 @@ class RequestDispatcher(Protocol):
 
     def turned_away(self, class_name: str, cause: str) -> None:
         """The door refused a request of this class, for one of `cluster.policy.promises.REASONS`."""
+        ...
+
+    def recent(self) -> Recent:
+        """What went through each worker, and what happened lately."""
+        ...
+
+    def remembered(self, begin_ns: int, end_ns: int) -> Window:
+        """What is known of a stretch of time, of `cluster.ledger.now_ns`."""
         ...
 
     def view_change(self) -> Awaitable[object]:

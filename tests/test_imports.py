@@ -36,6 +36,7 @@ LAYERS = [
         "cluster.steward",
         "cluster.witness",
         "cluster.calls",
+        "cluster.history",
     ],
     ["cluster.leg"],
     ["cluster.attempt", "cluster.lobby", "cluster.moving", "cluster.roster", "cluster.course", "cluster.metrics"],

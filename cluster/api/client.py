@@ -20,11 +20,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.api.admin_messages import ROLES, decisions_from, measure_message, timings_from, view_from
 from cluster.api.errors import DiptychError
 from cluster.api.failures import error_from, error_of_call
+from cluster.api.history_messages import recent_from
 from cluster.api.messages import SamplingOptions, duration_of, events_from, sampling_message, slo_message
 from cluster.api.standing_messages import standing_from
 from cluster.api.wire import INFERENCE, KEEPALIVE, MESSAGE_SIZES
 from cluster.changes import Taken
 from cluster.events import Accepted, Completed, Queued
+from cluster.history import Recent
 from cluster.policy.promises import Standing
 from cluster.spec import Role
 from cluster.text import TextDelta, TextEvent
@@ -61,7 +63,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The view of the gateway that answered, its load, what the elastic policy decided lately, and promises kept."""
+    """The view of the gateway that answered, its load, what the elastic policy decided lately, promises kept, and what
+    went through each worker."""
 
     view: ClusterView
     gateway: str
@@ -69,6 +72,7 @@ class ClusterStatus:
     max_requests: int
     decisions: tuple[Taken, ...] = ()
     standing: Standing = field(default_factory=Standing)
+    recent: Recent = field(default_factory=Recent)
 
 
 class DiptychClient:
@@ -189,7 +193,7 @@ class DiptychClient:
         gateway = message.gateway
         load = gateway.active_requests, gateway.max_requests
         standing = standing_from(message.standing)
-        return ClusterStatus(view_from(message), gateway.name, *load, decisions_from(message), standing)
+        return ClusterStatus(view_from(message), gateway.name, *load, decisions_from(message), standing, recent_from(message))
 
     async def metrics(self, *, timeout_s: float = 10.0) -> str:
         """The gateway's metrics in Prometheus' text format."""

@@ -13,6 +13,7 @@ import grpc
 from grpc_status import rpc_status
 
 from cluster.api.admin_messages import ROLES_FROM, shape_from, timings_message, view_message
+from cluster.api.history_messages import put_recent
 from cluster.api.messages import delta_message, event_message, prompt_from, sampling_from, seconds, slo_from
 from cluster.api.standing_messages import standing_message
 from cluster.api.statuses import status_of
@@ -114,6 +115,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         decisions = () if operator is None else await operator.decisions()
         message = view_message(view, gateway, decisions)
         message.standing.CopyFrom(standing_message(self._context.dispatcher.standing()))
+        put_recent(self._context.dispatcher.recent(), message)
         return message
 
     async def GetMetrics(self, request: admin_pb2.GetMetricsRequest, context: Context) -> admin_pb2.GetMetricsResponse:
