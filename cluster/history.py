@@ -20,8 +20,8 @@ RECENT = 32
 class Trail:
     """How one request went. Nanoseconds of the gateway's clock.
 
-    The ledger goes to its last lap; behind it come `open_ns` in `phase` (as an attempt names it), up to the end or, where
-    `outcome` is empty, up to now. `moves`: when its decode moved, and to whom.
+    The ledger goes to its last lap; behind it come `open_ns` in `phase` (as an attempt names it), up to the end or,
+    where `outcome` is empty, up to now. `moves`: when its decode moved, and to whom.
     """
 
     request_id: str
@@ -90,7 +90,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """For who looks every second: counters by worker, and the latest happenings with how long ago they were, last last."""
+    """For who looks every second: counters by worker, and the latest happenings with how many seconds ago they were."""
 
     uptime_s: float = 0.0
     traffic: tuple[tuple[str, Traffic], ...] = ()
@@ -150,7 +150,10 @@ class History:
         """Of these workers."""
         now_ns = self._now_ns()
         known = {name: self._traffic[name] for name in workers if name in self._traffic}
-        traffic = ((name, replace(each, changed_ns=now_ns - each.changed_ns)) for name, each in known.items())
+        traffic = (
+            (name, replace(each, changed_ns=now_ns - each.changed_ns if each.change else 0))
+            for name, each in known.items()
+        )
         happenings = [((now_ns - each.at_ns) / 1e9, each) for each in list(self._happenings)[-RECENT:]]
         return Recent((now_ns - self._began_ns) / 1e9, tuple(traffic), tuple(happenings))
 

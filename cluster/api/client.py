@@ -193,7 +193,9 @@ class DiptychClient:
         gateway = message.gateway
         load = gateway.active_requests, gateway.max_requests
         standing = standing_from(message.standing)
-        return ClusterStatus(view_from(message), gateway.name, *load, decisions_from(message), standing, recent_from(message))
+        return ClusterStatus(
+            view_from(message), gateway.name, *load, decisions_from(message), standing, recent_from(message)
+        )
 
     async def metrics(self, *, timeout_s: float = 10.0) -> str:
         """The gateway's metrics in Prometheus' text format."""

@@ -18,6 +18,7 @@ from cluster.cli.serve import serve
 from cluster.cli.simulate import simulate
 from cluster.cli.status import status
 from cluster.cli.talk import chat, generate
+from cluster.cli.top import top
 
 OURS = ("cluster", "workers", "kvtransfer")
 
@@ -68,6 +69,7 @@ for command in (
     generate,
     chat,
     status,
+    top,
     flip,
     drain,
     scale,
