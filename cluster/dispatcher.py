@@ -15,7 +15,7 @@ from typing import Any
 from cluster.attempt import Attempt
 from cluster.course import Course
 from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
-from cluster.history import History, Recent, Trail, Window
+from cluster.history import LONGEST_TEXT, History, Recent, Trail, Window
 from cluster.ledger import Stopwatch, now_ns
 from cluster.leg import AttemptFailed
 from cluster.lobby import Lobby
@@ -131,7 +131,8 @@ class Dispatcher:
         self._policy.answered(life.request, len(life.sent), life.finish)
         if ended.outcome == "refused":
             self.history.happened("refused", "", f"{ended.refusal}: {life.error}", life.request.id)
-        self.history.ended(self._trail(life, ended.outcome))
+        if self.history.keeps_trails:
+            self.history.ended(self._trail(life, ended.outcome))
 
     def _trail(self, life: Life, outcome: str = "") -> Trail:
         """How a request went, so far if it has no outcome."""
@@ -144,7 +145,7 @@ class Dispatcher:
             request_id=request.id,
             class_name=request.slo.class_name,
             outcome=outcome,
-            detail="" if life.error is None else str(life.error),
+            detail="" if life.error is None else str(life.error)[:LONGEST_TEXT],
             arrived_ns=arrived_ns,
             ledger=ledger,
             phase=phase,

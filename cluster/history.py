@@ -14,6 +14,7 @@ from cluster.view import ClusterView
 MOST_HAPPENINGS = 1024
 MOST_POINTS = 65_536  # of all samples together, one for each worker
 RECENT = 32
+LONGEST_TEXT = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class History:
     """Owned by a Dispatcher. At most `most` ended requests, of the last `age_s` seconds; 0: no requests, no loads."""
 
     def __init__(self, most: int, age_s: float, now_ns: Callable[[], int]) -> None:
+        self.keeps_trails = most > 0
         self._age_ns = round(age_s * 1e9)
         self._now_ns = now_ns
         self._began_ns = now_ns()
@@ -127,10 +129,10 @@ class History:
 
     def happened(self, kind: str, worker: str, text: str, request_id: str = "") -> None:
         now_ns = self._now_ns()
-        self._happenings.append(Happening(now_ns, kind, worker, text, request_id))
+        self._happenings.append(Happening(now_ns, kind, worker, text[:LONGEST_TEXT], request_id))
         if kind in ("flip", "move", "lost"):
             known = self.of(worker)
-            known.change, known.changed_ns = f"{kind} {text}", now_ns
+            known.change, known.changed_ns = f"{kind} {text[:LONGEST_TEXT]}", now_ns
 
     def ended(self, trail: Trail) -> None:
         """A request is over; its trail is kept for a while."""

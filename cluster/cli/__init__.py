@@ -19,6 +19,7 @@ from cluster.cli.simulate import simulate
 from cluster.cli.status import status
 from cluster.cli.talk import chat, generate
 from cluster.cli.top import top
+from cluster.cli.trace import trace
 
 OURS = ("cluster", "workers", "kvtransfer")
 
@@ -70,6 +71,7 @@ for command in (
     chat,
     status,
     top,
+    trace,
     flip,
     drain,
     scale,
