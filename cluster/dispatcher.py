@@ -22,6 +22,7 @@ from cluster.lobby import Lobby
 from cluster.moving import Moving
 from cluster.placing import Life, PlacedAnew, Placing
 from cluster.policy.classes import Classes
+from cluster.policy.placement import Placement
 from cluster.policy.policy import open_policy
 from cluster.policy.prefix_index import Guesses
 from cluster.policy.promises import Ended, Promises, Standing
@@ -31,6 +32,7 @@ from cluster.spec import ClusterSpec, Role
 from cluster.view import ClusterView, ModelView
 from cluster.witness import Witness
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed
+from workers.logged import about
 from workers.request import FinishReason, Request, TokensOut
 from workers.shapes import Shape, Timings
 
@@ -45,6 +47,7 @@ class Dispatcher:
 
     def __init__(self, spec: ClusterSpec, model: ModelView, watch_members: WatchMembers, name: str = "gateway") -> None:
         self._spec = spec
+        self._name = name
         self._policy = open_policy(spec, seed=zlib.crc32(name.encode()))  # gateways do not all draw the same
         self._lives: dict[str, Life] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -131,6 +134,8 @@ class Dispatcher:
         self._policy.answered(life.request, len(life.sent), life.finish)
         if ended.outcome == "refused":
             self.history.happened("refused", "", f"{ended.refusal}: {life.error}", life.request.id)
+        if logger.isEnabledFor(logging.INFO):
+            self._log_ended(life, ended.outcome)
         if self.history.keeps_trails:
             self.history.ended(self._trail(life, ended.outcome))
 
@@ -235,7 +240,8 @@ class Dispatcher:
                 continue
             except AttemptFailed as failure:
                 spent = life.request.attempt + 1 - life.num_anew
-                logger.warning("request %s, attempt %d failed at %s", life.request.id, spent, failure)
+                told = about(self._name, life.request.id, attempt=spent, worker=failure.worker)
+                logger.warning("request %s, attempt %d failed at %s", life.request.id, spent, failure, extra=told)
                 life.avoid.add(failure.worker)
                 # A full decode pool is no reason to decode on prefill workers; a dead one is.
                 full = failure.refused_s is not None
@@ -281,6 +287,7 @@ class Dispatcher:
                     predicted_tpot_s=placement.predicted_tpot_s,
                 )
             )
+            self._log_accepted(life.request, placement)
             finish = await self._run_or_stop(life, attempt)
             attempt_tokens = len(life.sent) - len(life.request.generated)
             return finish
@@ -293,6 +300,23 @@ class Dispatcher:
             self._count_transfers(life, attempt)
             life.transfers += attempt.transfers
             life.cached_tokens = max(life.cached_tokens, attempt.cached_tokens)
+
+    def _log_accepted(self, request: Request, placement: Placement) -> None:
+        prefill, decode, reason = placement.prefill, placement.decode, placement.reason
+        told = about(self._name, request.id, attempt=request.attempt, prefill_worker=prefill, decode_worker=decode)
+        logger.info("request %s goes to %s and %s: %s", request.id, prefill, decode, reason, extra=told)
+
+    def _log_ended(self, life: Life, outcome: str) -> None:
+        ledger, tokens, request_id = life.watch.ledger(), len(life.sent), life.request.id
+        figures = {
+            "prompt_tokens": len(life.request.prompt),
+            "output_tokens": tokens,
+            "class_name": life.request.slo.class_name,
+        }
+        times = {"ttft_ms": ledger.ttft_ns / 1e6 if tokens else None, "total_ms": ledger.total_ns / 1e6}
+        told = about(self._name, request_id, outcome=outcome, **figures, **times)
+        words = f": {life.error}" if isinstance(life.error, Exception) else ""
+        logger.info("request %s %s after %d tokens%s", request_id, outcome, tokens, words, extra=told)
 
     def _reserving_s(self, life: Life) -> float:
         """How long to wait for one worker's word of blocks and a slot; no longer than a promise can be kept."""

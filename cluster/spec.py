@@ -300,6 +300,22 @@ class ElasticSpec:
                 raise ValueError(f"floors.{role} is {floor}; floors are numbers of workers of prefill and decode")
 
 
+LOG_FORMATS, LOG_LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class LogSpec:
+    """How every process of the cluster logs (see `cluster.logs`)."""
+
+    format: str = "text"
+    level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name, known in (("format", LOG_FORMATS), ("level", LOG_LEVELS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
     """One model served by pools of workers behind gateways."""
@@ -312,6 +328,7 @@ class ClusterSpec:
     health: HealthSpec = field(default_factory=HealthSpec)
     executor: str = "torch"
     elastic: ElasticSpec = field(default_factory=ElasticSpec)
+    logs: LogSpec = field(default_factory=LogSpec)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):

@@ -11,7 +11,7 @@ from chart import CHART
 
 from cluster.api.wire import ADMIN
 from cluster.cli import main
-from cluster.spec import ClassSpec, ClusterSpec, ElasticSpec, GatewaySpec, HealthSpec, PoolSpec, Resources
+from cluster.spec import ClassSpec, ClusterSpec, ElasticSpec, GatewaySpec, HealthSpec, LogSpec, PoolSpec, Resources
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
 from workers.costs import LinearCost
 from workers.request import SLO
@@ -29,6 +29,7 @@ BLOCKS = [
     (ClassSpec, SCHEMA["definitions"]["class"]),
     (HealthSpec, CLUSTER["properties"]["health"]),
     (ElasticSpec, CLUSTER["properties"]["elastic"]),
+    (LogSpec, CLUSTER["properties"]["logs"]),
     (PoolSpec, POOL),
     (ParallelConfig, POOL["properties"]["parallel"]),
     (Resources, POOL["properties"]["resources"]),
