@@ -7,6 +7,7 @@ Knows no wire and no clock. Never sees a prompt or a token.
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from heapq import merge
 
 from cluster.ledger import LatencyLedger
 from cluster.view import ClusterView
@@ -118,6 +119,7 @@ class History:
         self._traffic: dict[str, Traffic] = {}
         self._trails: deque[Trail] = deque(maxlen=most)
         self._happenings: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)
+        self._refusals: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)  # apart: they come in floods
         self._loads: deque[Load] = deque(maxlen=MOST_POINTS if most else 0)
 
     def of(self, worker: str) -> Traffic:
@@ -129,7 +131,8 @@ class History:
 
     def happened(self, kind: str, worker: str, text: str, request_id: str = "") -> None:
         now_ns = self._now_ns()
-        self._happenings.append(Happening(now_ns, kind, worker, text[:LONGEST_TEXT], request_id))
+        among = self._refusals if kind == "refused" else self._happenings
+        among.append(Happening(now_ns, kind, worker, text[:LONGEST_TEXT], request_id))
         if kind in ("flip", "move", "lost"):
             known = self.of(worker)
             known.change, known.changed_ns = f"{kind} {text[:LONGEST_TEXT]}", now_ns
@@ -156,8 +159,9 @@ class History:
             (name, replace(each, changed_ns=now_ns - each.changed_ns if each.change else 0))
             for name, each in known.items()
         )
-        happenings = [((now_ns - each.at_ns) / 1e9, each) for each in list(self._happenings)[-RECENT:]]
-        return Recent((now_ns - self._began_ns) / 1e9, tuple(traffic), tuple(happenings))
+        latest = _merged(list(self._happenings)[-RECENT:], list(self._refusals)[-RECENT:])
+        happenings = tuple(((now_ns - each.at_ns) / 1e9, each) for each in latest)
+        return Recent((now_ns - self._began_ns) / 1e9, tuple(traffic), happenings)
 
     def window(self, begin_ns: int, end_ns: int, under_way: Iterable[Trail] = ()) -> Window:
         """What overlaps with this stretch of time; with what is under way, as far as it was then there."""
@@ -165,7 +169,7 @@ class History:
         trails = (*self._trails, *under_way)
         return Window(
             tuple(each for each in trails if each.end_ns >= begin_ns and each.arrived_ns <= end_ns),
-            tuple(each for each in self._happenings if begin_ns <= each.at_ns <= end_ns),
+            _merged(*([each for each in among if begin_ns <= each.at_ns <= end_ns] for among in self._both)),
             tuple(each for each in self._loads if begin_ns <= each.at_ns <= end_ns),
         )
 
@@ -175,5 +179,14 @@ class History:
             self._trails.popleft()
         while self._loads and self._loads[0].at_ns < oldest_ns:
             self._loads.popleft()
-        while self._happenings and self._happenings[0].at_ns < oldest_ns:
-            self._happenings.popleft()
+        for among in self._both:
+            while among and among[0].at_ns < oldest_ns:
+                among.popleft()
+
+    @property
+    def _both(self) -> tuple[deque[Happening], deque[Happening]]:
+        return self._happenings, self._refusals
+
+
+def _merged(one: Iterable[Happening], other: Iterable[Happening]) -> tuple[Happening, ...]:
+    return tuple(merge(one, other, key=lambda each: each.at_ns))

@@ -1,5 +1,6 @@
 """How `diptych top` looks: one screen of a cluster, for any width from 80 columns on, and the same as JSON."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from textwrap import wrap
@@ -220,7 +221,7 @@ def _footer(status: "ClusterStatus", width: int) -> "Iterator[Text]":
     troubled = [worker for worker in status.view.workers if worker.trouble and width < WIDE]
     for worker in troubled[:FOOTER_LINES]:
         yield _line(f"{worker.name}: {worker.trouble}")
-    entries = [*map(_decided, status.decisions), *(_happened(age_s, each) for age_s, each in status.recent.happenings)]
+    entries = [*map(_decided, status.decisions), *_happened(status.recent.happenings)]
     for age_s, words in sorted(entries, key=lambda entry: entry[0])[:FOOTER_LINES]:
         yield _line(f"{span(age_s):>7} ago  {words}")
 
@@ -229,9 +230,15 @@ def _decided(taken: Taken) -> tuple[float, str]:
     return taken.age_s, f"{taken.outcome}: {decision_words(taken.decision)}: {taken.decision.reason}"
 
 
-def _happened(age_s: float, each: Happening) -> tuple[float, str]:
-    who = " ".join(filter(None, (each.worker, each.request_id)))
-    return age_s, f"{each.kind}: {who}{': ' if who else ''}{each.text}"
+def _happened(happenings: tuple[tuple[float, Happening], ...]) -> Iterator[tuple[float, str]]:
+    """Refusals of one cause are one line: the latest, and how many there are lately."""
+    causes = Counter(each.text.partition(":")[0] for _, each in happenings if each.kind == "refused")
+    for age_s, each in reversed(happenings):
+        count = causes.pop(each.text.partition(":")[0], 0) if each.kind == "refused" else 1
+        if count:
+            who = " ".join(filter(None, (each.worker, each.request_id)))
+            more = f" (and {count - 1} more)" if count > 1 else ""
+            yield age_s, f"{each.kind}{more}: {who}{': ' if who else ''}{each.text}"
 
 
 def screen_json(looks: Looks) -> dict[str, Any]:

@@ -96,15 +96,17 @@ def test_promises_are_those_of_the_last_minute() -> None:
     assert looks.rates(since_beginning=True).kept[0].ttft == Kept(99, 49)
 
 
-@pytest.mark.parametrize("width", [80, 100, 140])
+@pytest.mark.parametrize("width", [80, 100, 120, 140])
 def test_the_screen_keeps_to_its_width_and_height(width: int) -> None:
     seen = status(kept=(8, 6))
     some = [
         structs.replace(seen.view.workers[0], name=f"prefill-{n}", state=WorkerState.READY if n else WorkerState.DEAD)
         for n in range(40)
     ]
+    flip = (30.0, Happening(0, "flip", "prefill-2", "decode -> prefill"))
+    refused = [(3.0 - n, Happening(0, "refused", "", "queue-full: it waits", f"req-{n}")) for n in range(3)]
     decision = Taken(Decision("flip", "decodes wait " * 20, "prefill-3", Role.DECODE), 5.0, "done")
-    recent = replace(seen.recent, happenings=((2.0, Happening(0, "refused", "", "queue-full", "req-1")),))
+    recent = replace(seen.recent, happenings=(flip, *refused))
     seen = replace(seen, view=replace(seen.view, workers=tuple(some)), decisions=(decision,), recent=recent)
     looks = Looks()
     looks.add(Look(0.0, seen))
@@ -114,7 +116,15 @@ def test_the_screen_keeps_to_its_width_and_height(width: int) -> None:
     lines = console.export_text().splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= width
     text = "\n".join(lines)
-    for words in ("prefill-0", "dead", "and ", "more", "done: prefill-3 -> decode", "refused: req-1", "no answer for"):
+    for words in (
+        "prefill-0",
+        "dead",
+        "and ",
+        "more",
+        "done: prefill-3 -> decode",
+        "refused (and 2 more): req-2: queue-full",
+        "flip: prefill-2",
+    ):
         assert words in text, words
     assert ("steps/s" in text) == (width >= 120)
 

@@ -187,3 +187,13 @@ def test_a_workers_last_change_is_remembered(kind: str) -> None:
     ((name, traffic),) = recent.traffic
     assert (name, traffic.change, traffic.changed_ns) == ("decode-0", f"{kind} decode -> prefill", 3 * 10**9)
     assert [(age_s, each.kind) for age_s, each in recent.happenings] == [(3.0, kind), (3.0, "refused")]
+
+
+def test_a_flood_of_refusals_drowns_no_flip() -> None:
+    history = History(8, 1e6, Clock())
+    history.happened("flip", "decode-0", "decode -> prefill")
+    for n in range(5000):
+        history.happened("refused", "", "gateway-full", f"req-{n}")
+    assert "flip" in {each.kind for _, each in history.recent(()).happenings}
+    kinds = [each.kind for each in history.window(0, DAY_NS).happenings]
+    assert kinds.count("flip") == 1 and 100 < kinds.count("refused") < 5000
