@@ -16,6 +16,7 @@ MOST_HAPPENINGS = 1024
 MOST_POINTS = 65_536  # of all samples together, one for each worker
 RECENT = 32
 LONGEST_TEXT = 300
+CHANGES = ("flip", "move", "lost", "left")  # of a worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,10 @@ class Trail:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Something beside the ordinary: a flip, a move, a prompt placed anew, a refusal, a lost worker."""
+    """Something beside the ordinary: a flip, a move, a prompt placed anew, a refusal, a worker that is gone."""
 
     at_ns: int
-    kind: str  # "flip", "move", "anew", "refused" or "lost"
+    kind: str  # "flip", "move", "anew", "refused", "lost" or "left"
     worker: str
     text: str
     request_id: str = ""
@@ -133,7 +134,7 @@ class History:
         now_ns = self._now_ns()
         among = self._refusals if kind == "refused" else self._happenings
         among.append(Happening(now_ns, kind, worker, text[:LONGEST_TEXT], request_id))
-        if kind in ("flip", "move", "lost"):
+        if kind in CHANGES:
             known = self.of(worker)
             known.change, known.changed_ns = f"{kind} {text[:LONGEST_TEXT]}", now_ns
 

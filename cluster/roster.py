@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 WatchMembers = Callable[[int, float], Awaitable[Membership]]  # (known revision, timeout_s), a long poll
 WATCH_S = 10.0
 REDIAL_S = 1.0
+TAKEN_OUT = "the controller took it out"
 
 
 class Roster:
@@ -152,7 +153,7 @@ class Roster:
         for name, line in list(self.lines.items()):
             if _departed(line, known.get(name)):
                 if line.lost is None:
-                    line.hang_up("the controller took it out")
+                    line.hang_up(TAKEN_OUT)
                 self._in_background(line.close())
                 del self.lines[name]
                 if self._caches is not None:
@@ -168,8 +169,11 @@ class Roster:
         subscriber = f"{self._name}-{uuid.uuid4().hex[:12]}"
         silence_s, reader = self._spec.health.dead_after_s, self._reader(member.view, member.handle)
         line = Line(member.view, member.handle, subscriber, silence_s, self._pulse, reader)
-        line.ended.add_done_callback(lambda _: self._note("lost", line.name, line.lost or ""))
+        line.ended.add_done_callback(lambda _: self._note_end(line.name, line.lost or ""))
         return line
+
+    def _note_end(self, worker: str, reason: str) -> None:
+        self._note("left" if reason == TAKEN_OUT else "lost", worker, reason)
 
     def _note(self, kind: str, worker: str, text: str) -> None:
         if self._history is not None:

@@ -53,7 +53,7 @@ def top(endpoint: str, interval_s: float, once: bool, as_json: bool, deadline_s:
       diptych top --endpoint 127.0.0.1:50051
     """
     try:
-        if once or as_json or not sys.stdout.isatty():
+        if once or as_json or not sys.stdout.isatty() or console().is_dumb_terminal:
             run(_once(endpoint, interval_s, as_json))
         else:
             run(_watch(endpoint, interval_s, deadline_s))

@@ -6,10 +6,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.history import Happening, History, Load, Trail, Window
+from cluster.history import CHANGES, Happening, History, Load, Trail, Window
 from cluster.ledger import PHASES, LatencyLedger
 from cluster.report.perfetto import us
 from cluster.report.window import events, parts
@@ -89,6 +89,7 @@ TRAILS = st.builds(
 )
 
 
+@settings(max_examples=40)
 @given(st.lists(TRAILS, max_size=6))
 def test_the_slices_of_a_request_touch_and_sum_to_its_time(trails: list[Trail]) -> None:
     found = drawn(*trails)
@@ -176,7 +177,7 @@ def test_a_window_has_what_reaches_into_it() -> None:
     assert [each.request_id for each in window.trails] == ["late", "now"]
 
 
-@pytest.mark.parametrize("kind", ["flip", "move", "lost"])
+@pytest.mark.parametrize("kind", CHANGES)
 def test_a_workers_last_change_is_remembered(kind: str) -> None:
     clock = Clock()
     history = History(0, 10.0, clock)
