@@ -28,14 +28,14 @@ RECENTS = st.builds(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(WINDOWS)
 def test_windows_survive_the_wire(window: Window) -> None:
     sent = [page.SerializeToString() for page in pages(window, "gateway-0", 0)]
     assert window_from(map(admin_pb2.TracePage.FromString, sent)) == window
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(RECENTS)
 def test_the_recent_survives_the_wire(recent: Recent) -> None:
     message = admin_pb2.GetClusterResponse()
