@@ -166,7 +166,7 @@ def _cells(worker: WorkerView, rate: WorkerRates, told: Traffic, wide: bool) -> 
     if not wide:
         return cells
     change = f"{told.change}, {span(told.changed_ns / 1e9)} ago" if told.change else ""
-    return [*cells, _rate(rate.steps_s), worker.trouble or change]
+    return [*cells, _rate(rate.steps_s), Text(worker.trouble or change)]
 
 
 def _used(worker: WorkerView) -> int:
