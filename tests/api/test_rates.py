@@ -103,6 +103,7 @@ def test_the_screen_keeps_to_its_width_and_height(width: int) -> None:
         structs.replace(seen.view.workers[0], name=f"prefill-{n}", state=WorkerState.READY if n else WorkerState.DEAD)
         for n in range(40)
     ]
+    some[1] = structs.replace(some[1], detail="lost [/bold] once")
     flip = (30.0, Happening(0, "flip", "prefill-2", "decode -> prefill"))
     refused = [(3.0 - n, Happening(0, "refused", "", "queue-full: it waits", f"req-{n}")) for n in range(3)]
     decision = Taken(Decision("flip", "decodes wait " * 20, "prefill-3", Role.DECODE), 5.0, "done")
@@ -124,6 +125,7 @@ def test_the_screen_keeps_to_its_width_and_height(width: int) -> None:
         "done: prefill-3 -> decode",
         "refused (and 2 more): req-2: queue-full",
         "flip: prefill-2",
+        "[/bold]",
     ):
         assert words in text, words
     assert ("steps/s" in text) == (width >= 120)
