@@ -19,6 +19,7 @@ from cluster.ledger import Stopwatch
 from cluster.leg import AttemptFailed, Background, Leg
 from cluster.line import Line, LineLost, Said
 from kvtransfer.ticket import TransferReport
+from workers.logged import about
 from workers.request import FailedOut, FetchedOut, FinishReason, HeadOut, LegTiming, Request, TicketOut, TokensOut
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,8 @@ class Attempt:
         try:
             ticket = await Leg(self._request, lender).call(lender.handle.lend(self._request))
         except AttemptFailed as failure:
-            logger.warning("request %s: nothing could be borrowed from %s", self._request.id, failure)
+            told = about(key=self._request.id, worker=failure.worker)
+            logger.warning("request %s: nothing could be borrowed from %s", self._request.id, failure, extra=told)
             return
         if ticket is not None:
             borrowing = self._prefill.handle.borrow(self._request, ticket, self._borrow_s)
@@ -251,7 +253,8 @@ class Attempt:
             return await switch.done
         except (AttemptFailed, Unservable, TimeoutError) as error:
             reason = str(error) or f"it took longer than {timeout_s:.1f} s"
-            logger.warning("request %s stays at %s: %s", self._request.id, owner.name, reason)
+            told = about(key=self._request.id, worker=owner.name)
+            logger.warning("request %s stays at %s: %s", self._request.id, owner.name, reason, extra=told)
             return False
         finally:
             self._coming = None
@@ -285,7 +288,8 @@ class Attempt:
         try:
             await leg.call(leg.handle.decode(leg.key, drawn))
         except (AttemptFailed, Unservable) as error:
-            logger.warning("request %s stays at %s: %s", self._request.id, self._decode.name, error)
+            told = about(key=self._request.id, worker=self._decode.name)
+            logger.warning("request %s stays at %s: %s", self._request.id, self._decode.name, error, extra=told)
             return False
         self.close_lap()
         self._latest = None

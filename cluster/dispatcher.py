@@ -15,12 +15,14 @@ from typing import Any
 from cluster.attempt import Attempt
 from cluster.course import Course
 from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
+from cluster.history import LONGEST_TEXT, History, Recent, Trail, Window
 from cluster.ledger import Stopwatch, now_ns
 from cluster.leg import AttemptFailed
 from cluster.lobby import Lobby
 from cluster.moving import Moving
 from cluster.placing import Life, PlacedAnew, Placing
 from cluster.policy.classes import Classes
+from cluster.policy.placement import Placement
 from cluster.policy.policy import open_policy
 from cluster.policy.prefix_index import Guesses
 from cluster.policy.promises import Ended, Promises, Standing
@@ -31,6 +33,7 @@ from cluster.tally import Tally
 from cluster.view import ClusterView, ModelView
 from cluster.witness import Witness
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed
+from workers.logged import about
 from workers.request import FinishReason, Request, TokensOut
 from workers.shapes import Shape, Timings
 
@@ -45,19 +48,21 @@ class Dispatcher:
 
     def __init__(self, spec: ClusterSpec, model: ModelView, watch_members: WatchMembers, name: str = "gateway") -> None:
         self._spec = spec
+        self._name = name
         self._policy = open_policy(spec, seed=zlib.crc32(name.encode()))  # gateways do not all draw the same
         self._lives: dict[str, Life] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._moved_bytes = 0
         caches = self._policy.index if self._policy.wants_caches else None
-        self.roster = Roster(spec, model, watch_members, name, caches)
+        self.history = History(spec.gateway.trace_requests, spec.gateway.trace_s, now_ns)
+        self.roster = Roster(spec, model, watch_members, name, caches, self.history)
         self._classes = Classes(spec.gateway)
         self._promises = Promises()
         self._tally = Tally(spec.gateway.classes, spec.transfer.backends)
         self.witness = Witness(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time())
         self._lobby = Lobby(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)
         self._placing = Placing(spec.gateway, self._policy, self._lobby, self.roster, self._lives)
-        verbs = self._contexts, self._move_attempt, self._placing.anew
+        verbs = self._contexts, self._move_attempt, self._place_anew
         self._moving = Moving(self._policy.mover, self._policy.requeue, self.roster.picture, self.roster.change, *verbs)
 
     async def start(self) -> None:
@@ -130,6 +135,39 @@ class Dispatcher:
         self._promises.ended(ended)
         self._tally.ended(ended, life.completed, life.transfers)
         self._policy.answered(life.request, len(life.sent), life.finish)
+        if ended.outcome == "refused":
+            self.history.happened("refused", "", f"{ended.refusal}: {life.error}", life.request.id)
+        if logger.isEnabledFor(logging.INFO):
+            self._log_ended(life, ended.outcome)
+        if self.history.keeps_trails:
+            self.history.ended(self._trail(life, ended.outcome))
+
+    def _trail(self, life: Life, outcome: str = "") -> Trail:
+        """How a request went, so far if it has no outcome."""
+        attempt, request, ledger = life.attempt, life.request, life.watch.ledger()
+        phase = life.phase if attempt is None else attempt.phase
+        transfers = [*life.transfers, *(() if attempt is None else attempt.transfers)]
+        decoding = life.decode_workers if attempt is None else tuple(attempt.decode_workers)
+        arrived_ns = life.watch.started_ns
+        return Trail(
+            request_id=request.id,
+            class_name=request.slo.class_name,
+            outcome=outcome,
+            detail="" if life.error is None else str(life.error)[:LONGEST_TEXT],
+            arrived_ns=arrived_ns,
+            ledger=ledger,
+            phase=phase,
+            open_ns=0 if outcome == "completed" else max(0, now_ns() - arrived_ns - ledger.total_ns),
+            prompt_tokens=len(request.prompt),
+            cached_tokens=life.cached_tokens if attempt is None else attempt.cached_tokens,
+            output_tokens=len(life.sent),
+            attempts=request.attempt + 1 - life.num_anew,
+            prefill_worker=life.placement.prefill if life.placement is not None else "",
+            decode_worker=decoding[0] if decoding else "",
+            moves=tuple(life.moves),
+            transfer_bytes=sum(report.num_bytes for report in transfers),
+            transfer_ns=round(1e9 * sum(report.elapsed_s for report in transfers)),
+        )
 
     async def move(self, request_id: str, worker: str, timeout_s: float | None = None) -> bool:
         """Have another worker go on with this request's decode, while it goes on; False when it stays where it is.
@@ -143,12 +181,22 @@ class Dispatcher:
         moved = await attempt.move(line, timeout_s or self._spec.transfer.read_timeout_s)
         if moved and life.attempt is attempt:
             self._policy.moved(key, worker, asyncio.get_running_loop().time())
+        if moved:
+            life.moves.append((now_ns(), worker))
+            self.history.happened("move", worker, f"from {attempt.decode_workers[-2]}", request_id)
         self._moved_bytes += sum(report.num_bytes for report in attempt.transfers[before:])
         return moved
 
     async def _move_attempt(self, key: str, worker: str) -> bool:
         life = self._placing.find(key)
         return life is not None and await self.move(life.request.id, worker)
+
+    def _place_anew(self, key: str) -> bool:
+        life, done = self._placing.find(key), self._placing.anew(key)
+        if done and life is not None and life.anew is not None:
+            placement = life.anew[1]
+            self.history.happened("anew", placement.prefill, placement.reason, life.request.id)
+        return done
 
     def _contexts(self) -> dict[str, int]:
         """The tokens so far of each attempt that decodes."""
@@ -194,7 +242,8 @@ class Dispatcher:
                 continue
             except AttemptFailed as failure:
                 spent = life.request.attempt + 1 - life.num_anew
-                logger.warning("request %s, attempt %d failed at %s", life.request.id, spent, failure)
+                told = about(self._name, life.request.id, attempt=spent, worker=failure.worker)
+                logger.warning("request %s, attempt %d failed at %s", life.request.id, spent, failure, extra=told)
                 life.avoid.add(failure.worker)
                 # A full decode pool is no reason to decode on prefill workers; a dead one is.
                 full = failure.refused_s is not None
@@ -223,7 +272,7 @@ class Dispatcher:
             lender=self.roster.lines.get(placement.lender),
             borrow_s=self._spec.transfer.read_timeout_s,
         )
-        life.attempt, attempt_tokens = attempt, 0
+        life.attempt, life.num_counted, attempt_tokens = attempt, 0, 0
         try:
             if not placement.colocated:
                 await attempt.reserve(self._reserving_s(life))
@@ -240,6 +289,7 @@ class Dispatcher:
                     predicted_tpot_s=placement.predicted_tpot_s,
                 )
             )
+            self._log_accepted(life.request, placement)
             finish = await self._run_or_stop(life, attempt)
             attempt_tokens = len(life.sent) - len(life.request.generated)
             return finish
@@ -249,8 +299,26 @@ class Dispatcher:
             self._policy.ended(key, asyncio.get_running_loop().time(), attempt_tokens)
             self._lobby.changed()
             attempt.release()
+            self._count_transfers(life, attempt)
             life.transfers += attempt.transfers
             life.cached_tokens = max(life.cached_tokens, attempt.cached_tokens)
+
+    def _log_accepted(self, request: Request, placement: Placement) -> None:
+        prefill, decode, reason = placement.prefill, placement.decode, placement.reason
+        told = about(self._name, request.id, attempt=request.attempt, prefill_worker=prefill, decode_worker=decode)
+        logger.info("request %s goes to %s and %s: %s", request.id, prefill, decode, reason, extra=told)
+
+    def _log_ended(self, life: Life, outcome: str) -> None:
+        ledger, tokens, request_id = life.watch.ledger(), len(life.sent), life.request.id
+        figures = {
+            "prompt_tokens": len(life.request.prompt),
+            "output_tokens": tokens,
+            "class_name": life.request.slo.class_name,
+        }
+        times = {"ttft_ms": ledger.ttft_ns / 1e6 if tokens else None, "total_ms": ledger.total_ns / 1e6}
+        told = about(self._name, request_id, outcome=outcome, **figures, **times)
+        words = f": {life.error}" if isinstance(life.error, Exception) else ""
+        logger.info("request %s %s after %d tokens%s", request_id, outcome, tokens, words, extra=told)
 
     def _reserving_s(self, life: Life) -> float:
         """How long to wait for one worker's word of blocks and a slot; no longer than a promise can be kept."""
@@ -294,11 +362,29 @@ class Dispatcher:
         gap_s = life.course.tokens(len(output.tokens), asyncio.get_running_loop().time())
         self._tally.came(life.request.slo.class_name, len(output.tokens), gap_s)
         life.emit(Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs))
+        if (attempt := life.attempt) is not None:
+            self.history.of(attempt.decode_workers[-1]).output_tokens += len(output.tokens)
+            if len(attempt.transfers) > life.num_counted:
+                self._count_transfers(life, attempt)
         if output.prefilled:
             self._prefilled(life, output)
 
+    def _count_transfers(self, life: Life, attempt: Attempt) -> None:
+        """Those that have come since the last call, at who decodes now."""
+        traffic = self.history.of(attempt.decode_workers[-1])
+        for report in attempt.transfers[life.num_counted :]:
+            traffic.transfers += 1
+            traffic.transfer_bytes += report.num_bytes
+            traffic.transfer_s += report.elapsed_s
+        life.num_counted = len(attempt.transfers)
+
     def _prefilled(self, life: Life, output: TokensOut) -> None:
         """Tell the policy. Raises `Rejected` when it turns the request away now."""
+        if life.placement is not None:
+            traffic = self.history.of(life.placement.prefill)
+            traffic.prompts += 1
+            traffic.prompt_tokens += len(life.request.prompt)
+            traffic.cached_tokens += output.cached_tokens
         told = output.cached_tokens, output.timing.compute_s
         self._policy.prefilled(life.request.key, asyncio.get_running_loop().time(), *told)
         self._lobby.changed()
@@ -339,6 +425,15 @@ class Dispatcher:
         ended = Ended("refused", class_name, cause)
         self._promises.ended(ended)
         self._tally.ended(ended, None, ())
+        self.history.happened("refused", "", cause)
+
+    def recent(self) -> Recent:
+        """What went through each worker since this gateway began, and what happened lately."""
+        return self.history.recent(member.view.name for member in self.roster.membership.members)
+
+    def remembered(self, begin_ns: int, end_ns: int) -> Window:
+        """What is still known of a stretch of time, of `cluster.ledger.now_ns`; requests under way too."""
+        return self.history.window(begin_ns, end_ns, map(self._trail, tuple(self._lives.values())))
 
     @property
     def guesses(self) -> Guesses:

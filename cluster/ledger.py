@@ -55,6 +55,10 @@ class Stopwatch:
         self._first: dict[str, int] | None = None
         self._first_ns = 0
 
+    @property
+    def started_ns(self) -> int:
+        return self._started
+
     def lap(self, phase: str, parts: tuple[tuple[str, float], ...] = ()) -> None:
         """End the current lap. `parts` are (phase, seconds) measured inside it by other clocks; `phase` gets the rest.
 

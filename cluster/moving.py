@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from cluster.policy.moves import Move, Mover
 from cluster.policy.requeue import Requeue
 from cluster.view import ClusterView
+from workers.logged import about
 
 logger = logging.getLogger(__name__)
 
@@ -108,12 +109,14 @@ class Moving:
         try:
             moved = await self._move(move.key, move.target)
         except Exception:
-            logger.exception("%s stays on %s", move.key, move.source)
+            logger.exception("%s stays on %s", move.key, move.source, extra=about(key=move.key))
         finally:
             self._mover.ended(move, asyncio.get_running_loop().time(), moved=moved)
             self._counts[move.kind, "moved" if moved else "stayed"] += 1
             outcome = "moved" if moved else "could not move"
-            logger.info("%s %s from %s to %s: %s", move.key, outcome, move.source, move.target, move.reason)
+            told = about(key=move.key, source=move.source, target=move.target)
+            words = move.key, outcome, move.source, move.target, move.reason
+            logger.info("%s %s from %s to %s: %s", *words, extra=told)
 
 
 async def _wait(change: Awaitable[object]) -> None:

@@ -19,6 +19,7 @@ from cluster.policy.policy import Policy
 from cluster.roster import Roster
 from cluster.spec import GatewaySpec
 from kvtransfer.ticket import TransferReport
+from workers.logged import about
 from workers.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class Life:
     placed_anew: asyncio.Event = field(default_factory=asyncio.Event)
     num_anew: int = 0
     decode_workers: tuple[str, ...] = ()  # of the latest attempt
+    moves: list[tuple[int, str]] = field(default_factory=list)  # when its decode moved (ns), and to whom
+    num_counted: int = 0  # transfers of the attempt that runs
     phase: str = "queueing"
     finish: FinishReason | None = None
     completed: Completed | None = None
@@ -105,7 +108,8 @@ class Placing:
         placement = self._policy.better(ask, key)
         if placement is None:
             return False
-        logger.info("%s has not begun, and goes to %s: %s", key, placement.prefill, placement.reason)
+        told = about(key=key, worker=placement.prefill)
+        logger.info("%s has not begun, and goes to %s: %s", key, placement.prefill, placement.reason, extra=told)
         life.anew = ask.request, self._policy.again(ask, key, placement)
         life.num_anew += 1
         life.attempt.release()  # from now on nothing is heard of it

@@ -16,6 +16,7 @@ from typing import Any
 from msgspec import structs
 
 from cluster.cache_reader import CacheReader
+from cluster.history import History
 from cluster.line import Line
 from cluster.members import Member, Membership
 from cluster.policy.placement import NOTHING_SENT, Sent
@@ -30,10 +31,12 @@ logger = logging.getLogger(__name__)
 WatchMembers = Callable[[int, float], Awaitable[Membership]]  # (known revision, timeout_s), a long poll
 WATCH_S = 10.0
 REDIAL_S = 1.0
+TAKEN_OUT = "the controller took it out"
 
 
 class Roster:
-    """Owned by a Dispatcher. `start` before use, `close` after. `caches` is told what workers have cached."""
+    """Owned by a Dispatcher. `start` before use, `close` after. `caches` is told what workers have cached, `history`
+    who has another role or is lost."""
 
     def __init__(
         self,
@@ -42,12 +45,14 @@ class Roster:
         watch_members: WatchMembers,
         name: str,
         caches: PrefixIndex | None = None,
+        history: History | None = None,
     ) -> None:
         self._spec = spec
         self._model = model
         self._watch_members = watch_members
         self._name = name
         self._caches = caches
+        self._history = history
         self._membership = Membership(0)
         self._pairs = self._membership.pairs
         self._changed = asyncio.Event()
@@ -136,6 +141,7 @@ class Roster:
             before, after = roles.get(member.view.name), member.view.role
             if before is not None and before is not after:
                 self._role_changes[before.value, after.value] += 1
+                self._note("flip", member.view.name, f"{before.value} -> {after.value}")
         self._membership = membership
         self._pairs = membership.pairs
         ready = {
@@ -147,7 +153,7 @@ class Roster:
         for name, line in list(self.lines.items()):
             if _departed(line, known.get(name)):
                 if line.lost is None:
-                    line.hang_up("the controller took it out")
+                    line.hang_up(TAKEN_OUT)
                 self._in_background(line.close())
                 del self.lines[name]
                 if self._caches is not None:
@@ -162,7 +168,16 @@ class Roster:
         assert member.handle is not None, "only ready members are dialled"
         subscriber = f"{self._name}-{uuid.uuid4().hex[:12]}"
         silence_s, reader = self._spec.health.dead_after_s, self._reader(member.view, member.handle)
-        return Line(member.view, member.handle, subscriber, silence_s, self._pulse, reader)
+        line = Line(member.view, member.handle, subscriber, silence_s, self._pulse, reader)
+        line.ended.add_done_callback(lambda _: self._note_end(line.name, line.lost or ""))
+        return line
+
+    def _note_end(self, worker: str, reason: str) -> None:
+        self._note("left" if reason == TAKEN_OUT else "lost", worker, reason)
+
+    def _note(self, kind: str, worker: str, text: str) -> None:
+        if self._history is not None:
+            self._history.happened(kind, worker, text)
 
     def _reader(self, view: WorkerView, handle: WorkerHandle) -> CacheReader | None:
         if self._caches is None:

@@ -16,6 +16,7 @@ from cluster.changes import Memory, Taken
 from cluster.controller import Controller
 from cluster.dispatcher import Dispatcher
 from cluster.events import Event
+from cluster.history import Recent, Window
 from cluster.members import Membership
 from cluster.planner_process import ChildPlanner
 from cluster.policy.elastic import Elastic
@@ -35,6 +36,7 @@ Progress = Callable[[str], None]
 KEEP_ALIVE_S = 2.0
 ORPHAN_AFTER_S = 20.0  # a cluster whose server vanished without a word stops by itself
 CLOSE_GRACE_S = 1.0
+SAMPLE_S = 1.0
 
 
 class RequestDispatcher(Protocol):
@@ -76,6 +78,14 @@ class RequestDispatcher(Protocol):
 
     def turned_away(self, class_name: str, cause: str) -> None:
         """The door refused a request of this class, for one of `cluster.policy.promises.REASONS`."""
+        ...
+
+    def recent(self) -> Recent:
+        """What went through each worker, and what happened lately."""
+        ...
+
+    def remembered(self, begin_ns: int, end_ns: int) -> Window:
+        """What is known of a stretch of time, of `cluster.ledger.now_ns`."""
         ...
 
     def view_change(self) -> Awaitable[object]:
@@ -135,7 +145,7 @@ class GatewayService:
         self._dispatcher: Dispatcher | None = None
         self._door: Door | None = None
         self._endpoint = ""
-        self._reporting: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self, model: ModelView, port: int, http_port: int | None = None) -> str:
         """Listen on these ports (0: any); again, or after a restart, it answers the endpoint there is."""
@@ -151,7 +161,9 @@ class GatewayService:
                 raise
             self._dispatcher, self._door = dispatcher, door
             if spec.elastic.mode != "off":
-                self._reporting = asyncio.ensure_future(self._report(dispatcher, spec.elastic.period_s))
+                self._tasks.append(asyncio.ensure_future(self._report(dispatcher, spec.elastic.period_s)))
+            if spec.gateway.trace_requests:
+                self._tasks.append(asyncio.ensure_future(self._sample(dispatcher)))
         return self._endpoint
 
     async def _report(self, dispatcher: Dispatcher, period_s: float) -> None:
@@ -165,6 +177,13 @@ class GatewayService:
             except Exception:
                 logger.exception("the controller could not take a report")
 
+    @staticmethod
+    async def _sample(dispatcher: Dispatcher) -> None:
+        """Remember how full the workers are, for traces."""
+        while True:
+            dispatcher.history.sample(dispatcher.roster.picture())
+            await asyncio.sleep(SAMPLE_S)
+
     async def http_url(self) -> str:
         assert self._door is not None, "a gateway is asked for its URL after it opened"
         return self._door.http_url
@@ -174,8 +193,8 @@ class GatewayService:
         return self._dispatcher.view
 
     async def close(self, grace_s: float) -> None:
-        if self._reporting is not None:
-            self._reporting.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._door is not None:
             await self._door.close(grace_s)
         if self._dispatcher is not None:

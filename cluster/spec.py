@@ -173,6 +173,7 @@ class GatewaySpec:
     named, and without it they are refused. At most `max_queued` requests wait for their turn in one gateway.
 
     `http_port` opens the HTTP door, too (docs/http.md); None: there is none. The second gateway has the next ports.
+    For `diptych trace` a gateway remembers the last `trace_requests` requests (0: none), for `trace_s`.
     """
 
     replicas: int = 1
@@ -192,6 +193,8 @@ class GatewaySpec:
     tenants: dict[str, float] = field(default_factory=dict)
     max_queued: int = 1024
     http_port: int | None = None
+    trace_requests: int = 4096
+    trace_s: float = 600.0
 
     def __post_init__(self) -> None:
         for name, known in (("routing", ROUTING), ("admission", ADMISSION)):
@@ -214,6 +217,10 @@ class GatewaySpec:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_queued < 0:
             raise ValueError(f"max_queued is {self.max_queued}; it must be 0 (nobody waits) or more")
+        if self.trace_requests < 0:
+            raise ValueError(f"trace_requests is {self.trace_requests}; it must be 0 (none is remembered) or more")
+        if not self.trace_s > 0:
+            raise ValueError(f"trace_s is {self.trace_s}; it must be above 0")
         for tenant, share in self.tenants.items():
             if not 0 < share <= 1:
                 raise ValueError(f"tenants.{tenant} is {share}; a share lies above 0 and is at most 1")
@@ -307,6 +314,22 @@ class MetricsSpec:
             raise ValueError(f"compat {self.compat!r} is not one of {', '.join(COMPAT)}")
 
 
+LOG_FORMATS, LOG_LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class LogSpec:
+    """How every process of the cluster logs (see `cluster.logs`)."""
+
+    format: str = "text"
+    level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name, known in (("format", LOG_FORMATS), ("level", LOG_LEVELS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
     """One model served by pools of workers behind gateways."""
@@ -320,6 +343,7 @@ class ClusterSpec:
     executor: str = "torch"
     elastic: ElasticSpec = field(default_factory=ElasticSpec)
     metrics: MetricsSpec = field(default_factory=MetricsSpec)
+    logs: LogSpec = field(default_factory=LogSpec)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):

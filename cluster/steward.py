@@ -10,12 +10,13 @@ import logging
 from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.changes import ChangeError, Taken
 from cluster.policy.evidence import Decision, Report
 from cluster.spec import Role
 from cluster.view import ClusterView, WorkerState
+from workers.logged import about
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +113,11 @@ class Steward:
             return
         if not self._acts:
             if last is None or not _is_same(last.decision, decision):
-                logger.info("advised: %s, %s", _words(decision), decision.reason)
+                logger.info("advised: %s, %s", _words(decision), decision.reason, extra=_about(decision))
                 self._entries.append(_Entry(decision, now_s, ADVISED))
                 self._counts[decision.kind, ADVISED] += 1
             return
-        logger.info("decided: %s, %s", _words(decision), decision.reason)
+        logger.info("decided: %s, %s", _words(decision), decision.reason, extra=_about(decision))
         entry = _Entry(decision, now_s, UNDER_WAY)
         self._entries.append(entry)
         self._under_way.append(entry)
@@ -191,7 +192,7 @@ class Steward:
         self._counts[entry.decision.kind, DONE if outcome == DONE else "failed"] += 1
         self._under_way.remove(entry)
         level = logging.INFO if outcome == DONE else logging.WARNING
-        logger.log(level, "%s: %s", _words(entry.decision), outcome)
+        logger.log(level, "%s: %s", _words(entry.decision), outcome, extra=_about(entry.decision))
 
 
 def _waits_for_a_node(entry: _Entry, view: ClusterView) -> bool:
@@ -201,6 +202,12 @@ def _waits_for_a_node(entry: _Entry, view: ClusterView) -> bool:
 def _is_same(one: Decision, other: Decision) -> bool:
     """But for the figures in the reason."""
     return (one.kind, one.worker, one.role, one.pool) == (other.kind, other.worker, other.role, other.pool)
+
+
+def _about(decision: Decision) -> dict[str, Any]:
+    role = decision.role.value if decision.role else None
+    named = {"kind": decision.kind, "worker": decision.worker, "role": role, "pool": decision.pool}
+    return about("controller", **{name: value for name, value in named.items() if value})
 
 
 def _words(decision: Decision) -> str:

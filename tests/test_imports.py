@@ -18,7 +18,7 @@ LAYERS = [
     ["kvtransfer.probe", "kvtransfer.landing", "kvtransfer.links", "kvtransfer.control", "kvtransfer.pull"],
     ["kvtransfer.open", "kvtransfer.doctor"],
     ["workers.costs"],
-    ["workers.request", "workers.config", "workers.stats", "workers.errors", "workers.alarm"],
+    ["workers.request", "workers.config", "workers.stats", "workers.errors", "workers.alarm", "workers.logged"],
     ["workers.ops"],
     ["workers.profiles", "workers.fit", "workers.shapes"],
     ["workers.model", "workers.engine", "workers.tokenizer", "workers.mailbox"],
@@ -26,7 +26,7 @@ LAYERS = [
     ["workers.executor", "workers.worker"],
     ["workers.build"],
     ["cluster.spec"],
-    ["cluster.runtime", "cluster.view", "cluster.ledger", "cluster.workload"],
+    ["cluster.runtime", "cluster.view", "cluster.ledger", "cluster.workload", "cluster.logs"],
     ["cluster.pool", "cluster.policy", "cluster.members", "cluster.events", "cluster.scoring", "cluster.changes"],
     ["cluster.replanning", "cluster.planner_process"],
     [
@@ -36,6 +36,7 @@ LAYERS = [
         "cluster.steward",
         "cluster.witness",
         "cluster.calls",
+        "cluster.history",
     ],
     ["cluster.leg"],
     [

@@ -17,6 +17,7 @@ from workers.engine.blocks import OutOfBlocks
 from workers.engine.engine import Engine
 from workers.engine.executor import Executor
 from workers.errors import UnknownSequence
+from workers.logged import about
 from workers.peers import Peers
 from workers.request import FetchedOut
 from workers.stats import NO_PULLS
@@ -57,7 +58,8 @@ class Fetching:
             corrupt = isinstance(error, DigestMismatch)
             self._engine.fail(key, f"{type(error).__name__}: {error}", corrupt=corrupt)
         except Exception as error:
-            logger.exception("worker %s: fetch of %s", self._config.name, key)
+            told = about(self._config.name, key)
+            logger.exception("worker %s: fetch of %s", self._config.name, key, extra=told)
             self._engine.fail(key, f"unexpected {type(error).__name__}: {error}")
         return None
 

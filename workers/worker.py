@@ -29,6 +29,7 @@ from workers.engine.sequence import Lease
 from workers.errors import UnknownSequence, WorkerClosed, WorkerError
 from workers.fetching import Fetching
 from workers.lease_desk import LeaseDesk
+from workers.logged import about
 from workers.mailbox import Mailbox
 from workers.measuring import measure
 from workers.peers import Peers
@@ -186,11 +187,13 @@ class Worker:
         """
         self._accept(request)
         self._add(request, hold=True, cut_tokens=cut_tokens)
+        self._log(request.key, "prefill of %d tokens, for another worker", cut_tokens or request.num_tokens)
 
     async def generate(self, request: Request) -> None:
         """Compute the prompt and decode, all here. Outputs: TokensOut."""
         self._accept(request)
         self._add(request, hold=False)
+        self._log(request.key, "prefill of %d tokens, and decode", request.num_tokens)
 
     async def reserve(self, request: Request, timeout_s: float) -> Reservation:
         """Wait, first come first served, for blocks and a slot. Raises `Overloaded` after `timeout_s`."""
@@ -198,7 +201,9 @@ class Worker:
         self._mailbox(request.reply_to)  # from now on its silence is noticed
         reserving = self._reservations.ask(request, timeout_s)
         self._arm()
-        return await reserving
+        reservation = await reserving
+        self._log(request.key, "room for %d tokens is reserved", request.num_tokens)
+        return reservation
 
     async def fetch(self, key: str, ticket: TransferTicket | None, goes_on: bool = False) -> None:
         """Pull what the ticket holds into the reserved blocks, behind its watermark. Outputs: FetchedOut or FailedOut.
@@ -222,6 +227,7 @@ class Worker:
         self._require_open()
         self.engine.decode(key, tokens, self._now_s())
         self._changed()
+        self._log(key, "decode goes on here, behind %d tokens drawn elsewhere", len(tokens))
 
     async def hand_over(self, key: str, most_tokens: int) -> TransferTicket | None:
         """The KV of a running sequence, of its first `most_tokens` tokens at most, held for who shall take it over.
@@ -314,6 +320,12 @@ class Worker:
 
     # ---- inside ----------------------------------------------------------------------------------------------
 
+    def _log(self, key: str, words: str, *args: object) -> None:
+        """A request's way through this worker."""
+        if logger.isEnabledFor(logging.INFO):
+            about_it = about(self.config.name, key)
+            logger.info(f"request %s: {words}", about_it["request_id"], *args, extra=about_it)
+
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
 
@@ -395,6 +407,9 @@ class Worker:
         fetched = await self._fetching.reserved(key, ticket, goes_on=goes_on)
         if fetched is not None:
             self._post(fetched)
+            report = fetched.report
+            words = report.num_bytes, ticket.owner.worker, report.transport, 1e3 * report.elapsed_s
+            self._log(key, "%d bytes of KV came from %s over %s in %.1f ms", *words)
         self._changed()
 
     # ---- reclaim -----------------------------------------------------------------------------------------------

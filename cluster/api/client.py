@@ -20,11 +20,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.api.admin_messages import ROLES, decisions_from, measure_message, timings_from, view_from
 from cluster.api.errors import DiptychError
 from cluster.api.failures import error_from, error_of_call
+from cluster.api.history_messages import recent_from, window_from
 from cluster.api.messages import SamplingOptions, duration_of, events_from, sampling_message, slo_message
 from cluster.api.standing_messages import standing_from
 from cluster.api.wire import INFERENCE, KEEPALIVE, MESSAGE_SIZES
 from cluster.changes import Taken
 from cluster.events import Accepted, Completed, Queued
+from cluster.history import Recent, Window
 from cluster.policy.promises import Standing
 from cluster.spec import Role
 from cluster.text import TextDelta, TextEvent
@@ -61,7 +63,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The view of the gateway that answered, its load, what the elastic policy decided lately, and promises kept."""
+    """The view of the gateway that answered, its load, what the elastic policy decided lately, promises kept, and what
+    went through each worker."""
 
     view: ClusterView
     gateway: str
@@ -69,6 +72,7 @@ class ClusterStatus:
     max_requests: int
     decisions: tuple[Taken, ...] = ()
     standing: Standing = field(default_factory=Standing)
+    recent: Recent = field(default_factory=Recent)
 
 
 class DiptychClient:
@@ -189,13 +193,30 @@ class DiptychClient:
         gateway = message.gateway
         load = gateway.active_requests, gateway.max_requests
         standing = standing_from(message.standing)
-        return ClusterStatus(view_from(message), gateway.name, *load, decisions_from(message), standing)
+        return ClusterStatus(
+            view_from(message), gateway.name, *load, decisions_from(message), standing, recent_from(message)
+        )
 
     async def metrics(self, *, timeout_s: float = 10.0) -> str:
         """The gateway's metrics in Prometheus' text format."""
         with self._errors():
             answer = await self._admin.GetMetrics(admin_pb2.GetMetricsRequest(), timeout=timeout_s)
         return str(answer.text)
+
+    async def trace(
+        self, *, last_s: float | None = None, begin_unix_ns: int = 0, end_unix_ns: int = 0, timeout_s: float = 60.0
+    ) -> tuple[str, Window]:
+        """The name of the gateway, and what it remembers of the last seconds, or from one time to another (0: to now).
+
+        Times in it are nanoseconds of the time of day, by the gateway's clock.
+        """
+        request = admin_pb2.GetTraceRequest(begin_unix_ns=begin_unix_ns, end_unix_ns=end_unix_ns)
+        if last_s is not None:
+            request.last.CopyFrom(duration_of(last_s))
+        call = self._admin.GetTrace(request, timeout=timeout_s)
+        async with aclosing(self._messages(call)) as messages:
+            pages = [page async for page in messages]
+        return pages[0].gateway, window_from(pages)
 
     async def flip(self, worker: str, role: Role, *, revision: int = 0, timeout_s: float = 90.0) -> int:
         """Give a ready worker another role, while what runs there goes on. Answers the cluster's new revision.

@@ -266,7 +266,7 @@ def _completed_message(event: Completed) -> inference_pb2.Completed:
             cached_prompt_tokens=event.cached_tokens,
         ),
         attempts=event.attempts,
-        ledger=_ledger_message(event.ledger),
+        ledger=ledger_message(event.ledger),
         transfers=[_transfer_message(report) for report in event.transfers],
         answers=map(_answer_end_message, event.answers),
         decode_workers=event.decode_workers,
@@ -280,7 +280,7 @@ def _completed_from(message: inference_pb2.Completed) -> Completed:
         completion_tokens=message.usage.completion_tokens,
         cached_tokens=message.usage.cached_prompt_tokens,
         attempts=message.attempts,
-        ledger=_ledger_from(message.ledger),
+        ledger=ledger_from(message.ledger),
         transfers=tuple(_transfer_from(report) for report in message.transfers),
         answers=tuple(map(_answer_end_from, message.answers)),
         decode_workers=tuple(message.decode_workers),
@@ -292,7 +292,7 @@ def _answer_end_message(end: AnswerEnd) -> inference_pb2.AnswerEnd:
         finish_reason=FINISH[end.finish],
         completion_tokens=end.completion_tokens,
         attempts=end.attempts,
-        ledger=_ledger_message(end.ledger),
+        ledger=ledger_message(end.ledger),
         mean_logprob=end.mean_logprob,
         decode_workers=end.decode_workers,
     )
@@ -303,13 +303,13 @@ def _answer_end_from(message: inference_pb2.AnswerEnd) -> AnswerEnd:
         finish=FINISH_FROM[message.finish_reason],
         completion_tokens=message.completion_tokens,
         attempts=message.attempts,
-        ledger=_ledger_from(message.ledger),
+        ledger=ledger_from(message.ledger),
         mean_logprob=message.mean_logprob if message.HasField("mean_logprob") else None,
         decode_workers=tuple(message.decode_workers),
     )
 
 
-def _ledger_message(ledger: LatencyLedger) -> common_pb2.LatencyLedger:
+def ledger_message(ledger: LatencyLedger) -> common_pb2.LatencyLedger:
     def parts(named: tuple[tuple[str, int], ...]) -> list[common_pb2.LedgerPart]:
         return [common_pb2.LedgerPart(phase=phase, duration=duration(ns)) for phase, ns in named]
 
@@ -321,7 +321,7 @@ def _ledger_message(ledger: LatencyLedger) -> common_pb2.LatencyLedger:
     )
 
 
-def _ledger_from(message: common_pb2.LatencyLedger) -> LatencyLedger:
+def ledger_from(message: common_pb2.LatencyLedger) -> LatencyLedger:
     first, rest = (
         tuple((part.phase, part.duration.ToNanoseconds()) for part in parts) for parts in (message.first, message.rest)
     )

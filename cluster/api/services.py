@@ -5,6 +5,7 @@ the request's iterator is closed before the handler ends.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -14,6 +15,7 @@ import grpc
 from grpc_status import rpc_status
 
 from cluster.api.admin_messages import ROLES_FROM, shape_from, timings_message, view_message
+from cluster.api.history_messages import pages, put_recent
 from cluster.api.messages import delta_message, event_message, prompt_from, sampling_from, seconds, slo_from
 from cluster.api.standing_messages import standing_message
 from cluster.api.statuses import status_of
@@ -21,6 +23,7 @@ from cluster.api.wire import MAX_MESSAGE_BYTES
 from cluster.changes import ControllerAway
 from cluster.events import Completed
 from cluster.gateway import Gateway, servable
+from cluster.ledger import now_ns
 from cluster.metrics import exposition
 from cluster.serving import GatewayContext, Operator
 from cluster.text import TextDelta
@@ -115,10 +118,20 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         decisions = () if operator is None else await operator.decisions()
         message = view_message(view, gateway, decisions)
         message.standing.CopyFrom(standing_message(self._context.dispatcher.standing()))
+        put_recent(self._context.dispatcher.recent(), message)
         return message
 
     async def GetMetrics(self, request: admin_pb2.GetMetricsRequest, context: Context) -> admin_pb2.GetMetricsResponse:
         return admin_pb2.GetMetricsResponse(text=await metrics_text(self._context, self._gateway))
+
+    async def GetTrace(self, request: admin_pb2.GetTraceRequest, context: Context) -> None:
+        offset_ns = time.time_ns() - now_ns()
+        try:
+            begin_ns, end_ns = _stretch(request, now_ns(), offset_ns)
+        except InvalidRequest as error:
+            await self._abort(context, error)
+        for page in pages(self._context.dispatcher.remembered(begin_ns, end_ns), self._context.name, offset_ns):
+            await context.write(page)
 
     async def MeasureSteps(
         self, request: admin_pb2.MeasureStepsRequest, context: Context
@@ -166,6 +179,17 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def _abort(self, context: Context, error: Exception) -> NoReturn:
         await context.abort_with_status(rpc_status.to_status(status_of(error, servable(self._gateway.view))))
         raise AssertionError("abort_with_status raises")
+
+
+def _stretch(request: admin_pb2.GetTraceRequest, current_ns: int, offset_ns: int) -> tuple[int, int]:
+    """From when to when, on our clock."""
+    if request.HasField("last"):
+        return current_ns - request.last.ToNanoseconds(), current_ns
+    end_ns = request.end_unix_ns - offset_ns if request.end_unix_ns else current_ns
+    begin_ns = request.begin_unix_ns - offset_ns
+    if begin_ns > end_ns:
+        raise InvalidRequest("begin_unix_ns", "lies behind the end; give a time that lies before it")
+    return begin_ns, end_ns
 
 
 async def metrics_text(context: GatewayContext, gateway: Gateway) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cluster.api.server import open_door
 from cluster.events import Accepted, Completed, Delta, Event
+from cluster.history import Recent, Window
 from cluster.ledger import Stopwatch, now_ns
 from cluster.policy.promises import Standing
 from cluster.serving import GatewayContext, serve
@@ -59,6 +60,12 @@ class InstantDispatcher:
 
     def turned_away(self, class_name: str, cause: str) -> None:
         """Nobody keeps scores here."""
+
+    def recent(self) -> Recent:
+        return Recent()
+
+    def remembered(self, begin_ns: int, end_ns: int) -> Window:
+        return Window()
 
     def view_change(self) -> Awaitable[object]:
         return asyncio.get_running_loop().create_future()

@@ -18,6 +18,8 @@ from cluster.cli.serve import serve
 from cluster.cli.simulate import simulate
 from cluster.cli.status import status
 from cluster.cli.talk import chat, generate
+from cluster.cli.top import top
+from cluster.cli.trace import trace
 
 OURS = ("cluster", "workers", "kvtransfer")
 
@@ -68,6 +70,8 @@ for command in (
     generate,
     chat,
     status,
+    top,
+    trace,
     flip,
     drain,
     scale,

@@ -1,5 +1,6 @@
 """`diptych serve`: a cluster from a YAML file, until it is told to stop."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -16,8 +17,16 @@ if TYPE_CHECKING:
 @click.option("--model", help="Serve this model instead: a name from `diptych models list`, a path, or owner/name.")
 @click.option("--port", type=click.IntRange(0, 65535), help="gRPC port; 0 takes any free one.")
 @click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port, see docs/http.md; 0 takes any free one.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="Of every process; logs go to standard error.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True)
-def serve(file: str | None, model: str | None, port: int | None, http_port: int | None, runtime: str) -> None:
+def serve(
+    file: str | None,
+    model: str | None,
+    port: int | None,
+    http_port: int | None,
+    log_format: str | None,
+    runtime: str,
+) -> None:
     """Bring a cluster up and keep it until Ctrl-C.
 
     Joins the Ray cluster of RAY_ADDRESS, or starts Ray on this machine. When everything is ready it says
@@ -27,6 +36,8 @@ def serve(file: str | None, model: str | None, port: int | None, http_port: int 
     Example:
       diptych serve -f examples/laptop.yaml --port 50051
     """
+    from cluster.logs import begin
+
     spec = _described(file)
     if model is not None:
         spec = spec.with_model(model)
@@ -34,6 +45,9 @@ def serve(file: str | None, model: str | None, port: int | None, http_port: int 
         spec = with_port(spec, port)
     if http_port is not None:
         spec = with_http(spec, http_port)
+    if log_format is not None:
+        spec = replace(spec, logs=replace(spec.logs, format=log_format))
+    begin(spec.logs, "serve")
     check_port(spec)
     fetch_model(spec)
     try:

@@ -10,11 +10,11 @@ are whole microseconds, so that what touches in the run touches here and nothing
 Arrows need steps, so a run must have been traced to have them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster.report.spans import lanes, phases, transfer, whole
+from cluster.report.spans import Span, lanes, phases, transfer, whole
 from cluster.scoring.records import Run, Served, StepRecord
 
 Event = dict[str, Any]
@@ -23,7 +23,7 @@ REQUESTS = 1  # the process of the requests; workers follow
 
 def events(run: Run) -> Iterator[Event]:
     """Names first, then steps by worker, arrows, and requests."""
-    yield _name("process_name", REQUESTS, 0, f"requests of {run.system}")
+    yield named("process_name", REQUESTS, 0, f"requests of {run.system}")
     yield {"ph": "M", "name": "process_sort_index", "pid": REQUESTS, "tid": 0, "args": {"sort_index": -1}}
     places: dict[int, tuple[int, int]] = {}  # step, by identity -> process and thread
     thread = REQUESTS
@@ -32,10 +32,10 @@ def events(run: Run) -> Iterator[Event]:
     for step in run.steps:
         by_worker[step.worker].append(step)
     for process, (worker, steps) in enumerate(by_worker.items(), REQUESTS + 1):
-        yield _name("process_name", process, 0, worker)
+        yield named("process_name", process, 0, worker)
         laid = lanes(steps)
         for lane in range(1 + max((lane for lane, _ in laid), default=0)):
-            yield _name("thread_name", process, thread + 1 + lane, f"engine, lane {lane}" if lane else "engine")
+            yield named("thread_name", process, thread + 1 + lane, f"engine, lane {lane}" if lane else "engine")
         for lane, step in laid:
             places[id(step)] = process, thread + 1 + lane
             yield _step(step, *places[id(step)])
@@ -45,8 +45,9 @@ def events(run: Run) -> Iterator[Event]:
         yield from _request(served)
 
 
-def _name(what: str, process: int, thread: int, name: str) -> Event:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+def named(what: str, process: int, thread: int, title: str) -> Event:
+    """What a process or a thread is called."""
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": title}}
 
 
 def _step(step: StepRecord, process: int, thread: int) -> Event:
@@ -96,35 +97,47 @@ def _request(served: Served) -> Iterator[Event]:
         "ttft_ms": None if served.ttft_s is None else 1e3 * served.ttft_s,
         "tpot_ms": None if served.tpot_s is None else 1e3 * served.tpot_s,
     }
-    track = {"cat": "request", "id": f"0x{served.index + 1:x}", "pid": REQUESTS, "tid": 0}
-    span = whole(served)
-    title = f"request {served.index}"
-    yield {"ph": "b", **track, "name": title, "ts": _us(span.begin_ns), "args": args}
-    for phase in phases(served):
-        yield {"ph": "b", **track, "name": phase.name, "ts": _us(phase.begin_ns)}
-        yield {"ph": "e", **track, "name": phase.name, "ts": _us(phase.end_ns)}
-    yield {"ph": "e", **track, "name": title, "ts": _us(span.end_ns)}
+    yield from track(served.index, f"request {served.index}", whole(served), phases(served), args)
     if (moved := transfer(served)) is not None:
-        apart = {**track, "cat": "transfer", "name": f"transfer {served.index}"}
-        yield {"ph": "b", **apart, "ts": _us(moved.begin_ns), "args": {"bytes": served.transfer_bytes}}
-        yield {"ph": "e", **apart, "ts": _us(moved.end_ns)}
+        apart = {**_track(served.index), "cat": "transfer", "name": f"transfer {served.index}"}
+        yield {"ph": "b", **apart, "ts": us(moved.begin_ns), "args": {"bytes": served.transfer_bytes}}
+        yield {"ph": "e", **apart, "ts": us(moved.end_ns)}
 
 
-def _us(ns: int) -> int:
-    return round(ns / 1e3)
+def track(number: int, title: str, span: Span, parts: Iterable[Span], args: Event) -> Iterator[Event]:
+    """An async track: one span and its parts within it."""
+    on = _track(number)
+    yield {"ph": "b", **on, "name": title, "ts": us(span.begin_ns), "args": args}
+    for part in parts:
+        yield {"ph": "b", **on, "name": part.name, "ts": us(part.begin_ns)}
+        yield {"ph": "e", **on, "name": part.name, "ts": us(part.end_ns)}
+    yield {"ph": "e", **on, "name": title, "ts": us(span.end_ns)}
+
+
+def _track(number: int) -> Event:
+    return {"cat": "request", "id": f"0x{number + 1:x}", "pid": REQUESTS, "tid": 0}
+
+
+def us(ns: int) -> int:
+    return (ns + 500) // 1000  # a float has too few digits for the time of day in nanoseconds
 
 
 def write(run: Run, path: Path) -> int:
     """As one file, an event a line; returns how many. Holds few events at a time. The folder is made."""
+    about = {"system": run.system, "workload": run.workload, "clock": run.clock, "seed": run.seed, "gpus": run.gpus}
+    return write_events(events(run), about, path)
+
+
+def write_events(events: Iterable[Event], about: Event, path: Path) -> int:
+    """As `write`."""
     import msgspec
 
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
-    about = {"system": run.system, "workload": run.workload, "clock": run.clock, "seed": run.seed, "gpus": run.gpus}
     encode = msgspec.json.encode
     with path.open("wb") as out:
         out.write(b'{"displayTimeUnit":"ms","otherData":' + encode(about) + b',"traceEvents":[\n')
-        for event in events(run):
+        for event in events:
             out.write((b",\n" if count else b"") + encode(event))
             count += 1
         out.write(b"\n]}\n")

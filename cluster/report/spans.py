@@ -2,10 +2,14 @@
 
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from cluster.ledger import LatencyLedger
 from cluster.scoring.records import Ending, Run, Served, StepRecord
+
+T = TypeVar("T")
 
 TRANSFER = "transfer"  # not a phase of the ledger: what it overlaps with is
 NOTICED_NS = 1_000
@@ -29,12 +33,21 @@ def phases(served: Served) -> tuple[Span, ...]:
     """
     if served.ledger is None:
         return ()
-    spans, at = [], round(served.arrival_s * 1e9)
-    for name, ns in served.ledger.first + served.ledger.rest:
-        if ns >= NOTICED_NS:
-            spans.append(Span(name, at, at + ns))
+    parts = booked(served.ledger, round(served.arrival_s * 1e9))
+    return tuple(filter(_is_noticed, parts))
+
+
+def booked(ledger: LatencyLedger, begin_ns: int) -> tuple[Span, ...]:
+    """All parts of a ledger that begins there, one behind the other."""
+    spans, at = [], begin_ns
+    for name, ns in ledger.first + ledger.rest:
+        spans.append(Span(name, at, at + ns))
         at += ns
     return tuple(spans)
+
+
+def _is_noticed(span: Span) -> bool:
+    return span.end_ns - span.begin_ns >= NOTICED_NS
 
 
 def whole(served: Served) -> Span:
@@ -47,12 +60,18 @@ def whole(served: Served) -> Span:
 
 def transfer(served: Served) -> Span | None:
     """The hand-off's elapsed time, ending where the wait for it ended; most of it lies behind the prefill."""
-    waits = [span for span in phases(served) if span.name == "transfer_wait"]
-    if served.ledger is None or served.transfer_s <= 0.0:
+    if served.ledger is None:
         return None
-    begin = round(served.arrival_s * 1e9)
-    end = waits[0].end_ns if waits else begin + served.ledger.ttft_ns
-    return Span(TRANSFER, max(begin, end - round(served.transfer_s * 1e9)), end)
+    return handed(served.ledger, round(served.arrival_s * 1e9), round(served.transfer_s * 1e9))
+
+
+def handed(ledger: LatencyLedger, begin_ns: int, transfer_ns: int) -> Span | None:
+    """The same, for a ledger that begins there."""
+    if transfer_ns <= 0:
+        return None
+    waits = [span for span in booked(ledger, begin_ns) if span.name == "transfer_wait" and _is_noticed(span)]
+    end_ns = waits[0].end_ns if waits else begin_ns + ledger.ttft_ns
+    return Span(TRANSFER, max(begin_ns, end_ns - transfer_ns), end_ns)
 
 
 _SAME_S = 1e-9  # times are sums of floats: a step may seem to begin just before the one that it follows ended
@@ -60,13 +79,19 @@ _SAME_S = 1e-9  # times are sums of floats: a step may seem to begin just before
 
 def lanes(steps: Iterable[StepRecord]) -> tuple[tuple[int, StepRecord], ...]:
     """Each step of one worker with its lane: steps in flight at the same time (pipeline stages) have different ones."""
-    free: list[float] = []  # when each lane's last step ends
-    laid = []
-    for step in sorted(steps, key=lambda step: (step.begin_s, step.end_s)):
-        lane = next((lane for lane, end_s in enumerate(free) if end_s <= step.begin_s + _SAME_S), len(free))
-        free[lane : lane + 1] = [step.end_s]
-        laid.append((lane, step))
-    return tuple(laid)
+    return laid(steps, lambda step: (step.begin_s, step.end_s), _SAME_S)
+
+
+def laid(each: Iterable[T], extent: Callable[[T], tuple[float, float]], slack: float = 0) -> tuple[tuple[int, T], ...]:
+    """All in the order of their beginnings, each with the first lane that is free then."""
+    free: list[float] = []  # when each lane's last one ends
+    found = []
+    for one in sorted(each, key=extent):
+        begin, end = extent(one)
+        lane = next((lane for lane, until in enumerate(free) if until <= begin + slack), len(free))
+        free[lane : lane + 1] = [end]
+        found.append((lane, one))
+    return tuple(found)
 
 
 def middle(run: Run) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -18,11 +18,12 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.logs import begin as begin_logs
 from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone, WorkerHandle, WorkerOrder
 from cluster.runtime.placement import Node, bundle, listed, own_labels, own_resources, selectors, shortage
 from cluster.runtime.ray_metrics import WorkerMetrics
 from cluster.runtime.ray_ranks import RayRanks, on_this_node, rank_options
-from cluster.spec import ClusterSpec
+from cluster.spec import ClusterSpec, LogSpec
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.build import build_worker
 from workers.request import Bundle, Request, Reservation
@@ -60,9 +61,10 @@ async def _await(reference: Any, timeout_s: float) -> Any:
 class _WorkerActor:
     """The process of one worker. Ray builds it again after a death: a new worker, with a new incarnation."""
 
-    def __init__(self, order: WorkerOrder) -> None:
+    def __init__(self, order: WorkerOrder, logs: LogSpec) -> None:
+        begin_logs(logs, order.config.name)
         config = on_this_node(order.config)
-        self._worker = build_worker(config, heartbeat_s=order.heartbeat_s, launcher=RayRanks(order))
+        self._worker = build_worker(config, heartbeat_s=order.heartbeat_s, launcher=RayRanks(order, logs))
         self._metrics = WorkerMetrics(config.name, config.pool)
 
     async def incarnation(self) -> str:
@@ -80,7 +82,8 @@ class _WorkerActor:
 class _ServiceActor:
     """The process of one service."""
 
-    def __init__(self, factory: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, name: str, logs: LogSpec, factory: Callable[..., Any], *args: Any) -> None:
+        begin_logs(logs, name)
         self._factory = factory
         self._args = args
         self._target: Any = None
@@ -182,10 +185,14 @@ class RayService:
 
 @dataclass(frozen=True)
 class RayRuntime:
-    """Sends to other processes: holds names only. `owns_ray`: this process started the local Ray and ends it."""
+    """Sends to other processes: holds names only. `owns_ray`: this process started the local Ray and ends it.
+
+    `logs`: how the actors log.
+    """
 
     cluster: str
     owns_ray: bool = False
+    logs: LogSpec = field(default_factory=LogSpec)
     name: str = "ray"
 
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
@@ -201,7 +208,7 @@ class RayRuntime:
             "max_concurrency": 10_000,
             **rank_options(order, group, 0),
         }
-        actor = ray.remote(_WorkerActor).options(**options).remote(order)
+        actor = ray.remote(_WorkerActor).options(**options).remote(order, self.logs)
         return RayWorker(name, actor, order.dead_after_s)
 
     async def _place(self, name: str, order: WorkerOrder) -> PlacementGroup:
@@ -266,7 +273,7 @@ class RayRuntime:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
         }
         try:
-            actor = ray.remote(_ServiceActor).options(**options).remote(factory, *args)
+            actor = ray.remote(_ServiceActor).options(**options).remote(name, self.logs, factory, *args)
         except ValueError:
             raise RuntimeUnavailable(
                 f"a cluster called {self.cluster!r} is already served on this Ray; "
@@ -339,7 +346,7 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
     """Join the Ray of RAY_ADDRESS, or start one on this machine. Raises `RuntimeUnavailable`."""
     address = os.environ.get("RAY_ADDRESS")
     if ray.is_initialized():
-        return RayRuntime(spec.name)
+        return RayRuntime(spec.name, logs=spec.logs)
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
     if address:
         progress(f"joining Ray at {address}")
@@ -365,7 +372,7 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
         raise RuntimeUnavailable(
             f"{where} cannot be reached: {reason}; check RAY_ADDRESS and RAY_AUTH_MODE, or unset RAY_ADDRESS"
         ) from None
-    return RayRuntime(spec.name, owns_ray=not address)
+    return RayRuntime(spec.name, owns_ray=not address, logs=spec.logs)
 
 
 def _cpus(spec: ClusterSpec) -> int:

@@ -12,7 +12,9 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.logs import begin as begin_logs
 from cluster.runtime.interface import WorkerOrder
+from cluster.spec import LogSpec
 from workers.build import serve_rank
 from workers.config import WorkerConfig
 from workers.executor.order import RankOrder
@@ -38,7 +40,8 @@ def on_this_node(config: WorkerConfig) -> WorkerConfig:
 class _RankActor:
     """The process of one rank. It lives for one gang and is never restarted: a new leader makes new ranks."""
 
-    async def run(self, order: RankOrder) -> None:
+    async def run(self, order: RankOrder, logs: LogSpec) -> None:
+        begin_logs(logs, f"{order.config.name}, rank {order.seat.rank}")
         try:
             await serve_rank(replace(order, config=on_this_node(order.config)))
         finally:
@@ -48,8 +51,9 @@ class _RankActor:
 class RayRanks:
     """`RankLauncher` in the leader's actor."""
 
-    def __init__(self, order: WorkerOrder) -> None:
+    def __init__(self, order: WorkerOrder, logs: LogSpec) -> None:
         self._order = order
+        self._logs = logs
         self._actors: list[Any] = []
 
     def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[Any]]:
@@ -61,7 +65,7 @@ class RayRanks:
             actor: Any = ray.remote(_RankActor).options(max_restarts=0, **options).remote()
             self._actors.append(actor)
             # Each node has its own address: the rank settles it there.
-            ends.append(actor.run.remote(replace(order, config=self._order.config)))
+            ends.append(actor.run.remote(replace(order, config=self._order.config), self._logs))
         return ends
 
     async def end(self) -> None:

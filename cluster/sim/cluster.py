@@ -200,7 +200,8 @@ def virtual(spec: ClusterSpec, models: Mapping[str, PoolModel]) -> ClusterSpec:
         raise SpecError(f"pools: nothing says what {', '.join(missing)} is made of")
     transfer = replace(spec.transfer, backends=("modelled",), digest=False, host="127.0.0.1")
     pools = tuple(replace(pool, cost=models[pool.name].cost) for pool in spec.pools)
-    return replace(spec, pools=pools, executor="modelled", transfer=transfer)
+    gateway = replace(spec.gateway, trace_requests=0)  # nobody asks there
+    return replace(spec, pools=pools, executor="modelled", transfer=transfer, gateway=gateway)
 
 
 ALONE = Surroundings()

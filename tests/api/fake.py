@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.events import Accepted, Completed, Delta, Event
+from cluster.history import Recent, Window
 from cluster.ledger import Stopwatch, now_ns
 from cluster.policy.lengths import Calibration
 from cluster.policy.promises import Ended, Promises, Standing
@@ -75,6 +76,7 @@ class FakeDispatcher:
         self._promises = Promises()
         self._changed = asyncio.Event()
         self._view = view()
+        self.past, self.window = Recent(), Window()
 
     async def generate(
         self, request: Request, *, deadline_s: float | None = None, arrived_ns: int | None = None
@@ -132,6 +134,12 @@ class FakeDispatcher:
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         raise NotImplementedError("nothing here can be measured")
+
+    def recent(self) -> Recent:
+        return self.past
+
+    def remembered(self, begin_ns: int, end_ns: int) -> Window:
+        return self.window
 
     def view_change(self) -> Awaitable[object]:
         return self._changed.wait()

@@ -12,6 +12,8 @@ SCHEMA = {
     "e": {"name", "cat", "ts", "id"},
     "s": {"name", "cat", "ts", "id"},
     "f": {"name", "cat", "ts", "id", "bp"},
+    "i": {"name", "cat", "ts", "s", "args"},
+    "C": {"name", "ts", "args"},
 }
 
 

@@ -31,7 +31,7 @@ class GetClusterRequest(_message.Message):
     def __init__(self, audit: _Optional[bool] = ...) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("revision", "name", "model", "workers", "links", "gateway", "pools", "decisions", "standing")
+    __slots__ = ("revision", "name", "model", "workers", "links", "gateway", "pools", "decisions", "standing", "traffic", "happenings")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,8 @@ class GetClusterResponse(_message.Message):
     POOLS_FIELD_NUMBER: _ClassVar[int]
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
     STANDING_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    HAPPENINGS_FIELD_NUMBER: _ClassVar[int]
     revision: int
     name: str
     model: Model
@@ -50,7 +52,145 @@ class GetClusterResponse(_message.Message):
     pools: _containers.RepeatedCompositeFieldContainer[Pool]
     decisions: _containers.RepeatedCompositeFieldContainer[Decision]
     standing: Standing
-    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
+    traffic: _containers.RepeatedCompositeFieldContainer[Traffic]
+    happenings: _containers.RepeatedCompositeFieldContainer[Happening]
+    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[Traffic, _Mapping]]] = ..., happenings: _Optional[_Iterable[_Union[Happening, _Mapping]]] = ...) -> None: ...
+
+class Traffic(_message.Message):
+    __slots__ = ("worker", "prompts", "prompt_tokens", "cached_tokens", "output_tokens", "transfers", "transfer_bytes", "transfer_time", "change", "change_age")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_TIME_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_AGE_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    prompts: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    transfers: int
+    transfer_bytes: int
+    transfer_time: _duration_pb2.Duration
+    change: str
+    change_age: _duration_pb2.Duration
+    def __init__(self, worker: _Optional[str] = ..., prompts: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., transfers: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., change: _Optional[str] = ..., change_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class Happening(_message.Message):
+    __slots__ = ("kind", "worker", "text", "request_id", "age")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    worker: str
+    text: str
+    request_id: str
+    age: _duration_pb2.Duration
+    def __init__(self, kind: _Optional[str] = ..., worker: _Optional[str] = ..., text: _Optional[str] = ..., request_id: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class GetTraceRequest(_message.Message):
+    __slots__ = ("last", "begin_unix_ns", "end_unix_ns")
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    END_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    last: _duration_pb2.Duration
+    begin_unix_ns: int
+    end_unix_ns: int
+    def __init__(self, last: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., begin_unix_ns: _Optional[int] = ..., end_unix_ns: _Optional[int] = ...) -> None: ...
+
+class TracePage(_message.Message):
+    __slots__ = ("gateway", "trails", "moments", "loads")
+    GATEWAY_FIELD_NUMBER: _ClassVar[int]
+    TRAILS_FIELD_NUMBER: _ClassVar[int]
+    MOMENTS_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    gateway: str
+    trails: _containers.RepeatedCompositeFieldContainer[Trail]
+    moments: _containers.RepeatedCompositeFieldContainer[Moment]
+    loads: _containers.RepeatedCompositeFieldContainer[Load]
+    def __init__(self, gateway: _Optional[str] = ..., trails: _Optional[_Iterable[_Union[Trail, _Mapping]]] = ..., moments: _Optional[_Iterable[_Union[Moment, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[Load, _Mapping]]] = ...) -> None: ...
+
+class Trail(_message.Message):
+    __slots__ = ("request_id", "class_name", "outcome", "detail", "arrived_unix_ns", "ledger", "phase", "open_ns", "prompt_tokens", "cached_tokens", "output_tokens", "attempts", "prefill_worker", "decode_worker", "moves", "transfer_bytes", "transfer_ns")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    LEDGER_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    OPEN_NS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_NS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    class_name: str
+    outcome: str
+    detail: str
+    arrived_unix_ns: int
+    ledger: _common_pb2.LatencyLedger
+    phase: str
+    open_ns: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    attempts: int
+    prefill_worker: str
+    decode_worker: str
+    moves: _containers.RepeatedCompositeFieldContainer[Move]
+    transfer_bytes: int
+    transfer_ns: int
+    def __init__(self, request_id: _Optional[str] = ..., class_name: _Optional[str] = ..., outcome: _Optional[str] = ..., detail: _Optional[str] = ..., arrived_unix_ns: _Optional[int] = ..., ledger: _Optional[_Union[_common_pb2.LatencyLedger, _Mapping]] = ..., phase: _Optional[str] = ..., open_ns: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., moves: _Optional[_Iterable[_Union[Move, _Mapping]]] = ..., transfer_bytes: _Optional[int] = ..., transfer_ns: _Optional[int] = ...) -> None: ...
+
+class Move(_message.Message):
+    __slots__ = ("unix_ns", "worker")
+    UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    unix_ns: int
+    worker: str
+    def __init__(self, unix_ns: _Optional[int] = ..., worker: _Optional[str] = ...) -> None: ...
+
+class Moment(_message.Message):
+    __slots__ = ("unix_ns", "kind", "worker", "text", "request_id")
+    UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    unix_ns: int
+    kind: str
+    worker: str
+    text: str
+    request_id: str
+    def __init__(self, unix_ns: _Optional[int] = ..., kind: _Optional[str] = ..., worker: _Optional[str] = ..., text: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("unix_ns", "worker", "running", "waiting", "queued_tokens", "used_blocks")
+    UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    unix_ns: int
+    worker: str
+    running: int
+    waiting: int
+    queued_tokens: int
+    used_blocks: int
+    def __init__(self, unix_ns: _Optional[int] = ..., worker: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., used_blocks: _Optional[int] = ...) -> None: ...
 
 class GetMetricsRequest(_message.Message):
     __slots__ = ()
@@ -351,11 +491,13 @@ class MeasureStepsResponse(_message.Message):
     def __init__(self, seconds: _Optional[_Iterable[float]] = ..., elapsed_seconds: _Optional[float] = ..., call_seconds: _Optional[float] = ...) -> None: ...
 
 class Gateway(_message.Message):
-    __slots__ = ("name", "active_requests", "max_requests")
+    __slots__ = ("name", "active_requests", "max_requests", "uptime")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_FIELD_NUMBER: _ClassVar[int]
     name: str
     active_requests: int
     max_requests: int
-    def __init__(self, name: _Optional[str] = ..., active_requests: _Optional[int] = ..., max_requests: _Optional[int] = ...) -> None: ...
+    uptime: _duration_pb2.Duration
+    def __init__(self, name: _Optional[str] = ..., active_requests: _Optional[int] = ..., max_requests: _Optional[int] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...

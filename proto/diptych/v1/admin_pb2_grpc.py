@@ -44,6 +44,11 @@ class AdminServiceStub:
                 request_serializer=diptych_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
                 response_deserializer=diptych_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
                 _registered_method=True)
+        self.GetTrace = channel.unary_stream(
+                '/diptych.v1.AdminService/GetTrace',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.TracePage.FromString,
+                _registered_method=True)
         self.MeasureSteps = channel.unary_unary(
                 '/diptych.v1.AdminService/MeasureSteps',
                 request_serializer=diptych_dot_v1_dot_admin__pb2.MeasureStepsRequest.SerializeToString,
@@ -77,6 +82,14 @@ class AdminServiceServicer:
 
     def GetMetrics(self, request, context):
         """Of the gateway that answers, as Prometheus reads them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTrace(self, request, context):
+        """What the gateway that answers remembers of a stretch of time, in pages. Requests under way are there as far as they
+        are. INVALID_ARGUMENT: the stretch ends before it begins.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,6 +140,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetMetrics,
                     request_deserializer=diptych_dot_v1_dot_admin__pb2.GetMetricsRequest.FromString,
                     response_serializer=diptych_dot_v1_dot_admin__pb2.GetMetricsResponse.SerializeToString,
+            ),
+            'GetTrace': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetTrace,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.GetTraceRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.TracePage.SerializeToString,
             ),
             'MeasureSteps': grpc.unary_unary_rpc_method_handler(
                     servicer.MeasureSteps,
@@ -203,6 +221,33 @@ class AdminService:
             '/diptych.v1.AdminService/GetMetrics',
             diptych_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
             diptych_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/diptych.v1.AdminService/GetTrace',
+            diptych_dot_v1_dot_admin__pb2.GetTraceRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.TracePage.FromString,
             options,
             channel_credentials,
             insecure,

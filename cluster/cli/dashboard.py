@@ -1,0 +1,262 @@
+"""How `diptych top` looks: one screen of a cluster, for any width from 80 columns on, and the same as JSON."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, Literal
+
+from cluster.changes import Taken
+from cluster.cli.rates import Looks, Rates, WorkerRates
+from cluster.cli.screen import size, view_json
+from cluster.cli.shape import decision_json, decision_words
+from cluster.history import Happening, Traffic
+from cluster.policy.promises import Kept
+from cluster.view import ClusterView, WorkerState, WorkerView
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from cluster.api.client import ClusterStatus
+
+WIDE = 120  # columns; below, what can be done without is left out
+FOOTER_LINES, MOST_PROMISE_LINES = 6, 3
+NARROW_REST = 67  # columns that a narrow table needs beside the names of workers
+COLOURS = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
+UNKNOWN = "-"
+TIED = "\u00a0"  # a space where no line breaks
+
+
+def screen(looks: Looks, width: int, height: int | None = None, *, trouble: str = "", once: bool = False) -> Any:
+    """Header, a row for each worker under its pool's, and what happened last. `height`: lines that there are; rows of
+    workers that do not fit are counted instead. `trouble`: why there is no newer answer."""
+    from rich.console import Group
+
+    status, rates = looks.latest.status, looks.rates(since_beginning=once)
+    head = [*_header(status, rates, width, trouble)]
+    foot = [*_footer(status, width)]
+    room = None if height is None else max(3, height - len(head) - len(foot) - 3)
+    return Group(*head, "", _table(status, rates, width, room), "", *foot)
+
+
+def _header(status: "ClusterStatus", rates: Rates, width: int, trouble: str) -> "Iterator[Text]":
+    from rich.text import Text
+
+    view, uptime = status.view, span(status.recent.uptime_s)
+    model = view.model.name if view.model else "not loaded yet"
+    named = f"{view.name}  model {model}  revision {view.revision}  {status.gateway} up {uptime}"
+    yield Text(named, style="bold", no_wrap=True, overflow="ellipsis")
+    refused = f"  {rates.refused_s:.1f} refused/s" if rates.refused_s else ""
+    load = f"{status.active_requests} of {status.max_requests} requests under way"
+    yield _line(f"{_rate(rates.requests_s)} requests/s  {_rate(rates.tokens_s)} tokens/s{refused}  {load}")
+    when = "since the gateway began" if rates.kept_s is None else f"last {rates.kept_s:.0f} s"
+    kept = [f"{score.name}{TIED}{words}" for score in rates.kept if (words := _kept_words(score.ttft, score.tpot))]
+    promises = f"promises kept, {when}: {'; '.join(kept) or 'none was due'}"
+    for line in wrap(promises, width, subsequent_indent="  ")[:MOST_PROMISE_LINES]:
+        yield _line(line.replace(TIED, " "))
+    if trouble:
+        yield Text(trouble, style="bold red", no_wrap=True, overflow="ellipsis")
+
+
+def _line(text: str) -> "Text":
+    from rich.text import Text
+
+    return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+def _kept_words(ttft: Kept, tpot: Kept) -> str:
+    told = (f"{name} {kept.share:.0%} of {kept.settled}" for name, kept in (("TTFT", ttft), ("TPOT", tpot))
+            if kept.share is not None)  # fmt: skip
+    return " ".join(told).replace(" ", TIED)
+
+
+def _table(status: "ClusterStatus", rates: Rates, width: int, room: int | None) -> "Table":
+    from rich.table import Table
+
+    wide = width >= WIDE
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0), header_style="bold underline")
+    headers = ["worker", "role", "state", ">run", ">wait", "KV", ">used", ">hits", ">in", ">out", ">KV/s", ">tok/s"]
+    for header in [*headers, *([">steps/s", "last change"] if wide else [])]:
+        justify: Literal["left", "right"] = "right" if header.startswith(">") else "left"
+        longest = None if wide or header != "worker" else max(8, width - NARROW_REST)
+        table.add_column(header.lstrip(">"), justify=justify, no_wrap=True, overflow="ellipsis", max_width=longest)
+    traffic = dict(status.recent.traffic)
+    rows = [*_rows(status.view)]
+    shown, left = _fitting(rows, room)
+    for pool, worker in shown:
+        if worker is None:
+            table.add_row(*_pool_cells(pool, status.view, rates, wide), style="bold")
+        else:
+            rate = rates.workers.get(worker.name, WorkerRates())
+            table.add_row(*_cells(worker, rate, traffic.get(worker.name, Traffic()), wide))
+    if left:
+        table.add_row(f"and {left} more", style="dim")
+    return table
+
+
+def _rows(view: ClusterView) -> Iterator[tuple[str, WorkerView | None]]:
+    """(pool, None) for a pool itself, then its workers."""
+    pools = dict.fromkeys([*(pool.name for pool in view.pools), *(worker.pool for worker in view.workers)])
+    for name in pools:
+        yield name, None
+        yield from ((name, worker) for worker in view.workers if worker.pool == name)
+
+
+def _fitting(
+    rows: list[tuple[str, WorkerView | None]], room: int | None
+) -> tuple[list[tuple[str, WorkerView | None]], int]:
+    """Pools always; of the workers as many as there is room for, and how many have none."""
+    if room is None or len(rows) <= room:
+        return rows, 0
+    workers = room - 1 - sum(worker is None for _, worker in rows)
+    shown: list[tuple[str, WorkerView | None]] = []
+    left = 0
+    for row in rows:
+        if row[1] is not None and workers <= 0:
+            left += 1
+            continue
+        workers -= row[1] is not None
+        shown.append(row)
+    return shown, left
+
+
+def _pool_cells(name: str, view: ClusterView, rates: Rates, wide: bool) -> list["str | Text"]:
+    """The pool as one: sums of what its workers have."""
+    staff = [worker for worker in view.workers if worker.pool == name]
+    pool = next((pool for pool in view.pools if pool.name == name), None)
+    ready = sum(worker.state is WorkerState.READY for worker in staff)
+    of = [rates.workers.get(worker.name, WorkerRates()) for worker in staff]
+    used, total = sum(map(_used, staff)), sum(worker.stats.total_blocks for worker in staff)
+    cells: list[str | Text] = [
+        name,
+        pool.role.value if pool is not None else "",
+        f"{ready} of {pool.wanted if pool is not None else len(staff)}",
+        str(sum(worker.stats.running for worker in staff)),
+        str(sum(worker.stats.waiting for worker in staff)),
+        _bar(used, total, 12 if wide else 6),
+        _blocks(used, total, wide),
+        "",
+        str(sum(worker.stats.reserved for worker in staff)),
+        str(sum(worker.stats.leases for worker in staff)),
+        _size_rate(_total(each.bytes_s for each in of)),
+        _rate(_total(each.tokens_s for each in of)),
+    ]
+    return [*cells, *([_rate(_total(each.steps_s for each in of)), ""] if wide else [])]
+
+
+def _cells(worker: WorkerView, rate: WorkerRates, told: Traffic, wide: bool) -> list["str | Text"]:
+    from rich.text import Text
+
+    stats, state = worker.stats, worker.state.value
+    cells: list[str | Text] = [
+        f" {worker.name}",
+        worker.role.value,
+        Text(state, style=COLOURS[state]),
+        str(stats.running),
+        str(stats.waiting),
+        _bar(_used(worker), stats.total_blocks, 12 if wide else 6),
+        _blocks(_used(worker), stats.total_blocks, wide),
+        UNKNOWN if rate.hit_share is None else f"{rate.hit_share:.0%}",
+        str(stats.reserved),
+        str(stats.leases),
+        _size_rate(rate.bytes_s),
+        _rate(rate.tokens_s),
+    ]
+    if not wide:
+        return cells
+    change = f"{told.change}, {span(told.changed_ns / 1e9)} ago" if told.change else ""
+    return [*cells, _rate(rate.steps_s), Text(worker.trouble or change)]
+
+
+def _used(worker: WorkerView) -> int:
+    return worker.stats.total_blocks - worker.stats.free_blocks
+
+
+def _blocks(used: int, total: int, wide: bool) -> str:
+    if wide:
+        return f"{used}/{total}"
+    return f"{used / total:.0%}" if total else UNKNOWN
+
+
+def _bar(used: int, total: int, cells: int) -> "Text":
+    """Filled as far as blocks are used; any use shows."""
+    from rich.text import Text
+
+    share = used / total if total else 0.0
+    full = min(cells, max(1, round(share * cells))) if used else 0
+    style = "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
+    return Text.assemble(("#" * full, style), ("." * (cells - full), "dim"))
+
+
+def _total(values: Iterator[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return UNKNOWN
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _size_rate(value: float | None) -> str:
+    return UNKNOWN if value is None else "0" if not value else size(value)
+
+
+def span(seconds: float) -> str:
+    """3 s, 4m05s, 2h07m, 3d04h."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def _footer(status: "ClusterStatus", width: int) -> "Iterator[Text]":
+    """The latest of decisions and happenings, the newest on top; before them troubles that have no column."""
+    troubled = [worker for worker in status.view.workers if worker.trouble and width < WIDE]
+    for worker in troubled[:FOOTER_LINES]:
+        yield _line(f"{worker.name}: {worker.trouble}")
+    entries = [*map(_decided, status.decisions), *_happened(status.recent.happenings)]
+    for age_s, words in sorted(entries, key=lambda entry: entry[0])[:FOOTER_LINES]:
+        yield _line(f"{span(age_s):>7} ago  {words}")
+
+
+def _decided(taken: Taken) -> tuple[float, str]:
+    return taken.age_s, f"{taken.outcome}: {decision_words(taken.decision)}: {taken.decision.reason}"
+
+
+def _happened(happenings: tuple[tuple[float, Happening], ...]) -> Iterator[tuple[float, str]]:
+    """Refusals of one cause are one line: the latest, and how many there are lately."""
+    causes = Counter(each.text.partition(":")[0] for _, each in happenings if each.kind == "refused")
+    for age_s, each in reversed(happenings):
+        count = causes.pop(each.text.partition(":")[0], 0) if each.kind == "refused" else 1
+        if count:
+            who = " ".join(filter(None, (each.worker, each.request_id)))
+            more = f" (and {count - 1} more)" if count > 1 else ""
+            yield age_s, f"{each.kind}{more}: {who}{': ' if who else ''}{each.text}"
+
+
+def screen_json(looks: Looks) -> dict[str, Any]:
+    status, rates = looks.latest.status, looks.rates(since_beginning=True)
+    gateway = {
+        "name": status.gateway,
+        "active": status.active_requests,
+        "max_requests": status.max_requests,
+        "uptime_s": status.recent.uptime_s,
+    }
+    happenings = [
+        {"age_s": age_s, "kind": each.kind, "worker": each.worker, "text": each.text, "request_id": each.request_id}
+        for age_s, each in status.recent.happenings
+    ]
+    return view_json(status.view) | {
+        "gateway": gateway,
+        "rates": asdict(rates),
+        "traffic": {name: asdict(told) for name, told in status.recent.traffic},
+        "decisions": [decision_json(taken) for taken in status.decisions],
+        "happenings": happenings,
+    }

@@ -1,0 +1,154 @@
+"""What two looks at a cluster say about the time between them. Pure: whoever looks gives the time.
+
+Counters of a gateway begin anew when it restarts, those of a worker with each incarnation: a rate that spans such a
+beginning is not known (None), and none is ever negative.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cluster.history import Traffic
+from cluster.policy.promises import ClassScore, Kept
+
+if TYPE_CHECKING:  # what stands behind it is heavy
+    from cluster.api.client import ClusterStatus
+
+WINDOW_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """An answer, and when it came. Seconds of any clock that does not go back."""
+
+    at_s: float
+    status: "ClusterStatus"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRates:
+    """Per second; `hit_share` of the prompt tokens of the last while."""
+
+    steps_s: float | None = None
+    tokens_s: float | None = None  # computed of prompts and drawn, without what was cached
+    bytes_s: float | None = None
+    hit_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Between the last two looks. `kept`: promises of each class over the last `kept_s`; None: since the beginning."""
+
+    requests_s: float | None = None
+    tokens_s: float | None = None
+    refused_s: float | None = None
+    kept_s: float | None = None
+    kept: tuple[ClassScore, ...] = ()
+    workers: Mapping[str, WorkerRates] = field(default_factory=dict)
+
+
+class Looks:
+    """The looks of the last minute. A gateway that restarted begins a new one."""
+
+    def __init__(self) -> None:
+        self._looks: deque[Look] = deque()
+
+    def add(self, look: Look) -> None:
+        if self._looks and not _continues(self._looks[-1], look):
+            self._looks.clear()
+        self._looks.append(look)
+        while look.at_s - self._looks[0].at_s > WINDOW_S:
+            self._looks.popleft()
+
+    @property
+    def latest(self) -> Look:
+        return self._looks[-1]
+
+    def rates(self, *, since_beginning: bool = False) -> Rates:
+        """`since_beginning`: promises are those since the gateway began, as of one look only."""
+        before = self._looks[-2] if len(self._looks) > 1 else None
+        oldest = None if since_beginning or before is None else self._looks[0]
+        return rates(before, self.latest, oldest)
+
+
+def rates(before: Look | None, now: Look, oldest: Look | None = None) -> Rates:
+    """`before`: the look before. `oldest`: where the last while began, for what a second is too short for."""
+    status = now.status
+    then = before.status if before is not None and _continues(before, now) and now.at_s > before.at_s else None
+    first = oldest.status if oldest is not None and _continues(oldest, now) else None
+    if before is None or then is None:
+        return Rates(kept=status.standing.classes, workers=_workers(None, None, status, 0.0))
+    seconds = now.at_s - before.at_s
+    outcomes = _grown(_sum(then.standing.outcomes), _sum(status.standing.outcomes), seconds)
+    drew = dict(then.recent.traffic)
+    tokens = sum(told.output_tokens - drew.get(name, Traffic()).output_tokens for name, told in status.recent.traffic)
+    return Rates(
+        requests_s=outcomes,
+        tokens_s=_grown(0, tokens, seconds),
+        refused_s=_grown(_sum(then.standing.refused), _sum(status.standing.refused), seconds),
+        kept_s=None if first is None or oldest is None else now.at_s - oldest.at_s,
+        kept=status.standing.classes if first is None else tuple(_since(first, status)),
+        workers=_workers(then, first, status, seconds),
+    )
+
+
+def _continues(before: Look, now: Look) -> bool:
+    """Whether the same gateway, with the same counters, gave both answers."""
+    one, other = before.status, now.status
+    return one.gateway == other.gateway and one.recent.uptime_s <= other.recent.uptime_s
+
+
+def _workers(
+    then: "ClusterStatus | None", first: "ClusterStatus | None", now: "ClusterStatus", seconds: float
+) -> dict[str, WorkerRates]:
+    before = {} if then is None else {worker.name: worker for worker in then.view.workers}
+    traffic_then = {} if then is None else dict(then.recent.traffic)
+    traffic_first = {} if first is None else dict(first.recent.traffic)
+    traffic_now = dict(now.recent.traffic)
+    found = {}
+    for worker in now.view.workers:
+        told = traffic_now.get(worker.name, Traffic())
+        was = traffic_then.get(worker.name, Traffic())
+        steps = tokens = moved = None
+        if (same := before.get(worker.name)) is not None and same.incarnation == worker.incarnation:
+            steps = _grown(same.stats.steps, worker.stats.steps, seconds)
+        if then is not None:
+            tokens = _grown(_computed(was), _computed(told), seconds)
+            moved = _grown(was.transfer_bytes, told.transfer_bytes, seconds)
+        hits = _hits(traffic_first.get(worker.name, Traffic()), told)
+        found[worker.name] = WorkerRates(steps, tokens, moved, hits)
+    return found
+
+
+def _computed(traffic: Traffic) -> int:
+    return traffic.prompt_tokens - traffic.cached_tokens + traffic.output_tokens
+
+
+def _hits(first: Traffic, now: Traffic) -> float | None:
+    """Of the last while; of all time, if no prompt came in it."""
+    prompts = now.prompt_tokens - first.prompt_tokens
+    if prompts > 0:
+        return max(0, now.cached_tokens - first.cached_tokens) / prompts
+    return now.cached_tokens / now.prompt_tokens if now.prompt_tokens else None
+
+
+def _since(first: "ClusterStatus", now: "ClusterStatus") -> Iterator[ClassScore]:
+    """What each class got since; classes without a request in that time are left out."""
+    before = {score.name: score for score in first.standing.classes}
+    for score in now.standing.classes:
+        was = before.get(score.name, ClassScore(score.name, 0, Kept(), Kept(), Kept()))
+        if score.requests > was.requests:
+            ttft, tpot, both = (
+                Kept(one.settled - other.settled, one.kept - other.kept)
+                for one, other in ((score.ttft, was.ttft), (score.tpot, was.tpot), (score.both, was.both))
+            )
+            yield ClassScore(score.name, score.requests - was.requests, ttft, tpot, both)
+
+
+def _sum(counts: tuple[tuple[str, int], ...]) -> int:
+    return sum(count for _, count in counts)
+
+
+def _grown(before: int, now: int, seconds: float) -> float | None:
+    return (now - before) / seconds if now >= before else None

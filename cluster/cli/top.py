@@ -1,0 +1,106 @@
+"""`diptych top`: a running cluster, again every second, until Ctrl-C."""
+
+import asyncio
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from cluster.api.errors import DiptychError
+from cluster.cli.dashboard import screen, screen_json
+from cluster.cli.lifetime import run
+from cluster.cli.rates import Look, Looks
+from cluster.cli.screen import console, print_json
+from cluster.cli.talk import ENDPOINT
+
+if TYPE_CHECKING:
+    from cluster.api.client import DiptychClient
+
+
+@click.command()
+@ENDPOINT
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two looks.",
+)
+@click.option("--once", is_flag=True, help="Two looks, one screen. So it is too where the output is no terminal.")
+@click.option("--json", "as_json", is_flag=True, help="Once, as one JSON object.")
+@click.option(
+    "--deadline",
+    "deadline_s",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Give up a gateway that does not answer for so long. [default: never]",
+)
+def top(endpoint: str, interval_s: float, once: bool, as_json: bool, deadline_s: float | None) -> None:
+    """Watch a cluster: pools, queues, KV, transfers, promises kept. Until Ctrl-C.
+
+    \b
+    in, out    KV that workers wait for, and that they hold for others
+    KV/s       KV that came to a worker
+    hits       share of the prompts' tokens that were cached
+
+    Requests, tokens and promises are those of the gateway that answers.
+
+    \b
+    Example:
+      diptych top --endpoint 127.0.0.1:50051
+    """
+    try:
+        if once or as_json or not sys.stdout.isatty() or console().is_dumb_terminal:
+            run(_once(endpoint, interval_s, as_json))
+        else:
+            run(_watch(endpoint, interval_s, deadline_s))
+    except KeyboardInterrupt:
+        return  # the ordinary end
+
+
+async def _once(endpoint: str, interval_s: float, as_json: bool) -> None:
+    from cluster.api.client import DiptychClient
+
+    looks = Looks()
+    async with DiptychClient(endpoint) as client:
+        await _look(client, looks)
+        await asyncio.sleep(interval_s)
+        await _look(client, looks)
+    if as_json:
+        print_json(screen_json(looks))
+        return
+    shown = console()
+    shown.print(screen(looks, shown.width, once=True))
+
+
+async def _watch(endpoint: str, interval_s: float, deadline_s: float | None) -> None:
+    from rich.live import Live
+
+    from cluster.api.client import DiptychClient
+
+    looks, shown = Looks(), console()
+    async with DiptychClient(endpoint) as client:
+        await _look(client, looks)
+        with Live(console=shown, screen=True, auto_refresh=False) as live:
+            silent_since_s: float | None = None
+            trouble = ""
+            while True:
+                live.update(screen(looks, shown.width, shown.height, trouble=trouble), refresh=True)
+                await asyncio.sleep(interval_s)
+                try:
+                    await _look(client, looks)
+                    silent_since_s, trouble = None, ""
+                except DiptychError as error:
+                    silent_since_s = silent_since_s or time.monotonic()
+                    silent_s = time.monotonic() - silent_since_s
+                    if deadline_s is not None and silent_s >= deadline_s:
+                        raise
+                    trouble = f"no answer for {silent_s:.0f} s, trying again: {error}"
+
+
+async def _look(client: "DiptychClient", looks: Looks) -> None:
+    status = await client.status()
+    looks.add(Look(time.monotonic(), status))

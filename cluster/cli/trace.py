@@ -1,0 +1,117 @@
+"""`diptych trace`: what a running cluster did a moment ago, for ui.perfetto.dev."""
+
+import asyncio
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from cluster.cli.screen import say
+
+if TYPE_CHECKING:
+    from cluster.history import Window
+
+SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|)")
+SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def _lasting(ctx: click.Context, option: click.Parameter, given: str | None) -> float | None:
+    """60, 60s, 5m or 1h, as seconds."""
+    if given is None:
+        return None
+    found = SPAN.fullmatch(given)
+    if found is None or not float(found[1]) > 0:
+        raise click.BadParameter(f"{given!r} is no length of time; write 60s, 5m or 1h", ctx, option)
+    return float(found[1]) * SECONDS[found[2]]
+
+
+def _moment(ctx: click.Context, option: click.Parameter, given: str | None) -> int | None:
+    """A time of day as nanoseconds; local unless it has a zone."""
+    if given is None:
+        return None
+    text = given if "-" in given else f"{datetime.now().date().isoformat()}T{given}"
+    try:
+        return round(datetime.fromisoformat(text).timestamp() * 1e6) * 1000
+    except ValueError:
+        right = "write 14:05:09 or 2026-01-31T14:05:09"
+        raise click.BadParameter(f"{given!r} is no time; {right}", ctx, option) from None
+
+
+@click.command()
+@click.option(
+    "--endpoint",
+    "endpoints",
+    multiple=True,
+    default=("127.0.0.1:50051",),
+    show_default=True,
+    envvar="DIPTYCH_ENDPOINT",
+    metavar="HOST:PORT",
+    help="May be given again: each gateway knows its own requests.",
+)
+@click.option("--last", "last_s", metavar="TIME", callback=_lasting, help="So long, up to now. [default: 60s]")
+@click.option(
+    "--from",
+    "begin_ns",
+    metavar="TIME",
+    callback=_moment,
+    help="Begin there, such as 14:05:09, by the gateway's clock.",
+)
+@click.option("--to", "end_ns", metavar="TIME", callback=_moment, help="End there. [default: now]")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("trace.json"),
+    show_default=True,
+    help="Goes there.",
+)
+def trace(
+    endpoints: tuple[str, ...], last_s: float | None, begin_ns: int | None, end_ns: int | None, out: Path
+) -> None:
+    """Write a window of a running cluster as a trace, which ui.perfetto.dev and chrome://tracing open.
+
+    Requests with all parts of their time, where they were spent; flips, moves and refusals; queues and KV.
+
+    \b
+    Example:
+      diptych trace --last 60s -o trace.json
+      diptych trace --from 14:05:00 --to 14:06:30
+    """
+    if last_s is not None and (begin_ns is not None or end_ns is not None):
+        raise click.UsageError("--last ends now: give either it, or --from and --to")
+    if begin_ns is None and end_ns is not None:
+        raise click.UsageError("--to needs a --from")
+    if begin_ns is not None and end_ns is not None and begin_ns > end_ns:
+        raise click.UsageError("--from lies behind --to")
+    if last_s is None and begin_ns is None:
+        last_s = 60.0
+    told = asyncio.run(_ask(endpoints, last_s, begin_ns or 0, end_ns or 0))
+    _write(told, out)
+
+
+async def _ask(endpoints: tuple[str, ...], last_s: float | None, begin_ns: int, end_ns: int) -> dict[str, "Window"]:
+    from cluster.api.client import DiptychClient
+
+    told = {}
+    for endpoint in endpoints:
+        async with DiptychClient(endpoint) as client:
+            gateway, window = await client.trace(last_s=last_s, begin_unix_ns=begin_ns, end_unix_ns=end_ns)
+            told[gateway] = window
+    return told
+
+
+def _write(told: dict[str, "Window"], out: Path) -> None:
+    from cluster.report.perfetto import write_events
+    from cluster.report.window import events
+
+    about = {"gateways": list(told), "written": datetime.now(UTC).isoformat(timespec="seconds")}
+    write_events(events(told), about, out)
+    trails = [trail for window in told.values() for trail in window.trails]
+    under_way = sum(not trail.outcome for trail in trails)
+    happenings = sum(len(window.happenings) for window in told.values())
+    say(f"{out}: {len(trails)} requests, {under_way} of them under way, {happenings} happenings")
+    if not trails:
+        say("no request is remembered of that time; gateway.trace_s and gateway.trace_requests say how much is kept")
+    say("open it in ui.perfetto.dev")

@@ -1,0 +1,193 @@
+"""What a gateway remembers of the last while: how requests went, what happened beside them, how full the workers were.
+
+Keeps what is made anyway, bounded by count and by age; counters of what went through each worker never end, for rates.
+Knows no wire and no clock. Never sees a prompt or a token.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from heapq import merge
+
+from cluster.ledger import LatencyLedger
+from cluster.view import ClusterView
+
+MOST_HAPPENINGS = 1024
+MOST_POINTS = 65_536  # of all samples together, one for each worker
+RECENT = 32
+LONGEST_TEXT = 300
+CHANGES = ("flip", "move", "lost", "left")  # of a worker
+
+
+@dataclass(frozen=True, slots=True)
+class Trail:
+    """How one request went. Nanoseconds of the gateway's clock.
+
+    The ledger goes to its last lap; behind it come `open_ns` in `phase` (as an attempt names it), up to the end or,
+    where `outcome` is empty, up to now. `moves`: when its decode moved, and to whom.
+    """
+
+    request_id: str
+    class_name: str
+    outcome: str
+    detail: str
+    arrived_ns: int
+    ledger: LatencyLedger
+    phase: str
+    open_ns: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    attempts: int
+    prefill_worker: str
+    decode_worker: str
+    moves: tuple[tuple[int, str], ...] = ()
+    transfer_bytes: int = 0
+    transfer_ns: int = 0
+
+    @property
+    def end_ns(self) -> int:
+        return self.arrived_ns + self.ledger.total_ns + self.open_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Something beside the ordinary: a flip, a move, a prompt placed anew, a refusal, a worker that is gone."""
+
+    at_ns: int
+    kind: str  # "flip", "move", "anew", "refused", "lost" or "left"
+    worker: str
+    text: str
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One worker at one moment."""
+
+    at_ns: int
+    worker: str
+    running: int
+    waiting: int
+    queued_tokens: int
+    used_blocks: int
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What went through one worker since this gateway began, and what changed there last, `changed_ns` ago.
+
+    Prompts are counted where they were computed, with the tokens of them that were cached; transfers at their reader.
+    """
+
+    prompts: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    transfers: int = 0
+    transfer_bytes: int = 0
+    transfer_s: float = 0.0
+    change: str = ""
+    changed_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """For who looks every second: counters by worker, and the latest happenings with how many seconds ago they were."""
+
+    uptime_s: float = 0.0
+    traffic: tuple[tuple[str, Traffic], ...] = ()
+    happenings: tuple[tuple[float, Happening], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What is known of a stretch of time; trails by their end, those under way last."""
+
+    trails: tuple[Trail, ...] = ()
+    happenings: tuple[Happening, ...] = ()
+    loads: tuple[Load, ...] = ()
+
+
+class History:
+    """Owned by a Dispatcher. At most `most` ended requests, of the last `age_s` seconds; 0: no requests, no loads."""
+
+    def __init__(self, most: int, age_s: float, now_ns: Callable[[], int]) -> None:
+        self.keeps_trails = most > 0
+        self._age_ns = round(age_s * 1e9)
+        self._now_ns = now_ns
+        self._began_ns = now_ns()
+        self._traffic: dict[str, Traffic] = {}
+        self._trails: deque[Trail] = deque(maxlen=most)
+        self._happenings: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)
+        self._refusals: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)  # apart: they come in floods
+        self._loads: deque[Load] = deque(maxlen=MOST_POINTS if most else 0)
+
+    def of(self, worker: str) -> Traffic:
+        """This worker's counters, to be counted up."""
+        known = self._traffic.get(worker)
+        if known is None:
+            known = self._traffic[worker] = Traffic()
+        return known
+
+    def happened(self, kind: str, worker: str, text: str, request_id: str = "") -> None:
+        now_ns = self._now_ns()
+        among = self._refusals if kind == "refused" else self._happenings
+        among.append(Happening(now_ns, kind, worker, text[:LONGEST_TEXT], request_id))
+        if kind in CHANGES:
+            known = self.of(worker)
+            known.change, known.changed_ns = f"{kind} {text[:LONGEST_TEXT]}", now_ns
+
+    def ended(self, trail: Trail) -> None:
+        """A request is over; its trail is kept for a while."""
+        self._trails.append(trail)
+        self._forget()
+
+    def sample(self, view: ClusterView) -> None:
+        """How full the workers are now."""
+        now_ns = self._now_ns()
+        for worker in view.workers:
+            told = worker.stats
+            queue = told.running, told.waiting, told.queued_tokens
+            self._loads.append(Load(now_ns, worker.name, *queue, told.total_blocks - told.free_blocks))
+        self._forget()
+
+    def recent(self, workers: Iterable[str]) -> Recent:
+        """Of these workers."""
+        now_ns = self._now_ns()
+        known = {name: self._traffic[name] for name in workers if name in self._traffic}
+        traffic = (
+            (name, replace(each, changed_ns=now_ns - each.changed_ns if each.change else 0))
+            for name, each in known.items()
+        )
+        latest = _merged(list(self._happenings)[-RECENT:], list(self._refusals)[-RECENT:])
+        happenings = tuple(((now_ns - each.at_ns) / 1e9, each) for each in latest)
+        return Recent((now_ns - self._began_ns) / 1e9, tuple(traffic), happenings)
+
+    def window(self, begin_ns: int, end_ns: int, under_way: Iterable[Trail] = ()) -> Window:
+        """What overlaps with this stretch of time; with what is under way, as far as it was then there."""
+        self._forget()
+        trails = (*self._trails, *under_way)
+        return Window(
+            tuple(each for each in trails if each.end_ns >= begin_ns and each.arrived_ns <= end_ns),
+            _merged(*([each for each in among if begin_ns <= each.at_ns <= end_ns] for among in self._both)),
+            tuple(each for each in self._loads if begin_ns <= each.at_ns <= end_ns),
+        )
+
+    def _forget(self) -> None:
+        oldest_ns = self._now_ns() - self._age_ns
+        while self._trails and self._trails[0].end_ns < oldest_ns:
+            self._trails.popleft()
+        while self._loads and self._loads[0].at_ns < oldest_ns:
+            self._loads.popleft()
+        for among in self._both:
+            while among and among[0].at_ns < oldest_ns:
+                among.popleft()
+
+    @property
+    def _both(self) -> tuple[deque[Happening], deque[Happening]]:
+        return self._happenings, self._refusals
+
+
+def _merged(one: Iterable[Happening], other: Iterable[Happening]) -> tuple[Happening, ...]:
+    return tuple(merge(one, other, key=lambda each: each.at_ns))

@@ -1,0 +1,77 @@
+"""How log lines look, and that they go to standard error: as text, or as one JSON object a line.
+
+    2026-11-22T17:40:55.123Z INFO    prefill-0: request req-1: prefill of 12 tokens
+    {"time": "2026-11-22T17:40:55.123Z", "level": "info", "component": "prefill-0", "request_id": "req-1", "event": ...}
+
+One process has one component, given at `begin`; where a process holds several, lines name theirs (`workers.logged`).
+"""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+from cluster.spec import LogSpec
+
+OURS = ("cluster", "workers", "kvtransfer")
+
+
+def begin(spec: LogSpec, component: str) -> None:
+    """From now on this process logs so; again, it replaces what was. Ours from `spec.level` on, others' warnings."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines(component) if spec.format == "json" else TextLines(component))
+    handler.set_name("diptych")
+    root = logging.getLogger()
+    for known in [each for each in root.handlers if each.get_name() == "diptych"]:
+        root.removeHandler(known)
+    root.addHandler(handler)
+    for package in OURS:
+        logging.getLogger(package).setLevel(spec.level.upper())
+
+
+class JsonLines(logging.Formatter):
+    """`component`: of lines that name none."""
+
+    def __init__(self, component: str) -> None:
+        super().__init__()
+        self._component = component
+
+    def format(self, record: logging.LogRecord) -> str:
+        told: dict[str, Any] = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "component": _component(record) or self._component,
+        }
+        if request_id := _request_id(record):
+            told["request_id"] = request_id
+        told |= {"event": record.getMessage(), "logger": record.name} | getattr(record, "fields", {})
+        if record.exc_info:
+            told["error"] = self.formatException(record.exc_info)
+        return json.dumps(told, ensure_ascii=False, default=str)
+
+
+class TextLines(logging.Formatter):
+    """`component`: of lines that name none."""
+
+    def __init__(self, component: str) -> None:
+        super().__init__()
+        self._component = component
+
+    def format(self, record: logging.LogRecord) -> str:
+        words, request_id = record.getMessage(), _request_id(record)
+        named = "" if request_id in words else f"request {request_id}: "
+        line = f"{_time(record)} {record.levelname:<7} {_component(record) or self._component}: {named}{words}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _component(record: logging.LogRecord) -> str:
+    return str(getattr(record, "component", ""))
+
+
+def _request_id(record: logging.LogRecord) -> str:
+    return str(getattr(record, "request_id", ""))

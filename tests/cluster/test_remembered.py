@@ -1,0 +1,79 @@
+"""What a gateway remembers of real requests: how each went, what happened, and what went through each worker."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from cluster.events import ClusterError, Delta
+from cluster.ledger import now_ns
+from cluster.spec import Role
+from tests.cluster.local import Cluster, cluster, completed, request, split_spec
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def subject() -> AsyncIterator[Cluster]:
+    async with cluster(split_spec(1, 2)) as running:
+        yield running
+
+
+async def test_the_ledger_that_is_kept_is_the_one_that_the_client_got(subject: Cluster) -> None:
+    end = completed(await subject.run(request("kept", 40)))
+    (trail,) = [each for each in subject.dispatcher.remembered(0, now_ns()).trails if each.request_id == "kept"]
+    assert trail.ledger == end.ledger and trail.open_ns == 0
+    trail.ledger.check()
+    assert (trail.outcome, trail.prompt_tokens, trail.output_tokens, trail.attempts) == ("completed", 40, 8, 1)
+    assert (trail.prefill_worker, trail.decode_worker) == ("prefill-0", end.decode_workers[0])
+    assert trail.transfer_bytes == sum(report.num_bytes for report in end.transfers) > 0
+
+
+async def test_what_went_through_is_counted_where_it_did(subject: Cluster) -> None:
+    before = dict(subject.dispatcher.recent().traffic)
+    end = completed(await subject.run(request("counted", 33, first=500)))
+    after = dict(subject.dispatcher.recent().traffic)
+    prompts = after["prefill-0"].prompt_tokens - before["prefill-0"].prompt_tokens
+    decode = end.decode_workers[0]
+    assert (prompts, after["prefill-0"].prompts - before["prefill-0"].prompts) == (33, 1)
+    moved = sum(each.transfer_bytes for each in after.values()) - sum(each.transfer_bytes for each in before.values())
+    assert moved == sum(report.num_bytes for report in end.transfers) and after[decode].transfers >= 1
+    drawn = sum(each.output_tokens for each in after.values()) - sum(each.output_tokens for each in before.values())
+    assert drawn == 8
+
+
+async def test_a_move_is_a_happening_and_cuts_the_trail(subject: Cluster) -> None:
+    other = ""
+    async for event in subject.dispatcher.generate(request("moving", 40, max_tokens=60)):
+        if isinstance(event, Delta) and event.first_position >= 3 and not other:
+            (trail,) = [each for each in subject.dispatcher.remembered(0, now_ns()).trails if not each.outcome]
+            assert trail.request_id == "moving" and trail.end_ns <= now_ns()
+            other = next(name for name in ("decode-0", "decode-1") if name != trail.decode_worker)
+            moving = asyncio.ensure_future(subject.dispatcher.move("moving", other))
+    assert await moving
+    (trail,) = [each for each in subject.dispatcher.remembered(0, now_ns()).trails if each.request_id == "moving"]
+    ((at_ns, worker),) = trail.moves
+    assert worker == other != trail.decode_worker and trail.arrived_ns < at_ns < trail.end_ns
+    (_, happening) = subject.dispatcher.recent().happenings[-1]
+    assert (happening.kind, happening.worker, happening.request_id) == ("move", other, "moving")
+    assert dict(subject.dispatcher.recent().traffic)[other].change == f"move from {trail.decode_worker}"
+
+
+async def test_a_request_that_fails_has_all_of_its_time(subject: Cluster) -> None:
+    with pytest.raises(ClusterError):
+        await subject.run(request("late", 40, max_tokens=60), deadline_s=0.03)
+    (trail,) = [each for each in subject.dispatcher.remembered(0, now_ns()).trails if each.request_id == "late"]
+    assert trail.outcome == "deadline" and "deadline" in trail.detail
+    assert trail.end_ns - trail.arrived_ns >= 0.03e9
+
+
+async def test_workers_that_are_lost_or_leave_are_told_apart() -> None:
+    async with cluster(split_spec(1, 2)) as subject:
+        lost = subject.workers["decode-0"]
+        await lost.close()
+        await subject.until(lambda view: sorted(each.restarts for each in view.ready(Role.DECODE)) == [0, 1])
+        await subject.controller.drain("decode-1", 0, 1.0)
+        await subject.until(lambda view: all(worker.name != "decode-1" for worker in view.workers))
+        told = [(each.kind, each.worker) for _, each in subject.dispatcher.recent().happenings]
+    assert ("lost", "decode-0") in told and ("left", "decode-1") in told
