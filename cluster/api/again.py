@@ -48,9 +48,7 @@ class Tries:
     def wait_s(self, failure: DiptychError, now_s: float) -> float:
         """How long to wait before the next try. Raises the failure when there is to be none."""
         retry, since_s = self._retry, now_s if self._failing_since_s is None else self._failing_since_s
-        # A request of ours whose connection broke may hold its id until the gateway has noticed.
-        is_ours = failure.code == "ALREADY_EXISTS" and self._failed > 0
-        if retry is None or not (may_pass(failure) or is_ours):
+        if retry is None or not may_pass(failure):
             raise failure
         self._failed, self._failing_since_s = self._failed + 1, since_s
         drawn_s = min(retry.most_wait_s, retry.wait_s * 2.0 ** min(self._failed - 1, 30)) * random.uniform(0.5, 1.0)

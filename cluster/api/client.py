@@ -10,6 +10,7 @@ without an event loop take `cluster.api.blocking.BlockingClient`.
 """
 
 import asyncio
+import itertools
 import json
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -80,7 +81,7 @@ class DiptychClient:
     """One connection. Make it inside a running event loop and close it, best with `async with`.
 
     `retry` is for requests and for what only looks; changes of the cluster are never tried twice. None: every failure
-    is told at once.
+    is told at once. A request that is tried again has `.1`, `.2`, ... behind its id; Accepted tells it.
     """
 
     def __init__(self, endpoint: str, *, retry: Retry | None = None) -> None:
@@ -308,19 +309,22 @@ class DiptychClient:
     async def _stream(
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[TextEvent, None]:
-        tries, received, is_ours = self._tries(timeout_s), Received(), False
-        if self._retry is not None:  # the same answer each time, under an id by which it can be ended
-            request.request_id = request.request_id or f"req-{secrets.token_hex(8)}"
-            if not request.sampling.HasField("seed"):
-                request.sampling.seed = secrets.randbits(64)
-        while True:
+        tries, received = self._tries(timeout_s), Received()
+        name = request.request_id or f"req-{secrets.token_hex(8)}"
+        if self._retry is not None and not request.sampling.HasField("seed"):
+            request.sampling.seed = secrets.randbits(64)  # the same answer each time
+        for number in itertools.count():
+            if number:  # workers may still be letting go of the one before
+                request.request_id = f"{name[:100]}.{number}"
+            accepted = ""
             received.begin()
             call = self._inference.Generate(request, timeout=tries.left_s(_now_s()))
             try:
                 async with aclosing(self._messages(call)) as messages:
                     async for message in messages:
                         for event in events_from(message):
-                            is_ours = True
+                            if isinstance(event, Accepted) and event.index == 0:
+                                accepted = event.request_id
                             if isinstance(event, TextDelta) and self._retry is not None:
                                 new = received.new(event)
                                 if new is None:
@@ -331,8 +335,8 @@ class DiptychClient:
                 return
             except DiptychError as failure:
                 await asyncio.sleep(tries.wait_s(failure, _now_s()))
-                if is_ours:
-                    await self._end(request.request_id)
+                if accepted:
+                    await self._end(accepted)
 
     async def _end(self, request_id: str) -> None:
         """End what may still run of a broken stream. A gateway that cannot be reached will notice by itself."""

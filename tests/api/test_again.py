@@ -61,6 +61,7 @@ async def test_without_a_seed_a_resumed_answer_is_one_answer(client: DiptychClie
                 relay.cut()
     first, last = [request.sampling.seed for request in dispatcher.requests[::2]]
     assert first == last
+    assert {request.id.partition("#")[0].partition(".")[2] for request in dispatcher.requests} == {"", "1"}
     assert [each.tokens for each in answer_of(events).outputs] == [
         tuple(drawn(request)[:60]) for request in dispatcher.requests[2:]
     ]
@@ -159,16 +160,10 @@ def test_only_what_may_pass_is_tried_again() -> None:
     for failure in (
         DiptychError("INVALID_ARGUMENT", "bad"),
         DiptychError("RESOURCE_EXHAUSTED", "larger than any message may be"),
-        DiptychError("ALREADY_EXISTS", "somebody else's"),
+        DiptychError("ALREADY_EXISTS", "running"),
     ):
         with pytest.raises(DiptychError):
             Tries(Retry(), None).wait_s(failure, 0.0)
-
-
-def test_an_id_that_a_broken_stream_holds_is_waited_for() -> None:
-    tries = Tries(Retry(), None)
-    assert tries.wait_s(DiptychError("UNAVAILABLE", "cut"), 0.0) > 0.0
-    assert tries.wait_s(DiptychError("ALREADY_EXISTS", "still ours"), 0.1) > 0.0
 
 
 def cut_anyhow(text: str, tokens: list[int], cuts: list[int]) -> list[TextDelta]:
