@@ -98,6 +98,19 @@ def test_light_commands_run_with_the_core_alone() -> None:
         assert "nothing answers at 127.0.0.1:1" in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("arguments", ["bench --workload poisson:rate=1,count=2,lengths=8/4", "profile"])
+def test_a_running_cluster_is_measured_without_torch(arguments: str) -> None:
+    done = alone(COMMAND, *arguments.split(), "--endpoint", "127.0.0.1:1", extras=("simulate",))
+    assert "nothing answers at 127.0.0.1:1" in done.stderr, done.stderr
+
+
+def test_a_workload_is_simulated_without_torch() -> None:
+    system = ("--compare", "ours", "--model", "llama-2-70b", "--hardware", "h100-80gb", "--tensor", "8")
+    workload = ("--workload", "poisson:rate=4,count=4,lengths=64/8", "--workers", "2")
+    done = alone(COMMAND, "simulate", *system, *workload, extras=("simulate",))
+    assert done.returncode == 0 and "ours" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "extra"),
     [
@@ -155,5 +168,8 @@ def test_files_beside_the_code_are_shipped() -> None:
 
 def test_the_docs_name_every_extra() -> None:
     told = (ROOT / "docs" / "install.md").read_text()
-    assert set(re.findall(r"^\| `([\w-]+)` \|", told, re.M)) == {"core", *OPTIONAL}
-    assert {"serve", "status"} <= set(main.commands)
+    assert set(re.findall(r"^\| `([\w-]+)` \|", told, re.M)) == set(OPTIONAL)
+    commands = {
+        word for row in re.findall(r"^\|.*`diptych.*$", told, re.M) for word in re.findall(r"`(?:diptych )?(\w+)", row)
+    }
+    assert set(main.commands) <= commands
