@@ -193,7 +193,7 @@ class DiptychClient:
                         yield index, error_from(message.error) if message.HasField("error") else answer_of(heard)
                 return
             except DiptychError as failure:
-                if not left:
+                if requests and not left:
                     return  # only the end of the call was lost
                 await asyncio.sleep(tries.wait_s(failure, _now_s()))
 
@@ -315,7 +315,7 @@ class DiptychClient:
             request.sampling.seed = secrets.randbits(64)  # the same answer each time
         for number in itertools.count():
             if number:  # workers may still be letting go of the one before
-                request.request_id = f"{name[:100]}.{number}"
+                request.request_id = f"{name[:120]}.{number}"
             accepted = ""
             received.begin()
             call = self._inference.Generate(request, timeout=tries.left_s(_now_s()))
@@ -324,7 +324,7 @@ class DiptychClient:
                     async for message in messages:
                         for event in events_from(message):
                             if isinstance(event, Accepted) and event.index == 0:
-                                accepted = event.request_id
+                                accepted = event.request_id.partition("#")[0]  # of several answers, the whole
                             if isinstance(event, TextDelta) and self._retry is not None:
                                 new = received.new(event)
                                 if new is None:

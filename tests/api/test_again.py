@@ -142,6 +142,13 @@ async def test_a_batch_asks_again_for_what_is_left(client: DiptychClient, dispat
     assert sorted(len(request.prompt) for request in dispatcher.requests) == [1, 2, 2, 2, 2]
 
 
+async def test_an_empty_batch_is_refused_with_and_without_retry(client: DiptychClient) -> None:
+    async with DiptychClient(client.endpoint, retry=QUICK) as patient:
+        for each in (client, patient):
+            with pytest.raises(DiptychError, match="has 0 requests"):
+                await anext(each.batch([]))
+
+
 async def test_status_waits_for_a_server_that_comes(dispatcher: FakeDispatcher, open_client: OpenClient) -> None:
     async with relayed("127.0.0.1:1") as relay, DiptychClient(relay.endpoint, retry=QUICK) as patient:
         waiting = asyncio.ensure_future(patient.status())
