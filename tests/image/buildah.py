@@ -85,7 +85,7 @@ class Container:
         told = subprocess.run(["du", "-sxb", self.root], capture_output=True, text=True, check=True)
         return int(told.stdout.split()[0])
 
-    def run(self, *command: str, models: Path, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, models: Path, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
         """`models` lies at /models. The command's environment is the image's."""
         environment = self.config["Env"]
         space = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", CONTAINER, "sh"]
