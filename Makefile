@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift autoscaler
+.PHONY: demo test check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift autoscaler image image-test
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
 
@@ -55,6 +55,14 @@ shift: $(READY)
 # A pool grows and shrinks by load alone, and Ray's autoscaler brings the nodes: a minute.
 autoscaler: $(READY)
 	@DIPTYCH_AUTOSCALER=1 $(BIN)/python -m pytest -q tests/ray/test_autoscaler.py -k load
+
+# The image, under the name that the chart asks for. BUILDER="buildah bud", ARGS="--build-arg BASE_IMAGE=...".
+image:
+	$(or $(BUILDER),docker build) -t diptych:0.1.0 $(ARGS) .
+
+# The image built by buildah on a Debian of its own, and run: ten minutes, as root, with buildah and debootstrap.
+image-test: $(READY)
+	@DIPTYCH_IMAGE=1 $(BIN)/python -m pytest -q -s tests/image/test_image.py
 
 chaos: $(READY)
 	@DIPTYCH_CHAOS_ROUNDS=$(or $(ROUNDS),10) $(BIN)/python -m pytest -q tests/ray/test_death.py

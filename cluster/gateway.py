@@ -11,7 +11,8 @@ Knows the served model and the latest view of the cluster; knows no wire format 
 ClusterError (`cluster.events`)
 ├── UnknownModel        this cluster serves another model
 ├── DuplicateRequest    a request of this id is running here
-└── RequestCancelled    `Gateway.cancel` ended it
+├── RequestCancelled    `Gateway.cancel` ended it
+└── GatewayClosed       `Gateway.close` cut it
 """
 
 import asyncio
@@ -47,6 +48,10 @@ class DuplicateRequest(ClusterError):
 
 class RequestCancelled(ClusterError):
     """Ended by its caller, through `Gateway.cancel`."""
+
+
+class GatewayClosed(ClusterError):
+    """The gateway went away under a request."""
 
 
 class Gateway:
@@ -141,7 +146,7 @@ class Gateway:
         """Cut what still runs; returns when the dispatcher has let go of all of it."""
         running = list(self._active.values())
         for each in running:
-            each.cancel(RequestCancelled("the gateway was closed"))
+            each.cancel(GatewayClosed("the gateway was closed; ask again, of this one or another"))
         await asyncio.gather(*(each.close() for each in running))
 
     def _check_answers(self, sampling: SamplingParams) -> None:

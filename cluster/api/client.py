@@ -4,12 +4,17 @@ async with DiptychClient("127.0.0.1:50051") as client:
     async for event in client.generate("The sea is", max_tokens=32):
         if isinstance(event, TextDelta):
             print(event.text, end="")
+
+With `retry=Retry()` a call that may work later is tried again, and a stream that broke goes on where it was. Programs
+without an event loop take `cluster.api.blocking.BlockingClient`.
 """
 
 import asyncio
+import itertools
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Unpack
@@ -18,12 +23,13 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.api.admin_messages import ROLES, decisions_from, measure_message, timings_from, view_from
+from cluster.api.again import Received, Retry, Tries
 from cluster.api.errors import DiptychError
 from cluster.api.failures import error_from, error_of_call
 from cluster.api.history_messages import recent_from, window_from
 from cluster.api.messages import SamplingOptions, duration_of, events_from, sampling_message, slo_message
 from cluster.api.standing_messages import standing_from
-from cluster.api.wire import INFERENCE, KEEPALIVE, MESSAGE_SIZES
+from cluster.api.wire import INFERENCE, KEEPALIVE, MESSAGE_SIZES, RECONNECTING
 from cluster.changes import Taken
 from cluster.events import Accepted, Completed, Queued
 from cluster.history import Recent, Window
@@ -76,11 +82,16 @@ class ClusterStatus:
 
 
 class DiptychClient:
-    """One connection. Make it inside a running event loop and close it, best with `async with`."""
+    """One connection. Make it inside a running event loop and close it, best with `async with`.
 
-    def __init__(self, endpoint: str) -> None:
+    `retry` is for requests and for what only looks; changes of the cluster are never tried twice. None: every failure
+    is told at once. A request that is tried again has `.1`, `.2`, ... behind its id; Accepted tells it.
+    """
+
+    def __init__(self, endpoint: str, *, retry: Retry | None = None) -> None:
         self.endpoint = endpoint.removeprefix("grpc://")
-        options: list[tuple[str, Any]] = [*MESSAGE_SIZES, *KEEPALIVE]
+        self._retry = retry
+        options: list[tuple[str, Any]] = [*MESSAGE_SIZES, *KEEPALIVE, *RECONNECTING]
         if self.endpoint.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]"):
             options.append(("grpc.enable_http_proxy", 0))  # no proxy can reach this very machine
         self._channel = grpc.aio.insecure_channel(self.endpoint, options=options)
@@ -164,21 +175,31 @@ class DiptychClient:
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerator[tuple[int, Answer | DiptychError], None]:
         """(index, answer) as they finish. A prompt that fails gives its error; the others go on."""
-        batch = inference_pb2.GenerateBatchRequest()
-        for prompt in prompts:
-            request = self._request(prompt, None, "", model, "", slo, tenant, sampling)
+        requests = [self._request(prompt, None, "", model, "", slo, tenant, sampling) for prompt in prompts]
+        for request in requests:
             request.response_mode = inference_pb2.RESPONSE_MODE_WHOLE
-            batch.requests.append(request)
-        events: dict[int, list[TextEvent]] = {}
-        async with aclosing(self._messages(self._inference.GenerateBatch(batch, timeout=timeout_s))) as messages:
-            async for message in messages:
-                if message.HasField("error"):
-                    yield message.index, error_from(message.error)
-                    continue
-                heard = events.setdefault(message.index, [])
-                heard.extend(events_from(message.response))
-                if heard and isinstance(heard[-1], Completed):
-                    yield message.index, answer_of(heard)
+        left, tries = list(range(len(requests))), self._tries(timeout_s)
+        while True:
+            asked, events = tuple(left), dict[int, list[TextEvent]]()
+            batch = inference_pb2.GenerateBatchRequest(requests=[requests[index] for index in asked])
+            call = self._inference.GenerateBatch(batch, timeout=tries.left_s(_now_s()))
+            try:
+                async with aclosing(self._messages(call)) as messages:
+                    async for message in messages:
+                        index = asked[message.index]
+                        heard = events.setdefault(index, [])
+                        if not message.HasField("error"):
+                            heard.extend(events_from(message.response))
+                            if not heard or not isinstance(heard[-1], Completed):
+                                continue
+                        tries.came_on()
+                        left.remove(index)
+                        yield index, error_from(message.error) if message.HasField("error") else answer_of(heard)
+                return
+            except DiptychError as failure:
+                if requests and not left:
+                    return  # only the end of the call was lost
+                await asyncio.sleep(tries.wait_s(failure, _now_s()))
 
     async def cancel(self, request_id: str) -> bool:
         """End a request by its id. False: no such request ran in that gateway."""
@@ -188,8 +209,8 @@ class DiptychClient:
 
     async def status(self, *, audit: bool = False, timeout_s: float = 10.0) -> ClusterStatus:
         """One look at the cluster. `audit`: every worker proves that each of its KV blocks is accounted for."""
-        with self._errors():
-            message = await self._admin.GetCluster(admin_pb2.GetClusterRequest(audit=audit), timeout=timeout_s)
+        request = admin_pb2.GetClusterRequest(audit=audit)
+        message = await self._look(lambda left_s: self._admin.GetCluster(request, timeout=left_s), timeout_s)
         gateway = message.gateway
         load = gateway.active_requests, gateway.max_requests
         standing = standing_from(message.standing)
@@ -199,8 +220,8 @@ class DiptychClient:
 
     async def metrics(self, *, timeout_s: float = 10.0) -> str:
         """The gateway's metrics in Prometheus' text format."""
-        with self._errors():
-            answer = await self._admin.GetMetrics(admin_pb2.GetMetricsRequest(), timeout=timeout_s)
+        request = admin_pb2.GetMetricsRequest()
+        answer = await self._look(lambda left_s: self._admin.GetMetrics(request, timeout=left_s), timeout_s)
         return str(answer.text)
 
     async def trace(
@@ -309,10 +330,52 @@ class DiptychClient:
     async def _stream(
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[TextEvent, None]:
-        async with aclosing(self._messages(self._inference.Generate(request, timeout=timeout_s))) as messages:
-            async for message in messages:
-                for event in events_from(message):
-                    yield event
+        tries, received = self._tries(timeout_s), Received()
+        name = request.request_id or f"req-{secrets.token_hex(8)}"
+        if self._retry is not None and not request.sampling.HasField("seed"):
+            request.sampling.seed = secrets.randbits(64)  # the same answer each time
+        for number in itertools.count():
+            if number:  # workers may still be letting go of the one before
+                request.request_id = f"{name[:120]}.{number}"
+            accepted = ""
+            received.begin()
+            call = self._inference.Generate(request, timeout=tries.left_s(_now_s()))
+            try:
+                async with aclosing(self._messages(call)) as messages:
+                    async for message in messages:
+                        for event in events_from(message):
+                            if isinstance(event, Accepted) and event.index == 0:
+                                accepted = event.request_id.partition("#")[0]  # of several answers, the whole
+                            if isinstance(event, TextDelta) and self._retry is not None:
+                                new = received.new(event)
+                                if new is None:
+                                    continue
+                                event = new
+                                tries.came_on()
+                            yield event
+                return
+            except DiptychError as failure:
+                await asyncio.sleep(tries.wait_s(failure, _now_s()))
+                if accepted:
+                    await self._end(accepted)
+
+    async def _end(self, request_id: str) -> None:
+        """End what may still run of a broken stream. A gateway that cannot be reached will notice by itself."""
+        with suppress(DiptychError), self._errors():
+            await self._inference.Cancel(inference_pb2.CancelRequest(request_id=request_id), timeout=5.0)
+
+    async def _look(self, call: Callable[[float | None], Awaitable[Any]], timeout_s: float) -> Any:
+        """The answer to a call that changes nothing."""
+        tries = self._tries(timeout_s)
+        while True:
+            try:
+                with self._errors():
+                    return await call(tries.left_s(_now_s()))
+            except DiptychError as failure:
+                await asyncio.sleep(tries.wait_s(failure, _now_s()))
+
+    def _tries(self, timeout_s: float | None) -> Tries:
+        return Tries(self._retry, None if timeout_s is None else _now_s() + timeout_s)
 
     async def _messages(self, call: Any) -> AsyncGenerator[Any, None]:
         """The call's messages; whatever ends this iterator early cancels the call."""
@@ -349,3 +412,7 @@ def _role_and_content(message: tuple[str, str] | Mapping[str, str]) -> tuple[str
         return role, content
     except (KeyError, ValueError, TypeError):
         raise ValueError(f"{message!r} is not a message; give (role, content)") from None
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

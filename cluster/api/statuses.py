@@ -15,7 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from cluster.api.messages import duration_of
 from cluster.changes import ChangeRefused, ControllerAway, StaleRevision, UnknownMember
 from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
-from cluster.gateway import DuplicateRequest, RequestCancelled, UnknownModel
+from cluster.gateway import DuplicateRequest, GatewayClosed, RequestCancelled, UnknownModel
 from workers.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 DOMAIN = "diptych"
 LONGEST_MESSAGE = 1000  # characters; statuses travel in HTTP/2 trailers, which end at 8 KB
 CONTROLLER_RETRY_S = 2.0  # about as long as it takes to come back
+GATEWAY_RETRY_S = 1.0
 ATTEMPTS_RETRY_S = 1.0  # about as long as a dead worker takes to be replaced
 
 
@@ -51,6 +52,8 @@ def status_of(error: Exception, ready: bool) -> status_pb2.Status:
             return _status(code.ALREADY_EXISTS, "DUPLICATE_REQUEST", error)
         case RequestCancelled():
             return _status(code.CANCELLED, "CANCELLED", error)
+        case GatewayClosed():
+            return _status(code.UNAVAILABLE, "GATEWAY_CLOSED", error, retry_s=GATEWAY_RETRY_S)
         case StaleRevision():
             return _status(code.ABORTED, "STALE_REVISION", error)
         case UnknownMember():

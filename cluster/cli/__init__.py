@@ -11,6 +11,7 @@ from cluster.cli.admin import drain, flip, scale
 from cluster.cli.bench import bench
 from cluster.cli.demo import demo
 from cluster.cli.doctor import doctor
+from cluster.cli.extras import missing_extra
 from cluster.cli.models import models
 from cluster.cli.plan import plan
 from cluster.cli.profile import profile
@@ -40,7 +41,8 @@ class DiptychGroup(click.Group):
         except Exception as error:
             if ctx.params.get("debug"):
                 raise
-            raise click.ClickException(one_line(error)) from None
+            told = missing_extra(error, ctx.invoked_subcommand or "") or one_line(error)
+            raise click.ClickException(told) from None
 
 
 def one_line(error: BaseException) -> str:

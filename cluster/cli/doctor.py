@@ -91,7 +91,7 @@ def _version(package: str) -> str:
 
 def _compute_verdict(compute: Compute) -> str:
     if not compute.torch_threads:
-        return "nothing: torch is not installed; install diptych with its dependencies"
+        return "nothing: torch is not installed; pip install 'diptych[serve]'"
     if compute.devices:
         return f"{compute.devices[0]}, because torch can use it (engine.device: cpu overrides)"
     return f"the CPU with {compute.torch_threads} threads, because torch sees no accelerator"

@@ -1,6 +1,8 @@
 """The real server with a fake dispatcher behind it, and the real client in front."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
@@ -37,3 +39,23 @@ async def open_client(dispatcher: FakeDispatcher) -> AsyncIterator[OpenClient]:
 @pytest.fixture
 async def client(open_client: OpenClient) -> DiptychClient:
     return await open_client()
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """A server in another thread, for callers that wait; it answers with the end of the prompt in capitals."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def open_door() -> tuple[GrpcDoor, str]:
+        dispatcher = FakeDispatcher(lambda request: bytes(request.prompt)[-12:].upper())
+        door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
+        return door, await door.open()
+
+    door, address = asyncio.run_coroutine_threadsafe(open_door(), loop).result(10)
+    yield address
+    asyncio.run_coroutine_threadsafe(door.close(0), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

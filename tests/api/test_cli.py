@@ -1,20 +1,15 @@
 """The command line, against a real server in another thread: output, exit codes, and one clear line on bad input."""
 
-import asyncio
 import json
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from cluster.api.server import GrpcDoor
 from cluster.cli import main
-from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
 
 COMMANDS = ["demo", "serve", "generate", "chat", "status", "models", "models list", "models pull", "doctor"]
 SPEC = """
@@ -27,25 +22,6 @@ pools:
 gateway:
   grpc_port: {port}
 """
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    async def open_door() -> tuple[GrpcDoor, str]:
-        dispatcher = FakeDispatcher(lambda request: bytes(request.prompt)[-12:].upper())
-        door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
-        return door, await door.open()
-
-    door, address = asyncio.run_coroutine_threadsafe(open_door(), loop).result(10)
-    yield address
-    asyncio.run_coroutine_threadsafe(door.close(0), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
 
 
 def run(*arguments: str, stdin: str | None = None) -> Result:

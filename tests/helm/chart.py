@@ -11,7 +11,7 @@ from cluster.spec import ClusterSpec, load_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "diptych"
-VALUES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
+VALUES = [*sorted((Path(__file__).parent / "values").glob("*.yaml")), ROOT / "examples" / "helm-values.yaml"]
 TOKEN = ("--set", "ray.auth.token=secret")
 
 Object = dict[str, Any]

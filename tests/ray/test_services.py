@@ -17,20 +17,22 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 from served import ROOT, Served, laptop, served
 
-from cluster.api.client import DiptychClient
+from cluster.api.again import Retry
+from cluster.api.client import Answer, DiptychClient, answer_of
 from cluster.api.errors import DiptychError
+from tests.model.tiny import write_tiny_llama
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """Modelled workers: what is tested here is who comes back, not what they compute."""
-    document = laptop(executor="modelled")
+    """A tiny model: what is tested here is who comes back, and that streams go on with the same tokens."""
+    folder = Path(tmp_path_factory.mktemp("services"))
+    document = laptop(model=str(write_tiny_llama(folder / "tiny")))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         document["gateway"]["http_port"] = free.getsockname()[1]
-    folder = Path(tmp_path_factory.mktemp("services"))
     async with served(document, folder, RAY_metrics_report_interval_ms="1000") as subject:
         yield subject
 
@@ -86,14 +88,32 @@ async def test_workers_tell_ray_what_they_fetched(subject: Served) -> None:
     assert set(await told_by_ray(subject, "ray_diptych_worker_kv_used_ratio", 5.0)) == {"prefill-0", "decode-0"}
 
 
+async def streamed(endpoint: str, began: asyncio.Event) -> Answer:
+    """A long answer, asked by a client that goes on where its stream broke."""
+    events = []
+    async with DiptychClient(endpoint, retry=Retry()) as client:
+        async for event in client.generate([5, 6, 7] * 20, max_tokens=400, seed=3, ignore_eos=True):
+            events.append(event)
+            if len(events) == 5:
+                began.set()
+    return answer_of(events)
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_killed_gateway_opens_its_doors_again(subject: Served) -> None:
     assert await answer(subject.endpoint) == 1
+    streaming = asyncio.ensure_future(streamed(subject.endpoint, began := asyncio.Event()))
+    await began.wait()
     port = int(subject.endpoint.rpartition(":")[2])
     (gateway,) = [each for each in services(subject) if listens(each, port)]
     ports = {each.laddr.port for each in gateway.net_connections() if each.status == psutil.CONN_LISTEN}
+    assert not streaming.done()
     os.kill(gateway.pid, signal.SIGKILL)
     assert await answers_again(subject.endpoint, 60.0) == 1
+    async with asyncio.timeout(60.0):
+        resumed, undisturbed = await streaming, await streamed(subject.endpoint, asyncio.Event())
+    assert resumed.output.tokens == undisturbed.output.tokens and len(resumed.output.tokens) == 400
+    assert "." in resumed.accepted.request_id and "." not in undisturbed.accepted.request_id
     (url,) = [line.removeprefix("ready: ") for line in subject.lines if line.startswith("ready: http://")]
     assert int(url.removesuffix("/v1").rpartition(":")[2]) in ports
     async with httpx2.AsyncClient(trust_env=False, timeout=10.0) as http:

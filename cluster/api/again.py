@@ -1,0 +1,111 @@
+"""Trying again: when, how long to wait, and how a stream that broke goes on without a lost or doubled token.
+
+An answer follows from its prompt, its sampling and its seed, so a stream that breaks is asked for anew, from its
+beginning, and what the caller has is compared and left out. Knows no wire and no clock.
+"""
+
+import random
+from dataclasses import dataclass, replace
+
+from cluster.api.errors import DiptychError
+from cluster.text import TextDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """For how long a client goes on trying after the first failure in a row, and how long it waits between two tries.
+
+    Waits double from `wait_s` to `most_wait_s`, each shortened by chance, so that clients do not come back all at once.
+    When the server says how long to wait, that is the least.
+    """
+
+    patience_s: float = 60.0
+    wait_s: float = 0.1
+    most_wait_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.wait_s <= self.most_wait_s or not self.patience_s > 0.0:
+            raise ValueError(f"{self} cannot be: patience_s is above 0, and 0 < wait_s <= most_wait_s")
+
+
+class Tries:
+    """The tries of one call. Times are those of its owner's clock; `deadline_s` is one of them."""
+
+    def __init__(self, retry: Retry | None, deadline_s: float | None) -> None:
+        self._retry = retry
+        self._deadline_s = deadline_s
+        self._failed = 0  # in a row
+        self._failing_since_s: float | None = None
+
+    def left_s(self, now_s: float) -> float | None:
+        """For the next try. None: as long as it takes."""
+        return None if self._deadline_s is None else self._deadline_s - now_s
+
+    def came_on(self) -> None:
+        """The caller got something new."""
+        self._failed, self._failing_since_s = 0, None
+
+    def wait_s(self, failure: DiptychError, now_s: float) -> float:
+        """How long to wait before the next try. Raises the failure when there is to be none."""
+        retry, since_s = self._retry, now_s if self._failing_since_s is None else self._failing_since_s
+        if retry is None or not may_pass(failure):
+            raise failure
+        self._failed, self._failing_since_s = self._failed + 1, since_s
+        drawn_s = min(retry.most_wait_s, retry.wait_s * 2.0 ** min(self._failed - 1, 30)) * random.uniform(0.5, 1.0)
+        wait_s = max(drawn_s, failure.retry_after_s or 0.0)
+        ends_s = since_s + retry.patience_s
+        if now_s + wait_s > (ends_s if self._deadline_s is None else min(ends_s, self._deadline_s)):
+            raise failure
+        return wait_s
+
+
+def may_pass(failure: DiptychError) -> bool:
+    """Whether the same call may work later. A message too large is RESOURCE_EXHAUSTED, too, but says no time."""
+    return failure.code == "UNAVAILABLE" or (failure.code == "RESOURCE_EXHAUSTED" and failure.retry_after_s is not None)
+
+
+class Received:
+    """What came of each answer of one request. `begin` before each try; owned by its stream."""
+
+    def __init__(self) -> None:
+        self._answers: dict[int, _Received] = {}
+
+    def begin(self) -> None:
+        for answer in self._answers.values():
+            answer.seen_chars = 0
+
+    def new(self, delta: TextDelta) -> TextDelta | None:
+        """What the caller does not have yet; None when that is nothing.
+
+        Raises `DiptychError` with the reason ANSWER_CHANGED when it is not the answer that it was.
+        """
+        return self._answers.setdefault(delta.index, _Received()).new(delta)
+
+
+class _Received:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.text = ""
+        self.seen_chars = 0  # of this try
+
+    def new(self, delta: TextDelta) -> TextDelta | None:
+        known = self.tokens[delta.first_position : delta.first_position + len(delta.tokens)]
+        part = self.text[self.seen_chars : self.seen_chars + len(delta.text)]
+        self.seen_chars += len(delta.text)
+        is_gap = delta.first_position > len(self.tokens)
+        if is_gap or tuple(known) != delta.tokens[: len(known)] or not delta.text.startswith(part):
+            told = f"the stream broke after {len(self.tokens)} tokens, and the answer is another one now; ask again"
+            raise DiptychError("DATA_LOSS", told, reason="ANSWER_CHANGED")
+        self.tokens += delta.tokens[len(known) :]
+        self.text += delta.text[len(part) :]
+        if not known and not part:
+            return delta
+        fresh = replace(
+            delta,
+            text=delta.text[len(part) :],
+            tokens=delta.tokens[len(known) :],
+            first_position=delta.first_position + len(known),
+            logprobs=delta.logprobs[len(known) :],
+            prompt_logprobs=(),
+        )
+        return fresh if fresh.tokens or fresh.text else None

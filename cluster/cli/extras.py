@@ -1,0 +1,22 @@
+"""Which extra of the package brings which library: a command whose library is missing says what to install."""
+
+EXTRAS = {
+    "simulate": ("numpy", "xxhash", "jinja2", "psutil"),
+    "pictures": ("matplotlib",),
+    "serve": (
+        *("torch", "ray", "grpc_reflection", "transformers", "tokenizers", "gguf", "safetensors"),
+        *("huggingface_hub", "platformdirs", "prometheus_client"),
+    ),
+    "http": ("fastapi", "starlette", "uvicorn", "pydantic"),
+}
+EXTRA_OF = {library: extra for extra, libraries in EXTRAS.items() for library in libraries}
+NEED_WORKERS = frozenset({"demo", "serve", "models", "doctor"})  # numpy alone would not help them
+
+
+def missing_extra(error: BaseException, command: str) -> str | None:
+    """What to install, when the error is a library of an extra that is not there."""
+    library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    extra = "serve" if command in NEED_WORKERS and EXTRA_OF.get(library) == "simulate" else EXTRA_OF.get(library)
+    if extra is None:
+        return None
+    return f"`diptych {command}` needs {library}, which is not installed: pip install 'diptych[{extra}]'"

@@ -1,0 +1,18 @@
+"""Asks a running cluster from a program without an event loop: `diptych serve`, then this program.
+
+It waits out a full or restarting gateway, and an answer whose stream breaks goes on where it was.
+"""
+
+from cluster.api.again import Retry
+from cluster.api.blocking import BlockingClient
+from cluster.api.errors import DiptychError
+from cluster.text import TextDelta
+
+with BlockingClient("127.0.0.1:50051", retry=Retry(patience_s=120.0)) as client:
+    client.wait_ready(timeout_s=60)
+    for event in client.generate("The sea is", max_tokens=32, temperature=0.8, seed=7):
+        if isinstance(event, TextDelta):
+            print(event.text, end="", flush=True)
+    print()
+    for index, answer in client.batch(["One, two,", "Red, green,"], max_tokens=8, temperature=0.0):
+        print(index, answer if isinstance(answer, DiptychError) else repr(answer.text))
