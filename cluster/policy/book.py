@@ -145,21 +145,22 @@ class Book:
         if not waiting and not decoding:
             self._standings[worker] = _IDLE
             return _IDLE
-        decodes = (decoding or {}).values()
-        tightest_s = min([work.promised_tpot_s for work in decodes if work.promised_tpot_s is not None], default=None)
-        begun = [
-            (1, work.prompt_tokens, work.output_tokens)
-            for work in decodes
-            if work.prefilled_s is not None or work.prefill == worker
-        ]
-        promised, running = self.promised(worker), Promised(*map(sum, zip(*begun, strict=True)))
-        found = Standing(promised, running, tightest_s)
+        tightest_s: float | None = None
+        sequences = prompts = answers = 0
+        for work in decoding.values() if decoding else ():
+            promised_s = work.promised_tpot_s
+            if promised_s is not None and (tightest_s is None or promised_s < tightest_s):
+                tightest_s = promised_s
+            if work.prefilled_s is not None or work.prefill == worker:
+                sequences, prompts, answers = sequences + 1, prompts + work.prompt_tokens, answers + work.output_tokens
+        begun = Promised(sequences, prompts, answers) if sequences else _NOTHING
+        found = Standing(self.promised(worker), begun, tightest_s)
         if waiting:
             works = waiting.values()
             head = next(iter(works))
             found = Standing(
-                promised,
-                running,
+                found.promised,
+                begun,
                 tightest_s,
                 len(waiting),
                 sum([work.prompt_tokens for work in works]),

@@ -6,7 +6,7 @@ long prompts and answers took there; guessed steps also by the worker's own step
 
 from msgspec import Struct
 
-from cluster.policy.book import Book, Work
+from cluster.policy.book import Book, Standing, Work
 from cluster.policy.correction import Corrections, bounded
 from cluster.policy.picking import num_sequences, queued_tokens
 from cluster.policy.placement import Ask
@@ -103,7 +103,8 @@ class Forecast:
 
         A prompt is cut as `workers.engine.batching` does it, and each of its steps carries the decodes along.
         """
-        pool, cost = self._pool(worker), self.cost(worker)
+        pool = self._pool(worker)
+        cost = self._corrected(pool, worker)
         if pool.is_apart:
             decodes = _NONE
         batch, context_tokens = decodes.batch, decodes.context_tokens
@@ -142,16 +143,15 @@ class Forecast:
     def queued_tokens(self, ask: Ask, worker: WorkerView) -> tuple[int, int]:
         """Prompt tokens to compute there: ours, without those that are cached, and those of other gateways."""
         ours = self._book.standing(worker.name)
-        foreign = queued_tokens(ask, worker) - ours.prompt_tokens
-        decodes = num_sequences(ask, worker)  # each has one token queued
-        return ours.new_tokens, max(0, foreign - decodes)
+        return ours.new_tokens, _foreign_tokens(ask, worker, ours)
 
     def queue_seconds(self, ask: Ask, worker: WorkerView) -> float:
         """How long the prompts ahead will take: ours by the book, those of other gateways by their tokens."""
         self._now_s = max(self._now_s, ask.now_s)
-        _, foreign = self.queued_tokens(ask, worker)
+        ours = self._book.standing(worker.name)
+        foreign = _foreign_tokens(ask, worker, ours)
         foreign_s = self.prefill_seconds(worker, foreign, 0) if foreign else 0.0
-        return self._book.ahead_s(worker.name, ask.now_s) + foreign_s
+        return ours.ahead_s(ask.now_s) + foreign_s
 
     def ttft_seconds(self, ask: Ask, worker: WorkerView, cached_tokens: int = 0) -> float:
         """From now to the first token, if the prompt is computed there."""
@@ -186,13 +186,13 @@ class Forecast:
 
     def step_correction(self, worker: WorkerView) -> float:
         """Seconds that decode steps take there for each second of the costs as they were given."""
-        if self.is_sure(worker) or not _decodes(worker):
+        if not _decodes(worker) or self.is_sure(worker):
             return self._steps.ratio(worker.name, self._now_s)
         running_s = self._plain_step_seconds(worker, worker.stats.running, self._used_tokens(worker))
         return bounded(worker.stats.step_s / running_s)
 
     def _plain_step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
-        return self.plain_cost(worker).decode_seconds(round(batch), round(context_tokens))
+        return self._pool(worker).cost.decode_seconds(round(batch), round(context_tokens))
 
     def _used_tokens(self, worker: WorkerView) -> int:
         return self.kv_tokens(worker) - self.free_tokens(worker)
@@ -229,7 +229,10 @@ class Forecast:
 
     def cost(self, worker: WorkerView) -> CostModel:
         """What its steps are believed to cost, corrected by how long its prompts took."""
-        pool, ratio = self._pool(worker), round(self._prompts.ratio(worker.name, self._now_s), 2) or 0.01
+        return self._corrected(self._pool(worker), worker)
+
+    def _corrected(self, pool: _Pool, worker: WorkerView) -> CostModel:
+        ratio = self._prompts.rounded(worker.name, self._now_s) or 0.01
         if ratio == 1.0:
             return pool.cost
         cost = self._scaled.get((worker.pool, ratio))
@@ -253,14 +256,13 @@ def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, de
 
     Where the corrected costs leave no time, those that were given have the last word: the engine cuts by them.
     """
-    batch, context_tokens, bound_s = decodes.batch, decodes.context_tokens, decodes.tpot_slo_s
+    batch, bound_s, own_s = decodes.batch, decodes.tpot_slo_s, pool.engine.tpot_slo_s
     budget = max(1, pool.engine.max_batch_tokens - batch)
-    own_s = pool.engine.tpot_slo_s
     if own_s is not None and (bound_s is None or own_s < bound_s):
         bound_s = own_s
     if not batch or bound_s is None:
         return budget, True
-    midway = cached_tokens + num_tokens // 2
+    context_tokens, midway = decodes.context_tokens, cached_tokens + num_tokens // 2
     for each in (cost,) if cost is pool.cost else (cost, pool.cost):
         within = each.prompt_tokens_within(bound_s * pool.margin, midway, (), batch, context_tokens)
         if within >= min(LEAST_CHUNK, num_tokens):
@@ -268,6 +270,11 @@ def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, de
     loose_s = BROKEN_PROMISE * cost.decode_seconds(batch, context_tokens)
     within = cost.prompt_tokens_within(loose_s, midway, (), batch, context_tokens)
     return min(budget, max(LEAST_CHUNK, within)), False
+
+
+def _foreign_tokens(ask: Ask, worker: WorkerView, ours: Standing) -> int:
+    """Prompt tokens of other gateways that it still has to compute; of what is queued, each decode has one."""
+    return max(0, queued_tokens(ask, worker) - ours.prompt_tokens - num_sequences(ask, worker))
 
 
 def _decodes(worker: WorkerView) -> bool:

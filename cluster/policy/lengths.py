@@ -5,7 +5,7 @@ A prediction is for performance alone: nothing may break when it is wrong, see `
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -156,12 +156,14 @@ class Learned:
                 return group.curve, seen, most
         return None, seen, most
 
-    def _groups(self, request: Request) -> Iterator[Histogram | None]:
-        yield self._templates.get((request.tenant, _template(request)))
-        if request.tenant:
-            yield self._tenants.get(request.tenant)
-        yield self._sizes.get(len(request.prompt).bit_length())
-        yield self._all
+    def _groups(self, request: Request) -> Iterable[Histogram | None]:
+        tenant = request.tenant
+        return (
+            self._templates.get((tenant, _template(request))),
+            self._tenants.get(tenant) if tenant else None,
+            self._sizes.get(len(request.prompt).bit_length()),
+            self._all,
+        )
 
     def _score(self, request: Request, num_output: int) -> None:
         curve, _, most = self._known(request)

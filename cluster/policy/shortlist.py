@@ -341,7 +341,7 @@ class Glance:
         """Mixed workers to do both phases; the first token comes within so much of its promised time."""
         table = self._table
         mixed = self._fits & table.is_mixed
-        if not mixed.any():
+        if not np.count_nonzero(mixed):
             return []
         if (sibling := self._sibling()) is not None:
             return [sibling]
@@ -369,7 +369,7 @@ class Glance:
         if self._cached is None:
             return None
         who = self._fits & self._table.is_prefill & (self._cached > own_tokens)
-        if not who.any():
+        if not np.count_nonzero(who):
             return None
         who &= self._table.linked_to(self._ask, reader)
         who[self._table.row[reader]] = False
@@ -378,19 +378,20 @@ class Glance:
 
     def _best(self, values: Floats, who: Flags, most: int) -> list[WorkerView]:
         """The least of these."""
-        values, found = np.where(who, values, np.inf), []
-        for _ in range(most):
-            row = int(values.argmin())
-            if values[row] == np.inf:
+        rows, found = who.nonzero()[0], []
+        values = values.take(rows)
+        for _ in range(min(most, len(rows))):
+            least = values.argmin()
+            if values[least] == np.inf:
                 break
-            found.append(self._table.workers[row])
-            values[row] = np.inf
+            found.append(self._table.workers[rows[least]])
+            values[least] = np.inf
         return found
 
     def _prompt_seconds(self) -> Floats:
         """Computing it alone, on each: by a parabola in what is cached, through three points of each pool's costs."""
         table, num_tokens = self._table, self._ask.request.num_tokens
-        most = 0 if self._cached is None else int(self._cached.max())
+        most = 0 if self._cached is None else int(self._cached[self._cached.argmax()])
         alone, first, second = zip(*(rates.prompt_parabola(num_tokens, most) for rates in table.rates), strict=True)
         seconds = table.of_pools(alone)
         if self._cached is not None:
