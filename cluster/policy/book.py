@@ -250,9 +250,10 @@ class Book:
         work = self._works.pop(key, None)
         if work is None:
             return None
-        self._touch(work.prefill, now_s)
+        self._touched_s[work.prefill] = now_s
         if work.prefilled_s is None:
             self._drop(self._prefilling, work.prefill, key)
+            self._change(work.prefill)
         if work.decodes:
             self._no_more_to_decode(work)
             self._touch(work.decode, now_s)

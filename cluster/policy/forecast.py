@@ -195,7 +195,7 @@ class Forecast:
         return self._pool(worker).cost.decode_seconds(round(batch), round(context_tokens))
 
     def _used_tokens(self, worker: WorkerView) -> int:
-        return self.kv_tokens(worker) - self.free_tokens(worker)
+        return (worker.stats.total_blocks - worker.stats.free_blocks) * self.engine(worker).block_size
 
     def learn_prompt(self, work: Work, compute_s: float | None = None) -> None:
         """A prompt was computed. Of those that end at once, computed together, the first is given all the time.
@@ -274,7 +274,8 @@ def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, de
 
 def _foreign_tokens(ask: Ask, worker: WorkerView, ours: Standing) -> int:
     """Prompt tokens of other gateways that it still has to compute; of what is queued, each decode has one."""
-    return max(0, queued_tokens(ask, worker) - ours.prompt_tokens - num_sequences(ask, worker))
+    foreign = queued_tokens(ask, worker) - ours.prompt_tokens - num_sequences(ask, worker)
+    return foreign if foreign > 0 else 0
 
 
 def _decodes(worker: WorkerView) -> bool:

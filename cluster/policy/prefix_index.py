@@ -290,7 +290,8 @@ class PrefixIndex:
     def _hope(self, key: str, expected: _Expected) -> None:
         bit = expected.bit
         for name in expected.names:
-            count = self._hopes[name, bit] = self._hopes.get((name, bit), 0) + 1
+            hope = name, bit
+            count = self._hopes[hope] = self._hopes.get(hope, 0) + 1
             if count == 1:
                 self._hoped.add(name, bit)
         self._give_up(key)
@@ -339,11 +340,12 @@ class PrefixIndex:
             return
         bit = expected.bit
         for name in expected.names:
-            count = self._hopes[name, bit] - 1
+            hope = name, bit
+            count = self._hopes[hope] - 1
             if count:
-                self._hopes[name, bit] = count
+                self._hopes[hope] = count
             else:
-                del self._hopes[name, bit]
+                del self._hopes[hope]
                 self._hoped.discard(name, bit)
 
 

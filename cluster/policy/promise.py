@@ -89,29 +89,29 @@ class Promise(CacheAware):
         for worker in wholes:
             if worker.name not in sides:
                 sides[worker.name] = self._prompt_side(ask, look, worker, slo)
+                first = _soonest([first, sides[worker.name]], slo)
         decodes = self._decode_sides(ask, look, slo, answer, begin_s, wholes)
         if not decodes:
             return None
         if not is_free and (both := _whole(sides, decodes, slo)) is not None:
             return _placed(*both, "one worker keeps both promises")
         decode = _roomiest(decodes, slo, spares=self._spares(ask, look, slo, sides, decodes))
-        return self._paired(ask, look, slo, sides, decode)
+        return self._paired(ask, look, slo, sides, first, decode)
 
     def _paired(
-        self, ask: Ask, look: Look, slo: SLO, sides: Mapping[str, PromptSide], decode: DecodeSide
+        self, ask: Ask, look: Look, slo: SLO, sides: Mapping[str, PromptSide], first: PromptSide, decode: DecodeSide
     ) -> Placement | None:
-        """Who computes the prompt for this decode worker, and how."""
+        """Who computes the prompt for this decode worker, and how. `first`: the best of the sides."""
         worker = look.worker(decode.name)
         local = sides.get(worker.name) or self._prompt_side(ask, look, worker, slo)
         is_local_able = ask.alone or worker.role is MIXED
-        reach = [side for side in sides.values() if ask.view.linked(side.name, worker.name)]
-        if len(reach) < len(sides) - (is_local_able and worker.name in sides):
-            reach = list(self._prompt_sides(ask, look, slo, worker.name)[0].values())
+        prefill: PromptSide | None = first
+        if not all(ask.view.linked(name, worker.name) or (is_local_able and name == worker.name) for name in sides):
+            prefill = self._prompt_sides(ask, look, slo, worker.name)[1]
         if is_local_able:
-            reach.append(local)
-        if not reach:
+            prefill = _soonest([prefill, local] if prefill else [local], slo)
+        if prefill is None:
             return None
-        prefill = _soonest(reach, slo)
         if prefill is local:
             return self._lent(ask, look, _placed(local, decode, "first token soonest where it decodes"))
         if self._is_local(ask, worker, prefill, local, slo):
