@@ -145,8 +145,8 @@ class Book:
         if not waiting and not decoding:
             self._standings[worker] = _IDLE
             return _IDLE
-        tightest_s: float | None = None
         sequences = prompts = answers = 0
+        tightest_s: float | None = None
         for work in decoding.values() if decoding else ():
             promised_s = work.promised_tpot_s
             if promised_s is not None and (tightest_s is None or promised_s < tightest_s):
@@ -154,22 +154,25 @@ class Book:
             if work.prefilled_s is not None or work.prefill == worker:
                 sequences, prompts, answers = sequences + 1, prompts + work.prompt_tokens, answers + work.output_tokens
         begun = Promised(sequences, prompts, answers) if sequences else _NOTHING
-        found = Standing(self.promised(worker), begun, tightest_s)
+        waiting_tokens = new_tokens = 0
+        prompts_s = head_s = turn_s = 0.0
         if waiting:
-            works = waiting.values()
-            head = next(iter(works))
-            found = Standing(
-                found.promised,
-                begun,
-                tightest_s,
-                len(waiting),
-                sum([work.prompt_tokens for work in works]),
-                sum([work.new_tokens for work in works]),
-                sum([work.prefill_s for work in works]),
-                head.prefill_s,
-                self._turn_s(head),
-            )
-        self._standings[worker] = found
+            head = next(iter(waiting.values()))
+            head_s, turn_s = head.prefill_s, self._turn_s(head)
+            for work in waiting.values():
+                waiting_tokens, new_tokens = waiting_tokens + work.prompt_tokens, new_tokens + work.new_tokens
+                prompts_s += work.prefill_s
+        found = self._standings[worker] = Standing(
+            self.promised(worker),
+            begun,
+            tightest_s,
+            len(waiting or ()),
+            waiting_tokens,
+            new_tokens,
+            prompts_s,
+            head_s,
+            turn_s,
+        )
         return found
 
     def ahead_s(self, worker: str, now_s: float) -> float:

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from cluster.policy.book import Book, Standing, Work
 from cluster.policy.correction import Corrections, bounded
-from cluster.policy.picking import num_sequences, queued_tokens
+from cluster.policy.picking import num_sequences
 from cluster.policy.placement import Ask
 from cluster.spec import ClusterSpec
 from cluster.view import WorkerView
@@ -55,13 +55,21 @@ class _Pool(Struct, frozen=True):
         return cls(engine, cost or LinearCost(), cost is not None, is_apart, is_cutting, margin)
 
 
+class _Pools(dict[str, _Pool]):
+    """By name; of one that is not known, what holds by default."""
+
+    _DEFAULT = _Pool.of(EngineConfig(), None)
+
+    def __missing__(self, name: str) -> _Pool:
+        return self._DEFAULT
+
+
 class Forecast:
     """Owned by a Policy."""
 
     def __init__(self, spec: ClusterSpec, book: Book) -> None:
         self._book = book
-        self._pools = {pool.name: _Pool.of(pool.engine, pool.cost) for pool in spec.pools}
-        self._no_pool = _Pool.of(EngineConfig(), None)
+        self._pools = _Pools((pool.name, _Pool.of(pool.engine, pool.cost)) for pool in spec.pools)
         self._speeds = _speeds(spec)
         self._tpot_slo_s = spec.gateway.slo.tpot_s
         self._prompts = Corrections()
@@ -71,14 +79,11 @@ class Forecast:
 
     def is_sure(self, worker: WorkerView) -> bool:
         """Whether the worker's costs are known, and not guessed."""
-        return self._pool(worker).is_given
+        return self._pools[worker.pool].is_given
 
     def prompt_speed(self, worker: WorkerView) -> float:
         """Of prompts there, as a share of the quickest pool's; 1 where costs are not known."""
         return self._speeds.get(worker.pool, 1.0)
-
-    def _pool(self, worker: WorkerView) -> _Pool:
-        return self._pools.get(worker.pool, self._no_pool)
 
     def knows(self, prefill: WorkerView, decode: WorkerView) -> bool:
         """Whether a prediction for these two would be more than a default."""
@@ -103,7 +108,7 @@ class Forecast:
 
         A prompt is cut as `workers.engine.batching` does it, and each of its steps carries the decodes along.
         """
-        pool = self._pool(worker)
+        pool = self._pools[worker.pool]
         cost = self._corrected(pool, worker)
         if pool.is_apart:
             decodes = _NONE
@@ -192,7 +197,7 @@ class Forecast:
         return bounded(worker.stats.step_s / running_s)
 
     def _plain_step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
-        return self._pool(worker).cost.decode_seconds(round(batch), round(context_tokens))
+        return self._pools[worker.pool].cost.decode_seconds(round(batch), round(context_tokens))
 
     def _used_tokens(self, worker: WorkerView) -> int:
         return (worker.stats.total_blocks - worker.stats.free_blocks) * self.engine(worker).block_size
@@ -229,7 +234,7 @@ class Forecast:
 
     def cost(self, worker: WorkerView) -> CostModel:
         """What its steps are believed to cost, corrected by how long its prompts took."""
-        return self._corrected(self._pool(worker), worker)
+        return self._corrected(self._pools[worker.pool], worker)
 
     def _corrected(self, pool: _Pool, worker: WorkerView) -> CostModel:
         ratio = self._prompts.rounded(worker.name, self._now_s) or 0.01
@@ -244,11 +249,11 @@ class Forecast:
 
     def plain_cost(self, worker: WorkerView) -> CostModel:
         """Its pool's, or the default's."""
-        return self._pool(worker).cost
+        return self._pools[worker.pool].cost
 
     def engine(self, worker: WorkerView) -> EngineConfig:
         """How the workers of its pool are set up."""
-        return self._pool(worker).engine
+        return self._pools[worker.pool].engine
 
 
 def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, decodes: Decodes) -> tuple[int, bool]:
@@ -274,8 +279,9 @@ def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, de
 
 def _foreign_tokens(ask: Ask, worker: WorkerView, ours: Standing) -> int:
     """Prompt tokens of other gateways that it still has to compute; of what is queued, each decode has one."""
-    foreign = queued_tokens(ask, worker) - ours.prompt_tokens - num_sequences(ask, worker)
-    return foreign if foreign > 0 else 0
+    stats, sent = worker.stats, ask.sent_to(worker.name)
+    queued, sequences = stats.queued_tokens + sent.prompt_tokens, stats.running + stats.reserved + sent.sequences
+    return max(0, queued - ours.prompt_tokens - sequences)
 
 
 def _decodes(worker: WorkerView) -> bool:

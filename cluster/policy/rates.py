@@ -148,5 +148,7 @@ class Rates:
 
     def _seconds(self, num_tokens: int, cached_tokens: int) -> float:
         new_tokens = num_tokens - cached_tokens
-        steps = math.ceil(new_tokens / self.most_tokens) or 1
-        return self._cost.prefill_seconds(new_tokens, cached_tokens) + (steps - 1) * self.empty_s
+        seconds = self._cost.prefill_seconds(new_tokens, cached_tokens)
+        if new_tokens <= self.most_tokens:
+            return seconds
+        return seconds + (math.ceil(new_tokens / self.most_tokens) - 1) * self.empty_s
