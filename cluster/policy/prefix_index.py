@@ -27,6 +27,7 @@ _MOST_GROUPS = 1 << 10
 _TO_FLAGS = bytes.maketrans(b"01", b"\0\1")
 
 Bits = int  # a bit for each worker's slot
+Depth = tuple[int, Bits, dict[int, int]]  # tokens of a prompt, who has so many; slot -> how many in host memory only
 
 
 class Match(NamedTuple):
@@ -56,14 +57,6 @@ class Guesses:
     tokens: int = 0
     absent_tokens: int = 0
     unknown_tokens: int = 0
-
-
-class Depth(NamedTuple):
-    """These workers have so many tokens of a prompt; of these some, by slot, have some in host memory only."""
-
-    tokens: int
-    who: Bits
-    on_host: dict[int, int]
 
 
 class _Expected(NamedTuple):
@@ -195,13 +188,13 @@ class PrefixIndex:
             if holds is not last:
                 still = have & holds
                 if depth and still != have:
-                    found.append(Depth(depth, have ^ still, on_host))
+                    found.append((depth, have ^ still, on_host))
                 have, last = still, holds
                 if not have:
                     return
             depth += grain
         if depth:
-            found.append(Depth(depth, have, on_host))
+            found.append((depth, have, on_host))
 
     def is_of(self, worker: str, incarnation: str) -> bool:
         """Whether what is known of this worker is of this incarnation of it."""

@@ -149,6 +149,5 @@ class Rates:
     def _seconds(self, num_tokens: int, cached_tokens: int) -> float:
         new_tokens = num_tokens - cached_tokens
         seconds = self._cost.prefill_seconds(new_tokens, cached_tokens)
-        if new_tokens <= self.most_tokens:
-            return seconds
-        return seconds + (math.ceil(new_tokens / self.most_tokens) - 1) * self.empty_s
+        more_steps = math.ceil(new_tokens / self.most_tokens) - 1 if new_tokens > self.most_tokens else 0
+        return seconds + more_steps * self.empty_s

@@ -8,7 +8,7 @@ correction of the worker. Estimates only say who is looked at: `Promise` decides
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, compress
-from operator import add, is_not, itemgetter
+from operator import is_not
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,6 @@ Rows = npt.NDArray[np.intp]
 REFRESH_S = 5.0  # each row is written anew at least so often: corrections fade with time
 _MOST_GROUPS = 1 << 10
 _ONE_BY_ONE = 24  # rows: more are derived all at once
-_NUM_RAW = len(Told._fields) + len(Noted._fields)
 
 
 class Shortlist:
@@ -81,6 +80,8 @@ class Shortlist:
         # In the order of their fields; plain tuples, which are quicker to make.
         self._told: list[tuple[float, ...]] = [()] * count
         self._noted: list[tuple[float, ...]] = [()] * count
+        self._noted_columns = np.zeros((len(Noted._fields), count))
+        self._fresh: set[int] = set()  # rows of `_noted` that these columns do not have yet
         self._sent: Mapping[str, Sent] = {}
         self._lives = -1
         self._turn, self._turned_s = 0, 0.0
@@ -180,24 +181,30 @@ class Shortlist:
         stats, since = worker.stats, self._sent.get(worker.name, NOTHING_SENT)
         seen, queued = stats.running + stats.reserved + since.sequences, stats.queued_tokens + since.prompt_tokens
         told = (seen, queued, stats.total_blocks, stats.free_blocks, self._forecast.step_correction(worker))
-        is_new, self._told[row] = told != self._told[row], told
-        return is_new
+        if told == self._told[row]:
+            return False
+        self._told[row] = told
+        return True
 
     def _note(self, row: int) -> bool:
         """What the book says; whether it is new."""
         worker = self.workers[row]
         ours, ratio = self._book.standing(worker.name), self._forecast.prompt_correction(worker)
         noted = (*ours.promised, *ours.begun, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio)
-        is_new, self._noted[row] = noted != self._noted[row], noted
-        return is_new
+        if noted == self._noted[row]:
+            return False
+        self._noted[row] = noted
+        self._fresh.add(row)
+        return True
 
     def _derive(self, rows: Rows) -> None:
         """As `Outlook` and `Forecast` do, for these rows at once."""
         pool = self.pool[rows]
-        of_rows = itemgetter(*rows.tolist())
-        numbers = chain.from_iterable(map(add, of_rows(self._told), of_rows(self._noted)))
-        raw = np.fromiter(numbers, np.float64, len(rows) * _NUM_RAW).reshape(len(rows), _NUM_RAW).T
-        told, noted = Told(*raw[: len(Told._fields)]), Noted(*raw[len(Told._fields) :])
+        fresh = list(self._fresh)
+        self._noted_columns[:, fresh] = _columns([self._noted[row] for row in fresh], len(Noted._fields))
+        self._fresh.clear()
+        told = Told(*_columns([self._told[row] for row in rows.tolist()], len(Told._fields)))
+        noted = Noted(*self._noted_columns.take(rows, axis=1))
         seen, ours, prompts, answers = told.seen, noted.sequences, noted.prompt_tokens, noted.output_tokens
         block, ratio, step_ratio = self._block_size[pool], noted.prompt_ratio, told.step_ratio
         kv_tokens = told.total_blocks * block
@@ -421,6 +428,10 @@ class Glance:
     def _has_room(self) -> Flags:
         room: Flags = self._need <= self._table.room_tokens
         return room
+
+
+def _columns(rows: Sequence[tuple[float, ...]], width: int) -> Floats:
+    return np.fromiter(chain.from_iterable(rows), np.float64, len(rows) * width).reshape(len(rows), width).T
 
 
 def _same_place(worker: WorkerView, known: WorkerView) -> bool:
