@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.intp]
 
-REFRESH_S = 5.0  # each row is written anew at least so often: corrections fade with time
+REFRESH_S = 5.0  # each row is looked at anew at least so often: corrections fade with time
 _MOST_GROUPS = 1 << 10
 _ONE_BY_ONE = 24  # rows: more are derived all at once
 
@@ -90,7 +90,7 @@ class Shortlist:
         self.is_prefill, self.is_decode, self.is_mixed = np.zeros((3, count), dtype=np.bool_)
         self.is_prompt_home, self.is_decode_home = np.zeros((2, count), dtype=np.bool_)  # mixed ones are both
         self._pools = [0] * count  # as `pool`
-        self.capacity, self.pool, self._slot = np.zeros((3, count), dtype=np.intp)  # none where it is not ready
+        self.capacity, self.pool, self._slot = np.zeros((3, count), dtype=np.intp)  # capacity 0: it is not ready
         self.columns = np.zeros((9, count))
         columns: list[Floats] = list(self.columns)  # in the order of `Rates.row`
         self.until_s, self.rest_s, self.ratio, self.batch, self.room_tokens = columns[:5]
