@@ -145,30 +145,34 @@ class Book:
         if not waiting and not decoding:
             self._standings[worker] = _IDLE
             return _IDLE
-        decodes = (decoding or {}).values()
-        tightest_s = min([work.promised_tpot_s for work in decodes if work.promised_tpot_s is not None], default=None)
-        begun = [
-            (1, work.prompt_tokens, work.output_tokens)
-            for work in decodes
-            if work.prefilled_s is not None or work.prefill == worker
-        ]
-        promised, running = self.promised(worker), Promised(*map(sum, zip(*begun, strict=True)))
-        found = Standing(promised, running, tightest_s)
+        sequences = prompts = answers = 0
+        tightest_s: float | None = None
+        for work in decoding.values() if decoding else ():
+            promised_s = work.promised_tpot_s
+            if promised_s is not None and (tightest_s is None or promised_s < tightest_s):
+                tightest_s = promised_s
+            if work.prefilled_s is not None or work.prefill == worker:
+                sequences, prompts, answers = sequences + 1, prompts + work.prompt_tokens, answers + work.output_tokens
+        begun = Promised(sequences, prompts, answers) if sequences else _NOTHING
+        waiting_tokens = new_tokens = 0
+        prompts_s = head_s = turn_s = 0.0
         if waiting:
-            works = waiting.values()
-            head = next(iter(works))
-            found = Standing(
-                promised,
-                running,
-                tightest_s,
-                len(waiting),
-                sum([work.prompt_tokens for work in works]),
-                sum([work.new_tokens for work in works]),
-                sum([work.prefill_s for work in works]),
-                head.prefill_s,
-                self._turn_s(head),
-            )
-        self._standings[worker] = found
+            head = next(iter(waiting.values()))
+            head_s, turn_s = head.prefill_s, self._turn_s(head)
+            for work in waiting.values():
+                waiting_tokens, new_tokens = waiting_tokens + work.prompt_tokens, new_tokens + work.new_tokens
+                prompts_s += work.prefill_s
+        found = self._standings[worker] = Standing(
+            self.promised(worker),
+            begun,
+            tightest_s,
+            len(waiting or ()),
+            waiting_tokens,
+            new_tokens,
+            prompts_s,
+            head_s,
+            turn_s,
+        )
         return found
 
     def ahead_s(self, worker: str, now_s: float) -> float:
@@ -249,9 +253,10 @@ class Book:
         work = self._works.pop(key, None)
         if work is None:
             return None
-        self._touch(work.prefill, now_s)
+        self._touched_s[work.prefill] = now_s
         if work.prefilled_s is None:
             self._drop(self._prefilling, work.prefill, key)
+            self._change(work.prefill)
         if work.decodes:
             self._no_more_to_decode(work)
             self._touch(work.decode, now_s)

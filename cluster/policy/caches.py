@@ -30,7 +30,8 @@ class CacheAware(LeastLoaded):
 
     def cached_tokens(self, ask: Ask, worker: WorkerView) -> int:
         """How much of the prompt the worker need not compute; at least one token always is."""
-        return min(self.match(ask, worker).tokens, ask.request.num_tokens - 1)
+        tokens = self.match(ask, worker).tokens
+        return min(tokens, ask.request.num_tokens - 1) if tokens else 0
 
     def match(self, ask: Ask, worker: WorkerView) -> Match:
         """How much of the prompt the worker's cache has, as is believed."""

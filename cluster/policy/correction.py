@@ -8,6 +8,7 @@ _SURPRISE = 4.0  # no piece counts as more than this much off what was expected:
 _TOGETHER = 0.05  # what took less of its time than this was done in one with the piece before
 _BOUND = 100.0  # what is this much off was no measurement
 _FRESH_S, _HALVES_S = 60.0, 60.0
+_DIGITS = 2
 
 
 class Correction:
@@ -16,13 +17,13 @@ class Correction:
     The newest piece stands apart until the next one comes: what ends with it was computed in the same steps.
     """
 
-    __slots__ = ("_newest_seen_s", "_newest_told_s", "_ratio", "_seen_s", "_told_s", "_when_s")
+    __slots__ = ("_newest_seen_s", "_newest_told_s", "_ratio", "_rounded", "_seen_s", "_told_s", "_when_s")
 
     def __init__(self, prior_s: float) -> None:
         self._seen_s = self._told_s = prior_s
         self._newest_seen_s = self._newest_told_s = 0.0
         self._when_s = 0.0
-        self._ratio = 1.0
+        self._ratio = self._rounded = 1.0
 
     def learn(self, seen_s: float, told_s: float, now_s: float) -> None:
         """`told_s` is above 0."""
@@ -35,6 +36,7 @@ class Correction:
             self._told_s = self._told_s * _FADE + self._newest_told_s
             self._newest_seen_s, self._newest_told_s = seen_s, told_s
         self._ratio = bounded((self._seen_s + self._believed_s()) / (self._told_s + self._newest_told_s))
+        self._rounded = round(self._ratio, _DIGITS)
 
     def at(self, now_s: float) -> float:
         """The ratio. One above 1 fades when nothing new is heard: whoever is avoided for it could never mend it."""
@@ -42,6 +44,11 @@ class Correction:
         if silent_s <= 0.0 or self._ratio <= 1.0:
             return self._ratio
         return 1.0 + (self._ratio - 1.0) * math.exp2(-silent_s / _HALVES_S)
+
+    def rounded(self, now_s: float) -> float:
+        """The ratio to the hundredth."""
+        ratio = self.at(now_s)
+        return self._rounded if ratio == self._ratio else round(ratio, _DIGITS)
 
     def _believed_s(self) -> float:
         """What the newest piece counts for."""
@@ -63,6 +70,11 @@ class Corrections:
     def ratio(self, worker: str, now_s: float) -> float:
         found = self._found.get(worker)
         return 1.0 if found is None else found.at(now_s)
+
+    def rounded(self, worker: str, now_s: float) -> float:
+        """The same to the hundredth."""
+        found = self._found.get(worker)
+        return 1.0 if found is None else found.rounded(now_s)
 
     def learn(self, worker: str, seen_s: float, told_s: float, now_s: float, *, is_guess: bool) -> None:
         """What was told by costs alone, above 0, took so long. Costs that were given stand against the first news."""

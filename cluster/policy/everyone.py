@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from cluster.policy.outlook import PromptSide
+from cluster.policy.outlook import DECODE, PREFILL, PromptSide
 from cluster.policy.picking import beside, fitting
 from cluster.policy.placement import Ask
-from cluster.spec import Role
 from cluster.view import WorkerView
 from workers.request import SLO
 
@@ -25,8 +24,8 @@ class Everyone:
         workers = beside(self._ask, self._workers)
         if reader:
             workers = [worker for worker in workers if self._ask.view.linked(worker.name, reader)]
-        yield [worker for worker in workers if worker.role is not Role.DECODE]
-        yield [worker for worker in workers if worker.role is Role.DECODE]
+        yield [worker for worker in workers if worker.role is not DECODE]
+        yield [worker for worker in workers if worker.role is DECODE]
 
     def able_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
         return sum(speed_of(self.worker(side.name)) for side in sides if has_time(side))
@@ -35,15 +34,15 @@ class Everyone:
         return []  # they are among the others
 
     def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
-        yield [worker for worker in self._workers if worker.role is not Role.PREFILL]
+        yield [worker for worker in self._workers if worker.role is not PREFILL]
         if alone:
-            yield [worker for worker in self._workers if worker.role is Role.PREFILL]
+            yield [worker for worker in self._workers if worker.role is PREFILL]
 
     def lender(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
         owners = [
             (tokens, each.name)
             for each in self._workers
-            if each.role is Role.PREFILL
+            if each.role is PREFILL
             and each.name != reader
             and (tokens := self.cached_tokens(each)) > own_tokens
             and self._ask.view.linked(each.name, reader)
@@ -52,4 +51,4 @@ class Everyone:
 
 
 def has_time(side: PromptSide) -> bool:
-    return side.role is not Role.DECODE and side.steps > 0
+    return side.role is not DECODE and side.steps > 0

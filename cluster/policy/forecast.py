@@ -6,9 +6,9 @@ long prompts and answers took there; guessed steps also by the worker's own step
 
 from msgspec import Struct
 
-from cluster.policy.book import Book, Work
+from cluster.policy.book import Book, Standing, Work
 from cluster.policy.correction import Corrections, bounded
-from cluster.policy.picking import num_sequences, queued_tokens
+from cluster.policy.picking import num_sequences
 from cluster.policy.placement import Ask
 from cluster.spec import ClusterSpec
 from cluster.view import WorkerView
@@ -55,13 +55,21 @@ class _Pool(Struct, frozen=True):
         return cls(engine, cost or LinearCost(), cost is not None, is_apart, is_cutting, margin)
 
 
+class _Pools(dict[str, _Pool]):
+    """By name; of one that is not known, what holds by default."""
+
+    _DEFAULT = _Pool.of(EngineConfig(), None)
+
+    def __missing__(self, name: str) -> _Pool:
+        return self._DEFAULT
+
+
 class Forecast:
     """Owned by a Policy."""
 
     def __init__(self, spec: ClusterSpec, book: Book) -> None:
         self._book = book
-        self._pools = {pool.name: _Pool.of(pool.engine, pool.cost) for pool in spec.pools}
-        self._no_pool = _Pool.of(EngineConfig(), None)
+        self._pools = _Pools((pool.name, _Pool.of(pool.engine, pool.cost)) for pool in spec.pools)
         self._speeds = _speeds(spec)
         self._tpot_slo_s = spec.gateway.slo.tpot_s
         self._prompts = Corrections()
@@ -71,14 +79,11 @@ class Forecast:
 
     def is_sure(self, worker: WorkerView) -> bool:
         """Whether the worker's costs are known, and not guessed."""
-        return self._pool(worker).is_given
+        return self._pools[worker.pool].is_given
 
     def prompt_speed(self, worker: WorkerView) -> float:
         """Of prompts there, as a share of the quickest pool's; 1 where costs are not known."""
         return self._speeds.get(worker.pool, 1.0)
-
-    def _pool(self, worker: WorkerView) -> _Pool:
-        return self._pools.get(worker.pool, self._no_pool)
 
     def knows(self, prefill: WorkerView, decode: WorkerView) -> bool:
         """Whether a prediction for these two would be more than a default."""
@@ -103,7 +108,8 @@ class Forecast:
 
         A prompt is cut as `workers.engine.batching` does it, and each of its steps carries the decodes along.
         """
-        pool, cost = self._pool(worker), self.cost(worker)
+        pool = self._pools[worker.pool]
+        cost = self._corrected(pool, worker)
         if pool.is_apart:
             decodes = _NONE
         batch, context_tokens = decodes.batch, decodes.context_tokens
@@ -142,16 +148,15 @@ class Forecast:
     def queued_tokens(self, ask: Ask, worker: WorkerView) -> tuple[int, int]:
         """Prompt tokens to compute there: ours, without those that are cached, and those of other gateways."""
         ours = self._book.standing(worker.name)
-        foreign = queued_tokens(ask, worker) - ours.prompt_tokens
-        decodes = num_sequences(ask, worker)  # each has one token queued
-        return ours.new_tokens, max(0, foreign - decodes)
+        return ours.new_tokens, _foreign_tokens(ask, worker, ours)
 
     def queue_seconds(self, ask: Ask, worker: WorkerView) -> float:
         """How long the prompts ahead will take: ours by the book, those of other gateways by their tokens."""
         self._now_s = max(self._now_s, ask.now_s)
-        _, foreign = self.queued_tokens(ask, worker)
+        ours = self._book.standing(worker.name)
+        foreign = _foreign_tokens(ask, worker, ours)
         foreign_s = self.prefill_seconds(worker, foreign, 0) if foreign else 0.0
-        return self._book.ahead_s(worker.name, ask.now_s) + foreign_s
+        return ours.ahead_s(ask.now_s) + foreign_s
 
     def ttft_seconds(self, ask: Ask, worker: WorkerView, cached_tokens: int = 0) -> float:
         """From now to the first token, if the prompt is computed there."""
@@ -186,16 +191,16 @@ class Forecast:
 
     def step_correction(self, worker: WorkerView) -> float:
         """Seconds that decode steps take there for each second of the costs as they were given."""
-        if self.is_sure(worker) or not _decodes(worker):
+        if not _decodes(worker) or self.is_sure(worker):
             return self._steps.ratio(worker.name, self._now_s)
         running_s = self._plain_step_seconds(worker, worker.stats.running, self._used_tokens(worker))
         return bounded(worker.stats.step_s / running_s)
 
     def _plain_step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
-        return self.plain_cost(worker).decode_seconds(round(batch), round(context_tokens))
+        return self._pools[worker.pool].cost.decode_seconds(round(batch), round(context_tokens))
 
     def _used_tokens(self, worker: WorkerView) -> int:
-        return self.kv_tokens(worker) - self.free_tokens(worker)
+        return (worker.stats.total_blocks - worker.stats.free_blocks) * self.engine(worker).block_size
 
     def learn_prompt(self, work: Work, compute_s: float | None = None) -> None:
         """A prompt was computed. Of those that end at once, computed together, the first is given all the time.
@@ -229,7 +234,10 @@ class Forecast:
 
     def cost(self, worker: WorkerView) -> CostModel:
         """What its steps are believed to cost, corrected by how long its prompts took."""
-        pool, ratio = self._pool(worker), round(self._prompts.ratio(worker.name, self._now_s), 2) or 0.01
+        return self._corrected(self._pools[worker.pool], worker)
+
+    def _corrected(self, pool: _Pool, worker: WorkerView) -> CostModel:
+        ratio = self._prompts.rounded(worker.name, self._now_s) or 0.01
         if ratio == 1.0:
             return pool.cost
         cost = self._scaled.get((worker.pool, ratio))
@@ -241,11 +249,11 @@ class Forecast:
 
     def plain_cost(self, worker: WorkerView) -> CostModel:
         """Its pool's, or the default's."""
-        return self._pool(worker).cost
+        return self._pools[worker.pool].cost
 
     def engine(self, worker: WorkerView) -> EngineConfig:
         """How the workers of its pool are set up."""
-        return self._pool(worker).engine
+        return self._pools[worker.pool].engine
 
 
 def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, decodes: Decodes) -> tuple[int, bool]:
@@ -253,14 +261,13 @@ def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, de
 
     Where the corrected costs leave no time, those that were given have the last word: the engine cuts by them.
     """
-    batch, context_tokens, bound_s = decodes.batch, decodes.context_tokens, decodes.tpot_slo_s
+    batch, bound_s, own_s = decodes.batch, decodes.tpot_slo_s, pool.engine.tpot_slo_s
     budget = max(1, pool.engine.max_batch_tokens - batch)
-    own_s = pool.engine.tpot_slo_s
     if own_s is not None and (bound_s is None or own_s < bound_s):
         bound_s = own_s
     if not batch or bound_s is None:
         return budget, True
-    midway = cached_tokens + num_tokens // 2
+    context_tokens, midway = decodes.context_tokens, cached_tokens + num_tokens // 2
     for each in (cost,) if cost is pool.cost else (cost, pool.cost):
         within = each.prompt_tokens_within(bound_s * pool.margin, midway, (), batch, context_tokens)
         if within >= min(LEAST_CHUNK, num_tokens):
@@ -268,6 +275,13 @@ def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, de
     loose_s = BROKEN_PROMISE * cost.decode_seconds(batch, context_tokens)
     within = cost.prompt_tokens_within(loose_s, midway, (), batch, context_tokens)
     return min(budget, max(LEAST_CHUNK, within)), False
+
+
+def _foreign_tokens(ask: Ask, worker: WorkerView, ours: Standing) -> int:
+    """Prompt tokens of other gateways that it still has to compute; of what is queued, each decode has one."""
+    stats, sent = worker.stats, ask.sent_to(worker.name)
+    queued, sequences = stats.queued_tokens + sent.prompt_tokens, stats.running + stats.reserved + sent.sequences
+    return max(0, queued - ours.prompt_tokens - sequences)
 
 
 def _decodes(worker: WorkerView) -> bool:

@@ -5,7 +5,7 @@ A prediction is for performance alone: nothing may break when it is wrong, see `
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -111,6 +111,7 @@ class Learned:
         self._sizes: dict[int, Histogram] = {}  # prompts of 2^(n-1) to 2^n - 1 tokens
         self._all = Histogram()
         self._scores = Calibration()
+        self._asked: tuple[Request, tuple[Curve | None, int, int]] | None = None  # since an answer was learnt from
 
     def __call__(self, request: Request) -> int:
         curve, seen, most = self._known(request)
@@ -136,6 +137,7 @@ class Learned:
             return
         if finish is not None:
             self._score(replace(request, generated=()), num_output)
+        self._asked = None
         cut = finish in (None, FinishReason.LENGTH)
         size = len(request.prompt).bit_length()
         self._all.add(num_output, cut)
@@ -148,7 +150,15 @@ class Learned:
         return self._scores
 
     def _known(self, request: Request) -> tuple[Curve | None, int, int]:
-        """The curve to judge by, the tokens that the answer has, and the most that it may get."""
+        """The curve to judge by, the tokens that the answer has, and the most that it may get.
+
+        Asked again of the same request, it is the same until something is learnt.
+        """
+        if self._asked is None or self._asked[0] is not request:
+            self._asked = request, self._found(request)
+        return self._asked[1]
+
+    def _found(self, request: Request) -> tuple[Curve | None, int, int]:
         seen = len(request.generated)
         most = seen + asked_length(request)
         for group in self._groups(request):
@@ -156,12 +166,14 @@ class Learned:
                 return group.curve, seen, most
         return None, seen, most
 
-    def _groups(self, request: Request) -> Iterator[Histogram | None]:
-        yield self._templates.get((request.tenant, _template(request)))
-        if request.tenant:
-            yield self._tenants.get(request.tenant)
-        yield self._sizes.get(len(request.prompt).bit_length())
-        yield self._all
+    def _groups(self, request: Request) -> Iterable[Histogram | None]:
+        tenant = request.tenant
+        return (
+            self._templates.get((tenant, _template(request))),
+            self._tenants.get(tenant) if tenant else None,
+            self._sizes.get(len(request.prompt).bit_length()),
+            self._all,
+        )
 
     def _score(self, request: Request, num_output: int) -> None:
         curve, _, most = self._known(request)

@@ -19,6 +19,7 @@ from kvtransfer.ticket import LinkReport
 MOST_FULL = 0.97  # of a pool's tokens promised
 NEAR_S = 0.25
 _MOST_ENDS = 4096  # workers of which these are kept
+PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED  # Python 3.11 takes its time to find an Enum's members
 
 
 class Load(Struct, frozen=True, gc=False):
@@ -82,7 +83,8 @@ class Outlook:
 
     def prompt_side(self, ask: Ask, worker: WorkerView, cached_tokens: int, tpot_slo_s: float | None) -> PromptSide:
         """`tpot_slo_s`: what decodes there were promised, as far as that is known."""
-        forecast, load = self._forecast, self._begun(ask, worker)
+        forecast, standing = self._forecast, self._book.standing(worker.name)
+        load = self._with_foreign(ask, worker, standing, standing.begun)  # who knows when the turn of the others comes
         new_tokens = max(1, ask.request.num_tokens - cached_tokens)
         decodes = Decodes(load.batch, load.context_tokens, tpot_slo_s)
         prefill_s, steps = forecast.prefill_beside(worker, new_tokens, cached_tokens, decodes)
@@ -100,14 +102,10 @@ class Outlook:
         context = load.context_tokens + num_tokens + answer // 2
         has_room = num_tokens + answer <= free_tokens - (1 - MOST_FULL) * capacity
         leaves_time = True
-        if tpot_slo_s is not None and worker.role is Role.PREFILL:
+        if tpot_slo_s is not None and worker.role is PREFILL:
             leaves_time = forecast.cost(worker).mixed_seconds(((LEAST_CHUNK, 0),), batch, context) <= tpot_slo_s
         tpot_s = forecast.step_seconds(worker, batch, context)
         return DecodeSide(worker.name, worker.role, free_tokens, tpot_s, has_room, leaves_time)
-
-    def _begun(self, ask: Ask, worker: WorkerView) -> Load:
-        """Of those that decode now. Others' prompts wait somewhere, and who knows when their turn comes."""
-        return self._with_foreign(ask, worker, *self._book.standing(worker.name).begun)
 
     def _load(self, ask: Ask, worker: WorkerView, at_s: float) -> Load:
         """Of those that will not have ended by then, whether they have begun or not.
@@ -116,15 +114,17 @@ class Outlook:
         tokens; a moment that is near is now.
         """
         standing = self._book.standing(worker.name)
-        batch, prompts, answers = standing.promised
-        if batch and at_s - ask.now_s > NEAR_S:
+        ours: tuple[int, int, int] = standing.promised
+        if ours[0] and at_s - ask.now_s > NEAR_S:
+            batch, prompts, answers = ours
             for work in self._ended(worker, standing, ask.now_s, at_s):
                 batch, prompts, answers = batch - 1, prompts - work.prompt_tokens, answers - work.output_tokens
-        return self._with_foreign(ask, worker, batch, prompts, answers)
+            ours = batch, prompts, answers
+        return self._with_foreign(ask, worker, standing, ours)
 
-    def _with_foreign(self, ask: Ask, worker: WorkerView, batch: int, prompts: int, answers: int) -> Load:
+    def _with_foreign(self, ask: Ask, worker: WorkerView, standing: Standing, ours: tuple[int, int, int]) -> Load:
         """These of ours by the book; of other gateways, what the worker has beyond all of ours stays."""
-        standing, stats = self._book.standing(worker.name), worker.stats
+        (batch, prompts, answers), stats = ours, worker.stats
         context, promised = prompts + answers // 2, prompts + answers
         seen = stats.running + stats.reserved + ask.sent_to(worker.name).sequences
         foreign = seen - standing.promised.sequences - standing.num_prompts

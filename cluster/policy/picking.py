@@ -83,11 +83,11 @@ class Finder:
 
 def fitting(ask: Ask) -> list[WorkerView]:
     """Ready workers that can hold the request."""
-    tokens, avoid = ask.request.num_tokens, ask.avoid
+    tokens, avoid, ready = ask.request.num_tokens, ask.avoid, WorkerState.READY
     return [
         worker
         for worker in ask.view.workers
-        if worker.state is WorkerState.READY and tokens < worker.capacity_tokens and worker.name not in avoid
+        if worker.state is ready and tokens < worker.capacity_tokens and worker.name not in avoid
     ]
 
 

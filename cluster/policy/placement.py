@@ -6,10 +6,10 @@ since, and whatever it kept of its own choices; of other gateways it knows what 
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from cluster.view import ClusterView
 from workers.request import Request
@@ -55,8 +55,7 @@ class Ask:
         return None if most is None else most - len(self.request.generated)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True, gc=False):
     """`prefill` and `decode` name workers; the same name twice: one worker does both, and nothing moves.
 
     The prefill worker is believed to have the prompt's first `cached_tokens`, or will once it has fetched them from the
@@ -83,7 +82,7 @@ class Placement:
         """With the first token counted from the request's arrival, so long ago, as it is told."""
         if self.predicted_ttft_s is None:
             return self
-        return replace(self, predicted_ttft_s=waited_s + self.predicted_ttft_s)
+        return structs.replace(self, predicted_ttft_s=waited_s + self.predicted_ttft_s)
 
     def cut(self, request: Request) -> int:
         """Behind which token this request's prompt is cut; 0 where it is not.

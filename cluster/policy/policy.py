@@ -8,8 +8,10 @@ Pure. The one place that knows routers by name.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+
+from msgspec import structs
 
 from cluster.policy.admission import Admission, Early, Late, Predictive
 from cluster.policy.book import Book, Work
@@ -128,7 +130,7 @@ class Policy:
         prefill, decode = self._worker(ask, placement.prefill), self._worker(ask, placement.decode)
         if not (self._forecast.knows(prefill, decode) or self._admission.looks):
             return placement
-        return replace(
+        return structs.replace(
             placement,
             predicted_ttft_s=self._forecast.ttft_seconds(ask, prefill, _cached_tokens(ask, placement)),
             predicted_tpot_s=self._forecast.tpot_seconds(ask, decode),
@@ -142,7 +144,8 @@ class Policy:
         if wait_s <= 0.0:
             return placement
         longer_s = max(0.0, wait_s - self._forecast.queue_seconds(ask, self._worker(ask, placement.prefill)))
-        return replace(placement, predicted_ttft_s=placement.predicted_ttft_s + longer_s, reserve_s=wait_s)
+        predicted_s = placement.predicted_ttft_s + longer_s
+        return structs.replace(placement, predicted_ttft_s=predicted_s, reserve_s=wait_s)
 
     def began(self, ask: Ask, placement: Placement) -> None:
         """The attempt is on its way to the workers chosen."""
@@ -183,7 +186,7 @@ class Policy:
         """As the client is told of it: from the request's arrival, and nothing where all would be a guess."""
         if self._forecast.knows(self._worker(ask, placement.prefill), self._worker(ask, placement.decode)):
             return placement.after(ask.waited_s)
-        return replace(placement, predicted_ttft_s=None, predicted_tpot_s=None)
+        return structs.replace(placement, predicted_ttft_s=None, predicted_tpot_s=None)
 
     def expected_tokens(self, request: Request) -> int:
         """Of its answer, as is expected; of a request that may decode, at least one more than the prefill's."""

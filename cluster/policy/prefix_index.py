@@ -27,6 +27,7 @@ _MOST_GROUPS = 1 << 10
 _TO_FLAGS = bytes.maketrans(b"01", b"\0\1")
 
 Bits = int  # a bit for each worker's slot
+Depth = tuple[int, Bits, dict[int, int]]  # tokens of a prompt, who has so many; slot -> how many in host memory only
 
 
 class Match(NamedTuple):
@@ -56,14 +57,6 @@ class Guesses:
     tokens: int = 0
     absent_tokens: int = 0
     unknown_tokens: int = 0
-
-
-class Depth(NamedTuple):
-    """These workers have so many tokens of a prompt; of these some, by slot, have some in host memory only."""
-
-    tokens: int
-    who: Bits
-    on_host: dict[int, int]
 
 
 class _Expected(NamedTuple):
@@ -195,13 +188,13 @@ class PrefixIndex:
             if holds is not last:
                 still = have & holds
                 if depth and still != have:
-                    found.append(Depth(depth, have ^ still, on_host))
+                    found.append((depth, have ^ still, on_host))
                 have, last = still, holds
                 if not have:
                     return
             depth += grain
         if depth:
-            found.append(Depth(depth, have, on_host))
+            found.append((depth, have, on_host))
 
     def is_of(self, worker: str, incarnation: str) -> bool:
         """Whether what is known of this worker is of this incarnation of it."""
@@ -290,7 +283,8 @@ class PrefixIndex:
     def _hope(self, key: str, expected: _Expected) -> None:
         bit = expected.bit
         for name in expected.names:
-            count = self._hopes[name, bit] = self._hopes.get((name, bit), 0) + 1
+            hope = name, bit
+            count = self._hopes[hope] = self._hopes.get(hope, 0) + 1
             if count == 1:
                 self._hoped.add(name, bit)
         self._give_up(key)
@@ -339,11 +333,12 @@ class PrefixIndex:
             return
         bit = expected.bit
         for name in expected.names:
-            count = self._hopes[name, bit] - 1
+            hope = name, bit
+            count = self._hopes[hope] - 1
             if count:
-                self._hopes[name, bit] = count
+                self._hopes[hope] = count
             else:
-                del self._hopes[name, bit]
+                del self._hopes[hope]
                 self._hoped.discard(name, bit)
 
 

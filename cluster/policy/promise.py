@@ -21,20 +21,20 @@ choice: NetKV (arXiv 2606.03910); prompts cut between workers: DynaServe (arXiv 
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import ClassVar
+
+from msgspec import structs
 
 from cluster.policy.book import Book
 from cluster.policy.caches import CacheAware
 from cluster.policy.everyone import Everyone
 from cluster.policy.forecast import Forecast
-from cluster.policy.outlook import DecodeSide, Outlook, PromptSide
+from cluster.policy.outlook import DECODE, MIXED, PREFILL, DecodeSide, Outlook, PromptSide
 from cluster.policy.placement import Ask, Placement
 from cluster.policy.prefix_index import Depth, PrefixIndex
 from cluster.policy.shortlist import Glance, Shortlist
-from cluster.spec import Role
 from cluster.view import WorkerView
 from workers.request import SLO, Request
 
@@ -89,29 +89,29 @@ class Promise(CacheAware):
         for worker in wholes:
             if worker.name not in sides:
                 sides[worker.name] = self._prompt_side(ask, look, worker, slo)
+                first = _soonest([first, sides[worker.name]], slo)
         decodes = self._decode_sides(ask, look, slo, answer, begin_s, wholes)
         if not decodes:
             return None
         if not is_free and (both := _whole(sides, decodes, slo)) is not None:
             return _placed(*both, "one worker keeps both promises")
         decode = _roomiest(decodes, slo, spares=self._spares(ask, look, slo, sides, decodes))
-        return self._paired(ask, look, slo, sides, decode)
+        return self._paired(ask, look, slo, sides, first, decode)
 
     def _paired(
-        self, ask: Ask, look: Look, slo: SLO, sides: Mapping[str, PromptSide], decode: DecodeSide
+        self, ask: Ask, look: Look, slo: SLO, sides: Mapping[str, PromptSide], first: PromptSide, decode: DecodeSide
     ) -> Placement | None:
-        """Who computes the prompt for this decode worker, and how."""
+        """Who computes the prompt for this decode worker, and how. `first`: the best of the sides."""
         worker = look.worker(decode.name)
         local = sides.get(worker.name) or self._prompt_side(ask, look, worker, slo)
-        is_local_able = ask.alone or worker.role is Role.MIXED
-        reach = [side for side in sides.values() if ask.view.linked(side.name, worker.name)]
-        if len(reach) < len(sides) - (is_local_able and worker.name in sides):
-            reach = list(self._prompt_sides(ask, look, slo, worker.name)[0].values())
+        is_local_able = ask.alone or worker.role is MIXED
+        prefill: PromptSide | None = first
+        if not all(ask.view.linked(name, worker.name) or (is_local_able and name == worker.name) for name in sides):
+            prefill = self._prompt_sides(ask, look, slo, worker.name)[1]
         if is_local_able:
-            reach.append(local)
-        if not reach:
+            prefill = _soonest([prefill, local] if prefill else [local], slo)
+        if prefill is None:
             return None
-        prefill = _soonest(reach, slo)
         if prefill is local:
             return self._lent(ask, look, _placed(local, decode, "first token soonest where it decodes"))
         if self._is_local(ask, worker, prefill, local, slo):
@@ -156,9 +156,7 @@ class Promise(CacheAware):
             for worker in tier:
                 if worker.name not in sides:
                     sides[worker.name] = self._outlook.decode_side(ask, worker, answer, begin_s, slo.tpot_s)
-            kept = (
-                side.has_room and not _is_late(side, slo) and side.role is not Role.PREFILL for side in sides.values()
-            )
+            kept = (side.has_room and not _is_late(side, slo) and side.role is not PREFILL for side in sides.values())
             if number and any(kept):
                 break
         return list(sides.values())
@@ -171,7 +169,7 @@ class Promise(CacheAware):
         The quickest one, of those that might decode: prompts are counted as its pool would compute them.
         """
         speed_of = self.forecast.prompt_speed
-        asked = [speed_of(look.worker(side.name)) for side in decodes if side.role is Role.PREFILL]
+        asked = [speed_of(look.worker(side.name)) for side in decodes if side.role is PREFILL]
         if not asked:
             return False
         self._forget(ask.now_s)
@@ -205,7 +203,7 @@ class Promise(CacheAware):
         moved = ask.request.num_tokens - local.cached_tokens
         moving_s = self._outlook.transfer_seconds(ask, prefill.name, worker, moved)
         is_short = slo.tpot_s is not None and local.prefill_s <= slo.tpot_s
-        if local.role is Role.DECODE and not is_short and local.prefill_s > moving_s:
+        if local.role is DECODE and not is_short and local.prefill_s > moving_s:
             return False
         return local.ttft_s <= prefill.ttft_s + moving_s
 
@@ -225,7 +223,7 @@ class Promise(CacheAware):
         saved_s -= self._outlook.transfer_seconds(ask, owner, worker, tokens - own)
         if saved_s <= 0.0 or placement.predicted_ttft_s is None:
             return placement
-        return replace(
+        return structs.replace(
             placement,
             reason="first token soonest with a beginning fetched",
             lender=owner,
@@ -253,7 +251,7 @@ class Promise(CacheAware):
         if tail < LEAST_PART:
             return placement
         head_s, tail_s = prefill.prefill_s * (1.0 - share), local.prefill_s * share
-        return replace(
+        return structs.replace(
             placement,
             reason="prompts wait: its end is computed where it decodes",
             cut_tokens=ask.request.num_tokens - tail,
@@ -276,20 +274,20 @@ def _soonest(sides: Sequence[PromptSide], slo: SLO) -> PromptSide:
 
 def _is_able(side: PromptSide) -> bool:
     """Whether decodes there leave time for prompts. Who is there for prompts does not stop for a few decodes."""
-    return side.steps > 0 or (side.role is Role.PREFILL and side.batch <= FEW_DECODES)
+    return side.steps > 0 or (side.role is PREFILL and side.batch <= FEW_DECODES)
 
 
 def _drawbacks(side: PromptSide, slo: SLO) -> tuple[bool, bool, bool]:
     """Late; not at home; beside decodes, or not early. The first counts most."""
     share = 0.0 if slo.ttft_s is None else side.ttft_s / slo.ttft_s
     is_alone_early = not side.batch and share <= EARLY
-    return share > 1.0, side.role is Role.DECODE, not is_alone_early
+    return share > 1.0, side.role is DECODE, not is_alone_early
 
 
 def _is_free(side: PromptSide, slo: SLO) -> bool:
     """Whether a worker that is there for prompts takes this one early, and disturbs nobody."""
     early = slo.ttft_s is None or side.ttft_s <= EARLY * slo.ttft_s
-    return side.role is Role.PREFILL and not side.batch and early
+    return side.role is PREFILL and not side.batch and early
 
 
 def _whole(
@@ -299,7 +297,7 @@ def _whole(
     kept = [
         (prompts[side.name], side)
         for side in decodes
-        if side.role is Role.MIXED
+        if side.role is MIXED
         and side.name in prompts
         and side.has_room
         and (slo.tpot_s is None or side.tpot_s <= slo.tpot_s)
@@ -314,11 +312,11 @@ def _roomiest(sides: Sequence[DecodeSide], slo: SLO, *, spares: bool) -> DecodeS
 
     Not where it would end a prefill worker's time for prompts, unless they can spare one.
     """
-    home = [side for side in sides if side.role is not Role.PREFILL or side.leaves_time or spares] or sides
+    home = [side for side in sides if side.role is not PREFILL or side.leaves_time or spares] or sides
     room = [side for side in home if side.has_room] or home
 
     def order(side: DecodeSide) -> tuple[bool, bool, float, int, str]:
-        return _is_late(side, slo), side.role is Role.PREFILL, round(side.tpot_s, 6), -side.free_tokens, side.name
+        return _is_late(side, slo), side.role is PREFILL, round(side.tpot_s, 6), -side.free_tokens, side.name
 
     return min(room, key=order)
 

@@ -95,8 +95,8 @@ class Rates:
         `told` and `noted` as `Told` and `Noted`; `bound_s`: what its steps with prompts may take.
         """
         seen, queued, total, free, step_ratio = told
-        ours, prompts, answers, begun, begun_prompts, begun_answers, waiting, waiting_tokens, *rest = noted
-        until_s, rest_s, ratio = rest
+        ours, prompts, answers, begun, begun_prompts, begun_answers = noted[:6]
+        waiting, waiting_tokens, until_s, rest_s, ratio = noted[6:]
         kv_tokens = total * self.block_size
         foreign = max(seen - ours - waiting, 0)
         theirs = max(kv_tokens - free * self.block_size - prompts, 0) if foreign else 0
@@ -148,5 +148,6 @@ class Rates:
 
     def _seconds(self, num_tokens: int, cached_tokens: int) -> float:
         new_tokens = num_tokens - cached_tokens
-        steps = math.ceil(new_tokens / self.most_tokens) or 1
-        return self._cost.prefill_seconds(new_tokens, cached_tokens) + (steps - 1) * self.empty_s
+        seconds = self._cost.prefill_seconds(new_tokens, cached_tokens)
+        more_steps = math.ceil(new_tokens / self.most_tokens) - 1 if new_tokens > self.most_tokens else 0
+        return seconds + more_steps * self.empty_s

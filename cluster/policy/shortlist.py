@@ -6,7 +6,7 @@ What is summed and counted is exact; what a step costs is read off tables of eac
 correction of the worker. Estimates only say who is looked at: `Promise` decides by the exact outlook of these.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, compress
 from operator import is_not
 
@@ -29,10 +29,9 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.intp]
 
-REFRESH_S = 5.0  # each row is written anew at least so often: corrections fade with time
+REFRESH_S = 5.0  # each row is looked at anew at least so often: corrections fade with time
 _MOST_GROUPS = 1 << 10
 _ONE_BY_ONE = 24  # rows: more are derived all at once
-_NUM_RAW = len(Told._fields) + len(Noted._fields)
 
 
 class Shortlist:
@@ -66,7 +65,7 @@ class Shortlist:
 
     def _fitting(self, ask: Ask) -> Flags:
         """Ready workers that can hold the request."""
-        fits: Flags = self.is_ready & (self.capacity > ask.request.num_tokens)
+        fits: Flags = self.capacity > ask.request.num_tokens
         for name in ask.avoid:
             if name in self.row:
                 fits[self.row[name]] = False
@@ -79,16 +78,19 @@ class Shortlist:
         count = len(self.workers)
         self.row = {worker.name: row for row, worker in enumerate(self.workers)}
         # In the order of their fields; plain tuples, which are quicker to make.
-        self._told: list[tuple[float, ...]] = [(0, 0, 0, 0, 1.0)] * count
-        self._noted: list[tuple[float, ...]] = [(0,) * 8 + (0.0, 0.0, 1.0)] * count
+        self._told: list[tuple[float, ...]] = [()] * count
+        self._noted: list[tuple[float, ...]] = [()] * count
+        self._noted_columns = np.zeros((len(Noted._fields), count))
+        self._fresh: set[int] = set()  # rows of `_noted` that these columns do not have yet
         self._sent: Mapping[str, Sent] = {}
         self._lives = -1
         self._turn, self._turned_s = 0, 0.0
         self.rates: list[Rates] = []
         self.speed: Floats = np.zeros(0)  # of prompts, pool by pool
-        self.is_ready, self.is_prefill, self.is_decode, self.is_mixed = np.zeros((4, count), dtype=np.bool_)
+        self.is_prefill, self.is_decode, self.is_mixed = np.zeros((3, count), dtype=np.bool_)
+        self.is_prompt_home, self.is_decode_home = np.zeros((2, count), dtype=np.bool_)  # mixed ones are both
         self._pools = [0] * count  # as `pool`
-        self.capacity, self.pool, self._slot = np.zeros((3, count), dtype=np.intp)
+        self.capacity, self.pool, self._slot = np.zeros((3, count), dtype=np.intp)  # capacity 0: it is not ready
         self.columns = np.zeros((9, count))
         columns: list[Floats] = list(self.columns)  # in the order of `Rates.row`
         self.until_s, self.rest_s, self.ratio, self.batch, self.room_tokens = columns[:5]
@@ -103,17 +105,17 @@ class Shortlist:
         if workers is not known:
             told.update(compress(range(len(workers)), map(is_not, workers, known)))
             self.workers = workers
-            if len(workers) != len(known) or any(workers[row].name != known[row].name for row in told):
+            others = [row for row in told if not _same_place(workers[row], known[row])]
+            if len(workers) != len(known) or any(workers[row].name != known[row].name for row in others):
                 self._clear()
-                told.update(range(len(workers)))
-                known = ()
-            for row in told:
-                if not known or not _same_place(workers[row], known[row]):
-                    self._place(row, workers[row])
+                others, known = list(range(len(workers))), ()
+                told.update(others)
+            for row in others:
+                self._place(row, workers[row])
         if ask.sent or self._sent:
             before, now = self._sent, dict(ask.sent)
-            changed = [name for name in before.keys() | now.keys() if before.get(name) is not now.get(name)]
-            told.update(self.row[name] for name in changed if name in self.row)
+            resent = [name for name in before.keys() | now.keys() if before.get(name) is not now.get(name)]
+            told.update(self.row[name] for name in resent if name in self.row)
             self._sent = now
         noted = {self.row[name] for name in self._book.news() if name in self.row} | self._due(ask.now_s)
         if not known:
@@ -123,15 +125,13 @@ class Shortlist:
             self._lives = self._index.lives
             self._slot = np.array([self._index.slot(each.name, each.incarnation) for each in workers], dtype=np.intp)
             self._groups.clear()
-        for row in noted:
-            self._note(row)
-        self._tell(told)
-        if len(told) <= _ONE_BY_ONE:
-            for row in told:
+        changed = {*filter(self._note, noted), *filter(self._tell, told)}
+        if len(changed) <= _ONE_BY_ONE:
+            for row in changed:
                 pool = self._pools[row]
                 self.columns[:, row] = self.rates[pool].row(self._told[row], self._noted[row], self._bounds[pool])
         else:
-            self._derive(np.fromiter(told, np.intp, len(told)))
+            self._derive(np.fromiter(changed, np.intp, len(changed)))
 
     def _due(self, now_s: float) -> set[int]:
         """The next rows in turn, as many as time has passed."""
@@ -156,12 +156,14 @@ class Shortlist:
             self._most_tokens = np.array([each.most_tokens for each in self.rates])
             self._bound_s = self.bounds_s(self._tpot_slo_s)
             self._bounds: list[float] = self._bound_s.tolist()
-        self.is_ready[row] = worker.state is WorkerState.READY
         self.is_prefill[row] = worker.role is Role.PREFILL
         self.is_decode[row] = worker.role is Role.DECODE
         self.is_mixed[row] = worker.role is Role.MIXED
-        self.capacity[row] = worker.capacity_tokens
+        self.is_prompt_home[row] = worker.role is not Role.DECODE
+        self.is_decode_home[row] = worker.role is not Role.PREFILL
+        self.capacity[row] = worker.capacity_tokens if worker.state is WorkerState.READY else 0
         self.pool[row] = self._pools[row] = self.rates.index(rates)
+        self._told[row] = ()  # what follows may be another
         self._lives = -1  # it may be another incarnation
 
     def _rates_of(self, worker: WorkerView) -> Rates:
@@ -173,27 +175,36 @@ class Shortlist:
             known = self._rates[worker.pool] = next(alike, None) or Rates(cost, engine)
         return known
 
-    def _tell(self, rows: Iterable[int]) -> None:
-        """What workers told, and what was sent since."""
-        sent, ratio_of = self._sent, self._forecast.step_correction
-        for row in rows:
-            worker = self.workers[row]
-            stats, since = worker.stats, sent.get(worker.name, NOTHING_SENT)
-            seen, queued = stats.running + stats.reserved + since.sequences, stats.queued_tokens + since.prompt_tokens
-            self._told[row] = (seen, queued, stats.total_blocks, stats.free_blocks, ratio_of(worker))
+    def _tell(self, row: int) -> bool:
+        """What the worker told, and what was sent since; whether it is new."""
+        worker = self.workers[row]
+        stats, since = worker.stats, self._sent.get(worker.name, NOTHING_SENT)
+        seen, queued = stats.running + stats.reserved + since.sequences, stats.queued_tokens + since.prompt_tokens
+        told = (seen, queued, stats.total_blocks, stats.free_blocks, self._forecast.step_correction(worker))
+        if told == self._told[row]:
+            return False
+        self._told[row] = told
+        return True
 
-    def _note(self, row: int) -> None:
-        """What the book says."""
+    def _note(self, row: int) -> bool:
+        """What the book says; whether it is new."""
         worker = self.workers[row]
         ours, ratio = self._book.standing(worker.name), self._forecast.prompt_correction(worker)
-        self._noted[row] = (*ours.promised, *ours.begun, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio)
+        noted = (*ours.promised, *ours.begun, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio)
+        if noted == self._noted[row]:
+            return False
+        self._noted[row] = noted
+        self._fresh.add(row)
+        return True
 
     def _derive(self, rows: Rows) -> None:
         """As `Outlook` and `Forecast` do, for these rows at once."""
         pool = self.pool[rows]
-        numbers = chain.from_iterable((*self._told[row], *self._noted[row]) for row in rows.tolist())
-        raw = np.fromiter(numbers, np.float64, len(rows) * _NUM_RAW).reshape(len(rows), _NUM_RAW).T
-        told, noted = Told(*raw[: len(Told._fields)]), Noted(*raw[len(Told._fields) :])
+        fresh = list(self._fresh)
+        self._noted_columns[:, fresh] = _columns([self._noted[row] for row in fresh], len(Noted._fields))
+        self._fresh.clear()
+        told = Told(*_columns([self._told[row] for row in rows.tolist()], len(Told._fields)))
+        noted = Noted(*self._noted_columns.take(rows, axis=1))
         seen, ours, prompts, answers = told.seen, noted.sequences, noted.prompt_tokens, noted.output_tokens
         block, ratio, step_ratio = self._block_size[pool], noted.prompt_ratio, told.step_ratio
         kv_tokens = told.total_blocks * block
@@ -322,7 +333,7 @@ class Glance:
         table, fits = self._table, self._fits
         if reader:
             fits = fits & self._table.linked_to(self._ask, reader)
-        home = fits & ~table.is_decode
+        home = fits & table.is_prompt_home
         yield self._best(self._queue_s + self._alone_s, home & (table.batch == 0.0), 2)
         ttft_s, is_able = self._with_decodes(slo)
         yield self._best(ttft_s, home & is_able, 2)
@@ -334,14 +345,14 @@ class Glance:
         """Of all that have time for prompts, decode workers left out: as so many of the quickest."""
         if self._sibling() is not None:
             return sum(speed_of(self.worker(side.name)) for side in sides if has_time(side))
-        able = self._fits & ~self._table.is_decode & self._with_decodes(slo)[1]
+        able = self._fits & self._table.is_prompt_home & self._with_decodes(slo)[1]
         return float(self._table.speed[self._table.pool[able]].sum())
 
     def wholes(self, slo: SLO, early: float) -> list[WorkerView]:
         """Mixed workers to do both phases; the first token comes within so much of its promised time."""
         table = self._table
         mixed = self._fits & table.is_mixed
-        if not mixed.any():
+        if not np.count_nonzero(mixed):
             return []
         if (sibling := self._sibling()) is not None:
             return [sibling]
@@ -356,9 +367,9 @@ class Glance:
 
     def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
         """To decode: at home with room; away with room, if prefill workers may decode; without room."""
-        able = self._fits if alone else self._fits & ~self._table.is_prefill
+        home = self._fits & self._table.is_decode_home
+        able = self._fits if alone else home
         tpot_s, room = self._tpot_s(), self._has_room()
-        home = able & ~self._table.is_prefill
         yield self._best(tpot_s, home & room, 2)
         yield self._best(tpot_s, able & self._table.is_prefill & room, 2) + self._best(tpot_s, home & ~room, 1)
         if not (able & room).any():
@@ -369,7 +380,7 @@ class Glance:
         if self._cached is None:
             return None
         who = self._fits & self._table.is_prefill & (self._cached > own_tokens)
-        if not who.any():
+        if not np.count_nonzero(who):
             return None
         who &= self._table.linked_to(self._ask, reader)
         who[self._table.row[reader]] = False
@@ -378,19 +389,20 @@ class Glance:
 
     def _best(self, values: Floats, who: Flags, most: int) -> list[WorkerView]:
         """The least of these."""
-        values, found = np.where(who, values, np.inf), []
-        for _ in range(most):
-            row = int(values.argmin())
-            if values[row] == np.inf:
+        rows, found = who.nonzero()[0], []
+        values = values.take(rows)
+        for _ in range(min(most, len(rows))):
+            least = values.argmin()
+            if values[least] == np.inf:
                 break
-            found.append(self._table.workers[row])
-            values[row] = np.inf
+            found.append(self._table.workers[rows[least]])
+            values[least] = np.inf
         return found
 
     def _prompt_seconds(self) -> Floats:
         """Computing it alone, on each: by a parabola in what is cached, through three points of each pool's costs."""
         table, num_tokens = self._table, self._ask.request.num_tokens
-        most = 0 if self._cached is None else int(self._cached.max())
+        most = 0 if self._cached is None else int(self._cached[self._cached.argmax()])
         alone, first, second = zip(*(rates.prompt_parabola(num_tokens, most) for rates in table.rates), strict=True)
         seconds = table.of_pools(alone)
         if self._cached is not None:
@@ -418,9 +430,14 @@ class Glance:
         return room
 
 
+def _columns(rows: Sequence[tuple[float, ...]], width: int) -> Floats:
+    return np.fromiter(chain.from_iterable(rows), np.float64, len(rows) * width).reshape(len(rows), width).T
+
+
 def _same_place(worker: WorkerView, known: WorkerView) -> bool:
     return (
-        worker.state is known.state
+        worker.name == known.name
+        and worker.state is known.state
         and worker.role is known.role
         and worker.incarnation == known.incarnation
         and worker.pool == known.pool

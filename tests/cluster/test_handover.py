@@ -36,7 +36,7 @@ def cuts(subject: Cluster, cut_tokens: int) -> None:
 
     def choose(ask: Ask) -> Placement | None:
         placement = honest(ask)
-        return replace(placement, cut_tokens=cut_tokens) if isinstance(placement, Placement) else placement
+        return structs.replace(placement, cut_tokens=cut_tokens) if isinstance(placement, Placement) else placement
 
     policy.choose = choose
 

@@ -155,6 +155,15 @@ def test_what_is_still_to_come_depends_on_what_is_there() -> None:
     assert learned.mean(asked(seen=700)) == 300.0, "nobody got there: as long as it may"
 
 
+def test_who_asks_again_is_told_what_was_learnt_since() -> None:
+    learned, wanted = Learned(), asked()
+    assert learned.mean(wanted) == learned.mean(wanted) == 1000.0
+    for _ in range(20):
+        learned.ended(wanted, 50, EOS)
+    assert learned.mean(wanted) == pytest.approx(50)
+    assert learned.mean(replace(wanted, generated=(1,) * 20)) == pytest.approx(30)
+
+
 def test_a_cancelled_answer_tells_only_that_it_was_longer() -> None:
     learned = Learned()
     for _ in range(50):

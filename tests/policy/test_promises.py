@@ -211,6 +211,9 @@ def test_a_worker_that_seems_slow_is_believed_again_when_nothing_is_heard_of_it(
     fast.learn(1.0, 8.0, 100.0)
     assert slow.at(160.0) == 8.0 and slow.at(220.0) == 4.5 and slow.at(1e9) == pytest.approx(1.0)
     assert fast.at(1e9) == 0.125
+    times = (100.0, 160.0, 165.0, 220.0, 1e9)
+    assert [slow.rounded(now_s) for now_s in times] == [8.0, 8.0, 7.61, 4.5, 1.0]
+    assert fast.rounded(160.0) == round(0.125, 2)
 
 
 @pytest.mark.parametrize(("compute_s", "corrected"), [(0.1, 1.0), (None, 4.0)])

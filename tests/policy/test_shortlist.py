@@ -204,3 +204,21 @@ def test_rows_are_the_same_whether_few_or_many_are_written(
         seen = (*workers[: row + 1], *empty[row + 1 :])
         one_by_one.look(Ask(ClusterView(1, "c", None, seen), request(), now_s=1000.0), tuple, 9)
     assert one_by_one.columns.tobytes() == at_once.columns.tobytes()
+
+
+def test_a_worker_that_turns_up_in_another_pool_is_derived_anew() -> None:
+    """Though it tells the same and the book says the same."""
+    made = spec("promise", slo=PROMISED, cost=SIMPLE)
+    costs = (REAL, SIMPLE, A100)
+    made = replace(made, pools=tuple(replace(each, cost=cost) for each, cost in zip(made.pools, costs, strict=True)))
+    workers = tuple(worker(f"d{row}", running=3, queued_tokens=500, used=40) for row in range(20))
+    moved = tuple(structs.replace(each, pool="mixed") if row % 9 == 1 else each for row, each in enumerate(workers))
+    asks = [Ask(ClusterView(1, "c", None, each), request(), now_s=1000.0) for each in (workers, moved)]
+    book = Book()
+    followed, fresh = (Shortlist(Forecast(made, book), book, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2))
+    for ask in asks:
+        followed.look(ask, tuple, 9)
+    before = followed.columns[:, 0].tolist()
+    fresh.look(asks[1], tuple, 9)
+    assert followed.columns.tobytes() == fresh.columns.tobytes()
+    assert followed.columns[:, 1].tolist() != before

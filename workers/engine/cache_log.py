@@ -39,11 +39,10 @@ def chain(tokens: Sequence[int], grain: int = GRAIN, known: Sequence[int] = ()) 
     """
     names = list(known)
     name = names[-1] if names else 0
-    form = f"<{grain}I"
+    pack = struct.Struct(f"<{grain}I").pack
     try:
         for start in range(len(names) * grain, len(tokens) - grain + 1, grain):
-            content = struct.pack(form, *tokens[start : start + grain])
-            name = xxh3_64_intdigest(content, name) >> (64 - _NAME_BITS)
+            name = xxh3_64_intdigest(pack(*tokens[start : start + grain]), name) >> (64 - _NAME_BITS)
             names.append(name)
     except struct.error:
         pass
