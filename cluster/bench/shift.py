@@ -19,8 +19,9 @@ import click
 
 from cluster.api.client import DiptychClient
 from cluster.bench.hosted import ENGINE, MODEL, PATIENT, SHARE, hosted, refuse_foreign_ray
-from cluster.bench.load import Ask, Load, drive, through
 from cluster.events import Accepted, Completed, Delta, Queued
+from cluster.load.sending import Ask, Load, drive
+from cluster.load.through_grpc import through
 from cluster.scoring.figures import attainment
 from cluster.scoring.records import Ending, Run
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role

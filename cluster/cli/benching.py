@@ -1,0 +1,177 @@
+"""What `diptych bench` does once its options are checked: each kind of measurement, its tables and its folder."""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cluster.cli.comparison import system_json, tell, write
+from cluster.cli.screen import console, print_json, progress_bar, say
+
+if TYPE_CHECKING:
+    from cluster.cli.screen import PullProgress
+    from cluster.load.about import About
+    from cluster.load.batches import Sweep
+    from cluster.load.endpoint import Endpoint, Target
+    from cluster.load.sending import Load
+    from cluster.report.compared import Compared
+    from cluster.report.html import More
+    from cluster.scoring.batches import BatchFigures
+    from cluster.scoring.goodput import Goodput
+    from cluster.scoring.records import Run
+    from cluster.workload.arrivals import Workload
+    from workers.request import SLO
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What all kinds have in common, checked."""
+
+    target: "Target"
+    source: str
+    lengths: str
+    concurrency: int | None
+    slo: "SLO"
+    deadline_s: float
+    in_flight: int
+    seeds: tuple[int, ...]
+    rates: tuple[float, ...]
+    out: Path | None
+    as_json: bool
+
+    def load(self, endpoint: "Endpoint", seed: int) -> "Load":
+        from cluster.load.sending import Load
+
+        return Load(
+            endpoint.vocab_size, self.deadline_s, self.in_flight, seed, self.slo, endpoint.name, self.concurrency
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """Of a search for goodput."""
+
+    target: float
+    tolerance: float
+
+
+class _Driver:
+    """Runs at one endpoint, one after another, with a bar for each."""
+
+    def __init__(self, runner: asyncio.Runner, endpoint: "Endpoint", asked: Asked, bar: "PullProgress") -> None:
+        self._runner = runner
+        self.endpoint = endpoint
+        self._asked = asked
+        self._bar = bar
+
+    def __call__(self, workload: "Workload", seed: int, what: str = "requests ended") -> "Run":
+        ended, total = 0, len(workload.arrivals)
+
+        def one_more() -> None:
+            nonlocal ended
+            ended += 1
+            self._bar(what, ended, total)
+
+        self._bar(what, 0, total)
+        return self._runner.run(self.endpoint.drive(workload, self._asked.load(self.endpoint, seed), one_more))
+
+    def sweep(self, wanted: "Sweep") -> "tuple[BatchFigures, ...]":
+        from cluster.load.batches import sweep
+
+        total = len(wanted.turns)
+        self._bar("batches ended", 0, total)
+        load = self._asked.load(self.endpoint, wanted.seed)
+        done = sweep(self.endpoint, wanted, load, lambda count: self._bar("batches ended", count, total))
+        return self._runner.run(done)
+
+
+@contextmanager
+def _driver(asked: Asked) -> "Iterator[tuple[_Driver, About]]":
+    from cluster.load.about import about
+    from cluster.load.opening import open_endpoint
+
+    with asyncio.Runner() as runner, progress_bar() as bar:
+        stack = AsyncExitStack()
+        endpoint = runner.run(stack.enter_async_context(open_endpoint(asked.target)))
+        try:
+            say(f"load on {endpoint.told}")
+            yield _Driver(runner, endpoint, asked, bar), about([endpoint.told], asked.seeds)
+        finally:
+            runner.run(stack.aclose())
+
+
+def load(asked: Asked, goal: Goal | None) -> None:
+    """One workload, perhaps at further rates, perhaps with a search for goodput behind it."""
+    from cluster.load.searching import Wanted
+    from cluster.report.compared import Compared
+    from cluster.report.html import More
+    from cluster.report.table import probes
+    from cluster.scoring.figures import figures
+
+    seed = asked.seeds[0]
+    wanted = Wanted(asked.source, asked.slo, goal.target if goal else 1.0, asked.seeds, goal.tolerance if goal else 1.0)
+    first = wanted.at(None, seed, 0)
+    if goal is not None:
+        _ = wanted.start  # before anything is sent
+    with _driver(asked) as (drive, about):
+        run = drive(first, seed)
+        sweep = []
+        for turn, rate in enumerate(asked.rates, 1):
+            sweep.append(figures(drive(wanted.at(rate, seed, turn), seed, f"at {rate:g} requests/s"), asked.slo))
+        found = () if goal is None else (_search(wanted, drive, run),)
+    compared = [Compared(run.system, figures(run, asked.slo), found, tuple(sweep), run)]
+    more = More(grids=(probes(compared),)) if found else More()
+    _finish(asked, about, compared, {"systems": [system_json(each) for each in compared]}, more, asked.source)
+
+
+def _search(wanted: Any, drive: _Driver, run: "Run") -> "Goodput":
+    from cluster.load.searching import search
+
+    tolerance = f"until seeds' rates are known within {wanted.tolerance:.0%}"
+    say(f"searching goodput with seeds {', '.join(map(str, wanted.seeds))} {tolerance}")
+    return search(wanted, drive, run.gpus, say)
+
+
+def batches(asked: Asked, sizes: str, repeats: int) -> None:
+    """Static batches of rising size."""
+    from cluster.load.batches import Sweep, sizes_of
+    from cluster.report.batches import batch_curves, batch_table
+    from cluster.report.html import More, Picture
+    from cluster.report.table import terminal
+
+    wanted = Sweep(sizes_of(sizes), repeats, asked.lengths, asked.seeds[0])
+    wanted.workload(1, 0)  # before anything is sent
+    with _driver(asked) as (drive, about):
+        swept = drive.sweep(wanted)
+    table = batch_table(swept, asked.lengths)
+    caption = "Static batches: what the machine does, and what one client waits for."
+    more = More(grids=(table,), pictures=(Picture("batches", caption, partial(batch_curves, swept)),))
+    if not asked.as_json:
+        console().print(terminal(table))
+    told = {"lengths": asked.lengths, "batches": [each.as_json() for each in swept]}
+    _finish(asked, about, [], told, more, f"static batches of {asked.lengths} tokens")
+
+
+def compare(asked: Asked, configurations: Sequence[str], endpoints: "Mapping[str, Target]") -> None:
+    """The same load on several configurations, each started here in turn."""
+    raise click.UsageError("not yet")
+
+
+def _finish(
+    asked: Asked, about: "About", compared: "Sequence[Compared]", told: dict[str, Any], more: "More", source: str
+) -> None:
+    """Tables or JSON, and the folder."""
+    document = {"about": about.as_json(), **told}
+    if asked.as_json:
+        print_json(document)
+    elif compared:
+        tell(compared, as_json=False)
+        for reason, count in (each for system in compared for each in system.figures.reasons):
+            say(f"{count} requests did not finish: {reason}")
+    if asked.out is not None:
+        write(compared, asked.out, "Benchmark", source, document=document, notes=about.told, more=more)
