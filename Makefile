@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: demo test check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift autoscaler
+.PHONY: compare bench-outside
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
 
@@ -55,6 +56,14 @@ shift: $(READY)
 # A pool grows and shrinks by load alone, and Ray's autoscaler brings the nodes: a minute.
 autoscaler: $(READY)
 	@DIPTYCH_AUTOSCALER=1 $(BIN)/python -m pytest -q tests/ray/test_autoscaler.py -k load
+
+# Long prompts arrive while others decode: whole prompts first, four sizes of chunks, and split, on the same two cores, with
+# five seeds; about an hour and a half. ARGS="--seeds 2 --rates 0.6": less. See docs/benchmarking.md.
+INTERFERENCE := $(addprefix examples/interference/,$(addsuffix .yaml,colocated chunk-64 chunk-128 chunk-256 chunk-512 split))
+compare: $(VENV)/.bench
+	@$(BIN)/diptych bench --compare $(INTERFERENCE) \
+		--workload poisson:rate=0.6,count=40,lengths=2x64/48+2x128/48+1024/48 --rates 0.35,0.6 \
+		--ttft 3 --tpot 0.15 --seeds 5 -o bench-results/interference $(ARGS)
 
 chaos: $(READY)
 	@DIPTYCH_CHAOS_ROUNDS=$(or $(ROUNDS),10) $(BIN)/python -m pytest -q tests/ray/test_death.py

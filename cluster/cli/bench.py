@@ -38,6 +38,7 @@ SEEDS_OF_GOODPUT, SEEDS_OF_COMPARE = 3, 5
 @click.option("--tolerance", type=float, default=0.1, show_default=True, help="How closely goodput is searched.")
 @click.option("--rates", metavar="R,R,...", help="Also run at these rates; with --compare, at these only.")
 @click.option("--compare", is_flag=True, help="Run CONFIGURATIONS, cluster YAMLs or http:// endpoints, in turn.")
+@click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", help="With --compare: of each cluster.")
 @click.option("--ttft", "ttft_s", type=float, metavar="S", help="Promise: seconds to the first token.")
 @click.option("--tpot", "tpot_s", type=float, metavar="S", help="Promise: seconds for each token after it.")
 @click.option("--deadline", "deadline_s", type=float, default=300.0, show_default=True, help="Of one request.")
@@ -63,6 +64,7 @@ def bench(
     tolerance: float,
     rates: str | None,
     compare: bool,
+    runtime: str,
     ttft_s: float | None,
     tpot_s: float | None,
     deadline_s: float,
@@ -100,7 +102,7 @@ def bench(
         raise click.UsageError("--goodput needs a promise: --ttft, --tpot, or both")
     wanted = seeds or (SEEDS_OF_COMPARE if compare else SEEDS_OF_GOODPUT if wants_goodput else 1)
     asked: Asked = benching.Asked(
-        target=Target(endpoint, model, api_key, tokenizer) if not compare else Target("none", ""),
+        target=None if compare else Target(endpoint, model, api_key, tokenizer),
         source=source or f"burst:count={count or 1},lengths={lengths or LENGTHS}",
         lengths=lengths or LENGTHS,
         concurrency=concurrency,
@@ -114,7 +116,7 @@ def bench(
     )
     if compare:
         others = [(each, Target(each, model, api_key, tokenizer)) for each in configurations if "://" in each]
-        benching.compare(asked, configurations, dict(others))
+        benching.compare(asked, configurations, dict(others), runtime)
     elif batches is not None:
         benching.batches(asked, batches, repeats)
     else:

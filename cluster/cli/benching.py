@@ -18,21 +18,22 @@ if TYPE_CHECKING:
     from cluster.load.about import About
     from cluster.load.batches import Sweep
     from cluster.load.endpoint import Endpoint, Target
-    from cluster.load.sending import Load
+    from cluster.load.sending import Ended, Load
     from cluster.report.compared import Compared
     from cluster.report.html import More
     from cluster.scoring.batches import BatchFigures
     from cluster.scoring.goodput import Goodput
     from cluster.scoring.records import Run
+    from cluster.scoring.trials import Trials
     from cluster.workload.arrivals import Workload
     from workers.request import SLO
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What all kinds have in common, checked."""
+    """What all kinds have in common, checked. `target`: None where configurations are compared."""
 
-    target: "Target"
+    target: "Target | None"
     source: str
     lengths: str
     concurrency: int | None
@@ -95,6 +96,7 @@ def _driver(asked: Asked) -> "Iterator[tuple[_Driver, About]]":
     from cluster.load.about import about
     from cluster.load.opening import open_endpoint
 
+    assert asked.target is not None
     with asyncio.Runner() as runner, progress_bar() as bar:
         stack = AsyncExitStack()
         endpoint = runner.run(stack.enter_async_context(open_endpoint(asked.target)))
@@ -157,19 +159,96 @@ def batches(asked: Asked, sizes: str, repeats: int) -> None:
     _finish(asked, about, [], told, more, f"static batches of {asked.lengths} tokens")
 
 
-def compare(asked: Asked, configurations: Sequence[str], endpoints: "Mapping[str, Target]") -> None:
+def compare(asked: Asked, configurations: Sequence[str], endpoints: "Mapping[str, Target]", runtime: str) -> None:
     """The same load on several configurations, each started here in turn."""
-    raise click.UsageError("not yet")
+    from cluster.load.about import about
+    from cluster.load.trials import Plan, beside, configuration_of, run_trials
+    from cluster.report.compared import Compared
+    from cluster.report.table import terminal
+    from cluster.report.trials import told, trial_tables
+    from cluster.scoring.figures import figures
+    from cluster.scoring.trials import Trials
+
+    made = [beside(each, endpoints[each]) if each in endpoints else configuration_of(each) for each in configurations]
+    if len({each.name for each in made}) != len(made):
+        raise click.UsageError(f"two of {', '.join(each.name for each in made)} have one name; give each its own")
+    plan = Plan(asked.source, asked.rates or (None,), asked.seeds, runtime)
+    for rate in plan.rates:
+        plan.workload(rate, asked.seeds[0])  # before anything is started
+    here = about([each.told for each in made], asked.seeds)
+    with progress_bar() as bar:
+        trials, firsts = asyncio.run(run_trials(made, plan, asked.load, _Bars(bar)))
+    found = Trials(trials)
+    compared = [Compared(name, figures(run, asked.slo), run=run) for name, run in firsts.items()]
+    if not asked.as_json:
+        for table in trial_tables(found):
+            console().print(terminal(table))
+        for line in told(found):
+            console().print(line, markup=False)
+    document = {"systems": [system_json(each) for each in compared], **_trials_json(found)}
+    _finish(asked, here, compared, document, _more(found), asked.source, shown=False)
+
+
+class _Bars:
+    """A bar for each run."""
+
+    def __init__(self, bar: "PullProgress") -> None:
+        self._bar = bar
+
+    def begins(self, what: str, requests: int) -> "Ended":
+        ended = 0
+
+        def one_more() -> None:
+            nonlocal ended
+            ended += 1
+            self._bar(what, ended, requests)
+
+        self._bar(what, 0, requests)
+        return one_more
+
+
+def _more(found: "Trials") -> "More":
+    from cluster.report.html import More, Picture
+    from cluster.report.trials import has_verdicts, told, trial_intervals, trial_tables, verdict_map
+
+    pictures = [Picture("compared", "Means and 95 % confidence intervals.", partial(trial_intervals, found))]
+    if has_verdicts(found):
+        caption = "Where each wins and loses against the best colocated configuration at that figure."
+        pictures.insert(0, Picture("verdicts", caption, partial(verdict_map, found)))
+    return More(tuple(told(found)), tuple(trial_tables(found)), tuple(pictures))
+
+
+def _trials_json(found: "Trials") -> dict[str, Any]:
+    """Every run's figures, and the lines that sum them up."""
+    from cluster.report.trials import told
+
+    runs = [
+        {
+            "configuration": each.configuration,
+            "is_colocated": each.is_colocated,
+            "load": each.load,
+            "seed": each.seed,
+            "figures": each.figures.as_json(),
+        }
+        for each in found.all
+    ]
+    return {"runs": runs, "told": list(told(found))}
 
 
 def _finish(
-    asked: Asked, about: "About", compared: "Sequence[Compared]", told: dict[str, Any], more: "More", source: str
+    asked: Asked,
+    about: "About",
+    compared: "Sequence[Compared]",
+    told: dict[str, Any],
+    more: "More",
+    source: str,
+    shown: bool = True,
 ) -> None:
-    """Tables or JSON, and the folder."""
+    """Tables or JSON, and the folder. `shown`: whether the systems' own tables are."""
     document = {"about": about.as_json(), **told}
     if asked.as_json:
         print_json(document)
-    elif compared:
+    elif compared and shown:
         tell(compared, as_json=False)
         for reason, count in (each for system in compared for each in system.figures.reasons):
             say(f"{count} requests did not finish: {reason}")

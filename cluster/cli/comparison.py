@@ -1,5 +1,6 @@
 """How compared runs, real or simulated, look on a terminal and in a folder."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +34,16 @@ def tell(compared: "Sequence[Compared]", as_json: bool) -> None:
         return
     screen = console()
     screen.print(terminal(comparison(compared)))
-    screen.print(terminal(pools(compared)))
+    if (of_pools := pools(compared)).rows:
+        screen.print(terminal(of_pools))
     for system in compared:
         for found in system.goodputs:
             screen.print(f"{system.name}: {found.told}", markup=False)
+
+
+def _file_name(name: str) -> str:
+    """Whatever a system is called, a file inside of the folder."""
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "system"
 
 
 def system_json(system: "Compared") -> dict[str, Any]:
@@ -79,6 +86,7 @@ def write(
         written.append(f"{name}.png")
     for system in compared:
         if system.run is not None and (system.run.steps or system.run.clock == "real"):
-            perfetto.write(system.run, out / f"{system.name}.trace.json")
-            written.append(f"{system.name}.trace.json (open it in ui.perfetto.dev)")
+            name = f"{_file_name(system.name)}.trace.json"
+            perfetto.write(system.run, out / name)
+            written.append(f"{name} (open it in ui.perfetto.dev)")
     say(f"written to {out}: {', '.join(written)}")

@@ -19,7 +19,8 @@ from cluster.workload.arrivals import Workload
 from cluster.workload.prompts import request
 from workers.request import SLO, Request
 
-Ask = Callable[[Request], AsyncGenerator[Queued | Accepted | Delta | TextDelta | Chunk | Completed | Counted, None]]
+Heard = Queued | Accepted | Delta | TextDelta | Chunk | Completed | Counted
+Ask = Callable[[Request], AsyncGenerator[Heard, None]]
 Ended = Callable[[], object]  # called whenever a request has ended
 
 NO_ROOM = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")  # a door's ways of saying no
@@ -142,12 +143,13 @@ class _Sender:
         wall_s = self._now_s() - self._workload.arrivals[0].at_s  # of one clock with the rest
         served = tuple(watch.served() for watch in self._watches)
         ends = [each.token_s[-1] for each in served if len(each.token_s)]
+        concurrency = self._load.concurrency
         sent = f"sent at most {self._late_s * 1e3:.1f} ms late"
-        if self._load.concurrency is not None:
-            sent = f"{self._load.concurrency} in flight, each sent when another had ended"
+        if concurrency is not None:
+            sent = f"{concurrency} in flight, each sent when another had ended"
         return Run(
             system=self._load.system,
-            workload=self._workload.name,
+            workload=self._workload.name + ("" if concurrency is None else f", {concurrency} in flight"),
             clock="real",
             seed=self._load.seed,
             gpus=1,

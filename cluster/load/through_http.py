@@ -8,6 +8,7 @@ Each chunk has the time at which it came; how many tokens it holds is known wher
 """
 
 import json
+import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -63,7 +64,7 @@ class HttpEndpoint:
 
     async def drive(self, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
         run = await drive(self.ask, workload, load, ended)
-        return replace(run, notes=(*run.notes, str(self._form)))
+        return replace(run, notes=(*run.notes, f"{self.told}; counted as one GPU, the server does not say"))
 
     async def ask(self, request: Request) -> AsyncGenerator[Chunk | Counted, None]:
         """Raises `RequestFailed` for whatever keeps the answer from coming whole."""
@@ -76,7 +77,7 @@ class HttpEndpoint:
                 async for event in _events(response):
                     yield event
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-            raise RequestFailed("no connection", str(error)) from error
+            raise RequestFailed("no connection", _unreached(error)) from error
         except (aiohttp.ClientError, ValueError) as error:
             raise RequestFailed("stream cut", f"{type(error).__name__}: {error}") from error
 
@@ -124,6 +125,11 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[Chunk | Co
         raise RequestFailed("stream cut", f"the stream ended after {told} tokens, without its end")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     yield Counted(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
+
+
+def _unreached(error: aiohttp.ClientError) -> str:
+    number = error.os_error.errno if isinstance(error, aiohttp.ClientConnectorError) else None
+    return os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
 
 
 async def _message(response: aiohttp.ClientResponse) -> str:
@@ -203,7 +209,7 @@ async def _only_model(session: aiohttp.ClientSession, base: str) -> str:
                 raise EndpointError(f"{base}/models: {_hinted(failed)}")
             names = [str(each["id"]) for each in (await response.json(content_type=None))["data"]]
     except aiohttp.ClientError as error:
-        raise EndpointError(f"nobody answers at {base}: {error}") from error
+        raise EndpointError(f"nobody answers at {base} ({_unreached(error)}); is the server up?") from error
     except (ValueError, LookupError, TypeError) as error:
         raise EndpointError(f"{base}/models is no list of models; is this an OpenAI server?") from error
     if len(names) != 1:
