@@ -176,6 +176,8 @@ def compare(asked: Asked, configurations: Sequence[str], endpoints: "Mapping[str
     for rate in plan.rates:
         plan.workload(rate, asked.seeds[0])  # before anything is started
     here = about([each.told for each in made], asked.seeds)
+    if here.is_busy:
+        say(f"load {here.load_before[0]:.1f} on {here.cores} cores: others compute here too, do not quote this")
     with progress_bar() as bar:
         trials, firsts = asyncio.run(run_trials(made, plan, asked.load, _Bars(bar)))
     found = Trials(trials)

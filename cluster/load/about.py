@@ -10,6 +10,7 @@ from typing import Any
 from cluster.bench import machine
 
 SECRET = ("--api-key",)
+BUSY = 0.5  # of the cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,11 @@ class About:
             f"load before {load} (1, 5 and 15 minutes)",
             f"Versions: {versions}",
         )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the machine had much else to do when it began."""
+        return self.load_before[0] > BUSY * self.cores
 
     def as_json(self) -> dict[str, Any]:
         import msgspec

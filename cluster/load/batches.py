@@ -46,14 +46,12 @@ def sizes_of(text: str) -> tuple[int, ...]:
         if not doubled:
             found = [int(each) for each in text.split(",")]
         else:
-            found, end = [int(first)], int(last)
-            while found[0] > 0 and 2 * found[-1] <= end:
-                found.append(2 * found[-1])
-            if found[-1] < end:
-                found.append(end)
+            begin, end = int(first), int(last)
+            doubled_up = [begin << power for power in range(MOST.bit_length()) if begin << power < end]
+            found = [*doubled_up, end] if 1 <= begin <= end else []
     except ValueError:
         raise WorkloadError(f"--batches is {text!r}; write sizes with commas (1,2,4) or from..to (1..128)") from None
-    if not all(1 <= size <= MOST for size in found) or sorted(set(found)) != found:
+    if not found or not all(1 <= size <= MOST for size in found) or sorted(set(found)) != found:
         raise WorkloadError(f"--batches is {text!r}; sizes rise, from 1 to {MOST}")
     return tuple(found)
 

@@ -139,6 +139,8 @@ async def running(configuration: Configuration, runtime: str) -> AsyncIterator[E
         try:
             line = await asyncio.to_thread(child.wait_line, READY, START_S)
         except ProcessFailed as error:
-            raise EndpointError(f"{configuration.name} does not start: {error}") from error
+            told = child.said[-1].text if child.said else ""
+            why = told.removeprefix("Error: ") if told.startswith("Error: ") else str(error)
+            raise EndpointError(f"{configuration.name} does not start: {why}") from error
         async with open_endpoint(Target(line.text.partition(READY)[2])) as endpoint:
             yield endpoint

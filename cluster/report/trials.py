@@ -115,7 +115,7 @@ def trial_intervals(trials: Trials) -> Any:
                     )
         panel.set_xticks(range(len(trials.loads)), trials.loads, fontsize=7)
         panel.set_xlim(-0.5, len(trials.loads) - 0.5)
-        panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]) if metric.is_share else 0.0)
+        panel.set_ylim(0.0, 105.0 if metric.is_share else None)
         panel.grid(axis="x", visible=False)
         panel.set_title(f"{metric.name}, {metric.unit}" + (" (more is better)" if metric.more_is_better else ""))
     handles, labels = grid.flat[0].get_legend_handles_labels()
@@ -128,7 +128,7 @@ def trial_intervals(trials: Trials) -> Any:
 def verdict_map(trials: Trials) -> Any:
     """Where each configuration beats the best colocated one, and where it loses."""
     columns = [(name, load) for name in trials.configurations if _compared(trials, name) for load in trials.loads]
-    picture, ((panel,),) = panels(1, 1, 3.2 + 1.9 * len(columns), 1.4 + 0.36 * len(METRICS))
+    picture, ((panel,),) = panels(1, 1, 3.6 + 1.9 * len(columns), 1.4 + 0.36 * len(METRICS))
     for row, metric in enumerate(METRICS):
         for column, (name, load) in enumerate(columns):
             found = trials.against_best(metric, name, load)

@@ -6,9 +6,9 @@ shares by the mean of the differences. One is better, or worse, when the interva
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 from statistics import fmean, stdev
 
 from cluster.scoring.figures import Figures, Percentiles
@@ -21,6 +21,9 @@ class Verdict(Enum):
     BETTER = "better"
     WORSE = "worse"
     EVEN = "not told apart"  # the interval has no difference in it, or there are too few seeds for one
+
+
+ROUNDING = 1e-9  # of differences and ratios that are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +121,12 @@ class Trials:
         return found
 
     def mean(self, metric: Metric, configuration: str, load: str) -> Interval | None:
-        """None: no run has this figure."""
+        """Cut where a figure cannot lie: below 0, shares above 1. None: no run has it."""
         samples = self.samples(metric, configuration, load)
-        return interval(list(samples.values())) if samples else None
+        if not samples:
+            return None
+        found = interval(list(samples.values()))
+        return replace(found, low=max(0.0, found.low), high=min(found.high, 1.0 if metric.is_share else inf))
 
     def best(self, metric: Metric, load: str, among: Sequence[str]) -> str | None:
         """The configuration with the best mean; of equals the first. None: no run of these has this figure."""
@@ -152,6 +158,6 @@ class Trials:
 
 
 def _verdict(by: Interval, even: float, more_is_better: bool) -> Verdict:
-    if by.seeds < 2 or by.low <= even <= by.high:
+    if by.seeds < 2 or by.low - ROUNDING <= even <= by.high + ROUNDING:
         return Verdict.EVEN
     return Verdict.BETTER if (by.mean > even) is more_is_better else Verdict.WORSE

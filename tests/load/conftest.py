@@ -70,6 +70,6 @@ def served(tiny: str) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[MadeUp]:
-    """Ten requests a second and no more: five at once, each for half a second."""
+    """A hundred requests a second and no more: five at once, each for 50 ms."""
     with in_thread(made_up(slots=5, service_s=0.05)) as there:
         yield there

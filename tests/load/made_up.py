@@ -27,6 +27,7 @@ class MadeUp:
     status: int = 200
     cuts: bool = False
     key: str = ""
+    fails_after: int | None = None  # from so many answers on with 429
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     here: int = 0
@@ -58,6 +59,8 @@ class MadeUp:
             return _error(404, f"there is no model {body['model']}")
         if self.status != 200:
             return _error(self.status, "as the test wants it")
+        if self.fails_after is not None and len(self.bodies) >= self.fails_after:
+            return _error(429, "enough")
         if isinstance(body["prompt"], list) and not self.takes_ids:
             return _error(400, "prompt must be a string")
         if "ignore_eos" in body and not self.takes_extras:
