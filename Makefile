@@ -65,6 +65,10 @@ compare: $(VENV)/.bench
 		--workload poisson:rate=0.6,count=40,lengths=2x64/48+2x128/48+1024/48 --rates 0.35,0.6 \
 		--ttft 3 --tpot 0.15 --seeds 5 -o bench-results/interference $(ARGS)
 
+# guidellm and aiperf as they are, against our HTTP server; makes an environment for each at the first time (minutes).
+bench-outside: $(VENV)/.bench
+	@$(BIN)/python -m cluster.bench.outside $(ARGS)
+
 chaos: $(READY)
 	@DIPTYCH_CHAOS_ROUNDS=$(or $(ROUNDS),10) $(BIN)/python -m pytest -q tests/ray/test_death.py
 

@@ -11,6 +11,7 @@ from openai import BadRequestError, NotFoundError
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletionChunk
 
+from cluster.bench.outside import tokens_of
 from cluster.doors import Doors
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
@@ -103,6 +104,29 @@ async def test_a_stream_joins_to_the_whole(subject: Subject) -> None:
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["length"]
     assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 12)
     assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+async def test_every_chunk_can_tell_the_tokens_so_far_also_one_without_text(subject: Subject) -> None:
+    before = await counted(subject)
+    stream = await subject.there.openai.completions.create(
+        model=subject.model,
+        prompt=PROMPT,
+        max_tokens=12,
+        temperature=0.0,
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+    )
+    *chunks, end, usage = [chunk async for chunk in stream]
+    told = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert len(told) == len(chunks) and told == sorted(told) and told[-1] == 12
+    assert {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage} == {usage.usage.prompt_tokens}
+    assert (end.usage, usage.usage.completion_tokens) == (None, 12)
+    after = await counted(subject)
+    assert (after[0] - before[0], after[1] - before[1]) == (usage.usage.prompt_tokens, 12), "and the metrics count them"
+
+
+async def counted(subject: Subject) -> tuple[int, int]:
+    return tokens_of((await subject.there.http.get("/metrics")).text)
 
 
 async def test_a_greedy_chat_is_that_of_grpc_streamed_or_not(subject: Subject) -> None:

@@ -81,14 +81,14 @@ def test_goodput_of_a_server_with_a_known_capacity(server: MadeUp) -> None:
     document = told(
         run(
             *("--endpoint", server.url, "--model", "made-up", "--workload", workload, "--ttft", "0.1"),
-            *("--goodput", "--tolerance", "0.3", "--seeds", "1", "--json"),
+            *("--goodput", "--tolerance", "0.5", "--seeds", "1", "--json"),
         )
     )
     (found,) = document["systems"][0]["goodput"]
     assert 40.0 < found["rate"] <= 130.0
-    assert found["search"]["tolerance"] == 0.3 and found["target"] == 0.9
+    assert found["search"]["tolerance"] == 0.5 and found["target"] == 0.9
     probed = {probe["rate"]: probe["attained"]["both"] for probe in found["probes"]}
-    assert len(probed) >= 4 and min(probed.values()) < 0.9 <= max(probed.values())
+    assert len(probed) >= 3 and min(probed.values()) < 0.9 <= max(probed.values())
 
 
 def test_failures_are_counted_by_reason_and_shown(server: MadeUp) -> None:
