@@ -50,16 +50,31 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class Counts:
+    """Completed requests, and the tokens of their usage."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+    def since(self, before: "Counts") -> "Counts":
+        return Counts(
+            self.requests - before.requests,
+            self.prompt_tokens - before.prompt_tokens,
+            self.output_tokens - before.output_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """What one tool says of its run, and what the server counted meanwhile. `retokenised`: output tokens, counted from
     the text that came, where the tool does."""
 
     tool: str
+    server: Counts
     requests: int
     prompt_tokens: int
     output_tokens: int
-    server_prompt_tokens: int
-    server_output_tokens: int
     ttft_mean_ms: float
     ttft_p50_ms: float
     itl_mean_ms: float
@@ -69,9 +84,12 @@ class Found:
 
     @property
     def agrees(self) -> bool:
-        """Whether tool and server count the same tokens."""
-        theirs, ours = (self.prompt_tokens, self.output_tokens), (self.server_prompt_tokens, self.server_output_tokens)
-        return theirs == ours
+        """Whether tool and server count the same tokens a request: all have the same lengths, and a tool may leave
+        out of its report what ends while it stops itself."""
+        pairs = (self.prompt_tokens, self.server.prompt_tokens), (self.output_tokens, self.server.output_tokens)
+        return self.requests > 0 and all(
+            theirs * self.server.requests == counted * self.requests for theirs, counted in pairs
+        )
 
 
 Read = dict[str, Any]
@@ -178,17 +196,23 @@ def _run(command: list[str], folder: Path, **environment: str) -> None:
         raise click.ClickException(f"{Path(command[0]).name} ended with {done.returncode}: {last}")
 
 
-def counted(url: str) -> tuple[int, int]:
-    """Prompt and output tokens of all requests that this server has completed."""
+def counted(url: str) -> Counts:
+    """Of all requests that this server has completed."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(f"{url}/metrics", timeout=10.0) as answer:
-        return tokens_of(answer.read().decode())
+        return counts_of(answer.read().decode())
 
 
-def tokens_of(metrics: str) -> tuple[int, int]:
-    lines = [line for line in metrics.splitlines() if line.startswith("diptych_tokens_total{")]
-    prompt, output = (sum(float(line.split()[-1]) for line in lines if f'kind="{kind}"' in line) for kind in _KINDS)
-    return int(prompt), int(output)
+def counts_of(metrics: str) -> Counts:
+    """From Prometheus' text."""
+
+    def total(name: str, label: str) -> int:
+        lines = (line for line in metrics.splitlines() if line.startswith(f"{name}{{") and label in line)
+        return int(sum(float(line.split()[-1]) for line in lines))
+
+    requests = total("diptych_requests_total", 'outcome="completed"')
+    prompt, output = (total("diptych_tokens_total", f'kind="{kind}"') for kind in _KINDS)
+    return Counts(requests, prompt, output)
 
 
 def measured(tool: str, asked: Asked, folder: Path) -> Found:
@@ -199,8 +223,7 @@ def measured(tool: str, asked: Asked, folder: Path) -> Found:
     after = counted(asked.url)
     return Found(
         tool=tool,
-        server_prompt_tokens=after[0] - before[0],
-        server_output_tokens=after[1] - before[1],
+        server=after.since(before),
         seconds=time.monotonic() - begun_s,
         **read,
     )
@@ -209,10 +232,11 @@ def measured(tool: str, asked: Asked, folder: Path) -> Found:
 def table(found: list[Found]) -> str:
     """As Markdown."""
     counts = "prompt tokens, tool / server | output tokens, tool / server | counted in its text"
-    head = f"| | requests | {counts} | TTFT mean / p50 ms | ITL mean / p50 ms |"
+    head = f"| | requests, tool / server | {counts} | TTFT mean / p50 ms | ITL mean / p50 ms |"
     rows = [
-        f"| {each.tool} | {each.requests} | {each.prompt_tokens} / {each.server_prompt_tokens} | "
-        f"{each.output_tokens} / {each.server_output_tokens} | {each.retokenised or '-'} | "
+        f"| {each.tool} | {each.requests} / {each.server.requests} | "
+        f"{each.prompt_tokens} / {each.server.prompt_tokens} | {each.output_tokens} / {each.server.output_tokens} | "
+        f"{each.retokenised or '-'} | "
         f"{each.ttft_mean_ms:.0f} / {each.ttft_p50_ms:.0f} | {each.itl_mean_ms:.1f} / {each.itl_p50_ms:.1f} |"
         for each in found
     ]
@@ -269,7 +293,7 @@ def main(
             (folder / "outside.json").write_text(json.dumps(document, indent=2))
             click.echo(f"written to {folder}", err=True)
     click.echo(f"{here}\n\n{table(found)}")
-    if wrong := [each.tool for each in found if not each.agrees or each.requests != requests]:
+    if wrong := [each.tool for each in found if not each.agrees or each.server.requests != requests]:
         raise click.ClickException(f"tokens or requests of {', '.join(wrong)} are not those that the server counted")
 
 

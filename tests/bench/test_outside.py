@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-from cluster.bench.outside import Found, aiperf_read, guidellm_read, table, tokens_of
+from cluster.bench.outside import Counts, Found, aiperf_read, counts_of, guidellm_read, table
 from cluster.metrics import exposition
 from cluster.policy.promises import Standing
 
-FOUND = Found("aiperf", 6, 300, 96, 300, 96, 31.4, 26.5, 5.64, 4.43, 34.0, retokenised=95)
+SERVER = Counts(6, 300, 96)
+FOUND = Found("aiperf", SERVER, 6, 300, 96, 31.4, 26.5, 5.64, 4.43, 34.0, retokenised=95)
 
 
 def spread(mean: float, median: float, count: int) -> dict[str, dict[str, float]]:
@@ -14,8 +15,10 @@ def spread(mean: float, median: float, count: int) -> dict[str, dict[str, float]
 
 
 def test_the_servers_tokens_are_those_of_its_metrics() -> None:
-    text = exposition(Standing(), "gateway-0", tokens=(("prompt", 480), ("output", 96)))
-    assert tokens_of(text) == (480, 96)
+    standing = Standing(outcomes=(("completed", 6), ("failed", 2)))
+    text = exposition(standing, "gateway-0", tokens=(("prompt", 480), ("output", 96)))
+    assert counts_of(text) == Counts(6, 480, 96)
+    assert counts_of(text).since(Counts(1, 80, 16)) == Counts(5, 400, 80)
 
 
 def test_guidellm_is_read_where_requests_succeeded() -> None:
@@ -28,12 +31,7 @@ def test_guidellm_is_read_where_requests_succeeded() -> None:
     }
     read = guidellm_read({"benchmarks": [{"metrics": metrics}]})
     assert (read["requests"], read["prompt_tokens"], read["output_tokens"]) == (6, 480, 95)
-    assert (read["ttft_mean_ms"], read["ttft_p50_ms"], read["itl_mean_ms"], read["itl_p50_ms"]) == (
-        12.5,
-        11.0,
-        5.5,
-        5.0,
-    )
+    assert [read[f"{name}_ms"] for name in ("ttft_mean", "ttft_p50", "itl_mean", "itl_p50")] == [12.5, 11.0, 5.5, 5.0]
 
 
 def test_aiperf_is_read_by_usage_and_by_its_own_count() -> None:
@@ -47,14 +45,16 @@ def test_aiperf_is_read_by_usage_and_by_its_own_count() -> None:
             "inter_token_latency": {"avg": 5.64, "p50": 4.43},
         }
     )
-    assert Found("aiperf", server_prompt_tokens=300, server_output_tokens=96, seconds=34.0, **read) == FOUND
+    assert Found("aiperf", SERVER, seconds=34.0, **read) == FOUND
 
 
 def test_one_token_off_does_not_agree() -> None:
     assert FOUND.agrees
-    assert not replace(FOUND, server_output_tokens=97).agrees and not replace(FOUND, prompt_tokens=299).agrees
+    assert not replace(FOUND, server=Counts(6, 300, 97)).agrees and not replace(FOUND, prompt_tokens=299).agrees
+    assert replace(FOUND, server=Counts(7, 350, 112)).agrees, "a request that the tool left out, of the same length"
+    assert not replace(FOUND, requests=0, prompt_tokens=0, output_tokens=0).agrees
 
 
 def test_the_table_has_both_counts_and_both_times() -> None:
     last = table([FOUND]).splitlines()[-1]
-    assert last == "| aiperf | 6 | 300 / 300 | 96 / 96 | 95 | 31 / 26 | 5.6 / 4.4 |"
+    assert last == "| aiperf | 6 / 6 | 300 / 300 | 96 / 96 | 95 | 31 / 26 | 5.6 / 4.4 |"

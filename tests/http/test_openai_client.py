@@ -11,7 +11,7 @@ from openai import BadRequestError, NotFoundError
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletionChunk
 
-from cluster.bench.outside import tokens_of
+from cluster.bench.outside import Counts, counts_of
 from cluster.doors import Doors
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
@@ -121,12 +121,12 @@ async def test_every_chunk_can_tell_the_tokens_so_far_also_one_without_text(subj
     assert len(told) == len(chunks) and told == sorted(told) and told[-1] == 12
     assert {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage} == {usage.usage.prompt_tokens}
     assert (end.usage, usage.usage.completion_tokens) == (None, 12)
-    after = await counted(subject)
-    assert (after[0] - before[0], after[1] - before[1]) == (usage.usage.prompt_tokens, 12), "and the metrics count them"
+    more = (await counted(subject)).since(before)
+    assert more == Counts(1, usage.usage.prompt_tokens, 12), "and the metrics count them"
 
 
-async def counted(subject: Subject) -> tuple[int, int]:
-    return tokens_of((await subject.there.http.get("/metrics")).text)
+async def counted(subject: Subject) -> Counts:
+    return counts_of((await subject.there.http.get("/metrics")).text)
 
 
 async def test_a_greedy_chat_is_that_of_grpc_streamed_or_not(subject: Subject) -> None:
