@@ -92,6 +92,8 @@ def bench(
     from cluster.load.endpoint import Target
 
     _check_modes(configurations, compare, batches, source, concurrency, count, lengths, wants_goodput, rates)
+    if seeds is not None and not (compare or wants_goodput):
+        raise click.UsageError("--seeds goes with --goodput or --compare; --seed says which one a single run has")
     for name, value, most in (("--attainment", target, 1.0), ("--tolerance", tolerance, 1e3)):
         if not 0.0 < value <= most:
             raise click.UsageError(f"{name} is {value}; it is above 0 and at most {most:g}")

@@ -1,16 +1,18 @@
 """What `diptych bench` does once its options are checked: each kind of measurement, its tables and its folder."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from cluster.cli.comparison import system_json, tell, write
+from cluster.cli.lifetime import run
 from cluster.cli.screen import console, print_json, progress_bar, say
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from cluster.load.about import About
     from cluster.load.batches import Sweep
     from cluster.load.endpoint import Endpoint, Target
+    from cluster.load.searching import Wanted
     from cluster.load.sending import Ended, Load
     from cluster.report.compared import Compared
     from cluster.report.html import More
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from cluster.scoring.trials import Trials
     from cluster.workload.arrivals import Workload
     from workers.request import SLO
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +126,22 @@ def load(asked: Asked, goal: Goal | None) -> None:
     if goal is not None:
         _ = wanted.start  # before anything is sent
     with _driver(asked) as (drive, about):
-        run = drive(first, seed)
+        shown = drive(first, seed)
         sweep = []
         for turn, rate in enumerate(asked.rates, 1):
             sweep.append(figures(drive(wanted.at(rate, seed, turn), seed, f"at {rate:g} requests/s"), asked.slo))
-        found = () if goal is None else (_search(wanted, drive, run),)
-    compared = [Compared(run.system, figures(run, asked.slo), found, tuple(sweep), run)]
+        found = () if goal is None else (_search(wanted, drive, shown),)
+    compared = [Compared(shown.system, figures(shown, asked.slo), found, tuple(sweep), shown)]
     more = More(grids=(probes(compared),)) if found else More()
     _finish(asked, about, compared, {"systems": [system_json(each) for each in compared]}, more, asked.source)
 
 
-def _search(wanted: Any, drive: _Driver, run: "Run") -> "Goodput":
+def _search(wanted: "Wanted", drive: _Driver, shown: "Run") -> "Goodput":
     from cluster.load.searching import search
 
     tolerance = f"until seeds' rates are known within {wanted.tolerance:.0%}"
     say(f"searching goodput with seeds {', '.join(map(str, wanted.seeds))} {tolerance}")
-    return search(wanted, drive, run.gpus, say)
+    return search(wanted, drive, shown.gpus, say)
 
 
 def batches(asked: Asked, sizes: str, repeats: int) -> None:
@@ -178,34 +183,60 @@ def compare(asked: Asked, configurations: Sequence[str], endpoints: "Mapping[str
     here = about([each.told for each in made], asked.seeds)
     if here.is_busy:
         say(f"load {here.load_before[0]:.1f} on {here.cores} cores: others compute here too, do not quote this")
+    runs = len(made) * len(plan.rates) * len(plan.seeds)
     with progress_bar() as bar:
-        trials, firsts = asyncio.run(run_trials(made, plan, asked.load, _Bars(bar)))
+        trials, firsts = _ended(run_trials(made, plan, asked.load, _Bars(bar, runs)))
     found = Trials(trials)
-    compared = [Compared(name, figures(run, asked.slo), run=run) for name, run in firsts.items()]
+    compared = [Compared(name, figures(each, asked.slo), run=each) for name, each in firsts.items()]
     if not asked.as_json:
         for table in trial_tables(found):
             console().print(terminal(table))
         for line in told(found):
             console().print(line, markup=False)
     document = {"systems": [system_json(each) for each in compared], **_trials_json(found)}
-    _finish(asked, here, compared, document, _more(found), asked.source, shown=False)
+    first = f"Tables of systems and pictures of requests are of seed {asked.seeds[0]} and {found.loads[0]} alone."
+    _finish(asked, here, compared, document, _more(found), asked.source, shown=False, note=first)
+
+
+def _ended(work: "Coroutine[Any, Any, T]") -> "T":
+    """What it gives. Ctrl-C and SIGTERM cancel it, so that what it started is taken down."""
+    given: list[T] = []
+
+    async def kept() -> None:
+        given.append(await work)
+
+    run(kept())
+    return given[0]
 
 
 class _Bars:
-    """A bar for each run."""
+    """On a terminal a bar for all runs and one for each configuration, elsewhere a line for each run."""
 
-    def __init__(self, bar: "PullProgress") -> None:
+    def __init__(self, bar: "PullProgress", runs: int) -> None:
         self._bar = bar
+        self._runs = runs
+        self._begun = 0
+        self._draws = sys.stderr.isatty()
 
-    def begins(self, what: str, requests: int) -> "Ended":
+    def starts(self, name: str) -> None:
+        if not self._draws:
+            say(f"starting {name}")
+
+    def runs(self, name: str, what: str, requests: int) -> "Ended":
         ended = 0
 
         def one_more() -> None:
             nonlocal ended
             ended += 1
-            self._bar(what, ended, requests)
+            if self._draws:
+                self._bar(name, ended, requests)
 
-        self._bar(what, 0, requests)
+        if self._draws:
+            self._bar("runs", self._begun, self._runs)
+            self._bar(name, 0, requests)
+        else:
+            say(f"{name}, {what}")
+        self._begun += 1
         return one_more
 
 
@@ -245,8 +276,9 @@ def _finish(
     more: "More",
     source: str,
     shown: bool = True,
+    note: str = "",
 ) -> None:
-    """Tables or JSON, and the folder. `shown`: whether the systems' own tables are."""
+    """Tables or JSON, and the folder. `shown`: whether the systems' own tables are; `note` goes into the page."""
     document = {"about": about.as_json(), **told}
     if asked.as_json:
         print_json(document)
@@ -255,4 +287,5 @@ def _finish(
         for reason, count in (each for system in compared for each in system.figures.reasons):
             say(f"{count} requests did not finish: {reason}")
     if asked.out is not None:
-        write(compared, asked.out, "Benchmark", source, document=document, notes=about.told, more=more)
+        notes = (*about.told, *filter(None, [note]))
+        write(compared, asked.out, "Benchmark", source, document=document, notes=notes, more=more)

@@ -40,6 +40,11 @@ class About:
             f"Begun {self.date}; {self.cpu}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB, {self.system}; "
             f"load before {load} (1, 5 and 15 minutes)",
             f"Versions: {versions}",
+            *(
+                ["The machine had much else to do when this began: the figures are not its own."]
+                if self.is_busy
+                else []
+            ),
         )
 
     @property

@@ -29,7 +29,8 @@ class Endpoint(Protocol):
 class Target:
     """An endpoint as it is named: `grpc://HOST:PORT` or `HOST:PORT` is ours, `http://HOST:PORT[/v1]` any OpenAI server.
 
-    The rest is for HTTP: the model's name (empty: the only one it has), a key, and a folder with its tokenizer.
+    The rest is for HTTP: the model's name (empty: the only one it has), a key, and a folder with its tokenizer. gRPC
+    passes over a key, since it may stand in the environment.
     """
 
     address: str
@@ -47,5 +48,5 @@ class Target:
             raise EndpointError(
                 f"{self.address}: {scheme}:// is no endpoint; write grpc://HOST:PORT or http://HOST:PORT"
             )
-        if not self.is_http and (self.model or self.api_key or self.tokenizer):
-            raise EndpointError(f"{self.address} is gRPC; --model, --api-key and --tokenizer go with http:// endpoints")
+        if not self.is_http and (self.model or self.tokenizer):
+            raise EndpointError(f"{self.address} is gRPC; --model and --tokenizer go with http:// endpoints")

@@ -74,8 +74,12 @@ class Plan:
 class Watcher(Protocol):
     """Told of what goes on."""
 
-    def begins(self, what: str, requests: int) -> Ended:
-        """A run begins; what is returned is called whenever one of its requests has ended."""
+    def starts(self, name: str) -> None:
+        """This configuration is being started."""
+        ...
+
+    def runs(self, name: str, what: str, requests: int) -> Ended:
+        """It is sent its load; what is returned is called whenever a request has ended."""
         ...
 
 
@@ -103,14 +107,13 @@ async def run_trials(
     firsts: dict[str, Run] = {}
     for place, seed in enumerate(plan.seeds):
         for each in plan.order(configurations, place):
-            watcher.begins(f"starting {each.name}", 1)
+            watcher.starts(each.name)
             async with running(each, plan.runtime) as endpoint:
                 wanted = load(endpoint, seed)
                 await endpoint.drive(plan.warm_up(seed), replace(wanted, concurrency=WARM_UP), nothing)
                 for rate in plan.rates:
                     workload = plan.workload(rate, seed)
-                    what = f"{each.name}, seed {seed}, {load_name(rate, wanted)}"
-                    ended = watcher.begins(what, len(workload.arrivals))
+                    ended = watcher.runs(each.name, f"seed {seed}, {load_name(rate, wanted)}", len(workload.arrivals))
                     run = replace(await endpoint.drive(workload, wanted, ended), system=each.name)
                     firsts.setdefault(each.name, run)
                     told = figures(run, wanted.slo)

@@ -33,7 +33,8 @@ def refused(result: Result) -> str:
 
 
 @pytest.mark.parametrize("door", ["grpc", "http"])
-def test_both_doors_of_a_cluster_give_every_token(served: Served, door: str) -> None:
+def test_both_doors_of_a_cluster_give_every_token(served: Served, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "of another server")
     address = f"grpc://{served.grpc}" if door == "grpc" else f"{served.http}/v1"
     document = told(run("--endpoint", address, *CLOSED, "--seed", "4", "--json"))
     (system,) = document["systems"]
@@ -149,8 +150,9 @@ def test_configurations_run_in_turn_and_are_compared(tiny: str, server: MadeUp, 
         (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--goodput"), "--goodput needs a promise"),
         (("--workload", "burst:count=2,lengths=8/8", "--goodput", "--ttft", "1"), "has none; say rate=1"),
         (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--attainment", "1.5"), "--attainment is 1.5"),
+        ((*CLOSED, "--seeds", "3"), "--seeds goes with --goodput or --compare"),
         ((*CLOSED, "--endpoint", "ftp://there"), "ftp:// is no endpoint"),
-        ((*CLOSED, "--model", "mine"), "is gRPC; --model, --api-key and --tokenizer go with http:// endpoints"),
+        ((*CLOSED, "--model", "mine"), "is gRPC; --model and --tokenizer go with http:// endpoints"),
         ((*CLOSED, "--endpoint", "127.0.0.1:1"), "nothing answers at 127.0.0.1:1"),
         ((*CLOSED, "--endpoint", "http://127.0.0.1:1"), "nobody answers at http://127.0.0.1:1/v1 (Connection refused)"),
         (("--compare", "none.yaml", "other.yaml", *CLOSED), "none.yaml: cannot be read (No such file"),
