@@ -1,6 +1,7 @@
 """What `diptych bench` does once its options are checked: each kind of measurement, its tables and its folder."""
 
 import asyncio
+import json
 import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from cluster.scoring.batches import BatchFigures
     from cluster.scoring.goodput import Goodput
     from cluster.scoring.records import Run
-    from cluster.scoring.trials import Trials
+    from cluster.scoring.trials import Trial, Trials
     from cluster.workload.arrivals import Workload
     from workers.request import SLO
 
@@ -185,7 +186,7 @@ def compare(asked: Asked, configurations: Sequence[str], endpoints: "Mapping[str
         say(f"load {here.load_before[0]:.1f} on {here.cores} cores: others compute here too, do not quote this")
     runs = len(made) * len(plan.rates) * len(plan.seeds)
     with progress_bar() as bar:
-        trials, firsts = _ended(run_trials(made, plan, asked.load, _Bars(bar, runs)))
+        trials, firsts = _ended(run_trials(made, plan, asked.load, _Bars(bar, runs, asked.out)))
     found = Trials(trials)
     compared = [Compared(name, figures(each, asked.slo), run=each) for name, each in firsts.items()]
     if not asked.as_json:
@@ -210,9 +211,16 @@ def _ended(work: "Coroutine[Any, Any, T]") -> "T":
 
 
 class _Bars:
-    """On a terminal a bar for all runs and one for each configuration, elsewhere a line for each run."""
+    """On a terminal a bar for all runs and one for each configuration, elsewhere a line for each run.
 
-    def __init__(self, bar: "PullProgress", runs: int) -> None:
+    Each run's figures are in the folder as soon as it has ended: hours of measuring are not lost with the last run.
+    """
+
+    def __init__(self, bar: "PullProgress", runs: int, out: Path | None) -> None:
+        self._file = None if out is None else out / "runs.jsonl"
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text("")
         self._bar = bar
         self._runs = runs
         self._begun = 0
@@ -239,6 +247,11 @@ class _Bars:
         self._begun += 1
         return one_more
 
+    def ran(self, trial: "Trial") -> None:
+        if self._file is not None:
+            with self._file.open("a") as lines:
+                lines.write(json.dumps(_run_json(trial)) + "\n")
+
 
 def _more(found: "Trials") -> "More":
     from cluster.report.html import More, Picture
@@ -255,17 +268,17 @@ def _trials_json(found: "Trials") -> dict[str, Any]:
     """Every run's figures, and the lines that sum them up."""
     from cluster.report.trials import told
 
-    runs = [
-        {
-            "configuration": each.configuration,
-            "is_colocated": each.is_colocated,
-            "load": each.load,
-            "seed": each.seed,
-            "figures": each.figures.as_json(),
-        }
-        for each in found.all
-    ]
-    return {"runs": runs, "told": list(told(found))}
+    return {"runs": [_run_json(each) for each in found.all], "told": list(told(found))}
+
+
+def _run_json(trial: "Trial") -> dict[str, Any]:
+    return {
+        "configuration": trial.configuration,
+        "is_colocated": trial.is_colocated,
+        "load": trial.load,
+        "seed": trial.seed,
+        "figures": trial.figures.as_json(),
+    }
 
 
 def _finish(

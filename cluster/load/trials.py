@@ -82,6 +82,10 @@ class Watcher(Protocol):
         """It is sent its load; what is returned is called whenever a request has ended."""
         ...
 
+    def ran(self, trial: Trial) -> None:
+        """A run has ended."""
+        ...
+
 
 def configuration_of(path: str) -> Configuration:
     """Of a cluster's YAML. Raises `SpecError` and OSError."""
@@ -118,6 +122,7 @@ async def run_trials(
                     firsts.setdefault(each.name, run)
                     told = figures(run, wanted.slo)
                     trials.append(Trial(each.name, each.is_colocated, load_name(rate, wanted), seed, told))
+                    watcher.ran(trials[-1])
     return tuple(trials), {each.name: firsts[each.name] for each in configurations}
 
 

@@ -127,6 +127,8 @@ def test_configurations_run_in_turn_and_are_compared(tiny: str, server: MadeUp, 
     assert all(each["figures"]["finished"] == 6 for each in document["runs"])
     assert len(document["told"]) == 2 and all(there in line for line in document["told"])
     names = {each.name for each in (tmp_path / "out").iterdir()}
+    lines = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
+    assert [json.loads(line)["figures"] for line in lines] == [each["figures"] for each in document["runs"]]
     assert {"figures.json", "report.html", "verdicts.png", "compared.png", "tiny-split.trace.json"} <= names
     assert "best colocated" in (tmp_path / "out" / "report.html").read_text()
 
