@@ -18,6 +18,7 @@ class MadeUp:
     """Settings may be changed while it runs. `bodies`: what was asked; `most`: the most that were here at once."""
 
     service_s: float = 0.0
+    slow_first_s: float = 0.0  # what the first of `bodies` waits more
     slots: int = 1000
     tokens_a_chunk: int = 1
     tells_usage: bool = True
@@ -70,6 +71,8 @@ class MadeUp:
     async def _answer(self, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if body is self.bodies[0]:
+            await asyncio.sleep(self.slow_first_s)
         wanted = body["max_tokens"]
         prompt = len(body["prompt"] if isinstance(body["prompt"], list) else body["prompt"].split())
         chunks = -(-wanted // self.tokens_a_chunk)

@@ -87,7 +87,8 @@ async def test_a_failure_is_counted_by_its_reason_and_the_run_goes_on(
     async with made_up() as server, open_endpoint(Target(server.url, "made-up")) as endpoint:
         for name, value in settings.items():
             setattr(server, name, value)
-        run = await endpoint.drive(FEW, Load(endpoint.vocab_size, deadline_s=0.3), nothing)
+        deadline_s = 0.3 if reason == "deadline" else 20.0
+        run = await endpoint.drive(FEW, Load(endpoint.vocab_size, deadline_s), nothing)
     assert {each.ending for each in run.served} == {ending}
     found = figures(run, SLO())
     assert found.reasons == ((reason, 4),) and (found.rejected + found.failed, found.finished) == (4, 0)
@@ -150,10 +151,19 @@ async def test_a_closed_loop_keeps_so_many_in_flight(concurrency: int, count: in
     sends = sorted(each.arrival_s for each in run.served)
     ends = sorted(each.token_s[-1] for each in run.served)
     idle_s = [sent - ended for sent, ended in zip(sends[held:], ends, strict=False)]
-    assert len(idle_s) == count - held and all(0.0 <= each < 0.1 for each in idle_s), "who ends makes room at once"
+    assert len(idle_s) == count - held and all(0.0 <= each < 2.0 for each in idle_s), "who ends makes room at once"
     assert [each.ending for each in run.served] == [Ending.FINISHED] * count
-    assert all(each.ttft_s is not None and each.ttft_s < 0.1 for each in run.served), "from when it was sent"
+    assert all(each.ttft_s is not None and each.ttft_s < 2.0 for each in run.served), "from when it was sent"
     assert any(f"{concurrency} in flight" in note for note in run.notes)
+
+
+async def test_a_slow_request_of_a_closed_loop_holds_up_nobody_but_its_own_place() -> None:
+    workload = Workload("many", tuple(Arrival(0.0, 10, 2) for _ in range(6)))
+    async with made_up(slow_first_s=1.0) as server:
+        run = await driven(server, workload, concurrency=2)
+    assert server.most == 2
+    slow, *others = sorted(run.served, key=lambda each: -(each.e2e_s or 0.0))
+    assert all(each.token_s[-1] < slow.token_s[-1] for each in others)
 
 
 async def test_equal_seeds_send_equal_requests_and_others_other_ones() -> None:
