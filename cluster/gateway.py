@@ -21,7 +21,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from cluster.answers import Answer, give_out, one_end, siblings
-from cluster.events import ClusterError, Completed, Rejected, Unservable
+from cluster.events import ClusterError, Rejected, Unservable
 from cluster.ledger import now_ns
 from cluster.outbox import Outbox
 from cluster.serving import GatewayContext
@@ -56,7 +56,6 @@ class Gateway:
         self._context = context
         self._tokenizer = tokenizer
         self._active: dict[str, _Running] = {}
-        self.prompt_tokens = self.output_tokens = 0  # of completed requests
 
     @property
     def active(self) -> int:
@@ -102,9 +101,6 @@ class Gateway:
             request = Request(request_id, tokens, sampling, slo, session=session, tenant=tenant)
             running.pump = asyncio.create_task(self._pump(request, running.outbox, arrived_ns, deadline_s))
             while (event := await running.outbox.take()) is not None:
-                if isinstance(event, Completed):
-                    self.prompt_tokens += event.prompt_tokens
-                    self.output_tokens += event.completion_tokens
                 yield event
         finally:
             try:

@@ -14,19 +14,14 @@ Counts = Iterable[tuple[str, str, int]]
 
 
 def exposition(
-    standing: Standing,
-    gateway: str,
-    workers: Iterable[WorkerView] = (),
-    decisions: Counts | None = None,
-    tokens: tuple[tuple[str, int], ...] = (),
+    standing: Standing, gateway: str, workers: Iterable[WorkerView] = (), decisions: Counts | None = None
 ) -> str:
     """The text that Prometheus reads. Every metric has the label `gateway`.
 
-    `tokens`: of completed requests, by kind, as their usage told them.
     `decisions` of the elastic policy: kind, outcome, and how many; None: there is no policy, or it cannot be asked.
     """
     registry = CollectorRegistry()
-    registry.register(_Families(standing, gateway, tuple(workers), decisions, tokens))
+    registry.register(_Families(standing, gateway, tuple(workers), decisions))
     return generate_latest(registry).decode()
 
 
@@ -34,23 +29,16 @@ class _Families:
     """A collector of the one standing."""
 
     def __init__(
-        self,
-        standing: Standing,
-        gateway: str,
-        workers: tuple[WorkerView, ...],
-        decisions: Counts | None,
-        tokens: tuple[tuple[str, int], ...],
+        self, standing: Standing, gateway: str, workers: tuple[WorkerView, ...], decisions: Counts | None
     ) -> None:
         self._standing = standing
         self._gateway = gateway
         self._workers = workers
         self._decisions = decisions
-        self._tokens = tokens
 
     def collect(self) -> Iterator[Metric]:
         yield self._counts("diptych_requests", "Requests that have ended.", "outcome", self._standing.outcomes)
         yield self._counts("diptych_refused", "Requests turned away.", "reason", self._standing.refused)
-        yield self._counts("diptych_tokens", "Tokens of completed requests.", "kind", self._tokens)
         yield self._promises()
         yield self._errors()
         yield from self._calibration()

@@ -171,8 +171,7 @@ async def metrics_text(context: GatewayContext, gateway: Gateway) -> str:
     """What Prometheus reads of this gateway."""
     operator = context.operator
     decided = None if operator is None else await operator.decision_counts()
-    tokens = (("prompt", gateway.prompt_tokens), ("output", gateway.output_tokens))
-    return exposition(context.dispatcher.standing(), context.name, gateway.view.workers, decided, tokens)
+    return exposition(context.dispatcher.standing(), context.name, gateway.view.workers, decided)
 
 
 async def responses(

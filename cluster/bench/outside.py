@@ -206,13 +206,12 @@ def counted(url: str) -> Counts:
 def counts_of(metrics: str) -> Counts:
     """From Prometheus' text."""
 
-    def total(name: str, label: str) -> int:
+    def total(name: str, label: str = "") -> int:
         lines = (line for line in metrics.splitlines() if line.startswith(f"{name}{{") and label in line)
         return int(sum(float(line.split()[-1]) for line in lines))
 
     requests = total("diptych_requests_total", 'outcome="completed"')
-    prompt, output = (total("diptych_tokens_total", f'kind="{kind}"') for kind in _KINDS)
-    return Counts(requests, prompt, output)
+    return Counts(requests, total("diptych_prompt_tokens_total"), total("diptych_generated_tokens_total"))
 
 
 def measured(tool: str, asked: Asked, folder: Path) -> Found:

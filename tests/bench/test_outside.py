@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 from cluster.bench.outside import Counts, Found, aiperf_read, counts_of, guidellm_read, table
-from cluster.metrics import exposition
-from cluster.policy.promises import Standing
 
 SERVER = Counts(6, 300, 96)
 FOUND = Found("aiperf", SERVER, 6, 300, 96, 31.4, 26.5, 5.64, 4.43, 34.0, retokenised=95)
@@ -15,8 +13,13 @@ def spread(mean: float, median: float, count: int) -> dict[str, dict[str, float]
 
 
 def test_the_servers_tokens_are_those_of_its_metrics() -> None:
-    standing = Standing(outcomes=(("completed", 6), ("failed", 2)))
-    text = exposition(standing, "gateway-0", tokens=(("prompt", 480), ("output", 96)))
+    text = """
+# TYPE diptych_requests_total counter
+diptych_requests_total{gateway="g",outcome="completed"} 6.0
+diptych_requests_total{gateway="g",outcome="failed"} 2.0
+diptych_prompt_tokens_total{gateway="g"} 480.0
+diptych_generated_tokens_total{gateway="g"} 96.0
+"""
     assert counts_of(text) == Counts(6, 480, 96)
     assert counts_of(text).since(Counts(1, 80, 16)) == Counts(5, 400, 80)
 
