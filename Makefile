@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift autoscaler image image-test
+.PHONY: demo test check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift autoscaler
+.PHONY: image image-test compare bench-outside pods
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
 
@@ -56,6 +57,10 @@ shift: $(READY)
 autoscaler: $(READY)
 	@DIPTYCH_AUTOSCALER=1 $(BIN)/python -m pytest -q tests/ray/test_autoscaler.py -k load
 
+# The pods of the chart as processes in network namespaces, up to an answered prompt: a minute or two, as root.
+pods: $(READY)
+	@DIPTYCH_PODS=1 $(BIN)/python -m pytest -q tests/helm/test_processes.py
+
 # The image, under the name that the chart asks for. BUILDER="buildah bud", ARGS="--build-arg BASE_IMAGE=...".
 image:
 	$(or $(BUILDER),docker build) -t diptych:0.1.0 $(ARGS) .
@@ -63,6 +68,18 @@ image:
 # The image built by buildah on a Debian of its own, and run: ten minutes, as root, with buildah and debootstrap.
 image-test: $(READY)
 	@DIPTYCH_IMAGE=1 $(BIN)/python -m pytest -q -s tests/image/test_image.py
+
+# Long prompts arrive while others decode: whole prompts first, four sizes of chunks, and split, on the same two cores, with
+# five seeds; about an hour and a half. ARGS="--seeds 2 --rates 0.6": less. See docs/benchmarking.md.
+INTERFERENCE := $(addprefix examples/interference/,$(addsuffix .yaml,colocated chunk-64 chunk-128 chunk-256 chunk-512 split))
+compare: $(VENV)/.bench
+	@$(BIN)/diptych bench --compare $(INTERFERENCE) \
+		--workload poisson:rate=0.6,count=40,lengths=2x64/48+2x128/48+1024/48 --rates 0.35,0.6 \
+		--ttft 3 --tpot 0.15 --seeds 5 -o bench-results/interference $(ARGS)
+
+# guidellm and aiperf as they are, against our HTTP server; makes an environment for each at the first time (minutes).
+bench-outside: $(VENV)/.bench
+	@$(BIN)/python -m cluster.bench.outside $(ARGS)
 
 chaos: $(READY)
 	@DIPTYCH_CHAOS_ROUNDS=$(or $(ROUNDS),10) $(BIN)/python -m pytest -q tests/ray/test_death.py

@@ -54,7 +54,7 @@ LAYERS = [
     ["cluster.text", "cluster.outbox", "cluster.answers", "cluster.gateway"],
     ["cluster.sim"],
     ["cluster.plan", "cluster.report"],
-    ["cluster.api", "cluster.http", "cluster.bench", "cluster.profile"],
+    ["cluster.api", "cluster.http", "cluster.bench", "cluster.load", "cluster.profile"],
     ["cluster.doors"],
     ["cluster.cli"],
 ]

@@ -104,3 +104,20 @@ LLAMA = PeerEnvironment(
     files={"amx_config.h": AMX_CONFIG},
 )
 PEERS = (VLLM, LLAMA)
+# Load generators that `make bench-outside` runs against our HTTP server.
+GUIDELLM = PeerEnvironment(
+    title="guidellm",
+    variable="DIPTYCH_GUIDELLM_VENV",
+    folder="guidellm-venv",
+    module="guidellm",
+    packages=("guidellm",),
+    installs=(("torch==2.13.0",), ("guidellm==0.8.1",)),
+)
+AIPERF = PeerEnvironment(
+    title="aiperf",
+    variable="DIPTYCH_AIPERF_VENV",
+    folder="aiperf-venv",
+    module="aiperf",
+    packages=("aiperf",),
+    installs=(("aiperf==0.13.0",),),
+)

@@ -19,8 +19,9 @@ import click
 
 from cluster.api.client import DiptychClient
 from cluster.bench.hosted import ENGINE, MODEL, PATIENT, SHARE, hosted, refuse_foreign_ray
-from cluster.bench.load import Ask, Load, drive, through
-from cluster.events import Accepted, Completed, Delta, Queued
+from cluster.events import Delta
+from cluster.load.sending import Ask, Heard, Load, drive
+from cluster.load.through_grpc import through
 from cluster.scoring.figures import attainment
 from cluster.scoring.records import Ending, Run
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
@@ -97,7 +98,7 @@ def shifting(cost: LinearCost, phase_s: float, load: float, seed: int) -> tuple[
 def remembering(ask: Ask, tokens: dict[str, list[int]]) -> Ask:
     """The same, with every answer's tokens kept by the request's id."""
 
-    async def asked(request: Request) -> AsyncGenerator[Queued | Accepted | Delta | TextDelta | Completed, None]:
+    async def asked(request: Request) -> AsyncGenerator[Heard, None]:
         async with aclosing(ask(request)) as events:
             async for event in events:
                 if isinstance(event, Delta | TextDelta):

@@ -1,75 +1,158 @@
-"""`diptych bench`: a workload against a running cluster, judged like a simulated one."""
+"""`diptych bench`: load on a running endpoint, or on several configurations in turn, judged like a simulated one."""
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.comparison import positive_slo, tell, write
-from cluster.cli.screen import say
-from cluster.cli.talk import ENDPOINT
+from cluster.cli.comparison import positive_slo
 
 if TYPE_CHECKING:
-    from cluster.scoring.records import Run
-    from cluster.workload.arrivals import Workload
-    from workers.request import SLO
+    from cluster.cli.benching import Asked
+
+LENGTHS = "128/64"
+SEEDS_OF_GOODPUT, SEEDS_OF_COMPARE = 3, 5
 
 
 @click.command()
-@ENDPOINT
-@click.option("--workload", "source", required=True, metavar="SOURCE", help="A trace file, or such as poisson:rate=4.")
+@click.argument("configurations", nargs=-1)
+@click.option(
+    "--endpoint",
+    default="127.0.0.1:50051",
+    show_default=True,
+    envvar="DIPTYCH_ENDPOINT",
+    metavar="ADDRESS",
+    help="grpc://HOST:PORT, or http://HOST:PORT[/v1] of any OpenAI server.",
+)
+@click.option("--model", default="", metavar="NAME", help="With http://: which; else the only one there is.")
+@click.option("--api-key", default="", envvar="OPENAI_API_KEY", metavar="KEY", help="With http:// (OPENAI_API_KEY).")
+@click.option("--tokenizer", type=click.Path(exists=True, file_okay=False, path_type=Path), help="With http://.")
+@click.option("--workload", "source", metavar="SOURCE", help="A trace file, or such as poisson:rate=4,count=100.")
+@click.option("--concurrency", type=click.IntRange(1, 4096), help="Keep so many in flight; times do not count.")
+@click.option("--count", type=click.IntRange(1), help="With --concurrency, instead of a workload: how many requests.")
+@click.option("--lengths", metavar="P/O", help=f"With --count or --batches: prompt/answer or a mix ({LENGTHS}).")
+@click.option("--batches", metavar="N,N,...", help="Send so many at once, each size in turn: 1,2,4 or 1..128.")
+@click.option("--repeats", type=click.IntRange(1, 100), default=3, show_default=True, help="Of each batch size.")
+@click.option("--goodput", "wants_goodput", is_flag=True, help="Search the largest rate that keeps the promise.")
+@click.option("--attainment", "target", type=float, default=0.9, show_default=True, help="Share that must keep it.")
+@click.option("--tolerance", type=float, default=0.1, show_default=True, help="How closely goodput is searched.")
+@click.option("--rates", metavar="R,R,...", help="Also run at these rates; with --compare, at these only.")
+@click.option("--compare", is_flag=True, help="Run CONFIGURATIONS, cluster YAMLs or http:// endpoints, in turn.")
+@click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", help="With --compare: of each cluster.")
 @click.option("--ttft", "ttft_s", type=float, metavar="S", help="Promise: seconds to the first token.")
 @click.option("--tpot", "tpot_s", type=float, metavar="S", help="Promise: seconds for each token after it.")
 @click.option("--deadline", "deadline_s", type=float, default=300.0, show_default=True, help="Of one request.")
 @click.option("--in-flight", type=click.IntRange(1), default=256, show_default=True, help="More are refused here.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn.")
-@click.option("-o", "--out", type=click.Path(file_okay=False, path_type=Path), help="Report, pictures, trace go here.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON list instead of tables.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn; the first one.")
+@click.option("--seeds", type=click.IntRange(1, 100), help="How many: of --goodput (3), of --compare (5).")
+@click.option("-o", "--out", type=click.Path(file_okay=False, path_type=Path), help="Report, pictures, JSON go here.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def bench(
+    configurations: tuple[str, ...],
     endpoint: str,
-    source: str,
+    model: str,
+    api_key: str,
+    tokenizer: Path | None,
+    source: str | None,
+    concurrency: int | None,
+    count: int | None,
+    lengths: str | None,
+    batches: str | None,
+    repeats: int,
+    wants_goodput: bool,
+    target: float,
+    tolerance: float,
+    rates: str | None,
+    compare: bool,
+    runtime: str,
     ttft_s: float | None,
     tpot_s: float | None,
     deadline_s: float,
     in_flight: int,
     seed: int,
+    seeds: int | None,
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Send a workload to a running cluster, each request at its time, whatever became of those before it.
+    """Measure a running cluster or any OpenAI server, or compare configurations; see docs/benchmarking.md.
 
-    The workload, the figures, the report and the trace for ui.perfetto.dev are those of `diptych simulate`.
+    A workload's requests are sent each at its time, whatever became of those before it. The workload, the figures, the
+    report and the trace for ui.perfetto.dev are those of `diptych simulate`.
 
     \b
-    Example:
+    Examples:
       diptych bench --workload poisson:rate=0.5,count=40,lengths=64-256/32 --ttft 2 --tpot 0.1 -o bench-out
+      diptych bench --endpoint http://127.0.0.1:8000 --concurrency 8 --count 64 --lengths 128/64
+      diptych bench --batches 1..128 --lengths 128/64 -o batches
+      diptych bench --workload gamma:rate=1,cv=2,count=60,lengths=128/64 --ttft 2 --tpot 0.1 --goodput
+      diptych bench --compare a.yaml b.yaml --workload poisson:rate=0.5,count=40,lengths=4x64/48+1024/48
     """
-    from cluster.report.compared import Compared
-    from cluster.scoring.figures import figures
-    from cluster.workload.load import load_workload
+    from cluster.cli import benching
+    from cluster.cli.simulate import rates_of
+    from cluster.load.endpoint import Target
 
-    slo = positive_slo(ttft_s, tpot_s)
+    _check_modes(configurations, compare, batches, source, concurrency, count, lengths, wants_goodput, rates)
+    if seeds is not None and not (compare or wants_goodput):
+        raise click.UsageError("--seeds goes with --goodput or --compare; --seed says which one a single run has")
+    for name, value, most in (("--attainment", target, 1.0), ("--tolerance", tolerance, 1e3)):
+        if not 0.0 < value <= most:
+            raise click.UsageError(f"{name} is {value}; it is above 0 and at most {most:g}")
     if not 0.0 < deadline_s < float("inf"):
         raise click.UsageError(f"--deadline is {deadline_s}; it is above 0 seconds")
-    workload = load_workload(source, seed=seed)
-    run = asyncio.run(_drive(endpoint, workload, slo, deadline_s, in_flight, seed))
-    compared = [Compared(run.system, figures(run, slo), run=run)]
-    tell(compared, as_json)
-    if out is not None:
-        write(compared, out, "Benchmark", source)
+    slo = positive_slo(ttft_s, tpot_s)
+    if wants_goodput and slo.ttft_s is None and slo.tpot_s is None:
+        raise click.UsageError("--goodput needs a promise: --ttft, --tpot, or both")
+    wanted = seeds or (SEEDS_OF_COMPARE if compare else SEEDS_OF_GOODPUT if wants_goodput else 1)
+    asked: Asked = benching.Asked(
+        target=None if compare else Target(endpoint, model, api_key, tokenizer),
+        source=source or f"burst:count={count or 1},lengths={lengths or LENGTHS}",
+        lengths=lengths or LENGTHS,
+        concurrency=concurrency,
+        slo=slo,
+        deadline_s=deadline_s,
+        in_flight=in_flight,
+        seeds=tuple(range(seed, seed + wanted)),
+        rates=rates_of(rates),
+        out=out,
+        as_json=as_json,
+    )
+    if compare:
+        others = [(each, Target(each, model, api_key, tokenizer)) for each in configurations if "://" in each]
+        benching.compare(asked, configurations, dict(others), runtime)
+    elif batches is not None:
+        benching.batches(asked, batches, repeats)
+    else:
+        benching.load(asked, benching.Goal(target, tolerance) if wants_goodput else None)
 
 
-async def _drive(
-    endpoint: str, workload: "Workload", slo: "SLO", deadline_s: float, in_flight: int, seed: int
-) -> "Run":
-    from cluster.api.client import DiptychClient
-    from cluster.bench.load import Load, drive_cluster
-
-    async with DiptychClient(endpoint) as client:
-        view = (await client.status()).view
-        if view.model is None:
-            raise click.ClickException(f"{view.name} at {endpoint} is still loading its model; try again later")
-        load = Load(view.model.vocab_size, deadline_s, in_flight, seed, slo, view.name)
-        say(f"{len(workload.arrivals)} requests in {workload.duration_s:.0f} s to {view.name} at {endpoint}")
-        return await drive_cluster(client, workload, load)
+def _check_modes(
+    configurations: tuple[str, ...],
+    compare: bool,
+    batches: str | None,
+    source: str | None,
+    concurrency: int | None,
+    count: int | None,
+    lengths: str | None,
+    wants_goodput: bool,
+    rates: str | None,
+) -> None:
+    """What does not go together. Raises `click.UsageError`."""
+    if configurations and not compare:
+        raise click.UsageError(f"{configurations[0]} stands alone; configurations go with --compare")
+    if compare and (len(configurations) < 2 or len(set(configurations)) != len(configurations)):
+        raise click.UsageError("--compare needs two or more configurations, each once: YAMLs or http:// endpoints")
+    if compare and (batches is not None or wants_goodput):
+        raise click.UsageError("--compare goes neither with --batches nor with --goodput")
+    if batches is not None:
+        others = {"--workload": source, "--concurrency": concurrency, "--count": count, "--rates": rates}
+        given = [name for name, value in others.items() if value is not None] + ["--goodput"] * wants_goodput
+        if given:
+            raise click.UsageError(f"--batches sends its own load; leave {given[0]} out")
+        return
+    if source is None and (concurrency is None or count is None):
+        raise click.UsageError("say what to send: --workload SOURCE, --concurrency N --count M, or --batches 1..128")
+    if source is not None and (count is not None or lengths is not None):
+        extra = "--count" if count is not None else "--lengths"
+        raise click.UsageError(f"the workload has its own {extra[2:]}; leave {extra} out")
+    if concurrency is not None and (wants_goodput or rates is not None):
+        raise click.UsageError("--concurrency has no rate; leave --goodput and --rates out")

@@ -1,5 +1,6 @@
 """How compared runs, real or simulated, look on a terminal and in a folder."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from cluster.cli.screen import console, print_json, say
 
 if TYPE_CHECKING:
     from cluster.report.compared import Compared
+    from cluster.report.html import More
     from workers.request import SLO
 
 
@@ -28,17 +30,23 @@ def tell(compared: "Sequence[Compared]", as_json: bool) -> None:
     from cluster.report.table import comparison, pools, terminal
 
     if as_json:
-        print_json([_json(each) for each in compared])
+        print_json([system_json(each) for each in compared])
         return
     screen = console()
     screen.print(terminal(comparison(compared)))
-    screen.print(terminal(pools(compared)))
+    if (of_pools := pools(compared)).rows:
+        screen.print(terminal(of_pools))
     for system in compared:
         for found in system.goodputs:
             screen.print(f"{system.name}: {found.told}", markup=False)
 
 
-def _json(system: "Compared") -> dict[str, Any]:
+def _file_name(name: str) -> str:
+    """Whatever a system is called, a file inside of the folder."""
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "system"
+
+
+def system_json(system: "Compared") -> dict[str, Any]:
     return {
         "system": system.name,
         "figures": system.figures.as_json(),
@@ -46,24 +54,39 @@ def _json(system: "Compared") -> dict[str, Any]:
     }
 
 
-def write(compared: "Sequence[Compared]", out: Path, title: str, source: str) -> None:
-    """Figures as JSON, every picture, one page with all of them, and a trace of each run that has one."""
+def write(
+    compared: "Sequence[Compared]",
+    out: Path,
+    title: str,
+    source: str,
+    *,
+    document: Any = None,
+    notes: Sequence[str] = (),
+    more: "More | None" = None,
+) -> None:
+    """Figures as JSON, every picture, one page with all of them, and a trace of each run that has one.
+
+    `document`: the JSON, where it is more than the systems' figures. `notes` and `more` go into the page.
+    """
     import json
 
     from cluster.report import perfetto
-    from cluster.report.html import page, pictures
+    from cluster.report.html import NO_MORE, page, pictures
     from cluster.report.style import png
 
+    more = more or NO_MORE
     out.mkdir(parents=True, exist_ok=True)
-    (out / "figures.json").write_text(json.dumps([_json(each) for each in compared], indent=2) + "\n")
+    told = document if document is not None else [system_json(each) for each in compared]
+    (out / "figures.json").write_text(json.dumps(told, indent=2) + "\n")
     written = ["figures.json", "report.html"]
-    images = {each.name: png(each.draw()) for each in pictures(compared)}
-    (out / "report.html").write_text(page(title, compared, subtitle=source, images=images))
+    images = {each.name: png(each.draw()) for each in (*more.pictures, *pictures(compared))}
+    (out / "report.html").write_text(page(title, compared, subtitle=source, notes=notes, images=images, more=more))
     for name, image in images.items():
         (out / f"{name}.png").write_bytes(image)
         written.append(f"{name}.png")
     for system in compared:
         if system.run is not None and (system.run.steps or system.run.clock == "real"):
-            perfetto.write(system.run, out / f"{system.name}.trace.json")
-            written.append(f"{system.name}.trace.json (open it in ui.perfetto.dev)")
+            name = f"{_file_name(system.name)}.trace.json"
+            perfetto.write(system.run, out / name)
+            written.append(f"{name} (open it in ui.perfetto.dev)")
     say(f"written to {out}: {', '.join(written)}")

@@ -1,7 +1,7 @@
 """Which extra of the package brings which library: a command whose library is missing says what to install."""
 
 EXTRAS = {
-    "simulate": ("numpy", "xxhash", "jinja2", "psutil"),
+    "simulate": ("aiohttp", "numpy", "xxhash", "jinja2", "psutil"),
     "pictures": ("matplotlib",),
     "serve": (
         *("torch", "ray", "grpc_reflection", "transformers", "tokenizers", "gguf", "safetensors"),

@@ -117,7 +117,7 @@ def simulate(
         fleet = _Fleet(model, hardware, tensor, pipeline, workers, prefills, network, workload)
         cases = [fleet.case(name.strip()) for name in (compare or "").split(",") if name.strip()]
     question = _question(workload, slo, targets, requests, seed, seeds, around) if wants_goodput else None
-    wanted = Wanted(cases, workload, slo, question, _rates(rates), requests, seed, wants_trace, around)
+    wanted = Wanted(cases, workload, slo, question, rates_of(rates), requests, seed, wants_trace, around)
     compared = _run(wanted, processes or _cores())
     tell(compared, as_json)
     if out is not None:
@@ -195,7 +195,8 @@ def _question(
     return Question(workload, slo, wanted, draws, requests, around=around or ALONE)
 
 
-def _rates(text: str | None) -> tuple[float, ...]:
+def rates_of(text: str | None) -> tuple[float, ...]:
+    """`1,2,4` as rising rates; None: none."""
     try:
         rates = tuple(sorted({float(each) for each in (text or "").split(",") if each.strip()}))
     except ValueError:

@@ -75,7 +75,8 @@ class _Routes:
 
     def _reply(self, body: Generation, request: Request, shape: CompletionShape | ChatShape) -> Response:
         terms = terms_of(request.headers)
-        asked = Asked(body.prompts(), body.sampling(), terms, body.model or "", bool(body.stream), body.include_usage)
+        wants = bool(body.stream), body.include_usage, body.usage_in_chunks
+        asked = Asked(body.prompts(), body.sampling(), terms, body.model or "", *wants)
         return Reply(self._gateway, asked, shape, self._context.model.name)
 
     async def tokenize(self, body: TokenizeBody) -> Response:

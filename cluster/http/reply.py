@@ -38,6 +38,7 @@ class Asked:
     model: str
     stream: bool
     include_usage: bool
+    usage_in_chunks: bool = False
 
     def events(self, gateway: Gateway) -> list[AsyncGenerator[TextEvent, None]]:
         """One iterator for each prompt; closing it cancels it."""
@@ -109,15 +110,22 @@ class Reply(Response):
         await _more(send, body, last=True)
 
     async def _stream(self, events: AsyncGenerator[tuple[int, TextEvent], None], send: Send) -> None:
-        usage = Usage()
+        usage, so_far = Usage(), Usage()
+        prompts: dict[int, int] = {}
         async for prompt, event in events:
             match event:
                 case Accepted():
+                    prompts[prompt] = event.prompt_tokens
                     if not self._begun:
                         await self._begin(event, {"content-type": EVENTS}, send)
                 case TextDelta():
-                    if event.text or event.logprobs:  # text may still be held back: half a character, or of a stop
-                        await _more(send, self._chunk([self._shape.part(self._place(prompt, event.index), event)]))
+                    so_far.prompt_tokens = sum(prompts.values())
+                    so_far.completion_tokens += len(event.tokens)
+                    counted = so_far.told if self._asked.usage_in_chunks else None
+                    # Text may still be held back: half a character, or of a stop.
+                    if event.text or event.logprobs or counted:
+                        choices = [self._shape.part(self._place(prompt, event.index), event)]
+                        await _more(send, self._chunk(choices, counted))
                 case Completed():
                     usage.add(event)
                     for index, finish in enumerate(finishes(event)):

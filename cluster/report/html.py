@@ -27,6 +27,18 @@ class Picture:
     draw: Callable[[], Any]
 
 
+@dataclass(frozen=True, slots=True)
+class More:
+    """What a page has besides its systems: lines that sum up, tables, pictures."""
+
+    told: tuple[str, ...] = ()
+    grids: tuple[Grid, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+
+
+NO_MORE = More()
+
+
 def pictures(systems: Sequence[Compared]) -> tuple[Picture, ...]:
     """All that these systems have figures for; nothing is drawn yet."""
     return tuple(_pictures(systems))
@@ -79,26 +91,29 @@ def page(
     subtitle: str = "",
     notes: Sequence[str] = (),
     images: Mapping[str, bytes] | None = None,
+    more: More = NO_MORE,
 ) -> str:
-    """The whole page. Raises `NoPictures` without matplotlib, ValueError without systems.
+    """The whole page. Raises `NoPictures` without matplotlib, ValueError with nothing to show.
 
     `notes` go below what was run, with the notes of the runs behind them. `images`: pictures that are PNGs already,
     by name; all others are drawn.
     """
     from jinja2 import Environment, StrictUndefined
 
-    if not systems:
+    if not systems and not more.grids:
         raise ValueError("a report needs at least one system")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     of_runs = (note for system in systems for note in system.figures.notes)
     have = images or {}
-    shown = ((each.caption, have.get(each.name) or png(each.draw())) for each in pictures(systems))
+    shown = ((each.caption, have.get(each.name) or png(each.draw())) for each in (*more.pictures, *pictures(systems)))
     return environment.from_string(TEMPLATE.read_text()).render(
         title=title,
         subtitle=subtitle,
-        ran=ran(systems),
+        ran=ran(systems) if systems else None,
         notes=list(dict.fromkeys((*notes, *of_runs))),
         told=[f"{system.name}: {goodput.told}" for system in systems for goodput in system.goodputs],
+        summed=more.told,
+        found=more.grids,
         grids=[grid for grid in (comparison(systems), details(systems), pools(systems)) if grid.rows],
         pictures=[{"caption": caption, "base64": b64encode(image).decode()} for caption, image in shown],
         definitions=DEFINITIONS,

@@ -72,6 +72,22 @@ def _goodput(found: Sequence[Goodput]) -> str:
     return f"{least}{goodput.per_gpu:.3g}{sure}"
 
 
+def probes(systems: Sequence[Compared]) -> Grid:
+    """One row for each rate and seed that a search for goodput tried."""
+    rows = [
+        (
+            *(f"{system.name}, {probe.rate:.4g}", str(probe.seed)),
+            *(f"{share:.1%}" for share in (probe.attained.ttft, probe.attained.tpot, probe.attained.both)),
+            f"{probe.attained.served:.1%}",
+        )
+        for system in systems
+        if system.goodputs
+        for probe in max(system.goodputs, key=lambda each: len(each.probes)).probes
+    ]
+    headers = ("system, requests/s", "seed", "kept TTFT", "kept TPOT", "kept both", "served")
+    return Grid("Every rate that was probed", headers, tuple(rows))
+
+
 def details(systems: Sequence[Compared]) -> Grid:
     """One column a system, one row a figure: everything that `comparison` has no room for."""
     rows = [_detail(system.figures) for system in systems]
@@ -101,6 +117,7 @@ def _detail(figures: Figures) -> dict[str, str]:
         "finished / rejected / failed / unfinished": (
             f"{figures.finished} / {figures.rejected} / {figures.failed} / {figures.unfinished}"
         ),
+        "why not": ", ".join(f"{count} {reason}" for reason, count in figures.reasons) or NOTHING,
         "retried requests, preemptions": f"{figures.retried}, {figures.preemptions}",
         "offered / finished, requests/s": f"{figures.offered_rate:.4g} / {figures.requests_rate:.4g}",
         "prompt / output tokens/s": f"{figures.prompt_tokens_rate:.4g} / {figures.output_tokens_rate:.4g}",

@@ -133,6 +133,7 @@ class Figures:
     phases_s: tuple[tuple[str, float], ...]  # a finished request's mean seconds in each phase of its ledger
     pools: tuple[PoolFigures, ...]
     notes: tuple[str, ...]
+    reasons: tuple[tuple[str, int], ...] = ()  # why requests did not finish, and how many, the most frequent first
 
     @property
     def promise(self) -> str:
@@ -216,6 +217,7 @@ def figures(run: Run, slo: SLO) -> Figures:
         phases_s=_phases(finished),
         pools=_pools(run.workers, run.seconds),
         notes=run.notes,
+        reasons=tuple(Counter(served.reason for served in run.served if served.reason).most_common()),
     )
 
 

@@ -150,6 +150,12 @@ class Goodput:
         }
 
 
+def probe_span_s(slo: SLO, mean_output_tokens: float) -> float:
+    """How long a probe must go on at least, since a queue that grows needs time to break a promise: ten times the wait
+    that is allowed, and two answers."""
+    return 10 * (slo.ttft_s or 0.0) + 2 * (slo.tpot_s or 0.0) * mean_output_tokens
+
+
 class Probes:
     """All that is known of one system: evaluations by (rate, seed), made through `each` and kept for further targets.
 

@@ -20,8 +20,9 @@ class Ending(Enum):
 class Served:
     """One request as its client saw it. Times are seconds on the run's clock.
 
-    `token_s`: when each output token came. `ledger`: only of finished requests. `transfer_s` sums the hand-offs'
-    elapsed seconds, most of which overlap with prefill; the ledger's `transfer_wait` is what was not hidden.
+    `token_s`: when each output token came. `reason`: why it did not finish, in words that others share. `ledger`: only
+    of finished requests. `transfer_s` sums the hand-offs' elapsed seconds, most of which overlap with prefill; the
+    ledger's `transfer_wait` is what was not hidden.
     """
 
     index: int  # in the workload
@@ -38,6 +39,7 @@ class Served:
     transfer_bytes: int = 0
     transfer_s: float = 0.0
     ledger: LatencyLedger | None = None
+    reason: str = ""
 
     @property
     def ttft_s(self) -> float | None:

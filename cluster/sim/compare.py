@@ -9,7 +9,7 @@ from functools import partial
 from multiprocessing import get_context
 
 from cluster.scoring.figures import Attainment, attainment
-from cluster.scoring.goodput import Goodput, Map, Probes, Search, goodput
+from cluster.scoring.goodput import Goodput, Map, Probes, Search, goodput, probe_span_s
 from cluster.scoring.records import Run
 from cluster.sim.cluster import ALONE, PoolModel, Surroundings
 from cluster.sim.run import Options, simulate
@@ -84,10 +84,8 @@ class Attain:
 
     @property
     def span_s(self) -> float:
-        """Ten times the wait that is allowed, and two answers."""
         arrivals = self.source.arrivals
-        answer_s = (self.slo.tpot_s or 0.0) * sum(each.output_tokens for each in arrivals) / len(arrivals)
-        return 10 * (self.slo.ttft_s or 0.0) + 2 * answer_s
+        return probe_span_s(self.slo, sum(each.output_tokens for each in arrivals) / len(arrivals))
 
     def __call__(self, rate: float, seed: int) -> Attainment:
         count = max(self.count, min(MOST_REQUESTS, math.ceil(rate * self.span_s)))

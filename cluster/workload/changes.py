@@ -16,6 +16,8 @@ from cluster.workload.arrivals import MOST_REQUESTS, Arrival, Workload, Workload
 from cluster.workload.lengths import Lengths, Resampled
 from cluster.workload.processes import Poisson, Process
 
+_IDS_BITS = 40  # of prefix blocks in one workload
+
 
 def synthetic(
     name: str,
@@ -160,6 +162,23 @@ def fitting(workload: Workload, context_tokens: int) -> Workload:
         return workload
     note = f"{dropped} of {len(workload.arrivals)} requests longer than {context_tokens} tokens dropped"
     return workload.noted(kept, note)
+
+
+# ---- other prompts -----------------------------------------------------------------------------------------------
+
+
+def told_apart(workload: Workload, number: int) -> Workload:
+    """The same requests with prompts that no other number's have, so that what one run leaves in caches helps no other.
+
+    Within the workload prompts share what they did. No note: nothing else is another. `number` is below 2**30.
+    """
+    ids: dict[int, int] = {}
+    base = number << _IDS_BITS
+    named = []
+    for index, each in enumerate(workload.arrivals):
+        blocks = each.prefix or (-1 - index,)
+        named.append(replace(each, prefix=tuple(base + ids.setdefault(block, len(ids)) for block in blocks)))
+    return replace(workload, arrivals=tuple(named))
 
 
 # ---- parts in a row ----------------------------------------------------------------------------------------------

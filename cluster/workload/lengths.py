@@ -96,16 +96,22 @@ _PURE = {
 KINDS = {name: (kind,) for name, kind in _PURE.items()} | {"mixed": tuple(_PURE.values())}
 MIXES = {name: Mix(kinds) for name, kinds in KINDS.items()}
 
-_WRITTEN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?/(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
+_WRITTEN = re.compile(r"(?:([1-9]\d?)x)?(\d{1,9})(?:-(\d{1,9}))?/(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
 
 def written(text: str) -> Lengths | None:
-    """A mix by name, or `PROMPT/OUTPUT` where each is a number or a range (`1500-2000/500`). None: neither."""
+    """A mix by name, or `PROMPT/OUTPUT` where each is a number or a range (`1500-2000/500`). None: neither.
+
+    Several with `+` between are a mix of one's own: `4x64/48+1024/48`, of five requests one is long.
+    """
     if text in MIXES:
         return MIXES[text]
-    found = _WRITTEN.fullmatch(text)
-    if found is None:
-        return None
-    least, most, shortest, longest = found.groups()
-    prompt, output = Uniform(int(least), int(most or least)), Uniform(int(shortest), int(longest or shortest))
-    return Mix(((prompt, output),))
+    kinds: list[tuple[Distribution, Distribution]] = []
+    for part in text.split("+"):
+        found = _WRITTEN.fullmatch(part)
+        if found is None:
+            return None
+        times, least, most, shortest, longest = found.groups()
+        prompt, output = Uniform(int(least), int(most or least)), Uniform(int(shortest), int(longest or shortest))
+        kinds += int(times or 1) * [(prompt, output)]
+    return Mix(kinds)

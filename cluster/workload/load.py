@@ -49,7 +49,8 @@ def load_workload(source: str, *, seed: int = 0, count_tokens: TokenCounter | No
       count=500         how many; or
       duration=300      for how many seconds; or both: whichever comes first
       lengths=mixed     prompt/answer: short/short, short/long, long/short, long/long, mixed;
-                        tokens, 1500/200; ranges, 1500-2000/500; or a trace to draw them from
+                        tokens, 1500/200; ranges, 1500-2000/500; several, 4x64/48+1024/48; or a trace to
+                        draw them from
 
     or SOURCE is a trace file, plain or gzip, known by its content: Azure 2023 and 2024, Splitwise, Vidur or BurstGPT
     CSV; Mooncake or Qwen-Bailian JSON lines; ShareGPT JSON. With
@@ -144,8 +145,8 @@ def _lengths(text: str, seed: int, count_tokens: TokenCounter | None) -> Lengths
     if os.path.exists(text):
         return Resampled.of(collect(Path(text), Options(), seed, count_tokens).arrivals)
     raise WorkloadError(
-        f"lengths={text} are neither {', '.join(MIXES)}, nor PROMPT/OUTPUT in tokens (1500/200, 1500-2000/500), nor a "
-        "trace file"
+        f"lengths={text} are neither {', '.join(MIXES)}, nor PROMPT/OUTPUT in tokens (1500/200, 1500-2000/500, "
+        "4x64/48+1024/48), nor a trace file"
     )
 
 

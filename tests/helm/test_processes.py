@@ -1,5 +1,6 @@
 """The containers of the native mode, run with the commands that the chart renders, become a cluster that answers."""
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -11,7 +12,8 @@ from pod_processes import PodProcesses, pod_processes, why_not
 from workers.errors import ModelError
 from workers.model.store import resolve
 
-pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(400)]
+SLOW = pytest.mark.skipif(not os.environ.get("DIPTYCH_PODS"), reason="takes minutes: make pods")
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600), SLOW]
 
 HEAD, GATEWAY = "release-diptych-head", "release-diptych-gateway"
 READY_S, END_S = 200.0, 60.0

@@ -105,6 +105,22 @@ async def test_a_stream_joins_to_the_whole(subject: Subject) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+async def test_every_chunk_can_tell_the_tokens_so_far_also_one_without_text(subject: Subject) -> None:
+    stream = await subject.there.openai.completions.create(
+        model=subject.model,
+        prompt=PROMPT,
+        max_tokens=12,
+        temperature=0.0,
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+    )
+    *chunks, end, usage = [chunk async for chunk in stream]
+    told = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert len(told) == len(chunks) and told == sorted(told) and told[-1] == 12
+    assert {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage} == {usage.usage.prompt_tokens}
+    assert (end.usage, usage.usage.completion_tokens) == (None, 12)
+
+
 async def test_a_greedy_chat_is_that_of_grpc_streamed_or_not(subject: Subject) -> None:
     expected = [event async for event in subject.there.grpc.chat([("user", "Hi")], max_tokens=10, temperature=0.0)]
     text = "".join(getattr(event, "text", "") for event in expected)

@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 
-from cluster.bench.load import Load, drive, drive_cluster, workers_between
 from cluster.events import Accepted, Delta, Rejected, Unservable
+from cluster.load.sending import Load, drive
+from cluster.load.through_grpc import drive_cluster, workers_between
 from cluster.scoring.records import Ending
 from cluster.spec import Role
 from cluster.view import ClusterView, WorkerState, WorkerView

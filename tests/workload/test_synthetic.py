@@ -76,6 +76,9 @@ def test_lengths_are_what_was_written(tmp_path) -> None:
 
     assert drawn("1500/200") == {(1500, 200)}
     assert drawn("3-5/7") == {(3, 7), (4, 7), (5, 7)}
+    assert drawn("4x64/48+1024/8-9") == {(64, 48), (1024, 8), (1024, 9)}
+    mixed = load_workload("burst:count=1000,lengths=4x64/48+1024/48").arrivals
+    assert 0.16 < sum(each.prompt_tokens == 1024 for each in mixed) / 1000 < 0.24
     assert all(LONG_PROMPT.least <= prompt <= LONG_PROMPT.most for prompt, _ in drawn("long/short"))
     assert all(SHORT_ANSWER.least <= output <= SHORT_ANSWER.most for _, output in drawn("long/short"))
     kinds = {(prompt > SHORT_PROMPT.most, output >= LONG_ANSWER.least) for prompt, output in drawn("mixed")}

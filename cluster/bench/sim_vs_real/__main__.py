@@ -10,10 +10,11 @@ import click
 
 from cluster.api.client import DiptychClient
 from cluster.bench.hosted import hosted, refuse_foreign_ray
-from cluster.bench.load import Load, drive_cluster
 from cluster.bench.sim_vs_real import page, record
 from cluster.bench.sim_vs_real.compare import compare
 from cluster.bench.sim_vs_real.systems import SYSTEMS, capacity, promise, workload
+from cluster.load.sending import Load
+from cluster.load.through_grpc import drive_cluster
 from cluster.profile.measure import ROUNDS, measure
 from cluster.scoring.figures import figures
 from cluster.spec import ClusterSpec

@@ -1,0 +1,52 @@
+"""What a load is sent to: the port, and how one names it. Knows no protocol."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from cluster.load.sending import Ended, Load
+from cluster.scoring.records import Run
+from cluster.workload.arrivals import Workload
+
+
+class EndpointError(Exception):
+    """There is nothing to measure at an endpoint; the message says why and what to do."""
+
+
+class Endpoint(Protocol):
+    """`vocab_size`: prompts are of token ids below it. `told`: what and where it is, in words."""
+
+    name: str
+    told: str
+    vocab_size: int
+
+    async def drive(self, workload: Workload, load: Load, ended: Ended) -> Run:
+        """Send the workload and wait for the last answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An endpoint as it is named: `grpc://HOST:PORT` or `HOST:PORT` is ours, `http://HOST:PORT[/v1]` any OpenAI server.
+
+    The rest is for HTTP: the model's name (empty: the only one it has), a key, and a folder with its tokenizer. gRPC
+    passes over a key, since it may stand in the environment.
+    """
+
+    address: str
+    model: str = ""
+    api_key: str = field(default="", repr=False)
+    tokenizer: Path | None = None
+
+    @property
+    def is_http(self) -> bool:
+        return self.address.startswith(("http://", "https://"))
+
+    def __post_init__(self) -> None:
+        scheme, found, _ = self.address.partition("://")
+        if found and scheme not in ("grpc", "http", "https"):
+            raise EndpointError(
+                f"{self.address}: {scheme}:// is no endpoint; write grpc://HOST:PORT or http://HOST:PORT"
+            )
+        if not self.is_http and (self.model or self.tokenizer):
+            raise EndpointError(f"{self.address} is gRPC; --model and --tokenizer go with http:// endpoints")

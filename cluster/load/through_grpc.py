@@ -1,0 +1,88 @@
+"""Our own gRPC door as an endpoint, with its workers' own counts. Knows the client; knows no clock."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from cluster.api.client import DiptychClient
+from cluster.events import Accepted, Completed, Queued
+from cluster.load.endpoint import EndpointError
+from cluster.load.sending import Ask, Ended, Load, drive, nothing
+from cluster.scoring.records import Run, WorkerRecord
+from cluster.text import TextDelta
+from cluster.view import ClusterView
+from cluster.workload.arrivals import Workload
+from workers.request import Request
+
+
+def through(client: DiptychClient, deadline_s: float) -> Ask:
+    """A cluster's gRPC door."""
+
+    def ask(request: Request) -> AsyncGenerator[Queued | Accepted | TextDelta | Completed, None]:
+        sampling = request.sampling
+        assert sampling.max_tokens is not None and sampling.seed is not None, "a workload says both"
+        return client.generate(
+            request.prompt,
+            session=request.session,
+            slo=request.slo,
+            timeout_s=deadline_s,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            ignore_eos=sampling.ignore_eos,
+        )
+
+    return ask
+
+
+async def drive_cluster(client: DiptychClient, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
+    """`drive` through a cluster's door, with its workers' own counts. Raises `DiptychError` when nobody answers."""
+    before = (await client.status()).view
+    run = await drive(through(client, load.deadline_s), workload, load, ended)
+    after = (await client.status()).view
+    workers = workers_between(before, after)
+    return replace(run, gpus=sum(worker.gpus for worker in workers), workers=workers)
+
+
+class GrpcEndpoint:
+    """One running cluster. Its client belongs to who opened it."""
+
+    def __init__(self, client: DiptychClient, name: str, model: str, vocab_size: int) -> None:
+        self._client = client
+        self.name = name
+        self.told = f"{name} at grpc://{client.endpoint}, model {model}"
+        self.vocab_size = vocab_size
+
+    async def drive(self, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
+        return await drive_cluster(self._client, workload, load, ended)
+
+
+@asynccontextmanager
+async def open_grpc(address: str) -> AsyncIterator[GrpcEndpoint]:
+    """Raises `DiptychError` when nobody answers, `EndpointError` when its model is not loaded yet."""
+    async with DiptychClient(address) as client:
+        view = (await client.status()).view
+        if view.model is None:
+            raise EndpointError(f"{view.name} at {address} is still loading its model; try again later")
+        yield GrpcEndpoint(client, view.name, view.model.name, view.model.vocab_size)
+
+
+def workers_between(before: ClusterView, after: ClusterView) -> tuple[WorkerRecord, ...]:
+    """What the workers' own counts tell of a run; of one that restarted meanwhile, since then."""
+    was = {worker.incarnation: worker.stats for worker in before.workers}
+    records = []
+    for worker in after.workers:
+        now, then = worker.stats, was.get(worker.incarnation)
+        records.append(
+            WorkerRecord(
+                worker.name,
+                worker.pool,
+                worker.role.value,
+                worker.parallel.world_size,
+                now.total_blocks,
+                steps=now.steps - (then.steps if then else 0),
+                preemptions=now.preemptions - (then.preemptions if then else 0),
+                swaps=now.swaps - (then.swaps if then else 0),
+            )
+        )
+    return tuple(records)
