@@ -29,7 +29,7 @@ def nested(hint: Any) -> set[type]:
 
 def in_schema(path: str) -> dict[str, Any]:
     """The chart's schema of a block."""
-    found = SCHEMA["properties"]["cluster"]
+    found: dict[str, Any] = SCHEMA["properties"]["cluster"]
     for part in filter(None, path.split(".")):
         found = found["additionalProperties"] if part == "NAME" else found["properties"][part.removesuffix("[]")]
         found = found.get("items", found)
