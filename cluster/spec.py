@@ -27,6 +27,7 @@ ROUTING = (
 )
 ADMISSION = ("none", "late", "early", "predictive", "promise")
 ON_MISS = ("reject", "queue")
+EXECUTORS = ("torch", "modelled")
 MOST_REPLICAS = 1024
 
 
@@ -45,16 +46,18 @@ _SELECTOR = re.compile(rf"!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What Ray must set aside for each rank of a worker. `custom` are Ray custom resources, such as {prefill: 1}.
-
-    `labels` are those of the nodes where ranks may lie, such as {ray.io/accelerator-type: H100}, by Ray's selectors:
-    `value`, `!value`, `in(one, other)` or `!in(one, other)`.
-    """
+    """What Ray must set aside for each rank of a worker."""
 
     cpu: float = 1
+    """CPUs of Ray. With `engine.threads` 0, rounded down but at least 1, also the threads that compute."""
     gpu: float = 0
+    """GPUs of Ray."""
     custom: dict[str, float] = field(default_factory=dict)
+    """Ray custom resources and how much of each, such as `{prefill: 1}`."""
     labels: dict[str, str] = field(default_factory=dict)
+    """Labels of the nodes where ranks may lie, such as `{ray.io/accelerator-type: H100}`, by Ray's selectors: `value`,
+    `!value`, `in(one, other)` or `!in(one, other)`.
+    """
 
     def __post_init__(self) -> None:
         if self.cpu < 0 or self.gpu < 0 or any(amount <= 0 for amount in self.custom.values()):
@@ -71,24 +74,34 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """A group of equal workers. `cost` is what steps cost there, for engines and routers; None: they guess.
-
-    It starts with `replicas` workers. In YAML `replicas: {min: 1, max: 4}` starts with the least and lets the pool grow
-    and shrink between the two; a plain number is changed by hand only. `hardware` names the GPU (`workers.profiles`),
-    for plans and simulations; placement goes by `resources`.
-    """
+    """A group of equal workers."""
 
     name: str
+    """Lower-case letters, digits and dashes. Workers are called `NAME-0`, `NAME-1` and so on."""
     role: Role
+    """Which work gateways send here. `mixed` does both phases."""
     replicas: int = 1
-    model: str | None = None  # None: the cluster's
+    """Workers at the start. `{min: 1, max: 4}` starts with the least and lets the pool grow and shrink between the two;
+    a plain number is changed by hand only.
+    """
+    model: str | None = None
+    """Left out: the cluster's. All pools must serve one model."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How a worker is divided into ranks."""
     engine: EngineConfig = field(default_factory=EngineConfig)
+    """Sizes, bounds and policies of each worker."""
     resources: Resources = field(default_factory=Resources)
+    """What Ray sets aside for each rank."""
     cost: CostModel | None = None
+    """What steps cost here, for engines, routers and simulations; `diptych profile` measures it. Left out: engines
+    learn it from their own steps, routers guess.
+    """
     hardware: str = ""
+    """Name of the GPU, for plans and simulations. Placement goes by `resources`."""
     min_replicas: int | None = None
+    """What `replicas: {min: ...}` means; write that."""
     max_replicas: int | None = None
+    """What `replicas: {max: ...}` means; write that."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
@@ -124,19 +137,22 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ClassSpec:
-    """What requests of a class are promised, and how they wait. Requests with times of their own keep these.
-
-    Lower `priority` is served first. At most `max_queued` of the class wait in a gateway; one that has waited for
-    `max_wait_s` (None: a minute, or its TTFT where that is more) goes before all others. `on_miss`: what becomes of a
-    request whose promise cannot be kept; None: "reject", or "queue" in a class without promises.
-    """
+    """What requests of a class are promised, and how they wait. Requests with times of their own keep these."""
 
     ttft_s: float | None = None
+    """Time to first token that is promised."""
     tpot_s: float | None = None
+    """Mean time per token after the first that is promised."""
     priority: int = 0
+    """Lower is served first."""
     max_queued: int = 256
+    """Requests of the class that may wait in a gateway; one more is refused."""
     max_wait_s: float | None = None
+    """Who has waited for so long goes before all others. Left out: 60, or `ttft_s` where that is more."""
     on_miss: str | None = None
+    """What becomes of a request whose promise cannot be kept. Left out: `reject`, or `queue` in a class without
+    promises.
+    """
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s", "max_wait_s"):
@@ -165,36 +181,50 @@ class ClassSpec:
 
 @dataclass(frozen=True, slots=True)
 class GatewaySpec:
-    """The doors. `max_requests` bounds the requests in flight in one gateway; one more is refused.
-
-    `routing` names what chooses workers, `admission` what turns requests away whose promise could not be kept (see
-    `cluster.policy`). `slo` is the promise for requests that ask for none and are of no class. `classes` by name; with
-    any, others are refused. `tenants` are shares of what is scarce, which sum to 1; "*" is shared by all who are not
-    named, and without it they are refused. At most `max_queued` requests wait for their turn in one gateway.
-
-    `http_port` opens the HTTP door, too (docs/http.md); None: there is none. The second gateway has the next ports.
-    For `diptych trace` a gateway remembers the last `trace_requests` requests (0: none), for `trace_s`.
-    """
+    """The doors: what they take, whom they send it to, and what they promise."""
 
     replicas: int = 1
+    """Gateways. Limits and shares hold in each one by itself."""
     host: str = "127.0.0.1"
+    """Address to listen at. `0.0.0.0` opens it to the network, without TLS and without authentication."""
     grpc_port: int = 50051
+    """0: any free port. The second gateway has the next one."""
     max_requests: int = 256
+    """Requests in flight in a gateway; one more is refused."""
     max_prompt_bytes: int = 8 << 20
+    """A larger prompt is refused before it is turned into tokens."""
     default_max_tokens: int = 512
-    placement_timeout_s: float = 60.0  # how long a request may wait for a worker or a reservation
+    """Length of an answer whose request names none, as far as the context has room."""
+    placement_timeout_s: float = 60.0
+    """How long an attempt may wait for a worker, and then for a reservation. Longer: more patience when all is full;
+    shorter: refusals sooner.
+    """
     max_attempts: int = 6
+    """How often a request is begun, the first time included, before it fails."""
     routing: str = "least-loaded"
+    """What chooses workers: docs/routing.md."""
     admission: str = "none"
-    rebalance: bool = False  # work leaves workers that break promises or change roles; draining ones it always leaves
-    cache_news_s: float = 0.25  # how often, at most, a worker is asked what it has cached, by routers that use it
+    """What turns away, or holds back, requests whose promise could not be kept: docs/routing.md."""
+    rebalance: bool = False
+    """Work may leave workers that break promises or change roles. Draining ones it leaves always."""
+    cache_news_s: float = 0.25
+    """At most so often a worker is asked what it has cached, by routers that use it. Less: fresher, and more calls."""
     slo: SLO = field(default_factory=SLO)
+    """The promise for requests that ask for none and are of no class."""
     classes: dict[str, ClassSpec] = field(default_factory=dict)
+    """Classes of requests by name. With any, requests of other classes are refused."""
     tenants: dict[str, float] = field(default_factory=dict)
+    """Shares of what is scarce, which sum to 1. `*` is shared by all who are not named; without it they are refused."""
     max_queued: int = 1024
+    """Requests that may wait for their turn in a gateway. 0: nobody waits."""
     http_port: int | None = None
+    """Opens the HTTP door: docs/http.md. 0: any free port; left out: there is none. The second gateway has the next
+    one.
+    """
     trace_requests: int = 4096
+    """Ended requests that a gateway remembers for `diptych trace`. 0: none."""
     trace_s: float = 600.0
+    """How long it remembers them."""
 
     def __post_init__(self) -> None:
         for name, known in (("routing", ROUTING), ("admission", ADMISSION)):
@@ -234,17 +264,18 @@ class GatewaySpec:
 
 @dataclass(frozen=True, slots=True)
 class HealthSpec:
-    """A worker speaks at least every `heartbeat_s`; one that is silent for `dead_after_s` is given up and replaced.
-
-    `place_timeout_s` is how long a worker may wait for nodes with room: raise it where an autoscaler must add them.
-    `drain_s` is how long a worker that is taken out may go on with what it has.
-    """
+    """When a worker counts as lost, and how long its start and its end may take."""
 
     heartbeat_s: float = 0.25
+    """A worker speaks at least so often. Less: failures are seen sooner, and more calls."""
     dead_after_s: float = 2.0
+    """A worker that is silent for so long is given up and replaced. Too short: a slow machine loses living workers."""
     start_timeout_s: float = 300.0
+    """How long a worker may take to load before it is restarted."""
     place_timeout_s: float = 30.0
+    """How long a worker may wait for nodes with room. Raise it where an autoscaler must add them."""
     drain_s: float = 60.0
+    """How long a worker that is taken out may go on with what it has; what is left then is computed elsewhere."""
 
     def __post_init__(self) -> None:
         for name in ("start_timeout_s", "place_timeout_s", "drain_s"):
@@ -261,25 +292,28 @@ ELASTIC = ("off", "advise", "act")
 
 @dataclass(frozen=True, slots=True)
 class ElasticSpec:
-    """Workers change their roles as the load does (see `cluster.policy.elastic`). "advise" only logs what it would do.
-
-    Every `period_s` the roles are judged on the load of the last `window_s`. A change must promise an improvement of
-    `margin` (a share) for `dwell_s` on end, and comes `cooldown_s` after the last one at the earliest. `floors`: no
-    fewer workers of a role, mixed ones counted in both.
-
-    `replan`: once the load's shape has moved far for good, the planner is asked what the roles should be, at most every
-    `replan_after_s`. "advise" only logs the answer, "act" has the steps lead there (see `cluster.replanning`).
-    """
+    """Workers change their roles as the load does (see `cluster.policy.elastic`, `cluster.replanning`)."""
 
     mode: str = "off"
+    """`advise` logs which role should change, `act` changes it."""
     period_s: float = 1.0
+    """So often the roles are judged."""
     window_s: float = 30.0
+    """They are judged on the load of the last so many seconds. Longer: steadier, and later."""
     margin: float = 0.1
+    """A change must promise an improvement by this share."""
     dwell_s: float = 3.0
+    """It must promise that for so long on end."""
     cooldown_s: float = 10.0
+    """It comes so long after the last change at the earliest."""
     floors: dict[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
+    """No fewer workers of these roles; mixed ones count in both."""
     replan: str = "off"
+    """Ask the planner what the roles should be once the shape of the load has moved far for good. `advise` logs its
+    answer, `act` has the steps lead there. Not more than `mode` allows.
+    """
     replan_after_s: float = 300.0
+    """It is asked at most so often."""
 
     def __post_init__(self) -> None:
         for name in ("mode", "replan"):
@@ -305,9 +339,10 @@ COMPAT = ("vllm",)
 
 @dataclass(frozen=True, slots=True)
 class MetricsSpec:
-    """What `/metrics` tells beside our own series: with `compat` "vllm" also those of vLLM, by its names."""
+    """What `/metrics` tells beside our own series."""
 
     compat: str | None = None
+    """Series under another system's names too, beside ours: docs/metrics.md."""
 
     def __post_init__(self) -> None:
         if self.compat is not None and self.compat not in COMPAT:
@@ -322,7 +357,9 @@ class LogSpec:
     """How every process of the cluster logs (see `cluster.logs`)."""
 
     format: str = "text"
+    """`json` is one object a line: docs/observing.md."""
     level: str = "info"
+    """Lines below this level are not written."""
 
     def __post_init__(self) -> None:
         for name, known in (("format", LOG_FORMATS), ("level", LOG_LEVELS)):
@@ -335,15 +372,25 @@ class ClusterSpec:
     """One model served by pools of workers behind gateways."""
 
     model: str
+    """A short name, a GGUF file, a folder or a hub id."""
     pools: tuple[PoolSpec, ...]
+    """At least one mixed pool, or one that prefills and one that decodes."""
     name: str = "diptych"
+    """Names the cluster and its actors. Lower-case letters, digits and dashes."""
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    """How KV moves between workers."""
     gateway: GatewaySpec = field(default_factory=GatewaySpec)
+    """The doors, and what they promise."""
     health: HealthSpec = field(default_factory=HealthSpec)
+    """When a worker counts as lost, and how long things may take."""
     executor: str = "torch"
+    """`modelled` computes nothing and takes the time that `cost` says, for tests of everything else."""
     elastic: ElasticSpec = field(default_factory=ElasticSpec)
+    """Whether roles follow the load."""
     metrics: MetricsSpec = field(default_factory=MetricsSpec)
+    """What `/metrics` tells."""
     logs: LogSpec = field(default_factory=LogSpec)
+    """How every process logs."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
@@ -351,7 +398,7 @@ class ClusterSpec:
         names = [pool.name for pool in self.pools]
         if len(set(names)) != len(names):
             raise ValueError(f"pools: names must differ, got {', '.join(names)}")
-        if self.executor not in ("torch", "modelled"):
+        if self.executor not in EXECUTORS:
             raise ValueError(f"executor {self.executor!r} is neither torch nor modelled")
         roles = {pool.role for pool in self.pools}
         if not roles:

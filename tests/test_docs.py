@@ -73,6 +73,11 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{page_name(page)} links to {link}, which has no such heading"
 
 
+def test_the_readme_lists_every_page() -> None:
+    listed = set(LINK.findall((ROOT / "README.md").read_text().partition("## The docs")[2]))
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= listed
+
+
 def test_every_command_of_the_readme_exists() -> None:
     readme = (ROOT / "README.md").read_text()
     named = set(re.findall(r"^(?:.* )?diptych ([a-z]+)\b", "\n".join(body for _, body in FENCE.findall(readme)), re.M))

@@ -12,13 +12,17 @@ PLACEMENTS = ("pack", "strict_pack", "spread", "strict_spread")
 class ParallelConfig:
     """How many ranks share a layer (tensor) and how many stages share the layers (pipeline).
 
-    Rank = stage * tensor + its place in the stage. `placement` is Ray's word for where the ranks go: "pack" on one node
-    if they fit and on few otherwise, "spread" over many; with "strict_", exactly one node, or a node for each rank.
+    Rank = stage * tensor + its place in the stage.
     """
 
     tensor: int = 1
+    """Ranks that share every layer. More: shorter steps, and a sum over ranks twice a layer."""
     pipeline: int = 1
+    """Stages that share the layers, one behind the other. More: more memory and throughput, no shorter decodes."""
     placement: str = "pack"
+    """Where the ranks go: `pack` on one node if they fit and on few otherwise, `spread` over many; with `strict_`,
+    exactly one node, or a node for each rank.
+    """
 
     def __post_init__(self) -> None:
         if self.tensor < 1 or self.pipeline < 1:
@@ -34,7 +38,7 @@ class ParallelConfig:
 
 
 BATCHING = ("chunked", "static", "orca", "prefill-first", "prefill-only", "adaptive")
-_CHOICES = {
+CHOICES = {
     "batching": BATCHING,
     "prompt_order": ("fcfs", "sjf", "ljf", "deadline"),
     "preemption": ("auto", "swap", "recompute"),
@@ -44,42 +48,59 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes, bounds and policies of one engine.
-
-    `kv_blocks` blocks of `block_size` tokens are allocated once. `batching` names what composes a step (see
-    `workers.engine.batching`), `max_batch_tokens` is its token budget; under "chunked", a step that holds a decode is
-    also kept below `tpot_slo_s`. Prompts start in `prompt_order` (first come, shortest or longest first, or by priority
-    and "deadline" of the first token) among the next `prompt_window` arrivals. `swap_blocks` are blocks of host
-    memory for preempted sequences; `preemption` "auto" lets the cost model choose between saving a sequence there and
-    computing it again. `host_cache_blocks`, likewise, keep prefixes that the device is about to forget.
-    `staging_blocks` bounds how many blocks may be promised to prompts whose KV has not arrived (0: half the pool).
-    `max_waiting` bounds the queue.
-    """
+    """Sizes, bounds and policies of one engine."""
 
     block_size: int = 16
+    """Tokens of a KV block. Larger: fewer and longer reads, and more waste at the end of each sequence."""
     kv_blocks: int = 512
+    """Blocks of the KV pool, allocated once, on each rank for its layers and heads."""
     batching: str = "chunked"
+    """What composes a step: docs/batching.md."""
     max_batch_tokens: int = 512
+    """Token budget of a step. Larger: prompts are done sooner, decodes beside them wait longer."""
     tpot_slo_s: float | None = None
+    """Under `chunked` and `adaptive`, a step that holds a decode is kept below this time by smaller pieces of prompts.
+    Left out: only promises of requests do that.
+    """
     prompt_order: str = "fcfs"
+    """Who of the waiting prompts is next: first come, shortest, longest, or by priority and then so that most are in
+    time.
+    """
     prompt_window: int = 16
+    """Prompts are put in order among so many arrivals behind the oldest; bounds how long one can be passed by."""
     max_running: int = 32
+    """Sequences at once."""
     max_waiting: int = 1024
-    max_model_len: int | None = None  # None: the model's own context length
+    """Bound of the queue; one more is refused."""
+    max_model_len: int | None = None
+    """Longest sequence. Left out: the model's own context, as far as the KV pool holds it."""
     staging_blocks: int = 0
+    """Blocks that may be promised to prompts whose KV has not arrived. 0: half the pool."""
     swap_blocks: int = 0
+    """Blocks of host memory for preempted sequences. 0: they are computed again."""
     host_cache_blocks: int = 0
+    """Blocks of host memory for prefixes that the device's cache is about to forget."""
     preemption: str = "auto"
+    """What becomes of a preempted sequence's KV. `auto`: whichever the cost model finds cheaper."""
     prefix_caching: bool = True
+    """Keep blocks of ended sequences for prompts that begin alike."""
     dtype: str = "float32"
-    weights: str = "float32"  # what the linear layers hold on a CPU; anything else trades exactness for speed
-    device: str = "auto"  # "auto", "cpu", "cuda:0", ...
-    deterministic: bool = False  # the same bits whatever else is in the batch and however a prompt was cut
-    threads: int = 0  # 0: as many as the worker was given CPUs
-    cores: str = ""  # where they run: "auto" (cores that no other worker has), a list like "0,2-3", or wherever
+    """Of the KV: `float32`, `bfloat16` or `float16`. On a GPU of the weights too. Fewer bytes move, and are rounded."""
+    weights: str = "float32"
+    """What the linear layers hold on a CPU. All but `float32` trade exactness for memory and, mostly, speed."""
+    device: str = "auto"
+    """`auto`: a GPU for each rank if there are any, else the CPU; or `cpu`, `cuda:0` and so on."""
+    deterministic: bool = False
+    """The same bits whatever else is in the batch and however a prompt was cut."""
+    threads: int = 0
+    """Threads that compute. 0: as many as `resources.cpu`."""
+    cores: str = ""
+    """Where these run: `auto` (cores that no other worker has), a list such as `0,2-3`, or empty: wherever the system
+    likes.
+    """
 
     def __post_init__(self) -> None:
-        for name, known in _CHOICES.items():
+        for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"engine.{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
         for name in ("block_size", "kv_blocks", "max_batch_tokens", "max_running", "max_waiting", "prompt_window"):
@@ -111,29 +132,36 @@ class EngineConfig:
         return self.swap_blocks + self.host_cache_blocks
 
 
+BACKENDS = ("nixl", "tcp", "memory", "modelled")
+
+
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """How KV moves. `backends` in order of preference; each pair takes the first that passes its probe.
-
-    `staging_bytes` of memory on each rank take KV that comes in another dtype or block size; unused where all pools
-    have the same.
-    """
+    """How KV moves from one worker to another."""
 
     backends: tuple[str, ...] = ("nixl", "tcp")
+    """In order of preference; each pair of workers takes the first that passes its probe. `memory` and `modelled` are
+    for one process and for simulations.
+    """
     digest: bool = True
-    lease_s: float = 10.0  # the owner frees a held prompt this long after the last sign of its reader
-    read_timeout_s: float = 30.0  # bound of one read
-    quarantine_s: float = 60.0  # an unsettled read past this fences the backend
+    """Compare a digest of every block on arrival; a block that differs is computed again."""
+    lease_s: float = 10.0
+    """The owner frees a held prompt so long after the last sign of its reader."""
+    read_timeout_s: float = 30.0
+    """Bound of one read."""
+    quarantine_s: float = 60.0
+    """A read that is not settled so long after its deadline has its backend made anew."""
     staging_bytes: int = 64 << 20
-    host: str = "auto"  # where peers reach a worker; auto: its node's address as Ray knows it
+    """Memory of each rank for KV that comes in another dtype or block size. Unused where all pools have the same."""
+    host: str = "auto"
+    """Where peers reach a worker. `auto`: its node's address as Ray knows it."""
 
     def __post_init__(self) -> None:
-        known = ("nixl", "tcp", "memory", "modelled")
         for name in self.backends:
-            if name not in known:
-                raise ValueError(f"transfer.backends: {name!r} is not one of {', '.join(known)}")
+            if name not in BACKENDS:
+                raise ValueError(f"transfer.backends: {name!r} is not one of {', '.join(BACKENDS)}")
         if not self.backends:
-            raise ValueError("transfer.backends is empty; name at least one of " + ", ".join(known))
+            raise ValueError("transfer.backends is empty; name at least one of " + ", ".join(BACKENDS))
         for name in ("lease_s", "read_timeout_s", "quarantine_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"transfer.{name} is {getattr(self, name)}; it must be above 0")

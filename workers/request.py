@@ -104,17 +104,18 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """The promise wanted: time to first token, time per output token after it, and the class's name.
-
-    The gateway fills in the rest from the class: lower `priority` comes first; `promised` are these times once an
-    admission has said so, and then workers give no slot away that would break them.
-    """
+    """The promise wanted. A request has times and the name of its class; the gateway fills in the rest."""
 
     ttft_s: float | None = None
+    """Time to first token. Left out: none is promised."""
     tpot_s: float | None = None
+    """Mean time per token after the first. Left out: none is promised."""
     class_name: str = "default"
+    """The class that the promise belongs to; requests name theirs."""
     priority: int = 0
+    """Lower comes first. The gateway fills it in from the class."""
     promised: bool = False
+    """Whether an admission has said so; then workers give no slot away that would break it. The gateway fills it in."""
 
 
 @dataclass(frozen=True, slots=True)

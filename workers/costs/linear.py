@@ -9,22 +9,24 @@ from workers.costs.port import MOST_TOKENS, CostModel, refuse_nonsense
 
 @dataclass(frozen=True, slots=True)
 class LinearCost(CostModel):
-    """Coefficients in seconds. The defaults fit a 135M-parameter model in float32 on one laptop core.
-
-    A step costs `step_s` whatever it holds. A prompt token adds `prefill_token_s` (weights) and `prefill_pair_s` for
-    every earlier token that it attends to. A decode adds `decode_row_s`, and `decode_context_s` for every token of its
-    context. A transfer costs `transfer_latency_s` and `transfer_byte_s` for each byte; a swap to host memory, or back,
-    `swap_byte_s` for each byte.
-    """
+    """Coefficients in seconds. The defaults fit a 135M-parameter model in float32 on one laptop core."""
 
     step_s: float = 0.048
+    """A step costs so much, whatever it holds."""
     prefill_token_s: float = 0.0031
+    """What a prompt token adds."""
     prefill_pair_s: float = 0.7e-6
+    """What a prompt token adds for every earlier token that it attends to."""
     decode_row_s: float = 0.0052
+    """What a decode adds."""
     decode_context_s: float = 12.0e-6
+    """What a decode adds for every token of its context."""
     transfer_latency_s: float = 0.001
+    """What a transfer costs, whatever its size."""
     transfer_byte_s: float = 1.0e-9
+    """What it costs for each byte."""
     swap_byte_s: float = 0.3e-9
+    """What a swap to host memory, or back, costs for each byte."""
 
     def __post_init__(self) -> None:
         refuse_nonsense(self)
