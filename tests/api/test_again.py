@@ -55,15 +55,15 @@ async def test_a_cut_connection_costs_no_token(client: DiptychClient, dispatcher
 async def test_without_a_seed_a_resumed_answer_is_one_answer(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
     async with relayed(client.endpoint) as relay, DiptychClient(relay.endpoint, retry=QUICK) as resuming:
         events = []
-        async for event in resuming.generate("hello", max_tokens=60, n=2):
+        async for event in resuming.generate("hello", max_tokens=120, n=2):
             events.append(event)
-            if len(events) == 30:
+            if len(events) == 6:
                 relay.cut()
     first, last = [request.sampling.seed for request in dispatcher.requests[::2]]
     assert first == last
     assert {request.id.partition("#")[0].partition(".")[2] for request in dispatcher.requests} == {"", "1"}
     assert [each.tokens for each in answer_of(events).outputs] == [
-        tuple(drawn(request)[:60]) for request in dispatcher.requests[2:]
+        tuple(drawn(request)[:120]) for request in dispatcher.requests[2:]
     ]
 
 

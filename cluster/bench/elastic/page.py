@@ -123,7 +123,7 @@ def losing(found: Record) -> list[str]:
             if ours is None or entry.kind in (OURS, TIMETABLE, ORACLE):
                 continue
             over = ratio(ours.by_seed, entry.by_seed)
-            if over is None or over.mean < 1.0:
+            if over.mean < 1.0 if over else entry.rate > ours.rate:
                 seeds = "" if len(entry.by_seed) > 1 else ", one seed"
                 lost.append((over.mean if over else 0.0, f"{each.scenario}: {_told(over)} of {_named(entry)}{seeds}"))
     return [told for _, told in sorted(lost)]
