@@ -16,7 +16,7 @@ MOST_HAPPENINGS = 1024
 MOST_POINTS = 65_536  # of all samples together, one for each worker
 RECENT = 32
 LONGEST_TEXT = 300
-CHANGES = ("flip", "move", "lost", "left")  # of a worker
+CHANGES = ("flip", "move", "lost")  # of a worker that is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,9 @@ class History:
         now_ns = self._now_ns()
         among = self._refusals if kind == "refused" else self._happenings
         among.append(Happening(now_ns, kind, worker, text[:LONGEST_TEXT], request_id))
-        if kind in CHANGES:
+        if kind == "left":
+            self._traffic.pop(worker, None)  # names of workers that come and go are without number
+        elif kind in CHANGES:
             known = self.of(worker)
             known.change, known.changed_ns = f"{kind} {text[:LONGEST_TEXT]}", now_ns
 

@@ -198,3 +198,11 @@ def test_a_flood_of_refusals_drowns_no_flip() -> None:
     assert "flip" in {each.kind for _, each in history.recent(()).happenings}
     kinds = [each.kind for each in history.window(0, DAY_NS).happenings]
     assert kinds.count("flip") == 1 and 100 < kinds.count("refused") < 5000
+
+
+def test_who_left_is_not_counted_any_more() -> None:
+    history = History(8, 1e6, Clock())
+    for number in range(50):
+        history.of(f"decode-{number}").transfers += 1
+        history.happened("left", f"decode-{number}", "the controller took it out")
+    assert history.recent(f"decode-{number}" for number in range(50)).traffic == ()
