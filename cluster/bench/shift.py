@@ -1,11 +1,14 @@
 """A load that shifts on a real cluster, once with fixed roles and once with roles that follow it.
 
 python -m cluster.bench.shift
+python -m cluster.bench.shift --modelled
 
-Three workers of SmolLM2 on this machine, one of them there to prefill. First come short prompts with long answers, then
-long prompts with short answers, then the first kind again. Printed are the promises kept before and after each shift,
-the decisions of the controller, and whether every answer has the same tokens in both runs: they are computed by
-different workers, so `deterministic: true` makes equality a matter of bits, not of luck.
+Two workers of SmolLM2 on this machine, one of them there to prefill, with a thread each; more of them than cores would
+slow each other down, which no roles can mend. Or four, modelled: all is real but for the steps, which sleep as long as
+a device would compute. First come short prompts with long answers, then long prompts with short answers, then the first
+kind again. Printed are the promises kept before and after each shift, the decisions of the controller, and whether
+every answer has the same tokens in both runs: they are computed by different workers, so `deterministic: true` makes
+equality a matter of bits, not of luck.
 """
 
 import asyncio
@@ -14,6 +17,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from statistics import median
 
 import click
 
@@ -32,6 +36,8 @@ from workers.costs import LinearCost
 from workers.request import SLO, Request
 from workers.shapes import Shape
 
+NAME, WORKERS = "shift", ("prefill-0", "decode-0")
+FIXED, ELASTIC = "fixed roles", "elastic roles"
 ANSWERS, PROMPTS = "64-128/64-96", "700-900/6-10"
 DEADLINE_S = 300.0
 TIGHT = 2.0  # a promise is so many times what the phase takes alone
@@ -54,29 +60,42 @@ class Outcome:
     decisions: tuple[str, ...]
 
 
-def spec(name: str, cost: LinearCost | None, slo: SLO, mode: str) -> ClusterSpec:
-    engine = replace(ENGINE, kv_blocks=768, batching="adaptive", deterministic=True)
-    engine = replace(engine, prompt_order="deadline", prompt_window=64)
-    pools = (
-        PoolSpec("prefill", Role.PREFILL, 1, engine=engine, resources=SHARE, cost=cost),
-        PoolSpec("decode", Role.DECODE, 2, engine=engine, resources=SHARE, cost=cost),
-    )
-    elastic = ElasticSpec(mode=mode, window_s=10.0, margin=0.1, dwell_s=2.0, cooldown_s=5.0)
-    gateway = GatewaySpec(grpc_port=0, routing="promise", rebalance=True, slo=slo)
-    return ClusterSpec(MODEL, pools, name, gateway=gateway, health=PATIENT, elastic=elastic)
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Half of the `workers` are there to prefill. `cost`: what steps take; None: it is to be timed."""
+
+    workers: int
+    executor: str
+    cost: LinearCost | None
+
+    def spec(self, slo: SLO, mode: str) -> ClusterSpec:
+        engine = replace(ENGINE, kv_blocks=768, batching="adaptive", deterministic=True)
+        engine = replace(engine, prompt_order="deadline", prompt_window=64)
+        pools = tuple(
+            PoolSpec(role.value, role, self.workers // 2, engine=engine, resources=SHARE, cost=self.cost)
+            for role in (Role.PREFILL, Role.DECODE)
+        )
+        elastic = ElasticSpec(mode=mode, window_s=10.0, margin=0.1, dwell_s=2.0, cooldown_s=5.0)
+        gateway = GatewaySpec(grpc_port=0, routing="promise", rebalance=True, slo=slo)
+        return ClusterSpec(MODEL, pools, NAME, gateway=gateway, health=PATIENT, elastic=elastic, executor=self.executor)
+
+
+REAL = Fleet(2, "torch", None)
+MODELLED = Fleet(4, "modelled", LinearCost(0.02, 0.0005, 0.0, 0.002, 0.0, 0.0, 0.0, 0.0))
 
 
 async def calibrated(endpoint: str) -> LinearCost:
-    """The default costs, corrected by a prompt and a decode step timed on one of the workers."""
+    """The default costs, corrected by prompts and decode steps timed on both workers, while the other works too."""
     guess = LinearCost()
+    prompt, decode = Shape(((PROBE_TOKENS, 0),), 0, 0), Shape((), PROBE_BATCH, PROBE_CONTEXT)
     async with DiptychClient(endpoint) as client:
-        prompt = await client.measure("prefill-0", Shape(((PROBE_TOKENS, 0),), 0, 0), 5)
-        decode = await client.measure("decode-0", Shape((), PROBE_BATCH, PROBE_CONTEXT), 10)
-    prompt_s, decode_s = (sorted(each.seconds)[len(each.seconds) // 2] for each in (prompt, decode))
-    of_prompt = prompt_s / guess.prefill_seconds(PROBE_TOKENS)
-    of_decode = decode_s / guess.decode_seconds(PROBE_BATCH, PROBE_BATCH * PROBE_CONTEXT)
-    prompts, decodes = guess.scaled(of_prompt), guess.scaled(of_decode)
-    return replace(decodes, prefill_token_s=prompts.prefill_token_s, prefill_pair_s=prompts.prefill_pair_s)
+        prompts = await asyncio.gather(*(client.measure(name, prompt, 5) for name in WORKERS))
+        decodes = await asyncio.gather(*(client.measure(name, decode, 10) for name in WORKERS))
+    prompt_s = median(second for each in prompts for second in each.seconds)
+    decode_s = median(second for each in decodes for second in each.seconds)
+    of_prompts = guess.scaled(prompt_s / guess.prefill_seconds(PROBE_TOKENS))
+    of_decodes = guess.scaled(decode_s / guess.decode_seconds(PROBE_BATCH, PROBE_BATCH * PROBE_CONTEXT))
+    return replace(of_decodes, prefill_token_s=of_prompts.prefill_token_s, prefill_pair_s=of_prompts.prefill_pair_s)
 
 
 def promised(cost: LinearCost) -> SLO:
@@ -84,10 +103,12 @@ def promised(cost: LinearCost) -> SLO:
     return SLO(round(TIGHT * 3 * cost.prefill_seconds(900), 2), round(TIGHT * cost.decode_seconds(8, 8 * 160), 3))
 
 
-def shifting(cost: LinearCost, phase_s: float, load: float, seed: int) -> tuple[Workload, tuple[Phase, ...]]:
-    """`load`: of what two workers can do for the phase that is in demand."""
-    answers = load * 2 * 16 / (80 * cost.decode_seconds(16, 16 * 140))
-    prompts = load * 2 / cost.prefill_seconds(800)
+def shifting(
+    cost: LinearCost, workers: int, phase_s: float, load: float, seed: int
+) -> tuple[Workload, tuple[Phase, ...]]:
+    """`load`: of what all workers together could do for the phase that is in demand."""
+    answers = load * workers * 16 / (80 * cost.decode_seconds(16, 16 * 140))
+    prompts = load * workers / cost.prefill_seconds(800)
     parts = [(answers, ANSWERS), (prompts, PROMPTS), (answers, ANSWERS)]
     line = " + ".join(f"poisson:rate={rate:.3f},duration={phase_s:g},lengths={lengths}" for rate, lengths in parts)
     names = ("long answers", "long prompts", "long answers")
@@ -151,34 +172,45 @@ def lost(outcome: Outcome, workload: Workload) -> int:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--phase", "phase_s", type=click.FloatRange(5.0, 600.0), default=30.0, show_default=True, help="Seconds.")
-@click.option("--load", type=click.FloatRange(0.1, 2.0), default=0.35, show_default=True, help="Of two workers.")
+@click.option("--load", type=click.FloatRange(0.1, 2.0), default=0.4, show_default=True, help="Of all workers.")
 @click.option("--seed", type=int, default=0, show_default=True)
-def main(phase_s: float, load: float, seed: int) -> None:
+@click.option("--modelled", is_flag=True, help="Four workers that sleep as long as a device would compute.")
+def main(phase_s: float, load: float, seed: int, modelled: bool) -> None:
     """About five minutes on two cores."""
     refuse_foreign_ray(dict(os.environ))
-    first = spec("shift", None, SLO(), "off")
-    with hosted([first]) as system:
-        cost = asyncio.run(calibrated(system.endpoints["shift"]))
-    slo = promised(cost)
-    workload, phases = shifting(cost, phase_s, load, seed)
+    fleet = MODELLED if modelled else timed(REAL)
+    assert fleet.cost is not None, "it was given, or has been timed"
+    slo = promised(fleet.cost)
+    workload, phases = shifting(fleet.cost, fleet.workers, phase_s, load, seed)
     click.echo(
         f"{len(workload.arrivals)} requests in {workload.duration_s:.0f} s; a prompt token takes "
-        f"{cost.prefill_token_s * 1e3:.2f} ms, a step of eight {cost.decode_seconds(8, 1280) * 1e3:.0f} ms"
+        f"{fleet.cost.prefill_token_s * 1e3:.2f} ms, a step of eight {fleet.cost.decode_seconds(8, 1280) * 1e3:.0f} ms"
     )
     outcomes = {}
-    for mode, name in (("off", "fixed roles"), ("act", "elastic roles")):
-        with hosted([spec("shift", cost, slo, mode)]) as system:
-            outcomes[name] = asyncio.run(drive_it(system.endpoints["shift"], workload, slo, seed))
+    for mode, name in (("off", FIXED), ("act", ELASTIC)):
+        with hosted([fleet.spec(slo, mode)]) as system:
+            outcomes[name] = asyncio.run(drive_it(system.endpoints[NAME], workload, slo, seed))
     click.echo(table(outcomes, phases, slo))
-    for line in outcomes["elastic roles"].decisions:
+    for line in outcomes[ELASTIC].decisions:
         click.echo(line)
-    fixed, elastic = outcomes["fixed roles"], outcomes["elastic roles"]
+    judge(outcomes[FIXED], outcomes[ELASTIC], workload)
+
+
+def timed(fleet: Fleet) -> Fleet:
+    """With the costs of its own workers."""
+    with hosted([fleet.spec(SLO(), "off")]) as system:
+        return replace(fleet, cost=asyncio.run(calibrated(system.endpoints[NAME])))
+
+
+def judge(fixed: Outcome, elastic: Outcome, workload: Workload) -> None:
+    """Raises `ClickException` when the roles cost an answer, or a token of one."""
     differ = sum(fixed.tokens[index] != answer for index, answer in elastic.tokens.items())
+    gone = lost(elastic, workload)
     click.echo(
-        f"lost: {lost(fixed, workload)} with fixed roles, {lost(elastic, workload)} with elastic ones; "
+        f"lost: {lost(fixed, workload)} with fixed roles, {gone} with elastic ones; "
         f"{differ} of {len(elastic.tokens)} answers differ"
     )
-    if differ or lost(elastic, workload):
+    if differ or gone:
         raise click.ClickException("an answer was lost or has other tokens")
 
 

@@ -102,15 +102,13 @@ def shares(groups: Sequence[Group], mix: Mix) -> Shares:
         return Shares(math.inf, math.inf, math.inf)
     context = mix.decoded.context
     step_s, room = _steps(decoding, _wanted(mix), context)
-    speeds = [_speed(group, mix, context, step_s) for group in prompting]
-    ttft, busy = _ttft_share(prompting, speeds, mix)
+    paces = [_pace(group, mix, context, step_s) for group in prompting]
+    ttft, busy = _ttft_share(prompting, [pace.speed for pace in paces], mix)
     tpot = 0.0
     if mix.tpot_s is not None:
         most = _most_kept(decoding, mix.tpot_s, context)
         tpot = _wanted(mix) / most if most else step_s / mix.tpot_s
-        beside = any(group.role is Role.MIXED and speed for group, speed in zip(prompting, speeds, strict=True))
-        if beside:  # chunks fill a step up to what is promised
-            tpot += min(1.0, busy) * max(0.0, 1.0 - tpot)
+        tpot += min(1.0, busy) * max(0.0, max(pace.step_share for pace in paces) - tpot)
     return Shares(ttft, tpot, room)
 
 
@@ -200,21 +198,34 @@ def _alone_seconds(group: Group, mix: Mix) -> float:
     return group.cost.prefill_seconds(tokens, max(0, round(mix.prompt_tokens) - tokens))
 
 
-def _speed(group: Group, mix: Mix, context: float, step_s: float) -> float:
-    """Of prompts beside decodes that keep their promise, as a share of that without any.
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """Of prompts beside decodes: their speed as a share of that without any, and how long the steps of both then are,
+    as a share of the promise; 0 where there are none.
+    """
+
+    speed: float
+    step_share: float = 0.0
+
+
+def _pace(group: Group, mix: Mix, context: float, step_s: float) -> _Pace:
+    """Chunks fill a step up to what is promised. Where no chunk would fit, the least one breaks the promise: the engine
+    takes that much at least, so that prompts move on.
 
     A worker that does both has a decode at least: requests stay where their prompts were computed, also on a kind whose
     steps are too slow to have any if all steps took equally long.
     """
     if group.role is not Role.MIXED or mix.decoded.output_tokens <= 1.0:
-        return 1.0
+        return _Pace(1.0)
     batch = max(1, round(_batch(group, step_s, context)))
     tokens = max(1, round(mix.computed_tokens))
-    bound_s = mix.tpot_s * Adaptive.MARGIN if mix.tpot_s is not None else 2 * step_s
-    within = min(tokens, group.cost.prompt_tokens_within(bound_s, 0, (), batch, round(batch * context)))
-    if within < min(_LEAST_CHUNK, tokens):
-        return 0.0
-    return min(1.0, within / bound_s * _alone_seconds(group, mix) / tokens)
+    took_s = mix.tpot_s * Adaptive.MARGIN if mix.tpot_s is not None else 2 * step_s
+    chunk = min(tokens, group.cost.prompt_tokens_within(took_s, 0, (), batch, round(batch * context)))
+    step_share, least = 1.0, min(_LEAST_CHUNK, tokens)
+    if chunk < least:
+        chunk, took_s = least, group.cost.mixed_seconds([(least, 0)], batch, round(batch * context))
+        step_share = max(1.0, took_s / mix.tpot_s) if mix.tpot_s is not None else 1.0
+    return _Pace(min(1.0, chunk / took_s * _alone_seconds(group, mix) / tokens), step_share)
 
 
 def _over(share: float) -> float:

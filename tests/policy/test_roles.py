@@ -158,7 +158,7 @@ class Cluster:
             else:
                 name = f"{decision.pool}-new-{len(self.workers)}"
                 like = next(worker for worker in self.workers.values() if worker.pool == decision.pool)
-                self.workers[name] = structs.replace(like, name=name)
+                self.workers[name] = structs.replace(like, name=name, stats=structs.replace(like.stats, running=0))
         return made
 
 
