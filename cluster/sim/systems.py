@@ -79,10 +79,11 @@ SYSTEMS: dict[str, System] = {
     "mooncake-predictive": _mooncake("predictive early rejection", "predictive"),
     "ours": System(
         "Diptych",
-        "router by both promises, roles that follow the load",
+        "router by both promises, admission that keeps them, roles that follow the load",
         prefill={"batching": "adaptive", "max_batch_tokens": PROMPT_BATCH, **_IN_TIME},
         decode={"batching": "adaptive", "max_batch_tokens": PROMPT_BATCH, **_IN_TIME},
         routing="promise",
+        admission="promise",
         rebalance=True,
         elastic=ElasticSpec(mode="act", period_s=0.5, window_s=15.0, margin=0.05, dwell_s=1.0, cooldown_s=2.0),
     ),

@@ -12,7 +12,18 @@ from click.testing import CliRunner
 from cluster.bench.elastic import one, oracle, page, pictures, record, staleness
 from cluster.bench.elastic.__main__ import QUICK, contender, main
 from cluster.bench.elastic.campaign import measure
-from cluster.bench.elastic.contenders import OURS, Contender, View, called, case_of, colocated, named, routed, splits
+from cluster.bench.elastic.contenders import (
+    OURS,
+    ROUTERS,
+    Contender,
+    View,
+    called,
+    case_of,
+    colocated,
+    named,
+    routed,
+    splits,
+)
 from cluster.bench.elastic.oracle import Oracle
 from cluster.bench.elastic.probe import Probe
 from cluster.bench.elastic.record import KINDS, ROUTER, SYSTEM, Record
@@ -22,7 +33,7 @@ from cluster.scoring.figures import Attainment
 from cluster.sim.clock import run
 from cluster.sim.distance import Distant
 from cluster.sim.systems import SYSTEMS
-from cluster.spec import ROUTING, SpecError
+from cluster.spec import SpecError
 from tests.bench.elastic_probes import SMALL, made, pretend
 from workers.request import SLO
 from workers.stats import WorkerStats
@@ -87,7 +98,7 @@ def test_static_configurations_are_what_they_are_called() -> None:
 
 def test_a_name_says_who_it_is() -> None:
     everybody = [OURS, *splits(4), *colocated(), *named(2)]
-    for who in [*everybody, *(replace(each, routing=name) for each in everybody for name in ROUTING)]:
+    for who in [*everybody, *(replace(each, routing=name) for each in everybody for name in ROUTERS)]:
         assert called(who.name) == who
     for name in ("", "split 2", "prompts: split 2, chunk 2048", "ours on"):
         with pytest.raises(SpecError, match="nobody's name"):
@@ -97,9 +108,10 @@ def test_a_name_says_who_it_is() -> None:
 def test_routers_get_the_workers_of_the_best_static_choice() -> None:
     load, split, mixed = made("phases-a100"), Contender("distserve", 1, 1024, plain=True), Contender("vllm")
     routers = {one.routing: case_of(one, load).spec for one in routed(split, mixed)}
-    assert set(routers) == set(ROUTING)
+    assert set(routers) == set(ROUTERS)
     for name, spec in routers.items():
-        assert spec.gateway.routing == name
+        routing, _, admission = name.partition("+")
+        assert (spec.gateway.routing, spec.gateway.admission) == (routing, "promise" if admission else "none")
         assert spec.pools == case_of(split if name in ("distserve", "splitwise", "tetri") else mixed, load).spec.pools
     assert all(len(case_of(one, load).spec.pools) == 2 for one in routed(split, split))
 

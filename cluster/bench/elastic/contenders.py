@@ -15,6 +15,8 @@ PROMPT_CHUNKS = (1024, 2048, 8192)  # of a prefill worker's
 SPLIT, COLOCATED = "distserve", "sarathi"  # whose pools a static configuration has
 SPLITTING = ("distserve", "splitwise", "tetri")  # routers that are made for workers of two roles
 OUR_ROUTER = "promise"
+KEEPING = "promise+admission"  # with our admission too
+ROUTERS = (*ROUTING, KEEPING)
 _NAMED = re.compile(
     r"((?P<routing>\S+) on )?(split (?P<prefills>\d+), chunk (?P<chunk>\d+)|colocated, chunk (?P<mixed>\d+)"
     r"|(?P<system>[a-z-]+)(, split (?P<halves>\d+))?)"
@@ -26,7 +28,7 @@ class Contender:
     """A system with its settings. `prefills`: of the workers (0: colocated, or as balances the mean request).
 
     `chunk`: the step's token budget where prompts are computed; 0: the system's own. `plain`: a static configuration,
-    chunked and least-loaded, whose `system` only says which pools there are. `routing`: another router's name.
+    chunked and least-loaded, whose `system` only says which pools there are. `routing`: another of `ROUTERS`.
     """
 
     system: str
@@ -39,6 +41,11 @@ class Contender:
     def name(self) -> str:
         """`called` is its inverse."""
         return f"{self.routing} on {self._configuration}" if self.routing else self._configuration
+
+    @property
+    def is_ours_in_part(self) -> bool:
+        """Our router, with roles that stay."""
+        return self.routing in (OUR_ROUTER, KEEPING)
 
     @property
     def _configuration(self) -> str:
@@ -67,7 +74,7 @@ def named(prefills: int = 0) -> tuple[Contender, ...]:
     return tuple(Contender(name, prefills if each.is_split else 0) for name, each in SYSTEMS.items() if name != "ours")
 
 
-def routed(split: Contender, better: Contender, names: Sequence[str] = ROUTING) -> tuple[Contender, ...]:
+def routed(split: Contender, better: Contender, names: Sequence[str] = ROUTERS) -> tuple[Contender, ...]:
     """Each router by name on the better of the best static configurations; those for two roles on the best split."""
     return tuple(replace(split if name in SPLITTING else better, routing=name) for name in names)
 
@@ -121,7 +128,11 @@ def _arranged(contender: Contender, scenario: Scenario) -> ClusterSpec:
         engine["max_batch_tokens"] = max(contender.chunk, fleet.engine.max_running)
     pools = tuple(replace(pool, engine=replace(pool.engine, **engine)) for pool in spec.pools)
     routing = contender.routing or ("least-loaded" if contender.plain else spec.gateway.routing)
-    return replace(spec, pools=pools, gateway=replace(spec.gateway, routing=routing))
+    known: dict[str, Any] = (
+        {"routing": OUR_ROUTER, "admission": "promise"} if routing == KEEPING else {"routing": routing}
+    )
+    gateway = replace(spec.gateway, **known)
+    return replace(spec, pools=pools, gateway=gateway)
 
 
 def _viewed(spec: ClusterSpec, view: View) -> ClusterSpec:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from cluster.bench.elastic.contenders import CHUNKS, OUR_ROUTER, PROMPT_CHUNKS, called
+from cluster.bench.elastic.contenders import CHUNKS, KEEPING, PROMPT_CHUNKS, called
 from cluster.bench.elastic.record import (
     COLOCATED,
     ORACLE,
@@ -177,7 +177,7 @@ def _named(entry: Entry) -> str:
         case "system":
             return entry.name
         case "router":
-            return f"{'our router, roles fixed' if _is_ours_in_part(entry) else 'router'}: {entry.name}"
+            return f"{_part(entry)}: {entry.name}"
     return f"best static: {entry.name}"
 
 
@@ -221,8 +221,15 @@ def _other(result: Result, *kinds: str) -> Entry | None:
     return max(known, key=lambda each: (len(each.by_seed), each.rate), default=None)
 
 
+def _part(entry: Entry) -> str:
+    if not _is_ours_in_part(entry):
+        return "router"
+    both = called(entry.name).routing == KEEPING
+    return f"our router{' and admission' if both else ''}, roles fixed"
+
+
 def _is_ours_in_part(entry: Entry) -> bool:
-    return entry.kind == ROUTER and called(entry.name).routing == OUR_ROUTER
+    return entry.kind == ROUTER and called(entry.name).is_ours_in_part
 
 
 def _rate(result: Result, entry: Entry | None) -> str:

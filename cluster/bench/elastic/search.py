@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from cluster.bench.elastic.contenders import (
     CHUNKS,
-    OUR_ROUTER,
     OURS,
     PROMPT_CHUNKS,
+    ROUTERS,
     Contender,
     called,
     colocated,
@@ -26,7 +26,6 @@ from cluster.bench.elastic.record import COLOCATED, KINDS, ROUTER, SPLIT, SYSTEM
 from cluster.bench.elastic.record import OURS as KIND_OURS
 from cluster.bench.elastic.scenarios import Scenario
 from cluster.scoring.goodput import Attain, Map, Probes, Search, goodput
-from cluster.spec import ROUTING
 from workers.request import SLO
 
 TARGET = 0.9
@@ -51,7 +50,7 @@ class Effort:
     rung: float = 0.05
     finalists: int = 2
     systems: tuple[str, ...] = ()  # none: all
-    routers: tuple[str, ...] = ROUTING
+    routers: tuple[str, ...] = ROUTERS
     prompt_chunks: tuple[int, ...] = PROMPT_CHUNKS
     chunks: tuple[int, ...] = CHUNKS
 
@@ -143,7 +142,7 @@ def _finalists(jobs: Sequence[Job], firsts: Sequence[float | str], effort: Effor
         known = [
             (first, number)
             for number, (job, first) in enumerate(zip(jobs, firsts, strict=True))
-            if job.kind == kind and isinstance(first, float) and called(job.name).routing != OUR_ROUTER
+            if job.kind == kind and isinstance(first, float) and not called(job.name).is_ours_in_part
         ]
         if known and (effort.seeds, effort.tolerance) != (effort.few, effort.rough):
             yield max(known)[1]
