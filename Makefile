@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift autoscaler
+.PHONY: demo test test-again check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift autoscaler
 .PHONY: image image-test compare bench-outside pods
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
@@ -18,6 +18,11 @@ demo: $(READY)
 # On two processes, see tests/conftest.py. JOBS=0: in one.
 test: $(READY)
 	@$(BIN)/python -m pytest -q -n $(or $(JOBS),2) --no-loadscope-reorder
+
+# What failed in the last run, one test after the other, with the machine to itself.
+test-again: $(READY)
+	@echo "== again, alone: what failed"
+	@$(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none
 
 check: $(READY)
 	@$(BIN)/ruff check .

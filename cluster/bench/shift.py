@@ -8,7 +8,7 @@ slow each other down, which no roles can mend. Or four, modelled: all is real bu
 a device would compute. First come short prompts with long answers, then long prompts with short answers, then the first
 kind again. Printed are the promises kept before and after each shift, the decisions of the controller, and whether
 every answer has the same tokens in both runs: they are computed by different workers, so `deterministic: true` makes
-equality a matter of bits, not of luck.
+equality a matter of bits, not of luck. Modelled workers draw tokens by a request's id.
 """
 
 import asyncio
@@ -135,7 +135,7 @@ async def drive_it(endpoint: str, workload: Workload, slo: SLO, seed: int) -> Ou
         status = await client.status()
         assert status.view.model is not None, "a served cluster knows its model"
         load = Load(status.view.model.vocab_size, DEADLINE_S, len(workload.arrivals), seed=seed, slo=slo)
-        run = await drive(remembering(through(client, DEADLINE_S), tokens), workload, load)
+        run = await drive(remembering(through(client, DEADLINE_S, keep_ids=True), tokens), workload, load)
         taken = (await client.status()).decisions
     told = tuple(
         f"{each.decision.worker or each.decision.pool}: {each.decision.reason} ({each.outcome})" for each in taken

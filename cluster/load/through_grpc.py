@@ -15,14 +15,15 @@ from cluster.workload.arrivals import Workload
 from workers.request import Request
 
 
-def through(client: DiptychClient, deadline_s: float) -> Ask:
-    """A cluster's gRPC door."""
+def through(client: DiptychClient, deadline_s: float, keep_ids: bool = False) -> Ask:
+    """A cluster's gRPC door. `keep_ids`: requests have the workload's ids there too; of one load at a time only."""
 
     def ask(request: Request) -> AsyncGenerator[Queued | Accepted | TextDelta | Completed, None]:
         sampling = request.sampling
         assert sampling.max_tokens is not None and sampling.seed is not None, "a workload says both"
         return client.generate(
             request.prompt,
+            request_id=request.id if keep_ids else "",
             session=request.session,
             slo=request.slo,
             timeout_s=deadline_s,
