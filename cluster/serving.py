@@ -23,7 +23,7 @@ from cluster.policy.elastic import Elastic
 from cluster.policy.promises import Standing
 from cluster.replanning import Planner, limit_s
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
-from cluster.spec import ClusterSpec, Role
+from cluster.spec import ClusterSpec, Role, SpecError
 from cluster.steward import Decider
 from cluster.view import ClusterView, ModelView, WorkerState
 from workers.request import Request
@@ -320,7 +320,7 @@ class Serving:
             http_port = int(self.http_urls[index].rpartition(":")[2]) if self.http_urls else None
             try:
                 await gateway.call("open", self._model, int(endpoint.rpartition(":")[2]), http_port)
-            except (WorkerGone, OSError) as error:
+            except (WorkerGone, OSError, SpecError) as error:
                 logger.warning("gateway at %s is not open: %s", endpoint, error)
 
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:

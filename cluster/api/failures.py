@@ -1,11 +1,21 @@
 """A failed call's gRPC status as the client's error: the other side of `statuses`."""
 
+import re
+
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from cluster.api.errors import DiptychError
 from cluster.api.messages import seconds
+
+# What grpc says of a handshake that failed, and what it means for whoever asked.
+HANDSHAKES = (
+    ("CERTIFICATE_VERIFY_FAILED: ([^:]*)", "the certificate of {0} is not trusted ({1}); give the CA that signed it"),
+    ("(Hostname Verification)", "the certificate of {0} is for another host; ask by a name that stands in it"),
+    ("(WRONG_VERSION_NUMBER)", "{0} speaks no TLS; write grpc://{0}"),
+    ("all addresses.*(Socket closed)", "{0} closed the connection: it may want TLS (grpcs://{0}), or a certificate"),
+)
 
 
 def error_from(status: status_pb2.Status) -> DiptychError:
@@ -33,5 +43,7 @@ def error_of_call(failure: grpc.aio.AioRpcError, endpoint: str) -> DiptychError:
     details = failure.details() or "no details"
     if failure.code() is grpc.StatusCode.UNAVAILABLE:
         cause = details.rpartition(": ")[2]  # grpc puts each layer's words before it
-        details = f"nothing answers at {endpoint} ({cause}); is the cluster up, and is this its endpoint?"
+        told = f"nothing answers at {endpoint} ({cause}); is the cluster up, and is this its endpoint?"
+        found = ((re.search(pattern, details), words) for pattern, words in HANDSHAKES)
+        details = next((words.format(endpoint, match[1]) for match, words in found if match), told)
     return DiptychError(failure.code().name, details)

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import uvicorn
 
 from cluster.gateway import Gateway
+from cluster.guard import Guard
 from cluster.http.app import make_app
 from cluster.http.connection import Connection
+from cluster.http.guarded import Guarded, following
 from cluster.serving import GatewayContext
 
 KEEP_ALIVE_S = 30
@@ -22,12 +24,14 @@ PROBES = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEP
 class HttpDoor:
     """HTTP for one gateway, which stays its owner's: `drain`, then close the gateway, then `close`."""
 
-    def __init__(self, context: GatewayContext, gateway: Gateway) -> None:
+    def __init__(self, context: GatewayContext, gateway: Gateway, guard: Guard) -> None:
         self._spec = context.spec.gateway
+        self._scheme = "http" if guard.tls is None else "https"
         self._closing = False
         app = make_app(context, gateway, lambda: self._closing)
+        connection = Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut)
         config = uvicorn.Config(
-            Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut),
+            Guarded(connection, guard) if guard.has_keys else connection,
             http="h11",
             ws="none",
             lifespan="off",
@@ -35,12 +39,13 @@ class HttpDoor:
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_context_factory=None if guard.tls is None else lambda config, default: following(guard),
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def open(self) -> str:
-        """Listen; answer "http://host:port". Raises OSError when the port cannot be had."""
+        """Listen; answer "http://host:port", or "https://..." with TLS. Raises OSError when the port cannot be had."""
         assert self._spec.http_port is not None, "a door is made for a port"
         listener = _listen(self._spec.host, self._spec.http_port)
         port = listener.getsockname()[1]
@@ -50,7 +55,8 @@ class HttpDoor:
         starting.cancel()
         if self._serving.done():
             self._serving.result()
-        return f"http://[{self._spec.host}]:{port}" if ":" in self._spec.host else f"http://{self._spec.host}:{port}"
+        host = f"[{self._spec.host}]" if ":" in self._spec.host else self._spec.host
+        return f"{self._scheme}://{host}:{port}"
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, and let running ones end for `grace_s`."""
