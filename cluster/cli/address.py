@@ -1,0 +1,61 @@
+"""Where a gateway is and how to get in: the options of every command that asks one.
+
+A key is never an argument: it would stand in the shell's history and in the list of processes.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import click
+
+from cluster.api.access import Access
+
+ENDPOINT = click.option(
+    "--endpoint",
+    default="127.0.0.1:50051",
+    show_default=True,
+    envvar="DIPTYCH_ENDPOINT",
+    metavar="ADDRESS",
+    help="HOST:PORT, or grpcs://HOST:PORT of a gateway with TLS.",
+)
+FILE = click.Path(exists=True, dir_okay=False)
+ACCESS = (
+    click.option("--ca", type=FILE, envvar="DIPTYCH_CA", help="Authorities that may have signed its certificate."),
+    click.option("--cert", type=FILE, envvar="DIPTYCH_CERT", help="A certificate to show to it."),
+    click.option("--cert-key", type=FILE, envvar="DIPTYCH_CERT_KEY", help="The key of --cert."),
+    click.option(
+        "--key-file",
+        type=FILE,
+        envvar="DIPTYCH_KEY_FILE",
+        help="The first line in it is the API key. [default: the key in DIPTYCH_API_KEY]",
+    ),
+)
+
+
+def accessed(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of `ACCESS`; the command gets them as `access`."""
+
+    @wraps(command)
+    def with_access(
+        *args: Any, ca: str | None, cert: str | None, cert_key: str | None, key_file: str | None, **options: Any
+    ) -> None:
+        if (cert is None) != (cert_key is None):
+            raise click.UsageError("--cert and --cert-key come together; give both")
+        key = None if key_file is None else _first_key(key_file)
+        command(*args, access=Access(ca, cert, cert_key, key), **options)
+
+    for option in reversed(ACCESS):
+        with_access = option(with_access)
+    return with_access
+
+
+def addressed(command: Callable[..., None]) -> Callable[..., None]:
+    """The same and `endpoint`."""
+    return ENDPOINT(accessed(command))
+
+
+def _first_key(path: str) -> str:
+    from cluster.guard import read_keys
+
+    return read_keys(path)[0]
