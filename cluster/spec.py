@@ -272,6 +272,11 @@ class GatewaySpec:
             raise ValueError(f"placement_timeout_s is {self.placement_timeout_s}; it must be above 0")
         self._check_access()
 
+    @property
+    def names_files(self) -> bool:
+        """Whether there are certificates or keys to read."""
+        return self.tls_cert_file is not None or self.api_keys_file is not None
+
     def _check_access(self) -> None:
         for name in ("tls_cert_file", "tls_key_file", "tls_client_ca_file", "api_keys_file"):
             path = getattr(self, name)

@@ -2,6 +2,7 @@
 
 import logging
 import ssl
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -15,10 +16,12 @@ from cluster.api.access import Access
 from cluster.api.blocking import BlockingClient
 from cluster.api.client import DiptychClient
 from cluster.api.errors import DiptychError
-from cluster.doors import Doors
+from cluster.doors import Doors, open_doors
 from cluster.guard import LOOK_S
+from cluster.serving import serve
 from cluster.spec import Role, SpecError
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
+from tests.cluster.local import split_spec
 from tests.http.guarded import KEY, Files, Guarded, guarded
 
 HANDSHAKE_FAILED = (httpx2.ConnectError, httpx2.RemoteProtocolError, httpx2.ReadError)
@@ -278,6 +281,16 @@ def test_what_cannot_be_used_is_said_before_the_doors_open(files: Files, wrong: 
     told = str(caught.value)
     assert told.startswith(f"gateway.{option}: ") and words in told and "\n" not in told
     assert "short-secret" not in told and "a-key-long-enough" not in told
+
+
+async def test_a_cluster_is_not_loaded_for_gateways_that_cannot_open(files: Files) -> None:
+    """Where the gateway runs, which whoever serves may not see."""
+    made = split_spec()
+    spec = replace(made, gateway=replace(made.gateway, api_keys_file=f"{files.folder}/nowhere"))
+    told: list[str] = []
+    with pytest.raises(SpecError, match=r"nowhere cannot be read \(No such file or directory\)"):
+        await serve(spec, door=open_doors, runtime="local", progress=told.append)
+    assert told == []
 
 
 async def test_a_client_s_certificate_needs_its_key(files: Files) -> None:
