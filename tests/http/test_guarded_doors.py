@@ -1,5 +1,6 @@
 """TLS, client certificates and keys at both doors, with real certificates, the real SDK and real handshakes."""
 
+import asyncio
 import logging
 import ssl
 from dataclasses import replace
@@ -10,7 +11,7 @@ import httpx2
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from openai import AuthenticationError
+from openai import APIConnectionError, AsyncOpenAI, AuthenticationError
 
 from cluster.api.access import Access
 from cluster.api.blocking import BlockingClient
@@ -139,6 +140,19 @@ async def test_a_stranger_is_not_trusted(files: Files) -> None:
                 await client.get("/health")
 
 
+async def test_the_sdk_learns_of_an_authority_by_the_environment(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    async with guarded(FakeDispatcher(), **files.tls, **files.keys) as door:
+        for ca in (files.clients.ca, files.servers.ca):
+            monkeypatch.setenv("SSL_CERT_FILE", str(ca))
+            async with AsyncOpenAI(base_url=f"{door.url}/v1", api_key=KEY, max_retries=0) as sdk:
+                if ca == files.clients.ca:
+                    with pytest.raises(APIConnectionError):
+                        await sdk.models.list()
+                else:
+                    assert [model.id async for model in sdk.models.list()] == ["bytes"]
+
+
 async def test_another_host_s_certificate_is_not_trusted(files: Files) -> None:
     files.servers.sign("server", "elsewhere.example")
     async with guarded(FakeDispatcher(), **files.tls) as door:
@@ -223,6 +237,13 @@ async def test_no_session_is_taken_up_where_certificates_are_asked_for(files: Fi
     own = files.clients.sign("client")
     async with guarded(FakeDispatcher(), **files.mutual) as door:
         context = Access(files.servers.ca, own.cert, own.key).context()
+        host, _, port = door.url.removeprefix("https://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        session = writer.get_extra_info("ssl_object").session
+        assert not session.has_ticket, "a ticket would come before the answer"
+        writer.close()
         context.maximum_version = ssl.TLSVersion.TLSv1_2
         async with httpx2.AsyncClient(base_url=door.url, verify=context, trust_env=False) as client:
             with pytest.raises(HANDSHAKE_FAILED):
