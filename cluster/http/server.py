@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.gateway import Gateway
 from cluster.guard import Guard
@@ -17,6 +18,7 @@ from cluster.serving import GatewayContext
 
 KEEP_ALIVE_S = 30
 CUT_S = 0.5  # for the last words of requests that were cut
+LINGER_S = 2.0  # for the last word of a TLS client
 # A peer on a dead network is noticed, as over gRPC: after so many silent seconds it is asked, so often, so many times.
 PROBES = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 2))
 
@@ -32,7 +34,7 @@ class HttpDoor:
         connection = Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut)
         config = uvicorn.Config(
             Guarded(connection, guard) if guard.has_keys else connection,
-            http="h11",
+            http="h11" if guard.tls is None else _Tls,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -81,6 +83,22 @@ class HttpDoor:
             peer = connection.transport.get_extra_info("peername") or ()
             if client is None or peer[:2] == client:
                 connection.transport.abort()
+
+
+class _Tls(H11Protocol):
+    """uvicorn's; but a client at rest answers no last word of TLS, and is not waited for."""
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._linger()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._linger()
+
+    def _linger(self) -> None:
+        if self.transport.is_closing():
+            self.loop.call_later(LINGER_S, self.transport.abort)
 
 
 class _Server(uvicorn.Server):

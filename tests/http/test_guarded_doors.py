@@ -250,6 +250,21 @@ async def test_no_session_is_taken_up_where_certificates_are_asked_for(files: Fi
                 await client.get("/health")
 
 
+async def test_a_client_at_rest_does_not_hold_a_closing_door(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.http.server.LINGER_S", 0.1)
+    dispatcher = FakeDispatcher(step_s=0.05)
+    access = Access(files.servers.ca)
+    async with guarded(dispatcher, **files.tls) as door, door.http(access) as resting, door.http(access) as asking:
+        assert (await resting.get("/health")).status_code == 200
+        body = {"prompt": "abc", "max_tokens": 20}
+        answering = asyncio.create_task(asking.post("/v1/completions", json=body))
+        while not dispatcher.running:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(25.0):
+            await door.doors.close(60.0)
+        assert (await answering).json()["usage"]["completion_tokens"] == 20
+
+
 async def test_keys_come_and_go_while_connections_stay(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     new = "another-key-of-this-length"
     async with guarded(FakeDispatcher(), **files.tls, **files.keys) as door:
