@@ -1,11 +1,14 @@
 """What a client shows and trusts where a gateway is guarded. Free of grpc, so that the command line can make one."""
 
 import os
-import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster.api.errors import DiptychError
+
+if TYPE_CHECKING:
+    import ssl
 
 KEY_VARIABLE = "DIPTYCH_API_KEY"
 
@@ -39,8 +42,10 @@ class Access:
     def has_files(self) -> bool:
         return self.ca_file is not None or self.cert_file is not None
 
-    def context(self) -> ssl.SSLContext:
+    def context(self) -> "ssl.SSLContext":
         """For an HTTP client. Raises OSError."""
+        import ssl  # slow to load, and few commands need it
+
         context = ssl.create_default_context(cafile=None if self.ca_file is None else str(self.ca_file))
         if self.cert_file is not None and self.key_file is not None:
             context.load_cert_chain(self.cert_file, self.key_file)
