@@ -27,7 +27,7 @@ from cluster.api.access import Access
 from cluster.api.admin_messages import ROLES, decisions_from, measure_message, timings_from, view_from
 from cluster.api.again import Received, Retry, Tries
 from cluster.api.channel import host_port, open_channel
-from cluster.api.errors import DiptychError
+from cluster.api.errors import NO_HANDSHAKE, DiptychError
 from cluster.api.failures import error_from, error_of_call
 from cluster.api.history_messages import recent_from, window_from
 from cluster.api.messages import SamplingOptions, duration_of, events_from, sampling_message, slo_message
@@ -278,16 +278,24 @@ class DiptychClient:
         """Return when workers for both phases are ready; the server itself may still be starting."""
         request = health_pb2.HealthCheckRequest(service=INFERENCE)
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                aclosing(self._messages(self._health.Watch(request, wait_for_ready=True))) as answers,
-            ):
-                async for answer in answers:
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
+            async with asyncio.timeout(timeout_s):
+                await self._shake_hands(request)
+                async with aclosing(self._messages(self._health.Watch(request, wait_for_ready=True))) as answers:
+                    async for answer in answers:
+                        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                            return
         except TimeoutError:
             raise DiptychError("DEADLINE_EXCEEDED", f"{self.endpoint} was not ready after {timeout_s:g} s") from None
         raise DiptychError("UNAVAILABLE", f"{self.endpoint} is shutting down")
+
+    async def _shake_hands(self, request: health_pb2.HealthCheckRequest) -> None:
+        """A call without patience: where no handshake comes about now, none will by waiting. Raises `DiptychError`."""
+        try:
+            with self._errors():
+                await self._health.Check(request)
+        except DiptychError as failure:
+            if failure.reason == NO_HANDSHAKE:
+                raise
 
     def _request(
         self,

@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from openai import APIConnectionError, AsyncOpenAI, AuthenticationError
 
 from cluster.api.access import Access
+from cluster.api.again import may_pass
 from cluster.api.blocking import BlockingClient
 from cluster.api.client import DiptychClient
 from cluster.api.errors import DiptychError
@@ -135,6 +136,10 @@ async def test_a_stranger_is_not_trusted(files: Files) -> None:
     async with guarded(FakeDispatcher(), **files.tls) as door:
         error = await refusal(door, Access(files.clients.ca))
         assert error.code == "UNAVAILABLE" and "is not trusted (unable to get local issuer" in error.message
+        assert error.reason == "NO_HANDSHAKE" and not may_pass(error)
+        async with door.grpc(Access(files.clients.ca)) as client:
+            with pytest.raises(DiptychError, match="is not trusted"):
+                await client.wait_ready(600.0)
         async with door.http(Access(files.clients.ca)) as client:
             with pytest.raises(httpx2.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                 await client.get("/health")
