@@ -277,6 +277,11 @@ class GatewaySpec:
         """Whether there are certificates or keys to read."""
         return self.tls_cert_file is not None or self.api_keys_file is not None
 
+    @property
+    def grpc_scheme(self) -> str:
+        """Before an address for clients."""
+        return "grpc" if self.tls_cert_file is None else "grpcs"
+
     def _check_access(self) -> None:
         for name in ("tls_cert_file", "tls_key_file", "tls_client_ca_file", "api_keys_file"):
             path = getattr(self, name)

@@ -1,8 +1,9 @@
-"""Where a gateway is and how to get in: the options of every command that asks one.
+"""Where a gateway is and how to get in: the options of every command that asks one, and of those that open one.
 
 A key is never an argument: it would stand in the shell's history and in the list of processes.
 """
 
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -31,6 +32,29 @@ ACCESS = (
         help="The first line in it is the API key. [default: the key in DIPTYCH_API_KEY]",
     ),
 )
+
+FILES = (
+    ("--tls-cert-file", "The gateway's certificate: TLS at both doors, see docs/security.md."),
+    ("--tls-key-file", "Its key."),
+    ("--tls-client-ca-file", "Authorities: clients must show a certificate of one of them."),
+    ("--api-keys-file", "API keys, one a line: requests must carry one of them."),
+)
+
+
+def filed(command: Callable[..., None]) -> Callable[..., None]:
+    """Options for what guards a gateway. The command gets those given as `files`, by their names in a cluster file."""
+    names = [option.removeprefix("--").replace("-", "_") for option, _ in FILES]
+
+    @wraps(command)
+    def with_files(*args: Any, **options: Any) -> None:
+        given = {name: options.pop(name) for name in names}
+        # Links are not followed: one that is turned to another file is a renewal.
+        files = {name: os.path.abspath(path) for name, path in given.items() if path is not None}
+        command(*args, files=files, **options)
+
+    for option, words in reversed(FILES):
+        with_files = click.option(option, type=click.Path(dir_okay=False), metavar="FILE", help=words)(with_files)
+    return with_files
 
 
 def accessed(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,12 +1,11 @@
 """`diptych serve`: a cluster from a YAML file, until it is told to stop."""
 
-import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
 
+from cluster.cli.address import filed
 from cluster.cli.lifetime import check_doors, run, running_cluster, with_files, with_http, with_port
 from cluster.cli.screen import progress_bar
 
@@ -14,24 +13,12 @@ if TYPE_CHECKING:
     from cluster.spec import ClusterSpec
 
 
-def _absolute(ctx: click.Context, option: click.Parameter, path: str | None) -> str | None:
-    """Links are not followed: one that is turned to another file is a renewal."""
-    return None if path is None else os.path.abspath(path)
-
-
-def _file(option: str, words: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return click.option(option, type=click.Path(dir_okay=False), callback=_absolute, metavar="FILE", help=words)
-
-
 @click.command()
 @click.option("-f", "--file", metavar="YAML", help="The cluster's description; without it, one prefill + one decode.")
 @click.option("--model", help="Serve this model instead: a name from `diptych models list`, a path, or owner/name.")
 @click.option("--port", type=click.IntRange(0, 65535), help="gRPC port; 0 takes any free one.")
 @click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port, see docs/http.md; 0 takes any free one.")
-@_file("--tls-cert-file", "The gateway's certificate: TLS at both doors, see docs/security.md.")
-@_file("--tls-key-file", "Its key.")
-@_file("--tls-client-ca-file", "Authorities: clients must show a certificate of one of them.")
-@_file("--api-keys-file", "API keys, one a line: requests must carry one of them.")
+@filed
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="Of every process; logs go to standard error.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True)
 def serve(
@@ -41,7 +28,7 @@ def serve(
     http_port: int | None,
     log_format: str | None,
     runtime: str,
-    **access: str | None,
+    files: dict[str, str],
 ) -> None:
     """Bring a cluster up and keep it until Ctrl-C.
 
@@ -65,8 +52,7 @@ def serve(
         spec = with_http(spec, http_port)
     if log_format is not None:
         spec = replace(spec, logs=replace(spec.logs, format=log_format))
-    given = {name: path for name, path in access.items() if path is not None}
-    spec = with_files(spec, given)
+    spec = with_files(spec, files)
     begin(spec.logs, "serve")
     check_doors(spec)
     fetch_model(spec)
@@ -98,9 +84,8 @@ def fetch_model(spec: "ClusterSpec") -> None:
 
 async def _serve(spec: "ClusterSpec", runtime: str) -> None:
     async with running_cluster(spec, runtime, click.echo) as serving:
-        scheme = "grpc" if spec.gateway.tls_cert_file is None else "grpcs"
         for endpoint in serving.endpoints:
-            click.echo(f"ready: {scheme}://{endpoint}")
+            click.echo(f"ready: {spec.gateway.grpc_scheme}://{endpoint}")
         for url in serving.http_urls:
             click.echo(f"ready: {url}/v1")
         await serving.wait_closed()

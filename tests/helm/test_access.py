@@ -1,5 +1,6 @@
 """A guarded gateway in the chart: files are mounted and named, probes can ask it, its own clients get in."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -7,18 +8,19 @@ from chart import CHART, TOKEN, Object, of_kind, pods, refusal, rendered, values
 from programs import run
 
 from cluster.cli import main
+from cluster.cli.address import FILES
 
 HTTP = ("--set", "cluster.gateway.http_port=8000")
 GUARDED = ("native-guarded", "native-mutual-tls", "kuberay-guarded")
 
 
-def serving(objects: tuple[Object, ...]) -> tuple[str, Object]:
-    """The words of `diptych serve`, and the pod in which its gateways run."""
+def serving(objects: tuple[Object, ...]) -> tuple[list[str], Object]:
+    """The words of the `diptych` that opens gateways, and the pod in which they run."""
     found = dict(pods(objects))
     for job in of_kind(objects, "RayJob"):
-        return job["spec"]["entrypoint"].partition("diptych serve ")[2].rstrip("'"), found["head"]
+        return job["spec"]["entrypoint"].partition("exec diptych ")[2].rstrip("'").split(), found["head"]
     pod = found["release-diptych-gateway"]
-    return pod["containers"][0]["command"][-1].partition("diptych serve ")[2], pod
+    return pod["containers"][0]["command"][-1].partition("exec diptych ")[2].split(), pod
 
 
 def secret_of(pod: Object, path: str) -> tuple[str, str]:
@@ -41,12 +43,9 @@ def probes(objects: tuple[Object, ...]) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", GUARDED)
 def test_serve_is_told_of_files_that_are_mounted(name: str) -> None:
-    words, pod = serving(rendered(values(name)))
-    file, *options = words.split()[1:]
-    assert file == "/etc/diptych/cluster.yaml"
-    known = {each for parameter in main.commands["serve"].params for each in parameter.opts}
-    given = dict(zip(options[::2], options[1::2], strict=True))
-    assert given.keys() <= known
+    (command, *options), pod = serving(rendered(values(name)))
+    given = {option: path for option, path in pairwise(options) if option in dict(FILES)}
+    assert given.keys() <= {each for parameter in main.commands[command].params for each in parameter.opts}
     found = {option: secret_of(pod, path) for option, path in given.items()}
     expected = {"--tls-cert-file": ("certificate", "tls.crt"), "--tls-key-file": ("certificate", "tls.key")}
     if name != "native-guarded":
