@@ -64,7 +64,7 @@ autoscaler: $(READY)
 
 # The pods of the chart as processes in network namespaces, up to an answered prompt: a minute or two, as root.
 pods: $(READY)
-	@DIPTYCH_PODS=1 $(BIN)/python -m pytest -q tests/helm/test_processes.py
+	@DIPTYCH_PODS=1 $(BIN)/python -m pytest -q tests/helm/test_processes.py tests/helm/test_guarded_processes.py
 
 # The image, under the name that the chart asks for. BUILDER="buildah bud", ARGS="--build-arg BASE_IMAGE=...".
 image:

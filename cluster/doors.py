@@ -43,7 +43,7 @@ class Doors:
     async def _open_http(self) -> None:
         from cluster.http.server import HttpDoor
 
-        http = HttpDoor(self._context, self._grpc.gateway)
+        http = HttpDoor(self._context, self._grpc.gateway, self._grpc.guard)
         self._http_url = await http.open()
         self._http = http
 

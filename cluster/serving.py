@@ -16,6 +16,7 @@ from cluster.changes import Memory, Taken
 from cluster.controller import Controller
 from cluster.dispatcher import Dispatcher
 from cluster.events import Event
+from cluster.guard import Guard
 from cluster.history import Recent, Window
 from cluster.members import Membership
 from cluster.planner_process import ChildPlanner
@@ -23,7 +24,7 @@ from cluster.policy.elastic import Elastic
 from cluster.policy.promises import Standing
 from cluster.replanning import Planner, limit_s
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
-from cluster.spec import ClusterSpec, Role
+from cluster.spec import ClusterSpec, Role, SpecError
 from cluster.steward import Decider
 from cluster.view import ClusterView, ModelView, WorkerState
 from workers.request import Request
@@ -37,6 +38,7 @@ KEEP_ALIVE_S = 2.0
 ORPHAN_AFTER_S = 20.0  # a cluster whose server vanished without a word stops by itself
 CLOSE_GRACE_S = 1.0
 SAMPLE_S = 1.0
+CHECK_S = 120.0  # a gateway's process may be slow to come
 
 
 class RequestDispatcher(Protocol):
@@ -147,6 +149,10 @@ class GatewayService:
         self._endpoint = ""
         self._tasks: list[asyncio.Task[None]] = []
 
+    async def check_files(self) -> None:
+        """Whether the files of certificates and keys can be used where this gateway runs. Raises `SpecError`."""
+        Guard(self._spec.gateway)
+
     async def open(self, model: ModelView, port: int, http_port: int | None = None) -> str:
         """Listen on these ports (0: any); again, or after a restart, it answers the endpoint there is."""
         if self._dispatcher is None:
@@ -253,6 +259,8 @@ class Serving:
             self._gateways.append(
                 await self.runtime.start_service(name, GatewayService, name, spec, self._controller, door)
             )
+        if spec.gateway.names_files:  # rather than after the model is loaded
+            await asyncio.gather(*(gateway.call("check_files", timeout_s=CHECK_S) for gateway in self._gateways))
         progress(f"starting {replicas} worker{'s' * (replicas != 1)}: loading {spec.model}")
         model = await self._ready(progress)
         for index, gateway in enumerate(self._gateways):
@@ -320,7 +328,7 @@ class Serving:
             http_port = int(self.http_urls[index].rpartition(":")[2]) if self.http_urls else None
             try:
                 await gateway.call("open", self._model, int(endpoint.rpartition(":")[2]), http_port)
-            except (WorkerGone, OSError) as error:
+            except (WorkerGone, OSError, SpecError) as error:
                 logger.warning("gateway at %s is not open: %s", endpoint, error)
 
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:

@@ -186,7 +186,7 @@ class GatewaySpec:
     replicas: int = 1
     """Gateways. Limits and shares hold in each one by itself."""
     host: str = "127.0.0.1"
-    """Address to listen at. `0.0.0.0` opens it to the network, without TLS and without authentication."""
+    """Address to listen at. `0.0.0.0` opens it to the network: docs/security.md has what guards it there."""
     grpc_port: int = 50051
     """0: any free port. The second gateway has the next one."""
     max_requests: int = 256
@@ -225,6 +225,16 @@ class GatewaySpec:
     """Ended requests that a gateway remembers for `diptych trace`. 0: none."""
     trace_s: float = 600.0
     """How long it remembers them."""
+    tls_cert_file: str | None = None
+    """PEM file with the gateway's certificate and those between it and its authority: TLS at both doors, see
+    docs/security.md. Files are read where the gateway runs, and again when they change.
+    """
+    tls_key_file: str | None = None
+    """PEM file with the certificate's key, without a password."""
+    tls_client_ca_file: str | None = None
+    """PEM file with authorities: clients must show a certificate that one of them signed."""
+    api_keys_file: str | None = None
+    """File with API keys, one a line: requests must carry one of them."""
 
     def __post_init__(self) -> None:
         for name, known in (("routing", ROUTING), ("admission", ADMISSION)):
@@ -260,6 +270,29 @@ class GatewaySpec:
             raise ValueError(f"cache_news_s is {self.cache_news_s}; it must be above 0")
         if not self.placement_timeout_s > 0:
             raise ValueError(f"placement_timeout_s is {self.placement_timeout_s}; it must be above 0")
+        self._check_access()
+
+    @property
+    def names_files(self) -> bool:
+        """Whether there are certificates or keys to read."""
+        return self.tls_cert_file is not None or self.api_keys_file is not None
+
+    @property
+    def grpc_scheme(self) -> str:
+        """Before an address for clients."""
+        return "grpc" if self.tls_cert_file is None else "grpcs"
+
+    def _check_access(self) -> None:
+        for name in ("tls_cert_file", "tls_key_file", "tls_client_ca_file", "api_keys_file"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_absolute():
+                raise ValueError(f"{name} {path!r} is read where the gateway runs, so it must begin with /")
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            missing = "tls_key_file" if self.tls_key_file is None else "tls_cert_file"
+            raise ValueError(f"tls_cert_file and tls_key_file come together; give {missing} too")
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            needs = "a client shows its certificate to a server with one"
+            raise ValueError(f"tls_client_ca_file: {needs}; give tls_cert_file and tls_key_file too")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ LAYERS = [
     ["workers.executor", "workers.worker"],
     ["workers.build"],
     ["cluster.spec"],
-    ["cluster.runtime", "cluster.view", "cluster.ledger", "cluster.workload", "cluster.logs"],
+    ["cluster.runtime", "cluster.view", "cluster.ledger", "cluster.workload", "cluster.logs", "cluster.guard"],
     ["cluster.pool", "cluster.policy", "cluster.members", "cluster.events", "cluster.scoring", "cluster.changes"],
     ["cluster.replanning", "cluster.planner_process"],
     [

@@ -7,7 +7,7 @@ beginning, and what the caller has is compared and left out. Knows no wire and n
 import random
 from dataclasses import dataclass, replace
 
-from cluster.api.errors import DiptychError
+from cluster.api.errors import NO_HANDSHAKE, DiptychError
 from cluster.text import TextDelta
 
 
@@ -61,7 +61,9 @@ class Tries:
 
 def may_pass(failure: DiptychError) -> bool:
     """Whether the same call may work later. A message too large is RESOURCE_EXHAUSTED, too, but says no time."""
-    return failure.code == "UNAVAILABLE" or (failure.code == "RESOURCE_EXHAUSTED" and failure.retry_after_s is not None)
+    if failure.code == "UNAVAILABLE":
+        return failure.reason != NO_HANDSHAKE
+    return failure.code == "RESOURCE_EXHAUSTED" and failure.retry_after_s is not None
 
 
 class Received:

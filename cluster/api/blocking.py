@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Seque
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
+from cluster.api.access import Access
 from cluster.api.again import Retry
 from cluster.api.client import Answer, ClusterStatus, DiptychClient, Messages, Prompt
 from cluster.api.errors import DiptychError
@@ -44,11 +45,15 @@ class RequestOptions(BatchOptions, total=False):
 class BlockingClient:
     """One connection and its thread. Close it, best with `with`. What waits, Ctrl-C ends, in the cluster as well."""
 
-    def __init__(self, endpoint: str, *, retry: Retry | None = None) -> None:
+    def __init__(self, endpoint: str, *, retry: Retry | None = None, access: Access | None = None) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="diptych-client", daemon=True)
         self._thread.start()
-        self._client = self._wait(_connected(endpoint, retry))
+        try:
+            self._client = self._wait(_connected(endpoint, retry, access))
+        except BaseException:
+            self._end()
+            raise
 
     @property
     def endpoint(self) -> str:
@@ -67,6 +72,9 @@ class BlockingClient:
         if self._loop.is_closed():
             return
         self._wait(self._client.close())
+        self._end()
+
+    def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -138,8 +146,8 @@ class BlockingClient:
                 self._wait(events.aclose())
 
 
-async def _connected(endpoint: str, retry: Retry | None) -> DiptychClient:
-    return DiptychClient(endpoint, retry=retry)
+async def _connected(endpoint: str, retry: Retry | None, access: Access | None) -> DiptychClient:
+    return DiptychClient(endpoint, retry=retry, access=access)
 
 
 async def _next(events: AsyncGenerator[T, None]) -> T | None:

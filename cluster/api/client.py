@@ -5,6 +5,7 @@ async with DiptychClient("127.0.0.1:50051") as client:
         if isinstance(event, TextDelta):
             print(event.text, end="")
 
+At `grpcs://HOST:PORT` it speaks TLS; `access=Access(ca_file=..., api_key=...)` says whom it trusts and what it shows.
 With `retry=Retry()` a call that may work later is tried again, and a stream that broke goes on where it was. Programs
 without an event loop take `cluster.api.blocking.BlockingClient`.
 """
@@ -22,14 +23,16 @@ from typing import Any, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.api.access import Access
 from cluster.api.admin_messages import ROLES, decisions_from, measure_message, timings_from, view_from
 from cluster.api.again import Received, Retry, Tries
-from cluster.api.errors import DiptychError
+from cluster.api.channel import host_port, open_channel
+from cluster.api.errors import NO_HANDSHAKE, DiptychError
 from cluster.api.failures import error_from, error_of_call
 from cluster.api.history_messages import recent_from, window_from
 from cluster.api.messages import SamplingOptions, duration_of, events_from, sampling_message, slo_message
 from cluster.api.standing_messages import standing_from
-from cluster.api.wire import INFERENCE, KEEPALIVE, MESSAGE_SIZES, RECONNECTING
+from cluster.api.wire import INFERENCE
 from cluster.changes import Taken
 from cluster.events import Accepted, Completed, Queued
 from cluster.history import Recent, Window
@@ -86,15 +89,14 @@ class DiptychClient:
 
     `retry` is for requests and for what only looks; changes of the cluster are never tried twice. None: every failure
     is told at once. A request that is tried again has `.1`, `.2`, ... behind its id; Accepted tells it.
+
+    `access` is for guarded gateways; None: the system's authorities, and the key of DIPTYCH_API_KEY if there is one.
     """
 
-    def __init__(self, endpoint: str, *, retry: Retry | None = None) -> None:
-        self.endpoint = endpoint.removeprefix("grpc://")
+    def __init__(self, endpoint: str, *, retry: Retry | None = None, access: Access | None = None) -> None:
+        self.endpoint = host_port(endpoint)
         self._retry = retry
-        options: list[tuple[str, Any]] = [*MESSAGE_SIZES, *KEEPALIVE, *RECONNECTING]
-        if self.endpoint.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]"):
-            options.append(("grpc.enable_http_proxy", 0))  # no proxy can reach this very machine
-        self._channel = grpc.aio.insecure_channel(self.endpoint, options=options)
+        self._channel = open_channel(endpoint, access or Access())
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -276,16 +278,24 @@ class DiptychClient:
         """Return when workers for both phases are ready; the server itself may still be starting."""
         request = health_pb2.HealthCheckRequest(service=INFERENCE)
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                aclosing(self._messages(self._health.Watch(request, wait_for_ready=True))) as answers,
-            ):
-                async for answer in answers:
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
+            async with asyncio.timeout(timeout_s):
+                await self._shake_hands(request)
+                async with aclosing(self._messages(self._health.Watch(request, wait_for_ready=True))) as answers:
+                    async for answer in answers:
+                        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                            return
         except TimeoutError:
             raise DiptychError("DEADLINE_EXCEEDED", f"{self.endpoint} was not ready after {timeout_s:g} s") from None
         raise DiptychError("UNAVAILABLE", f"{self.endpoint} is shutting down")
+
+    async def _shake_hands(self, request: health_pb2.HealthCheckRequest) -> None:
+        """A call without patience: where no handshake comes about now, none will by waiting. Raises `DiptychError`."""
+        try:
+            with self._errors():
+                await self._health.Check(request)
+        except DiptychError as failure:
+            if failure.reason == NO_HANDSHAKE:
+                raise
 
     def _request(
         self,

@@ -1,5 +1,7 @@
 """The one error of the public client. Free of grpc, so that the command line can name it without loading grpc."""
 
+NO_HANDSHAKE = "NO_HANDSHAKE"  # the reason where TLS cannot come about
+
 
 class DiptychError(Exception):
     """A call failed. `code` is the gRPC status's name, such as "INVALID_ARGUMENT".

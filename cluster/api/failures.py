@@ -1,11 +1,21 @@
 """A failed call's gRPC status as the client's error: the other side of `statuses`."""
 
+import re
+
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from cluster.api.errors import DiptychError
+from cluster.api.errors import NO_HANDSHAKE, DiptychError
 from cluster.api.messages import seconds
+
+# What grpc says of a handshake that failed, and what it means for whoever asked. Waiting mends none of them.
+HANDSHAKES = (
+    ("CERTIFICATE_VERIFY_FAILED: ([^:]*)", "the certificate of {0} is not trusted ({1}); give the CA that signed it"),
+    ("(Hostname Verification)", "the certificate of {0} is for another host; ask by a name that stands in it"),
+    ("(WRONG_VERSION_NUMBER)", "{0} speaks no TLS; write grpc://{0}"),
+)
+CLOSED = re.compile("all addresses.*Socket closed")
 
 
 def error_from(status: status_pb2.Status) -> DiptychError:
@@ -31,7 +41,14 @@ def error_of_call(failure: grpc.aio.AioRpcError, endpoint: str) -> DiptychError:
     if status is not None:
         return error_from(status)
     details = failure.details() or "no details"
-    if failure.code() is grpc.StatusCode.UNAVAILABLE:
-        cause = details.rpartition(": ")[2]  # grpc puts each layer's words before it
-        details = f"nothing answers at {endpoint} ({cause}); is the cluster up, and is this its endpoint?"
-    return DiptychError(failure.code().name, details)
+    if failure.code() is not grpc.StatusCode.UNAVAILABLE:
+        return DiptychError(failure.code().name, details)
+    for pattern, words in HANDSHAKES:
+        if found := re.search(pattern, details):
+            return DiptychError("UNAVAILABLE", words.format(endpoint, found[1]), reason=NO_HANDSHAKE)
+    if CLOSED.search(details):
+        told = f"{endpoint} closed the connection: it may want TLS (grpcs://{endpoint}), or a certificate"
+        return DiptychError("UNAVAILABLE", told)
+    cause = details.rpartition(": ")[2]  # grpc puts each layer's words before it
+    told = f"nothing answers at {endpoint} ({cause}); is the cluster up, and is this its endpoint?"
+    return DiptychError("UNAVAILABLE", told)

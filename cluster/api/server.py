@@ -13,19 +13,25 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster.api.guarding import KeyInterceptor, credentials
 from cluster.api.health import HealthService
 from cluster.api.services import AdminService, InferenceService
 from cluster.api.wire import ADMIN, INFERENCE, KEEPALIVE, MESSAGE_SIZES
 from cluster.gateway import Gateway
+from cluster.guard import Guard
 from cluster.serving import GatewayContext
 from cluster.text import Tokenizer
 from diptych.v1 import admin_pb2_grpc, inference_pb2_grpc
 
 
 class GrpcDoor:
-    """A `Door`. Owned by its gateway process; `load_tokenizer` runs in a thread while the door opens."""
+    """A `Door`. Owned by its gateway process; `load_tokenizer` runs in a thread while the door opens.
+
+    Raises `SpecError` when a file of certificates or keys cannot be used.
+    """
 
     def __init__(self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer]) -> None:
+        self.guard = Guard(context.spec.gateway)  # another door may share it
         self._context = context
         self._load_tokenizer = load_tokenizer
         self._server: grpc.aio.Server | None = None
@@ -48,14 +54,15 @@ class GrpcDoor:
         spec = self._context.spec.gateway
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
         gateway = self._gateway = Gateway(self._context, tokenizer)
-        server = grpc.aio.server(options=_options(spec.max_requests))
+        interceptors = [KeyInterceptor(self.guard)] if self.guard.has_keys else None
+        server = grpc.aio.server(interceptors=interceptors, options=_options(spec.max_requests))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(gateway), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._context, gateway), server)
         self._health = HealthService(self._context.dispatcher, ("", INFERENCE), (ADMIN, health.SERVICE_NAME))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        port = _bind(server, spec.host, spec.grpc_port)
+        port = _bind(server, spec.host, spec.grpc_port, credentials(self.guard))
         await server.start()
         self._server = server
         return _address(spec.host, port)
@@ -98,14 +105,17 @@ def _options(max_requests: int) -> list[tuple[str, int]]:
     ]
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+    address = _address(host, port)
     try:
-        bound = server.add_insecure_port(_address(host, port))
+        bound = (
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        )
     except RuntimeError:
         bound = 0
     if bound == 0:
         number, reason = _why_not(host, port)
-        raise OSError(number, f"cannot listen on {_address(host, port)} ({reason}); choose another gateway.grpc_port")
+        raise OSError(number, f"cannot listen on {address} ({reason}); choose another gateway.grpc_port")
     return bound
 
 

@@ -16,6 +16,7 @@ from cluster.api.messages import duration_of
 from cluster.changes import ChangeRefused, ControllerAway, StaleRevision, UnknownMember
 from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
 from cluster.gateway import DuplicateRequest, GatewayClosed, RequestCancelled, UnknownModel
+from cluster.guard import KeyRefused
 from workers.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ def status_of(error: Exception, ready: bool) -> status_pb2.Status:
             return _status(code.CANCELLED, "CANCELLED", error)
         case GatewayClosed():
             return _status(code.UNAVAILABLE, "GATEWAY_CLOSED", error, retry_s=GATEWAY_RETRY_S)
+        case KeyRefused():
+            return _status(code.UNAUTHENTICATED, "INVALID_API_KEY", error)
         case StaleRevision():
             return _status(code.ABORTED, "STALE_REVISION", error)
         case UnknownMember():

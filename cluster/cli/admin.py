@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cluster.api.access import Access
+from cluster.cli.address import addressed
 from cluster.cli.screen import print_json
-from cluster.cli.talk import ENDPOINT
 from cluster.spec import Role
 
 if TYPE_CHECKING:
@@ -26,23 +27,23 @@ JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object ins
 @click.command()
 @click.argument("worker")
 @click.argument("role", type=click.Choice([role.value for role in Role]))
-@ENDPOINT
+@addressed
 @REVISION
 @JSON
-def flip(worker: str, role: str, endpoint: str, revision: int, as_json: bool) -> None:
+def flip(worker: str, role: str, endpoint: str, access: Access, revision: int, as_json: bool) -> None:
     """Give a worker another role. What runs there goes on; new work follows the new role.
 
     \b
     Example:
       diptych flip decode-1 prefill
     """
-    new = _change(endpoint, lambda client: client.flip(worker, Role(role), revision=revision))
+    new = _change(endpoint, access, lambda client: client.flip(worker, Role(role), revision=revision))
     _tell(as_json, new, f"{worker} is a {role} worker", worker=worker, role=role)
 
 
 @click.command()
 @click.argument("worker")
-@ENDPOINT
+@addressed
 @click.option(
     "--deadline",
     "deadline_s",
@@ -52,39 +53,39 @@ def flip(worker: str, role: str, endpoint: str, revision: int, as_json: bool) ->
 )
 @REVISION
 @JSON
-def drain(worker: str, endpoint: str, deadline_s: float | None, revision: int, as_json: bool) -> None:
+def drain(worker: str, endpoint: str, access: Access, deadline_s: float | None, revision: int, as_json: bool) -> None:
     """Let a worker go. It takes no new work and is stopped once it is empty; its pool has one fewer.
 
     \b
     Example:
       diptych drain decode-1 --deadline 30
     """
-    new = _change(endpoint, lambda client: client.drain(worker, deadline_s=deadline_s, revision=revision))
+    new = _change(endpoint, access, lambda client: client.drain(worker, deadline_s=deadline_s, revision=revision))
     _tell(as_json, new, f"{worker} takes no new work, and leaves when it is empty", worker=worker)
 
 
 @click.command()
 @click.argument("pool")
 @click.argument("replicas", type=click.IntRange(min=0))
-@ENDPOINT
+@addressed
 @REVISION
 @JSON
-def scale(pool: str, replicas: int, endpoint: str, revision: int, as_json: bool) -> None:
+def scale(pool: str, replicas: int, endpoint: str, access: Access, revision: int, as_json: bool) -> None:
     """Let a pool have so many workers. New ones are started; those with the least work are drained.
 
     \b
     Example:
       diptych scale decode 3 --revision 12
     """
-    new = _change(endpoint, lambda client: client.scale(pool, replicas, revision=revision))
+    new = _change(endpoint, access, lambda client: client.scale(pool, replicas, revision=revision))
     _tell(as_json, new, f"pool {pool} shall have {replicas} worker{'s' * (replicas != 1)}", pool=pool, wanted=replicas)
 
 
-def _change(endpoint: str, ask: Callable[["DiptychClient"], Awaitable[int]]) -> int:
+def _change(endpoint: str, access: Access, ask: Callable[["DiptychClient"], Awaitable[int]]) -> int:
     from cluster.api.client import DiptychClient
 
     async def change() -> int:
-        async with DiptychClient(endpoint) as client:
+        async with DiptychClient(endpoint, access=access) as client:
             return await ask(client)
 
     return asyncio.run(change())

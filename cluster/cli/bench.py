@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cluster.api.access import Access
+from cluster.cli.address import accessed
 from cluster.cli.comparison import positive_slo
 
 if TYPE_CHECKING:
@@ -22,8 +24,9 @@ SEEDS_OF_GOODPUT, SEEDS_OF_COMPARE = 3, 5
     show_default=True,
     envvar="DIPTYCH_ENDPOINT",
     metavar="ADDRESS",
-    help="grpc://HOST:PORT, or http://HOST:PORT[/v1] of any OpenAI server.",
+    help="grpc://HOST:PORT, or http://HOST:PORT[/v1] of any OpenAI server; with TLS grpcs:// and https://.",
 )
+@accessed
 @click.option("--model", default="", metavar="NAME", help="With http://: which; else the only one there is.")
 @click.option("--api-key", default="", envvar="OPENAI_API_KEY", metavar="KEY", help="With http:// (OPENAI_API_KEY).")
 @click.option("--tokenizer", type=click.Path(exists=True, file_okay=False, path_type=Path), help="With http://.")
@@ -50,6 +53,7 @@ SEEDS_OF_GOODPUT, SEEDS_OF_COMPARE = 3, 5
 def bench(
     configurations: tuple[str, ...],
     endpoint: str,
+    access: Access,
     model: str,
     api_key: str,
     tokenizer: Path | None,
@@ -104,7 +108,7 @@ def bench(
         raise click.UsageError("--goodput needs a promise: --ttft, --tpot, or both")
     wanted = seeds or (SEEDS_OF_COMPARE if compare else SEEDS_OF_GOODPUT if wants_goodput else 1)
     asked: Asked = benching.Asked(
-        target=None if compare else Target(endpoint, model, api_key, tokenizer),
+        target=None if compare else Target(endpoint, model, api_key, tokenizer, access),
         source=source or f"burst:count={count or 1},lengths={lengths or LENGTHS}",
         lengths=lengths or LENGTHS,
         concurrency=concurrency,
@@ -115,9 +119,10 @@ def bench(
         rates=rates_of(rates),
         out=out,
         as_json=as_json,
+        access=access,
     )
     if compare:
-        others = [(each, Target(each, model, api_key, tokenizer)) for each in configurations if "://" in each]
+        others = [(each, Target(each, model, api_key, tokenizer, access)) for each in configurations if "://" in each]
         benching.compare(asked, configurations, dict(others), runtime)
     elif batches is not None:
         benching.batches(asked, batches, repeats)

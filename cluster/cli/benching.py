@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from cluster.api.access import Access
 from cluster.cli.comparison import system_json, tell, write
 from cluster.cli.lifetime import run
 from cluster.cli.screen import console, print_json, progress_bar, say
@@ -50,6 +51,7 @@ class Asked:
     rates: tuple[float, ...]
     out: Path | None
     as_json: bool
+    access: Access
 
     def load(self, endpoint: "Endpoint", seed: int) -> "Load":
         from cluster.load.sending import Load
@@ -178,7 +180,7 @@ def compare(asked: Asked, configurations: Sequence[str], endpoints: "Mapping[str
     made = [beside(each, endpoints[each]) if each in endpoints else configuration_of(each) for each in configurations]
     if len({each.name for each in made}) != len(made):
         raise click.UsageError(f"two of {', '.join(each.name for each in made)} have one name; give each its own")
-    plan = Plan(asked.source, asked.rates or (None,), asked.seeds, runtime)
+    plan = Plan(asked.source, asked.rates or (None,), asked.seeds, runtime, asked.access)
     for rate in plan.rates:
         plan.workload(rate, asked.seeds[0])  # before anything is started
     here = about([each.told for each in made], asked.seeds)

@@ -52,9 +52,9 @@ def _cancel_on_terminate() -> None:
         loop.add_signal_handler(number, task.cancel)
 
 
-def check_port(spec: "ClusterSpec") -> None:
-    """Raise now if a gateway's port is taken here (OSError) or HTTP is not installed, rather than after the model is
-    loaded."""
+def check_doors(spec: "ClusterSpec") -> None:
+    """Raise now if a gateway's port is taken here (OSError), a file of certificates or keys cannot be used (SpecError)
+    or HTTP is not installed, rather than after the model is loaded. In a Ray of others, all this is elsewhere."""
     if spec.gateway.http_port is not None:
         from cluster.http import check_extra
 
@@ -62,6 +62,10 @@ def check_port(spec: "ClusterSpec") -> None:
     for port, option in ((spec.gateway.grpc_port, "--port"), (spec.gateway.http_port, "--http-port")):
         if port and "RAY_ADDRESS" not in os.environ:
             _check_free(spec.gateway.host, port, option)
+    if "RAY_ADDRESS" not in os.environ:
+        from cluster.guard import Guard
+
+        Guard(spec.gateway)
 
 
 def _check_free(host: str, port: int, option: str) -> None:
@@ -79,6 +83,22 @@ def with_port(spec: "ClusterSpec", port: int) -> "ClusterSpec":
     return replace(spec, gateway=replace(spec.gateway, grpc_port=port))
 
 
-def with_http(spec: "ClusterSpec", port: int | None) -> "ClusterSpec":
-    """None: no HTTP."""
+def with_files(spec: "ClusterSpec", files: dict[str, str]) -> "ClusterSpec":
+    """Files of certificates and keys, by their names in the specification. Raises `SpecError`."""
+    from cluster.spec import SpecError
+
+    try:
+        return replace(spec, gateway=replace(spec.gateway, **files))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise SpecError(f"gateway: {error}") from None
+
+
+def private(spec: "ClusterSpec") -> "ClusterSpec":
+    """For nobody but this machine: any free port of the loopback, no HTTP, and so no guard."""
+    alone = replace(spec.gateway, host="127.0.0.1", grpc_port=0, http_port=None)
+    open_ = replace(alone, tls_cert_file=None, tls_key_file=None, tls_client_ca_file=None, api_keys_file=None)
+    return replace(spec, gateway=open_)
+
+
+def with_http(spec: "ClusterSpec", port: int) -> "ClusterSpec":
     return replace(spec, gateway=replace(spec.gateway, http_port=port))

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.lifetime import run, running_cluster, with_http, with_port
+from cluster.api.access import Access
+from cluster.cli.address import addressed
+from cluster.cli.lifetime import private, run, running_cluster
 from cluster.cli.screen import console, print_json, progress_bar, say
 from cluster.cli.serve import fetch_model
-from cluster.cli.talk import ENDPOINT
 
 if TYPE_CHECKING:
     from cluster.spec import ClusterSpec
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@ENDPOINT
+@addressed
 @click.option("-f", "--file", metavar="YAML", help="Start this cluster, measure it, and take it down again.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True, help="For -f.")
 @click.option(
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 )
 @click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="Of measuring every step.")
 @click.option("--json", "as_json", is_flag=True, help="The profile as JSON on standard output, too.")
-def profile(endpoint: str, file: str | None, runtime: str, output: Path, rounds: int, as_json: bool) -> None:
+def profile(
+    endpoint: str, access: Access, file: str | None, runtime: str, output: Path, rounds: int, as_json: bool
+) -> None:
     """Measure the workers of an idle cluster and fit a cost model to each pool.
 
     Some minutes on CPUs. Requests that come meanwhile are served first; a worker that has work is not measured.
@@ -38,7 +41,7 @@ def profile(endpoint: str, file: str | None, runtime: str, output: Path, rounds:
 
     if not output.parent.is_dir():
         raise click.BadParameter(f"{output.parent} is no folder; make it first", param_hint="--output")
-    found = asyncio.run(_measure(endpoint, rounds)) if file is None else _measure_file(file, runtime, rounds)
+    found = asyncio.run(_measure(endpoint, access, rounds)) if file is None else _measure_file(file, runtime, rounds)
     save(found, output)
     if as_json:
         import msgspec
@@ -52,24 +55,24 @@ def profile(endpoint: str, file: str | None, runtime: str, output: Path, rounds:
 def _measure_file(file: str, runtime: str, rounds: int) -> "ClusterProfile":
     from cluster.spec import load_spec
 
-    spec = with_http(with_port(load_spec(file), 0), None)
+    spec = private(load_spec(file))
     fetch_model(spec)
     found: list[ClusterProfile] = []
 
     async def measured(spec: "ClusterSpec") -> None:
         async with running_cluster(spec, runtime, say) as serving:
-            found.append(await _measure(serving.endpoint, rounds))
+            found.append(await _measure(serving.endpoint, Access(api_key=""), rounds))
 
     run(measured(spec))
     return found[0]
 
 
-async def _measure(endpoint: str, rounds: int) -> "ClusterProfile":
+async def _measure(endpoint: str, access: Access, rounds: int) -> "ClusterProfile":
     from cluster.api.client import DiptychClient
     from cluster.profile.measure import measure
 
     with progress_bar() as tell:
-        async with DiptychClient(endpoint) as client:
+        async with DiptychClient(endpoint, access=access) as client:
             return await measure(client, tell, rounds)
 
 

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.lifetime import check_port, run, running_cluster, with_http, with_port
+from cluster.cli.address import filed
+from cluster.cli.lifetime import check_doors, run, running_cluster, with_files, with_http, with_port
 from cluster.cli.screen import progress_bar
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 @click.option("--model", help="Serve this model instead: a name from `diptych models list`, a path, or owner/name.")
 @click.option("--port", type=click.IntRange(0, 65535), help="gRPC port; 0 takes any free one.")
 @click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port, see docs/http.md; 0 takes any free one.")
+@filed
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="Of every process; logs go to standard error.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True)
 def serve(
@@ -26,15 +28,18 @@ def serve(
     http_port: int | None,
     log_format: str | None,
     runtime: str,
+    files: dict[str, str],
 ) -> None:
     """Bring a cluster up and keep it until Ctrl-C.
 
     Joins the Ray cluster of RAY_ADDRESS, or starts Ray on this machine. When everything is ready it says
-    `ready: grpc://HOST:PORT`, and where HTTP is served as well `ready: http://HOST:PORT/v1`.
+    `ready: grpc://HOST:PORT`, and where HTTP is served as well `ready: http://HOST:PORT/v1`; with TLS it is grpcs and
+    https.
 
     \b
     Example:
       diptych serve -f examples/laptop.yaml --port 50051
+      diptych serve --tls-cert-file cert.pem --tls-key-file key.pem --api-keys-file keys
     """
     from cluster.logs import begin
 
@@ -47,8 +52,9 @@ def serve(
         spec = with_http(spec, http_port)
     if log_format is not None:
         spec = replace(spec, logs=replace(spec.logs, format=log_format))
+    spec = with_files(spec, files)
     begin(spec.logs, "serve")
-    check_port(spec)
+    check_doors(spec)
     fetch_model(spec)
     try:
         run(_serve(spec, runtime))
@@ -79,7 +85,7 @@ def fetch_model(spec: "ClusterSpec") -> None:
 async def _serve(spec: "ClusterSpec", runtime: str) -> None:
     async with running_cluster(spec, runtime, click.echo) as serving:
         for endpoint in serving.endpoints:
-            click.echo(f"ready: grpc://{endpoint}")
+            click.echo(f"ready: {spec.gateway.grpc_scheme}://{endpoint}")
         for url in serving.http_urls:
             click.echo(f"ready: {url}/v1")
         await serving.wait_closed()

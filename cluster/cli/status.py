@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cluster.api.access import Access
+from cluster.cli.address import addressed
 from cluster.cli.screen import console, links_table, print_json, view_json, workers_table
 from cluster.cli.shape import decision_json, decisions_table, pools_table
 from cluster.cli.standing import calibration_line, promises_table, refusals_line, standing_json
-from cluster.cli.talk import ENDPOINT
 
 if TYPE_CHECKING:
     from cluster.api.client import ClusterStatus
@@ -16,23 +17,24 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@ENDPOINT
+@addressed
 @click.option("--wait", "wait_s", type=float, metavar="SECONDS", help="Wait until the cluster is ready, so long.")
 @click.option("--audit", is_flag=True, help="Have every worker prove that its KV blocks are accounted for.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 @click.option("--metrics", is_flag=True, help="Only the gateway's metrics, as Prometheus reads them.")
-def status(endpoint: str, wait_s: float | None, audit: bool, as_json: bool, metrics: bool) -> None:
+def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_json: bool, metrics: bool) -> None:
     """Show workers, their load, their pools, the links between them, and how promises were kept.
 
     \b
     Example:
       diptych status --endpoint 127.0.0.1:50051 --wait 60
       diptych status --metrics
+      diptych status --endpoint grpcs://llm.example.com:443 --key-file ~/.diptych-key
     """
     if metrics:
-        click.echo(asyncio.run(_metrics(endpoint, wait_s)), nl=False)
+        click.echo(asyncio.run(_metrics(endpoint, access, wait_s)), nl=False)
         return
-    found = asyncio.run(_status(endpoint, wait_s, audit))
+    found = asyncio.run(_status(endpoint, access, wait_s, audit))
     view = found.view
     if as_json:
         gateway = {"name": found.gateway, "active": found.active_requests, "max_requests": found.max_requests}
@@ -70,19 +72,19 @@ def _exit_unless_clean(view: "ClusterView", audit: bool) -> None:
         raise click.ClickException(f"the audit did not pass at {', '.join(unclean)}")
 
 
-async def _status(endpoint: str, wait_s: float | None, audit: bool) -> "ClusterStatus":
+async def _status(endpoint: str, access: Access, wait_s: float | None, audit: bool) -> "ClusterStatus":
     from cluster.api.client import DiptychClient
 
-    async with DiptychClient(endpoint) as client:
+    async with DiptychClient(endpoint, access=access) as client:
         if wait_s is not None:
             await client.wait_ready(wait_s)
         return await client.status(audit=audit)
 
 
-async def _metrics(endpoint: str, wait_s: float | None) -> str:
+async def _metrics(endpoint: str, access: Access, wait_s: float | None) -> str:
     from cluster.api.client import DiptychClient
 
-    async with DiptychClient(endpoint) as client:
+    async with DiptychClient(endpoint, access=access) as client:
         if wait_s is not None:
             await client.wait_ready(wait_s)
         return await client.metrics()

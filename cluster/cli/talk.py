@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cluster.api.access import Access
 from cluster.api.errors import DiptychError
+from cluster.cli.address import addressed
 from cluster.cli.screen import answer_json, console, ledger_table, print_json, queued_line, say, way_lines
 from workers.request import SLO
 
 if TYPE_CHECKING:
     from cluster.api.client import Answer, DiptychClient
     from cluster.text import TextDelta, TextEvent
-
-ENDPOINT = click.option(
-    "--endpoint", default="127.0.0.1:50051", show_default=True, envvar="DIPTYCH_ENDPOINT", metavar="HOST:PORT"
-)
 
 
 def _biases(ctx: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[int, float] | None:
@@ -103,7 +101,7 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
 
 @click.command()
 @click.argument("text")
-@ENDPOINT
+@addressed
 @answer_options
 @sampling_options
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Show the text as it is made.")
@@ -111,7 +109,14 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--report", is_flag=True, help="Also show where the request and its time went.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def generate(
-    text: str, endpoint: str, stream: bool, timeout_s: float | None, report: bool, as_json: bool, **sampling: Any
+    text: str,
+    endpoint: str,
+    access: Access,
+    stream: bool,
+    timeout_s: float | None,
+    report: bool,
+    as_json: bool,
+    **sampling: Any,
 ) -> None:
     """Go on from TEXT ("-": read it from standard input). Several answers are shown once all are there.
 
@@ -124,12 +129,14 @@ def generate(
       diptych generate "The sea is" --ttft 1.5 --tpot 0.1 --slo-class interactive --tenant alice --report
     """
     prompt = sys.stdin.read() if text == "-" else text
-    asyncio.run(_generate(prompt, endpoint, stream and not as_json, timeout_s, report, as_json, given(sampling)))
+    asked = prompt, endpoint, access, stream and not as_json, timeout_s, report, as_json
+    asyncio.run(_generate(*asked, given(sampling)))
 
 
 async def _generate(
     prompt: str,
     endpoint: str,
+    access: Access,
     stream: bool,
     timeout_s: float | None,
     report: bool,
@@ -139,7 +146,7 @@ async def _generate(
     from cluster.api.client import DiptychClient
 
     several = sampling.get("n", 1) > 1 or "best_of" in sampling
-    async with DiptychClient(endpoint) as client:
+    async with DiptychClient(endpoint, access=access) as client:
         if stream and not several:
             answer = await show(client.generate(prompt, timeout_s=timeout_s, **sampling))
         else:
@@ -235,10 +242,10 @@ async def _report(client: "DiptychClient", answer: "Answer") -> None:
 
 
 @click.command()
-@ENDPOINT
+@addressed
 @click.option("--system", help="What the model is told first.")
 @sampling_options
-def chat(endpoint: str, system: str | None, **sampling: Any) -> None:
+def chat(endpoint: str, access: Access, system: str | None, **sampling: Any) -> None:
     """Talk with the model; it remembers the conversation.
 
     Each line is a message, from the keyboard or from a pipe. /reset forgets, /quit or Ctrl-D ends; Ctrl-C ends an
@@ -255,7 +262,7 @@ def chat(endpoint: str, system: str | None, **sampling: Any) -> None:
     if keyboard:
         import readline  # noqa: F401  (gives input() its history)
     with asyncio.Runner() as runner:
-        client = runner.run(_connect(endpoint))
+        client = runner.run(_connect(endpoint, access))
         try:
             while (line := _read(keyboard)) not in (None, "/quit"):
                 if line == "/reset":
@@ -289,10 +296,10 @@ def _turn(
         messages[:] = [*asked, ("assistant", answer.text)] if answer.text else messages
 
 
-async def _connect(endpoint: str) -> "DiptychClient":
+async def _connect(endpoint: str, access: Access) -> "DiptychClient":
     from cluster.api.client import DiptychClient
 
-    return DiptychClient(endpoint)
+    return DiptychClient(endpoint, access=access)
 
 
 def _read(keyboard: bool) -> str | None:

@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cluster.api.access import Access
 from cluster.api.errors import DiptychError
+from cluster.cli.address import addressed
 from cluster.cli.dashboard import screen, screen_json
 from cluster.cli.lifetime import run
 from cluster.cli.rates import Look, Looks
 from cluster.cli.screen import console, print_json
-from cluster.cli.talk import ENDPOINT
 
 if TYPE_CHECKING:
     from cluster.api.client import DiptychClient
 
 
 @click.command()
-@ENDPOINT
+@addressed
 @click.option(
     "--interval",
     "interval_s",
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     help="Give up a gateway that does not answer for so long. [default: never]",
 )
-def top(endpoint: str, interval_s: float, once: bool, as_json: bool, deadline_s: float | None) -> None:
+def top(endpoint: str, access: Access, interval_s: float, once: bool, as_json: bool, deadline_s: float | None) -> None:
     """Watch a cluster: pools, queues, KV, transfers, promises kept. Until Ctrl-C.
 
     \b
@@ -54,18 +55,18 @@ def top(endpoint: str, interval_s: float, once: bool, as_json: bool, deadline_s:
     """
     try:
         if once or as_json or not sys.stdout.isatty() or console().is_dumb_terminal:
-            run(_once(endpoint, interval_s, as_json))
+            run(_once(endpoint, access, interval_s, as_json))
         else:
-            run(_watch(endpoint, interval_s, deadline_s))
+            run(_watch(endpoint, access, interval_s, deadline_s))
     except KeyboardInterrupt:
         return  # the ordinary end
 
 
-async def _once(endpoint: str, interval_s: float, as_json: bool) -> None:
+async def _once(endpoint: str, access: Access, interval_s: float, as_json: bool) -> None:
     from cluster.api.client import DiptychClient
 
     looks = Looks()
-    async with DiptychClient(endpoint) as client:
+    async with DiptychClient(endpoint, access=access) as client:
         await _look(client, looks)
         await asyncio.sleep(interval_s)
         await _look(client, looks)
@@ -76,13 +77,13 @@ async def _once(endpoint: str, interval_s: float, as_json: bool) -> None:
     shown.print(screen(looks, shown.width, once=True))
 
 
-async def _watch(endpoint: str, interval_s: float, deadline_s: float | None) -> None:
+async def _watch(endpoint: str, access: Access, interval_s: float, deadline_s: float | None) -> None:
     from rich.live import Live
 
     from cluster.api.client import DiptychClient
 
     looks, shown = Looks(), console()
-    async with DiptychClient(endpoint) as client:
+    async with DiptychClient(endpoint, access=access) as client:
         await _look(client, looks)
         with Live(console=shown, screen=True, auto_refresh=False) as live:
             silent_since_s: float | None = None

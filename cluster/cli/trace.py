@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cluster.api.access import Access
+from cluster.cli.address import accessed
 from cluster.cli.screen import say
 
 if TYPE_CHECKING:
@@ -47,9 +49,10 @@ def _moment(ctx: click.Context, option: click.Parameter, given: str | None) -> i
     default=("127.0.0.1:50051",),
     show_default=True,
     envvar="DIPTYCH_ENDPOINT",
-    metavar="HOST:PORT",
+    metavar="ADDRESS",
     help="May be given again: each gateway knows its own requests.",
 )
+@accessed
 @click.option("--last", "last_s", metavar="TIME", callback=_lasting, help="So long, up to now. [default: 60s]")
 @click.option(
     "--from",
@@ -68,7 +71,12 @@ def _moment(ctx: click.Context, option: click.Parameter, given: str | None) -> i
     help="Goes there.",
 )
 def trace(
-    endpoints: tuple[str, ...], last_s: float | None, begin_ns: int | None, end_ns: int | None, out: Path
+    endpoints: tuple[str, ...],
+    access: Access,
+    last_s: float | None,
+    begin_ns: int | None,
+    end_ns: int | None,
+    out: Path,
 ) -> None:
     """Write a window of a running cluster as a trace, which ui.perfetto.dev and chrome://tracing open.
 
@@ -87,16 +95,18 @@ def trace(
         raise click.UsageError("--from lies behind --to")
     if last_s is None and begin_ns is None:
         last_s = 60.0
-    told = asyncio.run(_ask(endpoints, last_s, begin_ns or 0, end_ns or 0))
+    told = asyncio.run(_ask(endpoints, access, last_s, begin_ns or 0, end_ns or 0))
     _write(told, out)
 
 
-async def _ask(endpoints: tuple[str, ...], last_s: float | None, begin_ns: int, end_ns: int) -> dict[str, "Window"]:
+async def _ask(
+    endpoints: tuple[str, ...], access: Access, last_s: float | None, begin_ns: int, end_ns: int
+) -> dict[str, "Window"]:
     from cluster.api.client import DiptychClient
 
     told = {}
     for endpoint in endpoints:
-        async with DiptychClient(endpoint) as client:
+        async with DiptychClient(endpoint, access=access) as client:
             gateway, window = await client.trace(last_s=last_s, begin_unix_ns=begin_ns, end_unix_ns=end_ns)
             told[gateway] = window
     return told

@@ -13,6 +13,7 @@ from workers.errors import InvalidRequest
 
 STATUSES = {
     "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
     "NOT_FOUND": 404,
     "ALREADY_EXISTS": 409,
     "RESOURCE_EXHAUSTED": 429,
@@ -49,6 +50,8 @@ class Failure:
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
         if self.retry_after_s is None:
             return {}
         wait_ms = math.ceil(self.retry_after_s * 1000)

@@ -7,14 +7,18 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.gateway import Gateway
+from cluster.guard import Guard
 from cluster.http.app import make_app
 from cluster.http.connection import Connection
+from cluster.http.guarded import Guarded, following
 from cluster.serving import GatewayContext
 
 KEEP_ALIVE_S = 30
 CUT_S = 0.5  # for the last words of requests that were cut
+LINGER_S = 2.0  # for the last word of a TLS client
 # A peer on a dead network is noticed, as over gRPC: after so many silent seconds it is asked, so often, so many times.
 PROBES = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 2))
 
@@ -22,25 +26,28 @@ PROBES = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEP
 class HttpDoor:
     """HTTP for one gateway, which stays its owner's: `drain`, then close the gateway, then `close`."""
 
-    def __init__(self, context: GatewayContext, gateway: Gateway) -> None:
+    def __init__(self, context: GatewayContext, gateway: Gateway, guard: Guard) -> None:
         self._spec = context.spec.gateway
+        self._scheme = "http" if guard.tls is None else "https"
         self._closing = False
         app = make_app(context, gateway, lambda: self._closing)
+        connection = Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut)
         config = uvicorn.Config(
-            Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut),
-            http="h11",
+            Guarded(connection, guard) if guard.has_keys else connection,
+            http="h11" if guard.tls is None else _Tls,
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_context_factory=None if guard.tls is None else lambda config, default: following(guard),
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def open(self) -> str:
-        """Listen; answer "http://host:port". Raises OSError when the port cannot be had."""
+        """Listen; answer "http://host:port", or "https://..." with TLS. Raises OSError when the port cannot be had."""
         assert self._spec.http_port is not None, "a door is made for a port"
         listener = _listen(self._spec.host, self._spec.http_port)
         port = listener.getsockname()[1]
@@ -50,7 +57,8 @@ class HttpDoor:
         starting.cancel()
         if self._serving.done():
             self._serving.result()
-        return f"http://[{self._spec.host}]:{port}" if ":" in self._spec.host else f"http://{self._spec.host}:{port}"
+        host = f"[{self._spec.host}]" if ":" in self._spec.host else self._spec.host
+        return f"{self._scheme}://{host}:{port}"
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, and let running ones end for `grace_s`."""
@@ -75,6 +83,22 @@ class HttpDoor:
             peer = connection.transport.get_extra_info("peername") or ()
             if client is None or peer[:2] == client:
                 connection.transport.abort()
+
+
+class _Tls(H11Protocol):
+    """uvicorn's; but a client at rest answers no last word of TLS, and is not waited for."""
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._linger()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._linger()
+
+    def _linger(self) -> None:
+        if self.transport.is_closing():
+            self.loop.call_later(LINGER_S, self.transport.abort)
 
 
 class _Server(uvicorn.Server):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from cluster.api.access import Access
 from cluster.load.sending import Ended, Load
 from cluster.scoring.records import Run
 from cluster.workload.arrivals import Workload
@@ -27,16 +28,23 @@ class Endpoint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An endpoint as it is named: `grpc://HOST:PORT` or `HOST:PORT` is ours, `http://HOST:PORT[/v1]` any OpenAI server.
+    """An endpoint as it is named: `grpc://HOST:PORT` or `HOST:PORT` is ours, `http://HOST:PORT[/v1]` any OpenAI server;
+    with TLS, `grpcs://` and `https://`.
 
-    The rest is for HTTP: the model's name (empty: the only one it has), a key, and a folder with its tokenizer. gRPC
-    passes over a key, since it may stand in the environment.
+    `model` (empty: the only one it has), `api_key` and `tokenizer`, a folder, are for HTTP. gRPC passes over this key,
+    since it may stand in the environment for another server.
     """
 
     address: str
     model: str = ""
     api_key: str = field(default="", repr=False)
     tokenizer: Path | None = None
+    access: Access = field(default_factory=Access)
+
+    @property
+    def bearer(self) -> str:
+        """The key for HTTP: of a file, of this server, or that of our gateways. Empty: none."""
+        return self.access.api_key or self.api_key or self.access.key
 
     @property
     def is_http(self) -> bool:
@@ -44,9 +52,11 @@ class Target:
 
     def __post_init__(self) -> None:
         scheme, found, _ = self.address.partition("://")
-        if found and scheme not in ("grpc", "http", "https"):
+        if found and scheme not in ("grpc", "grpcs", "http", "https"):
             raise EndpointError(
                 f"{self.address}: {scheme}:// is no endpoint; write grpc://HOST:PORT or http://HOST:PORT"
             )
         if not self.is_http and (self.model or self.tokenizer):
             raise EndpointError(f"{self.address} is gRPC; --model and --tokenizer go with http:// endpoints")
+        if self.access.has_files and scheme == "http":
+            raise EndpointError(f"{self.address} is without TLS; write https://, or leave --ca and --cert out")

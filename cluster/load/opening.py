@@ -13,4 +13,4 @@ def open_endpoint(target: Target) -> AbstractAsyncContextManager[Endpoint]:
         return open_http(target)
     from cluster.load.through_grpc import open_grpc
 
-    return open_grpc(target.address)
+    return open_grpc(target.address, target.access)

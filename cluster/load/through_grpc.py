@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from cluster.api.access import Access
 from cluster.api.client import DiptychClient
 from cluster.events import Accepted, Completed, Queued
 from cluster.load.endpoint import EndpointError
@@ -48,10 +49,10 @@ async def drive_cluster(client: DiptychClient, workload: Workload, load: Load, e
 class GrpcEndpoint:
     """One running cluster. Its client belongs to who opened it."""
 
-    def __init__(self, client: DiptychClient, name: str, model: str, vocab_size: int) -> None:
+    def __init__(self, client: DiptychClient, address: str, name: str, model: str, vocab_size: int) -> None:
         self._client = client
         self.name = name
-        self.told = f"{name} at grpc://{client.endpoint}, model {model}"
+        self.told = f"{name} at {address if '://' in address else f'grpc://{address}'}, model {model}"
         self.vocab_size = vocab_size
 
     async def drive(self, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
@@ -59,13 +60,13 @@ class GrpcEndpoint:
 
 
 @asynccontextmanager
-async def open_grpc(address: str) -> AsyncIterator[GrpcEndpoint]:
+async def open_grpc(address: str, access: Access) -> AsyncIterator[GrpcEndpoint]:
     """Raises `DiptychError` when nobody answers, `EndpointError` when its model is not loaded yet."""
-    async with DiptychClient(address) as client:
+    async with DiptychClient(address, access=access) as client:
         view = (await client.status()).view
         if view.model is None:
             raise EndpointError(f"{view.name} at {address} is still loading its model; try again later")
-        yield GrpcEndpoint(client, view.name, view.model.name, view.model.vocab_size)
+        yield GrpcEndpoint(client, address, view.name, view.model.name, view.model.vocab_size)
 
 
 def workers_between(before: ClusterView, after: ClusterView) -> tuple[WorkerRecord, ...]:

@@ -153,11 +153,11 @@ async def open_http(target: Target) -> AsyncIterator[HttpEndpoint]:
     base = target.address.rstrip("/")
     if base.count("/") == 2:
         base += "/v1"
-    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    headers = {"Authorization": f"Bearer {target.bearer}"} if target.bearer else {}
     tokenizer = _tokenizer(target)
     async with aiohttp.ClientSession(
         headers=headers,
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, ssl=target.access.context() if target.access.has_files else True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         read_bufsize=LINE_BYTES,
     ) as session:
@@ -194,8 +194,8 @@ async def _first_that_is_taken(
 def _hinted(error: RequestFailed | None) -> str:
     assert error is not None
     hints = {
-        "HTTP 401": "; give a key by --api-key or OPENAI_API_KEY",
-        "HTTP 403": "; give a key by --api-key or OPENAI_API_KEY",
+        "HTTP 401": "; give a key by --key-file, DIPTYCH_API_KEY or OPENAI_API_KEY",
+        "HTTP 403": "; give a key by --key-file, DIPTYCH_API_KEY or OPENAI_API_KEY",
         "HTTP 404": "; is this the server's /v1, and --model one of its models?",
     }
     return f"{error} ({error.reason}){hints.get(error.reason, '')}"

@@ -11,10 +11,11 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from cluster.api.access import Access
 from cluster.bench.processes import Child, ProcessFailed
 from cluster.load.batches import number_of
 from cluster.load.endpoint import Endpoint, EndpointError, Target
@@ -29,7 +30,7 @@ from cluster.workload.changes import at_rate, first, told_apart
 from cluster.workload.load import load_workload
 
 START_S = 300.0
-READY = "ready: grpc://"
+READY = "ready: grpc"  # or grpcs
 WARM_UP = 2  # requests
 
 
@@ -49,12 +50,14 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What each configuration is sent. `rates`: requests a second; None: the workload's own times."""
+    """What each configuration is sent. `rates`: requests a second; None: the workload's own times. `access`: to those
+    that are started here and are guarded."""
 
     source: str
     rates: tuple[float | None, ...]
     seeds: tuple[int, ...]
     runtime: str = "ray"
+    access: Access = field(default_factory=Access)
 
     def workload(self, rate: float | None, seed: int) -> Workload:
         """The same for every configuration; other prompts at every rate."""
@@ -112,7 +115,7 @@ async def run_trials(
     for place, seed in enumerate(plan.seeds):
         for each in plan.order(configurations, place):
             watcher.starts(each.name)
-            async with running(each, plan.runtime) as endpoint:
+            async with running(each, plan) as endpoint:
                 wanted = load(endpoint, seed)
                 await endpoint.drive(plan.warm_up(seed), replace(wanted, concurrency=WARM_UP), nothing)
                 for rate in plan.rates:
@@ -133,7 +136,7 @@ def load_name(rate: float | None, load: Load) -> str:
 
 
 @asynccontextmanager
-async def running(configuration: Configuration, runtime: str) -> AsyncIterator[Endpoint]:
+async def running(configuration: Configuration, plan: Plan) -> AsyncIterator[Endpoint]:
     """Its endpoint, as long as the block lasts. Raises `EndpointError`, with the last that it said."""
     if configuration.target is not None:
         async with open_endpoint(configuration.target) as endpoint:
@@ -143,12 +146,12 @@ async def running(configuration: Configuration, runtime: str) -> AsyncIterator[E
     unbuffered = {"PYTHONUNBUFFERED": "1"}
     if "RAY_ADDRESS" in os.environ:
         raise EndpointError("RAY_ADDRESS is set; configurations share the cores of this machine only: unset it")
-    with Child([*command, "--runtime", runtime], unbuffered) as child:
+    with Child([*command, "--runtime", plan.runtime], unbuffered) as child:
         try:
             line = await asyncio.to_thread(child.wait_line, READY, START_S)
         except ProcessFailed as error:
             told = child.said[-1].text if child.said else ""
             why = told.removeprefix("Error: ") if told.startswith("Error: ") else str(error)
             raise EndpointError(f"{configuration.name} does not start: {why}") from error
-        async with open_endpoint(Target(line.text.partition(READY)[2])) as endpoint:
+        async with open_endpoint(Target(line.text.partition("ready: ")[2], access=plan.access)) as endpoint:
             yield endpoint

@@ -95,6 +95,6 @@ def test_the_schema_is_strict_wherever_the_chart_owns_the_block() -> None:
 
 
 def test_probes_and_smoke_test_ask_for_what_there_is() -> None:
-    assert f"service: {ADMIN}}}" in (CHART / "templates" / "gateway.yaml").read_text()
+    assert f'"service" "{ADMIN}"' in (CHART / "templates" / "gateway.yaml").read_text()
     for command, options in (("status", {"--wait", "--endpoint"}), ("generate", {"--max-tokens", "--temperature"})):
         assert options <= {each for parameter in main.commands[command].params for each in parameter.opts}

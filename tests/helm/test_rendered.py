@@ -15,7 +15,7 @@ from programs import run
 from cluster.spec import load_spec
 
 VERSIONS = ("1.31", "1.34", "1.37")
-FOREIGN = {"GRPCRoute": "gateway.networking.k8s.io/v1"}
+FOREIGN = dict.fromkeys(("GRPCRoute", "HTTPRoute"), "gateway.networking.k8s.io/v1")
 EACH = pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 
 

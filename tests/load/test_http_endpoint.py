@@ -110,7 +110,7 @@ async def test_a_server_that_went_away_is_counted_too() -> None:
     [
         ({"model": "mine"}, {}, "there is no model mine (HTTP 404); is this the server's /v1, and --model one of"),
         ({}, {}, "has 2 models (made-up, other); choose one with --model"),
-        ({"model": "made-up"}, {"key": "secret"}, "give a key by --api-key or OPENAI_API_KEY"),
+        ({"model": "made-up"}, {"key": "secret"}, "give a key by --key-file, DIPTYCH_API_KEY or OPENAI_API_KEY"),
         ({"model": "made-up"}, {"status": 400}, "is refused: as the test wants it (HTTP 400)"),
         ({"model": "made-up"}, {"status": 500}, "fails: as the test wants it (HTTP 500)"),
         ({"model": "made-up"}, {"cuts": True}, "fails"),

@@ -96,14 +96,14 @@ class Prometheus:
 
 
 @asynccontextmanager
-async def prometheus(targets: list[str], rules: Path, folder: Path) -> AsyncIterator[Prometheus]:
-    """Scrapes these on the loopback, with data in `folder`, and is ended by its process id."""
+async def prometheus(targets: list[str], rules: Path, folder: Path, **scrape: Any) -> AsyncIterator[Prometheus]:
+    """Scrapes these on the loopback, with data in `folder`, and is ended by its process id. `scrape`: how else."""
     path = program("prometheus")
     config = folder / "prometheus.yaml"
     document = {
         "global": {"scrape_interval": SCRAPE, "evaluation_interval": SCRAPE},
         "rule_files": [str(rules)],
-        "scrape_configs": [{"job_name": "diptych", "static_configs": [{"targets": targets}]}],
+        "scrape_configs": [{"job_name": "diptych", "static_configs": [{"targets": targets}]} | scrape],
     }
     config.write_text(yaml.safe_dump(document))
     with socket.socket() as free:

@@ -91,6 +91,7 @@
 {{- if gt (add .Values.gateway.drainSeconds 15 | int) (int $grace) -}}
 {{- fail (printf "gateway.drainSeconds is %d, and 15 s are needed to close; raise gateway.terminationGracePeriodSeconds above %d" (int .Values.gateway.drainSeconds) (int $grace)) -}}
 {{- end -}}
+{{- include "diptych.checkAccess" . -}}
 {{- if and .Values.grpcRoute.enabled (not .Values.grpcRoute.parentRefs) -}}
 {{- fail "grpcRoute.parentRefs: is empty; name the Gateway, such as [{name: public}]" -}}
 {{- end -}}

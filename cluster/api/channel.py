@@ -1,0 +1,62 @@
+"""Connections to a gateway: plain or TLS, as its address says, and with an API key on every call where there is one."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from cluster.api.access import Access
+from cluster.api.errors import DiptychError
+from cluster.api.wire import KEEPALIVE, MESSAGE_SIZES, RECONNECTING
+
+PLAIN, SECURE = "grpc://", "grpcs://"
+
+
+class Keyed:
+    """A channel whose calls carry a key. It has the two kinds of calls that our services are made of."""
+
+    def __init__(self, channel: grpc.aio.Channel, key: str) -> None:
+        self._channel = channel
+        self._metadata = (("authorization", f"Bearer {key}"),)
+
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        return partial(self._channel.unary_unary(*args, **options), metadata=self._metadata)
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return partial(self._channel.unary_stream(*args, **options), metadata=self._metadata)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def open_channel(endpoint: str, access: Access) -> Any:
+    """To `HOST:PORT` or `grpc://HOST:PORT`, or with TLS to `grpcs://HOST:PORT`.
+
+    Raises OSError for a file that cannot be read, `DiptychError` for what does not fit together.
+    """
+    secure, address = endpoint.startswith(SECURE), host_port(endpoint)
+    if access.has_files and not secure:
+        told = f"{endpoint} is without TLS, so neither a CA nor a certificate has an effect"
+        raise DiptychError("INVALID_ARGUMENT", f"{told}; write {SECURE}{address}, or leave them out", field="endpoint")
+    options: list[tuple[str, Any]] = [*MESSAGE_SIZES, *KEEPALIVE, *RECONNECTING]
+    if address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]"):
+        options.append(("grpc.enable_http_proxy", 0))  # no proxy can reach this very machine
+    channel = (
+        grpc.aio.secure_channel(address, _credentials(access), options=options)
+        if secure
+        else grpc.aio.insecure_channel(address, options=options)
+    )
+    return Keyed(channel, access.key) if access.key else channel
+
+
+def host_port(endpoint: str) -> str:
+    return endpoint.removeprefix(PLAIN).removeprefix(SECURE)
+
+
+def _credentials(access: Access) -> grpc.ChannelCredentials:
+    authorities, key, certificate = (
+        None if path is None else Path(path).read_bytes()
+        for path in (access.ca_file, access.key_file, access.cert_file)
+    )
+    return grpc.ssl_channel_credentials(authorities, key, certificate)

@@ -1,0 +1,85 @@
+"""Where a gateway is and how to get in: the options of every command that asks one, and of those that open one.
+
+A key is never an argument: it would stand in the shell's history and in the list of processes.
+"""
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import click
+
+from cluster.api.access import Access
+
+ENDPOINT = click.option(
+    "--endpoint",
+    default="127.0.0.1:50051",
+    show_default=True,
+    envvar="DIPTYCH_ENDPOINT",
+    metavar="ADDRESS",
+    help="HOST:PORT, or grpcs://HOST:PORT of a gateway with TLS.",
+)
+FILE = click.Path(exists=True, dir_okay=False)
+ACCESS = (
+    click.option("--ca", type=FILE, envvar="DIPTYCH_CA", help="Authorities that may have signed its certificate."),
+    click.option("--cert", type=FILE, envvar="DIPTYCH_CERT", help="A certificate to show to it."),
+    click.option("--cert-key", type=FILE, envvar="DIPTYCH_CERT_KEY", help="The key of --cert."),
+    click.option(
+        "--key-file",
+        type=FILE,
+        envvar="DIPTYCH_KEY_FILE",
+        help="The first line in it is the API key. [default: the key in DIPTYCH_API_KEY]",
+    ),
+)
+
+FILES = (
+    ("--tls-cert-file", "The gateway's certificate: TLS at both doors, see docs/security.md."),
+    ("--tls-key-file", "Its key."),
+    ("--tls-client-ca-file", "Authorities: clients must show a certificate of one of them."),
+    ("--api-keys-file", "API keys, one a line: requests must carry one of them."),
+)
+
+
+def filed(command: Callable[..., None]) -> Callable[..., None]:
+    """Options for what guards a gateway. The command gets those given as `files`, by their names in a cluster file."""
+    names = [option.removeprefix("--").replace("-", "_") for option, _ in FILES]
+
+    @wraps(command)
+    def with_files(*args: Any, **options: Any) -> None:
+        given = {name: options.pop(name) for name in names}
+        # Links are not followed: one that is turned to another file is a renewal.
+        files = {name: os.path.abspath(path) for name, path in given.items() if path is not None}
+        command(*args, files=files, **options)
+
+    for option, words in reversed(FILES):
+        with_files = click.option(option, type=click.Path(dir_okay=False), metavar="FILE", help=words)(with_files)
+    return with_files
+
+
+def accessed(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of `ACCESS`; the command gets them as `access`."""
+
+    @wraps(command)
+    def with_access(
+        *args: Any, ca: str | None, cert: str | None, cert_key: str | None, key_file: str | None, **options: Any
+    ) -> None:
+        if (cert is None) != (cert_key is None):
+            raise click.UsageError("--cert and --cert-key come together; give both")
+        key = None if key_file is None else _first_key(key_file)
+        command(*args, access=Access(ca, cert, cert_key, key), **options)
+
+    for option in reversed(ACCESS):
+        with_access = option(with_access)
+    return with_access
+
+
+def addressed(command: Callable[..., None]) -> Callable[..., None]:
+    """The same and `endpoint`."""
+    return ENDPOINT(accessed(command))
+
+
+def _first_key(path: str) -> str:
+    from cluster.guard import read_keys
+
+    return read_keys(path)[0]

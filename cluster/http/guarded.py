@@ -1,0 +1,50 @@
+"""A guarded HTTP door: an application that asks for a key before anything is read, and TLS that follows its files.
+
+What is good is `cluster.guard`'s business. Probes need no key.
+"""
+
+import ssl
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.guard import Guard, KeyRefused
+from cluster.http.failures import failure_of
+from cluster.http.reply import failed
+
+OPEN = ("/health", "/ready")
+
+
+class Guarded:
+    """An ASGI application around another. Owned by the door."""
+
+    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+        self._app = app
+        self._guard = guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in OPEN:
+            try:
+                self._guard.check(_authorization(scope))
+            except KeyRefused as error:
+                await failed(failure_of(error, ready=True))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _authorization(scope: Scope) -> str | None:
+    found: bytes | None = dict(scope["headers"]).get(b"authorization")
+    return None if found is None else found.decode("latin-1")
+
+
+def following(guard: Guard) -> ssl.SSLContext:
+    """For a server's socket: each handshake has what the guard's files hold by then. Only for a guard with TLS."""
+    first = guard.tls
+    assert first is not None, "there is TLS to follow"
+
+    def renewed(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        now = guard.tls
+        assert now is not None, "a guard with TLS keeps it"
+        connection.context = now.context
+
+    first.context.sni_callback = renewed
+    return first.context

@@ -1,0 +1,112 @@
+"""Keys and watched files, without a server."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.guard import LOOK_S, Guard, KeyRefused, Watched, digests, read_keys
+from cluster.spec import GatewaySpec, SpecError
+
+KEYS = ("one-key-of-many-letters", "another.key~with+signs/and==")
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Guard:
+    path = tmp_path_factory.mktemp("guard") / "keys"
+    path.write_text("# mine\n" + "\n\n".join(f"  {key}\t" for key in KEYS))
+    return Guard(GatewaySpec(api_keys_file=str(path)))
+
+
+@pytest.mark.parametrize("form", ["Bearer {}", "bearer {}", " BEARER   {} "])
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_opens(guard: Guard, form: str, key: str) -> None:
+    guard.check(form.format(key))
+
+
+@given(st.one_of(st.none(), st.text(), st.builds("Bearer {}".format, st.text()), st.sampled_from(KEYS)))
+def test_nothing_else_does(guard: Guard, header: str | None) -> None:
+    with pytest.raises(KeyRefused):
+        guard.check(header)
+
+
+@given(st.sampled_from(KEYS), st.data())
+def test_a_part_of_a_key_is_none(guard: Guard, key: str, data: st.DataObject) -> None:
+    part = key[: data.draw(st.integers(0, len(key) - 1))]
+    with pytest.raises(KeyRefused):
+        guard.check(f"Bearer {part}")
+
+
+def test_keys_are_kept_as_digests(guard: Guard) -> None:
+    assert guard._keys is not None and guard._keys.current() == digests(KEYS)
+    assert not any(key in repr(vars(guard._keys)) for key in KEYS)
+
+
+def test_without_keys_and_files_all_is_open() -> None:
+    guard = Guard(GatewaySpec())
+    guard.check(None)
+    assert guard.tls is None and not guard.has_keys
+
+
+@given(st.text())
+def test_any_file_is_keys_or_one_line(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "any-keys"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        assert all(len(key) >= 16 for key in read_keys(str(path)))
+    except SpecError as error:
+        assert str(error).startswith("gateway.api_keys_file: ") and "\n" not in str(error)
+
+
+def test_a_file_is_looked_at_once_in_a_while_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, now, reads = tmp_path / "file", [0.0], []
+    path.write_text("first")
+
+    def load() -> str:
+        reads.append(now[0])
+        if (text := path.read_text()) == "bad":
+            raise SpecError("it is bad")
+        return text
+
+    watched = Watched([str(path)], load, lambda: now[0])
+    path.write_text("second, longer")
+    assert watched.current() == "first", "too soon to look"
+    now[0] += LOOK_S
+    assert [watched.current() for _ in range(3)] == ["second, longer"] * 3 and len(reads) == 2
+    path.write_text("bad")
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            now[0] += LOOK_S
+            assert watched.current() == "second, longer"
+    assert len(reads) == 3 and caplog.messages == ["it is bad; what was read before stays in use"]
+
+
+def test_another_file_behind_a_link_is_another(tmp_path: Path) -> None:
+    """As Kubernetes renews what is mounted: same name, same size."""
+    now = [0.0]
+    for name in ("old", "new"):
+        (tmp_path / name).write_text(name)
+    link = tmp_path / "file"
+    link.symlink_to("old")
+    watched = Watched([str(link)], link.read_text, lambda: now[0])
+    (tmp_path / "turned").symlink_to("new")
+    (tmp_path / "turned").replace(link)
+    now[0] += LOOK_S
+    assert watched.current() == "new"
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"tls_cert_file": "/a"}, "tls_cert_file and tls_key_file come together; give tls_key_file too"),
+        ({"tls_key_file": "/a"}, "tls_cert_file and tls_key_file come together; give tls_cert_file too"),
+        ({"tls_client_ca_file": "/a"}, "give tls_cert_file and tls_key_file too"),
+        ({"api_keys_file": "keys"}, "'keys' is read where the gateway runs, so it must begin with /"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(files: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        GatewaySpec(**files)  # type: ignore[arg-type]
+    assert words in str(refused.value)
