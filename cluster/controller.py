@@ -27,6 +27,7 @@ from workers.stats import WorkerInfo
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 0.5
+NOT_BEGUN = "the controller was restarted and has not begun"
 QUIET_S = 1.0  # a worker that leaves must have been empty for so long: what was on its way to it has come
 FLOORED = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}
 
@@ -159,6 +160,18 @@ class Controller:
 
     # ---- what it publishes -----------------------------------------------------------------------------------
 
+    async def described(self, timeout_s: float) -> tuple[ClusterSpec, ModelView] | None:
+        """What a gateway that joins must know, once some worker has told of the model; None: not within this time.
+
+        Raises `WorkerGone` as `members` does.
+        """
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while (model := self._model()) is None and (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
+            await self._news(self._revision, left_s)
+        if self._tending is None:
+            raise WorkerGone(NOT_BEGUN)
+        return None if model is None else (self._spec, model)
+
     async def members(self, revision: int, timeout_s: float) -> Membership:
         """The membership once it is not of `revision`, or as it is after `timeout_s`.
 
@@ -166,7 +179,7 @@ class Controller:
         """
         await self._news(revision, timeout_s)
         if self._tending is None:
-            raise WorkerGone("the controller was restarted and has not begun")
+            raise WorkerGone(NOT_BEGUN)
         members = tuple(Member(keeper.view, keeper.handle) for keeper in self._keepers.values())
         return Membership(self._revision, members, self._preflight.links, self._pool_views())
 
@@ -252,6 +265,20 @@ class Controller:
                 logger.info("pool %s shall have %d workers, and had %d", pool, replicas, len(staff))
                 self._in_order()
                 self._bump()
+            return self._revision
+
+    async def vacate(self, workers: Collection[str], deadline_s: float) -> int:
+        """Their nodes go: each is drained, and another worker of its pool and role is started wherever there is room.
+
+        No floor and no bound holds nodes back. Who leaves already, or is no more, is left alone.
+        """
+        async with self._changing:
+            for keeper in [each for each in self._keepers.values() if each.name in workers and not each.is_leaving]:
+                name = self._free_name(keeper.pool)
+                self._hire(keeper.pool, name, keeper.role, required=False)
+                logger.info("the node of worker %s goes, and %s takes its place", keeper.name, name)
+                self._leave(keeper, deadline_s)
+            self._in_order()
             return self._revision
 
     async def report(self, report: Report) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 @click.option("--port", type=click.IntRange(0, 65535), help="gRPC port; 0 takes any free one.")
 @click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port, see docs/http.md; 0 takes any free one.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="Of every process; logs go to standard error.")
+@click.option("--no-gateways", is_flag=True, help="Only the workers; `diptych gateway` brings the gateways.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True)
 def serve(
     file: str | None,
@@ -25,6 +26,7 @@ def serve(
     port: int | None,
     http_port: int | None,
     log_format: str | None,
+    no_gateways: bool,
     runtime: str,
 ) -> None:
     """Bring a cluster up and keep it until Ctrl-C.
@@ -48,10 +50,11 @@ def serve(
     if log_format is not None:
         spec = replace(spec, logs=replace(spec.logs, format=log_format))
     begin(spec.logs, "serve")
-    check_port(spec)
+    if not no_gateways:
+        check_port(spec)
     fetch_model(spec)
     try:
-        run(_serve(spec, runtime))
+        run(_serve(spec, runtime, gateways=not no_gateways))
     except KeyboardInterrupt:
         click.echo("closed")  # the ordinary end
 
@@ -76,8 +79,10 @@ def fetch_model(spec: "ClusterSpec") -> None:
         resolve(spec.model, progress)
 
 
-async def _serve(spec: "ClusterSpec", runtime: str) -> None:
-    async with running_cluster(spec, runtime, click.echo) as serving:
+async def _serve(spec: "ClusterSpec", runtime: str, *, gateways: bool) -> None:
+    async with running_cluster(spec, runtime, click.echo, gateways=gateways) as serving:
+        if not gateways:
+            click.echo(f"ready: the workers of {spec.name}; `diptych gateway` opens its doors")
         for endpoint in serving.endpoints:
             click.echo(f"ready: grpc://{endpoint}")
         for url in serving.http_urls:

@@ -26,8 +26,9 @@ class HttpDoor:
         self._spec = context.spec.gateway
         self._closing = False
         app = make_app(context, gateway, lambda: self._closing)
+        self._requests = Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut)
         config = uvicorn.Config(
-            Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut),
+            self._requests,
             http="h11",
             ws="none",
             lifespan="off",
@@ -53,14 +54,16 @@ class HttpDoor:
         return f"http://[{self._spec.host}]:{port}" if ":" in self._spec.host else f"http://{self._spec.host}:{port}"
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, and let running ones end for `grace_s`."""
-        self._closing = self._server.should_exit = True
+        """Refuse new requests, and let running ones end for `grace_s`. Until they have it listens: /ready says no."""
+        self._closing = True
+        await self._requests.ended(grace_s)
+        self._server.should_exit = True
         if self._serving is not None:
-            await asyncio.wait([self._serving], timeout=grace_s)
+            await asyncio.wait([self._serving], timeout=CUT_S)
 
     async def close(self) -> None:
         """Cut what still runs. Safe to call twice, or unopened."""
-        await self.drain(CUT_S)
+        await self.drain(0.0)
         serving, self._serving = self._serving, None
         if serving is None:
             return
