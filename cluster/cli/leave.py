@@ -91,7 +91,7 @@ async def _empty(node: str, deadline_s: float) -> Left:
             return Left(node, tuple(name for name in seen if name not in names), names, clock() - begun_s)
         for cluster, controller in kept.items():
             try:
-                revision = await controller.call("vacate", there[cluster], left_s)
+                revision = await controller.call("vacate", there[cluster], left_s, timeout_s=left_s)
                 await controller.call("members", revision, min(LOOK_S, left_s))
             except WorkerGone:  # it restarts, or the cluster ends
                 await asyncio.sleep(min(AGAIN_S, left_s))

@@ -367,3 +367,33 @@ async def test_the_only_worker_of_a_pool_leaves_and_the_other_pool_serves_until_
         assert all(completed(events).attempts == 1 for events in [*during, *await asyncio.gather(*streams)])
         await subject.until(only("prefill-0", "decode-1"))
         await subject.settle()
+
+
+async def test_nodes_that_go_at_once_go_one_after_the_other() -> None:
+    async with cluster(split_spec(1, 1)) as subject:
+        fewest = len(subject.workers)
+
+        async def watch() -> None:
+            nonlocal fewest
+            while True:
+                fewest = min(fewest, len(names(subject.dispatcher.view, WorkerState.READY)))
+                await subject.dispatcher.view_change()
+
+        watching = asyncio.ensure_future(watch())
+        await asyncio.gather(*(subject.controller.vacate([each], 30.0) for each in ("prefill-0", "decode-0")))
+        await subject.until(only("prefill-1", "decode-1"))
+        watching.cancel()
+        assert fewest == 1, "there was always one that serves alone"
+
+
+async def test_a_node_does_not_wait_for_ever_for_a_worker_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(split_spec(1, 2)) as subject:
+
+        async def never(order: WorkerOrder) -> WorkerHandle:
+            raise RuntimeUnavailable(f"no room for {order.config.name}")
+
+        monkeypatch.setattr(subject.runtime, "start_worker", never)
+        await subject.controller.vacate(["decode-0"], 30.0)
+        await subject.controller.vacate(["decode-1"], 0.2)
+        view = await subject.until(lambda view: names(view, WorkerState.READY) == ["prefill-0"])
+        assert [each.name for each in view.workers if each.detail.startswith("no room")]

@@ -1,6 +1,7 @@
 """Asks a cluster the same prompts over and over until its input ends: `asking.py ENDPOINT PROMPTS TOKENS AT_ONCE`.
 
-PROMPTS is a file of JSON. A line of JSON for each answer: which prompt, its tokens, how often it was asked for; or what failed.
+PROMPTS is a file of JSON. A line of JSON for each answer: which prompt, its tokens, whether it was asked for again; or
+what failed.
 """
 
 import asyncio

@@ -16,7 +16,7 @@ from pathlib import Path
 
 SUBNET = "10.88"
 NAMES = Path("/etc/netns")  # `ip netns exec` binds what lies here for a namespace over /etc
-RUN = re.compile(r"^dp(\d+)[a-z]*\b")
+RUN = re.compile(r"dp(\d+)[-bv]")
 HOSTS_BYTES = 8192  # files keep their length and are written at once: whoever reads meanwhile finds a whole one
 
 
@@ -97,9 +97,14 @@ def _ip(*args: str) -> None:
     assert done.returncode == 0, f"ip {' '.join(args)}: {done.stderr.strip()}"
 
 
-def _names(*args: str) -> list[str]:
-    said = subprocess.run(["ip", *args], capture_output=True, text=True).stdout
-    return [line.split(": ")[1] if ": " in line else line for line in said.splitlines() if line]
+def _namespaces() -> list[str]:
+    said = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    return [line.split()[0] for line in said.splitlines() if line]
+
+
+def _links() -> list[str]:
+    said = subprocess.run(["ip", "-o", "link", "show"], capture_output=True, text=True).stdout
+    return [line.split(": ")[1].split("@")[0] for line in said.splitlines()]
 
 
 def _remove(namespace: str) -> None:
@@ -115,11 +120,11 @@ def _remove(namespace: str) -> None:
 
 def _sweep(run: str) -> None:
     """Take everything of a run down."""
-    for line in _names("netns", "list"):
-        if (name := line.split()[0]).startswith(f"{run}-"):
+    for name in _namespaces():
+        if name.startswith(f"{run}-"):
             _remove(name)
-    for line in _names("-o", "link", "show"):
-        if re.match(rf"{run}[bv]", name := line.split("@")[0]):
+    for name in _links():
+        if re.match(rf"{run}[bv]", name):
             subprocess.run(["ip", "link", "del", name], capture_output=True)
     for folder in NAMES.glob(f"{run}-*") if NAMES.exists() else ():
         shutil.rmtree(folder, ignore_errors=True)
@@ -127,11 +132,10 @@ def _sweep(run: str) -> None:
 
 def sweep_dead() -> None:
     """What runs left that were killed."""
-    there = _names("netns", "list") + _names("-o", "link", "show") + [each.name for each in NAMES.glob("dp*")]
-    for run in {found.group(0).rstrip("bv") for each in there if (found := RUN.match(each))}:
-        pid = run.removeprefix("dp")
+    there = [*_namespaces(), *_links(), *(each.name for each in NAMES.glob("dp*"))]
+    for pid in {found.group(1) for each in there if (found := RUN.match(each))}:
         if pid == str(os.getpid()) or not Path(f"/proc/{pid}").exists():
-            _sweep(run)
+            _sweep(f"dp{pid}")
 
 
 @contextmanager

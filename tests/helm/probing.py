@@ -1,4 +1,4 @@
-"""Asks the probes of a pod from inside it, a line for each answer: `probing.py SECONDS {"name": {"httpGet": {...}}}`."""
+"""Asks the probes of a pod from inside it, a line for each answer: `probing.py SECONDS {"NAME": {"httpGet": {}}}`."""
 
 import http.client
 import json

@@ -1,4 +1,4 @@
-"""A release as real processes: installed with the real helm up to its first tokens, rolled under requests, asked by jobs.
+"""A release as real processes: installed by the real helm up to its first token, rolled under requests, asked by a job.
 
 Its pods are containers in network namespaces (`pod`), and what Kubernetes does with them is played (`kubelet`).
 """
