@@ -63,15 +63,15 @@ def _words(left: Left) -> str:
 async def _leave(named: str | None, deadline_s: float) -> Left:
     from cluster.runtime.interface import RuntimeUnavailable
     from cluster.runtime.ray import join_ray
-    from cluster.runtime.ray_nodes import drained, find_node, served_from, this_node
+    from cluster.runtime.ray_nodes import drain, find_node, served_from, this_node
 
     await join_ray()
     node = this_node() if named is None else find_node(named)
     if clusters := await served_from(node):
         whose = f"node {node[:12]} has the controller of {', '.join(clusters)}"
         raise RuntimeUnavailable(f"{whose}, which would end with it; end `diptych serve` there")
-    async with drained(node, deadline_s):
-        return await _empty(node, deadline_s)
+    await drain(node, deadline_s)
+    return await _empty(node, deadline_s)
 
 
 async def _empty(node: str, deadline_s: float) -> Left:

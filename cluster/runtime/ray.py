@@ -226,7 +226,7 @@ class RayRuntime:
             bundle_label_selector=selectors(resources, parallel),
         )
         try:
-            await asyncio.wait_for(group_ready(group), order.place_timeout_s)
+            await asyncio.wait_for(_ready(group), order.place_timeout_s)
         except asyncio.CancelledError:
             remove_placement_group(group)
             raise
@@ -329,7 +329,7 @@ async def _nameless(name: str) -> None:
         logger.warning("Ray still knows %s, %.0f s after it was ended", name, NAMELESS_TIMEOUT_S)
 
 
-async def group_ready(group: PlacementGroup) -> None:
+async def _ready(group: PlacementGroup) -> None:
     await group.ready()
 
 

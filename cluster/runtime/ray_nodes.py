@@ -4,17 +4,15 @@
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import ray
 from ray.core.generated import autoscaler_pb2
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group
 
 from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle
-from cluster.runtime.ray import NAMESPACE, RayService, answer_of, group_ready
+from cluster.runtime.ray import NAMESPACE, RayService, answer_of
 
 LOOK_S = 1.0  # Ray tells nobody when a name appears
 CONTROLLER = "/controller"
@@ -86,19 +84,15 @@ async def await_controller(cluster: str, timeout_s: float) -> ServiceHandle:
     return controller
 
 
-@contextlib.asynccontextmanager
-async def drained(node: str, deadline_s: float) -> AsyncIterator[None]:
-    """Ray places nothing more on this node. Inside it is held by a byte of its memory: a drained node ends, and takes
-    its drivers along, as soon as nothing is held there. Raises `RuntimeUnavailable`.
+async def drain(node: str, deadline_s: float) -> None:
+    """From now on Ray places nothing on this node. Raises `RuntimeUnavailable`.
+
+    A drained node ends, and takes its drivers along, as soon as nothing is held there; a byte of its memory is, until
+    this process has ended.
     """
     held: PlacementGroup = placement_group([HELD], bundle_label_selector=[{NODE_LABEL: node}])
-    try:
-        with contextlib.suppress(TimeoutError):  # a node without a byte left is not idle either
-            await asyncio.wait_for(group_ready(held), HOLD_S)
-        await asyncio.to_thread(_drain, node, deadline_s)
-        yield
-    finally:
-        remove_placement_group(held)
+    await asyncio.to_thread(held.wait, HOLD_S)  # a node without a byte left is not idle either
+    await asyncio.to_thread(_drain, node, deadline_s)
 
 
 def _drain(node: str, deadline_s: float) -> None:

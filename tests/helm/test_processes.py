@@ -215,3 +215,13 @@ def test_a_job_inside_of_it_gets_its_tokens(release: Release) -> None:
         pod=head,
     )
     assert f"tokens: {list(release.exact[0])}" in said, said
+
+
+def test_a_release_that_is_removed_ends_in_time(release: Release) -> None:
+    pods, begun_s = list(release.kubelet.pods), time.monotonic()
+    release.helm("uninstall", "release")
+    while not all(each.gone for each in pods):
+        assert time.monotonic() - begun_s < WAIT_S, release.told()
+        time.sleep(0.2)
+    assert not [each.name for each in pods if each.killed], release.told()
+    print(f"{len(pods)} pods ended in {time.monotonic() - begun_s:.0f} s")

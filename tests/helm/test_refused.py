@@ -96,6 +96,10 @@ WRONG = {
         "gateway.drainSeconds is 110, and 15 s are needed to close; "
         "raise gateway.terminationGracePeriodSeconds above 120",
     ),
+    "a pool whose pods have no time to be emptied": (
+        ("--set", "pools.decode.terminationGracePeriodSeconds=20"),
+        "pools.decode: terminationGracePeriodSeconds is 20, and a pod needs at least 30 to be emptied; raise it",
+    ),
     "a name that is no name": (
         ("--set", "fullnameOverride=9lives"),
         "fullnameOverride: 9lives must begin with a letter, and have lower-case letters, digits and dashes",
