@@ -19,24 +19,29 @@ async def main(endpoint: str, prompts: list[str], max_tokens: int, at_once: int)
     loop = asyncio.get_running_loop()
     loop.run_in_executor(None, lambda: (sys.stdin.read(), loop.call_soon_threadsafe(over.set)))
 
-    async def ask(lane: int) -> None:
-        turn = lane
-        async with DiptychClient(endpoint, retry=Retry()) as client:
-            while not over.is_set():
-                told: dict[str, object] = {"prompt": turn % len(prompts)}
-                name = f"ask-{lane}-{turn}"
-                try:
-                    answer = await client.complete(
-                        prompts[turn % len(prompts)], max_tokens=max_tokens, temperature=0.0, request_id=name
-                    )
-                    told |= {"tokens": answer.output.tokens, "attempts": answer.completed.attempts}
-                    told["again"] = answer.accepted.request_id != name
-                except DiptychError as error:
-                    told["error"] = f"{error.code} {error.reason}: {error}"
-                print(json.dumps(told), flush=True)
-                turn += at_once
+    async def ask(client: DiptychClient, name: str, turn: int) -> None:
+        told: dict[str, object] = {"prompt": turn % len(prompts)}
+        prompt = prompts[turn % len(prompts)]
+        try:
+            answer = await client.complete(prompt, max_tokens=max_tokens, temperature=0.0, request_id=name)
+            told |= {"tokens": answer.output.tokens, "attempts": answer.completed.attempts}
+            told["again"] = answer.accepted.request_id != name
+        except DiptychError as error:
+            told["error"] = f"{error.code} {error.reason}: {error}"
+        print(json.dumps(told), flush=True)
 
-    await asyncio.gather(*(ask(lane) for lane in range(at_once)))
+    async def stay(lane: int) -> None:
+        """One connection for all requests; the first lane makes a new one for each."""
+        turn, client = lane, DiptychClient(endpoint, retry=Retry())
+        while not over.is_set():
+            await ask(client, f"ask-{lane}-{turn}", turn)
+            turn += at_once
+            if not lane:
+                await client.close()
+                client = DiptychClient(endpoint, retry=Retry())
+        await client.close()
+
+    await asyncio.gather(*(stay(lane) for lane in range(at_once)))
 
 
 if __name__ == "__main__":

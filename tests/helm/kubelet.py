@@ -181,8 +181,13 @@ class Kubelet:
         if not pod.ending:
             task = asyncio.ensure_future(pod.end())
             self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            task.add_done_callback(self._ended)
             pod.ending = True
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._ending.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.failure = task.exception()
 
     def _secret(self, name: str, key: str) -> str:
         (secret,) = [each for _, each in self._all("Secret") if each["metadata"]["name"] == name]

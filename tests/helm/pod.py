@@ -55,7 +55,7 @@ class Pod:
         self.folder.mkdir(parents=True)
         self._first: int | None = None  # process id of the container's process 1
         self._main: asyncio.subprocess.Process | None = None
-        self._helpers: list[asyncio.subprocess.Process] = []
+        self._env: dict[str, str] = {}  # of the container
         self._living = asyncio.ensure_future(self._live())
 
     @property
@@ -83,6 +83,7 @@ class Pod:
             while await (await self._start(each)).wait() != 0:
                 await asyncio.sleep(AGAIN_S)
         (container,) = self.spec["containers"]
+        self._env = self._environment(container)
         while True:
             self._main = await self._start(container)
             self._first = await self._first_process(self._main)
@@ -139,7 +140,7 @@ class Pod:
         inside = ["nsenter", "-t", str(self._first), "-m", "-n", "-p", "-u", "--", *self._filled(command)]
         process = await asyncio.create_subprocess_exec(
             *("setpriv", "--pdeathsig", "KILL", *inside),
-            env=self._environment(self.spec["containers"][0]),
+            env=self._env,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
