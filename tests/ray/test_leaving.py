@@ -121,10 +121,16 @@ async def test_a_node_leaves_and_a_gateway_ends_under_requests(nodes: Cluster, t
         endpoint = (await gateway.line("ready: grpc://")).removeprefix("ready: ")
         async with DiptychClient(endpoint) as client:
             undisturbed = [each.output.tokens for each in await asyncio.gather(*await streams(client, 6))]
-            leaving = await begun(nodes.address, "leave", nodes.list_all_nodes()[1].node_id, "--json")
+            head, first, _ = (each.node_id for each in nodes.list_all_nodes())
+            refused = await begun(nodes.address, "leave", head)
+            leaving = await begun(nodes.address, "leave", first, "--json")
             disturbed = []
             while leaving.process.returncode is None:
                 disturbed += await asyncio.gather(*await streams(client, 6))
+            code, said = await refused.ended()
+            assert code == 1 and said.endswith(
+                f"has the controller of {name}, which would end with it; end `diptych serve` there"
+            )
             code, said = await leaving.ended()
             assert code == 0, said
             told = json.loads(said)
