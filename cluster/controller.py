@@ -6,27 +6,27 @@ it is away.
 """
 
 import asyncio
+import contextlib
 import logging
-import math
 from collections.abc import Collection
 
 from cluster.changes import ChangeRefused, Memory, Post, StaleRevision, Taken, UnknownMember
 from cluster.members import Member, Membership
 from cluster.policy.evidence import Report
 from cluster.policy.policy import open_policy
-from cluster.pool import Keeper, Keeping
+from cluster.pool import Keeper, Keeping, order_of
 from cluster.preflight import Preflight
 from cluster.replanning import Aimed, Planner, Replanner
-from cluster.runtime.interface import Runtime, WorkerGone, WorkerOrder
+from cluster.runtime.interface import Runtime, WorkerGone
 from cluster.spec import MOST_REPLICAS, ClusterSpec, PoolSpec, Role
 from cluster.steward import Decider, Steward
 from cluster.view import ClusterView, ModelView, PoolView, WorkerState
-from workers.config import WorkerConfig
 from workers.stats import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 0.5
+NOT_BEGUN = "the controller was restarted and has not begun"
 QUIET_S = 1.0  # a worker that leaves must have been empty for so long: what was on its way to it has come
 FLOORED = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}
 
@@ -159,6 +159,18 @@ class Controller:
 
     # ---- what it publishes -----------------------------------------------------------------------------------
 
+    async def described(self, timeout_s: float) -> tuple[ClusterSpec, ModelView] | None:
+        """What a gateway that joins must know, once some worker has told of the model; None: not within this time.
+
+        Raises `WorkerGone` as `members` does.
+        """
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while (model := self._model()) is None and (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
+            await self._news(self._revision, left_s)
+        if self._tending is None:
+            raise WorkerGone(NOT_BEGUN)
+        return None if model is None else (self._spec, model)
+
     async def members(self, revision: int, timeout_s: float) -> Membership:
         """The membership once it is not of `revision`, or as it is after `timeout_s`.
 
@@ -166,7 +178,7 @@ class Controller:
         """
         await self._news(revision, timeout_s)
         if self._tending is None:
-            raise WorkerGone("the controller was restarted and has not begun")
+            raise WorkerGone(NOT_BEGUN)
         members = tuple(Member(keeper.view, keeper.handle) for keeper in self._keepers.values())
         return Membership(self._revision, members, self._preflight.links, self._pool_views())
 
@@ -254,6 +266,32 @@ class Controller:
                 self._bump()
             return self._revision
 
+    async def vacate(self, workers: Collection[str], deadline_s: float) -> int:
+        """Their nodes go: each is drained, and another worker of its pool and role is started wherever there is room.
+
+        Nodes go one after the other: as long as a worker elsewhere is not ready yet, the next ones wait, though no
+        longer than half of their time. Nothing else holds them back. Who leaves already, or is no more, is left alone.
+        """
+        clock = asyncio.get_running_loop().time
+        ends_s = clock() + deadline_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s / 2):
+                while self._going(workers) and any(
+                    not (_is_ready(each) or each.is_leaving or each.name in workers) for each in self._keepers.values()
+                ):
+                    await self._changed.wait()
+        async with self._changing:
+            for keeper in self._going(workers):
+                name = self._free_name(keeper.pool)
+                self._hire(keeper.pool, name, keeper.role, required=False)
+                logger.info("the node of worker %s goes, and %s takes its place", keeper.name, name)
+                self._leave(keeper, ends_s - clock())
+            self._in_order()
+            return self._revision
+
+    def _going(self, workers: Collection[str]) -> list[Keeper]:
+        return [each for each in self._keepers.values() if each.name in workers and not each.is_leaving]
+
     async def report(self, report: Report) -> None:
         """What one gateway saw lately."""
         if self._steward is not None:
@@ -329,7 +367,7 @@ class Controller:
 
     def _hire(self, pool: PoolSpec, name: str, role: Role, *, required: bool) -> Keeper:
         keeper = self._keepers[name] = Keeper(
-            pool, self._order(pool, name), self._keeping, role=role, required=required
+            pool, order_of(self._spec, pool, name, self._secret), self._keeping, role=role, required=required
         )
         keeper.begin()
         return keeper
@@ -374,25 +412,6 @@ class Controller:
         self._leaving.pop(keeper.name, None)
         self._preflight.forget(keeper.name)
         self._bump()
-
-    def _order(self, pool: PoolSpec, name: str) -> WorkerOrder:
-        forms = {(each.engine.block_size, each.engine.dtype) for each in self._spec.pools}
-        config = WorkerConfig(
-            name=name,
-            pool=pool.name,
-            model=pool.model or self._spec.model,
-            engine=pool.engine,
-            parallel=pool.parallel,
-            transfer=self._spec.transfer,
-            executor=self._spec.executor,
-            secret=self._secret,
-            cpus=max(1, int(pool.resources.cpu)),
-            prefix_tokens=math.lcm(*(block_size for block_size, _ in forms)),
-            staging_bytes=self._spec.transfer.staging_bytes if len(forms) > 1 else 0,
-            cost=pool.cost,
-        )
-        health = self._spec.health
-        return WorkerOrder(config, pool.resources, health.heartbeat_s, health.dead_after_s, health.place_timeout_s)
 
     async def _introduce(self, new: Keeper) -> None:
         await self._preflight.introduce(new, self._keepers.values)

@@ -28,7 +28,7 @@ from cluster.outbox import Outbox
 from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, Role
 from cluster.text import GenerationInput, TextEvent, TextStream, Tokenizer
-from cluster.view import ClusterView
+from cluster.view import ClusterView, WorkerState
 from workers.errors import InvalidRequest
 from workers.request import SLO, Request, SamplingParams
 
@@ -277,8 +277,8 @@ class _Running:
 
 
 def servable(view: ClusterView) -> bool:
-    """Whether workers for both phases are ready."""
-    return bool(view.ready(Role.MIXED) or (view.ready(Role.PREFILL) and view.ready(Role.DECODE)))
+    """Whether a worker is ready: where there is no pair, any one does both phases alone."""
+    return any(worker.state is WorkerState.READY for worker in view.workers)
 
 
 def _decode_slots(spec: ClusterSpec, view: ClusterView) -> int:

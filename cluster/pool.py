@@ -8,6 +8,7 @@ One `Keeper` for each replica, one task for each keeper. Knows one worker; the c
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -15,9 +16,10 @@ from msgspec.structs import replace
 
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, WorkerGone, WorkerHandle, WorkerOrder
 from cluster.runtime.placement import needed
-from cluster.spec import PoolSpec, Role
+from cluster.spec import ClusterSpec, PoolSpec, Role
 from cluster.view import WorkerState, WorkerView
 from kvtransfer.errors import TransferError, TransportUnavailable
+from workers.config import WorkerConfig
 from workers.errors import ModelError, WorkerError
 from workers.stats import WorkerInfo, WorkerStats
 
@@ -203,6 +205,27 @@ class Keeper:
     def _pulse(self) -> None:
         self._heard.set()
         self._heard = asyncio.Event()
+
+
+def order_of(spec: ClusterSpec, pool: PoolSpec, name: str, secret: str) -> WorkerOrder:
+    """What one replica of a pool is to be. `secret`: of this cluster's workers, for each other."""
+    forms = {(each.engine.block_size, each.engine.dtype) for each in spec.pools}
+    config = WorkerConfig(
+        name=name,
+        pool=pool.name,
+        model=pool.model or spec.model,
+        engine=pool.engine,
+        parallel=pool.parallel,
+        transfer=spec.transfer,
+        executor=spec.executor,
+        secret=secret,
+        cpus=max(1, int(pool.resources.cpu)),
+        prefix_tokens=math.lcm(*(block_size for block_size, _ in forms)),
+        staging_bytes=spec.transfer.staging_bytes if len(forms) > 1 else 0,
+        cost=pool.cost,
+    )
+    health = spec.health
+    return WorkerOrder(config, pool.resources, health.heartbeat_s, health.dead_after_s, health.place_timeout_s)
 
 
 def is_empty(stats: WorkerStats) -> bool:

@@ -211,12 +211,19 @@ class Serving:
     """A running cluster. Owned by whoever called `serve`; `close` takes everything down."""
 
     def __init__(
-        self, spec: ClusterSpec, runtime: Runtime, planner: Planner | None = None, decider: Decider | None = None
+        self,
+        spec: ClusterSpec,
+        runtime: Runtime,
+        planner: Planner | None = None,
+        decider: Decider | None = None,
+        *,
+        gateways: bool = True,
     ) -> None:
         self.spec = spec
         self.runtime = runtime
         self._planner = planner
         self._decider = decider
+        self._num_gateways = spec.gateway.replicas if gateways else 0
         self.endpoints: list[str] = []
         self.http_urls: list[str] = []
         self._controller: ServiceHandle | None = None
@@ -254,7 +261,7 @@ class Serving:
         await self._controller.call("begin")
         self._keeping = asyncio.ensure_future(self._keep_alive())
         replicas = sum(pool.replicas for pool in spec.pools)
-        for index in range(spec.gateway.replicas):  # they start while the model is loaded
+        for index in range(self._num_gateways):  # they start while the model is loaded
             name = f"gateway-{index}"
             self._gateways.append(
                 await self.runtime.start_service(name, GatewayService, name, spec, self._controller, door)
@@ -270,7 +277,8 @@ class Serving:
             if http_port is not None:
                 self.http_urls.append(await gateway.call("http_url"))
         self._model = model
-        for link in (await self.view()).links:
+        membership: Membership = await self._controller.call("members", 0, 1.0)
+        for link in membership.links:
             progress(
                 f"{link.owner} -> {link.reader}: {link.transport}, {link.path}, "
                 f"{link.bytes_per_s / 1e9:.2f} GB/s, {link.latency_s * 1e6:.0f} us"
@@ -378,14 +386,15 @@ async def serve(
     progress: Progress = lambda line: None,
     planner: Planner | None = None,
     decider: Decider | None = None,
+    gateways: bool = True,
 ) -> Serving:
     """Bring a cluster up. On any error everything that was started is taken down again. `planner`, for
     `elastic.replan`: None is a process of its own for each question. `decider`, where `elastic` is on: None is the rule
-    of `cluster.policy.elastic`.
+    of `cluster.policy.elastic`. Without `gateways` others bring them (`cluster.joining`).
 
     Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
     """
-    serving = Serving(spec, await open_runtime(spec, runtime, progress), planner, decider)
+    serving = Serving(spec, await open_runtime(spec, runtime, progress), planner, decider, gateways=gateways)
     try:
         await serving.open(door, progress)
     except BaseException:

@@ -51,7 +51,7 @@ LAYERS = [
     ["cluster.placing"],
     ["cluster.dispatcher", "cluster.controller"],
     ["cluster.serving"],
-    ["cluster.text", "cluster.outbox", "cluster.answers", "cluster.gateway"],
+    ["cluster.text", "cluster.outbox", "cluster.answers", "cluster.gateway", "cluster.joining"],
     ["cluster.sim"],
     ["cluster.plan", "cluster.report"],
     ["cluster.api", "cluster.http", "cluster.bench", "cluster.load", "cluster.profile"],
@@ -67,6 +67,7 @@ HEAVY = {
     ),
     "ray": (
         *("cluster.runtime.ray", "cluster.runtime.ray_ranks", "cluster.runtime.ray_metrics"),
+        "cluster.runtime.ray_nodes",
         *("cluster.bench.gang.ways", "cluster.cli"),
     ),
     "grpc": ("cluster.api",),

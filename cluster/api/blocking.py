@@ -124,7 +124,7 @@ class BlockingClient:
         return self._wait(self._client.scale(pool, replicas, revision=revision, timeout_s=timeout_s))
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when workers for both phases are ready."""
+        """Return when a worker is ready."""
         self._wait(self._client.wait_ready(timeout_s))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:

@@ -275,7 +275,7 @@ class DiptychClient:
             return timings_from(await self._admin.MeasureSteps(message, timeout=timeout_s))
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Return when workers for both phases are ready; the server itself may still be starting."""
+        """Return when a worker is ready; the server itself may still be starting."""
         request = health_pb2.HealthCheckRequest(service=INFERENCE)
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,6 +1,6 @@
 """The standard health service (grpc.health.v1), answered from the cluster's view.
 
-The server as a whole and the inference service serve when workers for both phases are ready; the admin service as
+The server as a whole and the inference service serve when a worker is ready; the admin service as
 long as the door is open.
 """
 

@@ -29,7 +29,7 @@ ATTEMPTS_RETRY_S = 1.0  # about as long as a dead worker takes to be replaced
 
 
 def status_of(error: Exception, ready: bool) -> status_pb2.Status:
-    """The status for an error of the gateway. `ready`: whether workers for both phases are there now.
+    """The status for an error of the gateway. `ready`: whether a worker is there now.
 
     What nobody foresaw becomes INTERNAL with an id; the log has the traceback under it.
     """

@@ -12,6 +12,8 @@ from cluster.cli.bench import bench
 from cluster.cli.demo import demo
 from cluster.cli.doctor import doctor
 from cluster.cli.extras import missing_extra
+from cluster.cli.gateway import gateway
+from cluster.cli.leave import leave
 from cluster.cli.models import models
 from cluster.cli.plan import plan
 from cluster.cli.profile import profile
@@ -69,6 +71,7 @@ def main(debug: bool) -> None:
 for command in (
     demo,
     serve,
+    gateway,
     generate,
     chat,
     status,
@@ -77,6 +80,7 @@ for command in (
     flip,
     drain,
     scale,
+    leave,
     bench,
     simulate,
     plan,

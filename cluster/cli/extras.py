@@ -10,7 +10,7 @@ EXTRAS = {
     "http": ("fastapi", "starlette", "uvicorn", "pydantic"),
 }
 EXTRA_OF = {library: extra for extra, libraries in EXTRAS.items() for library in libraries}
-NEED_WORKERS = frozenset({"demo", "serve", "models", "doctor"})  # numpy alone would not help them
+NEED_WORKERS = frozenset({"demo", "serve", "gateway", "leave", "models", "doctor"})  # numpy alone would not help them
 
 
 def missing_extra(error: BaseException, command: str) -> str | None:

@@ -16,15 +16,15 @@ if TYPE_CHECKING:  # what stands behind these is heavy
 
 @asynccontextmanager
 async def running_cluster(
-    spec: "ClusterSpec", runtime: str, progress: Callable[[str], None]
+    spec: "ClusterSpec", runtime: str, progress: Callable[[str], None], *, gateways: bool = True
 ) -> AsyncIterator["Serving"]:
-    """A cluster with its doors open; closed at the end, whatever the end is."""
+    """A cluster with its doors open, if it has `gateways`; closed at the end, whatever the end is."""
     from cluster.doors import open_doors
     from cluster.serving import serve
 
-    serving = await serve(spec, runtime=runtime, door=open_doors, progress=progress)
+    serving = await serve(spec, runtime=runtime, door=open_doors, progress=progress, gateways=gateways)
     try:
-        _cancel_on_terminate()  # again: Ray takes the signal for itself when it starts
+        cancel_on_terminate()  # again: Ray takes the signal for itself when it starts
         yield serving
     finally:
         progress("closing")
@@ -35,7 +35,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     """Run to the end. Ctrl-C and SIGTERM cancel the work, and its `finally`s run. Raises KeyboardInterrupt then."""
 
     async def guarded() -> None:
-        _cancel_on_terminate()
+        cancel_on_terminate()
         await work
 
     try:
@@ -44,7 +44,8 @@ def run(work: Coroutine[Any, Any, None]) -> None:
         raise KeyboardInterrupt from None
 
 
-def _cancel_on_terminate() -> None:
+def cancel_on_terminate() -> None:
+    """Ctrl-C and SIGTERM cancel the task that calls this."""
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()

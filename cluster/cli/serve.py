@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port, see docs/http.md; 0 takes any free one.")
 @filed
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="Of every process; logs go to standard error.")
+@click.option("--no-gateways", is_flag=True, help="Only the workers; `diptych gateway` brings the gateways.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True)
 def serve(
     file: str | None,
@@ -27,6 +28,7 @@ def serve(
     port: int | None,
     http_port: int | None,
     log_format: str | None,
+    no_gateways: bool,
     runtime: str,
     files: dict[str, str],
 ) -> None:
@@ -54,10 +56,11 @@ def serve(
         spec = replace(spec, logs=replace(spec.logs, format=log_format))
     spec = with_files(spec, files)
     begin(spec.logs, "serve")
-    check_doors(spec)
+    if not no_gateways:
+        check_doors(spec)
     fetch_model(spec)
     try:
-        run(_serve(spec, runtime))
+        run(_serve(spec, runtime, gateways=not no_gateways))
     except KeyboardInterrupt:
         click.echo("closed")  # the ordinary end
 
@@ -82,8 +85,10 @@ def fetch_model(spec: "ClusterSpec") -> None:
         resolve(spec.model, progress)
 
 
-async def _serve(spec: "ClusterSpec", runtime: str) -> None:
-    async with running_cluster(spec, runtime, click.echo) as serving:
+async def _serve(spec: "ClusterSpec", runtime: str, *, gateways: bool) -> None:
+    async with running_cluster(spec, runtime, click.echo, gateways=gateways) as serving:
+        if not gateways:
+            click.echo(f"ready: the workers of {spec.name}; `diptych gateway` opens its doors")
         for endpoint in serving.endpoints:
             click.echo(f"ready: {spec.gateway.grpc_scheme}://{endpoint}")
         for url in serving.http_urls:

@@ -7,6 +7,7 @@ Knows ASGI; knows no request.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -44,19 +45,34 @@ class Connection:
         self._is_closing = is_closing
         self._cut = cut
         self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def ended(self, timeout_s: float) -> None:
+        """Return when no request is in it, or after this time."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._app(scope, receive, send)
             return
-        if self._is_closing() or self._running >= self._most_requests:
-            await failed(CLOSING if self._is_closing() else FULL)(scope, receive, send)
+        if self._is_closing():
+            refusal = failed(CLOSING)
+            refusal.headers["connection"] = "close"  # the next one, perhaps through a balancer, goes elsewhere
+            await refusal(scope, receive, send)
+            return
+        if self._running >= self._most_requests:
+            await failed(FULL)(scope, receive, send)
             return
         self._running += 1
+        self._idle.clear()
         try:
             await self._converse(scope, receive, send)
         finally:
             self._running -= 1
+            if not self._running:
+                self._idle.set()
 
     async def _converse(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

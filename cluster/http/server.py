@@ -31,9 +31,9 @@ class HttpDoor:
         self._scheme = "http" if guard.tls is None else "https"
         self._closing = False
         app = make_app(context, gateway, lambda: self._closing)
-        connection = Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut)
+        self._requests = Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut)
         config = uvicorn.Config(
-            Guarded(connection, guard) if guard.has_keys else connection,
+            Guarded(self._requests, guard) if guard.has_keys else self._requests,
             http="h11" if guard.tls is None else _Tls,
             ws="none",
             lifespan="off",
@@ -61,14 +61,16 @@ class HttpDoor:
         return f"{self._scheme}://{host}:{port}"
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, and let running ones end for `grace_s`."""
-        self._closing = self._server.should_exit = True
+        """Refuse new requests, and let running ones end for `grace_s`. Until they have it listens: /ready says no."""
+        self._closing = True
+        await self._requests.ended(grace_s)
+        self._server.should_exit = True
         if self._serving is not None:
-            await asyncio.wait([self._serving], timeout=grace_s)
+            await asyncio.wait([self._serving], timeout=CUT_S)
 
     async def close(self) -> None:
         """Cut what still runs. Safe to call twice, or unopened."""
-        await self.drain(CUT_S)
+        await self.drain(0.0)
         serving, self._serving = self._serving, None
         if serving is None:
             return

@@ -42,7 +42,7 @@ NAMELESS_TIMEOUT_S, NAMELESS_LOOK_S = 5.0, 0.02  # Ray tells nobody when a name 
 LOCAL_STORE_BYTES = 100 * 1024 * 1024  # KV and tokens never pass through the object store
 
 
-async def _await(reference: Any, timeout_s: float) -> Any:
+async def answer_of(reference: Any, timeout_s: float) -> Any:
     """A call's answer; every way of not answering is `WorkerGone`, and what the method raised is raised as it was."""
 
     async def answer() -> Any:
@@ -88,6 +88,11 @@ class _ServiceActor:
         self._args = args
         self._target: Any = None
 
+    async def node(self) -> str:
+        """Ray's id of the node that it lives on."""
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
+
     async def call(self, method: str, *args: Any) -> Any:
         if self._target is None:  # built on the event loop, where it may start tasks
             self._target = self._factory(*self._args)
@@ -110,7 +115,7 @@ class RayWorker:
         return replace(self, incarnation=incarnation)
 
     def _call(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Coroutine[Any, Any, Any]:
-        return _await(self.actor.call.remote(self.incarnation, method, *args), timeout_s)
+        return answer_of(self.actor.call.remote(self.incarnation, method, *args), timeout_s)
 
     async def start(self) -> WorkerInfo:
         info: WorkerInfo = await self._call("start", timeout_s=24 * 3600.0)  # bounded by the caller's start timeout
@@ -180,7 +185,7 @@ class RayService:
     actor: Any
 
     async def call(self, method: str, *args: Any, timeout_s: float = 30.0) -> Any:
-        return await _await(self.actor.call.remote(method, *args), timeout_s)
+        return await answer_of(self.actor.call.remote(method, *args), timeout_s)
 
 
 @dataclass(frozen=True)
@@ -254,7 +259,7 @@ class RayRuntime:
     async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
         assert isinstance(handle, RayWorker)
         with contextlib.suppress(WorkerGone):
-            await _await(handle.actor.call.remote("", "close"), grace_s)
+            await answer_of(handle.actor.call.remote("", "close"), grace_s)
         ray.kill(handle.actor)
         with contextlib.suppress(ValueError):
             remove_placement_group(ray.util.get_placement_group(handle.name))
@@ -362,6 +367,18 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
             "object_store_memory": LOCAL_STORE_BYTES,
             "_node_ip_address": "127.0.0.1",
         }
+    await _init(options, address)
+    return RayRuntime(spec.name, owns_ray=not address, logs=spec.logs)
+
+
+async def join_ray() -> None:
+    """Join the Ray of RAY_ADDRESS, or the one that this machine is a node of. Raises `RuntimeUnavailable`."""
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    options = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR, "address": address}
+    await _init(options, address)
+
+
+async def _init(options: dict[str, Any], address: str | None) -> None:
     try:
         if address:
             await _reachable(address)
@@ -372,7 +389,6 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
         raise RuntimeUnavailable(
             f"{where} cannot be reached: {reason}; check RAY_ADDRESS and RAY_AUTH_MODE, or unset RAY_ADDRESS"
         ) from None
-    return RayRuntime(spec.name, owns_ray=not address, logs=spec.logs)
 
 
 def _cpus(spec: ClusterSpec) -> int:

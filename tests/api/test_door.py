@@ -8,6 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from cluster.api.again import Retry
 from cluster.api.client import DiptychClient
 from cluster.api.errors import DiptychError
 from cluster.api.server import GrpcDoor, open_door
@@ -87,6 +88,22 @@ async def test_close_lets_running_requests_end(dispatcher: FakeDispatcher) -> No
         with pytest.raises(DiptychError) as caught:
             await client.complete("hello")
         assert caught.value.code == "UNAVAILABLE"
+
+
+async def test_a_client_of_several_gateways_does_not_notice_that_one_closes(dispatcher: FakeDispatcher) -> None:
+    dispatcher.step_s = 0.01
+    doors = [GrpcDoor(gateway_context(dispatcher), ByteTokenizer) for _ in range(2)]
+    addresses = ",".join([await door.open() for door in doors])
+    async with DiptychClient(f"ipv4:{addresses}", retry=Retry()) as client:
+        last = client.generate("hello", max_tokens=20)
+        await anext(last)
+        closing = asyncio.ensure_future(doors[0].close(10.0))
+        told = await asyncio.gather(*(client.complete("hello", max_tokens=5) for _ in range(8)))
+        assert [each.completed.completion_tokens for each in told] == [5] * 8
+        ended = [event async for event in last][-1]
+        assert isinstance(ended, Completed) and ended.completion_tokens == 20
+        await closing
+    await doors[1].close(0.0)
 
 
 async def test_close_cuts_what_outlasts_the_grace(dispatcher: FakeDispatcher) -> None:

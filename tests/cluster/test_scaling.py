@@ -336,3 +336,64 @@ def test_a_bare_off_of_yaml_is_a_mode() -> None:
 def test_bad_bounds_are_named(replicas: object, more: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         parse_spec(pools(replicas, **more))
+
+
+async def test_a_node_that_goes_moves_its_workers_and_their_streams() -> None:
+    spec = split_spec(1, 2)
+    async with cluster(replace(spec, elastic=replace(spec.elastic, floors={"prefill": 1, "decode": 2}))) as subject:
+        streams = await begun(subject, 4, max_tokens=150)
+        await subject.controller.flip("decode-1", Role.MIXED)
+        await subject.controller.vacate(["decode-1", "nobody-7"], 30.0)
+        view = await subject.until(lambda view: state_of(view, "decode-1") is WorkerState.DRAINING)
+        assert {pool.name: pool.wanted for pool in view.pools} == {"prefill": 1, "decode": 2}, (
+            "floors hold no node back"
+        )
+        await subject.controller.vacate(["decode-1"], 30.0)
+        assert len(names(subject.controller.view())) == 4, "twice is once"
+        for events in await asyncio.gather(*streams):
+            assert len(tokens_of(events)) == 150
+            assert completed(events).attempts == 1
+        view = await subject.until(only("prefill-0", "decode-0", "decode-2"))
+        assert [each.role for each in view.workers][-1] is Role.MIXED, "the newcomer does what the old one did"
+        await subject.settle()
+        assert set(subject.workers) == {"prefill-0", "decode-0", "decode-2"}
+
+
+async def test_the_only_worker_of_a_pool_leaves_and_the_other_pool_serves_until_the_next_is_there() -> None:
+    async with cluster(split_spec(1, 1)) as subject:
+        streams = await begun(subject, 3, max_tokens=150)
+        await subject.controller.vacate(["decode-0"], 30.0)
+        during = await asyncio.gather(*(subject.run(request(f"n{n}", first=40 * n + 40)) for n in range(3)))
+        assert all(completed(events).attempts == 1 for events in [*during, *await asyncio.gather(*streams)])
+        await subject.until(only("prefill-0", "decode-1"))
+        await subject.settle()
+
+
+async def test_nodes_that_go_at_once_go_one_after_the_other() -> None:
+    async with cluster(split_spec(1, 1)) as subject:
+        fewest = len(subject.workers)
+
+        async def watch() -> None:
+            nonlocal fewest
+            while True:
+                fewest = min(fewest, len(names(subject.dispatcher.view, WorkerState.READY)))
+                await subject.dispatcher.view_change()
+
+        watching = asyncio.ensure_future(watch())
+        await asyncio.gather(*(subject.controller.vacate([each], 30.0) for each in ("prefill-0", "decode-0")))
+        await subject.until(only("prefill-1", "decode-1"))
+        watching.cancel()
+        assert fewest == 1, "there was always one that serves alone"
+
+
+async def test_a_node_does_not_wait_for_ever_for_a_worker_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(split_spec(1, 2)) as subject:
+
+        async def never(order: WorkerOrder) -> WorkerHandle:
+            raise RuntimeUnavailable(f"no room for {order.config.name}")
+
+        monkeypatch.setattr(subject.runtime, "start_worker", never)
+        await subject.controller.vacate(["decode-0"], 30.0)
+        await subject.controller.vacate(["decode-1"], 0.2)
+        view = await subject.until(lambda view: names(view, WorkerState.READY) == ["prefill-0"])
+        assert [each.name for each in view.workers if each.detail.startswith("no room")]

@@ -1,7 +1,8 @@
 """A small Kubernetes API server on loopback, as far as helm and kubectl talk to one: the real programs, no cluster.
 
 It stores objects, refuses those that Kubernetes or KubeRay would (`validate`), and takes the place of all controllers:
-whatever is written is ready at once. Knows nothing of our chart; schedules nothing and runs nothing.
+whatever is written is ready at once, unless somebody runs pods (`kubelet`) and says otherwise. Knows nothing of our
+chart; schedules nothing and runs nothing.
 
     discovery  /version /api /apis /openapi/v3      objects  GET, POST, PUT, PATCH (apply, merge), DELETE, watch
 """
@@ -12,7 +13,7 @@ import json
 import queue
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -86,6 +87,7 @@ class Store:
         self._objects: dict[tuple[Kind, str, str], Object] = {}
         self._watching: list[tuple[Kind, str, queue.Queue[Object]]] = []
         self._revision = 100
+        self.status: Callable[[Object], Object] = ready  # of what is written; whoever runs pods knows better
 
     def names(self) -> list[str]:
         """Kind/name of everything but namespaces."""
@@ -121,11 +123,21 @@ class Store:
             metadata.setdefault("creationTimestamp", BORN)
             if kind.namespaced:
                 metadata["namespace"] = namespace
-            new["status"] = ready(new)
+            new["status"] = self.status(new)
             if not dry:
                 self._objects[kind, namespace, name] = new
                 self._tell("MODIFIED" if old else "ADDED", kind, namespace, new)
             return new
+
+    def observe(self, kind: Kind, namespace: str, name: str, status: Object) -> None:
+        """What has become of an object."""
+        with self.lock:
+            if (known := self._objects.get((kind, namespace, name))) is None:
+                return
+            self._revision += 1
+            metadata = known["metadata"] | {"resourceVersion": str(self._revision)}
+            new = self._objects[kind, namespace, name] = known | {"metadata": metadata, "status": status}
+            self._tell("MODIFIED", kind, namespace, new)
 
     def delete(self, kind: Kind, namespace: str, name: str) -> None:
         with self.lock:

@@ -25,7 +25,9 @@ PROGRAMS = ("helm", "kubectl")
 CALL_TIMEOUT_S = 60
 
 
-def run(program: str, *args: object, stdin: str = "", env: dict[str, str] | None = None) -> tuple[int, str, str]:
+def run(
+    program: str, *args: object, stdin: str = "", env: dict[str, str] | None = None, timeout_s: float = CALL_TIMEOUT_S
+) -> tuple[int, str, str]:
     """Exit code, standard output, standard error. Reads no configuration of this user's."""
     path = tools() / program
     with tempfile.TemporaryDirectory() as home:
@@ -34,7 +36,7 @@ def run(program: str, *args: object, stdin: str = "", env: dict[str, str] | None
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=CALL_TIMEOUT_S,
+            timeout=timeout_s,
             env={"HOME": home, "PATH": os.environ["PATH"]} | (env or {}),
         )
     return done.returncode, done.stdout, done.stderr

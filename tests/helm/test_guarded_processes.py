@@ -1,15 +1,19 @@
-"""The containers of a guarded release, run with the commands that the chart renders: its own get in, others do not."""
+"""A guarded release as real processes: probes and its smoke test get in over TLS with a key, a stranger does not."""
 
+import base64
+import json
 import os
-import signal
-import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chart import Object, of_kind, rendered, values
-from pod_processes import CONFIG, PodProcesses, pod_processes, why_not
+from api_server import api_server
+from chart import CHART, Object, values
+from kubelet import kubelet
+from pod_network import why_not
+from programs import run
+from test_lifecycle import connected
 
 from tests.http.certificates import Authority
 from workers.errors import ModelError
@@ -18,41 +22,15 @@ from workers.model.store import resolve
 SLOW = pytest.mark.skipif(not os.environ.get("DIPTYCH_PODS"), reason="takes minutes: make pods")
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600), SLOW]
 
-HEAD, GATEWAY, HOST = "release-diptych-head", "release-diptych-gateway", "release-diptych.llm.svc"
-READY_S, END_S = 200.0, 60.0
-KEY = "a-key-that-is-long-enough"
-# As the kubelet asks: it looks at no certificate.
-PROBE = """
-import ssl, urllib.request
-print(urllib.request.urlopen({!r}, timeout=5, context=ssl._create_unverified_context()).status)
-"""
+HOST, KEY, WAIT_S = "release-diptych.llm.svc", "a-key-that-is-long-enough", 240.0
+OPTIONS = ("--set", "httpRoute.enabled=false,metrics.serviceMonitor.enabled=false,cluster.health.dead_after_s=20")
 
 
-def write_secrets(folder: Path) -> None:
-    """Where the volumes of the release are mounted, in the words of `pod_processes`."""
-    for name in ("tls", "ca", "keys"):
-        Path(f"{folder}-{name}").mkdir()
-    authority = Authority(folder, "servers")
-    pair = authority.sign("server", HOST)
-    Path(f"{folder}-tls/tls.crt").write_bytes(pair.cert.read_bytes())
-    Path(f"{folder}-tls/tls.key").write_bytes(pair.key.read_bytes())
-    Path(f"{folder}-ca/ca.crt").write_bytes(authority.ca.read_bytes())
-    Path(f"{folder}-keys/keys").write_text(KEY + "\n")
-
-
-def with_secrets(container: Object, folder: Path, **changed: str) -> Object:
-    """Its environment names the files that there are."""
-    env = [
-        each if "value" not in each else each | {"value": each["value"].replace(CONFIG, str(folder))}
-        for each in container["env"]
-    ]
-    return container | {"env": [each | {"value": changed.get(each["name"], each.get("value"))} for each in env]}
-
-
-def answer(pods: PodProcesses, url: str) -> str:
-    ask = ["ip", "netns", "exec", pods.namespace(HEAD), sys.executable, "-c", PROBE.format(url)]
-    done = subprocess.run(ask, capture_output=True, text=True)
-    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+def objects_of(secrets: dict[str, dict[str, Path]]) -> Iterator[Object]:
+    yield {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "llm"}}
+    for name, files in secrets.items():
+        data = {key: base64.b64encode(path.read_bytes()).decode() for key, path in files.items()}
+        yield {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name, "namespace": "llm"}, "data": data}
 
 
 def test_the_smoke_test_and_the_probes_get_in_and_a_stranger_does_not(tmp_path: Path) -> None:
@@ -62,32 +40,37 @@ def test_the_smoke_test_and_the_probes_get_in_and_a_stranger_does_not(tmp_path: 
         resolve("smollm2-135m")
     except ModelError as error:
         pytest.skip(f"the model cannot be had here: {error}")
-    folder = tmp_path / "etc"
-    folder.mkdir()
-    write_secrets(folder)
-    objects = rendered(values("native-guarded"), "--set", "cluster.health.dead_after_s=20")
-    (smoke,) = of_kind(objects, "Pod")
-    with pod_processes(objects, folder, {HEAD: HEAD, HOST: GATEWAY}) as pods:
-        started = {name: pods.start(name, spec["containers"][0]) for name, spec in pods.specs.items() if name == HEAD}
-        others = [name for name in pods.specs if name != HEAD]
-        waiting = [pods.start(name, pods.specs[name]["initContainers"][0]) for name in others]
-        assert [each.wait(READY_S) for each in waiting] == [0] * len(others)
-        started |= {name: pods.start(name, pods.specs[name]["containers"][0]) for name in others}
-        gateway = pods.specs[GATEWAY]["containers"][0]
-        log, deadline = pods.log(GATEWAY, gateway), time.monotonic() + READY_S
-        while "ready: https" not in (said := log.read_text()):
-            assert time.monotonic() < deadline and "Error" not in said, said
-            time.sleep(0.5)
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            asked = gateway[probe]["httpGet"]
-            assert answer(pods, f"https://{pods.addresses[GATEWAY]}:{asked['port']}{asked['path']}") == "200"
-        assert "401" in answer(pods, f"https://{pods.addresses[GATEWAY]}:8000/metrics")
-        asking = with_secrets(smoke["spec"]["containers"][0], folder)
-        assert pods.start(HEAD, asking).wait(READY_S) == 0, pods.log(HEAD, asking).read_text()
-        Path(f"{folder}-keys/keys.other").write_text("another-key-of-this-length\n")
-        stranger = with_secrets(asking, folder, DIPTYCH_KEY_FILE=f"{folder}-keys/keys.other")
-        assert pods.start(HEAD, stranger).wait(READY_S) != 0
-        assert "this API key is none that the gateway knows" in pods.log(HEAD, stranger).read_text()
-        started[GATEWAY].send_signal(signal.SIGTERM)
-        assert started[GATEWAY].wait(END_S) == 0
-        assert log.read_text().endswith("closed\n")
+    authority = Authority(tmp_path, "servers")
+    pair = authority.sign("server", HOST)
+    (tmp_path / "keys").write_text(KEY + "\n")
+    (tmp_path / "other").write_text("another-key-of-this-length\n")
+    pods = tmp_path / "pods"
+    pods.mkdir()
+    with api_server(kuberay=False) as (address, store), kubelet(store, pods) as (running, _):
+        config = ("--namespace", "llm", "--kubeconfig", connected(address, store, tmp_path).config)
+
+        def done(program: str, *args: object) -> str:
+            code, out, err = run(program, *args, *config, timeout_s=WAIT_S + 30)
+            assert code == 0, f"{err}\n{running.told()}"
+            return out
+
+        secrets = {"certificate": {"tls.crt": pair.cert, "tls.key": pair.key, "ca.crt": authority.ca}}
+        secrets |= {"keys": {"keys": tmp_path / "keys"}}
+        manifest = tmp_path / "secrets.json"
+        manifest.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects_of(secrets))}))
+        done("kubectl", "apply", "--server-side", "-f", manifest)
+        waiting = ("--wait", "--timeout", f"{WAIT_S:.0f}s")
+        done("helm", "install", "release", CHART, "-f", values("native-guarded"), *OPTIONS, *waiting)
+        done("helm", "test", "release", "--timeout", "120s")
+        (gateway,) = running.pods_of("gateway")
+        ask = (sys.executable, "-m", "cluster.cli", "generate", "The sea is", "--max-tokens", "1")
+        there = ("--endpoint", f"grpcs://{HOST}:50051", "--ca", str(authority.ca))
+        said, code = running.call(gateway.run(*ask, *there, "--key-file", str(tmp_path / "keys")))
+        assert code == 0, said
+        said, code = running.call(gateway.run(*ask, *there, "--key-file", str(tmp_path / "other")))
+        assert code != 0 and "this API key is none that the gateway knows" in said
+        fetch = (
+            f"import urllib.request; urllib.request.urlopen('http://{gateway.place.address}:8000/health', timeout=5)"
+        )
+        said, code = running.call(gateway.run(sys.executable, "-c", fetch))
+        assert code != 0, "there is no door without TLS"

@@ -1,70 +1,225 @@
-"""The containers of the native mode, run with the commands that the chart renders, become a cluster that answers."""
+"""A release as real processes: installed by the real helm up to its first token, rolled under requests, asked by a job.
 
+Its pods are containers in network namespaces (`pod`), and what Kubernetes does with them is played (`kubelet`).
+"""
+
+import asyncio
+import json
 import os
-import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from chart import Object, of_kind, rendered, values
-from pod_processes import PodProcesses, pod_processes, why_not
+from api_server import api_server
+from chart import CHART, ROOT, values
+from kubelet import Kubelet, kubelet
+from pod import Pod
+from pod_network import Place, why_not
+from programs import run
+from test_lifecycle import Kubernetes, connected
 
+from cluster.api.client import DiptychClient
+from cluster.api.server import open_door
+from cluster.serving import serve
+from cluster.spec import parse_spec
 from workers.errors import ModelError
 from workers.model.store import resolve
 
 SLOW = pytest.mark.skipif(not os.environ.get("DIPTYCH_PODS"), reason="takes minutes: make pods")
-pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600), SLOW]
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900), SLOW]
 
-HEAD, GATEWAY = "release-diptych-head", "release-diptych-gateway"
-READY_S, END_S = 200.0, 60.0
-# The model is in the cache of this machine, and two cores serve all pods.
-OPTIONS = ("--set", "cluster.health.dead_after_s=20")
+MODEL, TOKENS = "smollm2-135m", 24
+PROMPTS = ["The sea is", "Once upon a time there was", "A short list of fruits:", "The capital of France", "In 1969"]
+NAME, ENDPOINT = "release-diptych", "release-diptych:50051"
+WAIT_S = 240.0
+POOLS = [
+    {"name": "prefill", "role": "prefill", "replicas": 1, "resources": {"cpu": 1, "labels": {"pool": "prefill"}}},
+    {"name": "decode", "role": "decode", "replicas": 2, "resources": {"cpu": 1, "labels": {"pool": "decode"}}},
+]
+# Two cores for all pods: who is slow is not dead.
+OPTIONS = (
+    *("-f", str(values("native")), "--set-json", f"cluster.pools={json.dumps(POOLS)}"),
+    *("--set", "cluster.gateway.replicas=2,cluster.health.dead_after_s=20,gateway.drainSeconds=3"),
+)
+
+
+@dataclass
+class Release:
+    """An installed one. `exact`: the tokens of each prompt, as one worker alone computes them."""
+
+    kubernetes: Kubernetes
+    kubelet: Kubelet
+    outside: Place
+    exact: list[tuple[int, ...]]
+    first_token_s: float = 0.0
+
+    def helm(self, *args: object) -> str:
+        begun_s = time.monotonic()
+        config = ("--namespace", "llm", "--kubeconfig", self.kubernetes.config)
+        code, out, err = run("helm", *args, *config, timeout_s=WAIT_S + 30)
+        assert code == 0, f"{err}\n{self.told()}"
+        assert self.kubelet.failure is None, self.kubelet.failure
+        print(f"helm {args[0]}: {time.monotonic() - begun_s:.0f} s")
+        return out
+
+    def told(self) -> str:
+        return self.kubelet.told()
+
+    def ask(self, *command: str, pod: Pod | None = None) -> str:
+        """Run it in this pod, or outside of all."""
+        if pod is not None:
+            said, code = self.kubelet.call(pod.run(*command, timeout_s=120))
+        else:
+            done = subprocess.run(
+                self.outside.inside(*command), capture_output=True, text=True, timeout=120, env=environment()
+            )
+            said, code = done.stdout + done.stderr, done.returncode
+        assert code == 0, f"{said}\n{self.told()}"
+        return said
+
+
+@dataclass
+class Asked:
+    """What came of requests that went on meanwhile."""
+
+    answers: list[dict[str, object]] = field(default_factory=list)
+
+    def check(self, exact: list[tuple[int, ...]], least: int) -> str:
+        failed = [each for each in self.answers if "error" in each]
+        assert not failed, failed
+        wrong = [each for each in self.answers if tuple(each["tokens"]) != exact[each["prompt"]]]  # type: ignore
+        assert not wrong, wrong
+        assert len(self.answers) >= least, f"only {len(self.answers)} answers in all that time"
+        again = sum(bool(each["again"]) for each in self.answers)
+        attempts = max(int(str(each["attempts"])) for each in self.answers)
+        return f"{len(self.answers)} requests, none failed, asked again {again}, attempts at most {attempts}"
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "PYTHONUNBUFFERED": "1"}
+
+
+@contextmanager
+def requests(release: Release, at_once: int) -> Iterator[Asked]:
+    """Inside, requests come without an end; each prompt was asked at least once when it is over."""
+    asked = Asked()
+    prompts = release.kubelet.folder / "prompts.json"
+    prompts.write_text(json.dumps(PROMPTS))
+    script = str(Path(__file__).with_name("asking.py"))
+    command = [sys.executable, script, ENDPOINT, str(prompts), str(TOKENS), str(at_once)]
+    asking = subprocess.Popen(
+        release.outside.inside(*command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    try:
+        yield asked
+        out, _ = asking.communicate(timeout=120)
+        asked.answers = [json.loads(line) for line in out.splitlines()]
+    finally:
+        asking.kill()
 
 
 @pytest.fixture(scope="module")
-def model() -> str:
+def exact() -> list[tuple[int, ...]]:
+    """What a mixed worker answers by itself."""
     try:
-        return str(resolve("smollm2-135m").path)
+        resolve(MODEL)
     except ModelError as error:
         pytest.skip(f"the model cannot be had here: {error}")
+    pool = {"name": "both", "role": "mixed", "replicas": 1}
+    spec = parse_spec({"model": MODEL, "pools": [pool], "gateway": {"grpc_port": 0}})
+
+    async def asked() -> list[tuple[int, ...]]:
+        serving = await serve(spec, runtime="local", door=open_door)
+        try:
+            async with DiptychClient(serving.endpoint) as client:
+                calls = (client.complete(each, max_tokens=TOKENS, temperature=0.0) for each in PROMPTS)
+                return [each.output.tokens for each in await asyncio.gather(*calls)]
+        finally:
+            await serving.close()
+
+    return asyncio.run(asked())
 
 
-def main(pods: PodProcesses, name: str) -> Object:
-    container: Object = pods.specs[name]["containers"][0]
-    return container
-
-
-def wait_ready(pods: PodProcesses) -> str:
-    log, deadline = pods.log(GATEWAY, main(pods, GATEWAY)), time.monotonic() + READY_S
-    while "ready: grpc" not in (said := log.read_text()):
-        assert time.monotonic() < deadline and "Error" not in said, said
-        time.sleep(0.5)
-    return said
-
-
-def test_pods_find_each_other_and_the_smoke_test_gets_its_tokens(tmp_path: Path, model: str) -> None:
+@pytest.fixture(scope="module")
+def release(exact: list[tuple[int, ...]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
     if reason := why_not():
         pytest.skip(f"pods as processes: {reason}")
-    objects = rendered(values("native"), *OPTIONS)
-    (smoke,) = of_kind(objects, "Pod")
-    with pod_processes(objects, tmp_path, {HEAD: HEAD, "release-diptych": GATEWAY}) as pods:
-        others = [name for name in pods.specs if name != HEAD]
-        pods.start(HEAD, main(pods, HEAD))
-        waiting = [pods.start(name, pods.specs[name]["initContainers"][0]) for name in others]
-        assert [each.wait(READY_S) for each in waiting] == [0] * len(others)
-        started = {name: pods.start(name, main(pods, name)) for name in others}
-        wait_ready(pods)
-        for name in pods.specs:
-            container = main(pods, name)
-            if "httpGet" in container["livenessProbe"]:
-                probe = container["livenessProbe"]["httpGet"]
-                port = {each["name"]: each["containerPort"] for each in container["ports"]}[probe["port"]]
-                assert pods.status(HEAD, f"http://{pods.addresses[name]}:{port}{probe['path']}") == "200"
-            assert pods.status(HEAD, f"http://{pods.addresses[name]}:8080/metrics") == "200"
-        asking = smoke["spec"]["containers"][0]
-        assert pods.start(HEAD, asking).wait(READY_S) == 0, pods.log(HEAD, asking).read_text()
-        said = pods.log(HEAD, asking).read_text()
-        assert "prefill-0" in said and "decode-0" in said
-        started[GATEWAY].send_signal(signal.SIGTERM)
-        assert started[GATEWAY].wait(END_S) == 0
-        assert pods.log(GATEWAY, main(pods, GATEWAY)).read_text().endswith("closed\n")
+    folder = tmp_path_factory.mktemp("pods")
+    with api_server(kuberay=False) as (address, store), kubelet(store, folder) as (running, outside):
+        there = Release(connected(address, store, folder), running, outside, exact)
+        begun_s = time.monotonic()
+        waiting = ("--wait", "--timeout", f"{WAIT_S:.0f}s")
+        there.helm("install", "release", CHART, "--create-namespace", *OPTIONS, *waiting)
+        there.ask(
+            sys.executable, "-m", "cluster.cli", "generate", PROMPTS[0], "--endpoint", ENDPOINT, "--max-tokens", "1"
+        )
+        there.first_token_s = time.monotonic() - begun_s
+        yield there
+
+
+def test_an_installed_release_answers_with_the_tokens_of_one_worker(release: Release) -> None:
+    print(f"helm install to the first token: {release.first_token_s:.0f} s")
+    with requests(release, 2) as asked:
+        time.sleep(10)
+    print(asked.check(release.exact, len(PROMPTS)))
+    release.helm("test", "release", "--timeout", "120s")
+
+
+def test_pods_of_pools_roll_without_a_failed_request(release: Release) -> None:
+    before = release.kubelet.pods_of("pool")
+    begun_s = time.monotonic()
+    with requests(release, 3) as asked:
+        time.sleep(2)
+        changed = "pools.prefill.podAnnotations.round=two,pools.decode.podAnnotations.round=two"
+        waiting = ("--wait", "--timeout", f"{WAIT_S:.0f}s")
+        release.helm("upgrade", "release", CHART, "--reuse-values", "--set", changed, *waiting)
+        rolled_s = time.monotonic() - begun_s
+        time.sleep(2)
+    told = asked.check(release.exact, len(PROMPTS))
+    assert all(each.gone and not each.killed for each in before), release.told()
+    assert [code for each in before for code, _ in each.hooks] == [0] * len(before), release.told()
+    assert all("is empty after" in said for each in before for _, said in each.hooks)
+    print(f"{len(before)} pods of pools rolled in {rolled_s:.0f} s under {told}")
+
+
+def test_gateways_roll_without_a_failed_request(release: Release) -> None:
+    before, begun_s = release.kubelet.pods_of("gateway"), time.monotonic()
+    serving = release.kubelet.pods_of("serve")
+    with requests(release, 3) as asked:
+        time.sleep(2)
+        waiting = ("--wait", "--timeout", f"{WAIT_S:.0f}s")
+        release.helm(
+            "upgrade", "release", CHART, "--reuse-values", "--set", "gateway.podAnnotations.round=two", *waiting
+        )
+        rolled_s = time.monotonic() - begun_s
+        time.sleep(2)
+    told = asked.check(release.exact, len(PROMPTS))
+    assert all(each.gone and not each.killed and each.exit_code == 0 for each in before), release.told()
+    assert release.kubelet.pods_of("serve") == serving, "who serves has gone on"
+    print(f"{len(before)} gateways rolled in {rolled_s:.0f} s under {told}")
+
+
+def test_a_job_inside_of_it_gets_its_tokens(release: Release) -> None:
+    (head,) = release.kubelet.pods_of("head")
+    script = str(ROOT / "examples" / "ask.py")
+    said = release.ask(
+        *("ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--"),
+        *("python", script, ENDPOINT, PROMPTS[0], str(TOKENS)),
+        pod=head,
+    )
+    assert f"tokens: {list(release.exact[0])}" in said, said
+
+
+def test_a_release_that_is_removed_ends_in_time(release: Release) -> None:
+    pods, begun_s = list(release.kubelet.pods), time.monotonic()
+    release.helm("uninstall", "release")
+    while not all(each.gone for each in pods):
+        assert time.monotonic() - begun_s < WAIT_S and release.kubelet.failure is None, release.told()
+        time.sleep(0.2)
+    assert not [each.name for each in pods if each.killed], release.told()
+    print(f"{len(pods)} pods ended in {time.monotonic() - begun_s:.0f} s")

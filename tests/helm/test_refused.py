@@ -92,9 +92,13 @@ WRONG = {
         "[{podSelector: {matchLabels: {ray.io/cluster: NAME}}}]",
     ),
     "a drain longer than the grace": (
-        ("--set", "gateway.drainSeconds=50"),
-        "gateway.drainSeconds is 50, and 15 s are needed to close; "
-        "raise gateway.terminationGracePeriodSeconds above 60",
+        ("--set", "gateway.drainSeconds=110"),
+        "gateway.drainSeconds is 110, and 15 s are needed to close; "
+        "raise gateway.terminationGracePeriodSeconds above 120",
+    ),
+    "a pool whose pods have no time to be emptied": (
+        ("--set", "pools.decode.terminationGracePeriodSeconds=20"),
+        "pools.decode: terminationGracePeriodSeconds is 20, and a pod needs at least 30 to be emptied; raise it",
     ),
     "a name that is no name": (
         ("--set", "fullnameOverride=9lives"),

@@ -159,10 +159,15 @@ def test_a_job_waits_for_the_file_that_it_was_made_for() -> None:
     assert job["metadata"]["name"] == f"release-diptych-{digest[:8]}"
 
 
-def test_another_description_starts_another_gateway() -> None:
+def test_another_description_is_served_anew_and_another_number_of_gateways_is_not() -> None:
     def stamp(*options: str) -> Any:
-        (gateway,) = of_kind(rendered(values("native"), *options), "Deployment")
-        return gateway["spec"]["template"]["metadata"]["annotations"]
+        serve = next(each for each in of_kind(rendered(values("native"), *options), "Deployment") if is_serve(each))
+        return serve["spec"]["template"]["metadata"]["annotations"]
 
     assert stamp() == stamp("--set", "pdb.enabled=false")
+    assert stamp() == stamp("--set", "cluster.gateway.replicas=3")
     assert stamp() != stamp("--set", "cluster.gateway.max_requests=7")
+
+
+def is_serve(each: Object) -> bool:
+    return bool(each["metadata"]["name"].endswith("-serve"))

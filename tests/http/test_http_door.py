@@ -141,6 +141,26 @@ async def test_close_lets_running_requests_end_on_both_doors(dispatcher: FakeDis
         assert by_http.json()["choices"][0]["text"] == by_grpc.text  # type: ignore[attr-defined]
 
 
+async def test_a_door_that_drains_says_so_to_probes_and_sends_new_requests_elsewhere(
+    dispatcher: FakeDispatcher,
+) -> None:
+    dispatcher.hold = asyncio.Event()
+    async with opened(dispatcher) as (there, doors):
+        asking = asyncio.create_task(there.http.post("/v1/completions", json=ASK))
+        while not dispatcher.running:
+            await asyncio.sleep(0.005)
+        closing = asyncio.create_task(doors.close(10.0))
+        await asyncio.sleep(0)
+        assert (await there.http.get("/ready")).status_code == 503
+        assert (await there.http.get("/health")).status_code == 200
+        refused = await there.http.post("/v1/completions", json=ASK)
+        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+        assert refused.headers["retry-after"] and "try another one" in refused.text
+        dispatcher.hold.set()
+        await closing
+        assert (await asking).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_close_cuts_what_outlasts_the_grace(dispatcher: FakeDispatcher, stream: bool) -> None:
     dispatcher.hold = asyncio.Event()

@@ -38,7 +38,7 @@
 {{- $roles := list -}}
 {{- $workers := 0 -}}
 {{- range $cluster.pools -}}
-{{- if has .name (list "head" "gateway") -}}
+{{- if has .name (list "head" "gateway" "serve") -}}
 {{- fail (printf "cluster.pools: %s is what the chart calls pods of its own; give the pool another name" .name) -}}
 {{- end -}}
 {{- if gt (len (printf "%s-%s" $full .name)) 52 -}}
@@ -74,6 +74,12 @@
 {{- if gt (int $floor) (int $workers) -}}
 {{- fail (printf "cluster.elastic.floors.%s is %d, the pools have %d workers; lower the floor" $role (int $floor) (int $workers)) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range .Values.cluster.pools -}}
+{{- $seconds := get (get $.Values.pools .name | default dict) "terminationGracePeriodSeconds" | default $.Values.podDefaults.terminationGracePeriodSeconds -}}
+{{- if and (ne $.Values.mode "external") (lt (int $seconds) 30) -}}
+{{- fail (printf "pools.%s: terminationGracePeriodSeconds is %d, and a pod needs at least 30 to be emptied; raise it" .name (int $seconds)) -}}
 {{- end -}}
 {{- end -}}
 {{- range $name, $_ := .Values.pools -}}

@@ -59,8 +59,9 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ dig "gateway" "http_port" 0 .Values.cluster | default 0 }}
 {{- end -}}
 
+{{/* Gateway processes in a pod that has any: with KubeRay all are in the head's, else each is in a pod of its own. */}}
 {{- define "diptych.gateways" -}}
-{{ dig "gateway" "replicas" 1 .Values.cluster }}
+{{ ternary (dig "gateway" "replicas" 1 .Values.cluster) 1 (eq .Values.mode "kuberay") }}
 {{- end -}}
 
 {{/* The file that `diptych serve -f` reads. */}}

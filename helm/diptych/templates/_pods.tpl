@@ -140,10 +140,17 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{/* A container that ends when Ray's head answers. */}}
+{{/* A container that ends when Ray's head answers: asked whole, which costs seconds, once its port is open. */}}
 {{- define "diptych.waitForHead" -}}
 - name: wait-for-head
-  command: [/bin/sh, -c, 'until ray health-check --address "$1"; do sleep 2; done', wait, {{ include "diptych.rayAddress" .root | quote }}]
+  command:
+    - /bin/sh
+    - -c
+    - |
+      until python3 -IS -c 'import socket, sys; socket.create_connection(sys.argv[1].rsplit(":", 1), 2)' "$1" 2>/dev/null; do sleep 1; done
+      until ray health-check --address "$1"; do sleep 2; done
+    - wait
+    - {{ include "diptych.rayAddress" .root | quote }}
   {{- include "diptych.container" . | nindent 2 }}
   resources:
     requests: {cpu: 100m, memory: 256Mi}

@@ -1,0 +1,104 @@
+"""`diptych gateway`: one more gateway for a cluster that `diptych serve` keeps."""
+
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from cluster.cli.address import filed
+from cluster.cli.lifetime import cancel_on_terminate, run, with_files, with_http, with_port
+
+if TYPE_CHECKING:
+    from cluster.joining import JoinedGateway
+    from cluster.spec import ClusterSpec
+
+
+@click.command()
+@click.option("--cluster", default="diptych", show_default=True, help="The name that it is served under.")
+@click.option("--port", type=click.IntRange(0, 65535), help="gRPC port; 0 takes any free one. [default: the cluster's]")
+@click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port. [default: the cluster's, or none]")
+@click.option(
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long running requests may go on after Ctrl-C or SIGTERM; a second one cuts them.",
+)
+@click.option(
+    "--wait", "wait_s", type=click.FloatRange(min=0), default=600.0, show_default=True, metavar="SECONDS",
+    help="For the cluster to be served, and its model to be loaded.",
+)  # fmt: skip
+@filed
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="Logs go to standard error.")
+def gateway(
+    cluster: str,
+    port: int | None,
+    http_port: int | None,
+    grace_s: float,
+    wait_s: float,
+    log_format: str | None,
+    files: dict[str, str],
+) -> None:
+    """Open one more gateway for a cluster that is served, and keep it until Ctrl-C.
+
+    It runs in this process, on a node of the Ray on which the cluster is served (RAY_ADDRESS, or the Ray of this
+    machine). Told to end it refuses new requests, lets running ones end, and goes.
+
+    \b
+    Example:
+      RAY_ADDRESS=HEAD:6379 diptych gateway --port 50052
+    """
+    try:
+        run(_gateway(cluster, partial(_changed, port, http_port, files), grace_s, wait_s, log_format))
+    except KeyboardInterrupt:
+        click.echo("closed")  # the ordinary end
+
+
+async def _gateway(
+    cluster: str,
+    change: Callable[["ClusterSpec"], "ClusterSpec"],
+    grace_s: float,
+    wait_s: float,
+    log_format: str | None,
+) -> None:
+    from cluster.doors import open_doors
+    from cluster.joining import described, join
+    from cluster.logs import begin
+    from cluster.runtime.ray import join_ray
+    from cluster.runtime.ray_nodes import await_controller
+
+    name = f"gateway-{socket.gethostname()}"
+    await join_ray()
+    cancel_on_terminate()  # again: Ray takes the signal for itself when it starts
+    controller = await await_controller(cluster, wait_s)
+    click.echo(f"joining {cluster}")
+    spec, model = await described(controller, wait_s)
+    spec = change(spec)
+    begin(replace(spec.logs, format=log_format or spec.logs.format), name)
+    joined = await join(name, spec, model, controller, open_doors)
+    try:
+        await _tell(joined, spec.gateway.grpc_scheme)
+    finally:
+        click.echo(f"closing: running requests may end within {grace_s:g} s")
+        await joined.close(grace_s)
+
+
+def _changed(port: int | None, http_port: int | None, files: dict[str, str], spec: "ClusterSpec") -> "ClusterSpec":
+    """What is served, but for what was said here."""
+    spec = with_files(spec, files)
+    if port is not None:
+        spec = with_port(spec, port)
+    return spec if http_port is None else with_http(spec, http_port)
+
+
+async def _tell(joined: "JoinedGateway", scheme: str) -> None:
+    click.echo(f"ready: {scheme}://{joined.endpoint}")
+    if joined.http_url:
+        click.echo(f"ready: {joined.http_url}/v1")
+    await joined.wait_orphaned()
+    raise click.ClickException("the cluster is gone: its controller does not answer any more")

@@ -1,0 +1,97 @@
+"""`diptych leave`: a node of Ray goes, and what is computed on it goes on elsewhere first."""
+
+import asyncio
+from dataclasses import dataclass
+
+import click
+
+from cluster.cli.screen import print_json
+
+LOOK_S = 5.0  # Ray's table is looked at again after every change, and so often without any
+AGAIN_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """`still_there`: workers that the deadline found on the node."""
+
+    node: str
+    gone: tuple[str, ...]
+    still_there: tuple[str, ...]
+    seconds: float
+
+
+@click.command()
+@click.argument("node", required=False)
+@click.option(
+    "--deadline",
+    "deadline_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Wait no longer; what is left then is computed anew elsewhere when the node ends.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of words.")
+def leave(node: str | None, deadline_s: float, as_json: bool) -> None:
+    """Empty a node of Ray before it goes: NODE is its id or its address; without one, it is this machine.
+
+    Ray places nothing more there. Its workers take no new work, their streams move to others, and each is started anew
+    where there is room. Done when none is left. Joins the Ray of RAY_ADDRESS, or the one of this machine.
+
+    \b
+    Example:
+      diptych leave --deadline 120
+    """
+    left = asyncio.run(_leave(node, deadline_s))
+    if as_json:
+        told = {"node": left.node, "left": left.gone, "still_there": left.still_there, "seconds": left.seconds}
+        print_json(told)
+    else:
+        click.echo(_words(left))
+    if left.still_there:
+        raise click.exceptions.Exit(1)
+
+
+def _words(left: Left) -> str:
+    node = f"node {left.node[:12]}"
+    if left.still_there:
+        return f"{node} still has {', '.join(left.still_there)} after {left.seconds:.1f} s"
+    return f"{node} is empty after {left.seconds:.1f} s; {', '.join(left.gone) or 'no worker'} left it"
+
+
+async def _leave(named: str | None, deadline_s: float) -> Left:
+    from cluster.runtime.interface import RuntimeUnavailable
+    from cluster.runtime.ray import join_ray
+    from cluster.runtime.ray_nodes import drain, find_node, served_from, this_node
+
+    await join_ray()
+    node = this_node() if named is None else find_node(named)
+    if clusters := await served_from(node):
+        whose = f"node {node[:12]} has the controller of {', '.join(clusters)}"
+        raise RuntimeUnavailable(f"{whose}, which would end with it; end `diptych serve` there")
+    await drain(node, deadline_s)
+    return await _empty(node, deadline_s)
+
+
+async def _empty(node: str, deadline_s: float) -> Left:
+    """Have the controllers of all clusters that are on this node take their workers off it, and wait for that."""
+    from cluster.runtime.interface import WorkerGone
+    from cluster.runtime.ray_nodes import find_controller, workers_on
+
+    clock = asyncio.get_running_loop().time
+    begun_s, seen = clock(), dict[str, None]()
+    while True:
+        there = workers_on(node)
+        names = tuple(f"{cluster}/{worker}" for cluster, workers in there.items() for worker in workers)
+        seen |= dict.fromkeys(names)
+        left_s = deadline_s - (clock() - begun_s)
+        kept = {cluster: controller for cluster in there if (controller := find_controller(cluster)) is not None}
+        if not kept or left_s <= 0:  # workers whose controller is gone end by themselves
+            return Left(node, tuple(name for name in seen if name not in names), names, clock() - begun_s)
+        for cluster, controller in kept.items():
+            try:
+                revision = await controller.call("vacate", there[cluster], left_s, timeout_s=left_s)
+                await controller.call("members", revision, min(LOOK_S, left_s))
+            except WorkerGone:  # it restarts, or the cluster ends
+                await asyncio.sleep(min(AGAIN_S, left_s))

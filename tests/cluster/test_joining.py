@@ -1,0 +1,90 @@
+"""Gateways that join a cluster that is served already: they serve alike, go without a loss, and end with it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from local import FAST, split_spec
+
+import cluster.joining as cluster_joining
+from cluster.dispatcher import Dispatcher
+from cluster.joining import described, join
+from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone
+from cluster.runtime.local import LocalRuntime
+from cluster.serving import GatewayContext, serve
+from kvtransfer.open import SharedMemory
+from workers.build import build_worker
+
+
+class Door:
+    """No server; it remembers what it is the door of."""
+
+    http_url = ""
+
+    def __init__(self, context: GatewayContext) -> None:
+        self.context = context
+
+    async def open(self) -> str:
+        return f"{self.context.name}:{self.context.spec.gateway.grpc_port}"
+
+    async def close(self, grace_s: float) -> None:
+        """Nothing listens."""
+
+
+class Gone:
+    """A controller that is no more."""
+
+    async def call(self, method: str, *args: Any, timeout_s: float = 30.0) -> Any:
+        raise WorkerGone("it is dead")
+
+
+def never(context: GatewayContext) -> Door:
+    raise AssertionError("whoever serves without gateways opens no door")
+
+
+async def test_a_cluster_is_served_without_gateways_and_some_join() -> None:
+    doors: list[Door] = []
+
+    def door(context: GatewayContext) -> Door:
+        doors.append(Door(context))
+        return doors[-1]
+
+    shared = SharedMemory()
+    runtime = LocalRuntime(
+        lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=FAST)
+    )
+    serving = await serve(split_spec(1, 2), runtime=runtime, door=never, gateways=False)
+    try:
+        assert serving.endpoints == []
+        spec, model = await described(serving.controller, 5.0)
+        joined = [await join(f"gateway-{name}", spec, model, serving.controller, door) for name in "ab"]
+        assert [each.endpoint for each in joined] == [f"gateway-{name}:{spec.gateway.grpc_port}" for name in "ab"]
+        for each in doors:
+            assert isinstance(each.context.dispatcher, Dispatcher)
+            assert [worker.name for worker in each.context.dispatcher.view.workers] == [
+                "prefill-0",
+                "decode-0",
+                "decode-1",
+            ]
+        orphaned = asyncio.ensure_future(joined[0].wait_orphaned())
+        await asyncio.sleep(0.05)
+        assert not orphaned.done()
+        orphaned.cancel()
+        for gateway in joined:
+            await gateway.close(1.0)
+    finally:
+        await serving.close()
+
+
+async def test_a_gateway_ends_when_its_controller_is_gone_and_waits_for_one_no_longer_than_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster_joining, "ORPHAN_AFTER_S", 0.2)
+    monkeypatch.setattr(cluster_joining, "KEEP_ALIVE_S", 0.05)
+    gone: ServiceHandle = Gone()
+    async with asyncio.timeout(5):
+        await cluster_joining.JoinedGateway(None, gone, "", "").wait_orphaned()  # type: ignore[arg-type]
+        with pytest.raises(
+            RuntimeUnavailable, match=r"does not answer \(it is dead\) within 0 s; see what `diptych serve`"
+        ):
+            await described(gone, 0.2)
