@@ -13,9 +13,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.bench.figures import Figure, Part, ratios, spread
-from cluster.bench.processes import Child
+from cluster.bench.processes import Child, process_cpu_s
 from cluster.bench.streams import Steady, grpc_door, http_door, one_token_each, steady
 
 PERIOD_S = 0.05
@@ -88,7 +89,7 @@ def _opened(child: Child) -> Server:
 
 
 async def _sample(server: Server, kind: str, size: Size) -> Sample:
-    cpu_s = server.child.cpu_seconds
+    cpu_s = partial(process_cpu_s, server.child.pid)
     async with KINDS[kind](server.addresses[kind]) as ask:
         await one_token_each(ask, cpu_s, 2 * AT_ONCE, AT_ONCE)  # connections, caches
         request_cpu_s = await one_token_each(ask, cpu_s, size.requests, AT_ONCE)
