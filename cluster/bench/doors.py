@@ -2,26 +2,39 @@
 
     bare     grpc.aio, FastAPI: handlers that send messages made before
     doors    door ─> gateway, its tokenizer too, over a dispatcher that answers from memory
+    served   the gateway's process of a cluster on Ray: dispatcher, workers' bundles and reports as well
 
-Both are one process with one event loop, both give each stream a token every `PERIOD_S`. CPU seconds are those of that
-process; the load has its own. From a token's CPU time follows how many streams of that pace one core bears.
+Each is one process with one event loop that gives each stream a token every `PERIOD_S`. CPU seconds are those of that
+process; load and workers have their own. From a token's CPU time follows how many streams of that pace one core bears.
 """
 
 import asyncio
+import contextlib
 import sys
+import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+
+import msgspec
+import psutil
 
 from cluster.bench.figures import Figure, Part, ratios, spread
-from cluster.bench.processes import Child, process_cpu_s
+from cluster.bench.hosted import split_spec
+from cluster.bench.processes import Child, ProcessFailed, process_cpu_s
 from cluster.bench.streams import Steady, grpc_door, http_door, one_token_each, steady
+from cluster.spec import ClusterSpec, GatewaySpec
+from workers.config import TransferConfig
+from workers.costs import LinearCost
 
 PERIOD_S = 0.05
-WAYS = {"bare": "cluster.bench.bare", "doors": "cluster.bench.instant"}
-KINDS = {"gRPC": grpc_door, "HTTP": http_door}
+MODULES = {"bare": "cluster.bench.bare", "doors": "cluster.bench.instant"}
+WAYS = (*MODULES, "served")
+KINDS = ("gRPC", "HTTP")
+BLOCKS = 4096  # of each worker; never written, so they take no memory
 AT_ONCE = 32  # of the requests for one token
 ROUNDS = 5
 START_TIMEOUT_S = 120.0
@@ -44,10 +57,11 @@ QUICK = Size((4, 8), 24, 64)
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A process with both doors open."""
+    """Both doors, open, and the process behind them. `alike`: all its tokens have the same text."""
 
-    child: Child
+    pid: int
     addresses: Mapping[str, str]  # by kind of door
+    alike: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,57 +77,90 @@ Samples = Mapping[tuple[str, str], Sequence[Sample]]  # kind of door, way
 
 def measure(rounds: int, quick: bool, tell: Tell) -> Part:
     """Raises `ProcessFailed` or `DiptychError`."""
-    return Part("doors", figures(sampled(rounds, QUICK if quick else FULL, tell)), (), NOTES)
+    return Part("doors", figures(sampled(WAYS, rounds, QUICK if quick else FULL, tell)), (), NOTES)
 
 
-def sampled(rounds: int, size: Size, tell: Tell) -> Samples:
+def sampled(ways: Sequence[str], rounds: int, size: Size, tell: Tell) -> Samples:
     """The order of the servers changes every round."""
     samples: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     with ExitStack() as stack:
-        servers = {way: _opened(stack.enter_context(_started(module))) for way, module in WAYS.items()}
+        servers = {way: stack.enter_context(_served() if way == "served" else _alone(MODULES[way])) for way in ways}
         for number in range(rounds):
             for kind in KINDS:
-                for way in list(servers)[:: -1 if number % 2 else 1]:
+                for way in ways[:: -1 if number % 2 else 1]:
                     samples[kind, way].append(asyncio.run(_sample(servers[way], kind, size)))
             tell(f"round {number + 1} of {rounds}")
     return samples
 
 
-def _started(module: str) -> Child:
-    return Child([sys.executable, "-m", module, str(PERIOD_S)])
+@contextmanager
+def _alone(module: str) -> Iterator[Server]:
+    with Child([sys.executable, "-m", module, str(PERIOD_S)]) as child:
+        _, endpoint, url = child.wait_line("open ", START_TIMEOUT_S).text.split()
+        yield Server(child.pid, {"gRPC": endpoint, "HTTP": url})
 
 
-def _opened(child: Child) -> Server:
-    _, endpoint, url = child.wait_line("open ", START_TIMEOUT_S).text.split()
-    return Server(child, {"gRPC": endpoint, "HTTP": url})
+@contextmanager
+def _served() -> Iterator[Server]:
+    with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
+        file = Path(folder) / "cluster.yaml"
+        file.write_bytes(msgspec.json.encode(served_spec()))  # JSON is YAML
+        with Child([sys.executable, "-m", "cluster.cli", "serve", "-f", str(file)]) as child:
+            endpoint = child.wait_line("ready: grpc://", START_TIMEOUT_S).text.rpartition("//")[2]
+            url = child.wait_line("ready: http://", START_TIMEOUT_S).text.split()[1].removesuffix("/v1")
+            yield Server(_listener(child, endpoint), {"gRPC": endpoint, "HTTP": url}, alike=False)
+
+
+def served_spec() -> ClusterSpec:
+    """One prefill and one decode worker whose steps take `PERIOD_S` and no CPU time."""
+    spec = split_spec("doors", executor="modelled")
+    cost = LinearCost(PERIOD_S, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    roomy = [replace(each.engine, kv_blocks=BLOCKS, max_batch_tokens=2048, max_running=256) for each in spec.pools]
+    pools = tuple(replace(each, engine=engine, cost=cost) for each, engine in zip(spec.pools, roomy, strict=True))
+    gateway = GatewaySpec(grpc_port=0, http_port=0)
+    return replace(spec, pools=pools, transfer=TransferConfig(backends=("modelled",)), gateway=gateway)
+
+
+def _listener(child: Child, endpoint: str) -> int:
+    """The process of a family that listens there. Raises `ProcessFailed`."""
+    port = int(endpoint.rpartition(":")[2])
+    for process in child.family():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if any(each.laddr.port == port and each.status == psutil.CONN_LISTEN for each in process.net_connections()):
+                return process.pid
+    raise ProcessFailed(f"no process of the cluster listens at {endpoint}")
 
 
 async def _sample(server: Server, kind: str, size: Size) -> Sample:
-    cpu_s = partial(process_cpu_s, server.child.pid)
-    async with KINDS[kind](server.addresses[kind]) as ask:
+    cpu_s = partial(process_cpu_s, server.pid)
+    address = server.addresses[kind]
+    async with grpc_door(address) if kind == "gRPC" else http_door(address, server.alike) as ask:
         await one_token_each(ask, cpu_s, 2 * AT_ONCE, AT_ONCE)  # connections, caches
         request_cpu_s = await one_token_each(ask, cpu_s, size.requests, AT_ONCE)
         streams = {count: await steady(ask, cpu_s, count, size.tokens, PERIOD_S) for count in size.streams}
     return Sample(request_cpu_s, streams)
 
 
+LATENESS = "Lateness of tokens at the client, 99 of 100"
 READINGS: Mapping[str, tuple[str, Callable[[Steady], float]]] = {
     "CPU time of a token": ("us", lambda each: each.token_cpu_s),
     "Streams of 20 tokens/s that one core bears, by that": ("n", lambda each: PERIOD_S / each.token_cpu_s),
     "Share of a core that was used": ("%", lambda each: each.core_share),
-    "Lateness of tokens at the client, 99 of 100": ("ms", lambda each: each.late(0.99)),
+    LATENESS: ("ms", lambda each: each.late(0.99)),
 }
 
 
 def figures(samples: Samples) -> tuple[Figure, ...]:
+    ways = list(dict.fromkeys(way for _, way in samples))
     made: list[Figure] = []
     for kind in KINDS:
-        values = {way: [each.request_cpu_s for each in samples[kind, way]] for way in WAYS}
+        values = {way: [each.request_cpu_s for each in samples[kind, way]] for way in ways}
         made += _compared("CPU time of a request for one token", f"{kind}, {AT_ONCE} at once", "us", values)
     for title, (unit, read) in READINGS.items():
+        asked = [way for way in ways if title != LATENESS or way != "served"]  # a step of its workers sets no clock
         for kind in KINDS:
             for count in samples[kind, "bare"][0].streams:
-                values = {way: [read(each.streams[count]) for each in samples[kind, way]] for way in WAYS}
+                values = {way: [read(each.streams[count]) for each in samples[kind, way]] for way in asked}
                 made += _compared(title, f"{kind}, {count} streams", unit, values)
     return tuple(made)
 
@@ -121,7 +168,8 @@ def figures(samples: Samples) -> tuple[Figure, ...]:
 def _compared(title: str, row: str, unit: str, values: Mapping[str, Sequence[float]]) -> list[Figure]:
     made = [Figure(title, row, way, unit, spread(taken)) for way, taken in values.items()]
     if unit == "us" and min(values["bare"]) > 0:
-        made.append(Figure(title, row, "doors / bare", "x", ratios(values["doors"], values["bare"])))
+        others = [way for way in values if way != "bare"]
+        made += [Figure(title, row, f"{way} / bare", "x", ratios(values[way], values["bare"])) for way in others]
     return made
 
 

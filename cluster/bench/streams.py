@@ -141,15 +141,18 @@ async def grpc_door(endpoint: str) -> AsyncIterator[Ask]:
 
 
 @asynccontextmanager
-async def http_door(url: str) -> AsyncIterator[Ask]:
-    """A connection for each stream. A message's tokens are known by its text: all tokens have the same."""
+async def http_door(url: str, alike: bool) -> AsyncIterator[Ask]:
+    """A connection for each stream. Where all tokens have the same text, a message's tokens are known by its own.
+
+    Else each message counts as one token, and what the server counts beyond that comes at the end.
+    """
     body = {"prompt": list(PROMPT), "temperature": 0.0, "seed": 0, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
     limits = aiohttp.ClientTimeout(total=ANSWER_S)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
 
         async def ask(tokens: int) -> AsyncGenerator[int, None]:
-            counted, letters = None, 0
+            counted, letters, heard = None, 0, 0
             async with session.post(f"{url}/v1/completions", json=body | {"max_tokens": tokens}) as response:
                 response.raise_for_status()
                 async for line in response.content:
@@ -160,7 +163,11 @@ async def http_door(url: str) -> AsyncIterator[Ask]:
                         counted = told["usage"]["completion_tokens"]
                     elif text := told["choices"][0]["text"]:
                         letters = letters or len(text)
-                        yield len(text) // letters
+                        new = len(text) // letters if alike else 1
+                        heard += new
+                        yield new
+            if not alike and counted is not None and counted > heard:
+                yield counted - heard
             _agree(tokens, counted)
 
         yield ask
