@@ -5,7 +5,7 @@ As a program it opens both doors over such a dispatcher, until its input ends: `
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from cluster.api.server import GrpcDoor, model_tokenizer
 from cluster.bench.ending import told_to_end
@@ -33,16 +33,21 @@ class InstantDispatcher:
         self._tokens = (TOKEN,)
         self._period_s = period_s
 
-    async def generate(
-        self, request: Request, *, deadline_s: float | None = None, arrived_ns: int | None = None
-    ) -> AsyncGenerator[Event, None]:
+    async def run(
+        self,
+        request: Request,
+        emit: Callable[[Event], None],
+        *,
+        deadline_s: float | None = None,
+        arrived_ns: int | None = None,
+    ) -> None:
         watch = Stopwatch(now_ns, arrived_ns)
         count = request.sampling.max_tokens or 1
-        yield Accepted(request.id, 0, len(request.prompt), "none", "none", "no cluster behind this door")
+        emit(Accepted(request.id, 0, len(request.prompt), "none", "none", "no cluster behind this door"))
         async for position in paced(count, self._period_s):
-            yield Delta(self._tokens, position)
+            emit(Delta(self._tokens, position))
         watch.lap("admission")
-        yield Completed(FinishReason.LENGTH, len(request.prompt), count, 0, 1, watch.ledger(), ())
+        emit(Completed(FinishReason.LENGTH, len(request.prompt), count, 0, 1, watch.ledger(), ()))
 
     def finish(self, request_id: str) -> None:
         """Answers end by their length."""
