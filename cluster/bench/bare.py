@@ -69,8 +69,8 @@ def _usage(count: int) -> dict[str, Any]:
 
 def _application(period_s: float) -> FastAPI:
     app = FastAPI()
-    token, end, done = _line([_choice(TEXT, None)]), _line([_choice("", "length")]), b"data: [DONE]\n\n"
-    usages = [_line([], _usage(count)) for count in range(MOST_TOKENS + 1)]
+    token, end = _line([_choice(TEXT, None)]), _line([_choice("", "length")])
+    last = [_line([], _usage(count)) + b"data: [DONE]\n\n" for count in range(MOST_TOKENS + 1)]
 
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request) -> StreamingResponse:
@@ -80,8 +80,7 @@ def _application(period_s: float) -> FastAPI:
             async for _ in paced(count, period_s):
                 yield token
             yield end
-            yield usages[count]
-            yield done
+            yield last[count]
 
         return StreamingResponse(lines(), media_type="text/event-stream")
 

@@ -36,7 +36,7 @@ WAYS = (*MODULES, "served")
 KINDS = ("gRPC", "HTTP")
 BLOCKS = 4096  # of each worker; never written, so they take no memory
 AT_ONCE = 32  # of the requests for one token
-ROUNDS = 5
+ROUNDS = 3
 START_TIMEOUT_S = 120.0
 
 Tell = Callable[[str], None]
@@ -51,7 +51,7 @@ class Size:
     requests: int
 
 
-FULL = Size((32, 128), 120, 1024)
+FULL = Size((32, 128), 100, 1024)
 QUICK = Size((4, 8), 24, 64)
 
 

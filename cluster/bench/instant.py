@@ -1,6 +1,6 @@
 """Doors with no cluster behind them: a dispatcher that answers from memory, at once or at a pace.
 
-As a program it opens both doors over such a dispatcher, until its input ends: `python -m cluster.bench.instant PERIOD_S`.
+A program too, which opens both doors over such a dispatcher until its input ends: `... cluster.bench.instant PERIOD_S`.
 """
 
 import asyncio
