@@ -25,7 +25,7 @@ import psutil
 from cluster.bench.figures import Figure, Part, ratios, spread
 from cluster.bench.hosted import split_spec
 from cluster.bench.processes import Child, ProcessFailed, process_cpu_s
-from cluster.bench.streams import Steady, grpc_door, http_door, one_token_each, steady
+from cluster.bench.streams import Ask, Steady, grpc_door, http_door, one_token_each, steady
 from cluster.spec import ClusterSpec, GatewaySpec
 from workers.config import TransferConfig
 from workers.costs import LinearCost
@@ -37,6 +37,7 @@ KINDS = ("gRPC", "HTTP")
 BLOCKS = 4096  # of each worker; never written, so they take no memory
 AT_ONCE = 32  # of the requests for one token
 ROUNDS = 3
+TRIES = 3
 START_TIMEOUT_S = 120.0
 
 Tell = Callable[[str], None]
@@ -51,7 +52,7 @@ class Size:
     requests: int
 
 
-FULL = Size((32, 128), 100, 1024)
+FULL = Size((32, 128), 80, 1024)
 QUICK = Size((4, 8), 24, 64)
 
 
@@ -77,7 +78,18 @@ Samples = Mapping[tuple[str, str], Sequence[Sample]]  # kind of door, way
 
 def measure(rounds: int, quick: bool, tell: Tell) -> Part:
     """Raises `ProcessFailed` or `DiptychError`."""
-    return Part("doors", figures(sampled(WAYS, rounds, QUICK if quick else FULL, tell)), (), NOTES)
+    samples = sampled(WAYS, rounds, QUICK if quick else FULL, tell)
+    return Part("doors", figures(samples), (), (*NOTES, _disturbed(samples)))
+
+
+def _disturbed(samples: Samples) -> str:
+    judged = [
+        load for (_, way), each in samples.items() if way != "served" for one in each for load in one.streams.values()
+    ]
+    late = sum(map(_is_late, judged))
+    return (
+        f"A load with late tokens was tried again, at most {TRIES} times in all; {late} of {len(judged)} stayed late."
+    )
 
 
 def sampled(ways: Sequence[str], rounds: int, size: Size, tell: Tell) -> Samples:
@@ -137,8 +149,23 @@ async def _sample(server: Server, kind: str, size: Size) -> Sample:
     async with grpc_door(address) if kind == "gRPC" else http_door(address, server.alike) as ask:
         await one_token_each(ask, cpu_s, 2 * AT_ONCE, AT_ONCE)  # connections, caches
         request_cpu_s = await one_token_each(ask, cpu_s, size.requests, AT_ONCE)
-        streams = {count: await steady(ask, cpu_s, count, size.tokens, PERIOD_S) for count in size.streams}
+        tries = TRIES if server.alike else 1  # what a cluster's steps take is no clock to be late by
+        streams = {count: await _timely(ask, cpu_s, count, size.tokens, tries) for count in size.streams}
     return Sample(request_cpu_s, streams)
+
+
+async def _timely(ask: Ask, cpu_s: Callable[[], float], streams: int, tokens: int, tries: int) -> Steady:
+    """The first load whose tokens came in time, or the least late: late ones join in one message, which costs less."""
+    taken: list[Steady] = []
+    for _ in range(tries):
+        taken.append(await steady(ask, cpu_s, streams, tokens, PERIOD_S))
+        if not _is_late(taken[-1]):
+            break
+    return min(taken, key=lambda each: each.late(0.99))
+
+
+def _is_late(taken: Steady) -> bool:
+    return taken.late(0.99) > PERIOD_S
 
 
 LATENESS = "Lateness of tokens at the client, 99 of 100"
