@@ -18,11 +18,10 @@ ClusterError (`cluster.events`)
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 
 from cluster.answers import Answer, give_out, one_end, siblings
-from cluster.events import ClusterError, Rejected, Unservable
+from cluster.events import ClusterError, Event, Rejected, Unservable
 from cluster.ledger import now_ns
 from cluster.outbox import Outbox
 from cluster.serving import GatewayContext
@@ -247,12 +246,14 @@ class Gateway:
         return TextStream(detokenizer, sampling, index)
 
     async def _follow(self, answer: Answer, arrived_ns: int, deadline_s: float | None) -> None:
-        running = self._context.dispatcher.generate(answer.request, deadline_s=deadline_s, arrived_ns=arrived_ns)
-        async with aclosing(running) as events:
-            async for event in events:
-                answer.take(event)
-                if answer.stopped:
-                    self._context.dispatcher.finish(answer.request.id)
+        dispatcher = self._context.dispatcher
+
+        def take(event: Event) -> None:
+            answer.take(event)
+            if answer.stopped:
+                dispatcher.finish(answer.request.id)
+
+        await dispatcher.run(answer.request, take, deadline_s=deadline_s, arrived_ns=arrived_ns)
 
 
 class _Running:

@@ -7,7 +7,7 @@ closes whom; knows no scheduling and no wire format.
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -44,10 +44,15 @@ CHECK_S = 120.0  # a gateway's process may be slow to come
 class RequestDispatcher(Protocol):
     """What a door needs of the dispatcher."""
 
-    def generate(
-        self, request: Request, *, deadline_s: float | None = None, arrived_ns: int | None = None
-    ) -> AsyncGenerator[Event, None]:
-        """Run one request. Closing the iterator, or cancelling the task that waits on it, cancels it on both workers.
+    async def run(
+        self,
+        request: Request,
+        emit: Callable[[Event], None],
+        *,
+        deadline_s: float | None = None,
+        arrived_ns: int | None = None,
+    ) -> None:
+        """Run one request; `emit` gets each event at the moment it happens. Cancelling cancels it on both workers.
 
         `deadline_s` counts from now. `arrived_ns` (of `cluster.ledger.now_ns`) is when the gateway took the request:
         there the ledger begins. Errors: `cluster.events`.
@@ -55,7 +60,7 @@ class RequestDispatcher(Protocol):
         ...
 
     def finish(self, request_id: str) -> None:
-        """The door has seen enough (a stop string): the next event of `generate` is Completed(STOP), books balanced.
+        """The door has seen enough (a stop string): its last event is Completed(STOP), books balanced.
 
         Does nothing when the request is not running.
         """

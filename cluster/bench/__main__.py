@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from cluster.bench import handoff, machine, overhead, peer, simulator, startup, transfer
+from cluster.bench import doors, handoff, machine, overhead, peer, simulator, startup, transfer
 from cluster.bench.engine import chart, compare, step
 from cluster.bench.environments import PEERS, VLLM
 from cluster.bench.figures import Part, Report, report_json
@@ -34,6 +34,7 @@ PARTS = {
     "handoff": Measurement(handoff.measure, handoff.ROUNDS),
     "transfer": Measurement(transfer.measure, transfer.ROUNDS, 3),
     "overhead": Measurement(overhead.measure, overhead.ROUNDS),
+    "doors": Measurement(doors.measure, doors.ROUNDS),
     "startup": Measurement(startup.measure, startup.ROUNDS),
     "peer": Measurement(peer.measure, peer.ROUNDS),
     "engine": Measurement(compare.measure, compare.ROUNDS),

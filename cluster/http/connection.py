@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.http.failures import Failure
 from cluster.http.reply import failed
+from workers.alarm import Alarm
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +86,13 @@ class Connection:
         if isinstance(body, Failure):
             await failed(body)(scope, receive, send)
             return
-        patient = _Patient(send)
+        patient = _Patient(send, lambda: working.cancel())
         working = asyncio.create_task(self._answer(scope, _Replayed(body), patient))
         leaving = asyncio.create_task(_until_gone(receive))
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            patient.close()
             for task in (working, leaving):
                 task.cancel()
             await asyncio.wait((working, leaving))
@@ -118,19 +120,25 @@ class _Replayed:
 
 
 class _Patient:
-    """A `Send` with an end to its patience: it cancels whoever sends."""
+    """A `Send` with an end to its patience: then it has whoever sends cancelled. To be closed."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, cancel: Callable[[], object]) -> None:
         self.is_over = False
         self._send = send
+        self._cancel = cancel
+        self._alarm = Alarm(self._lose)  # not a timer for each token
 
     async def __call__(self, message: Message) -> None:
-        try:
-            async with asyncio.timeout(SEND_S):
-                await self._send(message)
-        except TimeoutError:
-            self.is_over = True
-            raise asyncio.CancelledError from None
+        self._alarm.set(SEND_S)
+        await self._send(message)
+        self._alarm.off()
+
+    def _lose(self) -> None:
+        self.is_over = True
+        self._cancel()
+
+    def close(self) -> None:
+        self._alarm.close()
 
 
 async def _read(scope: Scope, receive: Receive) -> bytes | Failure | None:

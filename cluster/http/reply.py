@@ -130,9 +130,8 @@ class Reply(Response):
                     usage.add(event)
                     for index, finish in enumerate(finishes(event)):
                         await _more(send, self._chunk([self._shape.end(self._place(prompt, index), finish)]))
-        if self._asked.include_usage:
-            await _more(send, self._chunk([], usage.told))
-        await _more(send, b"data: [DONE]\n\n", last=True)
+        counts = self._chunk([], usage.told) if self._asked.include_usage else b""
+        await _more(send, counts + b"data: [DONE]\n\n", last=True)
 
     def _place(self, prompt: int, index: int) -> int:
         return prompt * self._asked.sampling.n + index

@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +78,18 @@ class FakeDispatcher:
         self._changed = asyncio.Event()
         self._view = view()
         self.past, self.window = Recent(), Window()
+
+    async def run(
+        self,
+        request: Request,
+        emit: Callable[[Event], None],
+        *,
+        deadline_s: float | None = None,
+        arrived_ns: int | None = None,
+    ) -> None:
+        async with aclosing(self.generate(request, deadline_s=deadline_s, arrived_ns=arrived_ns)) as events:
+            async for event in events:
+                emit(event)
 
     async def generate(
         self, request: Request, *, deadline_s: float | None = None, arrived_ns: int | None = None
