@@ -92,7 +92,7 @@ async def serve(period_s: float) -> None:
     context = GatewayContext("doors", spec, model, InstantDispatcher(model, period_s))
     grpc = GrpcDoor(context, lambda: model_tokenizer(context))
     endpoint = await grpc.open()
-    http = HttpDoor(context, grpc.gateway)
+    http = HttpDoor(context, grpc.gateway, grpc.guard)
     try:
         print(f"open {endpoint} {await http.open()}", flush=True)
         await told_to_end()
