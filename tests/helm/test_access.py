@@ -114,13 +114,14 @@ def test_prometheus_gets_in() -> None:
     }
     assert endpoint["authorization"] == {"credentials": {"name": "scraper", "key": "key"}}
     (monitor,) = of_kind(rendered(values("native-mutual-tls")), "ServiceMonitor")
-    (endpoint,) = monitor["spec"]["endpoints"]
-    assert "authorization" not in endpoint
-    assert endpoint["tlsConfig"] == {
-        "serverName": "release-diptych.llm.svc",
-        "cert": {"secret": {"name": "scraper", "key": "tls.crt"}},
-        "keySecret": {"name": "scraper", "key": "tls.key"},
-    }
+    assert monitor["spec"]["endpoints"]
+    for endpoint in monitor["spec"]["endpoints"]:
+        assert "authorization" not in endpoint
+        assert endpoint["tlsConfig"] == {
+            "serverName": "release-diptych.llm.svc",
+            "cert": {"secret": {"name": "scraper", "key": "tls.crt"}},
+            "keySecret": {"name": "scraper", "key": "tls.key"},
+        }
 
 
 def test_routes_lead_to_http_and_nobody_takes_tls_for_clear_text() -> None:
