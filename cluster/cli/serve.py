@@ -45,6 +45,8 @@ def serve(
     """
     from cluster.logs import begin
 
+    if no_gateways and runtime == "local":
+        raise click.UsageError("--no-gateways: gateways join through Ray; leave --runtime local out")
     spec = _described(file)
     if model is not None:
         spec = spec.with_model(model)
