@@ -54,7 +54,7 @@ elastic: $(VENV)/.bench
 sim-vs-real: $(READY)
 	@$(BIN)/python -m cluster.bench.sim_vs_real $(ARGS)
 
-# Roles follow a load that shifts, on the real cluster, token for token: five minutes.
+# Roles follow a load that shifts, on the real cluster, token for token: four minutes. ARGS=--modelled: four workers that sleep.
 shift: $(READY)
 	@$(BIN)/python -m cluster.bench.shift $(ARGS)
 

@@ -142,7 +142,7 @@ def test_a_way_that_does_not_work_here_is_left_out_and_told(monkeypatch: pytest.
 @pytest.mark.ray
 def test_a_ray_call_brings_plans_and_answers_whole() -> None:
     samples = delivery.measure(1, True, lambda line: None, (LIMIT, CHOSEN, "ray call"))
-    assert "ray call" in {figure.row for figure in samples.figures}
+    assert "ray call" in {figure.row for figure in samples.figures}, samples.notes
 
 
 def executed(begun_s: float, ended_s: float, *busy_s: float, wait_s: float = 0.0) -> Executed:
