@@ -61,7 +61,7 @@ class Shortlist:
         fits = self._fitting(ask)
         if np.count_nonzero(fits) <= self._few:
             return None
-        return Glance(self, ask, fits, self._cached(ask, depths()), expected_tokens)
+        return Glance(self, ask, fits, *self._cached(ask, depths()), expected_tokens)
 
     def _fitting(self, ask: Ask) -> Flags:
         """Ready workers that can hold the request."""
@@ -259,14 +259,15 @@ class Shortlist:
 
     # ---- columns of a request --------------------------------------------------------------------------------
 
-    def _cached(self, ask: Ask, depths: Sequence[Depth]) -> Floats | None:
-        """Tokens of the prompt that need not be computed; None: nobody has any."""
-        cached, most = None, ask.request.num_tokens - 1.0
+    def _cached(self, ask: Ask, depths: Sequence[Depth]) -> tuple[Floats | None, int]:
+        """Tokens of the prompt that need not be computed, and the most of them; None: nobody has any."""
+        cached, deepest, most = None, 0, ask.request.num_tokens - 1
         for tokens, who, _ in depths:
             if len(rows := self._rows(who)):
                 cached = np.zeros(len(self.workers)) if cached is None else cached
-                cached[rows] = min(tokens, most)
-        return cached
+                cached[rows] = held = min(tokens, most)
+                deepest = max(deepest, held)
+        return cached, deepest
 
     def of_pools(self, values: Sequence[float]) -> Floats | float:
         """What holds for each pool's workers, by row; one number where all pools are alike."""
@@ -300,10 +301,13 @@ class Shortlist:
 class Glance:
     """Estimates for one request; valid until the next. Tiers are tried in order until one has what is sought."""
 
-    def __init__(self, table: Shortlist, ask: Ask, fits: Flags, cached: Floats | None, expected_tokens: int) -> None:
+    def __init__(
+        self, table: Shortlist, ask: Ask, fits: Flags, cached: Floats | None, most_cached: int, expected_tokens: int
+    ) -> None:
         self._table = table
         self._ask = ask
         self._cached = cached
+        self._most_cached = most_cached
         self._need = ask.request.num_tokens + expected_tokens
         self._context = ask.request.num_tokens + expected_tokens // 2
         self._fits = fits
@@ -377,7 +381,7 @@ class Glance:
 
     def lender(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
         """The prefill worker that has most of the prompt, more than so much, and is linked to the reader."""
-        if self._cached is None:
+        if self._cached is None or self._most_cached <= own_tokens:
             return None
         who = self._fits & self._table.is_prefill & (self._cached > own_tokens)
         if not np.count_nonzero(who):
@@ -402,8 +406,8 @@ class Glance:
     def _prompt_seconds(self) -> Floats:
         """Computing it alone, on each: by a parabola in what is cached, through three points of each pool's costs."""
         table, num_tokens = self._table, self._ask.request.num_tokens
-        most = 0 if self._cached is None else int(self._cached[self._cached.argmax()])
-        alone, first, second = zip(*(rates.prompt_parabola(num_tokens, most) for rates in table.rates), strict=True)
+        parabolas = (rates.prompt_parabola(num_tokens, self._most_cached) for rates in table.rates)
+        alone, first, second = zip(*parabolas, strict=True)
         seconds = table.of_pools(alone)
         if self._cached is not None:
             seconds = seconds + self._cached * (table.of_pools(first) + self._cached * table.of_pools(second))

@@ -11,8 +11,9 @@ are as many as the blocks have, names that went are remembered for a while.
 import math
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import cache
 from itertools import takewhile
 
 from xxhash import xxh3_64_intdigest
@@ -39,7 +40,7 @@ def chain(tokens: Sequence[int], grain: int = GRAIN, known: Sequence[int] = ()) 
     """
     names = list(known)
     name = names[-1] if names else 0
-    pack = struct.Struct(f"<{grain}I").pack
+    pack = _packer(grain)
     try:
         for start in range(len(names) * grain, len(tokens) - grain + 1, grain):
             name = xxh3_64_intdigest(pack(*tokens[start : start + grain]), name) >> (64 - _NAME_BITS)
@@ -47,6 +48,11 @@ def chain(tokens: Sequence[int], grain: int = GRAIN, known: Sequence[int] = ()) 
     except struct.error:
         pass
     return names
+
+
+@cache
+def _packer(grain: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{grain}I").pack
 
 
 def name_of_block(names: Sequence[int], index: int, block_size: int) -> int | None:
