@@ -36,7 +36,15 @@ class Rejected(ClusterError):
 
 
 class Unservable(ClusterError):
-    """Retrying cannot help; the message says which bound is broken."""
+    """Retrying cannot help; the message says which bound is broken, `field` what breaks it."""
+
+    def __init__(self, message: str, field: str = "prompt") -> None:
+        super().__init__(message, field)
+        self.message = message
+        self.field = field
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class DeadlinePassed(ClusterError):

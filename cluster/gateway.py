@@ -193,8 +193,9 @@ class Gateway:
         if max_tokens is None:
             max_tokens = max(sampling.min_tokens, min(room, self._context.spec.gateway.default_max_tokens))
         if max_tokens > room:
-            rule = f"at most {room} output tokens fit behind a prompt of {num_prompt}"
-            raise InvalidRequest("sampling.max_tokens", f"is {max_tokens}, but {rule}")
+            name = "min_tokens" if sampling.max_tokens is None else "max_tokens"
+            rule = f"at most {room} fit behind a prompt of {num_prompt}"
+            raise Unservable(f"{max_tokens} output tokens are asked for; {rule}", f"sampling.{name}")
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         return replace(sampling, max_tokens=max_tokens, seed=seed)
 
@@ -202,9 +203,8 @@ class Gateway:
         """How many output tokens fit behind the prompt: in the model's context and in the decode pools."""
         context = self._context.model.context_length
         if num_prompt >= context:
-            raise InvalidRequest(
-                "prompt", f"has {num_prompt} tokens; the model's context of {context} must hold them and an answer"
-            )
+            rule = f"the model's context of {context} must hold them and an answer"
+            raise Unservable(f"the prompt has {num_prompt} tokens; {rule}; shorten it")
         room = context - num_prompt
         for role, reserve in ((Role.PREFILL, 0), (Role.DECODE, 1)):
             longest = _longest_sequence(self.view, role)

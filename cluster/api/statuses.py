@@ -38,7 +38,7 @@ def status_of(error: Exception, ready: bool) -> status_pb2.Status:
         case InvalidRequest():
             return _status(code.INVALID_ARGUMENT, "INVALID_REQUEST", error, field=(error.field, error.message))
         case Unservable():
-            return _status(code.INVALID_ARGUMENT, "TOO_LONG", error, field=("prompt", str(error)))
+            return _status(code.INVALID_ARGUMENT, "TOO_LONG", error, field=(error.field, error.message))
         case Rejected() if ready:
             return _status(code.RESOURCE_EXHAUSTED, "NO_ROOM", error, retry_s=error.retry_after_s)
         case Rejected():

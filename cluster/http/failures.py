@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cluster.api.failures import error_from
 from cluster.api.statuses import status_of
+from cluster.events import Unservable
 from workers.errors import InvalidRequest
 
 STATUSES = {
@@ -60,8 +61,11 @@ class Failure:
 
 def failure_of(error: Exception, ready: bool) -> Failure:
     """The failure for an error of the gateway; `ready` as for `status_of`."""
-    if isinstance(error, InvalidRequest):
-        error = InvalidRequest(_param(error.field), error.message)
+    match error:
+        case InvalidRequest():
+            error = InvalidRequest(_param(error.field), error.message)
+        case Unservable():
+            error = Unservable(error.message, _param(error.field))
     told = error_from(status_of(error, ready))
     reason = told.reason or told.code
     return Failure(

@@ -51,6 +51,13 @@ async def test_bad_input_names_its_field(
     assert all(word in str(error) for word in words), str(error)
 
 
+@pytest.mark.parametrize(("prompt", "options"), [("a" * 9000, {}), ("a" * 5000, {}), ("hello", {"max_tokens": 4092})])
+async def test_what_does_not_fit_has_a_reason_of_its_own(
+    client: DiptychClient, prompt: str, options: dict[str, Any]
+) -> None:
+    assert (await failure(client, prompt, **options)).reason == "TOO_LONG"
+
+
 @pytest.mark.parametrize(
     ("messages", "field"),
     [

@@ -71,6 +71,30 @@ async def test_what_is_wrong_is_named(there: Clients, change: dict[str, object],
 
 
 @pytest.mark.parametrize(
+    ("path", "change", "param", "words"),
+    [
+        ("/v1/completions", {"prompt": "x" * 8192}, "prompt", "the model's context of 8192"),
+        ("/v1/completions", {"prompt": "x" * 5000}, "prompt", "at most 4096"),
+        ("/v1/completions", {"max_tokens": 4092}, "max_tokens", "at most 4091 fit behind a prompt of 5"),
+        (
+            "/v1/completions",
+            {"max_tokens": None, "min_tokens": 4092},
+            "min_tokens",
+            "at most 4091 fit behind a prompt of 5",
+        ),
+        ("/v1/chat/completions", {"max_tokens": 4092}, "max_tokens", "fit behind a prompt of"),
+    ],
+)
+async def test_what_does_not_fit_has_the_code_that_clients_look_for(
+    there: Clients, path: str, change: dict[str, object], param: str, words: str
+) -> None:
+    answer = await there.http.post(path, json=(CHAT if "chat" in path else ASK) | change)
+    error = error_of(answer)
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert words in str(error["message"])
+
+
+@pytest.mark.parametrize(
     ("change", "param", "words"),
     [
         ({"messages": []}, "messages", "no messages"),
