@@ -29,7 +29,7 @@ class Detokenizer(Protocol):
 class Tokenizer(Protocol):
     """What a gateway needs of a model's tokenizer (`workers.tokenizer` has it). Raises `InvalidRequest`."""
 
-    def encode(self, text: str) -> Sequence[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, str]], *, tools: Sequence[Mapping[str, Any]] = ()
@@ -40,9 +40,10 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text to go on from."""
+    """Text to go on from. `add_special_tokens`: those that the tokenizer puts around any text."""
 
     text: str
+    add_special_tokens: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -51,7 +52,7 @@ class TextPrompt:
     def encode(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         if not self.text:
             raise InvalidRequest("prompt.text", "is empty; give at least one character")
-        return tuple(tokenizer.encode(self.text))
+        return tuple(tokenizer.encode(self.text, add_special_tokens=self.add_special_tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""What clients send: OpenAI's requests, as far as they are known here. Other fields are ignored.
+"""What clients send: OpenAI's requests, as far as they are known here. Other fields are ignored, but for those of
+`cluster.http.unsupported`.
 
 Pure. What no type can say is `InvalidRequest`; ranges are the business of `SamplingParams` and the gateway.
 """
@@ -7,8 +8,9 @@ import json
 from abc import abstractmethod
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FailFast
+from pydantic import BaseModel, ConfigDict, FailFast, model_validator
 
+from cluster.http.unsupported import check_supported
 from cluster.text import ChatPrompt, GenerationInput, TextPrompt, TokenPrompt
 from workers.errors import InvalidRequest
 from workers.request import MOST_BIASES, SamplingParams
@@ -35,6 +37,13 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            check_supported(given)
+        return given
 
 
 class StreamOptions(BaseModel):
@@ -117,8 +126,7 @@ class CompletionBody(Generation):
 
     prompt: Any = None
     logprobs: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -126,18 +134,15 @@ class CompletionBody(Generation):
 
     def prompts(self) -> list[GenerationInput]:
         """Text, token ids, or a list of either."""
-        if self.echo:
-            raise InvalidRequest("echo", "is not supported; leave it out and put prompt and answer together")
-        if self.suffix:
-            raise InvalidRequest("suffix", "is not supported; leave it out")
-        single = _one_prompt(self.prompt)
+        special = self.add_special_tokens is not False
+        single = _one_prompt(self.prompt, special)
         if single is not None:
             return [single]
         if not isinstance(self.prompt, list) or not self.prompt:
             raise InvalidRequest("prompt", "is missing; give text, a list of token ids, or a list of such prompts")
         if len(self.prompt) > MOST_PROMPTS:
             raise InvalidRequest("prompt", f"has {len(self.prompt)} prompts; a request has at most {MOST_PROMPTS}")
-        found = [_one_prompt(each) for each in self.prompt]
+        found = [_one_prompt(each, special) for each in self.prompt]
         if None in found:
             wrong = f"prompt[{found.index(None)}]"
             raise InvalidRequest(wrong, "is neither text nor a list of token ids")
@@ -167,6 +172,7 @@ class ChatBody(Generation):
     top_logprobs: int | None = None
     tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
     tool_choice: Any = None
+    add_special_tokens: bool | None = None
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -181,21 +187,24 @@ class ChatBody(Generation):
     def prompts(self) -> list[GenerationInput]:
         if self.tool_choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice", "must be none or auto; calls cannot be enforced")
-        tools = () if self.tool_choice == "none" else tuple(map(json.dumps, self.tools or ()))
-        return [chat_prompt(self.messages, tools)]
+        return [_chat_prompt(self, [] if self.tool_choice == "none" else self.tools)]
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or messages."""
+    """POST /tokenize: a text, or messages; the tokens are those that a generation would have."""
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], _FirstError()] | None = None
+    tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
     def input(self) -> GenerationInput:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("prompt", "or messages is needed, and not both")
-        return TextPrompt(self.prompt) if self.prompt is not None else chat_prompt(self.messages or ())
+        if self.prompt is not None:
+            return TextPrompt(self.prompt, self.add_special_tokens is not False)
+        return _chat_prompt(self, self.tools)
 
 
 class DetokenizeBody(Body):
@@ -204,8 +213,11 @@ class DetokenizeBody(Body):
     tokens: Integers
 
 
-def chat_prompt(messages: "list[ChatMessage] | tuple[()]", tools: tuple[str, ...] = ()) -> ChatPrompt:
-    return ChatPrompt(tuple((each.role, _content(index, each)) for index, each in enumerate(messages)), tools)
+def _chat_prompt(body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> ChatPrompt:
+    if body.add_special_tokens:
+        raise InvalidRequest("add_special_tokens", "is not supported with messages; the chat template writes them")
+    messages = tuple((each.role, _content(index, each)) for index, each in enumerate(body.messages or ()))
+    return ChatPrompt(messages, tuple(map(json.dumps, tools or ())))
 
 
 def _content(index: int, message: ChatMessage) -> str:
@@ -218,9 +230,9 @@ def _content(index: int, message: ChatMessage) -> str:
     return "".join(part.text or "" for part in message.content)
 
 
-def _one_prompt(value: object) -> GenerationInput | None:
+def _one_prompt(value: object, special: bool) -> GenerationInput | None:
     if isinstance(value, str):
-        return TextPrompt(value)
+        return TextPrompt(value, special)
     if isinstance(value, list) and value and all(type(each) is int for each in value):
         return TokenPrompt(tuple(value))
     return None

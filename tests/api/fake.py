@@ -38,7 +38,7 @@ class ByteDetokenizer:
 
 
 class ByteTokenizer:
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(text.encode())
 
     def apply_chat_template(

@@ -235,7 +235,7 @@ async def test_a_request_may_be_cancelled_while_its_prompt_is_encoded(dispatcher
     go_on = threading.Event()
 
     class SlowTokenizer(ByteTokenizer):
-        def encode(self, text: str) -> tuple[int, ...]:
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
             go_on.wait(5.0)
             return super().encode(text)
 

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from cluster import http
 from cluster.cli import main
 from cluster.doors import Doors, open_doors
+from cluster.http.unsupported import FIELDS
 from cluster.runtime.interface import RuntimeUnavailable
 from cluster.spec import GatewaySpec, SpecError, parse_spec
 from cluster.view import WorkerState
@@ -95,6 +96,43 @@ async def test_a_stream_begins_once_workers_are_chosen(there: Clients, dispatche
 async def test_unknown_fields_and_the_user_are_ignored(there: Clients) -> None:
     answer = await there.http.post("/v1/completions", json=ASK | {"user": "u-1", "store": True, "metadata": {"a": 1}})
     assert answer.json()["choices"][0]["text"] == "abcd"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+async def test_what_asks_for_nothing_is_not_refused(there: Clients, path: str) -> None:
+    off = dict.fromkeys(FIELDS, None) | {
+        "echo": False,
+        "suffix": "",
+        "guided_choice": [],
+        "chat_template_kwargs": {},
+        "function_call": "none",
+        "add_generation_prompt": True,
+        "add_special_tokens": None,
+    }
+    body = ASK if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    assert (await there.http.post(path, json=body | off)).status_code == 200
+
+
+async def test_tokens_are_counted_with_the_tools(there: Clients, dispatcher: FakeDispatcher) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"name": "look"}]}
+    counted = (await there.http.post("/tokenize", json=body)).json()["tokens"]
+    await there.http.post("/v1/chat/completions", json=body | {"max_tokens": 1})
+    assert tuple(counted) == dispatcher.requests[0].prompt
+
+
+async def test_special_tokens_can_be_left_out() -> None:
+    class Begins(ByteTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+            return (0,) * add_special_tokens + super().encode(text)
+
+    dispatcher = FakeDispatcher()
+    async with opened(dispatcher, Begins) as (there, _):
+        for given, first in (({}, (0, 104)), ({"add_special_tokens": False}, (104, 105))):
+            told = await there.http.post("/tokenize", json={"prompt": "hi"} | given)
+            assert tuple(told.json()["tokens"])[:2] == first
+            for prompt in ("hi", ["hi"]):
+                await there.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1} | given)
+                assert dispatcher.requests[-1].prompt[:2] == first
 
 
 async def test_tools_reach_the_template(there: Clients, dispatcher: FakeDispatcher) -> None:

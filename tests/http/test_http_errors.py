@@ -57,8 +57,6 @@ def error_of(answer: httpx2.Response) -> dict[str, str | None]:
         ({"prompt": [["a"]]}, "prompt[0]", "neither text nor a list of token ids"),
         ({"prompt": [1, 99999]}, "prompt[1]", "token ids end at 255"),
         ({"prompt": ["a"] * 65}, "prompt", "at most 64"),
-        ({"echo": True}, "echo", "not supported"),
-        ({"suffix": "end"}, "suffix", "not supported"),
         ({"best_of": 2, "stream": True}, "best_of", "leave out stream"),
         ({"response_format": {"type": "json_object"}}, "response_format", "only text"),
     ],
@@ -68,6 +66,43 @@ async def test_what_is_wrong_is_named(there: Clients, change: dict[str, object],
     error = error_of(answer)
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert words in str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        ("/v1/completions", "echo", True),
+        ("/v1/completions", "suffix", "end"),
+        ("/v1/completions", "prompt_logprobs", 0),
+        ("/v1/completions", "truncate_prompt_tokens", 3),
+        ("/v1/completions", "structured_outputs", {"regex": "a"}),
+        ("/v1/completions", "guided_json", {"type": "object"}),
+        ("/v1/completions", "guided_regex", "a+"),
+        ("/v1/completions", "guided_choice", ["yes", "no"]),
+        ("/v1/completions", "guided_grammar", "root ::= 'a'"),
+        ("/v1/completions", "bad_words", ["sea"]),
+        ("/v1/completions", "allowed_token_ids", [1]),
+        ("/v1/completions", "use_beam_search", True),
+        ("/v1/completions", "prompt_embeds", "AAAA"),
+        ("/v1/chat/completions", "functions", [{"name": "look"}]),
+        ("/v1/chat/completions", "function_call", {"name": "look"}),
+        ("/v1/chat/completions", "chat_template", "{{ messages }}"),
+        ("/v1/chat/completions", "chat_template_kwargs", {"enable_thinking": False}),
+        ("/v1/chat/completions", "continue_final_message", True),
+        ("/v1/chat/completions", "add_generation_prompt", False),
+        ("/v1/chat/completions", "add_special_tokens", True),
+        ("/tokenize", "add_generation_prompt", False),
+        ("/tokenize", "chat_template_kwargs", {"enable_thinking": False}),
+        ("/tokenize", "add_special_tokens", True),
+    ],
+)
+async def test_what_would_change_the_answer_and_is_not_done_is_refused_by_name(
+    there: Clients, dispatcher: FakeDispatcher, path: str, name: str, value: object
+) -> None:
+    body = ASK if path == "/v1/completions" else CHAT
+    answer = await there.http.post(path, json=body | {name: value})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, name)
+    assert "not supported" in str(error_of(answer)["message"]) and not dispatcher.requests
 
 
 @pytest.mark.parametrize(

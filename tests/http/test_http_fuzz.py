@@ -21,6 +21,7 @@ FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "best_of", "logprobs", "top_logprobs", "tools"),
     *("logit_bias", "echo", "suffix", "user", "ignore_eos", "min_tokens", "stop_token_ids", "response_format"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "tool_choice", "something"),
+    *("add_special_tokens", "chat_template_kwargs", "function_call", "prompt_logprobs", "bad_words"),
 )
 scalars = (
     st.none()
