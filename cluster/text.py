@@ -89,10 +89,9 @@ class ChatPrompt:
     def encode(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         if not self.messages:
             raise InvalidRequest("prompt.chat", "has no messages; give at least one of role user")
-        for index, (role, content) in enumerate(self.messages):
-            if not role or not content:
-                missing = "role" if not role else "content"
-                raise InvalidRequest(f"prompt.chat.messages[{index}].{missing}", "is empty; every message needs both")
+        for index, (role, _) in enumerate(self.messages):
+            if not role:
+                raise InvalidRequest(f"prompt.chat.messages[{index}].role", "is empty; say whose message it is")
         messages = [{"role": role, "content": content} for role, content in self.messages]
         tools = [_tool(index, text) for index, text in enumerate(self.tools)]
         return tuple(tokenizer.apply_chat_template(messages, tools=tools))

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FailFast, model_validator
 
-from cluster.http.unsupported import check_supported
+from cluster.http.unsupported import check_message, check_supported
 from cluster.text import ChatPrompt, GenerationInput, TextPrompt, TokenPrompt
 from workers.errors import InvalidRequest
 from workers.request import MOST_BIASES, SamplingParams
@@ -161,6 +161,9 @@ class ChatMessage(BaseModel):
 
     role: str
     content: str | Annotated[list[TextPart], _FirstError()] | None = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
 
 
 class ChatBody(Generation):
@@ -221,11 +224,14 @@ def _chat_prompt(body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | No
 
 
 def _content(index: int, message: ChatMessage) -> str:
+    check_message(index, vars(message))
+    where = f"messages[{index}].content"
+    if message.content is None and message.role != "assistant":
+        raise InvalidRequest(where, "is missing; give text, which may be empty")
     if not isinstance(message.content, list):
         return message.content or ""
     for part in message.content:
         if part.type != "text" or part.text is None:
-            where = f"messages[{index}].content"
             raise InvalidRequest(where, f"has a part of type {part.type[:40]!r}; only parts with text are supported")
     return "".join(part.text or "" for part in message.content)
 

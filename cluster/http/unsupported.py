@@ -17,6 +17,7 @@ FIELDS: Mapping[str, tuple[object, ...]] = {
     "function_call": (*OFF, "none", "auto"),
     "add_generation_prompt": (None, True),
 }
+MESSAGE_FIELDS = ("tool_calls", "tool_call_id", "function_call")
 
 
 def check_supported(body: Mapping[object, object]) -> None:
@@ -24,6 +25,14 @@ def check_supported(body: Mapping[object, object]) -> None:
     for name, passing in FIELDS.items():
         if name in body and not _is_one_of(body[name], passing):
             raise InvalidRequest(name, "is not supported; leave it out")
+
+
+def check_message(index: int, message: Mapping[str, object]) -> None:
+    """As `check_supported`, for one message of a chat."""
+    for name in MESSAGE_FIELDS:
+        if not _is_one_of(message.get(name), OFF):
+            why = "is not supported; a tool's call and its result can be told as content"
+            raise InvalidRequest(f"messages[{index}].{name}", why)
 
 
 def _is_one_of(value: object, passing: tuple[object, ...]) -> bool:

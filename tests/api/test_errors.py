@@ -63,7 +63,6 @@ async def test_what_does_not_fit_has_a_reason_of_its_own(
     [
         ([], "prompt.chat"),
         ([("", "hi")], "prompt.chat.messages[0].role"),
-        ([("user", "")], "prompt.chat.messages[0].content"),
     ],
 )
 async def test_bad_messages_name_their_place(client: DiptychClient, messages: list[Any], field: str) -> None:

@@ -135,6 +135,18 @@ async def test_special_tokens_can_be_left_out() -> None:
                 assert dispatcher.requests[-1].prompt[:2] == first
 
 
+async def test_a_message_may_be_empty_and_an_assistants_null(there: Clients, dispatcher: FakeDispatcher) -> None:
+    messages = [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "hi", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": None},
+        {"role": "user", "content": []},
+    ]
+    answer = await there.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert answer.status_code == 200
+    assert bytes(dispatcher.requests[0].prompt) == b"<system>\n<user>hi\n<assistant>\n<user>\n"
+
+
 async def test_tools_reach_the_template(there: Clients, dispatcher: FakeDispatcher) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"name": "look"}], "max_tokens": 1}
     for choice, begins in (("auto", b"[look]<user>"), ("none", b"<user>")):

@@ -134,7 +134,23 @@ async def test_what_does_not_fit_has_the_code_that_clients_look_for(
     [
         ({"messages": []}, "messages", "no messages"),
         ({"messages": "hello"}, "messages", "valid list"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "is empty"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        ({"messages": [{"role": "", "content": "hi"}]}, "messages[0].role", "is empty"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+            "messages[0].tool_calls",
+            "not supported",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "3", "tool_call_id": "1"}]},
+            "messages[0].tool_call_id",
+            "not supported",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "function_call": {"name": "look"}}]},
+            "messages[0].function_call",
+            "not supported",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content",
