@@ -1,0 +1,96 @@
+"""Every field of a generation reaches the dispatcher, at both paths."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from cluster.http.bodies import SAME, ChatBody, CompletionBody
+from tests.api.fake import FakeDispatcher
+from tests.http.opened import Clients, opened
+
+# What is sent, and what of `SamplingParams` it must be there.
+BOTH: list[tuple[dict[str, object], dict[str, object]]] = [
+    ({"temperature": 0.5}, {"temperature": 0.5}),
+    ({"top_p": 0.5}, {"top_p": 0.5}),
+    ({"top_k": 7}, {"top_k": 7}),
+    ({"top_k": -1}, {"top_k": 0}),  # off, to many clients
+    ({"min_p": 0.25}, {"min_p": 0.25}),
+    ({"seed": 2**64 - 1}, {"seed": 2**64 - 1}),
+    ({"stop": "END"}, {"stop": ("END",)}),
+    ({"stop": ["END", "FIN"]}, {"stop": ("END", "FIN")}),
+    ({"stop_token_ids": [1, 2]}, {"stop_token_ids": (1, 2)}),
+    ({"ignore_eos": True}, {"ignore_eos": True}),
+    ({"min_tokens": 3}, {"min_tokens": 3}),
+    ({"max_tokens": 9}, {"max_tokens": 9}),
+    ({"presence_penalty": 0.5}, {"presence_penalty": 0.5}),
+    ({"frequency_penalty": -0.5}, {"frequency_penalty": -0.5}),
+    ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    ({"logit_bias": {"5": -100, "3": 1.5}}, {"logit_bias": ((3, 1.5), (5, -100.0))}),
+    ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
+    ({"include_stop_str_in_output": True}, {"include_stop_in_output": True}),
+]
+COMPLETIONS: list[tuple[dict[str, object], dict[str, object]]] = [
+    ({"logprobs": 0}, {"logprobs": 0}),
+    ({"logprobs": 5}, {"logprobs": 5}),
+]
+CHATS: list[tuple[dict[str, object], dict[str, object]]] = [
+    ({"logprobs": True}, {"logprobs": 0}),
+    ({"logprobs": True, "top_logprobs": 5}, {"logprobs": 5}),
+    ({"max_completion_tokens": 9}, {"max_tokens": 9}),
+    ({"max_completion_tokens": 9, "max_tokens": 5}, {"max_tokens": 9}),
+]
+ASKED: dict[str, dict[str, object]] = {
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+}
+# Tested elsewhere, or no sampling.
+OTHERS = {
+    *("model", "stream", "stream_options", "prompt", "messages", "tools", "tool_choice", "response_format"),
+    *("n", "best_of", "add_special_tokens"),
+}
+
+
+@pytest.fixture
+def dispatcher() -> FakeDispatcher:
+    return FakeDispatcher()
+
+
+@pytest.fixture
+async def there(dispatcher: FakeDispatcher) -> AsyncIterator[Clients]:
+    async with opened(dispatcher) as (clients, _):
+        yield clients
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "expected"),
+    [
+        *(("/v1/completions", *each) for each in (*BOTH, *COMPLETIONS)),
+        *(("/v1/chat/completions", *each) for each in (*BOTH, *CHATS)),
+    ],
+)
+async def test_a_field_reaches_the_dispatcher(
+    there: Clients,
+    dispatcher: FakeDispatcher,
+    path: str,
+    sent: dict[str, object],
+    expected: dict[str, object],
+) -> None:
+    answer = await there.http.post(path, json=ASKED[path] | sent)
+    assert answer.status_code == 200, answer.text
+    (request,) = dispatcher.requests
+    assert {name: getattr(request.sampling, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize(("sent", "answers", "made"), [({"n": 3}, 3, 3), ({"n": 2, "best_of": 4}, 2, 4)])
+async def test_several_answers_are_as_many_requests(
+    there: Clients, dispatcher: FakeDispatcher, path: str, sent: dict[str, int], answers: int, made: int
+) -> None:
+    told = await there.http.post(path, json=ASKED[path] | sent | {"max_tokens": 2})
+    assert (len(told.json()["choices"]), len(dispatcher.requests)) == (answers, made)
+
+
+def test_no_field_is_forgotten_here() -> None:
+    tested = {name for sent, _ in (*BOTH, *COMPLETIONS, *CHATS) for name in sent}
+    assert {*CompletionBody.model_fields, *ChatBody.model_fields} == tested | OTHERS
+    assert set(SAME) <= tested | OTHERS
