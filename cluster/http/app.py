@@ -76,12 +76,13 @@ class _Routes:
     def _reply(self, body: Generation, request: Request, shape: CompletionShape | ChatShape) -> Response:
         terms = terms_of(request.headers)
         wants = bool(body.stream), body.include_usage, body.usage_in_chunks
-        asked = Asked(body.prompts(), body.sampling(), terms, body.model or "", *wants)
+        asked = Asked(body.prompts(), body.sampling(), terms, body.model or "", body.sent, *wants)
         return Reply(self._gateway, asked, shape, self._context.model.name)
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         self._gateway.check_model(body.model or "")
-        tokens = await self._gateway.encode(body.input())
+        with body.named():
+            tokens = await self._gateway.encode(body.input())
         told: dict[str, Any] = {
             "count": len(tokens),
             "max_model_len": self._context.model.context_length,

@@ -6,6 +6,8 @@ Pure. What no type can say is `InvalidRequest`; ranges are the business of `Samp
 
 import json
 from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FailFast, model_validator
@@ -44,6 +46,19 @@ class Body(BaseModel):
         if isinstance(given, dict):
             check_supported(given)
         return given
+
+    @property
+    def sent(self) -> Mapping[str, str]:
+        """Names under which fields of the gateway were sent, where they are not its own."""
+        return {}
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Bad input that is found in it has the name that was sent."""
+        try:
+            yield
+        except InvalidRequest as error:
+            raise InvalidRequest(self.sent.get(error.field, error.field), error.message) from None
 
 
 class StreamOptions(BaseModel):
@@ -105,14 +120,15 @@ class Generation(Body):
             given["top_k"] = max(0, self.top_k) if self.top_k >= -1 else self.top_k  # -1: off, to many clients
         if self.include_stop_str_in_output is not None:
             given["include_stop_in_output"] = self.include_stop_str_in_output
-        sampling = SamplingParams(
-            **given,
-            max_tokens=self.wanted_tokens,
-            logprobs=self.wanted_logprobs,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            logit_bias=_biases(self.logit_bias),
-        )
+        with self.named():
+            sampling = SamplingParams(
+                **given,
+                max_tokens=self.wanted_tokens,
+                logprobs=self.wanted_logprobs,
+                stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                logit_bias=_biases(self.logit_bias),
+            )
         if self.stream and sampling.num_answers > sampling.n:
             raise InvalidRequest("best_of", f"is {sampling.best_of}; the best are known at the end: leave out stream")
         kind = (self.response_format or {}).get("type", "text")
@@ -178,6 +194,11 @@ class ChatBody(Generation):
     add_special_tokens: bool | None = None
 
     @property
+    def sent(self) -> Mapping[str, str]:
+        tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {"prompt": "messages", "sampling.max_tokens": tokens, "sampling.logprobs": "top_logprobs"}
+
+    @property
     def wanted_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
@@ -201,6 +222,10 @@ class TokenizeBody(Body):
     tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+
+    @property
+    def sent(self) -> Mapping[str, str]:
+        return {} if self.messages is None else {"prompt": "messages"}
 
     def input(self) -> GenerationInput:
         if (self.prompt is None) == (self.messages is None):

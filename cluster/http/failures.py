@@ -5,6 +5,7 @@ Pure; knows no connection.
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.api.failures import error_from
@@ -31,6 +32,7 @@ FIELDS = (
     *(("prompt.text", "prompt"), ("prompt.tokens", "prompt"), ("request_id", "x-request-id")),
     *(("tenant", "x-diptych-tenant"),),
 )
+NOTHING: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,13 @@ class Failure:
         return {"retry-after": str(max(1, math.ceil(wait_ms / 1000))), "retry-after-ms": str(max(1, wait_ms))}
 
 
-def failure_of(error: Exception, ready: bool) -> Failure:
-    """The failure for an error of the gateway; `ready` as for `status_of`."""
+def failure_of(error: Exception, ready: bool, sent: Mapping[str, str] = NOTHING) -> Failure:
+    """The failure for an error of the gateway; `ready` as for `status_of`. `sent`: fields that came by another name."""
     match error:
         case InvalidRequest():
-            error = InvalidRequest(_param(error.field), error.message)
+            error = InvalidRequest(_param(error.field, sent), error.message)
         case Unservable():
-            error = Unservable(error.message, _param(error.field))
+            error = Unservable(error.message, _param(error.field, sent))
     told = error_from(status_of(error, ready))
     reason = told.reason or told.code
     return Failure(
@@ -77,7 +79,9 @@ def failure_of(error: Exception, ready: bool) -> Failure:
     )
 
 
-def _param(field: str) -> str:
+def _param(field: str, sent: Mapping[str, str]) -> str:
+    if field in sent:
+        return sent[field]
     for ours, theirs in FIELDS:
         if field.startswith(ours):
             return theirs + field.removeprefix(ours)

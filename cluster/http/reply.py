@@ -7,7 +7,7 @@ status of its own, one that fails later an `error` event. A client that goes awa
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,7 @@ class Asked:
     sampling: SamplingParams
     terms: Terms
     model: str
+    sent: Mapping[str, str]  # as `Body.sent`
     stream: bool
     include_usage: bool
     usage_in_chunks: bool = False
@@ -79,7 +80,7 @@ class Reply(Response):
             async with aclosing(together(self._asked.events(self._gateway))) as events:
                 await (self._stream(events, send) if self._asked.stream else self._whole(events, send))
         except Exception as error:
-            failure = failure_of(error, servable(self._gateway.view))
+            failure = failure_of(error, servable(self._gateway.view), self._asked.sent)
             if not self._begun:
                 await failed(failure, self._asked.terms.request_id)(scope, receive, send)
                 return

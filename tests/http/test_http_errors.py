@@ -16,6 +16,7 @@ from tests.http.opened import Clients, opened
 
 ASK = {"prompt": "hello", "max_tokens": 4}
 HUGE = json.dumps({"prompt": ["hi"] * 4, "max_tokens": 3000, "stream": True, "n": 2, "logprobs": 20}).encode()
+MOST_PROMPT_BYTES = 20_000
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
@@ -26,7 +27,7 @@ def dispatcher() -> FakeDispatcher:
 
 @pytest.fixture
 async def there(dispatcher: FakeDispatcher) -> AsyncIterator[Clients]:
-    async with opened(dispatcher, max_requests=8) as (clients, _):
+    async with opened(dispatcher, max_requests=8, max_prompt_bytes=MOST_PROMPT_BYTES) as (clients, _):
         yield clients
 
 
@@ -118,6 +119,13 @@ async def test_what_would_change_the_answer_and_is_not_done_is_refused_by_name(
             "at most 4091 fit behind a prompt of 5",
         ),
         ("/v1/chat/completions", {"max_tokens": 4092}, "max_tokens", "fit behind a prompt of"),
+        ("/v1/chat/completions", {"max_completion_tokens": 4092}, "max_completion_tokens", "fit behind a prompt of"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 9000}]},
+            "messages",
+            "the model's context of 8192",
+        ),
     ],
 )
 async def test_what_does_not_fit_has_the_code_that_clients_look_for(
@@ -158,7 +166,10 @@ async def test_what_does_not_fit_has_the_code_that_clients_look_for(
         ),
         ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
         ({"tool_choice": "required"}, "tool_choice", "none or auto"),
-        ({"max_completion_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
+        ({"min_tokens": 9}, "min_tokens", "at most max_tokens (4)"),
     ],
 )
 async def test_what_is_wrong_in_a_chat_is_named(
@@ -349,6 +360,8 @@ async def test_what_is_not_there_is_not_found(there: Clients) -> None:
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": "a" * (MOST_PROMPT_BYTES + 1)}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * (MOST_PROMPT_BYTES + 1)}]}, "messages"),
         ("/detokenize", {"tokens": [256]}, "tokens"),
         ("/detokenize", {"tokens": [1] * 8193}, "tokens"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
