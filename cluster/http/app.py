@@ -20,6 +20,7 @@ from cluster.events import ClusterError
 from cluster.gateway import Gateway, servable
 from cluster.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
 from cluster.http.failures import Failure, failure_of
+from cluster.http.naming import id_of
 from cluster.http.reply import JSON, Asked, Reply, failed
 from cluster.http.shapes import ChatShape, CompletionShape, text_of
 from cluster.http.terms import terms_of
@@ -74,7 +75,7 @@ class _Routes:
         return self._reply(body, request, shape)
 
     def _reply(self, body: Generation, request: Request, shape: CompletionShape | ChatShape) -> Response:
-        terms = terms_of(request.headers)
+        terms = terms_of(request.headers, id_of(request.scope))
         wants = bool(body.stream), body.include_usage, body.usage_in_chunks
         asked = Asked(body.prompts(), body.sampling(), terms, body.model or "", body.sent, *wants)
         return Reply(self._gateway, asked, shape, self._context.model.name)
@@ -136,7 +137,7 @@ class _Routes:
         }
 
     async def failed(self, request: Request, error: Exception) -> Response:
-        return failed(failure_of(error, servable(self._gateway.view)), request.headers.get("x-request-id", ""))
+        return failed(failure_of(error, servable(self._gateway.view)))
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
@@ -150,7 +151,7 @@ async def _malformed(request: Request, error: Exception) -> Response:
         failure = Failure(400, "the body is no JSON object; send one as application/json", "invalid_request")
     else:
         failure = Failure(400, f"{place[0]}: {first['msg']} (at {'.'.join(place)[:80]})", "invalid_request", place[0])
-    return failed(failure, request.headers.get("x-request-id", ""))
+    return failed(failure)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -161,7 +162,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
         405: f"{request.method} is not possible here",
     }
     failure = Failure(error.status_code, words.get(error.status_code, str(error.detail)), "invalid_request")
-    return failed(failure, request.headers.get("x-request-id", ""))
+    return failed(failure)
 
 
 def _told(value: dict[str, Any]) -> Response:

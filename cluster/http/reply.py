@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.events import Accepted, Completed
-from cluster.gateway import LONGEST_ID, Gateway, servable
+from cluster.gateway import Gateway, servable
 from cluster.http.failures import Failure, failure_of
 from cluster.http.shapes import Choice, Shape, Usage, finishes
 from cluster.http.terms import Terms
@@ -82,7 +82,7 @@ class Reply(Response):
         except Exception as error:
             failure = failure_of(error, servable(self._gateway.view), self._asked.sent)
             if not self._begun:
-                await failed(failure, self._asked.terms.request_id)(scope, receive, send)
+                await failed(failure)(scope, receive, send)
                 return
             await _more(send, b"event: error\ndata: " + failure.body + b"\n\n", last=True)
 
@@ -144,7 +144,7 @@ class Reply(Response):
         return b"data: " + msgspec.json.encode(told) + b"\n\n"
 
     async def _begin(self, accepted: Accepted, headers: dict[str, str], send: Send) -> None:
-        headers |= {"cache-control": "no-store", "x-request-id": self._asked.terms.request_id}
+        headers |= {"cache-control": "no-store"}
         for name, predicted_s in (("ttft", accepted.predicted_ttft_s), ("tpot", accepted.predicted_tpot_s)):
             if predicted_s is not None:
                 headers[f"x-diptych-predicted-{name}-ms"] = f"{1000 * predicted_s:.3f}"
@@ -153,12 +153,9 @@ class Reply(Response):
         await send({"type": "http.response.start", "status": 200, "headers": pairs})
 
 
-def failed(failure: Failure, request_id: str = "") -> Response:
-    """The response for a request that has no answer. An id that no header may carry is left out."""
-    headers = failure.headers
-    if 0 < len(request_id) <= LONGEST_ID and all(" " < letter <= "~" for letter in request_id):
-        headers["x-request-id"] = request_id
-    return Response(failure.body, failure.status, headers, JSON)
+def failed(failure: Failure) -> Response:
+    """The response for a request that has no answer."""
+    return Response(failure.body, failure.status, failure.headers, JSON)
 
 
 async def together(

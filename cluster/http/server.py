@@ -14,6 +14,7 @@ from cluster.guard import Guard
 from cluster.http.app import make_app
 from cluster.http.connection import Connection
 from cluster.http.guarded import Guarded, following
+from cluster.http.naming import Named
 from cluster.serving import GatewayContext
 
 KEEP_ALIVE_S = 30
@@ -33,7 +34,7 @@ class HttpDoor:
         app = make_app(context, gateway, lambda: self._closing)
         self._requests = Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut)
         config = uvicorn.Config(
-            Guarded(self._requests, guard) if guard.has_keys else self._requests,
+            Named(Guarded(self._requests, guard) if guard.has_keys else self._requests),
             http="h11" if guard.tls is None else _Tls,
             ws="none",
             lifespan="off",

@@ -1,7 +1,6 @@
 """What a request says about itself in its headers: its name, its promises, for whom it is. Pure."""
 
 import math
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,11 +20,11 @@ class Terms:
     deadline_s: float | None
 
 
-def terms_of(headers: Mapping[str, str]) -> Terms:
+def terms_of(headers: Mapping[str, str], request_id: str) -> Terms:
     """From headers with lower-case names. Raises `InvalidRequest` naming the header."""
     class_name = headers.get("x-diptych-slo-class", "") or "default"
     return Terms(
-        request_id=headers.get("x-request-id", "") or f"req-{secrets.token_hex(8)}",
+        request_id=request_id,
         slo=SLO(
             _seconds(headers, "x-diptych-ttft-ms"),
             _seconds(headers, "x-diptych-tpot-ms"),

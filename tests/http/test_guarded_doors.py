@@ -347,7 +347,8 @@ async def test_an_unguarded_gateway_has_neither_interceptor_nor_middleware() -> 
     endpoint = await doors.open()
     try:
         assert doors.http_url.startswith("http://") and not doors._grpc.guard.has_keys
-        assert type(doors._http._server.config.app).__name__ == "Connection"  # type: ignore[union-attr]
+        outermost = doors._http._server.config.app  # type: ignore[union-attr]
+        assert type(outermost).__name__ == "Named" and type(outermost._app).__name__ == "Connection"  # type: ignore[union-attr]
         async with DiptychClient(endpoint) as client:
             assert (await client.complete("abc", max_tokens=3)).text == "abc"
     finally:
