@@ -81,6 +81,7 @@ class Gateway:
         *,
         slo: SLO | None = None,
         request_id: str = "",
+        called: str = "",
         deadline_s: float | None = None,
         session: str = "",
         model: str = "",
@@ -89,8 +90,9 @@ class Gateway:
         """Accepted, text deltas, Completed; neighbouring deltas that the caller did not fetch in time come as one.
 
         Deltas of several answers interleave, told apart by `index`. With `best_of` above n all is held back until the
-        best are known. `deadline_s` counts from now. Closing the iterator cancels the request on its workers. Errors:
-        `cluster.events`, `InvalidRequest`, and those above.
+        best are known. `called`: a name that `cancel` knows it by as well; several may share one. `deadline_s` counts
+        from now. Closing the iterator cancels the request on its workers. Errors: `cluster.events`, `InvalidRequest`,
+        and those above.
         """
         arrived_ns = now_ns()
         self.check_model(model)
@@ -98,7 +100,7 @@ class Gateway:
         request_id = request_id or f"req-{secrets.token_hex(8)}"
         slo = slo or SLO()
         self._check_tenant(tenant)
-        running = self._enter(request_id, sampling.num_answers, slo)
+        running = self._enter(request_id, called, sampling.num_answers, slo)
         try:
             tokens = await self.encode(prompt)
             sampling = self._resolve(sampling, len(tokens))
@@ -134,12 +136,14 @@ class Gateway:
         return tokens
 
     def cancel(self, request_id: str) -> bool:
-        """End a request at once; its iterator raises `RequestCancelled`. False: no such request runs here."""
-        running = self._active.get(request_id)
-        if running is None:
-            return False
-        running.cancel(RequestCancelled(f"request {request_id} was cancelled by its caller"))
-        return True
+        """End the request of this id at once, or all that are called so; their iterators raise `RequestCancelled`.
+
+        False: no such request runs here.
+        """
+        meant = [each for each in self._active.items() if request_id in (each[0], each[1].called or each[0])]
+        for known, running in meant:
+            running.cancel(RequestCancelled(f"request {known} was cancelled by its caller"))
+        return bool(meant)
 
     async def close(self) -> None:
         """Cut what still runs; returns when the dispatcher has let go of all of it."""
@@ -162,8 +166,8 @@ class Gateway:
             rule = f"must be at most {LONGEST_ID} visible ASCII characters"
             raise InvalidRequest("tenant", f"{tenant[:40]!r} cannot be used; it {rule}")
 
-    def _enter(self, request_id: str, num_answers: int, slo: SLO) -> "_Running":
-        if len(request_id) > LONGEST_ID or not all(" " < letter <= "~" and letter not in "/#" for letter in request_id):
+    def _enter(self, request_id: str, called: str, num_answers: int, slo: SLO) -> "_Running":
+        if len(request_id) > LONGEST_ID or not all(map(is_usable, request_id)):
             rule = f"must be at most {LONGEST_ID} visible ASCII characters without '/' and '#'"
             raise InvalidRequest("request_id", f"{request_id[:40]!r} cannot be used; it {rule}")
         if request_id in self._active:
@@ -173,7 +177,7 @@ class Gateway:
             self._context.dispatcher.turned_away(slo.class_name, "gateway-full")
             room = f"{active} of {most} requests are in flight, and {num_answers} more do not fit"
             raise Rejected(f"{room} in this gateway; try again", RETRY_AFTER_S, "gateway-full")
-        running = self._active[request_id] = _Running(num_answers)
+        running = self._active[request_id] = _Running(called, num_answers)
         return running
 
     def _check_vocabulary(self, field: str, tokens: tuple[int, ...]) -> None:
@@ -259,7 +263,8 @@ class Gateway:
 class _Running:
     """A request from its admission to the end of its iterator, which owns it."""
 
-    def __init__(self, num_answers: int) -> None:
+    def __init__(self, called: str, num_answers: int) -> None:
+        self.called = called
         self.num_answers = num_answers
         self.outbox = Outbox()
         self.pump: asyncio.Task[None] | None = None  # none while the prompt is being encoded
@@ -275,6 +280,11 @@ class _Running:
         if self.pump is not None:
             self.pump.cancel()
             await asyncio.wait([self.pump])
+
+
+def is_usable(letter: str) -> bool:
+    """Whether an id of a request may have it."""
+    return " " < letter <= "~" and letter not in "/#"
 
 
 def servable(view: ClusterView) -> bool:

@@ -5,6 +5,7 @@ Knows paths and statuses; text, tokens, promises and cancellation are the gatewa
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +21,15 @@ from cluster.events import ClusterError
 from cluster.gateway import Gateway, servable
 from cluster.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
 from cluster.http.failures import Failure, failure_of
-from cluster.http.naming import id_of
+from cluster.http.naming import KEY
 from cluster.http.reply import JSON, Asked, Reply, failed
 from cluster.http.shapes import ChatShape, CompletionShape, text_of
 from cluster.http.terms import terms_of
 from cluster.serving import GatewayContext
 from workers.errors import InvalidRequest
+from workers.logged import about
+
+logger = logging.getLogger(__name__)
 
 READY_AGAIN_S = 1.0
 
@@ -75,7 +79,10 @@ class _Routes:
         return self._reply(body, request, shape)
 
     def _reply(self, body: Generation, request: Request, shape: CompletionShape | ChatShape) -> Response:
-        terms = terms_of(request.headers, id_of(request.scope))
+        terms = terms_of(request.headers, request.scope[KEY])
+        if not terms.name.is_kept:
+            more = about(self._context.name, terms.name.unique)
+            logger.info("request %s came as x-request-id %.500r", terms.name.unique, terms.name.given, extra=more)
         wants = bool(body.stream), body.include_usage, body.usage_in_chunks
         asked = Asked(body.prompts(), body.sampling(), terms, body.model or "", body.sent, *wants)
         return Reply(self._gateway, asked, shape, self._context.model.name)

@@ -29,8 +29,8 @@ CODES = {"UNKNOWN_MODEL": "model_not_found", "TOO_LONG": "context_length_exceede
 FIELDS = (
     *(("sampling.include_stop_in_output", "include_stop_str_in_output"), ("sampling.", "")),
     *(("prompt.chat.tools", "tools"), ("prompt.chat.messages", "messages"), ("prompt.chat", "messages")),
-    *(("prompt.text", "prompt"), ("prompt.tokens", "prompt"), ("request_id", "x-request-id")),
-    *(("tenant", "x-diptych-tenant"),),
+    *(("prompt.text", "prompt"), ("prompt.tokens", "prompt")),
+    ("tenant", "x-diptych-tenant"),
 )
 NOTHING: Mapping[str, str] = {}
 

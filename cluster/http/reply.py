@@ -49,7 +49,8 @@ class Asked:
                 prompt,
                 self.sampling,
                 slo=terms.slo,
-                request_id=f"{terms.request_id}.{index}" if several else terms.request_id,
+                request_id=f"{terms.name.unique}.{index}" if several else terms.name.unique,
+                called=terms.name.given,
                 deadline_s=terms.deadline_s,
                 session=terms.session,
                 model=self.model,
@@ -69,7 +70,7 @@ class Reply(Response):
         self._shape = shape
         self._begun = False
         self._told = {
-            "id": f"{shape.prefix}-{asked.terms.request_id}",
+            "id": f"{shape.prefix}-{asked.terms.name.unique}",
             "object": shape.chunk_kind if asked.stream else shape.whole_kind,
             "created": int(time.time()),
             "model": model,

@@ -1,10 +1,11 @@
-"""What a request says about itself in its headers: its name, its promises, for whom it is. Pure."""
+"""What a request says about itself in its headers: its promises, and for whom it is. Pure."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.api.messages import checked_class
+from cluster.http.naming import Name
 from workers.errors import InvalidRequest
 from workers.request import SLO
 
@@ -13,18 +14,18 @@ from workers.request import SLO
 class Terms:
     """`deadline_s` counts from the request's arrival."""
 
-    request_id: str
+    name: Name
     slo: SLO
     tenant: str
     session: str
     deadline_s: float | None
 
 
-def terms_of(headers: Mapping[str, str], request_id: str) -> Terms:
+def terms_of(headers: Mapping[str, str], name: Name) -> Terms:
     """From headers with lower-case names. Raises `InvalidRequest` naming the header."""
     class_name = headers.get("x-diptych-slo-class", "") or "default"
     return Terms(
-        request_id=request_id,
+        name=name,
         slo=SLO(
             _seconds(headers, "x-diptych-ttft-ms"),
             _seconds(headers, "x-diptych-tpot-ms"),

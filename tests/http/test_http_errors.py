@@ -195,7 +195,6 @@ async def test_what_is_no_object_is_refused(there: Clients, body: bytes) -> None
         ({"x-diptych-timeout-ms": "nan"}, "x-diptych-timeout-ms"),
         ({"x-diptych-slo-class": "a" * 65}, "x-diptych-slo-class"),
         ({"x-diptych-tenant": "a b"}, "x-diptych-tenant"),
-        ({"x-request-id": "a/b"}, "x-request-id"),
     ],
 )
 async def test_a_header_that_cannot_be_used_is_named(there: Clients, headers: dict[str, str], param: str) -> None:
@@ -251,18 +250,6 @@ async def test_a_full_gateway_is_a_rate_limit_to_the_sdk(there: Clients, dispatc
     assert caught.value.code == "no_room" and caught.value.response.headers["retry-after"] == "1"
     dispatcher.hold.set()
     assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200, 200]
-
-
-async def test_an_id_that_runs_already_is_a_conflict(there: Clients, dispatcher: FakeDispatcher) -> None:
-    dispatcher.hold = asyncio.Event()
-    named = {"x-request-id": "twice"}
-    first = asyncio.create_task(there.http.post("/v1/completions", json=ASK, headers=named))
-    while not dispatcher.running:
-        await asyncio.sleep(0.005)
-    second = await there.http.post("/v1/completions", json=ASK, headers=named)
-    assert (second.status_code, error_of(second)["code"]) == (409, "duplicate_request")
-    dispatcher.hold.set()
-    assert (await first).json()["id"] == "cmpl-twice"
 
 
 async def test_an_error_in_mid_stream_is_an_event_and_the_end(there: Clients, dispatcher: FakeDispatcher) -> None:

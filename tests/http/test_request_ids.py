@@ -95,6 +95,55 @@ async def test_a_door_that_is_full_or_closing_has_it(
     assert (answer.status_code, answer.headers["x-request-id"]) == (status, "mine")
 
 
+async def test_many_requests_may_be_called_the_same(there: Clients, dispatcher: FakeDispatcher) -> None:
+    """A service mesh gives all requests of one trace one id."""
+    dispatcher.hold = asyncio.Event()
+    asking = [asyncio.create_task(there.http.post("/v1/completions", json=ASK, headers=NAMED)) for _ in range(3)]
+    async with asyncio.timeout(5):
+        while len(dispatcher.running) < 3:
+            await asyncio.sleep(0.005)
+    dispatcher.hold.set()
+    answers = await asyncio.gather(*asking)
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert {answer.headers["x-request-id"] for answer in answers} == {"mine"}
+    ids = {request.id for request in dispatcher.requests}
+    assert len(ids) == 3 and all(each.startswith("mine-") for each in ids), "grep for the one finds the others"
+    assert {answer.json()["id"] for answer in answers} == {f"cmpl-{each}" for each in ids}
+
+
+@pytest.mark.parametrize("given", [b"trace/7", b"a#b", b"two words", b"x" * 5000, b"gr\xfc\xdfe", b"'"])
+@pytest.mark.parametrize("prompt", ["hello", ["hello"] * 11])
+async def test_any_id_that_a_header_can_carry_will_do(
+    there: Clients, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture, given: bytes, prompt: object
+) -> None:
+    caplog.set_level("INFO", "cluster.http")
+    body = ASK | {"prompt": prompt, "n": 2}
+    answer = await there.http.post("/v1/completions", json=body, headers={b"x-request-id": given})
+    assert answer.status_code == 200, answer.text
+    assert (b"x-request-id", given) in answer.headers.raw
+    unique = answer.json()["id"].removeprefix("cmpl-")
+    assert all(request.id.startswith(unique) for request in dispatcher.requests)
+    kept = unique.startswith(given.decode("latin-1"))
+    assert kept or (unique in caplog.text and given[:400].decode("latin-1") in caplog.text), "a line tells both"
+
+
+@pytest.mark.parametrize("prompt", ["hello", ["hello", "there"]])
+async def test_a_request_is_cancelled_by_what_its_client_calls_it_or_by_its_own_id(
+    there: Clients, dispatcher: FakeDispatcher, prompt: object
+) -> None:
+    dispatcher.hold = asyncio.Event()
+    for by_own in (False, True):
+        body = ASK | {"prompt": prompt}
+        asking = asyncio.create_task(there.http.post("/v1/completions", json=body, headers=NAMED))
+        async with asyncio.timeout(5):
+            while not dispatcher.running:
+                await asyncio.sleep(0.005)
+        (own, *_) = dispatcher.running
+        assert not await there.grpc.cancel("") and not await there.grpc.cancel("another")
+        assert await there.grpc.cancel(own if by_own else "mine")
+        assert (await asking).status_code == 499 and not dispatcher.running
+
+
 async def test_a_door_that_wants_a_key_has_it(tmp_path: Path) -> None:
     files = Files.made(tmp_path)
     async with guarded(FakeDispatcher(), **files.keys) as door, door.http(Access()) as client:
