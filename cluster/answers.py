@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from cluster.events import Accepted, AnswerEnd, Completed, Delta, Event, Queued
 from cluster.outbox import Outbox
-from cluster.text import TextDelta, TextStream
+from cluster.text import TextDelta, TextEnd, TextStream
 from workers.request import FinishReason, Request, SamplingParams, TokenLogprobs
 
 Logprobs = tuple[TokenLogprobs, ...]
@@ -91,6 +91,7 @@ class Answer:
                 if self.stopped:  # the last tokens may have been on their way when `finish` was called
                     event = replace(event, finish=FinishReason.STOP, completion_tokens=self._text.num_tokens)
                 self.end = event
+                self.outbox.put(TextEnd(event.finish, self._index))
 
 
 def give_out(best: Sequence[Answer], prompt_logprobs: Logprobs, sampling: SamplingParams, outbox: Outbox) -> None:
@@ -102,7 +103,7 @@ def give_out(best: Sequence[Answer], prompt_logprobs: Logprobs, sampling: Sampli
             if isinstance(event, TextDelta):
                 shown = event.logprobs if sampling.logprobs is not None else ()
                 event = replace(event, index=rank, logprobs=shown, prompt_logprobs=())
-            elif isinstance(event, Accepted | Queued):
+            elif isinstance(event, Accepted | Queued | TextEnd):
                 event = replace(event, index=rank)
             outbox.put(event)
 

@@ -26,7 +26,7 @@ from cluster.ledger import now_ns
 from cluster.outbox import Outbox
 from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, Role
-from cluster.text import GenerationInput, TextEvent, TextStream, Tokenizer
+from cluster.text import GatewayEvent, GenerationInput, TextStream, Tokenizer
 from cluster.view import ClusterView, WorkerState
 from workers.errors import InvalidRequest
 from workers.request import SLO, Request, SamplingParams
@@ -86,8 +86,8 @@ class Gateway:
         session: str = "",
         model: str = "",
         tenant: str = "",
-    ) -> AsyncGenerator[TextEvent, None]:
-        """Accepted, text deltas, Completed; neighbouring deltas that the caller did not fetch in time come as one.
+    ) -> AsyncGenerator[GatewayEvent, None]:
+        """Accepted, text deltas, each answer's end, Completed; neighbouring deltas not fetched in time come as one.
 
         Deltas of several answers interleave, told apart by `index`. With `best_of` above n all is held back until the
         best are known. `called`: a name that `cancel` knows it by as well; several may share one. `deadline_s` counts

@@ -6,7 +6,7 @@ Knows that a door may be slow; knows no request and no wire.
 import asyncio
 from collections import deque
 
-from cluster.text import TextDelta, TextEvent
+from cluster.text import GatewayEvent, TextDelta
 
 
 class Outbox:
@@ -17,11 +17,11 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._events: deque[TextEvent] = deque()
+        self._events: deque[GatewayEvent] = deque()
         self._over: Exception | bool = False
         self._wake = asyncio.Event()
 
-    def put(self, event: TextEvent) -> None:
+    def put(self, event: GatewayEvent) -> None:
         self._events.append(event)
         self._wake.set()
 
@@ -36,7 +36,7 @@ class Outbox:
             self._over = error
         self._wake.set()
 
-    async def take(self) -> TextEvent | None:
+    async def take(self) -> GatewayEvent | None:
         """The next event, deltas joined; None at the end."""
         while not self._events:
             if isinstance(self._over, Exception):
@@ -61,7 +61,7 @@ class Outbox:
         self._events.extendleft(reversed(others))
         return TextDelta.join(mine)
 
-    def clear(self) -> list[TextEvent]:
+    def clear(self) -> list[GatewayEvent]:
         """All that is in it, as it came."""
         events = list(self._events)
         self._events.clear()

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from cluster.events import Accepted, Completed, Delta, Queued
 from workers.errors import InvalidRequest
-from workers.request import SamplingParams, TokenLogprobs
+from workers.request import FinishReason, SamplingParams, TokenLogprobs
 
 
 class Detokenizer(Protocol):
@@ -147,7 +147,16 @@ class TextDelta:
         return [TextDelta.join(parts) for _, parts in sorted(answers.items())]
 
 
+@dataclass(frozen=True, slots=True)
+class TextEnd:
+    """One answer has ended, perhaps before others of its request: no delta of its index follows."""
+
+    finish: FinishReason
+    index: int = 0
+
+
 TextEvent = Queued | Accepted | TextDelta | Completed
+GatewayEvent = TextEvent | TextEnd
 
 
 class StopStrings:

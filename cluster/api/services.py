@@ -26,7 +26,7 @@ from cluster.gateway import Gateway, servable
 from cluster.ledger import now_ns
 from cluster.metrics import exposition
 from cluster.serving import GatewayContext, Operator
-from cluster.text import TextDelta
+from cluster.text import TextDelta, TextEnd
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from workers.errors import InvalidRequest
 
@@ -223,6 +223,8 @@ async def responses(
     deltas: list[TextDelta] = []
     async with aclosing(events):
         async for event in events:
+            if isinstance(event, TextEnd):
+                continue  # Completed has all ends
             if whole and isinstance(event, TextDelta):
                 deltas.append(event)
                 continue

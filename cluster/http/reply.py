@@ -21,7 +21,7 @@ from cluster.gateway import Gateway, servable
 from cluster.http.failures import Failure, failure_of
 from cluster.http.shapes import Choice, Shape, Usage, finishes
 from cluster.http.terms import Terms
-from cluster.text import GenerationInput, TextDelta, TextEvent
+from cluster.text import GatewayEvent, GenerationInput, TextDelta, TextEnd
 from workers.request import SamplingParams
 
 JSON = "application/json"
@@ -41,7 +41,7 @@ class Asked:
     include_usage: bool
     usage_in_chunks: bool = False
 
-    def events(self, gateway: Gateway) -> list[AsyncGenerator[TextEvent, None]]:
+    def events(self, gateway: Gateway) -> list[AsyncGenerator[GatewayEvent, None]]:
         """One iterator for each prompt; closing it cancels it."""
         terms, several = self.terms, len(self.prompts) > 1
         return [
@@ -87,7 +87,7 @@ class Reply(Response):
                 return
             await _more(send, b"event: error\ndata: " + failure.body + b"\n\n", last=True)
 
-    async def _whole(self, events: AsyncGenerator[tuple[int, TextEvent], None], send: Send) -> None:
+    async def _whole(self, events: AsyncGenerator[tuple[int, GatewayEvent], None], send: Send) -> None:
         accepted: Accepted | None = None
         heard: defaultdict[int, list[TextDelta]] = defaultdict(list)
         ends: dict[int, Completed] = {}
@@ -111,7 +111,7 @@ class Reply(Response):
         await self._begin(accepted, {"content-type": JSON, "content-length": str(len(body))}, send)
         await _more(send, body, last=True)
 
-    async def _stream(self, events: AsyncGenerator[tuple[int, TextEvent], None], send: Send) -> None:
+    async def _stream(self, events: AsyncGenerator[tuple[int, GatewayEvent], None], send: Send) -> None:
         usage, so_far = Usage(), Usage()
         prompts: dict[int, int] = {}
         async for prompt, event in events:
@@ -128,10 +128,11 @@ class Reply(Response):
                     if event.text or event.logprobs or counted:
                         choices = [self._shape.part(self._place(prompt, event.index), event)]
                         await _more(send, self._chunk(choices, counted))
+                case TextEnd():
+                    choices = [self._shape.end(self._place(prompt, event.index), event.finish)]
+                    await _more(send, self._chunk(choices))
                 case Completed():
                     usage.add(event)
-                    for index, finish in enumerate(finishes(event)):
-                        await _more(send, self._chunk([self._shape.end(self._place(prompt, index), finish)]))
         counts = self._chunk([], usage.told) if self._asked.include_usage else b""
         await _more(send, counts + b"data: [DONE]\n\n", last=True)
 
@@ -160,17 +161,17 @@ def failed(failure: Failure) -> Response:
 
 
 async def together(
-    streams: Sequence[AsyncGenerator[TextEvent, None]],
-) -> AsyncGenerator[tuple[int, TextEvent], None]:
+    streams: Sequence[AsyncGenerator[GatewayEvent, None]],
+) -> AsyncGenerator[tuple[int, GatewayEvent], None]:
     """(which, event) of all streams as they come. The first error ends them all; closing the iterator does too."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as events:
             async for event in events:
                 yield 0, event
         return
-    queue: asyncio.Queue[tuple[int, TextEvent] | Exception | None] = asyncio.Queue(1)
+    queue: asyncio.Queue[tuple[int, GatewayEvent] | Exception | None] = asyncio.Queue(1)
 
-    async def follow(index: int, stream: AsyncGenerator[TextEvent, None]) -> None:
+    async def follow(index: int, stream: AsyncGenerator[GatewayEvent, None]) -> None:
         try:
             async with aclosing(stream) as events:
                 async for event in events:

@@ -93,6 +93,20 @@ async def test_a_stream_begins_once_workers_are_chosen(there: Clients, dispatche
     assert first["delta"] == {"role": "assistant", "content": "a"} and first["finish_reason"] is None
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_each_answer_s_end_is_told_when_it_ends(there: Clients, dispatcher: FakeDispatcher, path: str) -> None:
+    dispatcher.script = lambda request: b"x" * (3 if request.id.endswith("#1") else 40)
+    dispatcher.step_s = 0.01
+    asked = ASK | {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "n": 2, "stream": True}
+    answer = await there.http.post(path, json=asked)
+    pieces = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    told = [(choice["index"], choice["finish_reason"]) for piece in pieces for choice in piece["choices"]]
+    assert [index for index, finish in told if finish] == [1, 0]
+    assert (0, None) in told[told.index((1, "length")) :], "the other went on"
+    for index in (0, 1):
+        assert [finish for place, finish in told if place == index][-1] == "length", "nothing follows"
+
+
 async def test_unknown_fields_and_the_user_are_ignored(there: Clients) -> None:
     answer = await there.http.post("/v1/completions", json=ASK | {"user": "u-1", "store": True, "metadata": {"a": 1}})
     assert answer.json()["choices"][0]["text"] == "abcd"
