@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -48,10 +49,12 @@ def make_app(context: GatewayContext, gateway: Gateway, is_closing: Callable[[],
         app.add_api_route(path, answer, methods=["POST"], response_model=None)
     for path, look in (
         ("/v1/models", routes.models),
+        ("/v1/models/", routes.models),
         ("/v1/models/{name:path}", routes.model),
         ("/health", routes.health),
         ("/ready", routes.ready),
         ("/metrics", routes.metrics),
+        ("/version", routes.version),
     ):
         app.add_api_route(path, look, methods=["GET"], response_model=None)
     app.add_exception_handler(RequestValidationError, _malformed)
@@ -133,6 +136,9 @@ class _Routes:
     async def metrics(self) -> Response:
         return Response(await metrics_text(self._context, self._gateway), media_type=CONTENT_TYPE_LATEST)
 
+    async def version(self) -> Response:
+        return _told({"version": _version()})
+
     def _model(self) -> dict[str, Any]:
         model = self._context.model
         return {
@@ -169,7 +175,16 @@ async def _no_route(request: Request, error: Exception) -> Response:
         405: f"{request.method} is not possible here",
     }
     failure = Failure(error.status_code, words.get(error.status_code, str(error.detail)), "invalid_request")
-    return failed(failure)
+    refusal = failed(failure)
+    refusal.headers.update(error.headers or {})  # Allow
+    return refusal
+
+
+def _version() -> str:
+    try:
+        return version("diptych")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _told(value: dict[str, Any]) -> Response:

@@ -56,7 +56,8 @@ class Connection:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
-            await self._app(scope, receive, send)
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server leaves the body out
+            await self._app({**scope, "method": method}, receive, send)
             return
         if self._is_closing():
             refusal = failed(CLOSING)

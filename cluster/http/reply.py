@@ -119,7 +119,7 @@ class Reply(Response):
                 case Accepted():
                     prompts[prompt] = event.prompt_tokens
                     if not self._begun:
-                        await self._begin(event, {"content-type": EVENTS}, send)
+                        await self._begin(event, {"content-type": EVENTS, "x-accel-buffering": "no"}, send)
                 case TextDelta():
                     so_far.prompt_tokens = sum(prompts.values())
                     so_far.completion_tokens += len(event.tokens)

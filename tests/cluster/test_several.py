@@ -14,7 +14,7 @@ from cluster.events import Completed
 from cluster.gateway import Gateway, RequestCancelled
 from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec
-from cluster.text import TextDelta, TextEvent, TokenPrompt
+from cluster.text import TextDelta, GatewayEvent, TokenPrompt
 from tests.api.fake import ByteDetokenizer, ByteTokenizer
 from tests.model.tiny import write_tiny_llama
 from workers.costs import LinearCost
@@ -45,16 +45,16 @@ def gateway_of(subject: Cluster, spec: ClusterSpec) -> Gateway:
 
 async def run(
     gateway: Gateway, sampling: SamplingParams, name: str, prompt: tuple[int, ...] = PROMPT
-) -> list[TextEvent]:
+) -> list[GatewayEvent]:
     async with aclosing(gateway.generate(TokenPrompt(prompt), sampling, request_id=name)) as events:
         return [event async for event in events]
 
 
-def outputs(events: list[TextEvent]) -> list[TextDelta]:
+def outputs(events: list[GatewayEvent]) -> list[TextDelta]:
     return TextDelta.join_each(event for event in events if isinstance(event, TextDelta))
 
 
-def end_of(events: list[TextEvent]) -> Completed:
+def end_of(events: list[GatewayEvent]) -> Completed:
     assert isinstance(events[-1], Completed)
     return events[-1]
 

@@ -7,6 +7,7 @@ import pickle
 import socket
 import sys
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,34 @@ async def test_health_is_the_process_and_ready_follows_the_workers(there: Client
     assert [(await there.http.get(path)).status_code for path in ("/health", "/ready")] == [200, 503]
     dispatcher.view = view(WorkerState.READY, revision=3)
     assert (await there.http.get("/ready")).json() == {"status": "ready"}
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models"])
+async def test_a_probe_may_ask_for_the_head_alone(there: Clients, path: str) -> None:
+    head, whole = await there.http.head(path), await there.http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == whole.headers["content-length"] != "0"
+
+
+async def test_the_head_says_when_it_is_not_ready(there: Clients, dispatcher: FakeDispatcher) -> None:
+    dispatcher.view = view(WorkerState.STARTING, revision=2)
+    assert (await there.http.head("/ready")).status_code == 503
+
+
+async def test_the_version_is_told(there: Clients) -> None:
+    assert (await there.http.get("/version")).json() == {"version": version("diptych")}
+
+
+async def test_models_are_listed_with_a_slash_at_the_end_too(there: Clients) -> None:
+    listed, again = await there.http.get("/v1/models"), await there.http.get("/v1/models/")
+    assert again.json() == listed.json() and listed.json()["object"] == "list"
+
+
+async def test_no_proxy_holds_a_stream_back(there: Clients) -> None:
+    headers = [
+        (await there.http.post("/v1/completions", json=ASK | {"stream": stream})).headers for stream in (True, False)
+    ]
+    assert [each.get("x-accel-buffering") for each in headers] == ["no", None]
 
 
 async def test_metrics_are_those_of_grpc(there: Clients) -> None:

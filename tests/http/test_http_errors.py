@@ -337,7 +337,7 @@ async def test_what_is_not_there_is_not_found(there: Clients) -> None:
     answer = await there.http.get("/v1/nothing")
     assert (answer.status_code, error_of(answer)["message"]) == (404, "there is nothing at /v1/nothing")
     answer = await there.http.get("/v1/completions")
-    assert answer.status_code == 405 and error_of(answer)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST") and error_of(answer)
     answer = await there.http.get("/v1/models/another")
     assert (answer.status_code, error_of(answer)["code"]) == (404, "model_not_found")
 
