@@ -129,6 +129,8 @@ class Generation(Body):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 logit_bias=_biases(self.logit_bias),
             )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options", "are for streams; set stream to true, or leave them out")
         if self.stream and sampling.num_answers > sampling.n:
             raise InvalidRequest("best_of", f"is {sampling.best_of}; the best are known at the end: leave out stream")
         kind = (self.response_format or {}).get("type", "text")

@@ -118,23 +118,26 @@ class Reply(Response):
             match event:
                 case Accepted():
                     prompts[prompt] = event.prompt_tokens
+                    so_far.prompt_tokens = sum(prompts.values())
                     if not self._begun:
                         await self._begin(event, {"content-type": EVENTS, "x-accel-buffering": "no"}, send)
                 case TextDelta():
-                    so_far.prompt_tokens = sum(prompts.values())
                     so_far.completion_tokens += len(event.tokens)
-                    counted = so_far.told if self._asked.usage_in_chunks else None
+                    counted = self._counted(so_far)
                     # Text may still be held back: half a character, or of a stop.
                     if event.text or event.logprobs or counted:
                         choices = [self._shape.part(self._place(prompt, event.index), event)]
                         await _more(send, self._chunk(choices, counted))
                 case TextEnd():
                     choices = [self._shape.end(self._place(prompt, event.index), event.finish)]
-                    await _more(send, self._chunk(choices))
+                    await _more(send, self._chunk(choices, self._counted(so_far)))
                 case Completed():
                     usage.add(event)
         counts = self._chunk([], usage.told) if self._asked.include_usage else b""
         await _more(send, counts + b"data: [DONE]\n\n", last=True)
+
+    def _counted(self, so_far: Usage) -> dict[str, Any] | None:
+        return so_far.told if self._asked.usage_in_chunks else None
 
     def _place(self, prompt: int, index: int) -> int:
         return prompt * self._asked.sampling.n + index

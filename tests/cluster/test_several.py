@@ -14,7 +14,7 @@ from cluster.events import Completed
 from cluster.gateway import Gateway, RequestCancelled
 from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec
-from cluster.text import TextDelta, GatewayEvent, TokenPrompt
+from cluster.text import GatewayEvent, TextDelta, TokenPrompt
 from tests.api.fake import ByteDetokenizer, ByteTokenizer
 from tests.model.tiny import write_tiny_llama
 from workers.costs import LinearCost

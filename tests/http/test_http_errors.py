@@ -59,6 +59,8 @@ def error_of(answer: httpx2.Response) -> dict[str, str | None]:
         ({"prompt": [1, 99999]}, "prompt[1]", "token ids end at 255"),
         ({"prompt": ["a"] * 65}, "prompt", "at most 64"),
         ({"best_of": 2, "stream": True}, "best_of", "leave out stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
+        ({"stream_options": {}, "stream": False}, "stream_options", "set stream to true"),
         ({"response_format": {"type": "json_object"}}, "response_format", "only text"),
     ],
 )

@@ -118,7 +118,8 @@ async def test_every_chunk_can_tell_the_tokens_so_far_also_one_without_text(subj
     told = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
     assert len(told) == len(chunks) and told == sorted(told) and told[-1] == 12
     assert {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage} == {usage.usage.prompt_tokens}
-    assert (end.usage, usage.usage.completion_tokens) == (None, 12)
+    assert (end.usage.completion_tokens, end.usage.prompt_tokens) == (12, usage.usage.prompt_tokens)
+    assert (end.choices[0].finish_reason, usage.usage.completion_tokens) == ("length", 12)
 
 
 async def test_a_greedy_chat_is_that_of_grpc_streamed_or_not(subject: Subject) -> None:
