@@ -122,8 +122,11 @@ def bench(
         access=access,
     )
     if compare:
-        others = [(each, Target(each, model, api_key, tokenizer, access)) for each in configurations if "://" in each]
-        benching.compare(asked, configurations, dict(others), runtime)
+        from cluster.load.trials import kind_of
+
+        servers = {each: kind_of(each)[1] for each in configurations if "://" in each}
+        others = {each: Target(address, model, api_key, tokenizer, access) for each, address in servers.items()}
+        benching.compare(asked, configurations, others, runtime)
     elif batches is not None:
         benching.batches(asked, batches, repeats)
     else:

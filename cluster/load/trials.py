@@ -32,18 +32,19 @@ from cluster.workload.load import load_workload
 START_S = 300.0
 READY = "ready: grpc"  # or grpcs
 WARM_UP = 2  # requests
+KINDS = {"colocated=": True, "split=": False}  # before an endpoint's address
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What is compared. `is_colocated`: its workers do both phases. `told`: what it is, in words.
+    """What is compared. `is_colocated`: its workers do both phases; None: nobody said. `told`: what it is, in words.
 
     `target` of a server that runs already; without, `path` is the cluster's YAML, which is started here.
     """
 
     name: str
     told: str
-    is_colocated: bool
+    is_colocated: bool | None
     path: Path | None = None
     target: Target | None = None
 
@@ -98,9 +99,18 @@ def configuration_of(path: str) -> Configuration:
     return Configuration(spec.name, f"{spec.name}: {path}, {pools}", is_colocated, Path(path))
 
 
-def beside(address: str, target: Target) -> Configuration:
-    """A server that others started, and that keeps running; it counts as colocated."""
-    return Configuration(address.partition("://")[2], f"{address}, which was running already", True, target=target)
+def kind_of(given: str) -> tuple[bool | None, str]:
+    """Of an endpoint whether it is colocated, where that is said before its address, and the address."""
+    word = next((word for word in KINDS if given.startswith(word)), "")
+    return KINDS.get(word), given.removeprefix(word)
+
+
+def beside(given: str, target: Target) -> Configuration:
+    """A server that others started, and that keeps running."""
+    is_colocated, address = kind_of(given)
+    kind = {True: "colocated", False: "split", None: "colocated or split, that was not said"}[is_colocated]
+    told = f"{address}, which was running already; {kind}"
+    return Configuration(address.partition("://")[2], told, is_colocated, target=target)
 
 
 async def run_trials(

@@ -40,7 +40,7 @@ def trial_tables(trials: Trials) -> Iterator[Grid]:
 
 
 def _compared(trials: Trials, name: str) -> bool:
-    return bool(set(trials.colocated) - {name}) and name not in trials.colocated
+    return bool(trials.colocated) and name in trials.split
 
 
 def _figures(trials: Trials, metric: Metric, load: str) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ def by_text(found: Against, metric: Metric, *, sure: bool = True) -> str:
 
 
 def told(trials: Trials) -> Iterator[str]:
-    """Who wins where, and where not, in words: a line for each load and configuration that is not colocated."""
+    """Who wins where, and where not, in words: a line for each load and configuration that splits."""
     for load in trials.loads:
         for name in trials.configurations:
             if _compared(trials, name):
@@ -146,5 +146,5 @@ def verdict_map(trials: Trials) -> Any:
 
 
 def has_verdicts(trials: Trials) -> bool:
-    """Whether there is a colocated configuration, and one that is not."""
+    """Whether there is a colocated configuration, and one that splits."""
     return any(_compared(trials, name) for name in trials.configurations)

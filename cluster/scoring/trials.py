@@ -59,10 +59,10 @@ METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One configuration's run of one load with one seed. `is_colocated`: each worker does both phases."""
+    """One configuration's run of one load with one seed. `is_colocated`: a worker does both phases; None: unknown."""
 
     configuration: str
-    is_colocated: bool
+    is_colocated: bool | None
     load: str
     seed: int
     figures: Figures
@@ -104,6 +104,7 @@ class Trials:
         self.all = tuple(trials)
         self.configurations = tuple(dict.fromkeys(each.configuration for each in trials))
         self.colocated = tuple(dict.fromkeys(each.configuration for each in trials if each.is_colocated))
+        self.split = tuple(dict.fromkeys(each.configuration for each in trials if each.is_colocated is False))
         self.loads = tuple(dict.fromkeys(each.load for each in trials))
         self.seeds = tuple(sorted({each.seed for each in trials}))
         self._by = {(each.configuration, each.load, each.seed): each.figures for each in trials}

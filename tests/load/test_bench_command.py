@@ -9,6 +9,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from cluster.cli import main
+from cluster.load.endpoint import Target
+from cluster.load.trials import beside, kind_of
 from tests.load.conftest import Served
 from tests.load.made_up import MadeUp
 
@@ -116,7 +118,8 @@ def test_configurations_run_in_turn_and_are_compared(tiny: str, server: MadeUp, 
     workload = "poisson:rate=30,count=6,lengths=2x8/4+20/4"
     document = told(
         run(
-            *("--compare", str(path), server.url, "--model", "made-up", "--runtime", "local", "--workload", workload),
+            *("--compare", str(path), f"colocated={server.url}", "--model", "made-up", "--runtime", "local"),
+            *("--workload", workload),
             *("--rates", "30,60", "--seeds", "1", "--seed", "5", "--ttft", "1", "--json", "-o", str(tmp_path / "out")),
         )
     )
@@ -131,6 +134,20 @@ def test_configurations_run_in_turn_and_are_compared(tiny: str, server: MadeUp, 
     assert [json.loads(line)["figures"] for line in lines] == [each["figures"] for each in document["runs"]]
     assert {"figures.json", "report.html", "verdicts.png", "compared.png", "tiny-split.trace.json"} <= names
     assert "best colocated" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        ("http://here:8000", None, "that was not said"),
+        ("colocated=http://here:8000", True, "; colocated"),
+        ("split=http://here:8000", False, "; split"),
+    ],
+)
+def test_of_an_endpoint_only_what_was_said_is_known(given: str, kind: bool | None, words: str) -> None:
+    assert kind_of(given) == (kind, "http://here:8000")
+    made = beside(given, Target("http://here:8000"))
+    assert (made.name, made.is_colocated) == ("here:8000", kind) and made.told.endswith(words)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ TOKENS = next(metric for metric in METRICS if metric.name == "output tokens")
 PROMISE = SLO(1.0, 0.1)
 
 
-def trial(name: str, seed: int, ttft_s: float, *, load: str = "1 requests/s", colocated: bool = True) -> Trial:
+def trial(name: str, seed: int, ttft_s: float, *, load: str = "1 requests/s", colocated: bool | None = True) -> Trial:
     run = replace(split_run(), system=name, served=tuple(steady(n, 0.0, ttft_s, 0.05, 8) for n in range(4)))
     return Trial(name, colocated, load, seed, figures(run, PROMISE))
 
@@ -104,6 +104,14 @@ def test_losing_regions_are_told_and_drawn() -> None:
     assert row == ("TTFT p50", "mixed", "2.25x (2.25..2.25)\nworse")
     for picture in (verdict_map(trials), trial_intervals(trials)):
         assert png(picture)[:4] == b"\x89PNG"
+
+
+def test_what_may_or_may_not_split_is_neither_the_best_colocated_nor_held_against_it() -> None:
+    others = [trial("mixed", 0, 0.4), trial("split", 0, 0.2, colocated=False)]
+    trials = Trials([*others, trial("there", 0, 0.1, colocated=None)])
+    assert list(told(trials)) == list(told(Trials(others)))
+    means, against = trial_tables(trials)
+    assert "there" in means.headers and against.headers == ("", "best colocated", "split")
 
 
 def test_without_a_colocated_one_there_is_nothing_to_hold_against() -> None:
