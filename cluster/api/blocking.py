@@ -19,9 +19,11 @@ from cluster.api.again import Retry
 from cluster.api.client import Answer, ClusterStatus, DiptychClient, Messages, Prompt
 from cluster.api.errors import DiptychError
 from cluster.api.messages import SamplingOptions
+from cluster.history import Window
 from cluster.spec import Role
 from cluster.text import TextEvent
 from workers.request import SLO
+from workers.shapes import Shape, Timings
 
 T = TypeVar("T")
 
@@ -110,6 +112,19 @@ class BlockingClient:
     def metrics(self, *, timeout_s: float = 10.0) -> str:
         """The gateway's metrics in Prometheus' text format."""
         return self._wait(self._client.metrics(timeout_s=timeout_s))
+
+    def trace(
+        self, *, last_s: float | None = None, begin_unix_ns: int = 0, end_unix_ns: int = 0, timeout_s: float = 60.0
+    ) -> tuple[str, Window]:
+        """What the gateway remembers; see `DiptychClient.trace`."""
+        asked = self._client.trace(
+            last_s=last_s, begin_unix_ns=begin_unix_ns, end_unix_ns=end_unix_ns, timeout_s=timeout_s
+        )
+        return self._wait(asked)
+
+    def measure(self, worker: str, shape: Shape, repeats: int = 1, *, timeout_s: float = 150.0) -> Timings:
+        """Have an idle worker time steps of this shape; see `DiptychClient.measure`."""
+        return self._wait(self._client.measure(worker, shape, repeats, timeout_s=timeout_s))
 
     def flip(self, worker: str, role: Role, *, revision: int = 0, timeout_s: float = 90.0) -> int:
         """Give a ready worker another role; see `DiptychClient.flip`."""

@@ -1,13 +1,17 @@
 """The client without an event loop, over a real server."""
 
 import threading
+from inspect import signature
 
 import pytest
 
 from cluster.api.blocking import BlockingClient
+from cluster.api.client import DiptychClient
 from cluster.api.errors import DiptychError
 from cluster.events import Accepted, Completed
+from cluster.history import Window
 from cluster.text import TextDelta
+from workers.shapes import Shape
 
 
 def test_every_call_answers(endpoint: str) -> None:
@@ -24,6 +28,20 @@ def test_every_call_answers(endpoint: str) -> None:
         assert client.status().gateway == "gateway-0"
         assert "diptych_" in client.metrics()
         assert client.cancel("nobody") is False
+        name, window = client.trace(last_s=60.0)
+        assert name == "gateway-0" and isinstance(window, Window)
+        with pytest.raises(DiptychError, match="an unexpected error"):  # the fake cannot be measured, and was asked
+            client.measure("decode-0", Shape(batch=1, context=8))
+
+
+def test_it_has_the_calls_of_the_other_client() -> None:
+    def public(client: type) -> set[str]:
+        return {name for name in vars(client) if not name.startswith("_")}
+
+    assert public(BlockingClient) == public(DiptychClient) | {"endpoint"}
+    for name in ("status", "metrics", "trace", "measure", "flip", "drain", "scale", "cancel", "wait_ready"):
+        ours, theirs = (list(signature(getattr(each, name)).parameters) for each in (BlockingClient, DiptychClient))
+        assert ours == theirs, name
 
 
 def test_leaving_the_loop_cancels_the_request(endpoint: str) -> None:
