@@ -1,7 +1,9 @@
-"""What a request is called: by its client, in `x-request-id`, and in here, where no two may have one name. Knows ASGI.
+"""What a request is called: by its client, in `x-request-id`, and in here, where no two may have one name.
 
-x-request-id: trace/7      told in every answer as it came; a service mesh gives many requests the same
-trace-7-1b9f03e2           what gateway, workers and logs call it, and the answer's `id`
+    x-request-id: trace/7      told in every answer as it came; a service mesh gives many requests the same
+    trace-7-1b9f03e2           what gateway, workers and logs call it, and the answer's `id`
+
+Knows ASGI; knows no route.
 """
 
 import secrets
