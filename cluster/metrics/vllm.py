@@ -1,7 +1,7 @@
 """The series of vLLM that public dashboards draw, by its names and labels, with what they mean here.
 
-The engine of a request is its gateway, that of a worker is itself. Only the first gateway tells of workers:
-sums over engines count each once.
+The engine of a request is its gateway, that of a worker is itself. Of several gateways only the first in the view tells
+of workers: sums over engines count each once.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,6 @@ from cluster.view import ClusterView
 from workers.request import FinishReason
 
 LABELS = ("model_name", "engine")
-FIRST_GATEWAY = "gateway-0"
 REASONS = {FinishReason.EOS.value: "stop", FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "length"}
 
 GAUGES: tuple[tuple[str, str, Value], ...] = (
@@ -74,7 +73,7 @@ def vllm_families(told: Tallied, gateway: str, view: ClusterView) -> Iterator[Me
         ("nixl_num_descriptors", "Ranges of a hand-off.", told.transfer_ranges),
     ):
         yield histogram(f"vllm:{name}", text, LABELS, own, histograms.summed())
-    if gateway == FIRST_GATEWAY:
+    if view.gateways[:1] in ((), (gateway,)):
         yield from _workers(model, view)
 
 
