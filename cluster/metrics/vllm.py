@@ -52,7 +52,11 @@ def vllm_families(told: Tallied, gateway: str, view: ClusterView) -> Iterator[Me
         ("time_to_first_token_seconds", "From arrival to the first token.", told.ttft),
         ("inter_token_latency_seconds", "Between two tokens.", told.gaps),
         ("time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", told.gaps),
-        ("e2e_request_latency_seconds", "From arrival to the end.", told.requests),
+        (
+            "e2e_request_latency_seconds",
+            "From arrival to the end of complete answers.",
+            told.requests.ending("completed"),
+        ),
         ("request_queue_time_seconds", "From arrival to the first step of the prompt.", told.stages.summed("queue")),
         (
             "request_prefill_time_seconds",
