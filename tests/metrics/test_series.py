@@ -148,6 +148,18 @@ def test_vllms_latency_is_that_of_complete_answers() -> None:
     assert value(text, "vllm:request_success_total") == 1
 
 
+def test_what_waits_in_gateways_and_at_workers_is_summed_over_vllms_engines() -> None:
+    workers = tuple(WorkerView(name, "p", Role.MIXED, WorkerState.READY, stats=STATS) for name in ("w0", "w1"))
+    view = ClusterView(1, "c", None, workers, gateways=("gateway-x", "gateway-a"))
+    texts = [
+        exposition(replace(Standing(), queued=queued), name, view, compat="vllm")
+        for name, queued in (("gateway-x", 5), ("gateway-a", 70))
+    ]
+    assert value(texts[1], "vllm:num_requests_waiting", engine="gateway-a") == 70
+    assert sum(value(text, "vllm:num_requests_waiting") for text in texts) == 5 + 70 + 2 * STATS.waiting
+    assert sum(value(text, "vllm:num_requests_running") for text in texts) == 2 * STATS.running
+
+
 def test_vllms_names_come_when_asked_for_only() -> None:
     assert "vllm:" not in exposition(Standing(), "gateway-0")
     assert "vllm:" in exposition(Standing(), "gateway-0", compat="vllm")
@@ -251,7 +263,8 @@ def test_parts_of_the_ledger_and_stages_of_vllm_sum_to_the_whole(
 
 
 def test_every_end_has_its_reason_for_vllm() -> None:
-    told = replace(Tallied(), finishes=tuple((reason.value, 1) for reason in FinishReason))
+    tallied = replace(Tallied(), finishes=tuple((reason.value, 1) for reason in FinishReason))
+    told = replace(Standing(), tally=tallied)
     (ends,) = [
         each for each in vllm_families(told, "gateway-1", ClusterView(0, "", None, ())) if "success" in each.name
     ]

@@ -203,16 +203,18 @@ class GetMetricsResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class Standing(_message.Message):
-    __slots__ = ("classes", "outcomes", "refused", "lengths")
+    __slots__ = ("classes", "outcomes", "refused", "lengths", "queued")
     CLASSES_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
     classes: _containers.RepeatedCompositeFieldContainer[ClassScore]
     outcomes: _containers.RepeatedCompositeFieldContainer[Count]
     refused: _containers.RepeatedCompositeFieldContainer[Count]
     lengths: Calibration
-    def __init__(self, classes: _Optional[_Iterable[_Union[ClassScore, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., lengths: _Optional[_Union[Calibration, _Mapping]] = ...) -> None: ...
+    queued: int
+    def __init__(self, classes: _Optional[_Iterable[_Union[ClassScore, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., lengths: _Optional[_Union[Calibration, _Mapping]] = ..., queued: _Optional[int] = ...) -> None: ...
 
 class Count(_message.Message):
     __slots__ = ("name", "count")
