@@ -58,11 +58,11 @@ class Failure:
         return {"retry-after": str(max(1, math.ceil(wait_ms / 1000))), "retry-after-ms": str(max(1, wait_ms))}
 
 
-def failure_of(error: Exception, ready: bool) -> Failure:
-    """The failure for an error of the gateway; `ready` as for `status_of`."""
+def failure_of(error: Exception, ready: bool, request_id: str = "") -> Failure:
+    """The failure for an error of the gateway; `ready` and `request_id` as for `status_of`."""
     if isinstance(error, InvalidRequest):
         error = InvalidRequest(_param(error.field), error.message)
-    told = error_from(status_of(error, ready))
+    told = error_from(status_of(error, ready, request_id))
     reason = told.reason or told.code
     return Failure(
         STATUSES.get(told.code, 500),

@@ -79,7 +79,7 @@ class Reply(Response):
             async with aclosing(together(self._asked.events(self._gateway))) as events:
                 await (self._stream(events, send) if self._asked.stream else self._whole(events, send))
         except Exception as error:
-            failure = failure_of(error, servable(self._gateway.view))
+            failure = failure_of(error, servable(self._gateway.view), self._asked.terms.request_id)
             if not self._begun:
                 await failed(failure, self._asked.terms.request_id)(scope, receive, send)
                 return
