@@ -14,20 +14,21 @@ LOOK_S = 2.0
 
 
 class ControllerCalls:
-    """Owned by a GatewayService. `decides`: there is an elastic policy, whose decisions can be asked for.
+    """Owned by the GatewayService of this name. `decides`: there is an elastic policy, which can be asked what it did.
 
     `proof_s` bounds the preflight of one pair, which a flip may have to wait for.
     """
 
-    def __init__(self, controller: ServiceHandle, proof_s: float, *, decides: bool) -> None:
+    def __init__(self, controller: ServiceHandle, gateway: str, proof_s: float, *, decides: bool) -> None:
         self._controller = controller
+        self._gateway = gateway
         self._decides = decides
         self._change_s = 2 * proof_s + GRACE_S  # another change may be before it
 
     async def members(self, revision: int, timeout_s: float) -> Membership:
         """A long poll. Raises `WorkerGone`."""
         membership: Membership = await self._controller.call(
-            "members", revision, timeout_s, timeout_s=timeout_s + GRACE_S
+            "members", revision, timeout_s, self._gateway, timeout_s=timeout_s + GRACE_S
         )
         return membership
 

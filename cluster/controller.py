@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection
 
 from cluster.changes import ChangeRefused, Memory, Post, StaleRevision, Taken, UnknownMember
-from cluster.members import Member, Membership
+from cluster.members import Listeners, Member, Membership
 from cluster.policy.evidence import Report
 from cluster.policy.policy import open_policy
 from cluster.pool import Keeper, Keeping, order_of
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 0.5
 NOT_BEGUN = "the controller was restarted and has not begun"
+SILENT_S = 5.0  # a gateway that has its answer and does not ask again for so long is gone
 QUIET_S = 1.0  # a worker that leaves must have been empty for so long: what was on its way to it has come
 FLOORED = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}
 
@@ -55,6 +56,7 @@ class Controller:
         self._preflight = Preflight(links_all, spec.gateway.rebalance, spec.transfer.read_timeout_s, self._bump)
         self._keeping = Keeping(runtime, spec.health.start_timeout_s, self._introduce, self._bump)
         self._keepers: dict[str, Keeper] = {}
+        self._listeners = Listeners()
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._tending: asyncio.Task[None] | None = None
         self._revision = 0
@@ -171,16 +173,20 @@ class Controller:
             raise WorkerGone(NOT_BEGUN)
         return None if model is None else (self._spec, model)
 
-    async def members(self, revision: int, timeout_s: float) -> Membership:
-        """The membership once it is not of `revision`, or as it is after `timeout_s`.
+    async def members(self, revision: int, timeout_s: float, gateway: str = "") -> Membership:
+        """The membership once it is not of `revision`, or as it is after `timeout_s`. `gateway`: the one that asks.
 
         Raises `WorkerGone` from a controller that was restarted and does not know yet who there is.
         """
+        clock = asyncio.get_running_loop().time
+        if gateway:
+            self._listeners.asked(gateway, clock(), clock() + timeout_s + SILENT_S)
         await self._news(revision, timeout_s)
         if self._tending is None:
             raise WorkerGone(NOT_BEGUN)
         members = tuple(Member(keeper.view, keeper.handle) for keeper in self._keepers.values())
-        return Membership(self._revision, members, self._preflight.links, self._pool_views())
+        listeners = self._listeners.names(clock())
+        return Membership(self._revision, members, self._preflight.links, self._pool_views(), listeners)
 
     async def _news(self, revision: int, timeout_s: float) -> None:
         try:

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from heapq import merge
+from operator import attrgetter
+from typing import Any
 
 from cluster.ledger import LatencyLedger
 from cluster.view import ClusterView
@@ -17,6 +19,7 @@ MOST_POINTS = 65_536  # of all samples together, one for each worker
 RECENT = 32
 LONGEST_TEXT = 300
 CHANGES = ("flip", "move", "lost")  # of a worker that is there
+END_NS, AT_NS = attrgetter("end_ns"), attrgetter("at_ns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +105,15 @@ class Recent:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is known of a stretch of time; trails by their end, those under way last."""
+    """What is known of a stretch of time; trails by their end, those under way last.
+
+    `whole_ns`: what was up to then may be missing, and nothing behind it; 0: nothing at all is missing.
+    """
 
     trails: tuple[Trail, ...] = ()
     happenings: tuple[Happening, ...] = ()
     loads: tuple[Load, ...] = ()
+    whole_ns: int = 0
 
 
 class History:
@@ -117,6 +124,7 @@ class History:
         self._age_ns = round(age_s * 1e9)
         self._now_ns = now_ns
         self._began_ns = now_ns()
+        self._whole_ns = self._began_ns  # the newest of what was forgotten
         self._traffic: dict[str, Traffic] = {}
         self._trails: deque[Trail] = deque(maxlen=most)
         self._happenings: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)
@@ -133,7 +141,7 @@ class History:
     def happened(self, kind: str, worker: str, text: str, request_id: str = "") -> None:
         now_ns = self._now_ns()
         among = self._refusals if kind == "refused" else self._happenings
-        among.append(Happening(now_ns, kind, worker, text[:LONGEST_TEXT], request_id))
+        self._keep(among, Happening(now_ns, kind, worker, text[:LONGEST_TEXT], request_id), AT_NS)
         if kind == "left":
             self._traffic.pop(worker, None)  # names of workers that come and go are without number
         elif kind in CHANGES:
@@ -142,7 +150,7 @@ class History:
 
     def ended(self, trail: Trail) -> None:
         """A request is over; its trail is kept for a while."""
-        self._trails.append(trail)
+        self._keep(self._trails, trail, END_NS)
         self._forget()
 
     def sample(self, view: ClusterView) -> None:
@@ -151,7 +159,8 @@ class History:
         for worker in view.workers:
             told = worker.stats
             queue = told.running, told.waiting, told.queued_tokens
-            self._loads.append(Load(now_ns, worker.name, *queue, told.total_blocks - told.free_blocks))
+            load = Load(now_ns, worker.name, *queue, told.total_blocks - told.free_blocks)
+            self._keep(self._loads, load, AT_NS)
         self._forget()
 
     def recent(self, workers: Iterable[str]) -> Recent:
@@ -170,21 +179,30 @@ class History:
         """What overlaps with this stretch of time; with what is under way, as far as it was then there."""
         self._forget()
         trails = (*self._trails, *under_way)
+        whole_ns = self._whole_ns if self.keeps_trails else self._now_ns()
         return Window(
             tuple(each for each in trails if each.end_ns >= begin_ns and each.arrived_ns <= end_ns),
             _merged(*([each for each in among if begin_ns <= each.at_ns <= end_ns] for among in self._both)),
             tuple(each for each in self._loads if begin_ns <= each.at_ns <= end_ns),
+            whole_ns if whole_ns > begin_ns else 0,
         )
 
     def _forget(self) -> None:
         oldest_ns = self._now_ns() - self._age_ns
-        while self._trails and self._trails[0].end_ns < oldest_ns:
-            self._trails.popleft()
-        while self._loads and self._loads[0].at_ns < oldest_ns:
-            self._loads.popleft()
-        for among in self._both:
-            while among and among[0].at_ns < oldest_ns:
-                among.popleft()
+        self._forget_to(oldest_ns, self._trails, END_NS)
+        for among in (self._loads, *self._both):
+            self._forget_to(oldest_ns, among, AT_NS)
+
+    def _forget_to(self, oldest_ns: int, among: deque[Any], when: Callable[[Any], int]) -> None:
+        while among and (gone_ns := when(among[0])) < oldest_ns:
+            among.popleft()
+            self._whole_ns = max(self._whole_ns, gone_ns)
+
+    def _keep(self, among: deque[Any], new: object, when: Callable[[Any], int]) -> None:
+        """The oldest is forgotten where there is no more room."""
+        if among and len(among) == among.maxlen:
+            self._whole_ns = max(self._whole_ns, when(among[0]))
+        among.append(new)
 
     @property
     def _both(self) -> tuple[deque[Happening], deque[Happening]]:

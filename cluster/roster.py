@@ -95,7 +95,8 @@ class Roster:
             for member in self._membership.members
         )
         known = self._membership
-        return ClusterView(known.revision, self._spec.name, self._model, workers, known.links, self._pairs, known.pools)
+        more = known.links, self._pairs, known.pools, known.gateways
+        return ClusterView(known.revision, self._spec.name, self._model, workers, *more)
 
     def view(self) -> ClusterView:
         """The picture with ages; a worker whose line is lost counts as dead."""

@@ -147,7 +147,8 @@ class GatewayService:
     def __init__(self, name: str, spec: ClusterSpec, controller: ServiceHandle, door: DoorFactory) -> None:
         self._name = name
         self._spec = spec
-        self._controller = ControllerCalls(controller, spec.transfer.read_timeout_s, decides=spec.elastic.mode != "off")
+        decides = spec.elastic.mode != "off"
+        self._controller = ControllerCalls(controller, name, spec.transfer.read_timeout_s, decides=decides)
         self._make_door = door
         self._dispatcher: Dispatcher | None = None
         self._door: Door | None = None

@@ -73,7 +73,8 @@ class PoolView:
 class ClusterView:
     """`revision` grows with every change of membership or state; statistics alone do not change it.
 
-    `pairs` is an index of the links, (owner, reader); None: they are searched one by one.
+    `pairs` is an index of the links, (owner, reader); None: they are searched one by one. `gateways`: all there are, as
+    far as this one knows, the one that has been there for the longest first.
     """
 
     revision: int
@@ -83,6 +84,7 @@ class ClusterView:
     links: tuple[LinkReport, ...] = ()
     pairs: frozenset[tuple[str, str]] | None = None
     pools: tuple[PoolView, ...] = ()
+    gateways: tuple[str, ...] = ()
 
     def ready(self, *roles: Role) -> tuple[WorkerView, ...]:
         return tuple(worker for worker in self.workers if worker.state is WorkerState.READY and worker.role in roles)

@@ -66,6 +66,7 @@ def pages(window: Window, gateway: str, offset_ns: int) -> Iterator[admin_pb2.Tr
             trails=[_trail_message(each, offset_ns) for each in trails[:PAGE_TRAILS]],
             moments=[_moment_message(each, offset_ns) for each in happenings[:PAGE_TRAILS]],
             loads=[_load_message(each, offset_ns) for each in loads[:PAGE_POINTS]],
+            complete_from_unix_ns=window.whole_ns and window.whole_ns + offset_ns,
         )
         trails, happenings, loads = trails[PAGE_TRAILS:], happenings[PAGE_TRAILS:], loads[PAGE_POINTS:]
         if not (trails or happenings or loads):
@@ -79,6 +80,7 @@ def window_from(messages: Iterable[admin_pb2.TracePage]) -> Window:
         tuple(_trail_from(each) for page in told for each in page.trails),
         tuple(_moment_from(each) for page in told for each in page.moments),
         tuple(_load_from(each) for page in told for each in page.loads),
+        max((page.complete_from_unix_ns for page in told), default=0),
     )
 
 

@@ -5,6 +5,7 @@ the request's iterator is closed before the handler ends.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -43,12 +44,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._gateway = gateway
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        _name(request)
         try:
             async with aclosing(responses(self._gateway, request, deadline_of(context))) as messages:
                 async for message in messages:
                     await context.write(message)
         except Exception as error:
-            await self._abort(context, error)
+            await self._abort(context, error, request.request_id)
 
     async def GenerateBatch(self, request: inference_pb2.GenerateBatchRequest, context: Context) -> None:
         try:
@@ -76,6 +78,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 await context.write(inference_pb2.GenerateBatchResponse(index=index, **result))
 
         async def one(index: int, request: inference_pb2.GenerateRequest) -> None:
+            _name(request)
             wanted = min(BATCH_AT_ONCE, max(1, request.sampling.n, request.sampling.best_of))
             async with choosing:
                 for _ in range(wanted):
@@ -86,7 +89,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     async for message in messages:
                         await write(index, response=message)
             except Exception as error:
-                await write(index, error=status_of(error, servable(self._gateway.view)))
+                await write(index, error=status_of(error, servable(self._gateway.view), request.request_id))
             finally:
                 for _ in range(wanted):
                     places.release()
@@ -95,8 +98,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             for index, request in enumerate(batch.requests):
                 group.create_task(one(index, request))
 
-    async def _abort(self, context: Context, error: Exception) -> None:
-        status = status_of(error, servable(self._gateway.view))
+    async def _abort(self, context: Context, error: Exception, request_id: str = "") -> None:
+        status = status_of(error, servable(self._gateway.view), request_id)
         await context.abort_with_status(rpc_status.to_status(status))
 
 
@@ -179,6 +182,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def _abort(self, context: Context, error: Exception) -> NoReturn:
         await context.abort_with_status(rpc_status.to_status(status_of(error, servable(self._gateway.view))))
         raise AssertionError("abort_with_status raises")
+
+
+def _name(request: inference_pb2.GenerateRequest) -> None:
+    """An id for a request without one: what goes wrong with it is logged under its id, wherever that is."""
+    request.request_id = request.request_id or f"req-{secrets.token_hex(8)}"
 
 
 def _stretch(request: admin_pb2.GetTraceRequest, current_ns: int, offset_ns: int) -> tuple[int, int]:

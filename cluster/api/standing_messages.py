@@ -23,6 +23,7 @@ def standing_message(standing: Standing) -> admin_pb2.Standing:
             error_tokens=told.error_tokens,
             asked_error_tokens=told.asked_error_tokens,
         ),
+        queued=standing.queued,
     )
 
 
@@ -40,6 +41,7 @@ def standing_from(message: admin_pb2.Standing) -> Standing:
             told.error_tokens,
             told.asked_error_tokens,
         ),
+        queued=message.queued,
     )
 
 

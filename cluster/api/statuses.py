@@ -18,6 +18,7 @@ from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
 from cluster.gateway import DuplicateRequest, GatewayClosed, RequestCancelled, UnknownModel
 from cluster.guard import KeyRefused
 from workers.errors import InvalidRequest
+from workers.logged import about
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +29,10 @@ GATEWAY_RETRY_S = 1.0
 ATTEMPTS_RETRY_S = 1.0  # about as long as a dead worker takes to be replaced
 
 
-def status_of(error: Exception, ready: bool) -> status_pb2.Status:
+def status_of(error: Exception, ready: bool, request_id: str = "") -> status_pb2.Status:
     """The status for an error of the gateway. `ready`: whether a worker is there now.
 
-    What nobody foresaw becomes INTERNAL with an id; the log has the traceback under it.
+    What nobody foresaw becomes INTERNAL with an id; the log has the traceback under it, and under the request's.
     """
     code = grpc.StatusCode
     match error:
@@ -66,7 +67,7 @@ def status_of(error: Exception, ready: bool) -> status_pb2.Status:
         case ControllerAway():
             return _status(code.UNAVAILABLE, "NO_CONTROLLER", error, retry_s=CONTROLLER_RETRY_S)
     error_id = secrets.token_hex(4)
-    logger.error("internal error %s", error_id, exc_info=error)
+    logger.error("internal error %s", error_id, exc_info=error, extra=about(key=request_id))
     return _status(code.INTERNAL, "INTERNAL", f"an unexpected error; the server's log has it under {error_id}")
 
 

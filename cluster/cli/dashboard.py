@@ -48,7 +48,7 @@ def _header(status: "ClusterStatus", rates: Rates, width: int, trouble: str) -> 
     named = f"{view.name}  model {model}  revision {view.revision}  {status.gateway} up {uptime}"
     yield Text(named, style="bold", no_wrap=True, overflow="ellipsis")
     refused = f"  {rates.refused_s:.1f} refused/s" if rates.refused_s else ""
-    load = f"{status.active_requests} of {status.max_requests} requests under way"
+    load = f"{status.active_requests} of {status.max_requests} under way, {status.standing.queued} queued"
     yield _line(f"{_rate(rates.requests_s)} requests/s  {_rate(rates.tokens_s)} tokens/s{refused}  {load}")
     when = "since the gateway began" if rates.kept_s is None else f"last {rates.kept_s:.0f} s"
     kept = [f"{score.name}{TIED}{words}" for score in rates.kept if (words := _kept_words(score.ttft, score.tpot))]
@@ -247,6 +247,7 @@ def screen_json(looks: Looks) -> dict[str, Any]:
         "name": status.gateway,
         "active": status.active_requests,
         "max_requests": status.max_requests,
+        "queued": status.standing.queued,
         "uptime_s": status.recent.uptime_s,
     }
     happenings = [

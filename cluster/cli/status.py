@@ -37,7 +37,12 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
     found = asyncio.run(_status(endpoint, access, wait_s, audit))
     view = found.view
     if as_json:
-        gateway = {"name": found.gateway, "active": found.active_requests, "max_requests": found.max_requests}
+        gateway = {
+            "name": found.gateway,
+            "active": found.active_requests,
+            "max_requests": found.max_requests,
+            "queued": found.standing.queued,
+        }
         decisions = [decision_json(taken) for taken in found.decisions]
         promises = standing_json(found.standing)
         print_json(view_json(view) | {"gateway": gateway, "decisions": decisions, "promises": promises})
@@ -45,7 +50,7 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
         return
     screen = console()
     model = view.model.name if view.model else "not loaded yet"
-    load = f"{found.active_requests} of at most {found.max_requests} requests"
+    load = f"{found.active_requests} of at most {found.max_requests} requests, {found.standing.queued} of them queued"
     named = f"cluster {view.name}, revision {view.revision}, model {model}"
     screen.print(f"{named}, {found.gateway}: {load}", markup=False)
     screen.print(workers_table(view))

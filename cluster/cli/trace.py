@@ -4,7 +4,7 @@ import asyncio
 import re
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -116,12 +116,22 @@ def _write(told: dict[str, "Window"], out: Path) -> None:
     from cluster.report.perfetto import write_events
     from cluster.report.window import events
 
-    about = {"gateways": list(told), "written": datetime.now(UTC).isoformat(timespec="seconds")}
+    about: dict[str, Any] = {"gateways": list(told), "written": datetime.now(UTC).isoformat(timespec="seconds")}
+    cut = {gateway: _second(window.whole_ns) for gateway, window in told.items() if window.whole_ns}
+    if cut:
+        about["complete_from"] = {gateway: whole.isoformat() for gateway, whole in cut.items()}
     write_events(events(told), about, out)
     trails = [trail for window in told.values() for trail in window.trails]
     under_way = sum(not trail.outcome for trail in trails)
     happenings = sum(len(window.happenings) for window in told.values())
     say(f"{out}: {len(trails)} requests, {under_way} of them under way, {happenings} happenings")
+    for gateway, whole in cut.items():
+        say(f"{gateway}: complete only from {whole.astimezone():%H:%M:%S} on; it remembers no more of what was before")
     if not trails:
         say("no request is remembered of that time; gateway.trace_s and gateway.trace_requests say how much is kept")
     say("open it in ui.perfetto.dev")
+
+
+def _second(unix_ns: int) -> datetime:
+    """The first that lies behind it."""
+    return datetime.fromtimestamp(unix_ns // 10**9 + 1, UTC)

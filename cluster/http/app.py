@@ -150,7 +150,7 @@ class _Routes:
         }
 
     async def failed(self, request: Request, error: Exception) -> Response:
-        return failed(failure_of(error, servable(self._gateway.view)))
+        return failed(failure_of(error, servable(self._gateway.view), request.scope[KEY].unique))
 
 
 async def _malformed(request: Request, error: Exception) -> Response:

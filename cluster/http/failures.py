@@ -61,14 +61,17 @@ class Failure:
         return {"retry-after": str(max(1, math.ceil(wait_ms / 1000))), "retry-after-ms": str(max(1, wait_ms))}
 
 
-def failure_of(error: Exception, ready: bool, sent: Mapping[str, str] = NOTHING) -> Failure:
-    """The failure for an error of the gateway; `ready` as for `status_of`. `sent`: fields that came by another name."""
+def failure_of(error: Exception, ready: bool, request_id: str = "", sent: Mapping[str, str] = NOTHING) -> Failure:
+    """The failure for an error of the gateway; `ready` and `request_id` as for `status_of`.
+
+    `sent`: fields that came by another name.
+    """
     match error:
         case InvalidRequest():
             error = InvalidRequest(_param(error.field, sent), error.message)
         case Unservable():
             error = Unservable(error.message, _param(error.field, sent))
-    told = error_from(status_of(error, ready))
+    told = error_from(status_of(error, ready, request_id))
     reason = told.reason or told.code
     return Failure(
         STATUSES.get(told.code, 500),

@@ -81,7 +81,8 @@ class Reply(Response):
             async with aclosing(together(self._asked.events(self._gateway))) as events:
                 await (self._stream(events, send) if self._asked.stream else self._whole(events, send))
         except Exception as error:
-            failure = failure_of(error, servable(self._gateway.view), self._asked.sent)
+            ready, name = servable(self._gateway.view), self._asked.terms.name
+            failure = failure_of(error, ready, name.unique, self._asked.sent)
             if not self._begun:
                 await failed(failure)(scope, receive, send)
                 return

@@ -45,7 +45,7 @@ def _families(
     yield from request_families(standing, gateway, view, active)
     yield from worker_families(gateway, view)
     if compat == "vllm":
-        yield from vllm_families(standing.tally, gateway, view)
+        yield from vllm_families(standing, gateway, view)
 
 
 class _Collector:

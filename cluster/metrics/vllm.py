@@ -1,26 +1,26 @@
 """The series of vLLM that public dashboards draw, by its names and labels, with what they mean here.
 
-The engine of a request is its gateway, that of a worker is itself. Only the first gateway tells of workers:
-sums over engines count each once.
+The engine of a request is its gateway, that of a worker is itself. Of several gateways only the first in the view tells
+of workers: sums over engines count each once. What waits in a gateway waits at no worker yet.
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 from prometheus_client.metrics_core import Metric
 
 from cluster.metrics.families import Rows, counter, gauge, histogram
 from cluster.metrics.workers import Value, speaking_workers
-from cluster.policy.histograms import Tallied
+from cluster.policy.promises import Standing
 from cluster.view import ClusterView
 from workers.request import FinishReason
 
 LABELS = ("model_name", "engine")
-FIRST_GATEWAY = "gateway-0"
 REASONS = {FinishReason.EOS.value: "stop", FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "length"}
 
+WAITING = "Requests that wait: in the gateway for their turn, at a worker for blocks or a slot."
 GAUGES: tuple[tuple[str, str, Value], ...] = (
     ("num_requests_running", "Sequences that are computed.", lambda worker: worker.stats.running),
-    ("num_requests_waiting", "Sequences that wait for blocks or a slot.", lambda worker: worker.stats.waiting),
     (
         "kv_cache_usage_perc",
         "Share of the KV blocks in use: 1 is all.",
@@ -36,8 +36,8 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
 )
 
 
-def vllm_families(told: Tallied, gateway: str, view: ClusterView) -> Iterator[Metric]:
-    model = "" if view.model is None else view.model.name
+def vllm_families(standing: Standing, gateway: str, view: ClusterView) -> Iterator[Metric]:
+    told, model = standing.tally, "" if view.model is None else view.model.name
     own = (model, gateway)
     for name, text, tokens in (
         ("prompt_tokens", "Prompt tokens.", told.prompt_tokens),
@@ -53,7 +53,11 @@ def vllm_families(told: Tallied, gateway: str, view: ClusterView) -> Iterator[Me
         ("time_to_first_token_seconds", "From arrival to the first token.", told.ttft),
         ("inter_token_latency_seconds", "Between two tokens.", told.gaps),
         ("time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", told.gaps),
-        ("e2e_request_latency_seconds", "From arrival to the end.", told.requests),
+        (
+            "e2e_request_latency_seconds",
+            "From arrival to the end of complete answers.",
+            told.requests.ending("completed"),
+        ),
         ("request_queue_time_seconds", "From arrival to the first step of the prompt.", told.stages.summed("queue")),
         (
             "request_prefill_time_seconds",
@@ -74,16 +78,13 @@ def vllm_families(told: Tallied, gateway: str, view: ClusterView) -> Iterator[Me
         ("nixl_num_descriptors", "Ranges of a hand-off.", told.transfer_ranges),
     ):
         yield histogram(f"vllm:{name}", text, LABELS, own, histograms.summed())
-    if gateway == FIRST_GATEWAY:
-        yield from _workers(model, view)
-
-
-def _workers(model: str, view: ClusterView) -> Iterator[Metric]:
-    speaking = speaking_workers(view)
+    speaking = speaking_workers(view) if view.gateways[:1] in ((), (gateway,)) else ()
 
     def rows(value: Value) -> Rows:
         return (((model, worker.name), value(worker)) for worker in speaking)
 
+    waiting = chain([(own, standing.queued)], rows(lambda worker: worker.stats.waiting))
+    yield gauge("vllm:num_requests_waiting", WAITING, LABELS, waiting)
     for name, text, value in GAUGES:
         yield gauge(f"vllm:{name}", text, LABELS, rows(value))
     for name, text, value in COUNTERS:

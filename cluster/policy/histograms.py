@@ -44,6 +44,10 @@ class Histograms:
         counts = tuple(map(sum, zip(*(row.counts for row in rows), strict=True))) or (0,) * (len(self.bounds) + 1)
         return Histograms(self.bounds, (Counted((), counts, sum(row.total for row in rows)),))
 
+    def ending(self, last: str) -> "Histograms":
+        """Those rows whose last label this is."""
+        return Histograms(self.bounds, tuple(row for row in self.rows if row.labels[-1] == last))
+
 
 class Counting:
     """Histograms that are being counted. Whoever adds bounds the labels; those of `begun` are there from the start."""

@@ -78,6 +78,7 @@ class FakeDispatcher:
         self._changed = asyncio.Event()
         self._view = view()
         self.past, self.window = Recent(), Window()
+        self.queued = 0
 
     async def run(
         self,
@@ -140,7 +141,7 @@ class FakeDispatcher:
         return replace(self.view, workers=tuple(replace(worker, audit="clean") for worker in self.view.workers))
 
     def standing(self) -> Standing:
-        return self._promises.standing(Calibration(7, 0.5, 0.875, 0.75, 12.0, 90.0))
+        return replace(self._promises.standing(Calibration(7, 0.5, 0.875, 0.75, 12.0, 90.0)), queued=self.queued)
 
     def turned_away(self, class_name: str, cause: str) -> None:
         self._promises.ended(Ended("refused", class_name, cause))

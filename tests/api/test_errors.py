@@ -163,6 +163,21 @@ async def test_the_unexpected_is_logged_under_the_id_the_client_sees(
     assert any(error_id in record.getMessage() and record.exc_info for record in caplog.records)
 
 
+@pytest.mark.parametrize("given", ["mine", ""])
+async def test_the_unexpected_is_logged_under_the_id_of_its_request(
+    client: DiptychClient, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture, given: str
+) -> None:
+    dispatcher.error = ZeroDivisionError("secret detail")
+    with caplog.at_level(logging.ERROR):
+        await failure(client, request_id=given)
+        results = [result async for _, result in client.batch(["hi"], max_tokens=1)]
+    assert len(results) == 1
+    logged = [record for record in caplog.records if "internal error" in record.getMessage()]
+    named = [request.id for request in dispatcher.requests]
+    assert [record.__dict__["request_id"] for record in logged] == named and all(named) and len(named) == 2
+    assert named[0] == given or named[0].startswith("req-")
+
+
 async def test_nobody_at_the_endpoint_is_one_clear_sentence() -> None:
     async with DiptychClient("127.0.0.1:1") as client:
         error = await failure(client)

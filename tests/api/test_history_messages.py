@@ -17,7 +17,7 @@ WORDS, COUNTS = (WORD,) * 4, (COUNT,) * 4
 TRAILS = st.builds(Trail, *WORDS, NS, LEDGERS, WORD, NS, *COUNTS, WORD, WORD, MOVES, COUNT, NS)
 HAPPENINGS = st.builds(Happening, NS, WORD, WORD, WORD, WORD)
 LOADS = st.builds(Load, NS, WORD, *COUNTS)
-WINDOWS = st.builds(Window, *(st.lists(each, max_size=3).map(tuple) for each in (TRAILS, HAPPENINGS, LOADS)))
+WINDOWS = st.builds(Window, *(st.lists(each, max_size=3).map(tuple) for each in (TRAILS, HAPPENINGS, LOADS)), NS)
 TRAFFIC = st.builds(Traffic, *(COUNT,) * 6, st.integers(0, 2**40).map(lambda ns: ns / 1e9), WORD, NS)
 AGED = st.tuples(st.integers(0, 10**6).map(float), st.builds(Happening, st.just(0), WORD, WORD, WORD, WORD))
 RECENTS = st.builds(
@@ -49,9 +49,11 @@ def test_pages_are_small_and_in_order() -> None:
     trails = tuple(
         Trail(str(n), long, "failed", long, n, ledger, "decode", 0, 1, 1, 1, 1, long, long) for n in range(1000)
     )
-    window = Window(trails, tuple(Happening(n, "flip", "", long) for n in range(10)), ())
+    window = Window(trails, tuple(Happening(n, "flip", "", long) for n in range(10)), (), 100)
     made = list(pages(window, "gateway-0", 5))
     assert len(made) == -(-1000 // PAGE_TRAILS) and all(page.gateway == "gateway-0" for page in made)
     assert max(page.ByteSize() for page in made) < MAX_MESSAGE_BYTES / 64
     assert [trail.arrived_ns for trail in window_from(made).trails] == [n + 5 for n in range(1000)]
-    assert len(list(pages(Window(), "gateway-0", 0))) == 1
+    assert window_from(made).whole_ns == 105
+    (empty,) = pages(Window(), "gateway-0", 5)
+    assert window_from([empty]).whole_ns == 0

@@ -131,6 +131,17 @@ def test_the_screen_keeps_to_its_width_and_height(width: int) -> None:
     assert ("steps/s" in text) == (width >= 120)
 
 
+def test_in_80_columns_a_busy_gateway_shows_its_queue() -> None:
+    looks = Looks()
+    for at_s in (0.0, 1.0):
+        seen = status(completed=round(98 * at_s))
+        refused = replace(seen.standing, refused=(("waited", round(12 * at_s)),), queued=37)
+        looks.add(Look(at_s, replace(seen, active_requests=250, standing=refused)))
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(screen(looks, 80, 24))
+    assert "12.0 refused/s  250 of 256 under way, 37 queued" in console.export_text()
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"), [(0.4, "0 s"), (59.9, "59 s"), (245, "4m05s"), (7620, "2h07m"), (273600, "3d04h")]
 )

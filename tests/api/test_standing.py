@@ -36,6 +36,7 @@ STANDINGS = st.builds(
     COUNTS,
     st.just(()),
     st.builds(Calibration, COUNT, REAL, REAL, REAL, REAL, REAL),
+    queued=st.integers(0, 2**32 - 1),
 )
 
 
@@ -147,6 +148,18 @@ def test_status_as_json_has_the_scores(served: tuple[str, FakeDispatcher]) -> No
     assert (fast["ttft"], fast["both"]) == ({"settled": 1, "kept": 1}, {"settled": 1, "kept": 0})
     assert fast["ttft_errors"] == {"p10": 0.5, "p50": 0.5, "p90": 0.5} and fast["tpot_errors"] is None
     assert told["refused"]["queue-full"] == 1 and told["lengths"]["error_tokens"] == 12.0
+
+
+def test_status_and_top_tell_how_many_wait_in_the_gateway(served: tuple[str, FakeDispatcher]) -> None:
+    served[1].queued = 3
+    try:
+        assert "gateway-0: 0 of at most 256 requests, 3 of them queued" in run("status", "--endpoint", served[0]).stdout
+        for command in ("status", "top"):
+            told = json.loads(run(command, "--endpoint", served[0], "--json").stdout)
+            assert told["gateway"]["queued"] == 3
+        assert "0 of 256 under way, 3 queued" in run("top", "--endpoint", served[0], "--once").stdout
+    finally:
+        served[1].queued = 0
 
 
 def test_status_prints_metrics(served: tuple[str, FakeDispatcher]) -> None:

@@ -335,6 +335,16 @@ async def test_a_client_that_takes_nothing_is_let_go(
     assert "internal error" not in caplog.text
 
 
+async def test_the_unexpected_is_logged_under_the_id_of_its_request(
+    there: Clients, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    dispatcher.error = ZeroDivisionError("secret detail")
+    answer = await there.http.post("/v1/completions", json=ASK, headers={"x-request-id": "mine"})
+    assert answer.status_code == 500
+    (logged,) = [record for record in caplog.records if "internal error" in record.getMessage()]
+    assert logged.__dict__["request_id"] == "mine"
+
+
 async def test_what_is_not_there_is_not_found(there: Clients) -> None:
     answer = await there.http.get("/v1/nothing")
     assert (answer.status_code, error_of(answer)["message"]) == (404, "there is nothing at /v1/nothing")

@@ -1,6 +1,7 @@
 """The real prometheus and promtool: those of the PATH, or out of Debian's package, kept in the user's cache folder.
 
-Where they cannot be had, tests are skipped and say why. No package is installed, and no service started.
+Where they cannot be had, tests are skipped and say why; with DIPTYCH_PROMETHEUS=1 they fail. No package is installed,
+and no service started.
 """
 
 import asyncio
@@ -24,19 +25,23 @@ from workers.model.store import cache_folder
 
 PACKAGE = "prometheus"
 PROGRAMS = ("prometheus", "promtool")
+REQUIRED = "DIPTYCH_PROMETHEUS"
 CALL_TIMEOUT_S, START_S, STOP_S = 60.0, 30.0, 10.0
 SCRAPE = "500ms"  # and its limit: on a busy machine one may fail
 
 
 def program(name: str) -> str:
-    """Its path, or a skip."""
+    """Its path, or a skip; a failure where it must be there."""
     found = shutil.which(name)
-    if found is None:
-        folder, reason = _unpacked()
-        if folder is None:
-            pytest.skip(f"{name} is not on the PATH, and {reason}")
-        found = str(folder / name)
-    return found
+    if found is not None:
+        return found
+    folder, reason = _unpacked()
+    if folder is not None:
+        return str(folder / name)
+    missing = f"nothing is tried with the real {name}: it is not on the PATH, and {reason}"
+    if os.environ.get(REQUIRED):
+        pytest.fail(f"{missing}; {REQUIRED} says that it must be there", pytrace=False)
+    pytest.skip(f"{missing} ({REQUIRED}=1 makes this a failure)")
 
 
 def promtool(*args: object, stdin: str = "") -> str:

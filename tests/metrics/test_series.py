@@ -127,6 +127,39 @@ def test_only_one_gateway_tells_vllms_series_of_workers(texts: list[str]) -> Non
     assert engines == [{"gateway-0", "prefill-0", "decode-0", "decode-1"}, {"gateway-1"}]
 
 
+@pytest.mark.parametrize("outcome", [outcome for outcome in OUTCOMES if outcome != "completed"])
+def test_vllms_series_of_requests_know_nothing_of_those_that_do_not_complete(outcome: str) -> None:
+    tally = Tally(["fast"])
+    tally.ended(Ended(outcome, "fast", waited_s=0.5), None, ())
+    text = exposition(replace(Standing(), tally=tally.told()), "gateway-0", compat="vllm")
+    assert value(text, "diptych_request_seconds_count", outcome=outcome) == 1
+    theirs = [sample for family in families(text) for sample in family.samples if family.name.startswith("vllm:")]
+    assert theirs and {sample.value for sample in theirs} == {0.0}
+
+
+def test_vllms_latency_is_that_of_complete_answers() -> None:
+    tally = Tally([])
+    ledger = LatencyLedger((("admission", 10**9),), (), 10**9, 10**9)
+    tally.ended(Ended("completed", waited_s=3.0), Completed(FinishReason.STOP, 5, 4, 0, 1, ledger, ()), ())
+    tally.ended(Ended("refused"), None, ())
+    text = exposition(replace(Standing(), tally=tally.told()), "gateway-0", compat="vllm")
+    name = "vllm:e2e_request_latency_seconds"
+    assert (value(text, f"{name}_count"), value(text, f"{name}_sum")) == (1, 3.0)
+    assert value(text, "vllm:request_success_total") == 1
+
+
+def test_what_waits_in_gateways_and_at_workers_is_summed_over_vllms_engines() -> None:
+    workers = tuple(WorkerView(name, "p", Role.MIXED, WorkerState.READY, stats=STATS) for name in ("w0", "w1"))
+    view = ClusterView(1, "c", None, workers, gateways=("gateway-x", "gateway-a"))
+    texts = [
+        exposition(replace(Standing(), queued=queued), name, view, compat="vllm")
+        for name, queued in (("gateway-x", 5), ("gateway-a", 70))
+    ]
+    assert value(texts[1], "vllm:num_requests_waiting", engine="gateway-a") == 70
+    assert sum(value(text, "vllm:num_requests_waiting") for text in texts) == 5 + 70 + 2 * STATS.waiting
+    assert sum(value(text, "vllm:num_requests_running") for text in texts) == 2 * STATS.running
+
+
 def test_vllms_names_come_when_asked_for_only() -> None:
     assert "vllm:" not in exposition(Standing(), "gateway-0")
     assert "vllm:" in exposition(Standing(), "gateway-0", compat="vllm")
@@ -230,7 +263,8 @@ def test_parts_of_the_ledger_and_stages_of_vllm_sum_to_the_whole(
 
 
 def test_every_end_has_its_reason_for_vllm() -> None:
-    told = replace(Tallied(), finishes=tuple((reason.value, 1) for reason in FinishReason))
+    tallied = replace(Tallied(), finishes=tuple((reason.value, 1) for reason in FinishReason))
+    told = replace(Standing(), tally=tallied)
     (ends,) = [
         each for each in vllm_families(told, "gateway-1", ClusterView(0, "", None, ())) if "success" in each.name
     ]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.history import CHANGES, Happening, History, Load, Trail, Window
+from cluster.history import CHANGES, MOST_HAPPENINGS, Happening, History, Load, Trail, Window
 from cluster.ledger import PHASES, LatencyLedger
 from cluster.report.perfetto import us
 from cluster.report.window import events, parts
@@ -162,6 +162,40 @@ def test_no_more_requests_are_kept_than_asked_for_and_none_that_is_older() -> No
     assert [each.request_id for each in history.window(0, clock.now_ns).trails] == ["2", "3", "4"]
     clock.now_ns += 9 * 10**9
     assert [each.request_id for each in history.window(0, clock.now_ns).trails] == ["3", "4"]
+
+
+def test_a_window_tells_from_when_on_nothing_is_missing() -> None:
+    clock = Clock()
+    history = History(3, 10.0, clock)
+    assert history.window(DAY_NS - 1, clock.now_ns).whole_ns == DAY_NS, "it was not there before"
+    assert history.window(DAY_NS, clock.now_ns).whole_ns == 0
+    ends_ns = []
+    for n in range(5):
+        clock.now_ns += 10**9
+        ends_ns.append(clock.now_ns)
+        history.ended(trail(str(n), clock.now_ns - LEDGER.total_ns))
+    window = history.window(DAY_NS, clock.now_ns)
+    assert window.whole_ns == ends_ns[1] and [each.request_id for each in window.trails] == ["2", "3", "4"]
+    assert history.window(ends_ns[1], clock.now_ns).whole_ns == 0
+    clock.now_ns = ends_ns[3] + 10 * 10**9
+    assert history.window(DAY_NS, clock.now_ns).whole_ns == ends_ns[2], "the third is too old now"
+
+
+@pytest.mark.parametrize("kind", ["refused", "flip"])
+def test_a_window_tells_that_happenings_are_missing(kind: str) -> None:
+    clock = Clock()
+    history = History(8, 1e6, clock)
+    for _ in range(MOST_HAPPENINGS + 2):
+        clock.now_ns += 1
+        history.happened(kind, "", "queue-full")
+    assert history.window(DAY_NS, clock.now_ns).whole_ns == DAY_NS + 2
+
+
+def test_who_keeps_no_requests_knows_nothing_of_any_time() -> None:
+    clock = Clock()
+    history = History(0, 10.0, clock)
+    clock.now_ns += 10**9
+    assert history.window(DAY_NS, clock.now_ns).whole_ns == clock.now_ns
 
 
 def test_a_window_has_what_reaches_into_it() -> None:

@@ -105,16 +105,18 @@ class GetTraceRequest(_message.Message):
     def __init__(self, last: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., begin_unix_ns: _Optional[int] = ..., end_unix_ns: _Optional[int] = ...) -> None: ...
 
 class TracePage(_message.Message):
-    __slots__ = ("gateway", "trails", "moments", "loads")
+    __slots__ = ("gateway", "trails", "moments", "loads", "complete_from_unix_ns")
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
     TRAILS_FIELD_NUMBER: _ClassVar[int]
     MOMENTS_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FROM_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     gateway: str
     trails: _containers.RepeatedCompositeFieldContainer[Trail]
     moments: _containers.RepeatedCompositeFieldContainer[Moment]
     loads: _containers.RepeatedCompositeFieldContainer[Load]
-    def __init__(self, gateway: _Optional[str] = ..., trails: _Optional[_Iterable[_Union[Trail, _Mapping]]] = ..., moments: _Optional[_Iterable[_Union[Moment, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[Load, _Mapping]]] = ...) -> None: ...
+    complete_from_unix_ns: int
+    def __init__(self, gateway: _Optional[str] = ..., trails: _Optional[_Iterable[_Union[Trail, _Mapping]]] = ..., moments: _Optional[_Iterable[_Union[Moment, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[Load, _Mapping]]] = ..., complete_from_unix_ns: _Optional[int] = ...) -> None: ...
 
 class Trail(_message.Message):
     __slots__ = ("request_id", "class_name", "outcome", "detail", "arrived_unix_ns", "ledger", "phase", "open_ns", "prompt_tokens", "cached_tokens", "output_tokens", "attempts", "prefill_worker", "decode_worker", "moves", "transfer_bytes", "transfer_ns")
@@ -203,16 +205,18 @@ class GetMetricsResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class Standing(_message.Message):
-    __slots__ = ("classes", "outcomes", "refused", "lengths")
+    __slots__ = ("classes", "outcomes", "refused", "lengths", "queued")
     CLASSES_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
     classes: _containers.RepeatedCompositeFieldContainer[ClassScore]
     outcomes: _containers.RepeatedCompositeFieldContainer[Count]
     refused: _containers.RepeatedCompositeFieldContainer[Count]
     lengths: Calibration
-    def __init__(self, classes: _Optional[_Iterable[_Union[ClassScore, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., lengths: _Optional[_Union[Calibration, _Mapping]] = ...) -> None: ...
+    queued: int
+    def __init__(self, classes: _Optional[_Iterable[_Union[ClassScore, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., lengths: _Optional[_Union[Calibration, _Mapping]] = ..., queued: _Optional[int] = ...) -> None: ...
 
 class Count(_message.Message):
     __slots__ = ("name", "count")

@@ -1,0 +1,24 @@
+"""Where Prometheus cannot be had its tests are skipped and say why, unless it must be there."""
+
+import prometheus
+import pytest
+
+WHY = "nothing is tried with the real promtool: it is not on the PATH, and apt-get cannot fetch it"
+
+
+@pytest.fixture(autouse=True)
+def missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus.shutil, "which", lambda name: None)
+    monkeypatch.setattr(prometheus, "_unpacked", lambda: (None, "apt-get cannot fetch it"))
+
+
+def test_it_is_a_skip_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(prometheus.REQUIRED, raising=False)
+    with pytest.raises(pytest.skip.Exception, match=f"{WHY} .DIPTYCH_PROMETHEUS=1 makes this a failure"):
+        prometheus.program("promtool")
+
+
+def test_where_it_must_be_there_it_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(prometheus.REQUIRED, "1")
+    with pytest.raises(pytest.fail.Exception, match=WHY):
+        prometheus.program("promtool")
