@@ -145,6 +145,8 @@ def test_every_pod_says_whether_ray_wants_a_token(path: Path) -> None:
                 assert env["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] in (
                     "release-diptych-ray",
                     "llm-ray",
+                    "true-ray",
+                    "123",
                     "ray-token",
                 )
             else:

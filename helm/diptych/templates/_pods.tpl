@@ -16,13 +16,13 @@
 - {name: RAY_AUTH_MODE, value: {{ $auth.mode }}}
 {{- if eq $auth.mode "token" }}
 - name: RAY_AUTH_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ include "diptych.authSecret" .root }}, key: {{ $auth.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ include "diptych.authSecret" .root | quote }}, key: {{ $auth.key | quote }}}}
 {{- end }}
 {{- end }}
 {{- with .root.Values.model.tokenSecret }}
 {{- if .name }}
 - name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}
+  valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
 {{- with .settings.extraEnv }}
@@ -37,7 +37,7 @@
 - {name: cluster, mountPath: /etc/diptych, readOnly: true}
 {{- with .root.Values.model }}
 {{- if .existingClaim }}
-- {name: models, mountPath: {{ .mountPath }}, readOnly: {{ .readOnly }}}
+- {name: models, mountPath: {{ .mountPath | quote }}, readOnly: {{ .readOnly }}}
 {{- end }}
 {{- end }}
 {{- with .settings.extraVolumeMounts }}
@@ -47,21 +47,21 @@
 
 {{- define "diptych.volumes" -}}
 - name: tmp
-  emptyDir: {{ with .settings.tmpSize }}{sizeLimit: {{ . }}}{{ else }}{}{{ end }}
+  emptyDir: {{ with .settings.tmpSize }}{sizeLimit: {{ . | quote }}}{{ else }}{}{{ end }}
 - name: shm
-  emptyDir: {medium: Memory, sizeLimit: {{ .settings.shmSize }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ .settings.shmSize | quote }}}
 - name: cluster
   configMap: {name: {{ include "diptych.fullname" .root }}-cluster}
 {{- with .root.Values.model }}
 - name: cache
 {{- if .cache.existingClaim }}
-  persistentVolumeClaim: {claimName: {{ .cache.existingClaim }}}
+  persistentVolumeClaim: {claimName: {{ .cache.existingClaim | quote }}}
 {{- else }}
-  emptyDir: {{ with .cache.sizeLimit }}{sizeLimit: {{ . }}}{{ else }}{}{{ end }}
+  emptyDir: {{ with .cache.sizeLimit }}{sizeLimit: {{ . | quote }}}{{ else }}{}{{ end }}
 {{- end }}
 {{- if .existingClaim }}
 - name: models
-  persistentVolumeClaim: {claimName: {{ .existingClaim }}, readOnly: {{ .readOnly }}}
+  persistentVolumeClaim: {claimName: {{ .existingClaim | quote }}, readOnly: {{ .readOnly }}}
 {{- end }}
 {{- end }}
 {{- with .settings.extraVolumes }}
@@ -71,7 +71,7 @@
 
 {{/* What every container of ours has: image, environment, mounts, security. */}}
 {{- define "diptych.container" -}}
-image: {{ include "diptych.image" .root }}
+image: {{ include "diptych.image" .root | quote }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 env:
   {{- include "diptych.env" . | nindent 2 }}
@@ -104,19 +104,19 @@ resources:
 
 {{/* Where and how a pod runs. */}}
 {{- define "diptych.scheduling" -}}
-serviceAccountName: {{ include "diptych.serviceAccount" .root }}
+serviceAccountName: {{ include "diptych.serviceAccount" .root | quote }}
 automountServiceAccountToken: {{ .apiToken | default false }}
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .settings }}
-terminationGracePeriodSeconds: {{ .terminationGracePeriodSeconds }}
+terminationGracePeriodSeconds: {{ int .terminationGracePeriodSeconds }}
 securityContext:
   {{- toYaml .podSecurityContext | nindent 2 }}
 {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" "schedulerName" }}
 {{- with get $.settings $key }}
-{{ $key }}:{{ if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
+{{ $key }}:{{ if kindIs "string" . }} {{ quote . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -129,7 +129,7 @@ labels:
   {{- include "diptych.selector" .root | nindent 2 }}
   app.kubernetes.io/component: {{ .component }}
   {{- with .pool }}
-  diptych/pool: {{ . }}
+  diptych/pool: {{ quote . }}
   {{- end }}
   {{- with .settings.podLabels }}
   {{- toYaml . | nindent 2 }}
@@ -147,7 +147,7 @@ annotations:
     - /bin/sh
     - -c
     - |
-      until python3 -IS -c 'import socket, sys; socket.create_connection(sys.argv[1].rsplit(":", 1), 2)' "$1" 2>/dev/null; do sleep 1; done
+      until python3 -IS -c 'import socket, sys; host, port = sys.argv[1].rsplit(":", 1); socket.create_connection((host.strip("[]"), port), 2)' "$1" 2>/dev/null; do sleep 1; done
       until ray health-check --address "$1"; do sleep 2; done
     - wait
     - {{ include "diptych.rayAddress" .root | quote }}
