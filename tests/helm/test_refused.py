@@ -1,7 +1,7 @@
 """Wrong values are refused in one line that names the place."""
 
 import pytest
-from chart import TOKEN, refusal, values
+from chart import TOKEN, of_kind, refusal, rendered, values
 
 
 def pools(*described: str) -> tuple[str, str]:
@@ -61,6 +61,39 @@ WRONG = {
     "a port that nobody knows": (
         ("--set", "cluster.gateway.grpc_port=0"),
         "cluster.gateway.grpc_port: a Service needs a port that is known; write 50051",
+    ),
+    "HTTP where Ray's metrics are": (
+        ("--set", "cluster.gateway.http_port=8080"),
+        "cluster.gateway.http_port: gateway 0 would listen on 8080, the port of Ray's metrics in the same pod; "
+        "write another",
+    ),
+    "gRPC where Ray's agent is": (
+        ("--set", "cluster.gateway.grpc_port=52365"),
+        "cluster.gateway.grpc_port: gateway 0 would listen on 52365, the port of Ray's agent in the same pod; "
+        "write another",
+    ),
+    "a second gateway where Ray's dashboard is": (
+        ("--set", "mode=kuberay,cluster.gateway.http_port=8264,cluster.gateway.replicas=2"),
+        "cluster.gateway.http_port: gateway 1 would listen on 8265, the port of Ray's dashboard in the same pod; "
+        "write another",
+    ),
+    "gRPC and HTTP on one port": (
+        ("--set", "cluster.gateway.http_port=50051"),
+        "cluster.gateway.http_port: is 50051, and gRPC has 1 port(s) from 50051 on; write one that is farther away",
+    ),
+    "HTTP on the port of the next gateway": (
+        ("--set", "mode=kuberay,cluster.gateway.http_port=50052,cluster.gateway.replicas=2"),
+        "cluster.gateway.http_port: is 50052, and gRPC has 2 port(s) from 50051 on; write one that is farther away",
+    ),
+    "a Service with one port twice": (
+        ("--set", "cluster.gateway.http_port=8000,gateway.service.port=8000"),
+        "gateway.service.port: is 8000, and the Service has 1 port(s) of HTTP from 8000 on "
+        "(cluster.gateway.http_port); write one that is farther away",
+    ),
+    "a Service whose ports overlap": (
+        ("--set", "mode=kuberay,cluster.gateway.http_port=444,cluster.gateway.replicas=2,gateway.service.port=443"),
+        "gateway.service.port: is 443, and the Service has 2 port(s) of HTTP from 444 on "
+        "(cluster.gateway.http_port); write one that is farther away",
     ),
     "an external Ray without an address": (
         ("--set", "mode=external"),
@@ -129,3 +162,8 @@ def test_a_token_is_asked_for_rather_than_made_up() -> None:
 def test_the_kubernetes_of_today_is_asked_for() -> None:
     words = refusal("-f", str(values("native")), "--kube-version", "1.26")
     assert "requires kubeVersion: >=1.27-0 which is incompatible with Kubernetes v1.26" in words
+
+
+def test_ports_of_ray_s_head_are_free_where_gateways_have_pods_of_their_own() -> None:
+    objects = rendered(values("native"), "--set", "cluster.gateway.http_port=8265,cluster.gateway.replicas=2")
+    assert of_kind(objects, "Deployment")

@@ -98,6 +98,7 @@
 {{- fail (printf "gateway.drainSeconds is %d, and 15 s are needed to close; raise gateway.terminationGracePeriodSeconds above %d" (int .Values.gateway.drainSeconds) (int $grace)) -}}
 {{- end -}}
 {{- include "diptych.checkAccess" . -}}
+{{- include "diptych.checkPorts" . -}}
 {{- if and .Values.grpcRoute.enabled (not .Values.grpcRoute.parentRefs) -}}
 {{- fail "grpcRoute.parentRefs: is empty; name the Gateway, such as [{name: public}]" -}}
 {{- end -}}
