@@ -126,6 +126,15 @@ def test_the_service_monitor_finds_the_metrics_of_every_gateway() -> None:
     assert {(each["path"], each["interval"]) for each in monitor["spec"]["endpoints"]} == {("/metrics", "5s")}
 
 
+def test_scrapers_are_let_in_without_everybody_else() -> None:
+    enabled = ("--set", "networkPolicy.enabled=true", "--set-json", 'networkPolicy.clients=[{"podSelector": {}}]')
+    prometheus = ("--set-json", 'networkPolicy.scrapers=[{"namespaceSelector": {}}]')
+    (policy,) = of_kind(rendered(values("native-monitored"), *enabled, *prometheus), "NetworkPolicy")
+    let_in = [(each["port"], rule["from"]) for rule in policy["spec"]["ingress"][1:] for each in rule["ports"]]
+    clients, scrapers = [{"podSelector": {}}], [{"namespaceSelector": {}}]
+    assert let_in == [(50051, clients), (8000, clients), (8080, scrapers), (8000, scrapers)]
+
+
 def test_scrapers_may_reach_what_the_service_monitor_names() -> None:
     (policy,) = of_kind(rendered(values("native-monitored"), "--set", "networkPolicy.enabled=true"), "NetworkPolicy")
     *_, scrapers = policy["spec"]["ingress"]

@@ -124,6 +124,15 @@ WRONG = {
         "networkPolicy.peers: mode is external; name the pods of that Ray, such as "
         "[{podSelector: {matchLabels: {ray.io/cluster: NAME}}}]",
     ),
+    "a policy that lets everybody in by the way of metrics": (
+        (
+            *("-f", str(values("native-monitored")), "--set", "networkPolicy.enabled=true"),
+            *("--set-json", 'networkPolicy.clients=[{"podSelector": {}}]'),
+        ),
+        "networkPolicy.scrapers: is empty, so with metrics.serviceMonitor everybody could reach the port of HTTP, "
+        "which networkPolicy.clients keeps for some; name Prometheus, such as "
+        "[{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]",
+    ),
     "a drain longer than the grace": (
         ("--set", "gateway.drainSeconds=110"),
         "gateway.drainSeconds is 110, and 15 s are needed to close; "
@@ -132,6 +141,18 @@ WRONG = {
     "a pool whose pods have no time to be emptied": (
         ("--set", "pools.decode.terminationGracePeriodSeconds=20"),
         "pools.decode: terminationGracePeriodSeconds is 20, and a pod needs at least 30 to be emptied; raise it",
+    ),
+    "a pool whose pods have no time at all": (
+        ("--set", "pools.decode.terminationGracePeriodSeconds=0"),
+        "pools.decode: terminationGracePeriodSeconds is 0, and a pod needs at least 30 to be emptied; raise it",
+    ),
+    "pods that have no time at all": (
+        ("--set", "podDefaults.terminationGracePeriodSeconds=0"),
+        "pools.prefill: terminationGracePeriodSeconds is 0, and a pod needs at least 30 to be emptied; raise it",
+    ),
+    "a gateway that has no time at all": (
+        ("--set", "gateway.terminationGracePeriodSeconds=0"),
+        "gateway.drainSeconds is 15, and 15 s are needed to close; raise gateway.terminationGracePeriodSeconds above 0",
     ),
     "a name that is no name": (
         ("--set", "fullnameOverride=9lives"),

@@ -77,7 +77,7 @@
 {{- end -}}
 {{- end -}}
 {{- range .Values.cluster.pools -}}
-{{- $seconds := get (get $.Values.pools .name | default dict) "terminationGracePeriodSeconds" | default $.Values.podDefaults.terminationGracePeriodSeconds -}}
+{{- $seconds := pluck "terminationGracePeriodSeconds" (get $.Values.pools .name | default dict) $.Values.podDefaults | first -}}
 {{- if and (ne $.Values.mode "external") (lt (int $seconds) 30) -}}
 {{- fail (printf "pools.%s: terminationGracePeriodSeconds is %d, and a pod needs at least 30 to be emptied; raise it" .name (int $seconds)) -}}
 {{- end -}}
@@ -90,10 +90,15 @@
 {{- if and .Values.networkPolicy.enabled (eq .Values.mode "external") (not .Values.networkPolicy.peers) -}}
 {{- fail "networkPolicy.peers: mode is external; name the pods of that Ray, such as [{podSelector: {matchLabels: {ray.io/cluster: NAME}}}]" -}}
 {{- end -}}
+{{- with .Values.networkPolicy -}}
+{{- if and .enabled .clients $.Values.metrics.serviceMonitor.enabled (not .scrapers) -}}
+{{- fail "networkPolicy.scrapers: is empty, so with metrics.serviceMonitor everybody could reach the port of HTTP, which networkPolicy.clients keeps for some; name Prometheus, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]" -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.metrics.serviceMonitor.enabled (not (include "diptych.httpPort" . | int)) -}}
 {{- fail "metrics.serviceMonitor: gateways tell their metrics over HTTP; write cluster.gateway.http_port: 8000" -}}
 {{- end -}}
-{{- $grace := get .Values.gateway "terminationGracePeriodSeconds" | default .Values.podDefaults.terminationGracePeriodSeconds -}}
+{{- $grace := pluck "terminationGracePeriodSeconds" .Values.gateway .Values.podDefaults | first -}}
 {{- if gt (add .Values.gateway.drainSeconds 15 | int) (int $grace) -}}
 {{- fail (printf "gateway.drainSeconds is %d, and 15 s are needed to close; raise gateway.terminationGracePeriodSeconds above %d" (int .Values.gateway.drainSeconds) (int $grace)) -}}
 {{- end -}}
