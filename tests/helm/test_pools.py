@@ -175,3 +175,13 @@ def test_every_setting_of_pods_reaches_every_pod() -> None:
         assert {"UCX_TLS", "NODE"} <= {each["name"] for each in container["env"]}
         assert container["envFrom"] == [{"configMapRef": {"name": "proxy"}}]
         assert "/etc/ssl/own" in {each["mountPath"] for each in container["volumeMounts"]}
+
+
+def test_an_environment_of_one_s_own_stands_before_the_chart_s() -> None:
+    own = '[{"name": "HF_HOME", "value": "/own"}, {"name": "A", "value": "1"}, {"name": "A", "value": "2"}]'
+    for each in of_kind(rendered(values("native"), "--set-json", f"podDefaults.extraEnv={own}"), "StatefulSet"):
+        env = each["spec"]["template"]["spec"]["containers"][0]["env"]
+        names = [variable["name"] for variable in env]
+        assert len(names) == len(set(names))
+        assert {"name": "HF_HOME", "value": "/own"} in env and env[-1] == {"name": "A", "value": "2"}
+        assert {"POD_IP", "RAY_AUTH_TOKEN", "DIPTYCH_CACHE"} <= set(names)

@@ -3,7 +3,7 @@
 {{ toYaml (mergeOverwrite (deepCopy .root.Values.podDefaults) (deepCopy (.own | default dict))) }}
 {{- end -}}
 
-{{- define "diptych.env" -}}
+{{- define "diptych.ownEnv" -}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - {name: HOME, value: /tmp}
@@ -25,9 +25,19 @@
   valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
-{{- with .settings.extraEnv }}
-{{ toYaml . }}
-{{- end }}
+{{- end -}}
+
+{{/* Ours, then extraEnv. Of several with one name the last stands: the API server takes each name once. */}}
+{{- define "diptych.env" -}}
+{{- $env := list -}}
+{{- $named := dict -}}
+{{- range concat (fromYamlArray (include "diptych.ownEnv" .)) .settings.extraEnv | reverse -}}
+{{- if not (hasKey $named .name) -}}
+{{- $_ := set $named .name true -}}
+{{- $env = prepend $env . -}}
+{{- end -}}
+{{- end -}}
+{{ toYaml $env }}
 {{- end -}}
 
 {{- define "diptych.mounts" -}}
