@@ -177,6 +177,21 @@ def test_every_setting_of_pods_reaches_every_pod() -> None:
         assert "/etc/ssl/own" in {each["mountPath"] for each in container["volumeMounts"]}
 
 
+def test_the_smoke_test_runs_where_the_other_pods_may() -> None:
+    (smoke,) = of_kind(rendered(values("native-every-setting")), "Pod")
+    (gateway,) = [
+        each["spec"]["template"]
+        for each in of_kind(rendered(values("native-every-setting")), "Deployment")
+        if each["metadata"]["name"] == "llm-gateway"
+    ]
+    scheduled = ("nodeSelector", "tolerations", "affinity", "priorityClassName", "runtimeClassName", "schedulerName")
+    for key in (*scheduled, "serviceAccountName", "automountServiceAccountToken", "securityContext"):
+        assert smoke["spec"][key] == gateway["spec"][key], key
+    assert "topologySpreadConstraints" not in smoke["spec"]
+    assert smoke["metadata"]["labels"]["team"] == "llm"
+    assert smoke["metadata"]["annotations"].items() >= {"example.com/scrape": "true", "helm.sh/hook": "test"}.items()
+
+
 def test_an_environment_of_one_s_own_stands_before_the_chart_s() -> None:
     own = '[{"name": "HF_HOME", "value": "/own"}, {"name": "A", "value": "1"}, {"name": "A", "value": "2"}]'
     for each in of_kind(rendered(values("native"), "--set-json", f"podDefaults.extraEnv={own}"), "StatefulSet"):

@@ -112,8 +112,8 @@ resources:
   {{- toYaml $resources | nindent 2 }}
 {{- end -}}
 
-{{/* Where and how a pod runs. */}}
-{{- define "diptych.scheduling" -}}
+{{/* Where a pod may run, and as whom. */}}
+{{- define "diptych.placement" -}}
 serviceAccountName: {{ include "diptych.serviceAccount" .root | quote }}
 automountServiceAccountToken: {{ .apiToken | default false }}
 {{- with .root.Values.imagePullSecrets }}
@@ -121,7 +121,6 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .settings }}
-terminationGracePeriodSeconds: {{ int .terminationGracePeriodSeconds }}
 securityContext:
   {{- toYaml .podSecurityContext | nindent 2 }}
 {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" "schedulerName" }}
@@ -130,6 +129,12 @@ securityContext:
 {{- end }}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* What of a pod is not its containers. */}}
+{{- define "diptych.scheduling" -}}
+{{ include "diptych.placement" . }}
+terminationGracePeriodSeconds: {{ int .settings.terminationGracePeriodSeconds }}
 volumes:
   {{- include "diptych.volumes" . | nindent 2 }}
 {{- end -}}
