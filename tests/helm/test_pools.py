@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from chart import VALUES, Object, mounted, of_kind, rendered, values
+from chart import pods as every_pod
 
 from cluster.runtime.placement import RESERVED, bundle, has_labels
 from cluster.spec import PoolSpec
@@ -153,6 +154,17 @@ def test_settings_of_a_pool_stand_before_those_of_all() -> None:
     assert h100["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
     assert a100["resources"]["limits"] == {"example.com/a100": "8"}
     assert "add" not in a100["securityContext"]["capabilities"]
+
+
+@pytest.mark.parametrize(("name", "having"), [("native-gpu", ["release-diptych-h100"]), ("kuberay-gpu", ["both"])])
+def test_only_pools_move_kv_and_have_the_device_for_it(name: str, having: list[str]) -> None:
+    found = []
+    for pod, spec in every_pod(rendered(values(name))):
+        limits = spec["containers"][0]["resources"].get("limits", {})
+        has_device, may_lock = "rdma/hca_shared_devices_a" in limits, "IPC_LOCK" in str(spec["containers"][0])
+        assert has_device == may_lock, pod
+        found += [pod] if has_device else []
+    assert found == having
 
 
 def test_every_setting_of_pods_reaches_every_pod() -> None:

@@ -92,7 +92,7 @@ envFrom:
 volumeMounts:
   {{- include "diptych.mounts" . | nindent 2 }}
 {{- $security := deepCopy .settings.containerSecurityContext }}
-{{- if .settings.rdma.enabled }}
+{{- if include "diptych.rdma" . }}
 {{- $capabilities := get $security "capabilities" | default dict }}
 {{- $_ := set $security "capabilities" (set $capabilities "add" (append (get $capabilities "add" | default list) "IPC_LOCK" | uniq)) }}
 {{- end }}
@@ -100,11 +100,16 @@ securityContext:
   {{- toYaml $security | nindent 2 }}
 {{- end -}}
 
+{{/* Whether a pod has the RDMA device: only pools move KV. */}}
+{{- define "diptych.rdma" -}}
+{{- if and .settings.rdma.enabled (eq .component "pool") }}true{{ end -}}
+{{- end -}}
+
 {{/* Requests and limits, with the RDMA device where there is one. `resources` is YAML. */}}
 {{- define "diptych.resources" -}}
 {{- $resources := fromYaml .resources -}}
+{{- if include "diptych.rdma" . -}}
 {{- with .settings.rdma -}}
-{{- if .enabled -}}
 {{- $_ := set $resources "limits" (set (get $resources "limits" | default dict) .resourceName (toString .count)) -}}
 {{- end -}}
 {{- end -}}
