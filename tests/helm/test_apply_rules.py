@@ -34,7 +34,7 @@ def made(kind: str) -> Object:
     if kind in ("StatefulSet", "Deployment", "Job"):
         spec["template"] = {"metadata": {"labels": labels}, "spec": yaml.safe_load(POD)}
     if kind in ("StatefulSet", "Deployment"):
-        spec["selector"] = {"matchLabels": labels}
+        spec["selector"] = {"matchLabels": dict(labels)}
     return row | {"kind": kind, "metadata": {"name": "one", "labels": dict(labels)}}
 
 

@@ -114,6 +114,20 @@ def test_a_release_lives_and_leaves_nothing_behind(kubernetes: Kubernetes, name:
     assert kubernetes.store.names() == []
 
 
+def test_weights_outlive_their_release(kubernetes: Kubernetes) -> None:
+    options = ("-f", values("native-own-claim"), "--create-namespace")
+    for _ in range(2):  # the second one finds the claim of the first
+        kubernetes.helm("install", "release", CHART, *options)
+        kubernetes.helm("uninstall", "release")
+        assert kubernetes.objects() == {"PersistentVolumeClaim/release-diptych-models"}
+    (claim,) = kubernetes.contents().values()
+    assert claim["spec"] == {
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": "fast",
+        "resources": {"requests": {"storage": "50Gi"}},
+    }
+
+
 def test_a_pool_that_is_taken_out_takes_its_pods_along(kubernetes: Kubernetes) -> None:
     kubernetes.helm("install", "release", CHART, "--create-namespace", "-f", values("native-elastic"))
     assert "StatefulSet/release-diptych-spare" in kubernetes.objects()

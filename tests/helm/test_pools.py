@@ -212,3 +212,23 @@ def test_an_environment_of_one_s_own_stands_before_the_chart_s() -> None:
         assert len(names) == len(set(names))
         assert {"name": "HF_HOME", "value": "/own"} in env and env[-1] == {"name": "A", "value": "2"}
         assert {"POD_IP", "RAY_AUTH_TOKEN", "DIPTYCH_CACHE"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "claim", "is_read_only"),
+    [("native-own-claim", "release-diptych-models", False), ("native-models-on-a-claim", "models", True)],
+)
+def test_the_claim_with_models_is_mounted_where_the_cluster_block_says(
+    name: str, claim: str, is_read_only: bool, tmp_path: Path
+) -> None:
+    objects = rendered(values(name))
+    model = mounted(objects, tmp_path).model
+    for pod, spec in every_pod(objects):
+        if not pod.endswith("-smoke"):
+            (volume,) = [each for each in spec["volumes"] if each["name"] == "models"]
+            assert volume["persistentVolumeClaim"] == {"claimName": claim, "readOnly": is_read_only}
+            (mount,) = [each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "models"]
+            assert model.startswith(mount["mountPath"] + "/") and mount["readOnly"] == is_read_only
+    assert [each["metadata"]["name"] for each in of_kind(objects, "PersistentVolumeClaim")] == [claim][
+        : not is_read_only
+    ]

@@ -95,6 +95,10 @@ WRONG = {
         "gateway.service.port: is 443, and the Service has 2 port(s) of HTTP from 444 on "
         "(cluster.gateway.http_port); write one that is farther away",
     ),
+    "two claims for models": (
+        ("--set", "model.existingClaim=models,model.pvc.create=true"),
+        "model.pvc.create: model.existingClaim names a claim already; write one of the two",
+    ),
     "an external Ray without an address": (
         ("--set", "mode=external"),
         "ray.address: mode is external; write HOST:6379 of the Ray to join",

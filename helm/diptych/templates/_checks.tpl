@@ -30,6 +30,9 @@
 {{- fail "ray.auth.key: KubeRay reads auth_token and no other key" -}}
 {{- end -}}
 {{- end -}}
+{{- if and .Values.model.existingClaim .Values.model.pvc.create -}}
+{{- fail "model.pvc.create: model.existingClaim names a claim already; write one of the two" -}}
+{{- end -}}
 {{- $full := include "diptych.fullname" . -}}
 {{- if not (regexMatch "^[a-z][-a-z0-9]*$" $full) -}}
 {{- fail (printf "fullnameOverride: %s must begin with a letter, and have lower-case letters, digits and dashes" $full) -}}

@@ -36,6 +36,11 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
+{{/* The claim with models; empty: there is none. */}}
+{{- define "diptych.modelClaim" -}}
+{{- .Values.model.existingClaim | default (ternary (printf "%s-models" (include "diptych.fullname" .)) "" .Values.model.pvc.create) -}}
+{{- end -}}
+
 {{/* Where Ray's head is, for whoever joins it. */}}
 {{- define "diptych.rayAddress" -}}
 {{- if eq .Values.mode "external" -}}

@@ -46,7 +46,7 @@
 - {name: cache, mountPath: /cache}
 - {name: cluster, mountPath: /etc/diptych, readOnly: true}
 {{- with .root.Values.model }}
-{{- if .existingClaim }}
+{{- if include "diptych.modelClaim" $.root }}
 - {name: models, mountPath: {{ .mountPath | quote }}, readOnly: {{ .readOnly }}}
 {{- end }}
 {{- end }}
@@ -69,9 +69,9 @@
 {{- else }}
   emptyDir: {{ with .cache.sizeLimit }}{sizeLimit: {{ . | quote }}}{{ else }}{}{{ end }}
 {{- end }}
-{{- if .existingClaim }}
+{{- with include "diptych.modelClaim" $.root }}
 - name: models
-  persistentVolumeClaim: {claimName: {{ .existingClaim | quote }}, readOnly: {{ .readOnly }}}
+  persistentVolumeClaim: {claimName: {{ quote . }}, readOnly: {{ $.root.Values.model.readOnly }}}
 {{- end }}
 {{- end }}
 {{- with .settings.extraVolumes }}
