@@ -60,7 +60,7 @@ def test_only_one_kind_of_pod_stands_behind_the_service() -> None:
 def test_routes_lead_to_the_service() -> None:
     objects = rendered(values("native-exposed"))
     service = door(objects)
-    (ingress,), (route,) = of_kind(objects, "Ingress"), of_kind(objects, "GRPCRoute")
+    (ingress, _), (route,) = of_kind(objects, "Ingress"), of_kind(objects, "GRPCRoute")
     (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
     assert path["backend"]["service"] == {
         "name": service["metadata"]["name"],
@@ -71,6 +71,19 @@ def test_routes_lead_to_the_service() -> None:
     assert (
         route["spec"]["hostnames"] == ["llm.example.com"] and ingress["spec"]["tls"][0]["secretName"] == "certificate"
     )
+
+
+def test_http_has_an_ingress_of_its_own() -> None:
+    objects = rendered(values("native-exposed"))
+    service, (grpc, http) = door(objects), of_kind(objects, "Ingress")
+    assert http["metadata"]["name"] == f"{grpc['metadata']['name']}-http"
+    assert http["metadata"]["annotations"] == {"nginx.ingress.kubernetes.io/proxy-read-timeout": "600"}
+    (rule,) = http["spec"]["rules"]
+    backend = rule["http"]["paths"][0]["backend"]["service"]
+    targets = {port["name"]: port["targetPort"] for port in service["spec"]["ports"]}
+    assert (backend["name"], targets[backend["port"]["name"]]) == (service["metadata"]["name"], 8000)
+    assert rule["host"] == "api.example.com" and http["spec"]["ingressClassName"] == "nginx"
+    assert http["spec"]["tls"] == [{"secretName": "api-certificate", "hosts": ["api.example.com"]}]
 
 
 @pytest.mark.parametrize("name", ["native", "external"])

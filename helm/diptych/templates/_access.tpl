@@ -148,6 +148,9 @@ grpcs://{{ include "diptych.host" $ }}:{{ .service.port }}{{ if .tls.caKey }} --
 {{- fail "metrics.serviceMonitor.apiKey.name: /metrics needs an API key; name a Secret with the one that Prometheus sends" -}}
 {{- end -}}
 {{- end -}}
+{{- if and .Values.httpIngress.enabled (not (include "diptych.httpPort" $ | int)) -}}
+{{- fail "httpIngress: there is no HTTP to lead to; write cluster.gateway.http_port: 8000" -}}
+{{- end -}}
 {{- with .Values.httpRoute -}}
 {{- if and .enabled (not .parentRefs) -}}
 {{- fail "httpRoute.parentRefs: is empty; name the Gateway, such as [{name: public}]" -}}
