@@ -158,6 +158,18 @@ WRONG = {
         ("--set", "gateway.terminationGracePeriodSeconds=0"),
         "gateway.drainSeconds is 15, and 15 s are needed to close; raise gateway.terminationGracePeriodSeconds above 0",
     ),
+    "an autoscaler of gateways that have no pods": (
+        ("--set", "mode=kuberay,gateway.autoscaling.enabled=true"),
+        "gateway.autoscaling: mode is kuberay, where gateways have no pods of their own; write cluster.gateway.replicas",
+    ),
+    "two numbers of gateways": (
+        ("--set", "gateway.autoscaling.enabled=true,cluster.gateway.replicas=2"),
+        "cluster.gateway.replicas: gateway.autoscaling says how many there are; leave it out",
+    ),
+    "an autoscaler with its bounds the wrong way round": (
+        ("--set", "gateway.autoscaling.enabled=true,gateway.autoscaling.minReplicas=5"),
+        "gateway.autoscaling: minReplicas is 5, above maxReplicas, which is 4",
+    ),
     "a name that is no name": (
         ("--set", "fullnameOverride=9lives"),
         "fullnameOverride: 9lives must begin with a letter, and have lower-case letters, digits and dashes",

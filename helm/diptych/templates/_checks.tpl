@@ -105,6 +105,17 @@
 {{- if gt (add .Values.gateway.drainSeconds 15 | int) (int $grace) -}}
 {{- fail (printf "gateway.drainSeconds is %d, and 15 s are needed to close; raise gateway.terminationGracePeriodSeconds above %d" (int .Values.gateway.drainSeconds) (int $grace)) -}}
 {{- end -}}
+{{- with .Values.gateway.autoscaling -}}
+{{- if and .enabled (eq $.Values.mode "kuberay") -}}
+{{- fail "gateway.autoscaling: mode is kuberay, where gateways have no pods of their own; write cluster.gateway.replicas" -}}
+{{- end -}}
+{{- if and .enabled (hasKey $gateway "replicas") -}}
+{{- fail "cluster.gateway.replicas: gateway.autoscaling says how many there are; leave it out" -}}
+{{- end -}}
+{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
+{{- fail (printf "gateway.autoscaling: minReplicas is %d, above maxReplicas, which is %d" (int .minReplicas) (int .maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
 {{- include "diptych.checkAccess" . -}}
 {{- include "diptych.checkPorts" . -}}
 {{- if and .Values.grpcRoute.enabled (not .Values.grpcRoute.parentRefs) -}}
