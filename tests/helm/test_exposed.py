@@ -73,19 +73,6 @@ def test_routes_lead_to_the_service() -> None:
     )
 
 
-def test_http_has_an_ingress_of_its_own() -> None:
-    objects = rendered(values("native-exposed"))
-    service, (grpc, http) = door(objects), of_kind(objects, "Ingress")
-    assert http["metadata"]["name"] == f"{grpc['metadata']['name']}-http"
-    assert http["metadata"]["annotations"] == {"nginx.ingress.kubernetes.io/proxy-read-timeout": "600"}
-    (rule,) = http["spec"]["rules"]
-    backend = rule["http"]["paths"][0]["backend"]["service"]
-    targets = {port["name"]: port["targetPort"] for port in service["spec"]["ports"]}
-    assert (backend["name"], targets[backend["port"]["name"]]) == (service["metadata"]["name"], 8000)
-    assert rule["host"] == "api.example.com" and http["spec"]["ingressClassName"] == "nginx"
-    assert http["spec"]["tls"] == [{"secretName": "api-certificate", "hosts": ["api.example.com"]}]
-
-
 @pytest.mark.parametrize("name", ["native", "external"])
 def test_a_model_may_load_as_long_as_the_cluster_allows(name: str, tmp_path: Any) -> None:
     objects = rendered(values(name))
@@ -191,3 +178,16 @@ def test_a_packaged_chart_has_all_files(tmp_path: Any) -> None:
     code, out, err = run("helm", "template", "release", package, "-f", values("native-monitored"))
     assert code == 0 and "kind: StatefulSet" in out, err
     assert "alert: DiptychGatewayDown" in out and "diptych_ledger_seconds_sum" in out
+
+
+def test_http_has_an_ingress_of_its_own() -> None:
+    objects = rendered(values("native-exposed"))
+    service, (grpc, http) = door(objects), of_kind(objects, "Ingress")
+    assert http["metadata"]["name"] == f"{grpc['metadata']['name']}-http"
+    assert http["metadata"]["annotations"] == {"nginx.ingress.kubernetes.io/proxy-read-timeout": "600"}
+    (rule,) = http["spec"]["rules"]
+    backend = rule["http"]["paths"][0]["backend"]["service"]
+    targets = {port["name"]: port["targetPort"] for port in service["spec"]["ports"]}
+    assert (backend["name"], targets[backend["port"]["name"]]) == (service["metadata"]["name"], 8000)
+    assert rule["host"] == "api.example.com" and http["spec"]["ingressClassName"] == "nginx"
+    assert http["spec"]["tls"] == [{"secretName": "api-certificate", "hosts": ["api.example.com"]}]

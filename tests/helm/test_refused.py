@@ -160,7 +160,8 @@ WRONG = {
     ),
     "an autoscaler of gateways that have no pods": (
         ("--set", "mode=kuberay,gateway.autoscaling.enabled=true"),
-        "gateway.autoscaling: mode is kuberay, where gateways have no pods of their own; write cluster.gateway.replicas",
+        "gateway.autoscaling: mode is kuberay, where gateways have no pods of their own; write "
+        "cluster.gateway.replicas",
     ),
     "two numbers of gateways": (
         ("--set", "gateway.autoscaling.enabled=true,cluster.gateway.replicas=2"),
