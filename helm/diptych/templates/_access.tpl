@@ -113,14 +113,10 @@ authorization:
 {{- end -}}
 {{- end -}}
 
-{{/* Behind `--endpoint`: for people, who have the files under these names. */}}
-{{- define "diptych.askOptions" -}}
+{{/* Behind `--endpoint HOST:PORT`: for people, who have the files under these names. */}}
+{{- define "diptych.askFiles" -}}
 {{- with .Values.gateway -}}
-{{- if .tls.secret -}}
-grpcs://{{ include "diptych.host" $ }}:{{ .service.port }}{{ if .tls.caKey }} --ca ca.crt{{ end }}
-{{- else -}}
-{{ include "diptych.fullname" $ }}.{{ $.Release.Namespace }}:{{ .service.port }}
-{{- end -}}
+{{- if and .tls.secret .tls.caKey }} --ca ca.crt{{ end -}}
 {{- if .tls.clientCASecret }} --cert CERTIFICATE --cert-key ITS_KEY{{ end -}}
 {{- if .auth.existingSecret }} --key-file KEYS{{ end -}}
 {{- end -}}
