@@ -25,14 +25,29 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
+{{/* A parent chart's registry stands before ours. */}}
 {{- define "diptych.image" -}}
+{{- $global := .Values.global | default dict -}}
 {{- with .Values.image -}}
-{{- $path := ternary .repository (printf "%s/%s" .registry .repository) (empty .registry) -}}
+{{- $registry := get $global "imageRegistry" | default .registry -}}
+{{- $path := ternary .repository (printf "%s/%s" $registry .repository) (empty $registry) -}}
 {{- if .digest -}}
 {{ printf "%s@%s" $path .digest }}
 {{- else -}}
 {{ printf "%s:%s" $path (.tag | default $.Chart.AppVersion) }}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Ours, and a parent chart's, which may say just the name. */}}
+{{- define "diptych.pullSecrets" -}}
+{{- $secrets := .Values.imagePullSecrets -}}
+{{- range get (.Values.global | default dict) "imagePullSecrets" | default list -}}
+{{- $secrets = append $secrets (kindIs "map" . | ternary . (dict "name" .)) -}}
+{{- end -}}
+{{- with uniq $secrets -}}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- end -}}
 

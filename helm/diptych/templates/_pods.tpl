@@ -121,9 +121,8 @@ resources:
 {{- define "diptych.placement" -}}
 serviceAccountName: {{ include "diptych.serviceAccount" .root | quote }}
 automountServiceAccountToken: {{ .apiToken | default false }}
-{{- with .root.Values.imagePullSecrets }}
-imagePullSecrets:
-  {{- toYaml . | nindent 2 }}
+{{- with include "diptych.pullSecrets" .root }}
+{{ . }}
 {{- end }}
 {{- with .settings }}
 securityContext:
