@@ -231,3 +231,15 @@ def test_the_claim_with_models_is_mounted_where_the_cluster_block_says(
             assert model.startswith(mount["mountPath"] + "/") and mount["readOnly"] == is_read_only
     made = [each["metadata"]["name"] for each in of_kind(objects, "PersistentVolumeClaim")]
     assert made == ([claim] if name == "native-own-claim" else [])
+
+
+def test_the_hub_s_token_is_for_pods_that_read_the_model() -> None:
+    own = ("--set", "model.tokenSecret.name=hub")
+    for name in ("native", "kuberay"):
+        found = {
+            pod.removeprefix("release-diptych-"): "HF_TOKEN" in str(spec["containers"][0]["env"])
+            for pod, spec in every_pod(rendered(values(name), *own))
+        }
+        assert found.pop("smoke") is False
+        assert found.pop("head") is (name == "kuberay"), "where gateways are in it"
+        assert found and all(found.values())

@@ -103,6 +103,10 @@ WRONG = {
         ("--set", "mode=external"),
         "ray.address: mode is external; write HOST:6379 of the Ray to join",
     ),
+    "an address for clients of Ray": (
+        ("--set", "mode=external,ray.address=ray://ray:10001"),
+        "ray.address: pods join that Ray as nodes; write HOST:6379 of its head, with nothing before",
+    ),
     "an address for a Ray of our own": (
         ("--set", "ray.address=ray:6379"),
         "ray.address: mode is native, which brings a Ray of its own; write mode: external, or leave the address out",

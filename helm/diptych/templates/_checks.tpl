@@ -16,6 +16,9 @@
 {{- if and (ne .Values.mode "external") .Values.ray.address -}}
 {{- fail (printf "ray.address: mode is %s, which brings a Ray of its own; write mode: external, or leave the address out" .Values.mode) -}}
 {{- end -}}
+{{- if contains "://" .Values.ray.address -}}
+{{- fail "ray.address: pods join that Ray as nodes; write HOST:6379 of its head, with nothing before" -}}
+{{- end -}}
 {{- with .Values.ray.auth -}}
 {{- if and .token .existingSecret -}}
 {{- fail "ray.auth: give token or existingSecret, not both" -}}

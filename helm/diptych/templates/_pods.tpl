@@ -3,6 +3,7 @@
 {{ toYaml (mergeOverwrite (deepCopy .root.Values.podDefaults) (deepCopy (.own | default dict))) }}
 {{- end -}}
 
+{{/* The hub's token is for pods that read the model: workers, `serve`, which fetches it first, and gateways. */}}
 {{- define "diptych.ownEnv" -}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
@@ -19,8 +20,9 @@
   valueFrom: {secretKeyRef: {name: {{ include "diptych.authSecret" .root | quote }}, key: {{ $auth.key | quote }}}}
 {{- end }}
 {{- end }}
+{{- $model := or (ne .component "head") (eq .root.Values.mode "kuberay") }}
 {{- with .root.Values.model.tokenSecret }}
-{{- if .name }}
+{{- if and .name $model }}
 - name: HF_TOKEN
   valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}
 {{- end }}
@@ -31,7 +33,7 @@
 {{- define "diptych.env" -}}
 {{- $env := list -}}
 {{- $named := dict -}}
-{{- range concat (fromYamlArray (include "diptych.ownEnv" .)) .settings.extraEnv | reverse -}}
+{{- range concat (fromYamlArray (include "diptych.ownEnv" .)) (.settings.extraEnv | default list) | reverse -}}
 {{- if not (hasKey $named .name) -}}
 {{- $_ := set $named .name true -}}
 {{- $env = prepend $env . -}}
