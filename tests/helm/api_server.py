@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, urlparse
 
 import kubernetes_validate
 import yaml
+from apply_rules import forbidden, merged, repeated, without
 from kuberay import mistakes
 
 VERSION = "1.37"
@@ -66,11 +67,13 @@ BUILT_IN = [
         v1 Secret s
         v1 ConfigMap s
         v1 ServiceAccount s
+        v1 PersistentVolumeClaim s
         apps/v1 Deployment s
         apps/v1 StatefulSet s
         apps/v1 ReplicaSet s
         batch/v1 Job s
         policy/v1 PodDisruptionBudget s
+        autoscaling/v2 HorizontalPodAutoscaler s
     """),
     Kind("networking.k8s.io/v1", "networkpolicies", "NetworkPolicy"),
     Kind("networking.k8s.io/v1", "ingresses", "Ingress"),
@@ -85,6 +88,7 @@ class Store:
         self.kinds = kinds
         self.lock = threading.RLock()
         self._objects: dict[tuple[Kind, str, str], Object] = {}
+        self._applied: dict[tuple[Kind, str, str], Object] = {}  # what the only owner of an object wrote last
         self._watching: list[tuple[Kind, str, queue.Queue[Object]]] = []
         self._revision = 100
         self.status: Callable[[Object], Object] = ready  # of what is written; whoever runs pods knows better
@@ -107,14 +111,19 @@ class Store:
             ]
         return [each for each in found if selected(each, query)]
 
-    def write(self, kind: Kind, namespace: str, name: str, data: Object, *, merge: bool, dry: bool) -> Object:
+    def write(self, kind: Kind, namespace: str, name: str, data: Object, *, how: str, dry: bool) -> Object:
+        """`how` is apply (by the server), merge (a patch) or replace."""
         with self.lock:
             old = self._objects.get((kind, namespace, name))
-            new = merged(old, data) if old and merge else copy.deepcopy(data)
+            new = copy.deepcopy(data)
+            if old and how == "apply":
+                new = merged(without(old, self._applied.get((kind, namespace, name), {})), data)
+            elif old and how == "merge":
+                new = merged(old, data)
             new |= {"apiVersion": kind.group_version, "kind": kind.name}
             if kind.name == "Service":
                 new["spec"].setdefault("clusterIP", "10.96.0.1")
-            validate({key: value for key, value in new.items() if key != "status"})
+            validate({key: value for key, value in new.items() if key != "status"}, old)
             self._revision += 1
             metadata = new["metadata"]
             generation = (old or {"metadata": {}})["metadata"].get("generation", 0) + 1
@@ -126,6 +135,8 @@ class Store:
             new["status"] = self.status(new)
             if not dry:
                 self._objects[kind, namespace, name] = new
+                if how != "merge":
+                    self._applied[kind, namespace, name] = copy.deepcopy(data)
                 self._tell("MODIFIED" if old else "ADDED", kind, namespace, new)
             return new
 
@@ -143,6 +154,7 @@ class Store:
         with self.lock:
             gone = self.get(kind, namespace, name)
             del self._objects[kind, namespace, name]
+            self._applied.pop((kind, namespace, name), None)
             self._tell("DELETED", kind, namespace, gone)
 
     def watch(self, kind: Kind, namespace: str, query: dict[str, str]) -> Iterator[Object]:
@@ -189,26 +201,20 @@ def _pairs(selector: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in parts}
 
 
-def merged(below: Any, above: Any) -> Any:
-    """A merge patch; for server-side apply of one owner it comes to the same, but that lists are replaced."""
-    if not (isinstance(below, dict) and isinstance(above, dict)):
-        return copy.deepcopy(above)
-    both = {key: value for key, value in below.items() if key not in above}
-    return both | {key: merged(below.get(key), value) for key, value in above.items() if value is not None}
-
-
-def validate(data: Object) -> None:
-    """Raises `Refused` for what Kubernetes or KubeRay would not take."""
-    if data["apiVersion"].startswith("ray.io/"):
-        found = mistakes(data)
-    else:
-        try:
-            kubernetes_validate.validate(copy.deepcopy(data), VERSION, strict=True)
-            return
-        except kubernetes_validate.ValidationError as error:
-            found = [str(error).splitlines()[0]]
+def validate(data: Object, old: Object | None = None) -> None:
+    """Raises `Refused` for what Kubernetes or KubeRay would not take, instead of the old one."""
+    found = mistakes(data) if data["apiVersion"].startswith("ray.io/") else _shape_mistakes(data)
+    found += repeated(data) + (forbidden(old, data) if old else [])
     if found:
         raise Refused(422, "Invalid", f'{data["kind"]} "{data["metadata"]["name"]}" is invalid: {"; ".join(found)}')
+
+
+def _shape_mistakes(data: Object) -> list[str]:
+    try:
+        kubernetes_validate.validate(copy.deepcopy(data), VERSION, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return [str(error).splitlines()[0]]
+    return []
 
 
 def ready(data: Object) -> Object:
@@ -232,6 +238,8 @@ def ready(data: Object) -> Object:
             return {"succeeded": 1, "conditions": [{"type": "Complete", **done}]}
         case "Service":
             return {"loadBalancer": {"ingress": [{"ip": "192.0.2.1"}]}}
+        case "PersistentVolumeClaim":
+            return {"phase": "Bound"}
         case "Namespace":
             return {"phase": "Active"}
         case "PodDisruptionBudget":
@@ -386,7 +394,8 @@ class Handler(BaseHTTPRequestHandler):
                 raise Refused(409, "AlreadyExists", f'{kind.plural} "{name}" already exists')
         elif not applied:
             self.store.get(kind, namespace, name)
-        return self.store.write(kind, namespace, name, body, merge=self.command == "PATCH", dry=dry)
+        how = "apply" if applied else "merge" if self.command == "PATCH" else "replace"
+        return self.store.write(kind, namespace, name, body, how=how, dry=dry)
 
     def _place(self, path: str) -> tuple[Kind, str, str]:
         """Which kind, in which namespace, of which name, as far as the path says."""

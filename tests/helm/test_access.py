@@ -190,6 +190,10 @@ WRONG = {
         ("--set", "httpRoute.enabled=true", "--set-json", 'httpRoute.parentRefs=[{"name": "public"}]'),
         "httpRoute: there is no HTTP to lead to; write cluster.gateway.http_port: 8000",
     ),
+    "an Ingress without HTTP": (
+        ("--set", "httpIngress.enabled=true"),
+        "httpIngress: there is no HTTP to lead to; write cluster.gateway.http_port: 8000",
+    ),
     "a route without a Gateway": (
         with_http("httpRoute.enabled=true"),
         "httpRoute.parentRefs: is empty; name the Gateway, such as [{name: public}]",

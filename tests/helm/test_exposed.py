@@ -60,7 +60,7 @@ def test_only_one_kind_of_pod_stands_behind_the_service() -> None:
 def test_routes_lead_to_the_service() -> None:
     objects = rendered(values("native-exposed"))
     service = door(objects)
-    (ingress,), (route,) = of_kind(objects, "Ingress"), of_kind(objects, "GRPCRoute")
+    (ingress, _), (route,) = of_kind(objects, "Ingress"), of_kind(objects, "GRPCRoute")
     (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
     assert path["backend"]["service"] == {
         "name": service["metadata"]["name"],
@@ -126,6 +126,15 @@ def test_the_service_monitor_finds_the_metrics_of_every_gateway() -> None:
     assert {(each["path"], each["interval"]) for each in monitor["spec"]["endpoints"]} == {("/metrics", "5s")}
 
 
+def test_scrapers_are_let_in_without_everybody_else() -> None:
+    enabled = ("--set", "networkPolicy.enabled=true", "--set-json", 'networkPolicy.clients=[{"podSelector": {}}]')
+    prometheus = ("--set-json", 'networkPolicy.scrapers=[{"namespaceSelector": {}}]')
+    (policy,) = of_kind(rendered(values("native-monitored"), *enabled, *prometheus), "NetworkPolicy")
+    let_in = [(each["port"], rule["from"]) for rule in policy["spec"]["ingress"][1:] for each in rule["ports"]]
+    clients, scrapers = [{"podSelector": {}}], [{"namespaceSelector": {}}]
+    assert let_in == [(50051, clients), (8000, clients), (8080, scrapers), (8000, scrapers)]
+
+
 def test_scrapers_may_reach_what_the_service_monitor_names() -> None:
     (policy,) = of_kind(rendered(values("native-monitored"), "--set", "networkPolicy.enabled=true"), "NetworkPolicy")
     *_, scrapers = policy["spec"]["ingress"]
@@ -169,3 +178,16 @@ def test_a_packaged_chart_has_all_files(tmp_path: Any) -> None:
     code, out, err = run("helm", "template", "release", package, "-f", values("native-monitored"))
     assert code == 0 and "kind: StatefulSet" in out, err
     assert "alert: DiptychGatewayDown" in out and "diptych_ledger_seconds_sum" in out
+
+
+def test_http_has_an_ingress_of_its_own() -> None:
+    objects = rendered(values("native-exposed"))
+    service, (grpc, http) = door(objects), of_kind(objects, "Ingress")
+    assert http["metadata"]["name"] == f"{grpc['metadata']['name']}-http"
+    assert http["metadata"]["annotations"] == {"nginx.ingress.kubernetes.io/proxy-read-timeout": "600"}
+    (rule,) = http["spec"]["rules"]
+    backend = rule["http"]["paths"][0]["backend"]["service"]
+    targets = {port["name"]: port["targetPort"] for port in service["spec"]["ports"]}
+    assert (backend["name"], targets[backend["port"]["name"]]) == (service["metadata"]["name"], 8000)
+    assert rule["host"] == "api.example.com" and http["spec"]["ingressClassName"] == "nginx"
+    assert http["spec"]["tls"] == [{"secretName": "api-certificate", "hosts": ["api.example.com"]}]

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 from api_server import Store, api_server
-from chart import CHART, rendered, values
+from chart import CHART, Object, rendered, values
 from programs import run
 
 MODES = ("native", "kuberay", "external", "native-exposed", "kuberay-elastic")
 WITHOUT_FOREIGN = ("--set", "grpcRoute.enabled=false,podMonitor.enabled=false")
+WORKLOADS = ("Deployment/", "StatefulSet/")
 HOOKS = ("Pod/release-diptych-smoke",)
 
 
@@ -39,9 +40,31 @@ class Kubernetes:
         assert code != 0, out
         return err
 
+    def contents(self) -> dict[str, Object]:
+        """What it consists of, as far as helm says it."""
+        found = [each for kind in self.store.kinds if kind.namespaced for each in self.store.all(kind, "llm", {})]
+        return {named(each): said(each) for each in found if not named(each).startswith("Secret/sh.helm.release")}
+
     def objects(self) -> set[str]:
         """What the release consists of; helm's own Secrets left out."""
         return {each for each in self.store.names() if not each.startswith("Secret/sh.helm.release")}
+
+
+def named(each: Object) -> str:
+    return f"{each['kind']}/{each['metadata']['name']}"
+
+
+def said(each: Object) -> Object:
+    """Without what the server adds."""
+    about = {key: each["metadata"].get(key) for key in ("labels", "annotations")}
+    return about | {key: value for key, value in each.items() if key not in ("metadata", "status")}
+
+
+def in_pods(contents: dict[str, Object]) -> dict[str, Object]:
+    """What makes up the pods: ConfigMaps' data and templates."""
+    found = {name: each["data"] for name, each in contents.items() if name.startswith("ConfigMap/")}
+    found |= {name: each["spec"]["template"] for name, each in contents.items() if name.startswith(WORKLOADS)}
+    return found | {name: each["spec"] for name, each in contents.items() if name.startswith("Ray")}
 
 
 def connected(address: str, store: Store, folder: Path) -> Kubernetes:
@@ -67,7 +90,7 @@ def kubernetes(tmp_path: Path) -> Iterator[Kubernetes]:
 
 def expected(name: str, *options: str) -> set[str]:
     found = rendered(values(name), *options)
-    return {f"{each['kind']}/{each['metadata']['name']}" for each in found} - set(HOOKS)
+    return {named(each) for each in found} - set(HOOKS)
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -75,18 +98,34 @@ def test_a_release_lives_and_leaves_nothing_behind(kubernetes: Kubernetes, name:
     options = ("-f", values(name), *WITHOUT_FOREIGN)
     waiting = ("--wait", "--timeout", "30s")
     kubernetes.helm("install", "release", CHART, "--create-namespace", *options, *waiting)
-    first = kubernetes.objects()
-    assert first == expected(name, *WITHOUT_FOREIGN)
+    first = kubernetes.contents()
+    assert first.keys() == expected(name, *WITHOUT_FOREIGN)
     kubernetes.helm("test", "release")
-    changed = "cluster.gateway.max_requests=7"
+    changed = "cluster.gateway.max_requests=7,podDefaults.podAnnotations.changed=yes"
     kubernetes.helm("upgrade", "release", CHART, *options, "--set", changed, *waiting)
     (before, after) = json.loads(kubernetes.helm("history", "release", "-o", "json"))
     assert (before["status"], after["status"]) == ("superseded", "deployed")
     assert kubernetes.objects() == expected(name, *WITHOUT_FOREIGN, "--set", changed)
+    wanted = {named(each): said(each) for each in rendered(values(name), *WITHOUT_FOREIGN, "--set", changed)}
+    assert in_pods(kubernetes.contents()) == in_pods(wanted) != in_pods(first)
     kubernetes.helm("rollback", "release", "1", *waiting)
-    assert kubernetes.objects() == first
+    assert kubernetes.contents() == first
     kubernetes.helm("uninstall", "release", *waiting)
     assert kubernetes.store.names() == []
+
+
+def test_weights_outlive_their_release(kubernetes: Kubernetes) -> None:
+    options = ("-f", values("native-own-claim"), "--create-namespace")
+    for _ in range(2):  # the second one finds the claim of the first
+        kubernetes.helm("install", "release", CHART, *options)
+        kubernetes.helm("uninstall", "release")
+        assert kubernetes.objects() == {"PersistentVolumeClaim/release-diptych-models"}
+    (claim,) = kubernetes.contents().values()
+    assert claim["spec"] == {
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": "fast",
+        "resources": {"requests": {"storage": "50Gi"}},
+    }
 
 
 def test_a_pool_that_is_taken_out_takes_its_pods_along(kubernetes: Kubernetes) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from chart import VALUES, Object, mounted, of_kind, rendered, values
+from chart import pods as every_pod
 
 from cluster.runtime.placement import RESERVED, bundle, has_labels
 from cluster.spec import PoolSpec
@@ -155,6 +156,17 @@ def test_settings_of_a_pool_stand_before_those_of_all() -> None:
     assert "add" not in a100["securityContext"]["capabilities"]
 
 
+@pytest.mark.parametrize(("name", "having"), [("native-gpu", ["release-diptych-h100"]), ("kuberay-gpu", ["both"])])
+def test_only_pools_move_kv_and_have_the_device_for_it(name: str, having: list[str]) -> None:
+    found = []
+    for pod, spec in every_pod(rendered(values(name))):
+        limits = spec["containers"][0]["resources"].get("limits", {})
+        has_device, may_lock = "rdma/hca_shared_devices_a" in limits, "IPC_LOCK" in str(spec["containers"][0])
+        assert has_device == may_lock, pod
+        found += [pod] if has_device else []
+    assert found == having
+
+
 def test_every_setting_of_pods_reaches_every_pod() -> None:
     objects = rendered(values("native-every-setting"))
     for each in of_kind(objects, "StatefulSet") + of_kind(objects, "Deployment"):
@@ -175,3 +187,59 @@ def test_every_setting_of_pods_reaches_every_pod() -> None:
         assert {"UCX_TLS", "NODE"} <= {each["name"] for each in container["env"]}
         assert container["envFrom"] == [{"configMapRef": {"name": "proxy"}}]
         assert "/etc/ssl/own" in {each["mountPath"] for each in container["volumeMounts"]}
+
+
+def test_the_smoke_test_runs_where_the_other_pods_may() -> None:
+    (smoke,) = of_kind(rendered(values("native-every-setting")), "Pod")
+    (gateway,) = [
+        each["spec"]["template"]
+        for each in of_kind(rendered(values("native-every-setting")), "Deployment")
+        if each["metadata"]["name"] == "llm-gateway"
+    ]
+    scheduled = ("nodeSelector", "tolerations", "affinity", "priorityClassName", "runtimeClassName", "schedulerName")
+    for key in (*scheduled, "serviceAccountName", "automountServiceAccountToken", "securityContext"):
+        assert smoke["spec"][key] == gateway["spec"][key], key
+    assert "topologySpreadConstraints" not in smoke["spec"]
+    assert smoke["metadata"]["labels"]["team"] == "llm"
+    assert smoke["metadata"]["annotations"].items() >= {"example.com/scrape": "true", "helm.sh/hook": "test"}.items()
+
+
+def test_an_environment_of_one_s_own_stands_before_the_chart_s() -> None:
+    own = '[{"name": "HF_HOME", "value": "/own"}, {"name": "A", "value": "1"}, {"name": "A", "value": "2"}]'
+    for each in of_kind(rendered(values("native"), "--set-json", f"podDefaults.extraEnv={own}"), "StatefulSet"):
+        env = each["spec"]["template"]["spec"]["containers"][0]["env"]
+        names = [variable["name"] for variable in env]
+        assert len(names) == len(set(names))
+        assert {"name": "HF_HOME", "value": "/own"} in env and env[-1] == {"name": "A", "value": "2"}
+        assert {"POD_IP", "RAY_AUTH_TOKEN", "DIPTYCH_CACHE"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "claim", "is_read_only"),
+    [("native-own-claim", "release-diptych-models", False), ("native-models-on-a-claim", "models", True)],
+)
+def test_the_claim_with_models_is_mounted_where_the_cluster_block_says(
+    name: str, claim: str, is_read_only: bool, tmp_path: Path
+) -> None:
+    objects = rendered(values(name))
+    model = mounted(objects, tmp_path).model
+    for pod, spec in every_pod(objects):
+        if not pod.endswith("-smoke"):
+            (volume,) = [each for each in spec["volumes"] if each["name"] == "models"]
+            assert volume["persistentVolumeClaim"] == {"claimName": claim, "readOnly": is_read_only}
+            (mount,) = [each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "models"]
+            assert model.startswith(mount["mountPath"] + "/") and mount["readOnly"] == is_read_only
+    made = [each["metadata"]["name"] for each in of_kind(objects, "PersistentVolumeClaim")]
+    assert made == ([claim] if name == "native-own-claim" else [])
+
+
+def test_the_hub_s_token_is_for_pods_that_read_the_model() -> None:
+    own = ("--set", "model.tokenSecret.name=hub")
+    for name in ("native", "kuberay"):
+        found = {
+            pod.removeprefix("release-diptych-"): "HF_TOKEN" in str(spec["containers"][0]["env"])
+            for pod, spec in every_pod(rendered(values(name), *own))
+        }
+        assert found.pop("smoke") is False
+        assert found.pop("head") is (name == "kuberay"), "where gateways are in it"
+        assert found and all(found.values())

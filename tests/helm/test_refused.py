@@ -1,7 +1,7 @@
 """Wrong values are refused in one line that names the place."""
 
 import pytest
-from chart import TOKEN, refusal, values
+from chart import TOKEN, of_kind, refusal, rendered, values
 
 
 def pools(*described: str) -> tuple[str, str]:
@@ -62,9 +62,50 @@ WRONG = {
         ("--set", "cluster.gateway.grpc_port=0"),
         "cluster.gateway.grpc_port: a Service needs a port that is known; write 50051",
     ),
+    "HTTP where Ray's metrics are": (
+        ("--set", "cluster.gateway.http_port=8080"),
+        "cluster.gateway.http_port: gateway 0 would listen on 8080, the port of Ray's metrics in the same pod; "
+        "write another",
+    ),
+    "gRPC where Ray's agent is": (
+        ("--set", "cluster.gateway.grpc_port=52365"),
+        "cluster.gateway.grpc_port: gateway 0 would listen on 52365, the port of Ray's agent in the same pod; "
+        "write another",
+    ),
+    "a second gateway where Ray's dashboard is": (
+        ("--set", "mode=kuberay,cluster.gateway.http_port=8264,cluster.gateway.replicas=2"),
+        "cluster.gateway.http_port: gateway 1 would listen on 8265, the port of Ray's dashboard in the same pod; "
+        "write another",
+    ),
+    "gRPC and HTTP on one port": (
+        ("--set", "cluster.gateway.http_port=50051"),
+        "cluster.gateway.http_port: is 50051, and gRPC has 1 port(s) from 50051 on; write one that is farther away",
+    ),
+    "HTTP on the port of the next gateway": (
+        ("--set", "mode=kuberay,cluster.gateway.http_port=50052,cluster.gateway.replicas=2"),
+        "cluster.gateway.http_port: is 50052, and gRPC has 2 port(s) from 50051 on; write one that is farther away",
+    ),
+    "a Service with one port twice": (
+        ("--set", "cluster.gateway.http_port=8000,gateway.service.port=8000"),
+        "gateway.service.port: is 8000, and the Service has 1 port(s) of HTTP from 8000 on "
+        "(cluster.gateway.http_port); write one that is farther away",
+    ),
+    "a Service whose ports overlap": (
+        ("--set", "mode=kuberay,cluster.gateway.http_port=444,cluster.gateway.replicas=2,gateway.service.port=443"),
+        "gateway.service.port: is 443, and the Service has 2 port(s) of HTTP from 444 on "
+        "(cluster.gateway.http_port); write one that is farther away",
+    ),
+    "two claims for models": (
+        ("--set", "model.existingClaim=models,model.pvc.create=true"),
+        "model.pvc.create: model.existingClaim names a claim already; write one of the two",
+    ),
     "an external Ray without an address": (
         ("--set", "mode=external"),
         "ray.address: mode is external; write HOST:6379 of the Ray to join",
+    ),
+    "an address for clients of Ray": (
+        ("--set", "mode=external,ray.address=ray://ray:10001"),
+        "ray.address: pods join that Ray as nodes; write HOST:6379 of its head, with nothing before",
     ),
     "an address for a Ray of our own": (
         ("--set", "ray.address=ray:6379"),
@@ -91,6 +132,15 @@ WRONG = {
         "networkPolicy.peers: mode is external; name the pods of that Ray, such as "
         "[{podSelector: {matchLabels: {ray.io/cluster: NAME}}}]",
     ),
+    "a policy that lets everybody in by the way of metrics": (
+        (
+            *("-f", str(values("native-monitored")), "--set", "networkPolicy.enabled=true"),
+            *("--set-json", 'networkPolicy.clients=[{"podSelector": {}}]'),
+        ),
+        "networkPolicy.scrapers: is empty, so with metrics.serviceMonitor everybody could reach the port of HTTP, "
+        "which networkPolicy.clients keeps for some; name Prometheus, such as "
+        "[{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]",
+    ),
     "a drain longer than the grace": (
         ("--set", "gateway.drainSeconds=110"),
         "gateway.drainSeconds is 110, and 15 s are needed to close; "
@@ -99,6 +149,31 @@ WRONG = {
     "a pool whose pods have no time to be emptied": (
         ("--set", "pools.decode.terminationGracePeriodSeconds=20"),
         "pools.decode: terminationGracePeriodSeconds is 20, and a pod needs at least 30 to be emptied; raise it",
+    ),
+    "a pool whose pods have no time at all": (
+        ("--set", "pools.decode.terminationGracePeriodSeconds=0"),
+        "pools.decode: terminationGracePeriodSeconds is 0, and a pod needs at least 30 to be emptied; raise it",
+    ),
+    "pods that have no time at all": (
+        ("--set", "podDefaults.terminationGracePeriodSeconds=0"),
+        "pools.prefill: terminationGracePeriodSeconds is 0, and a pod needs at least 30 to be emptied; raise it",
+    ),
+    "a gateway that has no time at all": (
+        ("--set", "gateway.terminationGracePeriodSeconds=0"),
+        "gateway.drainSeconds is 15, and 15 s are needed to close; raise gateway.terminationGracePeriodSeconds above 0",
+    ),
+    "an autoscaler of gateways that have no pods": (
+        ("--set", "mode=kuberay,gateway.autoscaling.enabled=true"),
+        "gateway.autoscaling: mode is kuberay, where gateways have no pods of their own; write "
+        "cluster.gateway.replicas",
+    ),
+    "two numbers of gateways": (
+        ("--set", "gateway.autoscaling.enabled=true,cluster.gateway.replicas=2"),
+        "cluster.gateway.replicas: gateway.autoscaling says how many there are; leave it out",
+    ),
+    "an autoscaler with its bounds the wrong way round": (
+        ("--set", "gateway.autoscaling.enabled=true,gateway.autoscaling.minReplicas=5"),
+        "gateway.autoscaling: minReplicas is 5, above maxReplicas, which is 4",
     ),
     "a name that is no name": (
         ("--set", "fullnameOverride=9lives"),
@@ -129,3 +204,8 @@ def test_a_token_is_asked_for_rather_than_made_up() -> None:
 def test_the_kubernetes_of_today_is_asked_for() -> None:
     words = refusal("-f", str(values("native")), "--kube-version", "1.26")
     assert "requires kubeVersion: >=1.27-0 which is incompatible with Kubernetes v1.26" in words
+
+
+def test_ports_of_ray_s_head_are_free_where_gateways_have_pods_of_their_own() -> None:
+    objects = rendered(values("native"), "--set", "cluster.gateway.http_port=8265,cluster.gateway.replicas=2")
+    assert of_kind(objects, "Deployment")

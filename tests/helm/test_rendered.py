@@ -14,7 +14,7 @@ from programs import run
 
 from cluster.spec import load_spec
 
-VERSIONS = ("1.31", "1.34", "1.37")
+OLDEST, VERSIONS = "1.27", ("1.31", "1.34", "1.37")
 FOREIGN = dict.fromkeys(("GRPCRoute", "HTTPRoute"), "gateway.networking.k8s.io/v1")
 EACH = pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 
@@ -32,7 +32,21 @@ def test_the_defaults_pass_helm_lint() -> None:
 @EACH
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_knows_every_key(path: Path, version: str) -> None:
-    for each in rendered(path, "--kube-version", version):
+    check_keys(rendered(path, "--kube-version", version), version)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["native", "native-exposed", "native-every-setting", "native-scaled-gateways", "native-own-claim", "external"],
+)
+def test_the_oldest_kubernetes_knows_every_key(name: str) -> None:
+    asked_for = yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"]
+    assert asked_for == f">={OLDEST}-0"
+    check_keys(rendered(values(name), "--kube-version", OLDEST), OLDEST)
+
+
+def check_keys(objects: tuple[Object, ...], version: str) -> None:
+    for each in objects:
         if each["apiVersion"].startswith("ray.io/"):
             assert mistakes(each) == []
         elif each["apiVersion"].startswith("monitoring.coreos.com/"):
@@ -145,6 +159,8 @@ def test_every_pod_says_whether_ray_wants_a_token(path: Path) -> None:
                 assert env["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] in (
                     "release-diptych-ray",
                     "llm-ray",
+                    "true-ray",
+                    "123",
                     "ray-token",
                 )
             else:

@@ -80,6 +80,23 @@ def test_a_cluster_is_served_once_and_without_gateways(name: str) -> None:
     assert (command, options["file"], options["no_gateways"]) == ("serve", "/etc/diptych/cluster.yaml", True)
 
 
+def test_an_autoscaler_and_nobody_else_says_how_many_gateways_there_are() -> None:
+    objects = rendered(values("native-scaled-gateways"))
+    (scaler,), gateways = of_kind(objects, "HorizontalPodAutoscaler"), deployment(objects, "-gateway")
+    assert "replicas" not in gateways["spec"]
+    target = scaler["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("Deployment", gateways["metadata"]["name"])
+    assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (2, 6)
+    (metric,) = scaler["spec"]["metrics"]
+    measured = metric["containerResource"]
+    assert measured["container"] == container(gateways)["name"]
+    assert measured["target"] == {"type": "Utilization", "averageUtilization": 60}
+    assert measured["name"] in container(gateways)["resources"]["requests"], "of which it is a share"
+    budgets = [each["metadata"]["name"] for each in of_kind(objects, "PodDisruptionBudget")]
+    assert "release-diptych-gateway" in budgets
+    assert not of_kind(rendered(values("native")), "HorizontalPodAutoscaler")
+
+
 def test_several_gateways_have_a_disruption_budget() -> None:
     def budgets(*options: str) -> list[str]:
         found = of_kind(rendered(values("native"), *options), "PodDisruptionBudget")

@@ -54,7 +54,7 @@ tcpSocket: {port: {{ $http | default (include "diptych.grpcPort" .root) }}}
 - {name: DIPTYCH_CERT_KEY, value: /etc/diptych-client/tls.key}
 {{- end }}
 {{- if .auth.existingSecret }}
-- {name: DIPTYCH_KEY_FILE, value: /etc/diptych-keys/{{ .auth.key }}}
+- {name: DIPTYCH_KEY_FILE, value: {{ printf "/etc/diptych-keys/%s" .auth.key | quote }}}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -79,13 +79,13 @@ tcpSocket: {port: {{ $http | default (include "diptych.grpcPort" .root) }}}
 {{- $client := .Values.smokeTest.clientSecret }}
 {{- with .Values.gateway }}
 {{- if and .tls.secret .tls.caKey }}
-- {name: ca, secret: {secretName: {{ .tls.secret }}, items: [{key: {{ .tls.caKey }}, path: ca.crt}]}}
+- {name: ca, secret: {secretName: {{ .tls.secret | quote }}, items: [{key: {{ .tls.caKey | quote }}, path: ca.crt}]}}
 {{- end }}
 {{- if .tls.clientCASecret }}
-- {name: client, secret: {secretName: {{ $client }}}}
+- {name: client, secret: {secretName: {{ quote $client }}}}
 {{- end }}
 {{- if .auth.existingSecret }}
-- {name: keys, secret: {secretName: {{ .auth.existingSecret }}}}
+- {name: keys, secret: {secretName: {{ .auth.existingSecret | quote }}}}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -97,30 +97,26 @@ tcpSocket: {port: {{ $http | default (include "diptych.grpcPort" .root) }}}
 {{- if .tls.secret -}}
 scheme: https
 tlsConfig:
-  serverName: {{ include "diptych.host" $ }}
+  serverName: {{ include "diptych.host" $ | quote }}
   {{- if .tls.caKey }}
-  ca: {secret: {name: {{ .tls.secret }}, key: {{ .tls.caKey }}}}
+  ca: {secret: {name: {{ .tls.secret | quote }}, key: {{ .tls.caKey | quote }}}}
   {{- end }}
   {{- if .tls.clientCASecret }}
-  cert: {secret: {name: {{ $monitor.clientSecret }}, key: tls.crt}}
-  keySecret: {name: {{ $monitor.clientSecret }}, key: tls.key}
+  cert: {secret: {name: {{ $monitor.clientSecret | quote }}, key: tls.crt}}
+  keySecret: {name: {{ $monitor.clientSecret | quote }}, key: tls.key}
   {{- end }}
 {{- end }}
 {{- if .auth.existingSecret }}
 authorization:
-  credentials: {name: {{ $monitor.apiKey.name }}, key: {{ $monitor.apiKey.key }}}
+  credentials: {name: {{ $monitor.apiKey.name | quote }}, key: {{ $monitor.apiKey.key | quote }}}
 {{- end }}
 {{- end -}}
 {{- end -}}
 
-{{/* Behind `--endpoint`: for people, who have the files under these names. */}}
-{{- define "diptych.askOptions" -}}
+{{/* Behind `--endpoint HOST:PORT`: for people, who have the files under these names. */}}
+{{- define "diptych.askFiles" -}}
 {{- with .Values.gateway -}}
-{{- if .tls.secret -}}
-grpcs://{{ include "diptych.host" $ }}:{{ .service.port }}{{ if .tls.caKey }} --ca ca.crt{{ end }}
-{{- else -}}
-{{ include "diptych.fullname" $ }}.{{ $.Release.Namespace }}:{{ .service.port }}
-{{- end -}}
+{{- if and .tls.secret .tls.caKey }} --ca ca.crt{{ end -}}
 {{- if .tls.clientCASecret }} --cert CERTIFICATE --cert-key ITS_KEY{{ end -}}
 {{- if .auth.existingSecret }} --key-file KEYS{{ end -}}
 {{- end -}}
@@ -147,6 +143,9 @@ grpcs://{{ include "diptych.host" $ }}:{{ .service.port }}{{ if .tls.caKey }} --
 {{- if and .auth.existingSecret $monitor.enabled (not $monitor.apiKey.name) -}}
 {{- fail "metrics.serviceMonitor.apiKey.name: /metrics needs an API key; name a Secret with the one that Prometheus sends" -}}
 {{- end -}}
+{{- end -}}
+{{- if and .Values.httpIngress.enabled (not (include "diptych.httpPort" $ | int)) -}}
+{{- fail "httpIngress: there is no HTTP to lead to; write cluster.gateway.http_port: 8000" -}}
 {{- end -}}
 {{- with .Values.httpRoute -}}
 {{- if and .enabled (not .parentRefs) -}}

@@ -16,6 +16,9 @@
 {{- if and (ne .Values.mode "external") .Values.ray.address -}}
 {{- fail (printf "ray.address: mode is %s, which brings a Ray of its own; write mode: external, or leave the address out" .Values.mode) -}}
 {{- end -}}
+{{- if contains "://" .Values.ray.address -}}
+{{- fail "ray.address: pods join that Ray as nodes; write HOST:6379 of its head, with nothing before" -}}
+{{- end -}}
 {{- with .Values.ray.auth -}}
 {{- if and .token .existingSecret -}}
 {{- fail "ray.auth: give token or existingSecret, not both" -}}
@@ -29,6 +32,9 @@
 {{- if and (eq $.Values.mode "kuberay") (ne .key "auth_token") -}}
 {{- fail "ray.auth.key: KubeRay reads auth_token and no other key" -}}
 {{- end -}}
+{{- end -}}
+{{- if and .Values.model.existingClaim .Values.model.pvc.create -}}
+{{- fail "model.pvc.create: model.existingClaim names a claim already; write one of the two" -}}
 {{- end -}}
 {{- $full := include "diptych.fullname" . -}}
 {{- if not (regexMatch "^[a-z][-a-z0-9]*$" $full) -}}
@@ -77,7 +83,7 @@
 {{- end -}}
 {{- end -}}
 {{- range .Values.cluster.pools -}}
-{{- $seconds := get (get $.Values.pools .name | default dict) "terminationGracePeriodSeconds" | default $.Values.podDefaults.terminationGracePeriodSeconds -}}
+{{- $seconds := pluck "terminationGracePeriodSeconds" (get $.Values.pools .name | default dict) $.Values.podDefaults | first -}}
 {{- if and (ne $.Values.mode "external") (lt (int $seconds) 30) -}}
 {{- fail (printf "pools.%s: terminationGracePeriodSeconds is %d, and a pod needs at least 30 to be emptied; raise it" .name (int $seconds)) -}}
 {{- end -}}
@@ -90,14 +96,31 @@
 {{- if and .Values.networkPolicy.enabled (eq .Values.mode "external") (not .Values.networkPolicy.peers) -}}
 {{- fail "networkPolicy.peers: mode is external; name the pods of that Ray, such as [{podSelector: {matchLabels: {ray.io/cluster: NAME}}}]" -}}
 {{- end -}}
+{{- with .Values.networkPolicy -}}
+{{- if and .enabled .clients $.Values.metrics.serviceMonitor.enabled (not .scrapers) -}}
+{{- fail "networkPolicy.scrapers: is empty, so with metrics.serviceMonitor everybody could reach the port of HTTP, which networkPolicy.clients keeps for some; name Prometheus, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]" -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.metrics.serviceMonitor.enabled (not (include "diptych.httpPort" . | int)) -}}
 {{- fail "metrics.serviceMonitor: gateways tell their metrics over HTTP; write cluster.gateway.http_port: 8000" -}}
 {{- end -}}
-{{- $grace := get .Values.gateway "terminationGracePeriodSeconds" | default .Values.podDefaults.terminationGracePeriodSeconds -}}
+{{- $grace := pluck "terminationGracePeriodSeconds" .Values.gateway .Values.podDefaults | first -}}
 {{- if gt (add .Values.gateway.drainSeconds 15 | int) (int $grace) -}}
 {{- fail (printf "gateway.drainSeconds is %d, and 15 s are needed to close; raise gateway.terminationGracePeriodSeconds above %d" (int .Values.gateway.drainSeconds) (int $grace)) -}}
 {{- end -}}
+{{- with .Values.gateway.autoscaling -}}
+{{- if and .enabled (eq $.Values.mode "kuberay") -}}
+{{- fail "gateway.autoscaling: mode is kuberay, where gateways have no pods of their own; write cluster.gateway.replicas" -}}
+{{- end -}}
+{{- if and .enabled (hasKey $gateway "replicas") -}}
+{{- fail "cluster.gateway.replicas: gateway.autoscaling says how many there are; leave it out" -}}
+{{- end -}}
+{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
+{{- fail (printf "gateway.autoscaling: minReplicas is %d, above maxReplicas, which is %d" (int .minReplicas) (int .maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
 {{- include "diptych.checkAccess" . -}}
+{{- include "diptych.checkPorts" . -}}
 {{- if and .Values.grpcRoute.enabled (not .Values.grpcRoute.parentRefs) -}}
 {{- fail "grpcRoute.parentRefs: is empty; name the Gateway, such as [{name: public}]" -}}
 {{- end -}}

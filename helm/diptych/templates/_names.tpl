@@ -6,8 +6,8 @@
 {{- end -}}
 
 {{- define "diptych.selector" -}}
-app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ .Chart.Name | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "diptych.labels" -}}
@@ -25,15 +25,35 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
+{{/* A parent chart's registry stands before ours. */}}
 {{- define "diptych.image" -}}
+{{- $global := .Values.global | default dict -}}
 {{- with .Values.image -}}
-{{- $path := ternary .repository (printf "%s/%s" .registry .repository) (empty .registry) -}}
+{{- $registry := get $global "imageRegistry" | default .registry -}}
+{{- $path := ternary .repository (printf "%s/%s" $registry .repository) (empty $registry) -}}
 {{- if .digest -}}
 {{ printf "%s@%s" $path .digest }}
 {{- else -}}
 {{ printf "%s:%s" $path (.tag | default $.Chart.AppVersion) }}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Ours, and a parent chart's, which may say just the name. */}}
+{{- define "diptych.pullSecrets" -}}
+{{- $secrets := .Values.imagePullSecrets -}}
+{{- range get (.Values.global | default dict) "imagePullSecrets" | default list -}}
+{{- $secrets = append $secrets (kindIs "map" . | ternary . (dict "name" .)) -}}
+{{- end -}}
+{{- with uniq $secrets -}}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end -}}
+{{- end -}}
+
+{{/* The claim with models; empty: there is none. */}}
+{{- define "diptych.modelClaim" -}}
+{{- .Values.model.existingClaim | default (ternary (printf "%s-models" (include "diptych.fullname" .)) "" .Values.model.pvc.create) -}}
 {{- end -}}
 
 {{/* Where Ray's head is, for whoever joins it. */}}

@@ -3,7 +3,8 @@
 {{ toYaml (mergeOverwrite (deepCopy .root.Values.podDefaults) (deepCopy (.own | default dict))) }}
 {{- end -}}
 
-{{- define "diptych.env" -}}
+{{/* The hub's token is for pods that read the model: workers, `serve`, which fetches it first, and gateways. */}}
+{{- define "diptych.ownEnv" -}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - {name: HOME, value: /tmp}
@@ -16,18 +17,29 @@
 - {name: RAY_AUTH_MODE, value: {{ $auth.mode }}}
 {{- if eq $auth.mode "token" }}
 - name: RAY_AUTH_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ include "diptych.authSecret" .root }}, key: {{ $auth.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ include "diptych.authSecret" .root | quote }}, key: {{ $auth.key | quote }}}}
 {{- end }}
 {{- end }}
+{{- $model := or (ne .component "head") (eq .root.Values.mode "kuberay") }}
 {{- with .root.Values.model.tokenSecret }}
-{{- if .name }}
+{{- if and .name $model }}
 - name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}
+  valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
-{{- with .settings.extraEnv }}
-{{ toYaml . }}
-{{- end }}
+{{- end -}}
+
+{{/* Ours, then extraEnv. Of several with one name the last stands: the API server takes each name once. */}}
+{{- define "diptych.env" -}}
+{{- $env := list -}}
+{{- $named := dict -}}
+{{- range concat (fromYamlArray (include "diptych.ownEnv" .)) (.settings.extraEnv | default list) | reverse -}}
+{{- if not (hasKey $named .name) -}}
+{{- $_ := set $named .name true -}}
+{{- $env = prepend $env . -}}
+{{- end -}}
+{{- end -}}
+{{ toYaml $env }}
 {{- end -}}
 
 {{- define "diptych.mounts" -}}
@@ -36,8 +48,8 @@
 - {name: cache, mountPath: /cache}
 - {name: cluster, mountPath: /etc/diptych, readOnly: true}
 {{- with .root.Values.model }}
-{{- if .existingClaim }}
-- {name: models, mountPath: {{ .mountPath }}, readOnly: {{ .readOnly }}}
+{{- if include "diptych.modelClaim" $.root }}
+- {name: models, mountPath: {{ .mountPath | quote }}, readOnly: {{ .readOnly }}}
 {{- end }}
 {{- end }}
 {{- with .settings.extraVolumeMounts }}
@@ -47,21 +59,21 @@
 
 {{- define "diptych.volumes" -}}
 - name: tmp
-  emptyDir: {{ with .settings.tmpSize }}{sizeLimit: {{ . }}}{{ else }}{}{{ end }}
+  emptyDir: {{ with .settings.tmpSize }}{sizeLimit: {{ . | quote }}}{{ else }}{}{{ end }}
 - name: shm
-  emptyDir: {medium: Memory, sizeLimit: {{ .settings.shmSize }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ .settings.shmSize | quote }}}
 - name: cluster
   configMap: {name: {{ include "diptych.fullname" .root }}-cluster}
 {{- with .root.Values.model }}
 - name: cache
 {{- if .cache.existingClaim }}
-  persistentVolumeClaim: {claimName: {{ .cache.existingClaim }}}
+  persistentVolumeClaim: {claimName: {{ .cache.existingClaim | quote }}}
 {{- else }}
-  emptyDir: {{ with .cache.sizeLimit }}{sizeLimit: {{ . }}}{{ else }}{}{{ end }}
+  emptyDir: {{ with .cache.sizeLimit }}{sizeLimit: {{ . | quote }}}{{ else }}{}{{ end }}
 {{- end }}
-{{- if .existingClaim }}
+{{- with include "diptych.modelClaim" $.root }}
 - name: models
-  persistentVolumeClaim: {claimName: {{ .existingClaim }}, readOnly: {{ .readOnly }}}
+  persistentVolumeClaim: {claimName: {{ quote . }}, readOnly: {{ $.root.Values.model.readOnly }}}
 {{- end }}
 {{- end }}
 {{- with .settings.extraVolumes }}
@@ -71,7 +83,7 @@
 
 {{/* What every container of ours has: image, environment, mounts, security. */}}
 {{- define "diptych.container" -}}
-image: {{ include "diptych.image" .root }}
+image: {{ include "diptych.image" .root | quote }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 env:
   {{- include "diptych.env" . | nindent 2 }}
@@ -82,7 +94,7 @@ envFrom:
 volumeMounts:
   {{- include "diptych.mounts" . | nindent 2 }}
 {{- $security := deepCopy .settings.containerSecurityContext }}
-{{- if .settings.rdma.enabled }}
+{{- if include "diptych.rdma" . }}
 {{- $capabilities := get $security "capabilities" | default dict }}
 {{- $_ := set $security "capabilities" (set $capabilities "add" (append (get $capabilities "add" | default list) "IPC_LOCK" | uniq)) }}
 {{- end }}
@@ -90,11 +102,16 @@ securityContext:
   {{- toYaml $security | nindent 2 }}
 {{- end -}}
 
+{{/* Whether a pod has the RDMA device: only pools move KV. */}}
+{{- define "diptych.rdma" -}}
+{{- if and .settings.rdma.enabled (eq .component "pool") }}true{{ end -}}
+{{- end -}}
+
 {{/* Requests and limits, with the RDMA device where there is one. `resources` is YAML. */}}
 {{- define "diptych.resources" -}}
 {{- $resources := fromYaml .resources -}}
+{{- if include "diptych.rdma" . -}}
 {{- with .settings.rdma -}}
-{{- if .enabled -}}
 {{- $_ := set $resources "limits" (set (get $resources "limits" | default dict) .resourceName (toString .count)) -}}
 {{- end -}}
 {{- end -}}
@@ -102,24 +119,28 @@ resources:
   {{- toYaml $resources | nindent 2 }}
 {{- end -}}
 
-{{/* Where and how a pod runs. */}}
-{{- define "diptych.scheduling" -}}
-serviceAccountName: {{ include "diptych.serviceAccount" .root }}
+{{/* Where a pod may run, and as whom. */}}
+{{- define "diptych.placement" -}}
+serviceAccountName: {{ include "diptych.serviceAccount" .root | quote }}
 automountServiceAccountToken: {{ .apiToken | default false }}
-{{- with .root.Values.imagePullSecrets }}
-imagePullSecrets:
-  {{- toYaml . | nindent 2 }}
+{{- with include "diptych.pullSecrets" .root }}
+{{ . }}
 {{- end }}
 {{- with .settings }}
-terminationGracePeriodSeconds: {{ .terminationGracePeriodSeconds }}
 securityContext:
   {{- toYaml .podSecurityContext | nindent 2 }}
 {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" "schedulerName" }}
 {{- with get $.settings $key }}
-{{ $key }}:{{ if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
+{{ $key }}:{{ if kindIs "string" . }} {{ quote . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* What of a pod is not its containers. */}}
+{{- define "diptych.scheduling" -}}
+{{ include "diptych.placement" . }}
+terminationGracePeriodSeconds: {{ int .settings.terminationGracePeriodSeconds }}
 volumes:
   {{- include "diptych.volumes" . | nindent 2 }}
 {{- end -}}
@@ -129,7 +150,7 @@ labels:
   {{- include "diptych.selector" .root | nindent 2 }}
   app.kubernetes.io/component: {{ .component }}
   {{- with .pool }}
-  diptych/pool: {{ . }}
+  diptych/pool: {{ quote . }}
   {{- end }}
   {{- with .settings.podLabels }}
   {{- toYaml . | nindent 2 }}
@@ -147,7 +168,7 @@ annotations:
     - /bin/sh
     - -c
     - |
-      until python3 -IS -c 'import socket, sys; socket.create_connection(sys.argv[1].rsplit(":", 1), 2)' "$1" 2>/dev/null; do sleep 1; done
+      until python3 -IS -c 'import socket, sys; host, port = sys.argv[1].rsplit(":", 1); socket.create_connection((host.strip("[]"), port), 2)' "$1" 2>/dev/null; do sleep 1; done
       until ray health-check --address "$1"; do sleep 2; done
     - wait
     - {{ include "diptych.rayAddress" .root | quote }}

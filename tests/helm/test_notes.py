@@ -1,0 +1,90 @@
+"""What helm prints after an install: three ways to ask, as the release is guarded and wherever its Ray is."""
+
+import shlex
+from functools import cache
+
+import pytest
+from chart import CHART, values
+from programs import run
+
+from cluster.cli import main
+
+# name: whether it has TLS, a CA of its own, clients with certificates, keys
+GUARDS = {
+    "native": (False, False, False, False),
+    "native-guarded": (True, True, False, True),
+    "native-mutual-tls": (True, False, True, False),
+    "native-odd-names": (True, True, True, True),
+    "kuberay": (False, False, False, False),
+    "kuberay-guarded": (True, True, True, True),
+    "external": (False, False, False, False),
+    "external-ipv6": (False, False, False, False),
+}
+EACH = pytest.mark.parametrize("name", GUARDS)
+
+
+@cache
+def notes(name: str, *options: str) -> str:
+    code, out, err = run(
+        "helm", "install", "release", CHART, "--namespace", "llm", "--dry-run=client", "-f", values(name), *options
+    )
+    assert code == 0, err
+    return out.partition("NOTES:")[2]
+
+
+def commands(name: str) -> list[list[str]]:
+    """As words, in their order."""
+    return [shlex.split(line) for line in notes(name).splitlines() if line.startswith("  ")]
+
+
+def asked(name: str) -> list[list[str]]:
+    """What `diptych` is given by each of the commands that call it."""
+    return [words[words.index("diptych") + 1 :] for words in commands(name) if "diptych" in words]
+
+
+@EACH
+def test_there_are_three_ways_to_ask(name: str) -> None:
+    full = "true" if name == "native-odd-names" else "release-diptych"
+    tls, *_ = GUARDS[name]
+    inside = f"grpcs://{full}.llm.svc:50051" if tls else f"{full}.llm:50051"
+    outside = "grpcs://localhost:50051" if tls else "127.0.0.1:50051"
+    given = [(each[0], each[each.index("--endpoint") + 1]) for each in asked(name)]
+    assert given == [("generate", inside), ("status", outside), ("status", inside)]
+    assert f"kubectl -n llm port-forward svc/{full} 50051:50051".split() in commands(name)
+
+
+@EACH
+def test_each_is_given_the_files_that_it_needs(name: str) -> None:
+    _, own_authority, certificates, keys = GUARDS[name]
+    needed = {"--ca": own_authority, "--cert": certificates, "--cert-key": certificates, "--key-file": keys}
+    for command, *words in asked(name):
+        assert {option: option in words for option in needed} == needed
+        known = {option for parameter in main.commands[command].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known
+    assert (" > ca.crt" in notes(name)) == own_authority
+    job = next(words for words in commands(name) if words[:3] == ["ray", "job", "submit"])
+    assert ("--working-dir" in job) == any(needed.values()), "a job has no other files"
+
+
+@pytest.mark.parametrize(
+    ("name", "address"),
+    [
+        ("native", "http://127.0.0.1:8265"),
+        ("kuberay", "http://127.0.0.1:8265"),
+        ("external", "http://ray-head.ray.svc:8265"),
+        ("external-ipv6", "http://[fd00::1]:8265"),
+    ],
+)
+def test_a_job_goes_to_the_dashboard_of_the_ray_that_serves(name: str, address: str) -> None:
+    job = next(words for words in commands(name) if words[:3] == ["ray", "job", "submit"])
+    assert job[3:5] == ["--address", address]
+    forwarded = [words[4] for words in commands(name) if words[-1] == "8265:8265"]
+    heads = {"native": ["svc/release-diptych-head"], "kuberay": ["svc/release-diptych-head-svc"]}
+    assert forwarded == heads.get(name, [])
+
+
+def test_pools_that_ask_for_no_memory_are_named() -> None:
+    assert "Pods of prefill, decode ask for no memory" in notes("native")
+    assert "Pods of a100 ask for no memory" in notes("native-gpu")
+    assert "ask for no memory" not in notes("native", "--set", "podDefaults.resources.requests.memory=8Gi")
+    assert "ask for no memory" not in notes("external")
