@@ -165,3 +165,22 @@ def served(folder: Path, failures: int, retries: int) -> tuple[int, int]:
 @pytest.mark.parametrize(("failures", "ends"), [(0, (0, 1)), (2, (0, 3)), (9, (1, 3))])
 def test_a_job_tries_again_so_often(failures: int, ends: tuple[int, int], tmp_path: Path) -> None:
     assert served(tmp_path, failures, retries=2) == ends
+
+
+@pytest.mark.parametrize(
+    ("replicas", "most", "stay"),
+    [("3", "1", 2), ("1", "1", None), ('{"min": 2, "max": 5}', "1", 1), ("3", '"50%"', 1), ("4", '"10%"', 3)],
+)
+def test_budgets_are_numbers_of_pods(replicas: str, most: str, stay: int | None) -> None:
+    pools = f'[{{"name": "both", "role": "mixed", "replicas": {replicas}}}]'
+    found = rendered(
+        values("kuberay"), "--set-json", f"cluster.pools={pools}", "--set-json", f"pdb.maxUnavailable={most}"
+    )
+    budgets = [each["spec"] for each in of_kind(found, "PodDisruptionBudget")]
+    assert [budget["minAvailable"] for budget in budgets] == ([] if stay is None else [stay])
+    assert not any("maxUnavailable" in budget for budget in budgets)
+    (group,) = cluster("kuberay", "--set-json", f"cluster.pools={pools}")["spec"]["workerGroupSpecs"]
+    for budget in budgets:
+        assert budget["minAvailable"] < group["minReplicas"]
+        labels = group["template"]["metadata"]["labels"]
+        assert budget["selector"]["matchLabels"].items() <= labels.items()
