@@ -1,6 +1,7 @@
 """The mode kuberay: a RayCluster and a RayJob that the operator takes, and that fit each other."""
 
 import copy
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -165,6 +166,18 @@ def served(folder: Path, failures: int, retries: int) -> tuple[int, int]:
 @pytest.mark.parametrize(("failures", "ends"), [(0, (0, 1)), (2, (0, 3)), (9, (1, 3))])
 def test_a_job_tries_again_so_often(failures: int, ends: tuple[int, int], tmp_path: Path) -> None:
     assert served(tmp_path, failures, retries=2) == ends
+
+
+def test_how_many_pods_a_scaled_pool_has_is_left_to_the_autoscaler() -> None:
+    pools = json.dumps(
+        [
+            {"name": "prefill", "role": "prefill", "replicas": {"min": 1, "max": 3}},
+            {"name": "decode", "role": "decode", "replicas": 2},
+        ]
+    )
+    prefill, decode = cluster("kuberay", "--set-json", f"cluster.pools={pools}")["spec"]["workerGroupSpecs"]
+    assert "replicas" not in prefill
+    assert decode["replicas"] == 2
 
 
 @pytest.mark.parametrize(
