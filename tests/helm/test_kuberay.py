@@ -168,6 +168,25 @@ def test_a_job_tries_again_so_often(failures: int, ends: tuple[int, int], tmp_pa
     assert served(tmp_path, failures, retries=2) == ends
 
 
+def test_the_pod_that_submits_gets_in_and_is_locked_down() -> None:
+    options = "podDefaults.nodeSelector.disk=fast,podDefaults.podLabels.team=llm,imagePullSecrets[0].name=registry"
+    objects = rendered(values("kuberay-elastic"), "--set", options)
+    (made,), (policy,) = of_kind(objects, "RayJob"), of_kind(objects, "NetworkPolicy")
+    template, labels = made["spec"]["submitterPodTemplate"], policy["spec"]["podSelector"]["matchLabels"]
+    pod, (submitter,) = template["spec"], template["spec"]["containers"]
+    assert {"podSelector": {"matchLabels": labels}} in policy["spec"]["ingress"][0]["from"]
+    assert (labels | {"team": "llm"}).items() <= template["metadata"]["labels"].items()
+    assert pod["imagePullSecrets"] == [{"name": "registry"}] and pod["nodeSelector"] == {"disk": "fast"}
+    assert "command" not in submitter and pod["restartPolicy"] == "Never"  # the operator writes what to submit
+    head = cluster("kuberay-elastic")["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert all(submitter[key] == head[key] for key in ("image", "imagePullPolicy", "securityContext"))
+    assert not any(each.get("persistentVolumeClaim") for each in pod["volumes"])
+
+
+def test_the_operator_submits_without_a_pod() -> None:
+    assert not [key for key in job("kuberay")["spec"] if key.startswith("submitter")]
+
+
 def test_how_many_pods_a_scaled_pool_has_is_left_to_the_autoscaler() -> None:
     pools = json.dumps(
         [
