@@ -216,3 +216,15 @@ def test_budgets_are_numbers_of_pods(replicas: str, most: str, stay: int | None)
         assert budget["minAvailable"] < group["minReplicas"]
         labels = group["template"]["metadata"]["labels"]
         assert budget["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_names_that_yaml_would_read_as_something_else_stay_names() -> None:
+    pool = '[{"name": "1", "role": "mixed", "resources": {"cpu": 1, "custom": {"2": 1}}}]'
+    named = ("--set-string", "fullnameOverride=true,ray.auth.existingSecret=3,image.tag=4")
+    options = (*named, "--set-json", f"cluster.pools={pool}", "--set", "kuberay.submissionMode=K8sJobMode")
+    made, ray = job("kuberay", *options), cluster("kuberay", *options)
+    assert made["spec"]["clusterSelector"] == {"ray.io/cluster": ray["metadata"]["name"]} == {"ray.io/cluster": "true"}
+    (group,) = ray["spec"]["workerGroupSpecs"]
+    assert group["groupName"] == "1" and group["resources"]["2"] == "1"
+    assert ray["spec"]["authOptions"]["secretName"] == "3"
+    assert made["spec"]["submitterPodTemplate"]["spec"]["containers"][0]["image"] == "diptych:4"
