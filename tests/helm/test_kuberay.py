@@ -199,6 +199,21 @@ def test_how_many_pods_a_scaled_pool_has_is_left_to_the_autoscaler() -> None:
     assert decode["replicas"] == 2
 
 
+def test_rays_autoscaler_reads_the_pools_out_of_the_cluster() -> None:
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr as derive
+
+    made = cluster("kuberay-elastic")
+    nodes = derive(made | {"metadata": made["metadata"] | {"namespace": "llm"}})["available_node_types"]
+    assert {
+        name: (node["min_workers"], node["max_workers"]) for name, node in nodes.items() if node["max_workers"]
+    } == {
+        "prefill": (1, 3),
+        "decode": (0, 4),
+    }
+    assert nodes["prefill"]["labels"] == {"pool": "prefill"} and nodes["prefill"]["resources"]["CPU"] == 4
+    assert nodes["decode"]["resources"]["decode"] == 1
+
+
 @pytest.mark.parametrize(
     ("replicas", "most", "stay"),
     [("3", "1", 2), ("1", "1", None), ('{"min": 2, "max": 5}', "1", 1), ("3", '"50%"', 1), ("4", '"10%"', 3)],
