@@ -51,6 +51,9 @@ def pods(objects: tuple[Object, ...]) -> list[tuple[str, Object]]:
     for each in of_kind(objects, "RayCluster"):
         found.append(("head", each["spec"]["headGroupSpec"]["template"]["spec"]))
         found += [(group["groupName"], group["template"]["spec"]) for group in each["spec"]["workerGroupSpecs"]]
+    for each in of_kind(objects, "RayJob"):
+        if "submitterPodTemplate" in each["spec"]:
+            found.append(("submitter", each["spec"]["submitterPodTemplate"]["spec"]))
     return found
 
 

@@ -34,7 +34,9 @@ def gateways(objects: tuple[Object, ...]) -> Object:
     return found
 
 
-@pytest.mark.parametrize("name", ["native", "native-elastic", "native-exposed", "kuberay", "external"])
+@pytest.mark.parametrize(
+    "name", ["native", "native-elastic", "native-exposed", "kuberay", "kuberay-gateways", "external"]
+)
 def test_the_service_leads_to_every_gateway(name: str, tmp_path: Any) -> None:
     objects = rendered(values(name))
     service, (labels, container) = door(objects), gateway(objects)
@@ -71,6 +73,31 @@ def test_routes_lead_to_the_service() -> None:
     assert (
         route["spec"]["hostnames"] == ["llm.example.com"] and ingress["spec"]["tls"][0]["secretName"] == "certificate"
     )
+
+
+def test_routes_lead_to_every_gateway_of_a_ray_cluster() -> None:
+    objects = rendered(values("kuberay-gateways"))
+    service = door(objects)
+    wanted = {
+        kind: [each["port"] for each in service["spec"]["ports"] if kind in each["name"]] for kind in ("grpc", "http")
+    }
+    assert wanted == {"grpc": [50061, 50062, 50063], "http": [8000, 8001, 8002]}
+    for kind, route in (("grpc", "GRPCRoute"), ("http", "HTTPRoute")):
+        (found,) = of_kind(objects, route)
+        (rule,) = found["spec"]["rules"]
+        name = service["metadata"]["name"]
+        assert rule["backendRefs"] == [{"name": name, "port": port} for port in wanted[kind]]
+
+
+def test_every_gateway_of_a_ray_cluster_is_scraped_and_let_in() -> None:
+    objects = rendered(values("kuberay-gateways"))
+    (monitor,), (policy,) = of_kind(objects, "ServiceMonitor"), of_kind(objects, "NetworkPolicy")
+    targets = {port["name"]: port["targetPort"] for port in door(objects)["spec"]["ports"]}
+    assert [targets[each["port"]] for each in monitor["spec"]["endpoints"]] == [8000, 8001, 8002]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= door(objects)["metadata"]["labels"].items()
+    _, clients, scrapers = policy["spec"]["ingress"]
+    assert clients["ports"] == [{"port": 50051, "endPort": 50053}, {"port": 8000, "endPort": 8002}]
+    assert {"port": 8000, "endPort": 8002} in scrapers["ports"]
 
 
 @pytest.mark.parametrize("name", ["native", "external"])
