@@ -13,30 +13,23 @@ A pool with room to grow gets a worker when no step keeps the promises; one that
 """
 
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from cluster.policy.aim import Aim
-from cluster.policy.balance import Answers, Group, Mix, Shares, shares
-from cluster.policy.evidence import Decision, Report, Sample
+from cluster.policy.balance import Group, Mix, Shares, shares
+from cluster.policy.evidence import Decision, Report
+from cluster.policy.offered import LEAST_REQUESTS, Offered
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from cluster.view import ClusterView, WorkerState, WorkerView
 from workers.costs import LinearCost
-from workers.stats import WorkerStats
 
 CALM = 0.7  # of what can be borne: below, no step is worth its while
 STEP_BACK = 1.1  # so much worse a step may make it that leads on to better roles
 HELD = 0.25  # by so much a step must make the worst better to leave a plan that breaks promises
 ROOMY = 0.6  # of what could be borne without a worker that leaves
 PATIENCE = 20.0
-BACKLOG_S = 10.0  # in which what waits now should be computed
-LATELY_S = 5.0  # in which prompts of a new kind show
-SOON_S = 5.0  # in which roles can follow: what will decode only later is no reason for a step
-CHANCE = 2.0  # standard deviations: what differs less is no other load
-_LEAST_REQUESTS = 5  # that say anything about a load
-_ENOUGH_REQUESTS = 8
 _MOST_TARGETS = 256
 
 
@@ -57,11 +50,9 @@ class Elastic:
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._elastic = spec.elastic
-        self._slo = spec.gateway.slo
         self._pools = {pool.name: pool for pool in spec.pools}
-        self._puts_off = all(pool.engine.prompt_order == "deadline" for pool in spec.pools)
-        self._reports: deque[tuple[float, Report]] = deque()
-        self._begun_s: float | None = None
+        puts_off = all(pool.engine.prompt_order == "deadline" for pool in spec.pools)
+        self._offered = Offered(spec.elastic, spec.gateway.slo, puts_off=puts_off)
         self._wanted_since_s: dict[str, float] = {}  # kind of step -> since when it is wanted without a break
         self._stepped_s: float | None = None
         self._aim: Aim | None = None
@@ -79,14 +70,11 @@ class Elastic:
 
     def told(self, report: Report, now_s: float) -> None:
         """What one gateway saw since it last told."""
-        if self._begun_s is None:
-            self._begun_s = now_s - report.seconds
-        self._reports.append((now_s, report))
+        self._offered.told(report, now_s)
 
     def decide(self, view: ClusterView, now_s: float) -> Decision | None:
         """The next step, or None."""
-        self._forget(now_s)
-        mix = self._mix(view, now_s)
+        mix = self._offered.mix(view.workers, now_s)
         groups = self._groups(view)
         if mix is None or not groups:
             self._wanted_since_s = {kind: since_s for kind, since_s in self._wanted_since_s.items() if kind == "shrink"}
@@ -112,64 +100,6 @@ class Elastic:
             assert leaver is not None
             return self._shrink(view, leaver, now, mix, now_s)
         return None
-
-    # ---- the load ----------------------------------------------------------------------------------------------
-
-    def _forget(self, now_s: float) -> None:
-        while self._reports and self._reports[0][0] < now_s - self._elastic.window_s:
-            self._reports.popleft()
-
-    def _mix(self, view: ClusterView, now_s: float) -> Mix | None:
-        """The load: prompts as they came lately; answers too, or as of the whole window where those are more.
-
-        A worker feels another kind of prompt at once, and answers of before go on for a while. What waits now counts as
-        if it came in the next `BACKLOG_S`. None: there is hardly any load.
-        """
-        reports = [report for _, report in self._reports]
-        samples = [sample for report in reports for sample in report.samples]
-        whole, lately = _arrived(reports), _arrived(self._lately(now_s))
-        if whole.requests < _LEAST_REQUESTS or self._begun_s is None:
-            return None
-        span_s = max(self._elastic.period_s, min(self._elastic.window_s, now_s - self._begun_s))
-        late_s = max(self._elastic.period_s, min(lately.seconds, span_s))
-        spread = _spread(samples)
-        if _is_chance(whole, span_s, lately, late_s, spread):
-            lately, late_s = whole, span_s
-        prompt = lately.prompt_tokens / lately.requests
-        asked = sum(sample.prompt_tokens for sample in samples)
-        computed = sum(sample.computed_tokens for sample in samples) / asked if asked else 1.0
-        computed_tokens = max(1.0, prompt * (computed or 1.0))
-        ttft_s = _promised([sample.promised_ttft_s for sample in samples], self._slo.ttft_s)
-        usual = lately.requests / late_s * (ttft_s or 0.0) / 2.0  # wait where each waits for half of what is promised
-        waiting = sum(worker.stats.queued_tokens for worker in view.workers) / computed_tokens
-        backlog = max(0.0, waiting - usual)
-        if ttft_s is not None and self._puts_off:
-            backlog = min(backlog, usual)  # more than that are late, and stand in nobody's way
-        running = sum(_decoding(worker.stats) for worker in view.workers)
-        soon = running + lately.requests / late_s * SOON_S
-        kinds = [_answers(seen, seconds, running, soon) for seen, seconds in ((whole, span_s), (lately, late_s))]
-        return Mix(
-            rate=lately.requests / late_s,
-            prompt_tokens=prompt,
-            computed_tokens=computed_tokens,
-            output_tokens=max(1.0, lately.expected_tokens / lately.requests),
-            ttft_s=ttft_s,
-            tpot_s=_promised([sample.promised_tpot_s for sample in samples], self._slo.tpot_s),
-            spread=spread,
-            backlog=backlog / BACKLOG_S,
-            answers=max(kinds, key=lambda each: each.rate * each.output_tokens),
-        )
-
-    def _lately(self, now_s: float) -> list[Report]:
-        """The reports of the last `LATELY_S`, or of longer, until so many requests are among them as say anything."""
-        chosen: list[Report] = []
-        arrived = 0
-        for told_s, report in reversed(self._reports):
-            if now_s - told_s >= LATELY_S and arrived >= _ENOUGH_REQUESTS:
-                break
-            chosen.append(report)
-            arrived += report.arrived
-        return chosen
 
     def _groups(self, view: ClusterView) -> list[Group]:
         """The ready workers of each pool by role; an empty group for each role that a pool's workers could take."""
@@ -294,61 +224,16 @@ class Elastic:
     def _shrink_idle(self, view: ClusterView, groups: Sequence[Group], now_s: float) -> Decision | None:
         """Hardly anybody asks, as gateways say: as patiently as under a load, but only who has nothing to do goes."""
         spare = (worker for source, _ in self._without_one(groups) for worker in _members(view, source))
-        idle = [worker for worker in spare if _has_nothing_to_do(worker)] if self._reports else []
+        idle = [worker for worker in spare if _has_nothing_to_do(worker)] if self._offered.is_told else []
         if not self._ripe("shrink", bool(idle), now_s, PATIENCE * self._elastic.dwell_s):
             return None
         self._stepped(now_s)
-        reason = f"one worker less: fewer than {_LEAST_REQUESTS} requests in {self._elastic.window_s:g} s"
+        reason = f"one worker less: fewer than {LEAST_REQUESTS} requests in {self._elastic.window_s:g} s"
         return Decision("shrink", reason, worker=idle[-1].name, pool=idle[-1].pool)
 
     def _stepped(self, now_s: float) -> None:
         self._stepped_s = now_s
         self._wanted_since_s.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    requests: int
-    prompt_tokens: int
-    expected_tokens: int
-    seconds: float
-
-
-def _arrived(reports: Sequence[Report]) -> _Arrived:
-    """All together, in the time that the gateway with the longest reports saw."""
-    seconds: dict[str, float] = {}
-    for report in reports:
-        seconds[report.gateway] = seconds.get(report.gateway, 0.0) + report.seconds
-    return _Arrived(
-        sum(report.arrived for report in reports),
-        sum(report.arrived_tokens for report in reports),
-        sum(report.expected_tokens for report in reports),
-        max(seconds.values(), default=0.0),
-    )
-
-
-def _is_chance(whole: _Arrived, span_s: float, lately: _Arrived, late_s: float, spread: float) -> bool:
-    """Whether requests that come at random as in the whole window would often be so many, and so long, in a part."""
-    expected = whole.requests / span_s * late_s
-    off = math.sqrt((1.0 + spread) / max(1.0, expected))
-    pairs = ((whole.prompt_tokens, lately.prompt_tokens), (whole.expected_tokens, lately.expected_tokens))
-    return all(abs(part / late_s - all_ / span_s) <= CHANCE * off * all_ / span_s for all_, part in pairs)
-
-
-def _answers(arrived: _Arrived, seconds: float, running: int, soon: float) -> Answers:
-    count = max(1, arrived.requests)
-    return Answers(
-        rate=arrived.requests / seconds,
-        prompt_tokens=arrived.prompt_tokens / count,
-        output_tokens=max(1.0, arrived.expected_tokens / count),
-        running=running,
-        soon=soon,
-    )
-
-
-def _decoding(stats: WorkerStats) -> int:
-    """Sequences that decode; where there is more to compute than a token for each, one of them is a prompt still."""
-    return max(0, stats.running - int(stats.queued_tokens > stats.running))
 
 
 def _ready(view: ClusterView) -> list[WorkerView]:
@@ -422,22 +307,6 @@ def _least_busy(view: ClusterView, group: Group) -> WorkerView:
     if group.role is Role.PREFILL:
         return min(workers, key=lambda worker: (worker.stats.queued_tokens, worker.name))
     return min(workers, key=lambda worker: (worker.stats.running + worker.stats.reserved, worker.name))
-
-
-def _promised(promises: Sequence[float | None], default: float | None) -> float | None:
-    """What requests were promised, in the middle."""
-    known = sorted(each for each in promises if each is not None)
-    return known[len(known) // 2] if known else default
-
-
-def _spread(samples: Sequence[Sample]) -> float:
-    """The squared coefficient of variation of prompts' computed tokens; 1 while that is not known."""
-    if len(samples) < 2:
-        return 1.0
-    mean = sum(sample.computed_tokens for sample in samples) / len(samples)
-    if not mean:
-        return 1.0
-    return sum((sample.computed_tokens - mean) ** 2 for sample in samples) / len(samples) / mean**2
 
 
 def _words(now: Shares, after: Shares, mix: Mix) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import yaml
 from api_server import api_server
 from chart import CHART, ROOT, values
 from kubelet import Kubelet, kubelet
@@ -98,6 +99,12 @@ class Asked:
         again = sum(bool(each["again"]) for each in self.answers)
         attempts = max(int(str(each["attempts"])) for each in self.answers)
         return f"{len(self.answers)} requests, none failed, asked again {again}, attempts at most {attempts}"
+
+
+def read_limits(pod: Pod) -> int | None:
+    """What the pod was started with."""
+    limit: int | None = yaml.safe_load((pod.folder / "cluster.yaml").read_text())["gateway"].get("max_requests")
+    return limit
 
 
 def environment() -> dict[str, str]:
@@ -213,6 +220,25 @@ def test_a_job_inside_of_it_gets_its_tokens(release: Release) -> None:
         pod=head,
     )
     assert f"tokens: {list(release.exact[0])}" in said, said
+
+
+def test_what_restarts_everything_is_an_outage_that_ends(release: Release) -> None:
+    """As a new image does: Ray's head goes, and with it all nodes, whoever serves, and the gateways."""
+    waiting = ("--wait", "--timeout", f"{WAIT_S:.0f}s")
+    changed = ("--reuse-values", "--set", "podDefaults.podAnnotations.build=two,cluster.gateway.max_requests=77")
+    for words in (("upgrade", "release", CHART, *changed), ("rollback", "release")):
+        before, begun_s = list(release.kubelet.pods), time.monotonic()
+        release.helm(*words, *waiting)
+        rolled_s = time.monotonic() - begun_s
+        assert all(each.gone for each in before), release.told()
+        with requests(release, 2) as asked:
+            time.sleep(5)
+        told = asked.check(release.exact, len(PROMPTS))
+        print(f"helm {words[0]} of everything: {len(before)} pods anew in {rolled_s:.0f} s; then {told}")
+        killed = [each.name for each in before if each.killed]
+        assert not killed, f"{killed}\n{release.told()}"
+        limits = [read_limits(each) for each in release.kubelet.pods_of("serve")]
+        assert limits == [77 if words[0] == "upgrade" else None]
 
 
 def test_a_release_that_is_removed_ends_in_time(release: Release) -> None:

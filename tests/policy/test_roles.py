@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from cluster.policy.balance import Group, Mix, shares
-from cluster.policy.elastic import CALM, LATELY_S, PATIENCE, STEP_BACK, Elastic
+from cluster.policy.elastic import CALM, PATIENCE, STEP_BACK, Elastic
 from cluster.policy.evidence import Decision, Report, Sample
+from cluster.policy.offered import LATELY_S
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
 from cluster.view import ClusterView, PoolView, WorkerState, WorkerView
 from workers.config import EngineConfig
