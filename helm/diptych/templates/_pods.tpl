@@ -20,7 +20,7 @@
   valueFrom: {secretKeyRef: {name: {{ include "diptych.authSecret" .root | quote }}, key: {{ $auth.key | quote }}}}
 {{- end }}
 {{- end }}
-{{- $model := or (ne .component "head") (eq .root.Values.mode "kuberay") }}
+{{- $model := or (ne (get . "component") "head") (eq .root.Values.mode "kuberay") }}
 {{- with .root.Values.model.tokenSecret }}
 {{- if and .name $model }}
 - name: HF_TOKEN
@@ -104,7 +104,7 @@ securityContext:
 
 {{/* Whether a pod has the RDMA device: only pools move KV. */}}
 {{- define "diptych.rdma" -}}
-{{- if and .settings.rdma.enabled (eq .component "pool") }}true{{ end -}}
+{{- if and .settings.rdma.enabled (eq (get . "component") "pool") }}true{{ end -}}
 {{- end -}}
 
 {{/* Requests and limits, with the RDMA device where there is one. `resources` is YAML. */}}
