@@ -92,8 +92,9 @@ class _Routes:
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         self._gateway.check_model(body.model or "")
+        given = body.input()
         with body.named():
-            tokens = await self._gateway.encode(body.input())
+            tokens = await self._gateway.encode(given)
         told: dict[str, Any] = {
             "count": len(tokens),
             "max_model_len": self._context.model.context_length,

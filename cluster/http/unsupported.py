@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from workers.errors import InvalidRequest
 
-OFF = (None, False, "", [], {})
+OFF: tuple[object, ...] = (None, False, "", [], {})
 # The values that pass, by field.
 FIELDS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("echo", "suffix", "prompt_logprobs", "truncate_prompt_tokens", "prompt_embeds"), OFF),
