@@ -155,7 +155,6 @@ def _job_mistakes(spec: Object, annotations: dict[str, str]) -> list[str]:
         (ttl_s < 0, "ttlSecondsAfterFinished is negative"),
         (again < 0, "backoffLimit is negative"),
         (spec.get("activeDeadlineSeconds", 1) <= 0, "activeDeadlineSeconds must be positive"),
-        (spec.get("preRunningDeadlineSeconds", 1) <= 0, "preRunningDeadlineSeconds must be positive"),
         (selector and _deletes_pods(spec), "clusterSelector does not allow a deletionStrategy that takes pods"),
         (((cluster or {}).get("authOptions") or {}).get("enableK8sTokenAuth"), "enableK8sTokenAuth is not for jobs"),
     ]

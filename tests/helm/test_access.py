@@ -18,7 +18,7 @@ def serving(objects: tuple[Object, ...]) -> tuple[list[str], Object]:
     """The words of the `diptych` that opens gateways, and the pod in which they run."""
     found = dict(pods(objects))
     for job in of_kind(objects, "RayJob"):
-        return job["spec"]["entrypoint"].partition("exec diptych ")[2].rstrip("'").split(), found["head"]
+        return job["spec"]["entrypoint"].partition(" diptych ")[2].partition(" && ")[0].split(), found["head"]
     pod = found["release-diptych-gateway"]
     return pod["containers"][0]["command"][-1].partition("exec diptych ")[2].split(), pod
 
