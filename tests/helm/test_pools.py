@@ -101,7 +101,21 @@ def test_containers_ask_kubernetes_for_what_ray_counts(path: Path) -> None:
         if pods.resources["CPU"]:
             assert float(asked["cpu"]) >= pods.resources["CPU"], name
         devices = sum(int(each) for key, each in asked.items() if key in ("nvidia.com/gpu", "example.com/a100"))
-        assert devices == pods.resources["GPU"]
+        claimed = "claims" in resources  # how many, the claim's template says
+        assert devices == (0 if claimed else pods.resources["GPU"])
+
+
+@pytest.mark.parametrize("name", ["native-claimed-gpu", "kuberay-claimed-gpu"])
+def test_gpus_may_come_by_claims(name: str) -> None:
+    claimed = {}
+    for pod, spec in every_pod(rendered(values(name))):
+        resources = spec["containers"][0]["resources"]
+        claims = {each["name"]: each["resourceClaimTemplateName"] for each in spec.get("resourceClaims", [])}
+        assert [each["name"] for each in resources.get("claims", [])] == list(claims)
+        assert "nvidia.com/gpu" not in str(resources)
+        if claims:
+            claimed[pod.rpartition("-")[2]] = list(claims.values())
+    assert claimed == {"prefill": ["one-gpu"], "decode": ["two-gpus"]}
 
 
 @cache

@@ -42,13 +42,27 @@ labels: {{ toJson $labels }}
 {{ join "," $pairs }}
 {{- end -}}
 
+{{/* The template of the claim by which a pool's pod gets its GPUs, if it does not get them from a device plugin. */}}
+{{- define "diptych.gpuClaim" -}}
+{{- if .pool.gpus }}{{ .settings.gpu.claimTemplate }}{{ end -}}
+{{- end -}}
+
+{{- define "diptych.gpuClaims" -}}
+{{- with include "diptych.gpuClaim" . }}
+resourceClaims:
+  - {name: gpu, resourceClaimTemplateName: {{ quote . }}}
+{{- end }}
+{{- end -}}
+
 {{/* Container resources of a pool's pod: what the cluster block asks for, unless the settings say otherwise. */}}
 {{- define "diptych.poolResources" -}}
 {{- $asked := dict "requests" dict "limits" dict -}}
 {{- if .pool.cpus -}}
 {{- $_ := set $asked.requests "cpu" (toString .pool.cpus) -}}
 {{- end -}}
-{{- if .pool.gpus -}}
+{{- if include "diptych.gpuClaim" . -}}
+{{- $_ := set $asked "claims" (list (dict "name" "gpu")) -}}
+{{- else if .pool.gpus -}}
 {{- $_ := set $asked.limits .settings.gpu.resourceName (toString .pool.gpus) -}}
 {{- end -}}
 {{ toYaml (mergeOverwrite $asked (deepCopy .settings.resources)) }}
