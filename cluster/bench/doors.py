@@ -34,7 +34,8 @@ PERIOD_S = 0.05
 MODULES = {"bare": "cluster.bench.bare", "doors": "cluster.bench.instant"}
 WAYS = (*MODULES, "served")
 KINDS = ("gRPC", "HTTP")
-BLOCKS = 4096  # of each worker; never written, so they take no memory
+BLOCKS = 8192  # of each worker; never written, so they take no memory
+MOST = 512  # requests in flight
 AT_ONCE = 32  # of the requests for one token
 ROUNDS = 3
 TRIES = 3
@@ -52,7 +53,7 @@ class Size:
     requests: int
 
 
-FULL = Size((32, 128), 80, 1024)
+FULL = Size((32, 128, 256), 120, 1024)
 QUICK = Size((4, 8), 24, 64)
 
 
@@ -127,9 +128,9 @@ def served_spec() -> ClusterSpec:
     """One prefill and one decode worker whose steps take `PERIOD_S` and no CPU time."""
     spec = split_spec("doors", executor="modelled")
     cost = LinearCost(PERIOD_S, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    roomy = [replace(each.engine, kv_blocks=BLOCKS, max_batch_tokens=2048, max_running=256) for each in spec.pools]
+    roomy = [replace(each.engine, kv_blocks=BLOCKS, max_batch_tokens=2048, max_running=MOST) for each in spec.pools]
     pools = tuple(replace(each, engine=engine, cost=cost) for each, engine in zip(spec.pools, roomy, strict=True))
-    gateway = GatewaySpec(grpc_port=0, http_port=0)
+    gateway = GatewaySpec(grpc_port=0, http_port=0, max_requests=MOST)
     return replace(spec, pools=pools, transfer=TransferConfig(backends=("modelled",)), gateway=gateway)
 
 

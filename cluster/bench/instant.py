@@ -21,6 +21,7 @@ from workers.request import FinishReason, Request
 from workers.shapes import Shape, Timings
 
 MODEL, VOCABULARY, CONTEXT, CAPACITY = "smollm2-135m", 49_152, 4096, 1 << 20
+MOST = 4096  # requests in flight
 TOKEN, TEXT = 970, " way"  # an ordinary one of the vocabulary
 
 
@@ -87,7 +88,7 @@ async def serve(period_s: float) -> None:
     from cluster.http.server import HttpDoor  # an extra, which other users of the dispatcher do without
 
     model = ModelView(MODEL, CONTEXT, VOCABULARY)
-    gateway = GatewaySpec(grpc_port=0, http_port=0)
+    gateway = GatewaySpec(grpc_port=0, http_port=0, max_requests=MOST)
     spec = ClusterSpec(MODEL, (PoolSpec("mixed", Role.MIXED),), "doors", gateway=gateway)
     context = GatewayContext("doors", spec, model, InstantDispatcher(model, period_s))
     grpc = GrpcDoor(context, lambda: model_tokenizer(context))

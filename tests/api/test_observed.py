@@ -212,7 +212,7 @@ def in_terminal(*options: str, heed: Any = None) -> tuple[int, str]:
             break
         if heed is not None:
             heed(shown)
-        elif not is_told and "under way" in shown:
+        elif not is_told and "prefill-0" in shown:
             os.write(terminal, b"\x03")
             is_told = True
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
