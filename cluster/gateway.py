@@ -24,6 +24,7 @@ from cluster.answers import Answer, give_out, one_end, siblings
 from cluster.events import ClusterError, Event, Rejected, Unservable
 from cluster.ledger import now_ns
 from cluster.outbox import Outbox
+from cluster.request_ids import LONGEST_ID, is_usable, made_id
 from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, Role
 from cluster.text import GatewayEvent, GenerationInput, TextStream, Tokenizer
@@ -33,7 +34,6 @@ from workers.request import SLO, Request, SamplingParams
 
 THREAD_ABOVE_BYTES = 4096  # about a millisecond of tokenising; longer prompts must not hold up the others' tokens
 LONGEST_STOP = 1024  # characters; looking for a held-back beginning costs the square of it
-LONGEST_ID = 128
 RETRY_AFTER_S = 1.0
 
 
@@ -97,7 +97,7 @@ class Gateway:
         arrived_ns = now_ns()
         self.check_model(model)
         self._check_answers(sampling)
-        request_id = request_id or f"req-{secrets.token_hex(8)}"
+        request_id = request_id or made_id()
         slo = slo or SLO()
         self._check_tenant(tenant)
         running = self._enter(request_id, called, sampling.num_answers, slo)
@@ -280,11 +280,6 @@ class _Running:
         if self.pump is not None:
             self.pump.cancel()
             await asyncio.wait([self.pump])
-
-
-def is_usable(letter: str) -> bool:
-    """Whether an id of a request may have it."""
-    return " " < letter <= "~" and letter not in "/#"
 
 
 def servable(view: ClusterView) -> bool:

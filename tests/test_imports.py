@@ -26,7 +26,15 @@ LAYERS = [
     ["workers.executor", "workers.worker"],
     ["workers.build"],
     ["cluster.spec"],
-    ["cluster.runtime", "cluster.view", "cluster.ledger", "cluster.workload", "cluster.logs", "cluster.guard"],
+    [
+        "cluster.runtime",
+        "cluster.view",
+        "cluster.ledger",
+        "cluster.workload",
+        "cluster.logs",
+        "cluster.guard",
+        "cluster.request_ids",
+    ],
     ["cluster.pool", "cluster.policy", "cluster.members", "cluster.events", "cluster.scoring", "cluster.changes"],
     ["cluster.replanning", "cluster.planner_process"],
     [

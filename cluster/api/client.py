@@ -37,6 +37,7 @@ from cluster.changes import Taken
 from cluster.events import Accepted, Completed, Queued
 from cluster.history import Recent, Window
 from cluster.policy.promises import Standing
+from cluster.request_ids import made_id
 from cluster.spec import Role
 from cluster.text import TextDelta, TextEvent
 from cluster.view import ClusterView
@@ -341,7 +342,7 @@ class DiptychClient:
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[TextEvent, None]:
         tries, received = self._tries(timeout_s), Received()
-        name = request.request_id or f"req-{secrets.token_hex(8)}"
+        name = request.request_id or made_id()
         if self._retry is not None and not request.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(64)  # the same answer each time
         for number in itertools.count():

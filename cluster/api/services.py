@@ -5,7 +5,6 @@ the request's iterator is closed before the handler ends.
 """
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -26,6 +25,7 @@ from cluster.events import Completed
 from cluster.gateway import Gateway, servable
 from cluster.ledger import now_ns
 from cluster.metrics import exposition
+from cluster.request_ids import made_id
 from cluster.serving import GatewayContext, Operator
 from cluster.text import TextDelta, TextEnd
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -186,7 +186,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
 def _name(request: inference_pb2.GenerateRequest) -> None:
     """An id for a request without one: what goes wrong with it is logged under its id, wherever that is."""
-    request.request_id = request.request_id or f"req-{secrets.token_hex(8)}"
+    request.request_id = request.request_id or made_id()
 
 
 def _stretch(request: admin_pb2.GetTraceRequest, current_ns: int, offset_ns: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.gateway import is_usable
+from cluster.request_ids import is_usable, made_id
 
 HEADER = b"x-request-id"
 KEY = "diptych.name"  # in a scope
@@ -52,7 +52,7 @@ class Named:
 def name_of(given: str) -> Name:
     """Of a request whose client calls it so; empty: it says nothing."""
     if not given:
-        made = f"req-{secrets.token_hex(8)}"
+        made = made_id()
         return Name(made, made)
     kept = "".join(letter if is_usable(letter) else "-" for letter in given[:LONGEST])
     return Name(given, f"{kept}-{secrets.token_hex(4)}")

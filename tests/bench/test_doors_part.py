@@ -90,4 +90,5 @@ def test_both_doors_and_the_bare_handlers_give_and_count_the_same_tokens() -> No
 def test_the_served_cluster_of_this_part_takes_a_step_for_each_token() -> None:
     spec = doors.served_spec()
     assert {pool.cost.decode_seconds(128, 99_999) for pool in spec.pools if pool.cost} == {doors.PERIOD_S}
-    assert min(pool.engine.max_running for pool in spec.pools) >= max(doors.FULL.streams)
+    most = (spec.gateway.max_requests, *(pool.engine.max_running for pool in spec.pools))
+    assert min(most) >= max(doors.FULL.streams)

@@ -6,7 +6,6 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import AsyncIterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,17 +25,6 @@ from workers.request import SLO
 
 ROOT = Path(__file__).resolve().parents[2]
 ASK = {"prompt": "hello", "max_tokens": 4}
-
-
-@pytest.fixture
-def dispatcher() -> FakeDispatcher:
-    return FakeDispatcher()
-
-
-@pytest.fixture
-async def there(dispatcher: FakeDispatcher) -> AsyncIterator[Clients]:
-    async with opened(dispatcher) as (clients, _):
-        yield clients
 
 
 async def test_health_is_the_process_and_ready_follows_the_workers(there: Clients, dispatcher: FakeDispatcher) -> None:

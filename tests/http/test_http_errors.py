@@ -21,11 +21,6 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
 @pytest.fixture
-def dispatcher() -> FakeDispatcher:
-    return FakeDispatcher()
-
-
-@pytest.fixture
 async def there(dispatcher: FakeDispatcher) -> AsyncIterator[Clients]:
     async with opened(dispatcher, max_requests=8, max_prompt_bytes=MOST_PROMPT_BYTES) as (clients, _):
         yield clients

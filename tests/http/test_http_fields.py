@@ -1,12 +1,10 @@
 """Every field of a generation reaches the dispatcher, at both paths."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from cluster.http.bodies import SAME, ChatBody, CompletionBody
 from tests.api.fake import FakeDispatcher
-from tests.http.opened import Clients, opened
+from tests.http.opened import Clients
 
 # What is sent, and what of `SamplingParams` it must be there.
 BOTH: list[tuple[dict[str, object], dict[str, object]]] = [
@@ -48,17 +46,6 @@ OTHERS = {
     *("model", "stream", "stream_options", "prompt", "messages", "tools", "tool_choice", "response_format"),
     *("n", "best_of", "add_special_tokens"),
 }
-
-
-@pytest.fixture
-def dispatcher() -> FakeDispatcher:
-    return FakeDispatcher()
-
-
-@pytest.fixture
-async def there(dispatcher: FakeDispatcher) -> AsyncIterator[Clients]:
-    async with opened(dispatcher) as (clients, _):
-        yield clients
 
 
 @pytest.mark.parametrize(
