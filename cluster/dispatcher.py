@@ -39,16 +39,26 @@ from workers.shapes import Shape, Timings
 
 logger = logging.getLogger(__name__)
 
+ToldEnds = Callable[[Trail, Request, FinishReason | None], None]
+
 LEAST_RESERVING_S = 0.1
 RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt: failures that repeat at once do not spend them all
 
 
 class Dispatcher:
-    """Owned by one gateway. `start` before use, `close` after."""
+    """Owned by one gateway. `start` before use, `close` after. `told_ends` hears of each request in its own task."""
 
-    def __init__(self, spec: ClusterSpec, model: ModelView, watch_members: WatchMembers, name: str = "gateway") -> None:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        model: ModelView,
+        watch_members: WatchMembers,
+        name: str = "gateway",
+        told_ends: ToldEnds | None = None,
+    ) -> None:
         self._spec = spec
         self._name = name
+        self._told_ends = told_ends
         self._policy = open_policy(spec, seed=zlib.crc32(name.encode()))  # gateways do not all draw the same
         self._lives: dict[str, Life] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -139,8 +149,11 @@ class Dispatcher:
             self.history.happened("refused", "", f"{ended.refusal}: {life.error}", life.request.id)
         if logger.isEnabledFor(logging.INFO):
             self._log_ended(life, ended.outcome)
-        if self.history.keeps_trails:
-            self.history.ended(self._trail(life, ended.outcome))
+        if self.history.keeps_trails or self._told_ends is not None:
+            trail = self._trail(life, ended.outcome)
+            self.history.ended(trail)
+            if self._told_ends is not None:
+                self._told_ends(trail, life.request, life.finish)
 
     def _trail(self, life: Life, outcome: str = "") -> Trail:
         """How a request went, so far if it has no outcome."""

@@ -67,6 +67,11 @@ class Gateway:
         return sum(running.num_answers for running in self._active.values())
 
     @property
+    def traces(self) -> bool:
+        """Whether somebody wants spans, so that a door should tell `cluster.trace_context` what came with a request."""
+        return self._context.spec.tracing.otlp_endpoint is not None
+
+    @property
     def view(self) -> ClusterView:
         return self._context.dispatcher.view
 

@@ -22,6 +22,8 @@ PHASES = (
     "decode_wire",  # the rest of the decode phase
     "recovery",  # a worker died or refused; waiting to try again
 )
+TRANSFER = "transfer"  # no phase: what it overlaps with is
+NOTICED_NS = 1_000
 
 
 def now_ns() -> int:
@@ -87,3 +89,35 @@ class Stopwatch:
         ttft = self._first_ns if self._first is not None else total
         ordered = [tuple((name, parts[name]) for name in PHASES if name in parts) for parts in (first, rest)]
         return LatencyLedger(ordered[0], ordered[1], ttft, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From `begin_ns` to `end_ns`, nanoseconds on the run's clock, so that spans that touch do so exactly."""
+
+    name: str
+    begin_ns: int
+    end_ns: int
+
+
+def booked(ledger: LatencyLedger, begin_ns: int) -> tuple[Span, ...]:
+    """All parts of a ledger that begins there, one behind the other."""
+    spans, at = [], begin_ns
+    for name, ns in ledger.first + ledger.rest:
+        spans.append(Span(name, at, at + ns))
+        at += ns
+    return tuple(spans)
+
+
+def handed(ledger: LatencyLedger, begin_ns: int, transfer_ns: int) -> Span | None:
+    """The hand-off's elapsed time, ending where the wait for it ended; most of it lies behind the prefill."""
+    if transfer_ns <= 0:
+        return None
+    waits = [span for span in booked(ledger, begin_ns) if span.name == "transfer_wait" and is_noticed(span)]
+    end_ns = waits[0].end_ns if waits else begin_ns + ledger.ttft_ns
+    return Span(TRANSFER, max(begin_ns, end_ns - transfer_ns), end_ns)
+
+
+def is_noticed(span: Span) -> bool:
+    """Whether it lasts a microsecond or more."""
+    return span.end_ns - span.begin_ns >= NOTICED_NS

@@ -9,7 +9,8 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.calls import ControllerCalls
 from cluster.changes import Memory, Taken
@@ -29,6 +30,9 @@ from cluster.steward import Decider
 from cluster.view import ClusterView, ModelView, WorkerState
 from workers.request import Request
 from workers.shapes import Shape, Timings
+
+if TYPE_CHECKING:
+    from cluster.otlp import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +156,7 @@ class GatewayService:
         self._make_door = door
         self._dispatcher: Dispatcher | None = None
         self._door: Door | None = None
+        self._spans: Spans | None = None
         self._endpoint = ""
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -163,7 +168,9 @@ class GatewayService:
         """Listen on these ports (0: any); again, or after a restart, it answers the endpoint there is."""
         if self._dispatcher is None:
             spec = replace(self._spec, gateway=replace(self._spec.gateway, grpc_port=port, http_port=http_port))
-            dispatcher = Dispatcher(spec, model, self._controller.members, self._name)
+            self._spans = await _spans(spec, self._name)
+            told_ends = None if self._spans is None else self._spans.ended
+            dispatcher = Dispatcher(spec, model, self._controller.members, self._name, told_ends)
             door = self._make_door(GatewayContext(self._name, spec, model, dispatcher, self._controller))
             try:
                 await dispatcher.start()
@@ -211,6 +218,17 @@ class GatewayService:
             await self._door.close(grace_s)
         if self._dispatcher is not None:
             await self._dispatcher.close()
+        if self._spans is not None:
+            await self._spans.close()
+
+
+async def _spans(spec: ClusterSpec, gateway: str) -> "Spans | None":
+    """Half a second of imports, where spans are wanted."""
+    if spec.tracing.otlp_endpoint is None:
+        return None
+    otlp = await asyncio.to_thread(import_module, "cluster.otlp")
+    spans: Spans = otlp.Spans(spec, gateway)
+    return spans
 
 
 class Serving:

@@ -382,6 +382,32 @@ class MetricsSpec:
             raise ValueError(f"compat {self.compat!r} is not one of {', '.join(COMPAT)}")
 
 
+OTLP_PROTOCOLS = ("grpc", "http/protobuf")
+
+
+@dataclass(frozen=True, slots=True)
+class TracingSpec:
+    """Spans of requests, as OpenTelemetry has them (see `cluster.otlp`)."""
+
+    otlp_endpoint: str | None = None
+    """Where gateways send them, such as `http://collector:4317`; `https` is with TLS. Left out: nowhere. Headers and
+    certificates are variables: docs/observing.md.
+    """
+    otlp_protocol: str = "grpc"
+    """Or `http/protobuf`, whose usual port is 4318."""
+    sample_ratio: float = 1.0
+    """Share of requests that have spans. Where a request comes with a `traceparent`, that says whether it has."""
+
+    def __post_init__(self) -> None:
+        if self.otlp_endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.otlp_endpoint):
+            right = "write http://HOST:PORT, or https:// for TLS"
+            raise ValueError(f"otlp_endpoint {self.otlp_endpoint!r} is no address of a collector; {right}")
+        if self.otlp_protocol not in OTLP_PROTOCOLS:
+            raise ValueError(f"otlp_protocol {self.otlp_protocol!r} is not one of {', '.join(OTLP_PROTOCOLS)}")
+        if not 0 <= self.sample_ratio <= 1:
+            raise ValueError(f"sample_ratio is {self.sample_ratio}; it must lie between 0 and 1")
+
+
 LOG_FORMATS, LOG_LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
 
 
@@ -424,6 +450,8 @@ class ClusterSpec:
     """What `/metrics` tells."""
     logs: LogSpec = field(default_factory=LogSpec)
     """How every process logs."""
+    tracing: TracingSpec = field(default_factory=TracingSpec)
+    """Where spans of requests go."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):

@@ -68,9 +68,7 @@ class Tally:
         parts = _parts(completed.ledger)
         for part, seconds in parts.items():
             self._parts.add((part,), seconds)
-        prefill_s = completed.ledger.ttft_ns / 1e9 - (queue_s := _queued_s(completed.ledger))
-        decode_s = (completed.ledger.total_ns - completed.ledger.ttft_ns) / 1e9
-        for stage, seconds in zip(STAGES, (queue_s, prefill_s, decode_s, prefill_s + decode_s), strict=True):
+        for stage, seconds in stages(completed.ledger).items():
             self._stages.add((stage,), seconds)
 
     def told(self) -> Tallied:
@@ -104,5 +102,8 @@ def _parts(ledger: LatencyLedger) -> dict[str, float]:
     return parts
 
 
-def _queued_s(ledger: LatencyLedger) -> float:
-    return sum(ns for part, ns in ledger.first if part in QUEUEING) / 1e9
+def stages(ledger: LatencyLedger) -> dict[str, float]:
+    """Seconds of a whole request by `STAGES`; `inference` is prefill and decode together."""
+    queue_s = sum(ns for part, ns in ledger.first if part in QUEUEING) / 1e9
+    prefill_s, decode_s = ledger.ttft_ns / 1e9 - queue_s, (ledger.total_ns - ledger.ttft_ns) / 1e9
+    return dict(zip(STAGES, (queue_s, prefill_s, decode_s, prefill_s + decode_s), strict=True))

@@ -36,6 +36,7 @@ BLOCKS: dict[str, type] = {
     "elastic": spec.ElasticSpec,
     "metrics": spec.MetricsSpec,
     "logs": spec.LogSpec,
+    "tracing": spec.TracingSpec,
 }
 CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (spec.ClusterSpec, "executor"): spec.EXECUTORS,
@@ -47,6 +48,7 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (spec.MetricsSpec, "compat"): spec.COMPAT,
     (spec.LogSpec, "format"): spec.LOG_FORMATS,
     (spec.LogSpec, "level"): spec.LOG_LEVELS,
+    (spec.TracingSpec, "otlp_protocol"): spec.OTLP_PROTOCOLS,
     (config.ParallelConfig, "placement"): config.PLACEMENTS,
     (config.TransferConfig, "backends"): config.BACKENDS,
     **{(config.EngineConfig, key): known for key, known in config.CHOICES.items()},

@@ -67,7 +67,7 @@ def test_choices_and_units_are_those_of_the_charts_schema(path: str) -> None:
     for key, read, _, _ in rows(BLOCKS[path]):
         shape = schema[key].get("items", schema[key])
         if "enum" in shape:
-            assert set(re.findall(r"`([\w-]+)`", read)) == set(filter(None, shape["enum"])), f"{path}.{key}"
+            assert set(re.findall(r"`([\w/-]+)`", read)) == set(filter(None, shape["enum"])), f"{path}.{key}"
         if read == "seconds":
             assert "number" in shape["type"], f"{path}.{key}"
 

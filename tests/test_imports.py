@@ -34,6 +34,7 @@ LAYERS = [
         "cluster.logs",
         "cluster.guard",
         "cluster.request_ids",
+        "cluster.trace_context",
     ],
     ["cluster.pool", "cluster.policy", "cluster.members", "cluster.events", "cluster.scoring", "cluster.changes"],
     ["cluster.replanning", "cluster.planner_process"],
@@ -46,7 +47,7 @@ LAYERS = [
         "cluster.calls",
         "cluster.history",
     ],
-    ["cluster.leg"],
+    ["cluster.leg", "cluster.trails"],
     [
         "cluster.attempt",
         "cluster.lobby",
@@ -56,7 +57,7 @@ LAYERS = [
         "cluster.metrics",
         "cluster.tally",
     ],
-    ["cluster.placing"],
+    ["cluster.placing", "cluster.otlp"],
     ["cluster.dispatcher", "cluster.controller"],
     ["cluster.serving"],
     ["cluster.text", "cluster.outbox", "cluster.answers", "cluster.gateway", "cluster.joining"],
@@ -83,6 +84,7 @@ HEAVY = {
     "starlette": ("cluster.http", "cluster.bench.bare"),
     "uvicorn": ("cluster.http", "cluster.bench.bare"),
     "pydantic": ("cluster.http",),
+    "opentelemetry": ("cluster.otlp",),
     "nixl_cu12": ("kvtransfer.backends",),
 }
 PURE = ("workers.engine", "cluster.policy")

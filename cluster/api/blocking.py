@@ -16,6 +16,7 @@ from typing import Any, TypeVar, Unpack
 
 from cluster.api.access import Access
 from cluster.api.again import Retry
+from cluster.api.channel import Interceptors
 from cluster.api.client import Answer, ClusterStatus, DiptychClient, Messages, Prompt
 from cluster.api.errors import DiptychError
 from cluster.api.messages import SamplingOptions
@@ -47,12 +48,19 @@ class RequestOptions(BatchOptions, total=False):
 class BlockingClient:
     """One connection and its thread. Close it, best with `with`. What waits, Ctrl-C ends, in the cluster as well."""
 
-    def __init__(self, endpoint: str, *, retry: Retry | None = None, access: Access | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        retry: Retry | None = None,
+        access: Access | None = None,
+        interceptors: Interceptors = (),
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="diptych-client", daemon=True)
         self._thread.start()
         try:
-            self._client = self._wait(_connected(endpoint, retry, access))
+            self._client = self._wait(_connected(endpoint, retry, access, interceptors))
         except BaseException:
             self._end()
             raise
@@ -161,8 +169,10 @@ class BlockingClient:
                 self._wait(events.aclose())
 
 
-async def _connected(endpoint: str, retry: Retry | None, access: Access | None) -> DiptychClient:
-    return DiptychClient(endpoint, retry=retry, access=access)
+async def _connected(
+    endpoint: str, retry: Retry | None, access: Access | None, interceptors: Interceptors
+) -> DiptychClient:
+    return DiptychClient(endpoint, retry=retry, access=access, interceptors=interceptors)
 
 
 async def _next(events: AsyncGenerator[T, None]) -> T | None:

@@ -1,5 +1,6 @@
 """Connections to a gateway: plain or TLS, as its address says, and with an API key on every call where there is one."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ class Keyed:
         await self._channel.close()
 
 
-def open_channel(endpoint: str, access: Access) -> Any:
+Interceptors = Sequence[grpc.aio.ClientInterceptor]
+
+
+def open_channel(endpoint: str, access: Access, interceptors: Interceptors = ()) -> Any:
     """To `HOST:PORT` or `grpc://HOST:PORT`, or with TLS to `grpcs://HOST:PORT`.
 
     Raises OSError for a file that cannot be read, `DiptychError` for what does not fit together.
@@ -43,9 +47,9 @@ def open_channel(endpoint: str, access: Access) -> Any:
     if address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]"):
         options.append(("grpc.enable_http_proxy", 0))  # no proxy can reach this very machine
     channel = (
-        grpc.aio.secure_channel(address, _credentials(access), options=options)
+        grpc.aio.secure_channel(address, _credentials(access), options=options, interceptors=interceptors)
         if secure
-        else grpc.aio.insecure_channel(address, options=options)
+        else grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
     )
     return Keyed(channel, access.key) if access.key else channel
 

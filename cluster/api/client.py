@@ -26,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.api.access import Access
 from cluster.api.admin_messages import ROLES, decisions_from, measure_message, timings_from, view_from
 from cluster.api.again import Received, Retry, Tries
-from cluster.api.channel import host_port, open_channel
+from cluster.api.channel import Interceptors, host_port, open_channel
 from cluster.api.errors import NO_HANDSHAKE, DiptychError
 from cluster.api.failures import error_from, error_of_call
 from cluster.api.history_messages import recent_from, window_from
@@ -92,12 +92,20 @@ class DiptychClient:
     is told at once. A request that is tried again has `.1`, `.2`, ... behind its id; Accepted tells it.
 
     `access` is for guarded gateways; None: the system's authorities, and the key of DIPTYCH_API_KEY if there is one.
+    `interceptors`: gRPC's, around every call, such as those by which OpenTelemetry passes a trace on.
     """
 
-    def __init__(self, endpoint: str, *, retry: Retry | None = None, access: Access | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        retry: Retry | None = None,
+        access: Access | None = None,
+        interceptors: Interceptors = (),
+    ) -> None:
         self.endpoint = host_port(endpoint)
         self._retry = retry
-        self._channel = open_channel(endpoint, access or Access())
+        self._channel = open_channel(endpoint, access or Access(), interceptors)
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)

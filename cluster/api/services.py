@@ -28,6 +28,7 @@ from cluster.metrics import exposition
 from cluster.request_ids import made_id
 from cluster.serving import GatewayContext, Operator
 from cluster.text import TextDelta, TextEnd
+from cluster.trace_context import came_with
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from workers.errors import InvalidRequest
 
@@ -45,6 +46,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         _name(request)
+        self._heed(context)
         try:
             async with aclosing(responses(self._gateway, request, deadline_of(context))) as messages:
                 async for message in messages:
@@ -57,12 +59,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             if not 0 < len(request.requests) <= LONGEST_BATCH:
                 rule = f"a batch has 1 to {LONGEST_BATCH}"
                 raise InvalidRequest("requests", f"has {len(request.requests)} requests; {rule}")
+            self._heed(context)
             await self._batch(request, context, deadline_of(context))
         except Exception as error:
             await self._abort(context, error)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         return inference_pb2.CancelResponse(was_running=self._gateway.cancel(request.request_id))
+
+    def _heed(self, context: Context) -> None:
+        if self._gateway.traces:
+            came_with(context.invocation_metadata() or ())
 
     async def _batch(
         self, batch: inference_pb2.GenerateBatchRequest, context: Context, deadline_s: float | None

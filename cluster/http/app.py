@@ -27,6 +27,7 @@ from cluster.http.reply import JSON, Asked, Reply, failed
 from cluster.http.shapes import ChatShape, CompletionShape, text_of
 from cluster.http.terms import terms_of
 from cluster.serving import GatewayContext
+from cluster.trace_context import came_with
 from workers.errors import InvalidRequest
 from workers.logged import about
 
@@ -83,6 +84,8 @@ class _Routes:
 
     def _reply(self, body: Generation, request: Request, shape: CompletionShape | ChatShape) -> Response:
         terms = terms_of(request.headers, request.scope[KEY])
+        if self._gateway.traces:
+            came_with(request.headers.items())
         if not terms.name.is_kept:
             more = about(self._context.name, terms.name.unique)
             logger.info("request %s came as x-request-id %.500r", terms.name.unique, terms.name.given, extra=more)

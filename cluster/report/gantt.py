@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.report.spans import TRANSFER, Span, lanes, middle, phases, transfer
+from cluster.ledger import TRANSFER, Span
+from cluster.report.spans import lanes, middle, phases, transfer
 from cluster.report.style import BLUE, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, drawn, panels
 from cluster.scoring.records import Run, Served, StepRecord
 

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster.report.spans import Span, lanes, phases, transfer, whole
+from cluster.ledger import Span
+from cluster.report.spans import lanes, phases, transfer, whole
 from cluster.scoring.records import Run, Served, StepRecord
 
 Event = dict[str, Any]

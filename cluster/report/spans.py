@@ -3,26 +3,14 @@
 from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
-from cluster.ledger import LatencyLedger
+from cluster.ledger import Span, booked, handed, is_noticed
 from cluster.scoring.records import Ending, Run, Served, StepRecord
 
 T = TypeVar("T")
 
-TRANSFER = "transfer"  # not a phase of the ledger: what it overlaps with is
-NOTICED_NS = 1_000
 WINDOW_STEPS = 100  # of the busiest worker, in the part that is shown
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """From `begin_ns` to `end_ns`, nanoseconds on the run's clock, so that spans that touch do so exactly."""
-
-    name: str
-    begin_ns: int
-    end_ns: int
 
 
 def phases(served: Served) -> tuple[Span, ...]:
@@ -34,20 +22,7 @@ def phases(served: Served) -> tuple[Span, ...]:
     if served.ledger is None:
         return ()
     parts = booked(served.ledger, round(served.arrival_s * 1e9))
-    return tuple(filter(_is_noticed, parts))
-
-
-def booked(ledger: LatencyLedger, begin_ns: int) -> tuple[Span, ...]:
-    """All parts of a ledger that begins there, one behind the other."""
-    spans, at = [], begin_ns
-    for name, ns in ledger.first + ledger.rest:
-        spans.append(Span(name, at, at + ns))
-        at += ns
-    return tuple(spans)
-
-
-def _is_noticed(span: Span) -> bool:
-    return span.end_ns - span.begin_ns >= NOTICED_NS
+    return tuple(filter(is_noticed, parts))
 
 
 def whole(served: Served) -> Span:
@@ -63,15 +38,6 @@ def transfer(served: Served) -> Span | None:
     if served.ledger is None:
         return None
     return handed(served.ledger, round(served.arrival_s * 1e9), round(served.transfer_s * 1e9))
-
-
-def handed(ledger: LatencyLedger, begin_ns: int, transfer_ns: int) -> Span | None:
-    """The same, for a ledger that begins there."""
-    if transfer_ns <= 0:
-        return None
-    waits = [span for span in booked(ledger, begin_ns) if span.name == "transfer_wait" and _is_noticed(span)]
-    end_ns = waits[0].end_ns if waits else begin_ns + ledger.ttft_ns
-    return Span(TRANSFER, max(begin_ns, end_ns - transfer_ns), end_ns)
 
 
 _SAME_S = 1e-9  # times are sums of floats: a step may seem to begin just before the one that it follows ended

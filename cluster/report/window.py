@@ -16,12 +16,10 @@ from itertools import count, groupby
 from typing import Any
 
 from cluster.history import Load, Trail, Window
+from cluster.ledger import Span, handed
 from cluster.report.perfetto import REQUESTS, Event, named, track, us
-from cluster.report.spans import Span, booked, handed, laid
-
-AT_PREFILL = ("prefill_queue", "prefill_compute", "prefill_wire", "prefill")
-AT_DECODE = ("transfer_wait", "decode_queue", "decode_compute", "decode_wire", "transfer", "decode")
-UNFINISHED = ", no further part known"
+from cluster.report.spans import laid
+from cluster.trails import parts, stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +77,6 @@ def events(told: Mapping[str, Window]) -> Iterator[Event]:
     yield from sorted(rest, key=lambda event: event["ts"])
 
 
-def parts(trail: Trail) -> tuple[Span, ...]:
-    """All of a request's time; what the ledger does not know yet, or never did, comes last."""
-    found = booked(trail.ledger, trail.arrived_ns)
-    if not trail.open_ns:
-        return found
-    return (*found, Span(trail.phase + UNFINISHED, trail.end_ns - trail.open_ns, trail.end_ns))
-
-
 def _request(number: int, trail: Trail) -> Iterator[Event]:
     ledger = trail.ledger
     args = {
@@ -114,31 +104,10 @@ def _shows(span: Span) -> bool:
 def _stints(trail: Trail, gateway: str) -> Iterator[tuple[str, _Stint]]:
     """Where the request was, in order. A decode that moved is cut where it did."""
     args = {"request": trail.request_id, "outcome": trail.outcome or "under way"}
-    pieces = ((_place(piece, trail, gateway), piece) for span in parts(trail) for piece in _cut(span, trail))
-    for place, group in groupby(pieces, key=lambda each: each[0]):
+    for place, group in groupby(stays(trail, gateway), key=lambda each: each[0]):
         stint = _Stint(tuple(span for _, span in group), args)
         if any(_shows(span) for span in stint.parts):
             yield place, stint
-
-
-def _cut(span: Span, trail: Trail) -> Iterator[Span]:
-    begin_ns = span.begin_ns
-    if span.name.removesuffix(UNFINISHED) in AT_DECODE:
-        for at_ns, _ in trail.moves:
-            if begin_ns < at_ns < span.end_ns:
-                yield Span(span.name, begin_ns, at_ns)
-                begin_ns = at_ns
-    yield Span(span.name, begin_ns, span.end_ns)
-
-
-def _place(span: Span, trail: Trail, gateway: str) -> str:
-    phase = span.name.removesuffix(UNFINISHED)
-    if phase in AT_PREFILL:
-        return trail.prefill_worker or gateway
-    if phase in AT_DECODE:
-        moved = [worker for at_ns, worker in trail.moves if at_ns <= span.begin_ns]
-        return moved[-1] if moved else trail.decode_worker or gateway
-    return gateway
 
 
 def _transfer(trail: Trail) -> tuple[str, _Stint] | None:
