@@ -221,6 +221,8 @@ class GatewaySpec:
     """Opens the HTTP door: docs/http.md. 0: any free port; left out: there is none. The second gateway has the next
     one.
     """
+    http_allowed_origins: tuple[str, ...] = ()
+    """Pages whose scripts may ask over HTTP (CORS), such as `https://chat.example.com`; `*`: any."""
     trace_requests: int = 4096
     """Ended requests that a gateway remembers for `diptych trace`. 0: none."""
     trace_s: float = 600.0
@@ -270,6 +272,9 @@ class GatewaySpec:
             raise ValueError(f"cache_news_s is {self.cache_news_s}; it must be above 0")
         if not self.placement_timeout_s > 0:
             raise ValueError(f"placement_timeout_s is {self.placement_timeout_s}; it must be above 0")
+        for origin in self.http_allowed_origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise ValueError(f"http_allowed_origins: {origin!r} is no origin; write https://chat.example.com, or *")
         self._check_access()
 
     @property

@@ -95,7 +95,8 @@ def _read(kind: type, key: str, hint: Any) -> str:
     several = get_origin(hint) is tuple
     choices = CHOICES.get((kind, key), ())
     if several and not choices:
-        return f"list of {_link(get_args(hint)[0], 'blocks')}"
+        of = get_args(hint)[0]
+        return f"list of {'texts' if of is str else _link(of, 'blocks')}"
     if isinstance(hint, type) and issubclass(hint, Enum):
         choices = tuple(each.value for each in hint)
     if choices:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.gateway import Gateway
@@ -17,6 +18,9 @@ from cluster.http.guarded import Guarded, following
 from cluster.http.naming import Named
 from cluster.serving import GatewayContext
 
+METHODS = ("GET", "HEAD", "POST")
+# What scripts of other origins may read.
+TOLD = ("x-request-id", "x-diptych-predicted-ttft-ms", "x-diptych-predicted-tpot-ms", "retry-after")
 KEEP_ALIVE_S = 30
 CUT_S = 0.5  # for the last words of requests that were cut
 LINGER_S = 2.0  # for the last word of a TLS client
@@ -33,8 +37,10 @@ class HttpDoor:
         self._closing = False
         app = make_app(context, gateway, lambda: self._closing)
         self._requests = Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut)
+        named = Named(Guarded(self._requests, guard) if guard.has_keys else self._requests)
+        origins = self._spec.http_allowed_origins
         config = uvicorn.Config(
-            Named(Guarded(self._requests, guard) if guard.has_keys else self._requests),
+            CORSMiddleware(named, origins, METHODS, ["*"], expose_headers=TOLD) if origins else named,
             http="h11" if guard.tls is None else _Tls,
             ws="none",
             lifespan="off",

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx2
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -35,7 +36,7 @@ async def clients(url: str, endpoint: str) -> AsyncIterator[Clients]:
 
 @asynccontextmanager
 async def opened(
-    dispatcher: FakeDispatcher, load_tokenizer: Callable[[], Tokenizer] = ByteTokenizer, **gateway: int
+    dispatcher: FakeDispatcher, load_tokenizer: Callable[[], Tokenizer] = ByteTokenizer, **gateway: Any
 ) -> AsyncIterator[tuple[Clients, Doors]]:
     """Doors over a fake dispatcher."""
     doors = Doors(gateway_context(dispatcher, http_port=0, **gateway), load_tokenizer)
