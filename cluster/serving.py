@@ -168,8 +168,8 @@ class GatewayService:
         """Listen on these ports (0: any); again, or after a restart, it answers the endpoint there is."""
         if self._dispatcher is None:
             spec = replace(self._spec, gateway=replace(self._spec.gateway, grpc_port=port, http_port=http_port))
-            self._spans = await _spans(spec, self._name)
-            told_ends = None if self._spans is None else self._spans.ended
+            spans = await _spans(spec, self._name)
+            told_ends = None if spans is None else spans.ended
             dispatcher = Dispatcher(spec, model, self._controller.members, self._name, told_ends)
             door = self._make_door(GatewayContext(self._name, spec, model, dispatcher, self._controller))
             try:
@@ -177,8 +177,10 @@ class GatewayService:
                 self._endpoint = await door.open()
             except BaseException:
                 await dispatcher.close()
+                if spans is not None:
+                    await spans.close()
                 raise
-            self._dispatcher, self._door = dispatcher, door
+            self._dispatcher, self._door, self._spans = dispatcher, door, spans
             if spec.elastic.mode != "off":
                 self._tasks.append(asyncio.ensure_future(self._report(dispatcher, spec.elastic.period_s)))
             if spec.gateway.trace_requests:

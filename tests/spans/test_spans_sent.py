@@ -229,4 +229,5 @@ async def test_a_request_that_its_client_ends_is_none(served: Served) -> None:
             break
         await stream.aclose()
     span = await asyncio.to_thread(served.collector.request, "left")
+    assert span.parent == "", "the trace of a call before stuck to the connection's tasks"
     assert span.attributes["diptych.outcome"] == "cancelled" and span.code == 0 and "error.type" not in span.attributes
