@@ -42,7 +42,7 @@ KEEP_ALIVE_S = 2.0
 ORPHAN_AFTER_S = 20.0  # a cluster whose server vanished without a word stops by itself
 CLOSE_GRACE_S = 1.0
 SAMPLE_S = 1.0
-CHECK_S = 120.0  # a gateway's process may be slow to come
+FIRST_CALL_S = 120.0  # a process may be slow to come: libraries are read from disks, by several at once
 
 
 class RequestDispatcher(Protocol):
@@ -284,7 +284,7 @@ class Serving:
             *("controller", make_controller, spec, self.runtime, secrets.token_hex(16)),
             *(orphan_after_s, self._planner, self._decider),
         )
-        await self._controller.call("begin")
+        await self._controller.call("begin", timeout_s=FIRST_CALL_S)
         self._keeping = asyncio.ensure_future(self._keep_alive())
         replicas = sum(pool.replicas for pool in spec.pools)
         for index in range(self._num_gateways):  # they start while the model is loaded
@@ -293,13 +293,13 @@ class Serving:
                 await self.runtime.start_service(name, GatewayService, name, spec, self._controller, door)
             )
         if spec.gateway.names_files:  # rather than after the model is loaded
-            await asyncio.gather(*(gateway.call("check_files", timeout_s=CHECK_S) for gateway in self._gateways))
+            await asyncio.gather(*(gateway.call("check_files", timeout_s=FIRST_CALL_S) for gateway in self._gateways))
         progress(f"starting {replicas} worker{'s' * (replicas != 1)}: loading {spec.model}")
         model = await self._ready(progress)
         for index, gateway in enumerate(self._gateways):
             port, http_port = spec.gateway.grpc_port, spec.gateway.http_port
             ports = port and port + index, http_port and http_port + index
-            self.endpoints.append(await gateway.call("open", model, *ports))
+            self.endpoints.append(await gateway.call("open", model, *ports, timeout_s=FIRST_CALL_S))
             if http_port is not None:
                 self.http_urls.append(await gateway.call("http_url"))
         self._model = model

@@ -42,8 +42,11 @@ NAMELESS_TIMEOUT_S, NAMELESS_LOOK_S = 5.0, 0.02  # Ray tells nobody when a name 
 LOCAL_STORE_BYTES = 100 * 1024 * 1024  # KV and tokens never pass through the object store
 
 
-async def answer_of(reference: Any, timeout_s: float) -> Any:
-    """A call's answer; every way of not answering is `WorkerGone`, and what the method raised is raised as it was."""
+async def answer_of(reference: Any, timeout_s: float, asked: str = "") -> Any:
+    """A call's answer; every way of not answering is `WorkerGone`, and what the method raised is raised as it was.
+
+    `asked`: whom, and what, for the message.
+    """
 
     async def answer() -> Any:
         return await reference
@@ -55,7 +58,7 @@ async def answer_of(reference: Any, timeout_s: float) -> Any:
     except RayError as error:
         raise WorkerGone(str(error).strip().splitlines()[0]) from None
     except TimeoutError:
-        raise WorkerGone(f"no answer within {timeout_s:.1f} s") from None
+        raise WorkerGone(f"no answer {f'of {asked} ' * bool(asked)}within {timeout_s:.1f} s") from None
 
 
 class _WorkerActor:
@@ -185,7 +188,7 @@ class RayService:
     actor: Any
 
     async def call(self, method: str, *args: Any, timeout_s: float = 30.0) -> Any:
-        return await answer_of(self.actor.call.remote(method, *args), timeout_s)
+        return await answer_of(self.actor.call.remote(method, *args), timeout_s, f"{self.name} to {method!r}")
 
 
 @dataclass(frozen=True)
