@@ -7,7 +7,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -24,9 +24,10 @@ from cluster.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Genera
 from cluster.http.failures import Failure, failure_of
 from cluster.http.naming import KEY
 from cluster.http.reply import JSON, Asked, Reply, failed
-from cluster.http.shapes import ChatShape, CompletionShape, text_of
+from cluster.http.shapes import ChatShape, CompletionShape, Echo, text_of
 from cluster.http.terms import terms_of
 from cluster.serving import GatewayContext
+from cluster.text import GenerationInput, TextPrompt, TokenPrompt
 from cluster.trace_context import came_with
 from workers.errors import InvalidRequest
 from workers.logged import about
@@ -75,14 +76,27 @@ class _Routes:
         self._started_s = int(time.time())
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
-        shape = CompletionShape(self._gateway.tokenizer, body.wanted_logprobs is not None)
-        return self._reply(body, request, shape)
+        prompts, scored = body.prompts(), body.wanted_logprobs is not None
+        if not body.echo:
+            return self._reply(body, prompts, request, CompletionShape(self._gateway.tokenizer, scored))
+        self._gateway.check_model(body.model or "")
+        echoes = [await self._echo(each) for each in prompts]
+        shape = CompletionShape(self._gateway.tokenizer, scored, echoes, body.sampling().n)
+        return self._reply(body, [TokenPrompt(each.tokens) for each in echoes], request, shape)
+
+    async def _echo(self, prompt: GenerationInput) -> Echo:
+        tokens = await self._gateway.encode(prompt)
+        if isinstance(prompt, TextPrompt):
+            return Echo(prompt.text, tokens)
+        return Echo(await asyncio.to_thread(text_of, self._gateway.tokenizer, tokens), tokens)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         shape = ChatShape(self._gateway.tokenizer, bool(body.logprobs))
-        return self._reply(body, request, shape)
+        return self._reply(body, body.prompts(), request, shape)
 
-    def _reply(self, body: Generation, request: Request, shape: CompletionShape | ChatShape) -> Response:
+    def _reply(
+        self, body: Generation, prompts: Sequence[GenerationInput], request: Request, shape: CompletionShape | ChatShape
+    ) -> Response:
         terms = terms_of(request.headers, request.scope[KEY])
         if self._gateway.traces:
             came_with(request.headers.items())
@@ -90,7 +104,7 @@ class _Routes:
             more = about(self._context.name, terms.name.unique)
             logger.info("request %s came as x-request-id %.500r", terms.name.unique, terms.name.given, extra=more)
         wants = bool(body.stream), body.include_usage, body.usage_in_chunks
-        asked = Asked(body.prompts(), body.sampling(), terms, body.model or "", body.sent, *wants)
+        asked = Asked(prompts, body.sampling(), terms, body.model or "", body.sent, *wants)
         return Reply(self._gateway, asked, shape, self._context.model.name)
 
     async def tokenize(self, body: TokenizeBody) -> Response:

@@ -8,6 +8,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FailFast, model_validator
@@ -144,11 +145,20 @@ class CompletionBody(Generation):
 
     prompt: Any = None
     logprobs: int | None = None
+    echo: bool | None = None
     add_special_tokens: bool | None = None
 
     @property
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
+
+    def sampling(self) -> SamplingParams:
+        sampling = super().sampling()
+        if not self.echo or self.logprobs is None:
+            return sampling
+        if self.stream and sampling.n > 1:
+            raise InvalidRequest("echo", "with logprobs is for one answer, or for a whole one; leave out stream or n")
+        return replace(sampling, prompt_logprobs=self.logprobs)
 
     def prompts(self) -> list[GenerationInput]:
         """Text, token ids, or a list of either."""

@@ -38,40 +38,72 @@ class Shape(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that its answers repeat."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
 class CompletionShape:
+    """`echoes`, where answers begin with their prompt: of each one, with `n` answers to it."""
+
     prefix = "cmpl"
     whole_kind = chunk_kind = "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer, logprobs: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, logprobs: bool, echoes: Sequence[Echo] = (), n: int = 1) -> None:
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._offsets: defaultdict[int, int] = defaultdict(int)
+        self._echoes = echoes
+        self._n = n
+        self._echoed: set[int] = set()
+        self._scores: dict[int, tuple[TokenLogprobs, ...]] = {}  # of prompts; they come with the first answer
 
     def whole(self, place: int, answer: TextDelta, finish: FinishReason) -> Choice:
         return self.part(place, answer) | {"finish_reason": FINISH[finish]}
 
     def part(self, place: int, delta: TextDelta) -> Choice:
-        logprobs = self._told(place, delta) if self._logprobs else None
-        return {"index": place, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
+        echo, scores = self._echo(place, delta)
+        logprobs = None
+        if self._logprobs:
+            tokens, scored = (*echo.tokens, *delta.tokens), (*scores, *delta.logprobs)
+            logprobs = self._told(place, tokens, scored)
+        return {"index": place, "text": echo.text + delta.text, "logprobs": logprobs, "finish_reason": None}
 
     def end(self, place: int, finish: FinishReason) -> Choice:
-        return {"index": place, "text": "", "logprobs": None, "finish_reason": FINISH[finish]}
+        echo, _ = self._echo(place, TextDelta("", (), 0))
+        return {"index": place, "text": echo.text, "logprobs": None, "finish_reason": FINISH[finish]}
 
-    def _told(self, place: int, delta: TextDelta) -> dict[str, Any]:
-        pieces = [text_of(self._tokenizer, (token,)) for token in delta.tokens]
+    def _echo(self, place: int, delta: TextDelta) -> tuple[Echo, Sequence[TokenLogprobs | None]]:
+        """What stands before an answer's first words: its prompt, and what is known of each of its tokens."""
+        if not self._echoes or place in self._echoed:
+            return NOTHING, ()
+        self._echoed.add(place)
+        prompt = place // self._n
+        scores = self._scores.setdefault(prompt, delta.prompt_logprobs)
+        return self._echoes[prompt], (None, *scores)
+
+    def _told(self, place: int, tokens: Sequence[int], scored: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """Nothing is known of a prompt's first token."""
+        pieces = [text_of(self._tokenizer, (token,)) for token in tokens]
         offsets = []
         for piece in pieces:
             offsets.append(self._offsets[place])
             self._offsets[place] += len(piece)
         return {
             "tokens": pieces,
-            "token_logprobs": [_finite(each.chosen) for each in delta.logprobs],
+            "token_logprobs": [each and _finite(each.chosen) for each in scored],
             "top_logprobs": [
-                {text_of(self._tokenizer, (token,)): _finite(value) for token, value in each.top}
-                for each in delta.logprobs
+                each and {text_of(self._tokenizer, (token,)): _finite(value) for token, value in each.top}
+                for each in scored
             ],
             "text_offset": offsets,
         }
+
+
+NOTHING = Echo("", ())
 
 
 class ChatShape:

@@ -10,7 +10,7 @@ from workers.errors import InvalidRequest
 OFF: tuple[object, ...] = (None, False, "", [], {})
 # The values that pass, by field.
 FIELDS: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("echo", "suffix", "prompt_logprobs", "truncate_prompt_tokens", "prompt_embeds"), OFF),
+    **dict.fromkeys(("suffix", "prompt_logprobs", "truncate_prompt_tokens", "prompt_embeds"), OFF),
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), OFF),
     **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors", "use_beam_search"), OFF),
     **dict.fromkeys(("chat_template", "chat_template_kwargs", "continue_final_message", "functions"), OFF),

@@ -69,7 +69,6 @@ async def test_what_is_wrong_is_named(there: Clients, change: dict[str, object],
 @pytest.mark.parametrize(
     ("path", "name", "value"),
     [
-        ("/v1/completions", "echo", True),
         ("/v1/completions", "suffix", "end"),
         ("/v1/completions", "prompt_logprobs", 0),
         ("/v1/completions", "truncate_prompt_tokens", 3),

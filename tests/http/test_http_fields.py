@@ -44,7 +44,7 @@ ASKED: dict[str, dict[str, object]] = {
 # Tested elsewhere, or no sampling.
 OTHERS = {
     *("model", "stream", "stream_options", "prompt", "messages", "tools", "tool_choice", "response_format"),
-    *("n", "best_of", "add_special_tokens"),
+    *("n", "best_of", "add_special_tokens", "echo"),
 }
 
 

@@ -296,3 +296,21 @@ async def test_tokens_and_text_both_ways(subject: Subject) -> None:
     counted = (await subject.there.http.post("/tokenize", json={"messages": chat})).json()["count"]
     answer = await subject.there.openai.chat.completions.create(model="", messages=chat, max_tokens=1)  # type: ignore[arg-type]
     assert answer.usage is not None and answer.usage.prompt_tokens == counted
+
+
+async def test_an_echoed_text_is_scored_as_it_was_drawn(subject: Subject) -> None:
+    ask = {"model": subject.model, "temperature": 0.0, "logprobs": 1}
+    drawn: Completion = await subject.there.openai.completions.create(**ask, prompt=PROMPT, max_tokens=8)  # type: ignore[call-overload]
+    made = drawn.choices[0].logprobs
+    tokens = (await subject.there.http.post("/tokenize", json={"prompt": PROMPT})).json()["tokens"]
+    answer = await subject.there.grpc.complete(tokens, max_tokens=8, temperature=0.0)
+    longer = [*tokens, *answer.output.tokens]
+    scored: Completion = await subject.there.openai.completions.create(  # type: ignore[call-overload]
+        **ask, prompt=longer, max_tokens=1, echo=True
+    )
+    told = scored.choices[0].logprobs
+    assert made is not None and told is not None and told.token_logprobs is not None and told.top_logprobs is not None
+    assert len(told.token_logprobs) == len(longer) + 1 and told.token_logprobs[0] is None
+    assert told.token_logprobs[len(tokens) : -1] == pytest.approx(made.token_logprobs, abs=1e-3)
+    behind = zip(told.tokens[len(tokens) : -1], told.top_logprobs[len(tokens) : -1], strict=True)
+    assert all(list(best) == [token] for token, best in behind)  # greedy: each was the likeliest
