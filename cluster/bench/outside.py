@@ -1,6 +1,7 @@
 """`make bench-outside`: guidellm and aiperf, unmodified, against our HTTP server; their counts and times beside ours.
 
-Each lives in an environment of its own, which is made on first use. Every tool sends the same number of requests of the
+Each lives in an environment of its own, which is made on first use; vLLM's `bench serve` joins them where
+`python -m cluster.bench peer-install` has made vLLM's. Every tool sends the same number of requests of the
 same lengths with the same concurrency, one tool after another. What the server counts of each is read from /metrics.
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 import click
 
 from cluster.bench import machine
-from cluster.bench.environments import AIPERF, GUIDELLM, PeerEnvironment
+from cluster.bench.environments import AIPERF, GUIDELLM, VLLM, PeerEnvironment
 from cluster.bench.hosted import refuse_foreign_ray
 from cluster.bench.processes import Child
 from cluster.load.endpoint import Target
@@ -159,6 +160,40 @@ def aiperf_read(report: Any) -> Read:
     }
 
 
+VLLM_BENCH = """
+from vllm.benchmarks import serve
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+serve.add_cli_args(parser)
+serve.main(parser.parse_args())
+"""  # as its command does, which does not start from the package for CPUs
+
+
+def vllm(asked: Asked, folder: Path) -> Read:
+    """Completions. Raises `subprocess.CalledProcessError`."""
+    command = [
+        *(str(VLLM.python), "-c", VLLM_BENCH, "--backend", "openai", "--base-url", asked.url),
+        *("--model", asked.model, "--tokenizer", str(asked.tokenizer), "--dataset-name", "random", "--ignore-eos"),
+        *("--random-input-len", str(asked.prompt_tokens), "--random-output-len", str(asked.output_tokens)),
+        *("--num-prompts", str(asked.requests), "--max-concurrency", str(asked.concurrency)),
+        *("--ready-check-timeout-sec", "0", "--save-result", "--result-dir", str(folder)),
+        *("--result-filename", "vllm.json"),
+    ]
+    _run(command, folder, HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    return vllm_read(json.loads((folder / "vllm.json").read_text()))
+
+
+def vllm_read(report: Any) -> Read:
+    """Its ITL: every gap between tokens. Its counts of prompts are its tokenizer's, those of answers our usage's."""
+    return {
+        "requests": report["completed"],
+        "prompt_tokens": report["total_input_tokens"],
+        "output_tokens": report["total_output_tokens"],
+        **{"ttft_mean_ms": report["mean_ttft_ms"], "ttft_p50_ms": report["median_ttft_ms"]},
+        **{"itl_mean_ms": report["mean_itl_ms"], "itl_p50_ms": report["median_itl_ms"]},
+    }
+
+
 def ours(asked: Asked, folder: Path) -> Read:
     """`diptych bench` over HTTP, as it would do it. Its ITL: every gap between tokens."""
 
@@ -182,7 +217,12 @@ def ours(asked: Asked, folder: Path) -> Read:
     return asyncio.run(drive())
 
 
-TOOLS: dict[str, Callable[[Asked, Path], Read]] = {"guidellm": guidellm, "aiperf": aiperf, "diptych bench": ours}
+TOOLS: dict[str, Callable[[Asked, Path], Read]] = {
+    "guidellm": guidellm,
+    "aiperf": aiperf,
+    "vllm bench serve": vllm,
+    "diptych bench": ours,
+}
 
 
 def _run(command: list[str], folder: Path, **environment: str) -> None:
@@ -271,6 +311,7 @@ def main(
     """Run guidellm and aiperf, as they are, against a cluster of ours; compare their tokens with what it counted."""
     for each in (GUIDELLM, AIPERF):
         _have(each)
+    tools = [tool for tool in TOOLS if tool != "vllm bench serve" or not VLLM.missing()]
     refuse_foreign_ray(dict(os.environ))
     command = [sys.executable, "-m", "cluster.cli", "serve", "-f", path, "--model", model, "--port", "0"]
     with tempfile.TemporaryDirectory(prefix="diptych-outside-") as temporary:
@@ -281,7 +322,7 @@ def main(
             url = "http://" + line.partition(READY)[2].removesuffix("/v1")
             asked = Asked(url, model, folder / "tokenizer", requests, concurrency, prompt_tokens, output_tokens)
             found = []
-            for tool in TOOLS:
+            for tool in tools:
                 click.echo(f"{tool}: {requests} requests, {concurrency} at once", err=True)
                 found.append(measured(tool, asked, folder / tool.replace(" ", "-")))
         load = "/".join(f"{each:.1f}" for each in machine.load())
@@ -302,7 +343,7 @@ def _have(environment: PeerEnvironment) -> None:
 
 
 def _versions() -> str:
-    return ", ".join(each.versions() for each in (GUIDELLM, AIPERF))
+    return ", ".join(each.versions() for each in (GUIDELLM, AIPERF, VLLM) if not each.missing())
 
 
 if __name__ == "__main__":
