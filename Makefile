@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: demo test test-again check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift autoscaler
-.PHONY: image image-test compare bench-outside pods
+.PHONY: campaigns image image-test compare bench-outside pods
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
 
@@ -23,6 +23,10 @@ test: $(READY)
 test-again: $(READY)
 	@echo "== again, alone: what failed"
 	@$(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none
+
+# Benchmarks and searches in small: that they run, and that what they print is there.
+campaigns: $(READY)
+	@DIPTYCH_CAMPAIGNS=1 $(BIN)/python -m pytest -q -n $(or $(JOBS),2) -m campaign
 
 check: $(READY)
 	@$(BIN)/ruff check .

@@ -3,7 +3,8 @@
 `make fuzz` draws new ones: what it finds becomes an `@example`. No clock decides: a busy machine fails no example.
 
 `make test` runs on two processes, a file at a time. The longest come first; what starts Ray is one unit, because it
-waits for processes most of the time, while the other process computes.
+waits for processes most of the time, while the other process computes. Campaigns, small as they are here, are
+`make campaigns`.
 """
 
 import os
@@ -29,6 +30,10 @@ def unit(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "DIPTYCH_CAMPAIGNS" not in os.environ:
+        for item in items:
+            if item.get_closest_marker("campaign"):
+                item.add_marker(pytest.mark.skip(reason="a small campaign: make campaigns"))
     first = (RAY, LONGEST)
     items.sort(key=lambda item: first.index(unit(item.nodeid)) if unit(item.nodeid) in first else len(first))
 

@@ -1,8 +1,11 @@
 """Under overload an accepted request is a promise, and more promises are kept than by taking everybody."""
 
+import pytest
+
 from cluster.bench.admission import KINDS, overloaded
 
 
+@pytest.mark.campaign
 def test_accepted_requests_are_kept_and_there_are_more_of_them() -> None:
     pools = KINDS["two and two"]
     all_taken, _ = overloaded(pools, "none", 40.0, count=200)

@@ -72,6 +72,7 @@ def test_cpu_time_of_a_process_that_has_ended_is_an_error() -> None:
         process_cpu_s(child.pid)
 
 
+@pytest.mark.campaign
 def test_both_doors_and_the_bare_handlers_give_and_count_the_same_tokens() -> None:
     """`streams` refuses an answer that has not as many tokens as were asked for, by its messages or its own count."""
     samples = sampled(("bare", "doors"), 1, TINY, print)

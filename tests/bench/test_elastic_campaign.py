@@ -264,6 +264,7 @@ def test_a_run_is_told_by_phase() -> None:
     assert (late.kept, late.late + late.late_slow) == (0.0, late.requests)
 
 
+@pytest.mark.campaign
 def test_a_small_campaign_has_all_its_figures(tmp_path: Path) -> None:
     load = replace(made("phases-a100", Size(workers=2, stretch=0.05)), slo=SLO(1.0, 0.06))
     effort = replace(QUICK, systems=("distserve",), routers=("random",))

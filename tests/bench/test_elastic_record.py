@@ -114,6 +114,7 @@ def _whole() -> record.Result:
     return measure(made("phases-a100"), LITTLE, map, lambda _: None)
 
 
+@pytest.mark.campaign
 def test_only_what_is_asked_for_is_measured_again(monkeypatch: pytest.MonkeyPatch, recorded: record.Result) -> None:
     load, asked = made("phases-a100"), set()
 
@@ -134,6 +135,7 @@ def test_only_what_is_asked_for_is_measured_again(monkeypatch: pytest.MonkeyPatc
     }
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_can_be_measured_again_alone(recorded: record.Result, kind: str) -> None:
     again = measure(made("phases-a100"), LITTLE, map, lambda _: None, {kind}, recorded)
@@ -142,6 +144,7 @@ def test_each_kind_can_be_measured_again_alone(recorded: record.Result, kind: st
         assert mine.rate == pytest.approx(other.rate, rel=0.25) and (mine.kind == kind or mine == other)
 
 
+@pytest.mark.campaign
 def test_a_static_choice_by_another_name_is_not_measured_twice(recorded: record.Result) -> None:
     effort = replace(LITTLE, systems=("sarathi",), routers=("least-loaded", "random"))
     again = measure(made("phases-a100"), effort, map, lambda _: None, {SYSTEM, ROUTER}, recorded)
@@ -152,6 +155,7 @@ def test_a_static_choice_by_another_name_is_not_measured_twice(recorded: record.
     assert by_name["random on split 1, chunk 2048"].rate == pytest.approx(1.0, rel=0.05)
 
 
+@pytest.mark.campaign
 def test_a_record_that_cannot_be_completed_says_why(recorded: record.Result) -> None:
     other = made("phases-a100", replace(SMALL, stretch=0.2))
     with pytest.raises(Unlike, match=r"seconds is 24\.0 in the record and would be 48\.0"):
@@ -161,6 +165,7 @@ def test_a_record_that_cannot_be_completed_says_why(recorded: record.Result) -> 
         measure(made("phases-a100"), LITTLE, map, lambda _: None, {record.OURS}, without)
 
 
+@pytest.mark.campaign
 def test_a_record_is_completed_from_the_command_line(
     monkeypatch: pytest.MonkeyPatch, recorded: record.Result, tmp_path: Path
 ) -> None:

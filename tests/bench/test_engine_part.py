@@ -219,6 +219,7 @@ def test_without_matplotlib_there_is_a_word_and_no_chart(
     assert not list(tmp_path.glob("*.png")) and list(tmp_path.glob("*.json"))
 
 
+@pytest.mark.campaign
 @pytest.mark.model
 def test_a_quick_run_measures_ours_and_transformers(tmp_path: Path) -> None:
     main(["engine", "--quick", "--out", str(tmp_path)], standalone_mode=False)

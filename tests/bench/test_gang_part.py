@@ -139,6 +139,7 @@ def test_a_way_that_does_not_work_here_is_left_out_and_told(monkeypatch: pytest.
         delivery.measure(1, True, lambda line: None, (LIMIT, CHOSEN))
 
 
+@pytest.mark.campaign
 @pytest.mark.ray
 def test_a_ray_call_brings_plans_and_answers_whole() -> None:
     samples = delivery.measure(1, True, lambda line: None, (LIMIT, CHOSEN, "ray call"))
