@@ -257,7 +257,9 @@ class Kubelet:
                 known[name] = sorted(each.place.address for each in chosen) if anyhow else ready
                 continue
             door = self._doors.get(name) or self._open(name, spec["ports"])
-            door.ready.write_text("\n".join(ready))
+            part = door.ready.with_suffix(".part")  # whoever reads meanwhile finds a whole one
+            part.write_text("\n".join(ready))
+            part.replace(door.ready)
             known[name] = [door.place.address]
         known |= {f"{name}.{NAMESPACE}.svc": addresses for name, addresses in known.items()}
         if known != self._published:
