@@ -75,6 +75,12 @@ def test_a_worker_that_starts_and_is_to_leave_again_keeps_all_pods() -> None:
         assert asked.look(seen(1, READY, STARTING)) == 2
 
 
+def test_more_or_fewer_workers_than_there_shall_be_keep_all_pods() -> None:
+    for states in ((READY, READY, READY), (READY,)):
+        asked = Asked(4)
+        assert [asked.look(seen(2, *states)) for _ in range(20)] == [4] * 20
+
+
 def test_a_worker_that_looks_for_a_node_keeps_all_pods() -> None:
     asked = Asked(3)
     for state in (STARTING, DEAD):
