@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,16 @@ from cluster.autoscaler.kubernetes import ApiServer, ScaleError, api_server
 from cluster.autoscaler.loop import Autoscaler
 from cluster.autoscaler.pods import Pods, Scaled
 from cluster.autoscaler.probes import probed
+from cluster.cli.address import _access
+from cluster.doors import Doors
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
 from cluster.spec import ClusterSpec
 from kvtransfer.open import SharedMemory
-from tests.api.fake import ByteTokenizer
+from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
 from tests.cluster.local import FAST, split_spec
 from tests.http.certificates import Authority
+from tests.http.guarded import KEY, Files
 from workers.build import build_worker
 
 DECODE, PREFILL = Scaled("decode", 1, 1, 1, 3), Scaled("prefill", 1, 1, 1, 2)
@@ -270,6 +274,27 @@ async def test_a_token_that_is_renewed_is_read_again(kubernetes: Kubernetes) -> 
     assert "the service account cannot be read" in await subject.round()
     kubernetes.mount()
     assert await subject.round() == ""
+
+
+async def test_a_guarded_gateway_is_asked_with_the_key_of_now(
+    kubernetes: Kubernetes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder := tmp_path / "guarded").mkdir()
+    files = Files.made(folder)
+    pair, shown = files.clients.sign("client"), folder / "shown"
+    doors = Doors(gateway_context(FakeDispatcher(), http_port=0, **files.mutual, **files.keys), ByteTokenizer)
+    endpoint = f"grpcs://{await doors.open()}"
+    try:
+        subject = autoscaler(kubernetes, endpoint)
+        subject._access = partial(_access, str(files.servers.ca), str(pair.cert), str(pair.key), str(shown))
+        for key, is_told in (("", False), ("of-somebody-else-entirely", False), (KEY, True)):
+            shown.write_text(key)
+            assert await subject.round() == "", "it is no trouble of Kubernetes"
+            assert subject._is_told is is_told
+    finally:
+        await doors.close(0.0)
+    (failed,) = [each for each in said(caplog) if each.startswith("no gateway says")]
+    assert "has no key; write one a line" in failed and KEY not in caplog.text
 
 
 async def test_an_authority_that_signed_nothing_is_refused(kubernetes: Kubernetes, tmp_path: Path) -> None:
