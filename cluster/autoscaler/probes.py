@@ -12,8 +12,8 @@ STUCK_S = 2 * MOST_WAIT_S
 
 
 @asynccontextmanager
-async def probed(autoscaler: Autoscaler, port: int) -> AsyncIterator[int]:
-    """Answers on all addresses; gives the port, which is another one for 0."""
+async def probed(autoscaler: Autoscaler, port: int) -> AsyncIterator[None]:
+    """Answers on all addresses."""
 
     async def health(_: web.Request) -> web.Response:
         silent_s = time.monotonic() - autoscaler.looked_s
@@ -28,7 +28,7 @@ async def probed(autoscaler: Autoscaler, port: int) -> AsyncIterator[int]:
     await runner.setup()
     try:
         await web.TCPSite(runner, port=port).start()
-        yield runner.addresses[0][1]
+        yield
     finally:
         await runner.cleanup()
 

@@ -42,7 +42,7 @@ SECONDS = click.FloatRange(min=0, min_open=True)
     envvar="DIPTYCH_SERVICE_ACCOUNT",
     help="The folder with token, ca.crt and namespace. [default: where Kubernetes mounts it]",
 )
-@click.option("--health-port", type=click.IntRange(0, 65535), help="/health and /ready for a kubelet. [default: none]")
+@click.option("--health-port", type=click.IntRange(1, 65535), help="/health and /ready for a kubelet. [default: none]")
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="Logs go to standard error.")
 def autoscaler(
     file: str,

@@ -348,7 +348,9 @@ async def test_probes_tell_whether_rounds_end_and_what_was_wrong(
 
         return await asyncio.to_thread(ask)
 
-    async with probed(subject, 0) as port:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with probed(subject, port):
         assert await probe(port, "/health") == (200, "ok\n")
         assert await probe(port, "/ready") == (503, "no round has ended yet\n")
         running = asyncio.ensure_future(subject.run())
