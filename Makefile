@@ -66,9 +66,10 @@ shift: $(READY)
 autoscaler: $(READY)
 	@DIPTYCH_AUTOSCALER=1 $(BIN)/python -m pytest -q tests/ray/test_autoscaler.py -k load
 
-# The chart installed and upgraded under requests, its pods as processes in network namespaces: three minutes, as root.
+# The chart installed and upgraded under requests, its pods as processes in network namespaces: four minutes, as root.
 pods: $(READY)
-	@DIPTYCH_PODS=1 $(BIN)/python -m pytest -q -s tests/helm/test_processes.py tests/helm/test_guarded_processes.py
+	@DIPTYCH_PODS=1 $(BIN)/python -m pytest -q -s tests/helm/test_processes.py tests/helm/test_guarded_processes.py \
+		tests/helm/test_autoscaled_processes.py
 
 # The image, under the name that the chart asks for. BUILDER="buildah bud", ARGS="--build-arg BASE_IMAGE=...".
 image:

@@ -64,6 +64,7 @@ LAYERS = [
     ["cluster.sim"],
     ["cluster.plan", "cluster.report"],
     ["cluster.api", "cluster.http", "cluster.bench", "cluster.load", "cluster.profile"],
+    ["cluster.autoscaler"],
     ["cluster.doors"],
     ["cluster.cli"],
 ]
@@ -87,7 +88,7 @@ HEAVY = {
     "opentelemetry": ("cluster.otlp",),
     "nixl_cu12": ("kvtransfer.backends",),
 }
-PURE = ("workers.engine", "cluster.policy")
+PURE = ("workers.engine", "cluster.policy", "cluster.autoscaler.pods")
 IMPURE = {"time", "random", "secrets", "socket", "threading", "torch", "numpy"}
 # Arithmetic on columns, a row for each of a thousand workers, which plain Python has no time for. No randomness.
 COLUMNS = ("cluster.policy.shortlist", "cluster.policy.rates")

@@ -118,6 +118,7 @@ def test_a_workload_is_simulated_without_torch() -> None:
         ("serve", "serve"),
         ("doctor", "serve"),
         ("models list", "serve"),
+        ("autoscaler -f examples/laptop.yaml --prefix llm", "simulate"),
         ("plan --model llama-3-8b --hardware h100-80gb --prompt 100 --output 10", "simulate"),
         ("simulate -f examples/laptop.yaml --workload poisson:rate=1,count=2,lengths=8/4", "simulate"),
     ],

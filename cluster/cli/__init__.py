@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from cluster.cli.admin import drain, flip, scale
+from cluster.cli.autoscaler import autoscaler
 from cluster.cli.bench import bench
 from cluster.cli.demo import demo
 from cluster.cli.doctor import doctor
@@ -81,6 +82,7 @@ for command in (
     drain,
     scale,
     leave,
+    autoscaler,
     bench,
     simulate,
     plan,

@@ -5,7 +5,7 @@ A key is never an argument: it would stand in the shell's history and in the lis
 
 import os
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import click
@@ -61,22 +61,38 @@ def accessed(command: Callable[..., None]) -> Callable[..., None]:
     """The options of `ACCESS`; the command gets them as `access`."""
 
     @wraps(command)
-    def with_access(
-        *args: Any, ca: str | None, cert: str | None, cert_key: str | None, key_file: str | None, **options: Any
-    ) -> None:
-        if (cert is None) != (cert_key is None):
-            raise click.UsageError("--cert and --cert-key come together; give both")
-        key = None if key_file is None else _first_key(key_file)
-        command(*args, access=Access(ca, cert, cert_key, key), **options)
+    def with_access(*args: Any, access: Callable[[], Access], **options: Any) -> None:
+        command(*args, access=access(), **options)
 
-    for option in reversed(ACCESS):
-        with_access = option(with_access)
-    return with_access
+    return _accessed(with_access)
 
 
 def addressed(command: Callable[..., None]) -> Callable[..., None]:
     """The same and `endpoint`."""
     return ENDPOINT(accessed(command))
+
+
+def addressed_for_long(command: Callable[..., None]) -> Callable[..., None]:
+    """For commands that stay while keys are renewed: `access` is a function that reads the key again."""
+    return ENDPOINT(_accessed(command))
+
+
+def _accessed(command: Callable[..., None]) -> Callable[..., None]:
+    @wraps(command)
+    def with_options(
+        *args: Any, ca: str | None, cert: str | None, cert_key: str | None, key_file: str | None, **options: Any
+    ) -> None:
+        if (cert is None) != (cert_key is None):
+            raise click.UsageError("--cert and --cert-key come together; give both")
+        command(*args, access=partial(_access, ca, cert, cert_key, key_file), **options)
+
+    for option in reversed(ACCESS):
+        with_options = option(with_options)
+    return with_options
+
+
+def _access(ca: str | None, cert: str | None, cert_key: str | None, key_file: str | None) -> Access:
+    return Access(ca, cert, cert_key, None if key_file is None else _first_key(key_file))
 
 
 def _first_key(path: str) -> str:

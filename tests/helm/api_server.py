@@ -5,6 +5,9 @@ whatever is written is ready at once, unless somebody runs pods (`kubelet`) and 
 chart; schedules nothing and runs nothing.
 
     discovery  /version /api /apis /openapi/v3      objects  GET, POST, PUT, PATCH (apply, merge), DELETE, watch
+    the scale of workloads  GET, PATCH
+
+helm asks over plain HTTP and may do everything; pods have a door of their own (`service_accounts`).
 """
 
 import base64
@@ -74,10 +77,13 @@ BUILT_IN = [
         batch/v1 Job s
         policy/v1 PodDisruptionBudget s
         autoscaling/v2 HorizontalPodAutoscaler s
+        rbac.authorization.k8s.io/v1 Role s
+        rbac.authorization.k8s.io/v1 RoleBinding s
     """),
     Kind("networking.k8s.io/v1", "networkpolicies", "NetworkPolicy"),
     Kind("networking.k8s.io/v1", "ingresses", "Ingress"),
 ]
+SCALED = ("StatefulSet", "Deployment")
 KUBERAY = kinds("ray.io/v1 RayCluster s\nray.io/v1 RayJob s")
 
 
@@ -123,6 +129,8 @@ class Store:
             new |= {"apiVersion": kind.group_version, "kind": kind.name}
             if kind.name == "Service":
                 new["spec"].setdefault("clusterIP", "10.96.0.1")
+            if kind.name in SCALED:
+                new["spec"].setdefault("replicas", 1)
             validate({key: value for key, value in new.items() if key != "status"}, old)
             self._revision += 1
             metadata = new["metadata"]
@@ -373,7 +381,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def _object(self, path: str, query: dict[str, str], body: Object) -> Object | None:
         """None: a watch, which has been answered."""
+        if path.endswith("/scale"):
+            kind, namespace, name = self._place(path.removesuffix("/scale"))
+            self.check(kind, namespace, name, "/scale")
+            return self._scale(kind, namespace, name, body)
         kind, namespace, name = self._place(path)
+        self.check(kind, namespace, name)
         if self.command == "GET" and query.get("watch") in ("1", "true"):
             self._watch(kind, namespace, query)
             return None
@@ -396,6 +409,27 @@ class Handler(BaseHTTPRequestHandler):
             self.store.get(kind, namespace, name)
         how = "apply" if applied else "merge" if self.command == "PATCH" else "replace"
         return self.store.write(kind, namespace, name, body, how=how, dry=dry)
+
+    def check(self, kind: Kind, namespace: str, name: str, part: str = "") -> None:
+        """Raises `Refused` for what whoever asks may not do."""
+
+    def _scale(self, kind: Kind, namespace: str, name: str, body: Object) -> Object:
+        if kind.name not in SCALED or self.command not in ("GET", "PATCH"):
+            raise Refused(404, "NotFound", "the server could not find the requested resource")
+        found = self.store.get(kind, namespace, name)
+        if self.command == "PATCH":
+            if self.headers.get("Content-Type") != "application/merge-patch+json":
+                raise Refused(415, "UnsupportedMediaType", "a scale takes merge patches here")
+            replicas = body["spec"]["replicas"]
+            if not isinstance(replicas, int) or replicas < 0:
+                raise Refused(422, "Invalid", "spec.replicas: must be greater than or equal to 0")
+            patch = {"metadata": {"name": name}, "spec": {"replicas": replicas}}
+            found = self.store.write(kind, namespace, name, patch, how="merge", dry=False)
+        metadata = {key: found["metadata"][key] for key in ("name", "namespace", "uid", "resourceVersion")}
+        spec = {"replicas": count} if (count := found["spec"]["replicas"]) else {}  # 0 is left out
+        status = {"replicas": found["status"].get("replicas", 0)}
+        told = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": metadata}
+        return told | {"spec": spec, "status": status}
 
     def _place(self, path: str) -> tuple[Kind, str, str]:
         """Which kind, in which namespace, of which name, as far as the path says."""

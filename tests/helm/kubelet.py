@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,9 +22,12 @@ from api_server import BORN, Kind, Store
 from chart import Object
 from pod import Pod
 from pod_network import Place, PodNetwork, pod_network
+from service_accounts import Accounts, door_for_pods
+
+from tests.http.certificates import Authority
 
 LOOK_S = 0.2
-NAMESPACE = "llm"
+NAMESPACE, API_PORT = "llm", 6443
 HERE = Path(__file__).parent
 
 T = TypeVar("T")
@@ -42,12 +45,14 @@ class Door:
 class Kubelet:
     """Owned by `kubelet`. Everything but `call` and what it reads happens on its own loop."""
 
-    def __init__(self, store: Store, network: PodNetwork, folder: Path) -> None:
+    def __init__(self, store: Store, network: PodNetwork, folder: Path, accounts: Accounts, api: Place) -> None:
         self.folder = folder
         self.pods: list[Pod] = []
         self.past: list[Pod] = []
         self._store = store
         self._network = network
+        self._accounts = accounts
+        self._api = api
         self._doors: dict[str, Door] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._count = 0
@@ -177,7 +182,8 @@ class Kubelet:
     def _begin(self, name: str, owner: str, template: Object, revision: str) -> None:
         self._count += 1
         folder = self.folder / owner / f"{name}.{self._count}"
-        pod = Pod(name, template, revision, folder, self._network, self._secret, self._lead)
+        secrets, api = (self._secret, self._account), (self._api.address, API_PORT)
+        pod = Pod(name, template, revision, folder, self._network, *secrets, api, self._lead)
         (config,) = [each for _, each in self._all("ConfigMap") if "cluster.yaml" in each["data"]]
         (folder / "cluster.yaml").write_text(config["data"]["cluster.yaml"])
         self.pods.append(pod)
@@ -198,6 +204,10 @@ class Kubelet:
         (secret,) = [each for _, each in self._all("Secret") if each["metadata"]["name"] == name]
         data = {key: base64.b64decode(value).decode() for key, value in secret.get("data", {}).items()}
         return data | secret.get("stringData", {})
+
+    def _account(self, name: str) -> dict[str, str]:
+        assert name in [each["metadata"]["name"] for _, each in self._all("ServiceAccount")], f"{name} is not there"
+        return self._accounts.files(NAMESPACE, name)
 
     # ---- statuses --------------------------------------------------------------------------------------------
 
@@ -247,7 +257,9 @@ class Kubelet:
                 known[name] = sorted(each.place.address for each in chosen) if anyhow else ready
                 continue
             door = self._doors.get(name) or self._open(name, spec["ports"])
-            door.ready.write_text("\n".join(ready))
+            part = door.ready.with_suffix(".part")  # whoever reads meanwhile finds a whole one
+            part.write_text("\n".join(ready))
+            part.replace(door.ready)
             known[name] = [door.place.address]
         known |= {f"{name}.{NAMESPACE}.svc": addresses for name, addresses in known.items()}
         if known != self._published:
@@ -270,8 +282,13 @@ def revision_of(template: Object) -> str:
 @contextmanager
 def kubelet(store: Store, folder: Path) -> Iterator[tuple[Kubelet, Place]]:
     """And a place for those who ask from outside of all pods."""
-    with pod_network() as network:
-        running = Kubelet(store, network, folder)
+    with pod_network() as network, ExitStack() as stack:
+        api = network.add("kubernetes")
+        authority = Authority(folder, "kubernetes")
+        listening = network.listen(api, API_PORT)
+        pair = authority.sign("kubernetes", api.address)
+        accounts = stack.enter_context(door_for_pods(store, authority, pair, listening))
+        running = Kubelet(store, network, folder, accounts, api)
         outside = network.add("outside")
         running.start()
         try:

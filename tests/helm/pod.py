@@ -3,7 +3,8 @@
 As under Kubernetes: init containers first, then the container, which is started again when it ends; the pod is ready
 when its probes say so; to end, the preStop hook, SIGTERM to the first process, and SIGKILL when the grace is over. Each
 container has process ids, /proc, /tmp/ray and /dev/shm of its own, and its Secrets below a folder of the pod instead of
-`CONFIG`. Images, users, limits and other volumes are not taken over, and probes are asked every PROBE_S at most.
+`CONFIG`, with the files of its service account beside them. Images, users, limits and other volumes are not taken over,
+and probes are asked every PROBE_S at most.
 """
 
 import asyncio
@@ -31,7 +32,9 @@ RAY = Path("/tmp/ray")
 
 @dataclass
 class Pod:
-    """Owned by the kubelet. `secret`: the data of a Secret. `changed`: called when something became of it."""
+    """Owned by the kubelet. `secret`: the data of a Secret. `account`: files of a service account. `api`: where the API
+    server is. `changed`: called when something became of it.
+    """
 
     name: str
     template: Object
@@ -39,6 +42,8 @@ class Pod:
     folder: Path
     network: PodNetwork
     secret: Callable[[str], dict[str, str]]
+    account: Callable[[str], dict[str, str]]
+    api: tuple[str, int]
     changed: Callable[[], None]
     ready: bool = False
     ending: bool = False
@@ -74,6 +79,10 @@ class Pod:
     def labels(self) -> dict[str, str]:
         labels: dict[str, str] = self.template["metadata"].get("labels", {})
         return labels
+
+    @property
+    def _account(self) -> Path:
+        return self.folder / "serviceaccount"
 
     def log(self, container: str) -> Path:
         return self.folder / f"{container}.log"
@@ -226,6 +235,10 @@ class Pod:
                 Path(at).mkdir()
                 for key, path in chosen.items():
                     (Path(at) / path).write_text(data[key])
+        if self.spec.get("automountServiceAccountToken"):
+            self._account.mkdir()
+            for key, text in self.account(self.spec["serviceAccountName"]).items():
+                (self._account / key).write_text(text)
 
     def _filled(self, command: list[str] | tuple[str, ...]) -> list[str]:
         return [each.replace("$(POD_IP)", self.place.address).replace(CONFIG, str(self.folder)) for each in command]
@@ -241,7 +254,9 @@ class Pod:
                 given[each["name"]] = self.secret(origin["secretKeyRef"]["name"])[origin["secretKeyRef"]["key"]]
             else:
                 (given[each["name"]],) = self._filled((each["value"],))
-        return given | {"DIPTYCH_CACHE": str(cache_folder())}
+        host, port = self.api
+        given |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": str(port)}
+        return given | {"DIPTYCH_CACHE": str(cache_folder()), "DIPTYCH_SERVICE_ACCOUNT": str(self._account)}
 
     def _say(self, words: str) -> None:
         with (self.folder.parent / "events.log").open("a") as log:

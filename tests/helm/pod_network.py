@@ -4,11 +4,14 @@ All names begin with the number of this process, so runs do not meet, and what a
 down by the next. Knows no pod.
 """
 
+import ctypes
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,6 +75,22 @@ class PodNetwork:
             _ip("-n", space, "link", "set", device, "up")
         _ip("-n", space, "route", "add", "default", "dev", "eth0")
         return place
+
+    def listen(self, place: Place, port: int) -> socket.socket:
+        """A socket there for somebody who is here."""
+        opened: list[socket.socket] = []
+
+        def enter() -> None:  # this thread alone, and it ends
+            with open(f"/var/run/netns/{place.namespace}") as there:
+                if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), 0) != 0:
+                    raise OSError(ctypes.get_errno(), f"cannot enter {place.namespace}")
+            opened.append(socket.create_server((place.address, port)))
+
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+        (found,) = opened
+        return found
 
     def remove(self, place: Place) -> None:
         """Whatever runs there ends."""

@@ -176,6 +176,14 @@ WRONG = {
         "smokeTest.clientSecret: the gateway asks for a client's certificate; name a kubernetes.io/tls Secret with "
         "one, or write smokeTest.enabled: false",
     ),
+    "an autoscaler without a certificate": (
+        (
+            *with_http(TLS, CLIENTS, "poolAutoscaling.enabled=true", "smokeTest.enabled=false"),
+            *("--set-json", 'cluster.pools=[{"name": "both", "role": "mixed", "replicas": {"min": 1, "max": 3}}]'),
+        ),
+        "poolAutoscaling.clientSecret: the gateway asks for a client's certificate; name a kubernetes.io/tls Secret "
+        "with one",
+    ),
     "Prometheus without a certificate": (
         with_http(TLS, CLIENTS, MONITOR, "smokeTest.enabled=false"),
         "metrics.serviceMonitor.clientSecret: the gateway asks for a client's certificate; name a kubernetes.io/tls "

@@ -14,7 +14,7 @@ from api_server import Store, api_server
 from chart import CHART, Object, rendered, values
 from programs import run
 
-MODES = ("native", "kuberay", "external", "native-exposed", "kuberay-elastic")
+MODES = ("native", "kuberay", "external", "native-exposed", "native-autoscaled", "kuberay-elastic")
 WITHOUT_FOREIGN = ("--set", "grpcRoute.enabled=false,podMonitor.enabled=false")
 WORKLOADS = ("Deployment/", "StatefulSet/")
 HOOKS = ("Pod/release-diptych-smoke",)
@@ -135,6 +135,19 @@ def test_a_pool_that_is_taken_out_takes_its_pods_along(kubernetes: Kubernetes) -
     left = json.dumps([pool for pool in document["cluster"]["pools"] if pool["name"] != "spare"])
     kubernetes.helm("upgrade", "release", CHART, "-f", values("native-elastic"), "--set-json", f"cluster.pools={left}")
     assert not any("spare" in each for each in kubernetes.objects())
+
+
+def test_an_upgrade_leaves_the_pods_that_others_ask_for(kubernetes: Kubernetes) -> None:
+    options = ("-f", values("native-autoscaled"))
+    kubernetes.helm("install", "release", CHART, "--create-namespace", *options)
+    kind = next(each for each in kubernetes.store.kinds if each.name == "StatefulSet")
+    for name, pods in (("release-diptych-decode", 4), ("release-diptych-fixed", 5)):
+        patch = {"metadata": {"name": name}, "spec": {"replicas": pods}}
+        kubernetes.store.write(kind, "llm", name, patch, how="merge", dry=False)
+    kubernetes.helm("upgrade", "release", CHART, *options, "--set", "podDefaults.podAnnotations.changed=yes")
+    found = {each["metadata"]["name"]: each["spec"]["replicas"] for each in kubernetes.store.all(kind, "llm", {})}
+    assert (found["release-diptych-decode"], found["release-diptych-prefill"]) == (4, 1)
+    assert found["release-diptych-fixed"] == 2, "that one is helm's"
 
 
 def test_notes_name_the_three_ways_to_ask(kubernetes: Kubernetes) -> None:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,13 +112,13 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def requests(release: Release, at_once: int) -> Iterator[Asked]:
+def requests(release: Release, at_once: int, prompts: Sequence[str] = PROMPTS, tokens: int = TOKENS) -> Iterator[Asked]:
     """Inside, requests come without an end; each prompt was asked at least once when it is over."""
     asked = Asked()
-    prompts = release.kubelet.folder / "prompts.json"
-    prompts.write_text(json.dumps(PROMPTS))
+    file = release.kubelet.folder / "prompts.json"
+    file.write_text(json.dumps(prompts))
     script = str(Path(__file__).with_name("asking.py"))
-    command = [sys.executable, script, ENDPOINT, str(prompts), str(TOKENS), str(at_once)]
+    command = [sys.executable, script, ENDPOINT, str(file), str(tokens), str(at_once)]
     asking = subprocess.Popen(
         release.outside.inside(*command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
     )
@@ -132,6 +132,10 @@ def requests(release: Release, at_once: int) -> Iterator[Asked]:
 
 @pytest.fixture(scope="module")
 def exact() -> list[tuple[int, ...]]:
+    return alone(PROMPTS, TOKENS)
+
+
+def alone(prompts: Sequence[str], tokens: int) -> list[tuple[int, ...]]:
     """What a mixed worker answers by itself."""
     try:
         resolve(MODEL)
@@ -144,7 +148,7 @@ def exact() -> list[tuple[int, ...]]:
         serving = await serve(spec, runtime="local", door=open_door)
         try:
             async with DiptychClient(serving.endpoint) as client:
-                calls = (client.complete(each, max_tokens=TOKENS, temperature=0.0) for each in PROMPTS)
+                calls = (client.complete(each, max_tokens=tokens, temperature=0.0) for each in prompts)
                 return [each.output.tokens for each in await asyncio.gather(*calls)]
         finally:
             await serving.close()
@@ -156,12 +160,17 @@ def exact() -> list[tuple[int, ...]]:
 def release(exact: list[tuple[int, ...]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
     if reason := why_not():
         pytest.skip(f"pods as processes: {reason}")
-    folder = tmp_path_factory.mktemp("pods")
+    with installed(exact, tmp_path_factory.mktemp("pods"), OPTIONS) as there:
+        yield there
+
+
+@contextmanager
+def installed(exact: list[tuple[int, ...]], folder: Path, options: Sequence[str]) -> Iterator[Release]:
     with api_server(kuberay=False) as (address, store), kubelet(store, folder) as (running, outside):
         there = Release(connected(address, store, folder), running, outside, exact)
         begun_s = time.monotonic()
         waiting = ("--wait", "--timeout", f"{WAIT_S:.0f}s")
-        there.helm("install", "release", CHART, "--create-namespace", *OPTIONS, *waiting)
+        there.helm("install", "release", CHART, "--create-namespace", *options, *waiting)
         there.ask(
             sys.executable, "-m", "cluster.cli", "generate", PROMPTS[0], "--endpoint", ENDPOINT, "--max-tokens", "1"
         )

@@ -10,6 +10,7 @@ def pools(*described: str) -> tuple[str, str]:
 
 PREFILL = '{"name": "prefill", "role": "prefill"}'
 DECODE = '{"name": "decode", "role": "decode"}'
+ELASTIC = '{"name": "both", "role": "mixed", "replicas": {"min": 1, "max": 3}}'
 WRONG = {
     "a misspelt key": (("--set", "cluster.modle=x"), "- at '/cluster': additional properties 'modle' not allowed"),
     "a misspelt key of a pool": (
@@ -174,6 +175,39 @@ WRONG = {
     "an autoscaler with its bounds the wrong way round": (
         ("--set", "gateway.autoscaling.enabled=true,gateway.autoscaling.minReplicas=5"),
         "gateway.autoscaling: minReplicas is 5, above maxReplicas, which is 4",
+    ),
+    "pods of pools that Ray's autoscaler brings": (
+        ("--set", "mode=kuberay,poolAutoscaling.enabled=true", *pools(ELASTIC)),
+        "poolAutoscaling: mode is kuberay, where Ray's own autoscaler brings the pods of pools with replicas: "
+        "{min, max}; leave it out",
+    ),
+    "pods of pools that are not the chart's": (
+        ("--set", "mode=external,ray.address=a:6379,poolAutoscaling.enabled=true", *pools(ELASTIC)),
+        "poolAutoscaling: mode is external, where pools have no pods of the chart; leave it out",
+    ),
+    "pods of pools that never change": (
+        ("--set", "poolAutoscaling.enabled=true", *pools(PREFILL, DECODE, ELASTIC.replace("3", "1"))),
+        "poolAutoscaling: no pool may grow or shrink; write replicas: {min: 1, max: 4} in one of cluster.pools",
+    ),
+    "somebody who has never been heard of": (
+        ("--set", "poolAutoscaling.by=me"),
+        "- at '/poolAutoscaling/by': value must be one of 'diptych', 'others'",
+    ),
+    "a pool called as the pod that watches over pools": (
+        pools('{"name": "autoscaler", "role": "mixed"}'),
+        "cluster.pools: autoscaler is what the chart calls pods of its own; give the pool another name",
+    ),
+    "a label of the chart's own on all pods": (
+        ("--set", r"podDefaults.podLabels.app\.kubernetes\.io/name=mine"),
+        "podDefaults.podLabels: app.kubernetes.io/name is the chart's, and tells its pods apart; leave it out",
+    ),
+    "a label of the chart's own on a pool": (
+        ("--set", "pools.decode.podLabels.diptych/pool=prefill"),
+        "pools.decode.podLabels: diptych/pool is the chart's, and tells its pods apart; leave it out",
+    ),
+    "a label of the chart's own on gateways": (
+        ("--set", r"gateway.podLabels.app\.kubernetes\.io/component=pool"),
+        "gateway.podLabels: app.kubernetes.io/component is the chart's, and tells its pods apart; leave it out",
     ),
     "a name that is no name": (
         ("--set", "fullnameOverride=9lives"),

@@ -37,7 +37,10 @@ def test_kubernetes_knows_every_key(path: Path, version: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["native", "native-exposed", "native-every-setting", "native-scaled-gateways", "native-own-claim", "external"],
+    [
+        *("native", "native-exposed", "native-every-setting", "native-scaled-gateways", "native-own-claim"),
+        *("native-autoscaled", "external"),
+    ],
 )
 def test_the_oldest_kubernetes_knows_every_key(name: str) -> None:
     asked_for = yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"]
@@ -149,8 +152,8 @@ def test_every_container_is_locked_down(path: Path) -> None:
 def test_every_pod_says_whether_ray_wants_a_token(path: Path) -> None:
     objects = rendered(path)
     for name, pod in pods(objects):
-        if name.endswith("-smoke"):
-            continue  # speaks gRPC only
+        if name.endswith(("-smoke", "-autoscaler")):
+            continue  # they speak gRPC only
         for container in ours(pod):
             env = {each["name"]: each for each in container["env"]}
             if of_kind(objects, "RayCluster"):  # there the operator sets it

@@ -42,8 +42,9 @@ tcpSocket: {port: {{ $http | default (include "diptych.grpcPort" .root) }}}
 {{ include "diptych.fullname" . }}.{{ .Release.Namespace }}.svc
 {{- end -}}
 
-{{/* Environment, mounts and volumes of the smoke test. The gateway's own key is not for it. */}}
-{{- define "diptych.smokeEnv" -}}
+{{/* Environment, mounts and volumes of pods that ask a gateway. The gateway's own key is not for them. */}}
+{{- define "diptych.clientEnv" -}}
+- {name: HOME, value: /tmp}
 {{- with .Values.gateway }}
 - {name: DIPTYCH_ENDPOINT, value: "{{ if .tls.secret }}grpcs://{{ include "diptych.host" $ }}{{ else }}{{ include "diptych.fullname" $ }}{{ end }}:{{ .service.port }}"}
 {{- if and .tls.secret .tls.caKey }}
@@ -59,7 +60,7 @@ tcpSocket: {port: {{ $http | default (include "diptych.grpcPort" .root) }}}
 {{- end }}
 {{- end -}}
 
-{{- define "diptych.smokeMounts" -}}
+{{- define "diptych.clientMounts" -}}
 - {name: tmp, mountPath: /tmp}
 {{- with .Values.gateway }}
 {{- if and .tls.secret .tls.caKey }}
@@ -74,10 +75,11 @@ tcpSocket: {port: {{ $http | default (include "diptych.grpcPort" .root) }}}
 {{- end }}
 {{- end -}}
 
-{{- define "diptych.smokeVolumes" -}}
+{{/* `client`: the Secret with the certificate that this one shows. */}}
+{{- define "diptych.clientVolumes" -}}
 - {name: tmp, emptyDir: {}}
-{{- $client := .Values.smokeTest.clientSecret }}
-{{- with .Values.gateway }}
+{{- $client := .client }}
+{{- with .root.Values.gateway }}
 {{- if and .tls.secret .tls.caKey }}
 - {name: ca, secret: {secretName: {{ .tls.secret | quote }}, items: [{key: {{ .tls.caKey | quote }}, path: ca.crt}]}}
 {{- end }}
@@ -136,6 +138,11 @@ authorization:
 {{- end -}}
 {{- if and .tls.clientCASecret $.Values.smokeTest.enabled (not $.Values.smokeTest.clientSecret) -}}
 {{- fail "smokeTest.clientSecret: the gateway asks for a client's certificate; name a kubernetes.io/tls Secret with one, or write smokeTest.enabled: false" -}}
+{{- end -}}
+{{- with $.Values.poolAutoscaling -}}
+{{- if and .enabled (eq .by "diptych") $.Values.gateway.tls.clientCASecret (not .clientSecret) -}}
+{{- fail "poolAutoscaling.clientSecret: the gateway asks for a client's certificate; name a kubernetes.io/tls Secret with one" -}}
+{{- end -}}
 {{- end -}}
 {{- if and .tls.clientCASecret $monitor.enabled (not $monitor.clientSecret) -}}
 {{- fail "metrics.serviceMonitor.clientSecret: the gateway asks for a client's certificate; name a kubernetes.io/tls Secret with one for Prometheus" -}}

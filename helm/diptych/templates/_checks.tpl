@@ -44,7 +44,7 @@
 {{- $roles := list -}}
 {{- $workers := 0 -}}
 {{- range $cluster.pools -}}
-{{- if has .name (list "head" "gateway" "serve") -}}
+{{- if has .name (list "head" "gateway" "serve" "autoscaler") -}}
 {{- fail (printf "cluster.pools: %s is what the chart calls pods of its own; give the pool another name" .name) -}}
 {{- end -}}
 {{- if gt (len (printf "%s-%s" $full .name)) 52 -}}
@@ -117,6 +117,32 @@
 {{- end -}}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
 {{- fail (printf "gateway.autoscaling: minReplicas is %d, above maxReplicas, which is %d" (int .minReplicas) (int .maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- if .Values.poolAutoscaling.enabled -}}
+{{- if eq .Values.mode "kuberay" -}}
+{{- fail "poolAutoscaling: mode is kuberay, where Ray's own autoscaler brings the pods of pools with replicas: {min, max}; leave it out" -}}
+{{- end -}}
+{{- if eq .Values.mode "external" -}}
+{{- fail "poolAutoscaling: mode is external, where pools have no pods of the chart; leave it out" -}}
+{{- end -}}
+{{- $scaled := "" -}}
+{{- range $cluster.pools -}}
+{{- $scaled = include "diptych.scaled" (dict "root" $ "pool" .) | default $scaled -}}
+{{- end -}}
+{{- if not $scaled -}}
+{{- fail "poolAutoscaling: no pool may grow or shrink; write replicas: {min: 1, max: 4} in one of cluster.pools" -}}
+{{- end -}}
+{{- end -}}
+{{- $settings := dict "podDefaults" .Values.podDefaults "head" .Values.head "serve" .Values.serve "gateway" .Values.gateway "poolAutoscaling" .Values.poolAutoscaling -}}
+{{- range $name, $own := .Values.pools -}}
+{{- $_ := set $settings (printf "pools.%s" $name) ($own | default dict) -}}
+{{- end -}}
+{{- range $place, $own := $settings -}}
+{{- range $label := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "diptych/pool" -}}
+{{- if hasKey (get $own "podLabels" | default dict) $label -}}
+{{- fail (printf "%s.podLabels: %s is the chart's, and tells its pods apart; leave it out" $place $label) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- include "diptych.checkAccess" . -}}

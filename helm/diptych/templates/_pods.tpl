@@ -5,6 +5,9 @@
 
 {{/* The hub's token is for pods that read the model: workers, `serve`, which fetches it first, and gateways. */}}
 {{- define "diptych.ownEnv" -}}
+{{- if eq (get . "component") "autoscaler" -}}
+{{ include "diptych.clientEnv" .root }}
+{{- else -}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - {name: HOME, value: /tmp}
@@ -27,6 +30,7 @@
   valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
+{{- end }}
 {{- end -}}
 
 {{/* Ours, then extraEnv. Of several with one name the last stands: the API server takes each name once. */}}
@@ -43,13 +47,17 @@
 {{- end -}}
 
 {{- define "diptych.mounts" -}}
+- {name: cluster, mountPath: /etc/diptych, readOnly: true}
+{{- if eq (get . "component") "autoscaler" }}
+{{ include "diptych.clientMounts" .root }}
+{{- else }}
 - {name: tmp, mountPath: /tmp}
 - {name: shm, mountPath: /dev/shm}
 - {name: cache, mountPath: /cache}
-- {name: cluster, mountPath: /etc/diptych, readOnly: true}
 {{- with .root.Values.model }}
 {{- if include "diptych.modelClaim" $.root }}
 - {name: models, mountPath: {{ .mountPath | quote }}, readOnly: {{ .readOnly }}}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- with .settings.extraVolumeMounts }}
@@ -58,12 +66,15 @@
 {{- end -}}
 
 {{- define "diptych.volumes" -}}
+- name: cluster
+  configMap: {name: {{ include "diptych.fullname" .root }}-cluster}
+{{- if eq (get . "component") "autoscaler" }}
+{{ include "diptych.clientVolumes" (dict "root" .root "client" .root.Values.poolAutoscaling.clientSecret) }}
+{{- else }}
 - name: tmp
   emptyDir: {{ with .settings.tmpSize }}{sizeLimit: {{ . | quote }}}{{ else }}{}{{ end }}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ .settings.shmSize | quote }}}
-- name: cluster
-  configMap: {name: {{ include "diptych.fullname" .root }}-cluster}
 {{- with .root.Values.model }}
 - name: cache
 {{- if .cache.existingClaim }}
@@ -74,6 +85,7 @@
 {{- with include "diptych.modelClaim" $.root }}
 - name: models
   persistentVolumeClaim: {claimName: {{ quote . }}, readOnly: {{ $.root.Values.model.readOnly }}}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- with .settings.extraVolumes }}
@@ -121,7 +133,7 @@ resources:
 
 {{/* Where a pod may run, and as whom. */}}
 {{- define "diptych.placement" -}}
-serviceAccountName: {{ include "diptych.serviceAccount" .root | quote }}
+serviceAccountName: {{ get . "account" | default (include "diptych.serviceAccount" .root) | quote }}
 automountServiceAccountToken: {{ .apiToken | default false }}
 {{- with include "diptych.pullSecrets" .root }}
 {{ . }}

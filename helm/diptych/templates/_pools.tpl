@@ -33,6 +33,12 @@ custom: {{ toJson $custom }}
 labels: {{ toJson $labels }}
 {{- end -}}
 
+{{/* Whether somebody else than helm says how many pods this pool has, and may. */}}
+{{- define "diptych.scaled" -}}
+{{- $pods := fromYaml (include "diptych.pool" .pool) -}}
+{{- if and .root.Values.poolAutoscaling.enabled (lt (int $pods.minPods) (int $pods.maxPods)) }}true{{ end -}}
+{{- end -}}
+
 {{/* Labels as `ray start --labels` takes them. */}}
 {{- define "diptych.rayLabels" -}}
 {{- $pairs := list -}}

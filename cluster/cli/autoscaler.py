@@ -1,0 +1,107 @@
+"""`diptych autoscaler`: pods of pools follow the workers that these shall have."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from cluster.api.access import Access
+from cluster.cli.address import addressed_for_long
+from cluster.cli.lifetime import run
+
+if TYPE_CHECKING:
+    from cluster.autoscaler.kubernetes import ApiServer
+    from cluster.autoscaler.pods import Pods
+
+SECONDS = click.FloatRange(min=0, min_open=True)
+
+
+@click.command()
+@click.option(
+    "-f", "--file", "file", required=True, type=click.Path(exists=True, dir_okay=False), help="The cluster's file."
+)
+@click.option("--prefix", required=True, metavar="NAME", help="The StatefulSet of a pool is called NAME-POOL.")
+@addressed_for_long
+@click.option(
+    "--window",
+    "window_s",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Fewer pods must have been enough for so long before any goes.",
+)
+@click.option(
+    "--period", "period_s", type=SECONDS, default=5.0, show_default=True, metavar="SECONDS", help="Between two looks."
+)
+@click.option(
+    "--service-account",
+    "account",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar="DIPTYCH_SERVICE_ACCOUNT",
+    help="The folder with token, ca.crt and namespace. [default: where Kubernetes mounts it]",
+)
+@click.option("--health-port", type=click.IntRange(1, 65535), help="/health and /ready for a kubelet. [default: none]")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="Logs go to standard error.")
+def autoscaler(
+    file: str,
+    prefix: str,
+    endpoint: str,
+    access: Callable[[], Access],
+    window_s: float,
+    period_s: float,
+    account: Path | None,
+    health_port: int | None,
+    log_format: str | None,
+) -> None:
+    """Keep as many pods for each pool as the workers need that it shall have; runs in a pod of Kubernetes.
+
+    For pools with replicas: {min, max} that are StatefulSets. How many workers there shall be is decided elsewhere: by
+    the elastic policy, or with `diptych scale`. Goes on until SIGTERM, whatever fails meanwhile.
+
+    \b
+    Example:
+      diptych autoscaler -f /etc/diptych/cluster.yaml --prefix llm-diptych --endpoint llm-diptych:50051
+    """
+    from dataclasses import replace
+
+    from cluster.autoscaler.kubernetes import ACCOUNT, ScaleError, api_server
+    from cluster.autoscaler.pods import Pods, scaled
+    from cluster.logs import begin
+    from cluster.spec import load_spec
+
+    spec = load_spec(file)
+    if not (pools := scaled(spec)):
+        raise click.UsageError(f"{file}: no pool may grow or shrink; write replicas: {{min: 1, max: 4}}")
+    access()
+    try:
+        server = api_server(account or Path(ACCOUNT))
+    except ScaleError as error:
+        raise click.ClickException(str(error)) from None
+    begin(replace(spec.logs, format=log_format or spec.logs.format), "autoscaler")
+    try:
+        run(_autoscaler(Pods(pools, window_s), server, endpoint, access, prefix, period_s, health_port))
+    except KeyboardInterrupt:
+        click.echo("closed")  # the ordinary end
+
+
+async def _autoscaler(
+    pods: "Pods",
+    server: "ApiServer",
+    endpoint: str,
+    access: Callable[[], Access],
+    prefix: str,
+    period_s: float,
+    health_port: int | None,
+) -> None:
+    from contextlib import AsyncExitStack
+
+    from cluster.autoscaler.loop import Autoscaler
+    from cluster.autoscaler.probes import probed
+
+    running = Autoscaler(pods, server, endpoint, access, prefix, period_s)
+    async with AsyncExitStack() as stack:
+        if health_port is not None:
+            await stack.enter_async_context(probed(running, health_port))
+        await running.run()
