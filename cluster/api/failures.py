@@ -41,6 +41,8 @@ def error_of_call(failure: grpc.aio.AioRpcError, endpoint: str) -> DiptychError:
     if status is not None:
         return error_from(status)
     details = failure.details() or "no details"
+    if failure.code() is grpc.StatusCode.CANCELLED:  # by no word of ours: a server or a proxy that ends drops its calls
+        return DiptychError("UNAVAILABLE", f"{endpoint} dropped the call ({details}); it may be ending")
     if failure.code() is not grpc.StatusCode.UNAVAILABLE:
         return DiptychError(failure.code().name, details)
     for pattern, words in HANDSHAKES:

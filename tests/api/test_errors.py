@@ -1,17 +1,24 @@
 """Every refusal and failure: its code, its details, and a sentence that says what to do."""
 
+import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
+from cluster.api.again import Retry
 from cluster.api.client import DiptychClient
 from cluster.api.errors import DiptychError
 from cluster.api.server import GrpcDoor
-from cluster.api.services import deadline_of
+from cluster.api.services import InferenceService, deadline_of
 from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
+from cluster.gateway import Gateway
 from cluster.view import WorkerState
+from diptych.v1 import inference_pb2_grpc
 from tests.api.conftest import OpenClient
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 
@@ -191,3 +198,48 @@ async def test_a_port_in_use_is_an_oserror_that_says_so(client: DiptychClient, d
     with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{port} \(Address already in use\)"):
         await door.open()
     await door.close(0)
+
+
+class Dropping(InferenceService):
+    """Of a server that ends: the first calls are dropped, as gRPC does it, without a word of ours."""
+
+    left = 0
+
+    async def Generate(self, request: Any, context: Any) -> None:
+        if self.left:
+            self.left -= 1
+            await context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+        await super().Generate(request, context)
+
+
+@asynccontextmanager
+async def dropping(dispatcher: FakeDispatcher, count: int) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    service = Dropping(Gateway(gateway_context(dispatcher), ByteTokenizer()))
+    service.left = count
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def test_a_call_that_is_dropped_may_be_tried_again(dispatcher: FakeDispatcher) -> None:
+    async with dropping(dispatcher, 1) as endpoint, DiptychClient(endpoint) as client:
+        error = await failure(client)
+        assert error.code == "UNAVAILABLE" and endpoint in error.message and "it may be ending" in error.message
+    async with dropping(dispatcher, 2) as endpoint, DiptychClient(endpoint, retry=Retry(wait_s=0.01)) as client:
+        assert (await client.complete("hello", max_tokens=3)).completed.completion_tokens == 3
+
+
+async def test_a_request_that_is_cancelled_by_its_id_is_not(dispatcher: FakeDispatcher) -> None:
+    dispatcher.hold = asyncio.Event()
+    async with dropping(dispatcher, 0) as endpoint, DiptychClient(endpoint, retry=Retry()) as client:
+        asked = asyncio.ensure_future(failure(client, request_id="mine"))
+        while not dispatcher.running:
+            await asyncio.sleep(0.01)
+        async with DiptychClient(endpoint) as other:
+            assert await other.cancel("mine")
+        assert ((await asked).code, (await asked).reason) == ("CANCELLED", "CANCELLED")

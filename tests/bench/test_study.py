@@ -204,6 +204,7 @@ def test_the_page_shows_the_committed_measurements() -> None:
     assert MEASURED.date in text
 
 
+@pytest.mark.campaign
 def test_page_and_pictures_are_written_alike_from_the_same_figures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     few = compute(MEASURED.cost, Cell("orca", "short/short", None), None)

@@ -27,6 +27,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("slo", "rate", "winners"),
     [
