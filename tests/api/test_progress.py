@@ -1,7 +1,9 @@
 """Bars advance on a terminal, and are lines elsewhere."""
 
+import contextlib
 import os
 import pty
+from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 
 import pytest
@@ -9,18 +11,27 @@ import pytest
 from cluster.cli.screen import progress_bar
 
 
+def seen(terminal: int) -> str:
+    """All that was written until the other end was closed; a terminal hands it on in pieces."""
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal tells that nobody writes any more
+        while piece := os.read(terminal, 1 << 16):
+            shown += piece
+    os.close(terminal)
+    return shown.decode()
+
+
 def test_a_bar_advances_on_a_terminal_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, told in (("TERM", "xterm"), ("COLUMNS", "80")):
         monkeypatch.setenv(name, told)
     terminal, there = pty.openpty()
+    reading = ThreadPoolExecutor(1).submit(seen, terminal)
     with open(there, "w") as stream:
         monkeypatch.setattr("sys.stderr", stream)
         with progress_bar() as tell:
             tell("model.safetensors", 0, 200)
             tell("model.safetensors", 50, 200)
-        stream.flush()
-        shown = os.read(terminal, 1 << 16).decode()
-    os.close(terminal)
+    shown = reading.result(30.0)
     frames = [frame for frame in shown.split("model.safetensors") if "%" in frame]
     assert " 0%" in frames[0] and " 25%" in frames[-1]
     assert shown.rindex("\x1b[2K") > shown.rindex("25%"), "the bar's line is wiped at the end"

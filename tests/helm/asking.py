@@ -1,4 +1,4 @@
-"""Asks a cluster the same prompts over and over until its input ends: `asking.py ENDPOINT PROMPTS TOKENS AT_ONCE`.
+"""`asking.py ENDPOINT PROMPTS TOKENS AT_ONCE` asks a cluster the same prompts until its input ends, each at least once.
 
 PROMPTS is a file of JSON. A line of JSON for each answer: which prompt, its tokens, whether it was asked for again; or
 what failed.
@@ -33,7 +33,7 @@ async def main(endpoint: str, prompts: list[str], max_tokens: int, at_once: int)
     async def stay(lane: int) -> None:
         """One connection for all requests; the first lane makes a new one for each."""
         turn, client = lane, DiptychClient(endpoint, retry=Retry())
-        while not over.is_set():
+        while not over.is_set() or turn < len(prompts):
             await ask(client, f"ask-{lane}-{turn}", turn)
             turn += at_once
             if not lane:

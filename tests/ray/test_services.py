@@ -62,20 +62,20 @@ async def answers_again(endpoint: str, timeout_s: float) -> int:
                 await asyncio.sleep(0.2)
 
 
-async def told_by_ray(subject: Served, name: str, timeout_s: float) -> dict[str, float]:
-    """A metric by worker, as soon as the agent of the node has it."""
+async def told_by_ray(subject: Served, name: str, workers: set[str]) -> dict[str, float]:
+    """A metric by worker, as soon as the agent of the node has that of these."""
     family = psutil.Process(subject.process.pid).children(recursive=True)
     (agent,) = [each for each in family if "DashboardAgent" in " ".join(each.cmdline())]
     ports = {each.laddr.port for each in agent.net_connections() if each.status == psutil.CONN_LISTEN}
-    async with asyncio.timeout(timeout_s), httpx2.AsyncClient(trust_env=False, timeout=5.0) as http:
+    async with asyncio.timeout(60.0), httpx2.AsyncClient(trust_env=False, timeout=5.0) as http:
         while True:
             for port in ports:
                 with contextlib.suppress(httpx2.HTTPError):  # one of them speaks gRPC
                     answer = await http.get(f"http://127.0.0.1:{port}/metrics")
                     families = text_string_to_metric_families(answer.text if answer.status_code == 200 else "")
-                    found = [sample for family in families for sample in family.samples if sample.name == name]
-                    if found:
-                        return {sample.labels["worker"]: sample.value for sample in found}
+                    told = [sample for family in families for sample in family.samples if sample.name == name]
+                    if {sample.labels["worker"] for sample in told} >= workers:
+                        return {sample.labels["worker"]: sample.value for sample in told}
             await asyncio.sleep(0.2)
 
 
@@ -84,8 +84,10 @@ async def test_workers_tell_ray_what_they_fetched(subject: Served) -> None:
     async with DiptychClient(subject.endpoint) as client:
         done = await client.complete([5, 6, 7] * 20, max_tokens=4, temperature=0.0)
     (report,) = done.completed.transfers
-    assert await told_by_ray(subject, "ray_diptych_worker_transfer_bytes_total", 30.0) == {"decode-0": report.num_bytes}
-    assert set(await told_by_ray(subject, "ray_diptych_worker_kv_used_ratio", 5.0)) == {"prefill-0", "decode-0"}
+    fetched = await told_by_ray(subject, "ray_diptych_worker_transfer_bytes_total", {"decode-0"})
+    assert fetched == {"decode-0": report.num_bytes}
+    both = {"prefill-0", "decode-0"}
+    assert set(await told_by_ray(subject, "ray_diptych_worker_kv_used_ratio", both)) == both
 
 
 async def streamed(endpoint: str, began: asyncio.Event) -> Answer:
