@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -171,15 +172,14 @@ class GatewayService:
             spans = await _spans(spec, self._name)
             told_ends = None if spans is None else spans.ended
             dispatcher = Dispatcher(spec, model, self._controller.members, self._name, told_ends)
-            door = self._make_door(GatewayContext(self._name, spec, model, dispatcher, self._controller))
-            try:
+            async with AsyncExitStack() as undo:
+                if spans is not None:
+                    undo.push_async_callback(spans.close)
+                door = self._make_door(GatewayContext(self._name, spec, model, dispatcher, self._controller))
+                undo.push_async_callback(dispatcher.close)
                 await dispatcher.start()
                 self._endpoint = await door.open()
-            except BaseException:
-                await dispatcher.close()
-                if spans is not None:
-                    await spans.close()
-                raise
+                undo.pop_all()
             self._dispatcher, self._door, self._spans = dispatcher, door, spans
             if spec.elastic.mode != "off":
                 self._tasks.append(asyncio.ensure_future(self._report(dispatcher, spec.elastic.period_s)))

@@ -81,7 +81,7 @@ class _Routes:
             return self._reply(body, prompts, request, CompletionShape(self._gateway.tokenizer, scored))
         self._gateway.check_model(body.model or "")
         echoes = [await self._echo(each) for each in prompts]
-        shape = CompletionShape(self._gateway.tokenizer, scored, echoes, body.sampling().n)
+        shape = CompletionShape(self._gateway.tokenizer, scored, echoes, body.n or 1)
         return self._reply(body, [TokenPrompt(each.tokens) for each in echoes], request, shape)
 
     async def _echo(self, prompt: GenerationInput) -> Echo:

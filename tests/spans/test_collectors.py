@@ -3,18 +3,22 @@
 import asyncio
 import secrets
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from cluster.history import Trail
 from cluster.ledger import LatencyLedger, now_ns
 from cluster.otlp import Spans
+from cluster.serving import GatewayService
 from cluster.spec import SpecError, parse_spec
 from cluster.trace_context import came_with, told
+from cluster.view import ModelView
 from tests.spans.collector import Collector, over_grpc, over_http
 from workers.request import FinishReason, Request, SamplingParams
 
@@ -136,6 +140,20 @@ async def test_what_cannot_be_written_ends_no_request(caplog: pytest.LogCaptureF
     assert "no spans of this request" in caplog.text
 
 
+async def test_a_gateway_that_cannot_open_leaves_no_sender_behind() -> None:
+    def no_door(context: Any) -> Any:
+        raise SpecError("the certificate is gone")
+
+    with over_grpc() as collector:
+        document = {"model": "tiny", "pools": [ROOMY], "tracing": {"otlp_endpoint": collector.endpoint}}
+        service = GatewayService("gateway-7", parse_spec(document), cast(Any, None), no_door)
+        for _ in range(3):  # as whoever serves tries again
+            with pytest.raises(SpecError):
+                await service.open(ModelView("tiny", 64, 256), 0)
+        senders = [each.name for each in threading.enumerate() if "Otel" in each.name]
+        assert not senders
+
+
 async def test_a_trace_goes_with_the_task_that_serves() -> None:
     async def serve(parent: str) -> str:
         came_with([("traceparent", parent), ("cookie", "secret")])
@@ -166,10 +184,7 @@ def test_a_wrong_word_is_one_line(tracing: dict[str, Any], words: str) -> None:
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_the_library_is_loaded_where_spans_are_wanted_only(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
+def test_the_library_is_loaded_where_spans_are_wanted_only() -> None:
     program = "import sys, cluster.serving, cluster.api.server; print([m for m in sys.modules if 'opentelemetry' in m])"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert ran.stdout.strip() == "[]"
