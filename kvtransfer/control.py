@@ -31,12 +31,19 @@ from kvtransfer.control_wire import (
     Watch,
     Welcome,
 )
-from kvtransfer.errors import LeaseLost, PeerLost, PeerRefused, TransferError, TransferTimeout
+from kvtransfer.errors import (
+    LeaseLost,
+    PeerLost,
+    PeerRefused,
+    TransferError,
+    TransferTimeout,
+    TransportUnavailable,
+)
 from kvtransfer.ticket import PeerAddress, Piece, Progress
+from kvtransfer.unauthenticated import Unauthenticated, too_many_readers
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 256
 MAX_REQUESTS = 1024  # of one connection, at once
 MAX_WATCH_S = 60.0
 HANDSHAKE_S = 5.0
@@ -61,14 +68,23 @@ class LeaseSource(Protocol):
 
 
 class ControlServer:
-    """The owner's end. `address` is asked for every handshake, because a rebuilt transport changes it."""
+    """The owner's end. `address` is asked for every handshake, because a rebuilt transport changes it.
 
-    def __init__(self, source: LeaseSource, address: Callable[[], PeerAddress], secret: bytes) -> None:
+    `max_readers` bounds the readers that are connected; those that have not proven the secret yet have a bound of
+    their own. When an accept fails (no file descriptors), asyncio logs it and tries again every second.
+    """
+
+    def __init__(
+        self, source: LeaseSource, address: Callable[[], PeerAddress], secret: bytes, *, max_readers: int = 256
+    ) -> None:
         self._source = source
         self._address = address
         self._secret = require_secret(secret)
         self._server: asyncio.Server | None = None
+        self._max_readers = max_readers
         self._connections: set[asyncio.Task[None]] = set()
+        self._unauthenticated: Unauthenticated[Channel] = Unauthenticated()
+        self._readers: set[Channel] = set()
         self._closing = False
 
     async def start(self, host: str, port: int = 0) -> int:
@@ -93,8 +109,11 @@ class ControlServer:
         assert task is not None
         channel = Channel(reader, writer)
         self._connections.add(task)
+        displaced = self._unauthenticated.add(channel, channel.peer_host)
+        if displaced is not None:
+            displaced.abort()
         try:
-            if len(self._connections) <= MAX_CONNECTIONS and await self._greet(channel):
+            if await self._greet(channel):
                 await self._serve(channel)
         except (*BROKEN, TimeoutError) as error:
             logger.debug("a reader's control connection ended: %s", error)
@@ -103,6 +122,8 @@ class ControlServer:
                 raise  # else it was `close`, and a stream's task that ends as cancelled is logged as an error
         finally:
             self._connections.discard(task)
+            self._unauthenticated.discard(channel)
+            self._readers.discard(channel)
             await channel.close()
 
     async def _greet(self, channel: Channel) -> bool:
@@ -122,6 +143,11 @@ class ControlServer:
         if theirs.incarnation not in (None, peer.incarnation):
             channel.send(Refused(f"{expected} has gone; {peer.worker} is {peer.incarnation} now", lost=True))
             return False
+        if len(self._readers) >= self._max_readers:
+            channel.send(Refused(f"{peer.worker} {too_many_readers(self._max_readers)}", full=True))
+            return False
+        self._unauthenticated.discard(channel)
+        self._readers.add(channel)
         channel.send(Welcome(proof(self._secret, b"control owner", ours, theirs.nonce, peer.incarnation), peer))
         return True
 
@@ -194,7 +220,8 @@ class ControlClient:
     ) -> "ControlClient":
         """Meet an owner; `on_lost` is called once if the connection breaks later, not when we close it.
 
-        Raises `PeerLost` (nobody there, or another incarnation), `PeerRefused` (secret, version), `TransferTimeout`.
+        Raises `PeerLost` (nobody there, or another incarnation), `PeerRefused` (secret, version),
+        `TransportUnavailable` (as many readers as may be), `TransferTimeout`.
         """
         where = f"the owner at {host}:{port}"
         channel: Channel | None = None
@@ -291,7 +318,8 @@ async def _prove(channel: Channel, secret: bytes, expected: str | None, where: s
     channel.send(Prove(VERSION, ours, given, expected))
     answer = msgspec.msgpack.decode(await channel.receive(FRAME_BYTES), type=Welcome | Refused)
     if isinstance(answer, Refused):
-        raise (PeerLost if answer.lost else PeerRefused)(f"{where} refused us: {answer.reason}")
+        kind = PeerLost if answer.lost else TransportUnavailable if answer.full else PeerRefused
+        raise kind(f"{where} refused us: {answer.reason}")
     incarnation = answer.peer.incarnation
     if not proves(answer.proof, proof(secret, b"control owner", hello.nonce, ours, incarnation)):
         raise PeerRefused(f"{where} does not know the cluster's secret")

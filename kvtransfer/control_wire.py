@@ -18,7 +18,7 @@ from kvtransfer.ticket import PeerAddress, Piece, Progress
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 FRAME_BYTES = 16 << 20  # see `digest.MAX_DIGESTS`
 STRANGER_BYTES = 4096  # before the handshake
 LINGER_S = 1.0
@@ -44,6 +44,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
     lost: bool = False  # another incarnation than the one asked for
+    full: bool = False  # as many readers are connected as may be
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
@@ -87,6 +88,12 @@ class Channel:
         self._reader = reader
         self._writer = writer
 
+    @property
+    def peer_host(self) -> str:
+        """Where the connection comes from; "" if it is gone already."""
+        name = self._writer.get_extra_info("peername")
+        return str(name[0]) if name else ""
+
     async def receive(self, limit_bytes: int) -> bytes:
         num_bytes = int.from_bytes(await self._reader.readexactly(4), "big")
         if num_bytes > limit_bytes:
@@ -99,6 +106,10 @@ class Channel:
 
     async def drain(self) -> None:
         await self._writer.drain()
+
+    def abort(self) -> None:
+        """Hang up at once; whoever receives here gets an error."""
+        self._writer.transport.abort()
 
     async def close(self) -> None:
         """Send what is written, for a moment, then hang up whatever the peer does."""

@@ -37,6 +37,7 @@ class _Opening:
     host: str
     secret: bytes
     quarantine_s: float
+    max_readers: int
     shared: SharedMemory | None
     model: LinkModel | None
 
@@ -49,6 +50,7 @@ def open_transports(
     secret: bytes,
     host: str,
     quarantine_s: float = 60.0,
+    max_readers: int = 256,
     rank: int = 0,
     shared: SharedMemory | None = None,
     model: LinkModel | None = None,
@@ -57,16 +59,16 @@ def open_transports(
     """Open `backends`, in this order of preference, over one rank's pool, and stamp its probe block.
 
     `host` is our address that peers can reach; `quarantine_s` bounds how long an unfinished read may hold its target
-    blocks; `place` brings KV of another dtype into the pool's form. A backend that cannot work here is left out, and
-    `doctor` says why. `modelled` moves no bytes, so it cannot be mixed with the others. Raises `TransportUnavailable`
-    when nothing is left.
+    blocks; `max_readers` ranks may read over `tcp` at once; `place` brings KV of another dtype into the pool's form.
+    A backend that cannot work here is left out, and `doctor` says why. `modelled` moves no bytes, so it cannot be mixed
+    with the others. Raises `TransportUnavailable` when nothing is left.
     """
     moves_bytes = "modelled" not in backends
     verifies = moves_bytes and region.device == "cpu"
     if not moves_bytes and len(backends) > 1:
         raise ValueError("the modelled backend moves no bytes: it cannot stand beside one that does")
     name = rank_name(incarnation, rank)
-    opening = _Opening(region, name, host, secret, quarantine_s, shared, model)
+    opening = _Opening(region, name, host, secret, quarantine_s, max_readers, shared, model)
     if verifies:
         stamp_probe_block(region, name)
     opened: list[Transport] = []
@@ -100,7 +102,13 @@ def _open(name: str, opening: _Opening) -> Transport:
         if region.device != "cpu":
             raise TransportUnavailable(f"the pool lies on {region.device}: sockets read host memory only")
         try:
-            return TcpTransport(region, host=opening.host, secret=opening.secret, incarnation=opening.name)
+            return TcpTransport(
+                region,
+                host=opening.host,
+                secret=opening.secret,
+                incarnation=opening.name,
+                max_readers=opening.max_readers,
+            )
         except OSError as error:
             raise TransportUnavailable(f"cannot listen on {opening.host}: {error}") from error
     if name == "nixl":

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Lowest first: a module may import from its own layer and from the layers below.
 LAYERS = [
-    ["kvtransfer.layout", "kvtransfer.errors", "kvtransfer.challenge"],
+    ["kvtransfer.layout", "kvtransfer.errors", "kvtransfer.challenge", "kvtransfer.unauthenticated"],
     ["kvtransfer.ticket"],
     ["kvtransfer.transport", "kvtransfer.host"],
     ["kvtransfer.copies", "kvtransfer.backends", "kvtransfer.digest", "kvtransfer.leases", "kvtransfer.control_wire"],

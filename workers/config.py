@@ -151,6 +151,10 @@ class TransferConfig:
     """Bound of one read."""
     quarantine_s: float = 60.0
     """A read that is not settled so long after its deadline has its backend made anew."""
+    max_readers: int = 256
+    """Readers that a worker serves at once: workers on its control connection, and ranks of theirs on each of its ranks
+    over `tcp`. A larger cluster needs more, and about twice as many open files (`ulimit -n`).
+    """
     staging_bytes: int = 64 << 20
     """Memory of each rank for KV that comes in another dtype or block size. Unused where all pools have the same."""
     host: str = "auto"
@@ -165,6 +169,8 @@ class TransferConfig:
         for name in ("lease_s", "read_timeout_s", "quarantine_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"transfer.{name} is {getattr(self, name)}; it must be above 0")
+        if self.max_readers < 1:
+            raise ValueError(f"transfer.max_readers is {self.max_readers}; it must be at least 1")
         if self.staging_bytes < 0:
             raise ValueError(f"transfer.staging_bytes is {self.staging_bytes}; it must be 0 (none) or more")
 

@@ -100,7 +100,9 @@ class Worker:
         self._fetching = Fetching(self.config, self.engine, self._executor, self._peers, self._changed)
         layouts = [shard.layout for shard in self._executor.shards()]
         self._desk = LeaseDesk(self.engine.leases, layouts, self._changed)
-        self._control = ControlServer(self._desk, self._peer_now, self.config.secret.encode())
+        self._control = ControlServer(
+            self._desk, self._peer_now, self.config.secret.encode(), max_readers=transfer.max_readers
+        )
         self._port = await self._control.start(transfer.host)
         self._pump = Pump(self.engine, self._executor, self._deliver, asyncio.get_running_loop().time)
         self._pumping = asyncio.ensure_future(self._pump.run())

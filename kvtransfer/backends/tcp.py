@@ -39,11 +39,11 @@ class TcpTransport:
 
     name = "tcp"
 
-    def __init__(self, region: Region, *, host: str, secret: bytes, incarnation: str) -> None:
+    def __init__(self, region: Region, *, host: str, secret: bytes, incarnation: str, max_readers: int) -> None:
         self._region = region
         self._host = host
         self._secret = require_secret(secret)
-        self._owner = TcpOwner(region, host, secret, incarnation)
+        self._owner = TcpOwner(region, host, secret, incarnation, max_readers)
         self._links: dict[str, _Link] = {}
 
     def address(self) -> bytes:

@@ -1,7 +1,11 @@
 """Real pools, owners in a second process, and readers that can be killed: what the transfer tests are made of."""
 
 import asyncio
+import contextlib
 import multiprocessing as mp
+import os
+import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -148,3 +152,20 @@ async def _read_for_ever(pipe: Connection, backend: str, peer: PeerAddress) -> N
     pipe.send("reading")
     while True:
         await transport.read(rank_name(peer.incarnation, 0), copies, deadline_s=30).done
+
+
+@contextlib.contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """As in a process that has used them all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in taken:
+            os.close(each)

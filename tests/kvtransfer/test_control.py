@@ -2,17 +2,26 @@
 
 import asyncio
 import os
+import socket
 import struct
 from collections.abc import AsyncIterator
 
 import pytest
 
 from kvtransfer.control import ControlClient, ControlServer
-from kvtransfer.errors import LeaseLost, PeerLost, PeerRefused, TransferError, TransferTimeout
+from kvtransfer.errors import (
+    LeaseLost,
+    PeerLost,
+    PeerRefused,
+    TransferError,
+    TransferTimeout,
+    TransportUnavailable,
+)
 from kvtransfer.host import host_identity
 from kvtransfer.leases import MemoryLeases
 from kvtransfer.ticket import PeerAddress, Progress, ShardAddress
-from tests.kvtransfer.peers import LAYOUT, SECRET, whole_piece
+from kvtransfer.unauthenticated import MAX_UNAUTHENTICATED, Unauthenticated
+from tests.kvtransfer.peers import LAYOUT, SECRET, no_descriptors_left, whole_piece
 
 SHARD = ShardAddress(0, LAYOUT, 64, (("tcp", b"\x00\xff"),))
 PIECES = (whole_piece(),)
@@ -219,3 +228,50 @@ async def test_garbage_after_the_handshake_ends_only_that_connection(owner: Owne
     with pytest.raises(PeerLost):
         await bad.watch("lease", 3, 0, timeout_s=5, pieces=PIECES)
     assert (await good.watch("lease", 3, 0, timeout_s=0, pieces=PIECES)).ready_blocks == 0
+
+
+async def silent(port: int, count: int) -> list[asyncio.StreamWriter]:
+    """Connections of peers that say nothing."""
+    return [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(count)]
+
+
+async def test_strangers_take_no_readers_place() -> None:
+    server = ControlServer(MemoryLeases(LAYOUT), lambda: PEER, SECRET, max_readers=2)
+    port = await server.start("127.0.0.1")
+    crowd = await silent(port, 3 * MAX_UNAUTHENTICATED)
+    readers = [await ControlClient.connect("127.0.0.1", port, SECRET) for _ in range(2)]
+    async with asyncio.timeout(5):
+        while len(server._connections) > MAX_UNAUTHENTICATED + 2:
+            await asyncio.sleep(0.01)
+    with pytest.raises(TransportUnavailable, match=r"prefill-0 serves 2 readers already.*transfer.max_readers.*raise"):
+        await ControlClient.connect("127.0.0.1", port, SECRET)
+    await readers.pop().close()
+    async with asyncio.timeout(5):
+        while len(server._readers) == 2:
+            await asyncio.sleep(0.01)
+    readers.append(await ControlClient.connect("127.0.0.1", port, SECRET))
+    for each in (*crowd, *readers):
+        each.close() if isinstance(each, asyncio.StreamWriter) else await each.close()
+    await server.close()
+
+
+async def test_the_control_port_accepts_again_once_there_are_descriptors(owner: Owner) -> None:
+    caller = socket.socket()
+    loop, said = asyncio.get_running_loop(), asyncio.Event()
+    loop.set_exception_handler(lambda _, context: said.set() if "out of system resource" in str(context) else None)
+    with no_descriptors_left():
+        caller.setblocking(False)
+        await loop.sock_connect(caller, ("127.0.0.1", owner.port))
+        await asyncio.wait_for(said.wait(), 5)
+    caller.close()
+    assert (await owner.meet()).peer == PEER
+
+
+def test_a_flood_displaces_its_own_connections() -> None:
+    crowd: Unauthenticated[int] = Unauthenticated(4)
+    assert [crowd.add(number, "here") for number in range(2)] == [None, None]
+    assert [crowd.add(number, "flood") for number in range(10, 20)] == [None, None, *range(10, 18)]
+    crowd.discard(18)
+    assert crowd.add(2, "here") is None
+    assert [crowd.add(number, f"address {number}") for number in range(30, 32)] == [0, 1], "the oldest of the most"
+    assert len(crowd) == 4

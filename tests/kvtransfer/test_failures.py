@@ -7,23 +7,28 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvtransfer.backends import tcp_owner
-from kvtransfer.errors import PeerLost, TransferTimeout
+from kvtransfer.backends import tcp_owner, tcp_wire
+from kvtransfer.errors import PeerLost, TransferTimeout, TransportUnavailable
 from kvtransfer.ticket import PeerAddress, rank_name
 from kvtransfer.transport import Read
+from kvtransfer.unauthenticated import MAX_UNAUTHENTICATED
 from tests.kvtransfer.conftest import need
 from tests.kvtransfer.peers import (
     LARGE,
+    SECRET,
     Child,
+    address_of,
     block_bytes_of,
     block_of,
     make_region,
+    no_descriptors_left,
     open_set,
     read_for_ever,
     start,
@@ -138,7 +143,13 @@ async def test_forgetting_an_owner_ends_its_reads_at_once() -> None:
 def test_garbage_does_not_hurt_a_tcp_owner(tcp_owner: tuple[Child, PeerAddress]) -> None:
     child, peer = tcp_owner
     _, port = msgspec.msgpack.decode(dict(peer.shards[0].transports)["tcp"]).values()
-    for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(200), b"DKV1" + bytes(68) + b"\xff\xff", bytes(5000)):
+    for garbage in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        os.urandom(200),
+        tcp_wire.MAGIC + bytes(68) + b"\xff\xff",
+        bytes(5000),
+    ):
         with socket.create_connection(("127.0.0.1", port)) as link:
             link.settimeout(5)
             with contextlib.suppress(OSError):  # the owner hangs up, as it should
@@ -149,16 +160,84 @@ def test_garbage_does_not_hurt_a_tcp_owner(tcp_owner: tuple[Child, PeerAddress])
     assert child.ask("still there?") == "alive"
 
 
-async def test_connections_beyond_the_limit_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_owner, "MAX_CONNECTIONS", 3)
-    owner = tcp_owner.TcpOwner(make_region(), "127.0.0.1", b"secret", "owner")
-    links = [await asyncio.open_connection("127.0.0.1", owner.port) for _ in range(5)]
-    greetings = [await reader.read(4) for reader, _ in links]
-    assert greetings == [b"DKV1"] * 3 + [b""] * 2
-    for _, writer in links:
-        writer.close()
-    await asyncio.to_thread(owner.close)
-    assert owner.num_connections == 0
+def strangers(port: int, count: int) -> list[socket.socket]:
+    """Connections of peers that say nothing."""
+    links = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+    for link in links:
+        link.settimeout(5)
+    return links
+
+
+async def test_strangers_take_no_readers_place() -> None:
+    owner = open_set(make_region(filled=True), ("tcp",), "owner", max_readers=3)
+    tcp = owner._transports[0]._owner  # type: ignore[attr-defined]
+    crowd = await asyncio.to_thread(strangers, tcp.port, 3 * MAX_UNAUTHENTICATED)
+    readers = [open_set(make_region(), ("tcp",), f"reader-{number}") for number in range(4)]
+    for reader in readers[:3]:
+        await reader.connect(address_of(owner, "owner"))
+    assert tcp.num_connections <= MAX_UNAUTHENTICATED + 3 + 1, "a displaced stranger's thread may still be ending"
+    with pytest.raises(TransportUnavailable, match=r"serves 3 readers already.*raise that.*ulimit -n"):
+        await readers[3].connect(address_of(owner, "owner"))
+    await readers[0].close()
+    async with asyncio.timeout(5):
+        while len(tcp._readers) == 3:
+            await asyncio.sleep(0.01)
+    await readers[3].connect(address_of(owner, "owner"))
+    for link in crowd:
+        link.close()
+    await asyncio.gather(*(reader.close() for reader in readers[1:]), owner.close())
+    assert tcp.num_connections == 0
+
+
+def test_a_stranger_that_drips_bytes_is_cut_off_at_the_handshakes_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_owner, "HANDSHAKE_S", 0.5)
+    owner = tcp_owner.TcpOwner(make_region(), "127.0.0.1", SECRET, "owner", 3)
+    [link] = strangers(owner.port, 1)
+    cut_off = False
+    for _ in range(50):  # a byte each 0.1 s: within any timeout of one call
+        try:
+            link.sendall(b"\0")
+        except OSError:
+            cut_off = True
+            break
+        time.sleep(0.1)
+    assert cut_off
+    owner.close()
+
+
+async def test_a_tcp_owner_accepts_again_once_there_are_descriptors() -> None:
+    owner = open_set(make_region(filled=True), ("tcp",), "owner")
+    tcp = owner._transports[0]._owner  # type: ignore[attr-defined]
+    caller = socket.socket()
+    with no_descriptors_left():
+        await asyncio.to_thread(caller.connect, ("127.0.0.1", tcp.port))
+        async with asyncio.timeout(5):
+            while tcp.num_accept_failures < 2:
+                await asyncio.sleep(0.01)
+    reader = open_set(make_region(), ("tcp",), "reader")
+    await reader.connect(address_of(owner, "owner"))
+    caller.close()
+    await asyncio.gather(reader.close(), owner.close())
+
+
+async def test_a_tcp_owner_accepts_again_once_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = open_set(make_region(filled=True), ("tcp",), "owner")
+    tcp = owner._transports[0]._owner  # type: ignore[attr-defined]
+    failures = iter([RuntimeError("can't start new thread")])
+    start_thread = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "kv-tcp-serve" and (error := next(failures, None)):
+            raise error
+        start_thread(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    reader = open_set(make_region(), ("tcp",), "reader")
+    with pytest.raises(PeerLost):
+        await reader.connect(address_of(owner, "owner"))
+    await reader.connect(address_of(owner, "owner"))
+    assert tcp.num_accept_failures == 1
+    await asyncio.gather(reader.close(), owner.close())
 
 
 class StuckAgent:

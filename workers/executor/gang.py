@@ -26,6 +26,7 @@ from kvtransfer.links import slowest
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read, ReadStats, summed
+from kvtransfer.unauthenticated import MAX_UNAUTHENTICATED, Unauthenticated
 from workers.config import WorkerConfig
 from workers.engine.bubble import BubbleMeter
 from workers.engine.executor import ModelFacts
@@ -161,6 +162,9 @@ class _Meeting:
         self._store: TCPStore | None = None
         self._joined = asyncio.Event()
         self._greeting: set[asyncio.Task[None]] = set()
+        self._unauthenticated: Unauthenticated[Channel] = Unauthenticated(
+            MAX_UNAUTHENTICATED + config.parallel.world_size
+        )
         self._closing = False
         self._ends: list[asyncio.Future[Any]] = []
 
@@ -240,6 +244,9 @@ class _Meeting:
         task = asyncio.current_task()
         assert task is not None
         self._greeting.add(task)
+        displaced = self._unauthenticated.add(channel, channel.peer_host)
+        if displaced is not None:
+            displaced.abort()
         try:
             async with asyncio.timeout(GREET_TIMEOUT_S):
                 rank = await self._greet(channel)
@@ -249,6 +256,7 @@ class _Meeting:
             logger.warning("worker %s: a caller was turned away: %s", self._config.name, reason)
         finally:
             self._greeting.discard(task)
+            self._unauthenticated.discard(channel)
             if rank is None:
                 await channel.close()
         if len(self.remotes) == self._config.parallel.world_size - 1:

@@ -221,6 +221,7 @@ def open_modelled(
         secret=config.secret.encode(),
         host=config.transfer.host,
         quarantine_s=config.transfer.quarantine_s,
+        max_readers=config.transfer.max_readers,
         shared=shared,
         model=LinkModel(cost.transfer_latency_s, 1 / max(cost.transfer_byte_s, 1e-15)),
     )

@@ -68,6 +68,7 @@ async def open_rank(
             secret=config.secret.encode(),
             host=config.transfer.host,
             quarantine_s=config.transfer.quarantine_s,
+            max_readers=config.transfer.max_readers,
             rank=rank,
             shared=shared,
             place=pool.place,
