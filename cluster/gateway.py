@@ -109,7 +109,8 @@ class Gateway:
         try:
             tokens = await self.encode(prompt)
             sampling = self._resolve(sampling, len(tokens))
-            request = Request(request_id, tokens, sampling, slo, session=session, tenant=tenant)
+            shares = self._context.spec.gateway.share_prefixes
+            request = Request(request_id, tokens, sampling, slo, session=session, tenant=tenant, shares_prefixes=shares)
             running.pump = asyncio.create_task(self._pump(request, running.outbox, arrived_ns, deadline_s))
             while (event := await running.outbox.take()) is not None:
                 yield event

@@ -1,4 +1,4 @@
-"""Who may speak to a gateway: the certificate it shows, the authorities of clients, and the API keys that it knows.
+"""Who may speak to a gateway, and for which tenant: its certificate, the authorities of clients, and the API keys.
 
 Knows files and the words of a header; knows no server. Files are looked at when somebody comes, at most once in
 `LOOK_S`: what has changed is read again, and what cannot be used is told once, while what was read before stays in use.
@@ -12,7 +12,7 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 LEAST_KEY_CHARS = 16
 KEY = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # what may stand behind "Bearer"
+ANY_TENANT = "*"  # of a key that may speak for every tenant
+TENANT = re.compile(r"[!-~]{1,128}")
 
 T = TypeVar("T")
 Signature = tuple[tuple[int, ...], ...]
@@ -31,6 +33,10 @@ Signature = tuple[tuple[int, ...], ...]
 
 class KeyRefused(Exception):
     """A request without a key, or with a wrong one; the message says which."""
+
+
+class TenantRefused(Exception):
+    """A request that names a tenant for which its key does not speak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class Guard:
             self._tls = Watched(files, lambda: load_tls(*files), clock)
         if spec.api_keys_file is not None:
             file = spec.api_keys_file
-            self._keys = Watched([file], lambda: digests(read_keys(file)), clock)
+            self._keys = Watched([file], lambda: digested(read_keys(file)), clock)
 
     @property
     def tls(self) -> Tls | None:
@@ -64,16 +70,34 @@ class Guard:
     def has_keys(self) -> bool:
         return self._keys is not None
 
-    def check(self, header: str | None) -> None:
-        """A request's `Authorization`. Raises `KeyRefused`; a gateway without keys takes all."""
+    def check(self, header: str | None) -> str:
+        """The tenant for whom a request with this `Authorization` speaks, or `ANY_TENANT`, as without keys.
+
+        Raises `KeyRefused`.
+        """
         if self._keys is None:
-            return
+            return ANY_TENANT
         scheme, _, key = (header or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise KeyRefused("this gateway asks for an API key; send it as Authorization: Bearer KEY")
         offered = hashlib.sha256(key.strip().encode()).digest()
-        if not any([hmac.compare_digest(offered, known) for known in self._keys.current()]):
+        found = [tenant for known, tenant in self._keys.current() if hmac.compare_digest(offered, known)]
+        if not found:
             raise KeyRefused("this API key is none that the gateway knows; ask its operator for another one")
+        return found[0]
+
+    def tenant(self, header: str | None, named: str) -> str:
+        """The tenant of a request with this `Authorization` that names one, or none (empty).
+
+        Raises `KeyRefused`, and `TenantRefused` for a name that is not the key's own.
+        """
+        tenant = self.check(header)
+        if tenant == ANY_TENANT:
+            return named
+        if named not in ("", tenant):
+            whose = f"speaks for tenant {tenant!r}" if tenant else "speaks for no tenant"
+            raise TenantRefused(f"this API key {whose}, not for {named[:64]!r}; leave the tenant out")
+        return tenant
 
 
 class Watched(Generic[T]):
@@ -168,24 +192,31 @@ def _read(name: str, path: str) -> bytes:
         ) from None
 
 
-def read_keys(path: str) -> tuple[str, ...]:
-    """One a line; empty lines, and those that begin with #, do not count. Raises `SpecError`, which quotes no key."""
-    keys = []
+def read_keys(path: str) -> dict[str, str]:
+    """Keys and the tenants for whom they speak: `KEY`, `KEY TENANT` or `KEY *` a line.
+
+    Empty lines, and those that begin with #, do not count. Raises `SpecError`, which quotes no key.
+    """
+    keys: dict[str, str] = {}
     for number, line in enumerate(_read("api_keys_file", path).decode(errors="replace").splitlines(), 1):
-        key = line.strip()
+        key, *words = line.split() or ("",)
         if not key or key.startswith("#"):
             continue
-        if not KEY.fullmatch(key):
-            right = "write letters, digits and -._~+/ only, or # before a comment"
+        if not KEY.fullmatch(key) or len(words) > 1 or not all(map(TENANT.fullmatch, words)):
+            right = "write letters, digits and -._~+/ only, then a tenant if there is one, or # before a comment"
             raise SpecError(f"gateway.api_keys_file: line {number} of {path} is no key; {right}")
         if len(key) < LEAST_KEY_CHARS:
             right = f"give it {LEAST_KEY_CHARS}, such as `openssl rand -hex 32` makes"
             raise SpecError(f"gateway.api_keys_file: line {number} of {path} has {len(key)} characters; {right}")
-        keys.append(key)
+        tenant = words[0] if words else ""
+        if keys.setdefault(key, tenant) != tenant:
+            right = "give each tenant a key of its own, or write KEY *"
+            raise SpecError(f"gateway.api_keys_file: line {number} of {path} has the key of another tenant; {right}")
     if not keys:
         raise SpecError(f"gateway.api_keys_file: {path} has no key; write one a line")
-    return tuple(keys)
+    return keys
 
 
-def digests(keys: Sequence[str]) -> tuple[bytes, ...]:
-    return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+def digested(keys: Mapping[str, str]) -> tuple[tuple[bytes, str], ...]:
+    """(SHA-256 of a key, tenant) of each."""
+    return tuple((hashlib.sha256(key.encode()).digest(), tenant) for key, tenant in keys.items())

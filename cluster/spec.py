@@ -215,6 +215,10 @@ class GatewaySpec:
     """Classes of requests by name. With any, requests of other classes are refused."""
     tenants: dict[str, float] = field(default_factory=dict)
     """Shares of what is scarce, which sum to 1. `*` is shared by all who are not named; without it they are refused."""
+    share_prefixes: bool = False
+    """Tenants find each other's cached prefixes. This saves work where their prompts begin alike, and lets a tenant
+    learn by `cached_tokens` and by timing what others asked. Off: each tenant finds its own only.
+    """
     max_queued: int = 1024
     """Requests that may wait for their turn in a gateway. 0: nobody waits."""
     http_port: int | None = None
@@ -236,7 +240,7 @@ class GatewaySpec:
     tls_client_ca_file: str | None = None
     """PEM file with authorities: clients must show a certificate that one of them signed."""
     api_keys_file: str | None = None
-    """File with API keys, one a line: requests must carry one of them."""
+    """File with API keys, one a line, each with the tenant for whom it speaks, if any. Requests must carry one."""
 
     def __post_init__(self) -> None:
         for name, known in (("routing", ROUTING), ("admission", ADMISSION)):

@@ -5,7 +5,7 @@ Knows the engine, tickets and peers; knows no subscriber.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvtransfer.copies import covering, union_of_pieces
 from kvtransfer.errors import DigestMismatch, PeerLost, TransferError
@@ -19,7 +19,7 @@ from workers.engine.executor import Executor
 from workers.errors import UnknownSequence
 from workers.logged import about
 from workers.peers import Peers
-from workers.request import FetchedOut
+from workers.request import FetchedOut, Request
 from workers.stats import NO_PULLS
 
 logger = logging.getLogger(__name__)
@@ -92,19 +92,20 @@ class Fetching:
             self._peers.unlink(ticket.owner.incarnation)
             raise
 
-    async def borrow(self, tokens: Sequence[int], ticket: TransferTicket, timeout_s: float) -> int:
+    async def borrow(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
         """Bring the beginning that the ticket holds into our cache; answers how many tokens of it lie there.
 
         0 when there is no room or it did not come: then the prompt is computed, and nothing is lost but time.
         """
-        task = asyncio.ensure_future(self._borrow(tokens, ticket, timeout_s))
+        task = asyncio.ensure_future(self._borrow(request, ticket, timeout_s))
         self._borrowing.add(task)
         task.add_done_callback(self._borrowing.discard)
         return await task
 
-    async def _borrow(self, tokens: Sequence[int], ticket: TransferTicket, timeout_s: float) -> int:
+    async def _borrow(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
+        tokens = (*request.prompt, *request.generated)[: ticket.num_tokens]
         try:
-            loan = self._engine.loans.borrow(tokens[: ticket.num_tokens])
+            loan = self._engine.loans.borrow(tokens, request.cache_salt)
         except OutOfBlocks:
             return 0
         arrived = False

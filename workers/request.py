@@ -125,7 +125,7 @@ class Request:
     `group`: siblings of one request for several answers share it, and share the work on their common prompt.
     It came to its gateway `waited_s` before it was sent to workers. `fresh`: trust no cached KV of this prompt, an
     earlier attempt found it corrupt. `reply_to` names the subscriber (see `Worker.poll`) that gets the outputs.
-    `tenant`: on whose behalf; tenants share what is scarce by their weights.
+    `tenant`: on whose behalf; tenants share what is scarce by their weights, and cached KV only with `shares_prefixes`.
     `leg`: how often the attempt had been moved to another decode worker when this one got it.
     """
 
@@ -142,6 +142,7 @@ class Request:
     tenant: str = ""
     waited_s: float = 0.0
     leg: int = 0
+    shares_prefixes: bool = False
 
     @property
     def key(self) -> str:
@@ -150,6 +151,11 @@ class Request:
         So a late event of a dead attempt, or of a leg that was left, hits nobody.
         """
         return f"{self.id}/{self.attempt}.{self.leg}" if self.leg else f"{self.id}/{self.attempt}"
+
+    @property
+    def cache_salt(self) -> str:
+        """Part of the names of its blocks, so that requests of different salts never find each other's KV."""
+        return "" if self.shares_prefixes else self.tenant
 
     @property
     def num_tokens(self) -> int:

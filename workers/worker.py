@@ -245,7 +245,7 @@ class Worker:
         """What our cache has of the beginning of this prompt, held for one reader. None: nothing it could read."""
         self._accept(request)
         tokens = (*request.prompt, *request.generated)
-        lease = self.engine.loans.lend(f"{request.key}:prefix", tokens, self._now_s())
+        lease = self.engine.loans.lend(f"{request.key}:prefix", tokens, self._now_s(), request.cache_salt)
         self._arm()
         return None if lease is None else self._ticket(lease).ticket
 
@@ -255,7 +255,7 @@ class Worker:
         Answers how many tokens lie there then; 0 when they did not come in time, which is no error.
         """
         self._accept(request)
-        return await self._fetching.borrow((*request.prompt, *request.generated), ticket, timeout_s)
+        return await self._fetching.borrow(request, ticket, timeout_s)
 
     async def cache_since(self, last: int, reach: int) -> CacheNews:
         """What changed in our prefix cache for a reader who stands there; (0, 0): he knows nothing. See `CacheNews`."""

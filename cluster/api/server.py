@@ -56,7 +56,7 @@ class GrpcDoor:
         gateway = self._gateway = Gateway(self._context, tokenizer)
         interceptors = [KeyInterceptor(self.guard)] if self.guard.has_keys else None
         server = grpc.aio.server(interceptors=interceptors, options=_options(spec.max_requests))
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(gateway), server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(gateway, self.guard), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._context, gateway), server)
         self._health = HealthService(self._context.dispatcher, ("", INFERENCE), (ADMIN, health.SERVICE_NAME))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

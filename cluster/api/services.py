@@ -23,6 +23,7 @@ from cluster.api.wire import MAX_MESSAGE_BYTES
 from cluster.changes import ControllerAway
 from cluster.events import Completed
 from cluster.gateway import Gateway, servable
+from cluster.guard import Guard
 from cluster.ledger import now_ns
 from cluster.metrics import exposition
 from cluster.request_ids import made_id
@@ -41,13 +42,15 @@ LONGEST_BATCH = 4096
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Owned by the door."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, guard: Guard) -> None:
         self._gateway = gateway
+        self._guard = guard
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         _name(request)
         self._heed(context)
         try:
+            self._set_tenant(request, context)
             async with aclosing(responses(self._gateway, request, deadline_of(context))) as messages:
                 async for message in messages:
                     await context.write(message)
@@ -66,6 +69,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         return inference_pb2.CancelResponse(was_running=self._gateway.cancel(request.request_id))
+
+    def _set_tenant(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        """The one for whom the call's key speaks. Raises `KeyRefused`, `TenantRefused`."""
+        metadata: Any = context.invocation_metadata() or ()
+        request.tenant = self._guard.tenant(dict(metadata).get("authorization"), request.tenant)
 
     def _heed(self, context: Context) -> None:
         if self._gateway.traces:
@@ -92,6 +100,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     await places.acquire()
             left_s = None if deadline_s is None else deadline_s - (clock.time() - started_s)
             try:
+                self._set_tenant(request, context)
                 async with aclosing(responses(self._gateway, request, left_s)) as messages:
                     async for message in messages:
                         await write(index, response=message)

@@ -16,7 +16,7 @@ from cluster.api.messages import duration_of
 from cluster.changes import ChangeRefused, ControllerAway, StaleRevision, UnknownMember
 from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
 from cluster.gateway import DuplicateRequest, GatewayClosed, RequestCancelled, UnknownModel
-from cluster.guard import KeyRefused
+from cluster.guard import KeyRefused, TenantRefused
 from workers.errors import InvalidRequest
 from workers.logged import about
 
@@ -58,6 +58,8 @@ def status_of(error: Exception, ready: bool, request_id: str = "") -> status_pb2
             return _status(code.UNAVAILABLE, "GATEWAY_CLOSED", error, retry_s=GATEWAY_RETRY_S)
         case KeyRefused():
             return _status(code.UNAUTHENTICATED, "INVALID_API_KEY", error)
+        case TenantRefused():
+            return _status(code.PERMISSION_DENIED, "TENANT_REFUSED", error)
         case StaleRevision():
             return _status(code.ABORTED, "STALE_REVISION", error)
         case UnknownMember():

@@ -98,4 +98,4 @@ def _access(ca: str | None, cert: str | None, cert_key: str | None, key_file: st
 def _first_key(path: str) -> str:
     from cluster.guard import read_keys
 
-    return read_keys(path)[0]
+    return next(iter(read_keys(path)))

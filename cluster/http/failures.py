@@ -16,6 +16,7 @@ from workers.errors import InvalidRequest
 STATUSES = {
     "INVALID_ARGUMENT": 400,
     "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
     "NOT_FOUND": 404,
     "ALREADY_EXISTS": 409,
     "RESOURCE_EXHAUSTED": 429,

@@ -7,15 +7,16 @@ import ssl
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.guard import Guard, KeyRefused
+from cluster.guard import Guard, KeyRefused, TenantRefused
 from cluster.http.failures import failure_of
 from cluster.http.reply import failed
 
 OPEN = ("/health", "/ready")
+TENANT = b"x-diptych-tenant"
 
 
 class Guarded:
-    """An ASGI application around another. Owned by the door."""
+    """An ASGI application around another, which finds a key's tenant in the header of tenants. Owned by the door."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app
@@ -23,17 +24,16 @@ class Guarded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in OPEN:
+            headers = dict(scope["headers"])
+            key, named = headers.get(b"authorization"), headers.get(TENANT, b"").decode("latin-1")
             try:
-                self._guard.check(_authorization(scope))
-            except KeyRefused as error:
+                tenant = self._guard.tenant(None if key is None else key.decode("latin-1"), named)
+            except (KeyRefused, TenantRefused) as error:
                 await failed(failure_of(error, ready=True))(scope, receive, send)
                 return
+            others = [pair for pair in scope["headers"] if pair[0] != TENANT]
+            scope = {**scope, "headers": [*others, (TENANT, tenant.encode("latin-1"))]}
         await self._app(scope, receive, send)
-
-
-def _authorization(scope: Scope) -> str | None:
-    found: bytes | None = dict(scope["headers"]).get(b"authorization")
-    return None if found is None else found.decode("latin-1")
 
 
 def following(guard: Guard) -> ssl.SSLContext:

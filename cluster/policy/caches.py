@@ -55,7 +55,7 @@ class CacheAware(LeastLoaded):
         request = ask.request
         if self._named is not request:
             tokens = (*request.prompt, *request.generated) if request.generated else request.prompt
-            self._names = chain(tokens, self._index.grain)
+            self._names = chain(tokens, self._index.grain, salt=request.cache_salt)
             self._named = request
         return self._names
 

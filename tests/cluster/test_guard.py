@@ -1,13 +1,14 @@
 """Keys and watched files, without a server."""
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.guard import LOOK_S, Guard, KeyRefused, Watched, digests, read_keys
+from cluster.guard import LOOK_S, Guard, KeyRefused, TenantRefused, Watched, digested, read_keys
 from cluster.spec import GatewaySpec, SpecError
 
 KEYS = ("one-key-of-many-letters", "another.key~with+signs/and==")
@@ -23,7 +24,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Guard:
 @pytest.mark.parametrize("form", ["Bearer {}", "bearer {}", " BEARER   {} "])
 @pytest.mark.parametrize("key", KEYS)
 def test_each_key_opens(guard: Guard, form: str, key: str) -> None:
-    guard.check(form.format(key))
+    assert guard.check(form.format(key)) == ""
 
 
 @given(st.one_of(st.none(), st.text(), st.builds("Bearer {}".format, st.text()), st.sampled_from(KEYS)))
@@ -40,13 +41,34 @@ def test_a_part_of_a_key_is_none(guard: Guard, key: str, data: st.DataObject) ->
 
 
 def test_keys_are_kept_as_digests(guard: Guard) -> None:
-    assert guard._keys is not None and guard._keys.current() == digests(KEYS)
+    assert guard._keys is not None and guard._keys.current() == digested(dict.fromkeys(KEYS, ""))
     assert not any(key in repr(vars(guard._keys)) for key in KEYS)
+
+
+def test_a_key_speaks_for_its_tenant_only(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"{KEYS[0]}   bank\n{KEYS[1]} *\n{KEYS[0][::-1]}\n")
+    guard = Guard(GatewaySpec(api_keys_file=str(tmp_path / "keys")))
+    of_bank, of_all, of_none = (f"Bearer {key}" for key in (*KEYS, KEYS[0][::-1]))
+    assert guard.tenant(of_bank, "") == guard.tenant(of_bank, "bank") == "bank"
+    assert (guard.tenant(of_all, ""), guard.tenant(of_all, "bank")) == ("", "bank")
+    assert guard.tenant(of_none, "") == ""
+    for key, named in ((of_bank, "eve"), (of_bank, "*"), (of_none, "bank")):
+        with pytest.raises(TenantRefused, match=rf"not for '{re.escape(named)}'; leave the tenant out"):
+            guard.tenant(key, named)
+    with pytest.raises(KeyRefused):
+        guard.tenant(None, "bank")
+
+
+def test_a_key_of_two_tenants_is_none(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"{KEYS[0]} bank\n{KEYS[0]} eve\n")
+    with pytest.raises(SpecError, match=r"line 2 of .* has the key of another tenant") as caught:
+        read_keys(str(tmp_path / "keys"))
+    assert KEYS[0] not in str(caught.value)
 
 
 def test_without_keys_and_files_all_is_open() -> None:
     guard = Guard(GatewaySpec())
-    guard.check(None)
+    assert guard.tenant(None, "anybody") == "anybody"
     assert guard.tls is None and not guard.has_keys
 
 

@@ -1,10 +1,11 @@
 """The block pool: nobody gets a block twice, nothing is lost, prefixes are found and evicted in order."""
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes
+from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes, tail_hash
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -96,6 +97,16 @@ def test_equal_prefixes_have_equal_names_and_a_change_renames_all_that_follows()
     assert len(one) == 2 and one[0] == two[0] and one[1] != two[1]
     assert prefix_hashes([9, 2, 3, 4, 5, 6, 7, 8], 4)[1] != one[1]
     assert prefix_hashes([1, 2, 3, 4, 5, 6, 7, 8], 4, one[:1]) == one
+
+
+@given(*[st.lists(st.integers(0, 3), max_size=20)] * 2, *[st.text(max_size=3)] * 2)
+def test_blocks_of_different_salts_never_have_the_same_name(a: list[int], b: list[int], one: str, other: str) -> None:
+    def names(tokens: list[int], salt: str) -> set[bytes]:
+        full = prefix_hashes(tokens, 4, salt=salt)
+        assert full == prefix_hashes(tokens, 4, full[:1], salt)
+        return {*full, *([tail_hash(tokens, 4, full, salt)] if tokens else [])}
+
+    assert one == other or not names(a, one) & names(b, other)
 
 
 def test_freeing_twice_is_caught() -> None:

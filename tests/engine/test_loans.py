@@ -56,6 +56,18 @@ def test_what_is_lent_is_all_ready_and_held_until_it_is_released() -> None:
     assert side.cached(range(10)) == 2 and side.pool.num_free == 8
 
 
+def test_nothing_is_lent_to_another_tenant() -> None:
+    side = Side()
+    side.computed(range(10))
+    assert side.loans.lend("r:prefix", range(20), 0.0, "eve") is None
+    loan = side.loans.borrow(range(8), "eve")
+    side.loans.end(loan, arrived=True)
+    assert loan.num_shared == 0 and side.loans.lend("e:prefix", range(20), 0.0, "eve") is None, "not digested here"
+    assert side.loans.known(prefix_hashes(range(8), BLOCK, salt="eve")) == list(loan.blocks)
+    side.pool.free(loan.blocks)
+    side.check()
+
+
 def test_nothing_is_lent_of_what_is_not_here() -> None:
     side = Side()
     side.computed(range(10))

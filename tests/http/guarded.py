@@ -91,7 +91,7 @@ class Files:
 
 
 @asynccontextmanager
-async def guarded(dispatcher: FakeDispatcher, **gateway: str) -> AsyncIterator[Guarded]:
+async def guarded(dispatcher: FakeDispatcher, **gateway: str | bool) -> AsyncIterator[Guarded]:
     context = gateway_context(dispatcher, http_port=0, **gateway)
     clock = Clock()
     doors = Doors(context, ByteTokenizer)

@@ -287,6 +287,41 @@ async def test_keys_come_and_go_while_connections_stay(files: Files, caplog: pyt
     assert KEY not in caplog.text and new not in caplog.text
 
 
+async def test_a_client_cannot_take_another_tenant_s_name(files: Files) -> None:
+    dispatcher = FakeDispatcher()
+    files.write_keys(f"{KEY} bank")
+    async with guarded(dispatcher, **files.tls, **files.keys) as door:
+        access = Access(files.servers.ca, api_key=KEY)
+        async with door.grpc(access) as client:
+            await client.complete("abc", max_tokens=1)
+            await client.complete("abc", max_tokens=1, tenant="bank")
+            assert [index async for index, _ in client.batch(["a"], max_tokens=1)] == [0]
+            with pytest.raises(DiptychError, match="speaks for tenant 'bank', not for 'eve'") as caught:
+                await client.complete("abc", max_tokens=1, tenant="eve")
+            assert (caught.value.code, caught.value.reason) == ("PERMISSION_DENIED", "TENANT_REFUSED")
+            ((_, told),) = [each async for each in client.batch(["a"], max_tokens=1, tenant="eve")]
+            assert isinstance(told, DiptychError) and told.reason == "TENANT_REFUSED"
+        async with door.http(access) as client:
+            body, header = {"model": "bytes", "prompt": "abc", "max_tokens": 1}, "x-diptych-tenant"
+            for headers in ({}, {header: "bank"}):
+                assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+            told = await client.post("/v1/completions", json=body, headers={header: "eve"})
+            assert told.status_code == 403 and told.json()["error"]["code"] == "tenant_refused"
+            twice = [(header, "bank"), (header, "eve")], [(header, "eve"), (header, "bank")]
+            assert 403 in [
+                (await client.post("/v1/completions", json=body, headers=each)).status_code for each in twice
+            ]
+    assert {each.tenant for each in dispatcher.requests} == {"bank"}
+
+
+async def test_a_tenant_s_requests_share_prefixes_with_others_only_where_the_file_says_so(files: Files) -> None:
+    for shares in (False, True):
+        dispatcher = FakeDispatcher()
+        async with guarded(dispatcher, share_prefixes=shares) as door, DiptychClient(door.endpoint) as client:
+            await client.complete("abc", max_tokens=1, tenant="bank")
+        assert [each.cache_salt for each in dispatcher.requests] == ["" if shares else "bank"]
+
+
 WRONG = {
     "a missing file": (("tls_cert_file", None), "server.pem cannot be read (No such file or directory)"),
     "a key of another certificate": (("tls_key_file", "other-key"), "is not the key of the certificate in"),

@@ -27,6 +27,7 @@ def test_chains_are_equal_as_far_as_tokens_are() -> None:
     assert chain(range(10), 4) != chain((0, 9, *range(2, 10)), 4)
     assert chain((1, 2, 3, 4, 1, 2, 3, 4), 4)[0] != chain((1, 2, 3, 4, 1, 2, 3, 4), 4)[1]
     assert chain(range(3), 4) == []
+    assert not {*chain(range(10), 4, salt="a")} & {*chain(range(10), 4, salt="b"), *chain(range(10), 4)}
     assert chain([1, 2, -1, 4], 2) == chain([1, 2], 2), "no worker takes such a token"
 
 

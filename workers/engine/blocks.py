@@ -24,23 +24,28 @@ class OutOfBlocks(Exception):
     """Fewer free blocks than asked for."""
 
 
-def tail_hash(tokens: Sequence[int], block_size: int, full: Sequence[bytes]) -> bytes:
-    """A name for the block of the last tokens, full or not, behind the named full ones."""
+def _root(salt: str) -> bytes:
+    """What the first block's name is chained to."""
+    return blake2b(salt.encode(), digest_size=16, person=b"salt").digest() if salt else b""
+
+
+def tail_hash(tokens: Sequence[int], block_size: int, full: Sequence[bytes], salt: str = "") -> bytes:
+    """A name for the block of the last tokens, full or not, behind the named full ones of the same salt."""
     num_full = len(tokens) // block_size
     rest = tokens[num_full * block_size :]
     if not rest:
         return full[num_full - 1]
-    parent = full[num_full - 1] if num_full else b""
+    parent = full[num_full - 1] if num_full else _root(salt)
     return blake2b(parent + struct.pack(f"<{len(rest)}I", *rest), digest_size=16, person=b"tail").digest()
 
 
-def prefix_hashes(tokens: Sequence[int], block_size: int, known: Sequence[bytes] = ()) -> list[bytes]:
-    """A name for each full block: equal names mean equal tokens from position 0 on.
+def prefix_hashes(tokens: Sequence[int], block_size: int, known: Sequence[bytes] = (), salt: str = "") -> list[bytes]:
+    """A name for each full block: equal names mean equal tokens from position 0 on, and an equal salt.
 
-    `known` are the names of the first blocks, as computed before.
+    `known` are the names of the first blocks, as computed before. `salt` keeps tenants apart (`Request.cache_salt`).
     """
     hashes = list(known)
-    name = hashes[-1] if hashes else b""
+    name = hashes[-1] if hashes else _root(salt)
     fresh = tokens[len(hashes) * block_size : len(tokens) // block_size * block_size]
     content, stride = struct.pack(f"<{len(fresh)}I", *fresh), 4 * block_size
     for start in range(0, len(content), stride):

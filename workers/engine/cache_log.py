@@ -1,8 +1,8 @@
 """What a cache has, for those who route by it: names at a fixed grain, and which of them came and went.
 
-A name stands for all tokens of a prompt up to a multiple of `GRAIN`. It depends on tokens only, neither on block sizes
-nor on the process, so one chain of a prompt finds its prefixes on every worker. Pure, and bounded: names that are there
-are as many as the blocks have, names that went are remembered for a while.
+A name stands for all tokens of a prompt up to a multiple of `GRAIN`. It depends on the tokens and their tenant, not on
+block sizes or the process, so one chain of a prompt finds its prefixes on every worker. Pure, and bounded: names that
+are there are as many as the blocks have, names that went are remembered for a while.
 
     log     ── 1 2 3 ... ──>          every name that comes or goes has a number
     reader  ── since(last, reach) ──> what changed; or, if too much was forgotten, everything
@@ -32,14 +32,15 @@ class Tier(Enum):
     HOST = "host"
 
 
-def chain(tokens: Sequence[int], grain: int = GRAIN, known: Sequence[int] = ()) -> list[int]:
-    """A name for each full `grain` of tokens: equal names mean, but for a collision, equal tokens from position 0 on.
+def chain(tokens: Sequence[int], grain: int = GRAIN, known: Sequence[int] = (), salt: str = "") -> list[int]:
+    """A name for each full `grain` of tokens: equal names mean, but for a collision, equal tokens from position 0 on,
+    and an equal salt (`Request.cache_salt`).
 
     `known` are the names of the first ones, as computed before. A collision costs a wrong guess about a cache, never a
     wrong token. Behind a token that no worker would take, nothing is named.
     """
     names = list(known)
-    name = names[-1] if names else 0
+    name = names[-1] if names else xxh3_64_intdigest(salt.encode()) if salt else 0
     pack = _packer(grain)
     try:
         for start in range(len(names) * grain, len(tokens) - grain + 1, grain):

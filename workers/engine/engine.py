@@ -126,7 +126,7 @@ class Engine:
             raise Overloaded(f"all {self._config.max_running} decode slots are taken, or waited for", retry_after_s=0.1)
         if why := slot_refusal(self._estimate.cost, self._decoding(), request, self._depth):
             raise Overloaded(why, retry_after_s=0.1)
-        sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size)
+        sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size, salt=request.cache_salt)
         if request.fresh:
             self.pool.forget(sequence.hashes)
         shared = self.loans.known(sequence.hashes)
@@ -163,6 +163,7 @@ class Engine:
             and not each.fetched
             and each.request.group == request.group
             and each.request.prompt == request.prompt
+            and each.request.cache_salt == request.cache_salt
             for each in self._sequences.values()
         )
 
@@ -354,15 +355,16 @@ class Engine:
         """Offer newly full blocks to the prefix index."""
         full = sequence.num_computed // self.pool.block_size
         if full > sequence.num_named:
-            tokens = sequence.tokens[: full * self.pool.block_size]
-            sequence.hashes = prefix_hashes(tokens, self.pool.block_size, sequence.hashes)
-            sequence.chain = chain(tokens, known=sequence.chain)
+            tokens, salt = sequence.tokens[: full * self.pool.block_size], sequence.request.cache_salt
+            sequence.hashes = prefix_hashes(tokens, self.pool.block_size, sequence.hashes, salt)
+            sequence.chain = chain(tokens, known=sequence.chain, salt=salt)
             for index in range(sequence.num_named, full):
                 told = name_of_block(sequence.chain, index, self.pool.block_size)
                 self.pool.name(sequence.blocks[index], sequence.hashes[index], told)
             sequence.num_named = full
         if sequence.request.group and sequence.num_output == 0 and sequence.num_computed == len(sequence.tokens):
-            name = tail_hash(sequence.tokens, self.pool.block_size, sequence.hashes)
+            salt = sequence.request.cache_salt
+            name = tail_hash(sequence.tokens, self.pool.block_size, sequence.hashes, salt)
             self.pool.name(sequence.blocks[full - (full * self.pool.block_size == sequence.num_computed)], name)
 
     # ---- endings -----------------------------------------------------------------------------------------------

@@ -37,9 +37,10 @@ class Loans:
     def __iter__(self) -> Iterator[Loan]:
         return iter(self._coming)
 
-    def lend(self, key: str, tokens: Sequence[int], now_s: float) -> Lease | None:
+    def lend(self, key: str, tokens: Sequence[int], now_s: float, salt: str = "") -> Lease | None:
         """Keep what the cache has of this beginning for one reader, under a lease of this key. None: it has nothing."""
-        return self._leases.lend(key, self._pool.match(prefix_hashes(tokens, self._pool.block_size)), now_s)
+        hashes = prefix_hashes(tokens, self._pool.block_size, salt=salt)
+        return self._leases.lend(key, self._pool.match(hashes), now_s)
 
     def known(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks that are here of this beginning, as far as they count, with one more reference each."""
@@ -48,9 +49,9 @@ class Loans:
         self._pool.free(shared[aligned:])
         return shared[:aligned]
 
-    def borrow(self, tokens: Sequence[int]) -> Loan:
+    def borrow(self, tokens: Sequence[int], salt: str = "") -> Loan:
         """Blocks for a beginning that another worker lends. Raises `OutOfBlocks` and changes nothing."""
-        hashes = prefix_hashes(tokens, self._pool.block_size)
+        hashes = prefix_hashes(tokens, self._pool.block_size, salt=salt)
         shared = self.known(hashes)
         aligned = len(shared)
         try:
@@ -58,7 +59,7 @@ class Loans:
         except OutOfBlocks:
             self._pool.free(shared)
             raise
-        loan = Loan((*shared, *fresh), aligned, tuple(hashes), tuple(chain(tokens)))
+        loan = Loan((*shared, *fresh), aligned, tuple(hashes), tuple(chain(tokens, salt=salt)))
         self._coming.add(loan)
         return loan
 

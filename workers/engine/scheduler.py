@@ -237,6 +237,7 @@ class Scheduler:
             each.request.group == group
             and each.num_computed < len(sequence.tokens) - 1
             and each.tokens == sequence.tokens
+            and each.request.cache_salt == sequence.request.cache_salt
             for each in self.running
         )
 
@@ -246,7 +247,7 @@ class Scheduler:
         A shared tail is copied at once: a lease of these blocks must name the one that will be written.
         """
         size = self._pool.block_size
-        sequence.hashes = prefix_hashes(sequence.tokens, size, sequence.hashes)
+        sequence.hashes = prefix_hashes(sequence.tokens, size, sequence.hashes, sequence.request.cache_salt)
         if sequence.request.fresh:
             self._pool.forget(sequence.hashes)
         for share_tail in (True, False) if sequence.request.group else (False,):
@@ -277,7 +278,8 @@ class Scheduler:
         shared = self._pool.match(sequence.hashes[: most // size])
         if share_tail and most % size and len(shared) == most // size:
             # Siblings share the last block too, up to its last token.
-            tail = self._pool.match([tail_hash(sequence.tokens, size, sequence.hashes)])
+            salt = sequence.request.cache_salt
+            tail = self._pool.match([tail_hash(sequence.tokens, size, sequence.hashes, salt)])
             if tail:
                 return shared + tail, most
         return shared, len(shared) * size

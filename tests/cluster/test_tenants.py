@@ -1,0 +1,47 @@
+"""Tenants and cached prefixes: each finds its own, whichever way it comes, and others' only where that is asked."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.cluster.local import Cluster, cluster, completed, mixed_spec, request, split_spec
+from workers.request import Request
+
+PROMPT = request("r", 400, first=5)
+
+
+async def cached(subject: Cluster, name: str, asked: Request) -> int:
+    events = await subject.run(replace(asked, id=name))
+    return completed(events).cached_tokens
+
+
+@pytest.mark.parametrize("routing", ["least-loaded", "mooncake", "product", "promise"])
+async def test_a_tenant_finds_its_own_prefix_and_no_other_tenant_s(routing: str) -> None:
+    spec = split_spec(2, 1)
+    spec = replace(spec, gateway=replace(spec.gateway, routing=routing))
+    async with cluster(spec) as subject:
+        for tenant in ("bank", "", "eve"):
+            asked = replace(PROMPT, tenant=tenant)
+            assert await cached(subject, f"first-{tenant}", asked) == 0
+        for tenant in ("bank", "", "eve"):
+            again = [await cached(subject, f"{n}-{tenant}", replace(PROMPT, tenant=tenant)) for n in range(3)]
+            assert max(again) == 384, "of two prefill workers one at least has it"
+        await subject.settle()
+
+
+async def test_tenants_that_share_find_each_other_s() -> None:
+    async with cluster(mixed_spec()) as subject:
+        alice = replace(PROMPT, tenant="alice", shares_prefixes=True)
+        assert await cached(subject, "a", alice) == 0
+        assert await cached(subject, "b", replace(alice, tenant="bob")) == 384
+        assert await cached(subject, "c", PROMPT) == 384, "without a tenant likewise"
+        assert await cached(subject, "d", replace(alice, tenant="eve", shares_prefixes=False)) == 0
+
+
+async def test_what_the_host_keeps_is_the_tenant_s_too() -> None:
+    async with cluster(mixed_spec(kv_blocks=40, host_cache_blocks=100)) as subject:
+        mine, others = replace(PROMPT, tenant="bank"), request("fill", 500, first=600)
+        assert await cached(subject, "a", mine) == 0
+        assert await cached(subject, "b", others) == 0, "takes the device's blocks"
+        assert await cached(subject, "c", replace(PROMPT, tenant="eve")) == 0
+        assert await cached(subject, "d", mine) == 384
