@@ -31,7 +31,7 @@ campaigns: $(READY)
 check: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy --strict cluster workers kvtransfer
+	@$(BIN)/mypy --strict cluster workers kvtransfer proto/diptych
 	@$(BIN)/python -m pytest -q tests/test_imports.py
 
 bench: $(READY)

@@ -11,8 +11,8 @@ ChangeError
 
 from dataclasses import dataclass
 
-from cluster.policy.evidence import Decision
 from cluster.spec import Role
+from diptych.view import Taken as Taken
 
 
 class ChangeError(Exception):
@@ -51,15 +51,3 @@ class Memory:
 
     revision: int
     posts: tuple[Post, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """A decision of the elastic policy, `age_s` seconds old, and what became of it.
-
-    `outcome`: "advised", "under way", "done", or "failed: " and why.
-    """
-
-    decision: Decision
-    age_s: float
-    outcome: str

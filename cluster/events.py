@@ -9,13 +9,13 @@ ClusterError
 └── AttemptsSpent   every attempt failed; the last reason is in the message
 """
 
-from dataclasses import dataclass
-
 from msgspec import Struct
 
-from cluster.ledger import LatencyLedger
-from kvtransfer.ticket import TransferReport
-from workers.request import FinishReason, TokenLogprobs
+from diptych.events import Accepted as Accepted
+from diptych.events import AnswerEnd as AnswerEnd
+from diptych.events import Completed as Completed
+from diptych.events import Queued as Queued
+from workers.request import TokenLogprobs
 
 
 class ClusterError(Exception):
@@ -62,40 +62,6 @@ class AttemptsSpent(ClusterError):
     """Workers kept failing under this request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
-    """No worker has room for it yet: it waits in the gateway, behind `position` others. Seconds are predictions.
-
-    Its turn comes in `predicted_start_s`; its first token `predicted_ttft_s` after it arrived. This is no promise yet.
-    """
-
-    request_id: str
-    position: int
-    predicted_start_s: float
-    predicted_ttft_s: float
-    reason: str
-    index: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """Workers are chosen and the decode side has promised its blocks. Sent again after a recovery (attempt > 0).
-
-    The first token is predicted from the request's arrival; None: nothing is known yet. `index` tells several answers
-    of one request apart.
-    """
-
-    request_id: str
-    attempt: int
-    prompt_tokens: int
-    prefill_worker: str
-    decode_worker: str
-    reason: str
-    predicted_ttft_s: float | None = None
-    predicted_tpot_s: float | None = None
-    index: int = 0
-
-
 class Delta(Struct, frozen=True, gc=False):
     """New tokens. `first_position` counts output tokens from 0; no position is ever sent twice.
 
@@ -106,38 +72,6 @@ class Delta(Struct, frozen=True, gc=False):
     first_position: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerEnd:
-    """How one of several answers ended. `mean_logprob`, of its tokens, only where it decided over the answer."""
-
-    finish: FinishReason
-    completion_tokens: int
-    attempts: int
-    ledger: LatencyLedger
-    mean_logprob: float | None = None
-    decode_workers: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """The end. `transfers` has one report for each hand-off (none when colocated, several after recoveries or moves);
-    `decode_workers` are those of the last attempt: the one that was accepted, then those that it moved to.
-
-    Of several answers, `answers` has each one's end, by index; the rest then speaks of all that were made: tokens are
-    summed (the prompt's counted once), `finish` is the first answer's, `ledger` that of the one that ended last.
-    """
-
-    finish: FinishReason
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    attempts: int
-    ledger: LatencyLedger
-    transfers: tuple[TransferReport, ...]
-    answers: tuple[AnswerEnd, ...] = ()
-    decode_workers: tuple[str, ...] = ()
 
 
 Event = Queued | Accepted | Delta | Completed

@@ -24,11 +24,11 @@ from cluster.answers import Answer, give_out, one_end, siblings
 from cluster.events import ClusterError, Event, Rejected, Unservable
 from cluster.ledger import now_ns
 from cluster.outbox import Outbox
-from cluster.request_ids import LONGEST_ID, is_usable, made_id
 from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, Role
 from cluster.text import GatewayEvent, GenerationInput, TextStream, Tokenizer
 from cluster.view import ClusterView, WorkerState
+from diptych.request_ids import LONGEST_ID, is_usable, made_id
 from workers.errors import InvalidRequest
 from workers.request import SLO, Request, SamplingParams
 

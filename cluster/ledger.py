@@ -9,19 +9,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-PHASES = (
-    "admission",  # decoding and checking the request in the gateway
-    "route",  # the policy's choice, and waiting for a worker to choose, or for its turn
-    "reserve",  # until the decode worker promised its blocks
-    "prefill_queue",  # in the prefill worker, before the first step
-    "prefill_compute",  # first step to first token
-    "prefill_wire",  # the rest of the prefill call: calls, pickling, event loops
-    "transfer_wait",  # what overlap did not hide: decode asked, KV still on its way
-    "decode_queue",  # KV there, waiting for a step
-    "decode_compute",  # first decode step to last token
-    "decode_wire",  # the rest of the decode phase
-    "recovery",  # a worker died or refused; waiting to try again
-)
+from diptych.events import PHASES as PHASES
+from diptych.events import LatencyLedger as LatencyLedger
+
 TRANSFER = "transfer"  # no phase: what it overlaps with is
 NOTICED_NS = 1_000
 
@@ -29,22 +19,6 @@ NOTICED_NS = 1_000
 def now_ns() -> int:
     """The running event loop's clock, which all laps of one process share."""
     return round(asyncio.get_running_loop().time() * 1e9)
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyLedger:
-    """`first` parts sum to `ttft_ns`, `first` and `rest` together to `total_ns`. Every part is 0 or more."""
-
-    first: tuple[tuple[str, int], ...]
-    rest: tuple[tuple[str, int], ...]
-    ttft_ns: int
-    total_ns: int
-
-    def check(self) -> None:
-        """Raise AssertionError unless the ledger balances."""
-        assert all(name in PHASES and ns >= 0 for name, ns in self.first + self.rest)
-        assert sum(ns for _, ns in self.first) == self.ttft_ns
-        assert self.ttft_ns + sum(ns for _, ns in self.rest) == self.total_ns
 
 
 class Stopwatch:

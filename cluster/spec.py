@@ -8,10 +8,10 @@ import difflib
 import math
 import re
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from diptych.view import Role as Role
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
 from workers.costs import CostModel, LinearCost
 from workers.request import SLO
@@ -29,14 +29,6 @@ ADMISSION = ("none", "late", "early", "predictive", "promise")
 ON_MISS = ("reject", "queue")
 EXECUTORS = ("torch", "modelled")
 MOST_REPLICAS = 1024
-
-
-class Role(Enum):
-    """What a pool is for. Workers themselves can do all three."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MIXED = "mixed"
 
 
 _LABEL = r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"

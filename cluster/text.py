@@ -5,13 +5,15 @@ Pure but for the tokenizer it is handed; knows no cluster and no wire.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.events import Accepted, Completed, Delta, Queued
+from cluster.events import Delta
+from diptych.events import TextDelta as TextDelta
+from diptych.events import TextEvent as TextEvent
 from workers.errors import InvalidRequest
-from workers.request import FinishReason, SamplingParams, TokenLogprobs
+from workers.request import FinishReason, SamplingParams
 
 
 class Detokenizer(Protocol):
@@ -111,43 +113,6 @@ GenerationInput = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)
-class TextDelta:
-    """New tokens of one answer and the text that became certain with them. `first_position` counts its tokens from 0.
-
-    Text may trail the tokens; the last delta may be text alone. `index` tells several answers of one request apart.
-    `prompt_logprobs`, when asked for, stand in the first delta of answer 0: of the prompt's second token and on.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    first_position: int
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    index: int = 0
-
-    @staticmethod
-    def join(deltas: Iterable["TextDelta"]) -> "TextDelta":
-        """Neighbouring deltas of one answer as one; of none, the empty one."""
-        parts = list(deltas)
-        return TextDelta(
-            "".join(part.text for part in parts),
-            tuple(token for part in parts for token in part.tokens),
-            parts[0].first_position if parts else 0,
-            tuple(logprob for part in parts for logprob in part.logprobs),
-            tuple(logprob for part in parts for logprob in part.prompt_logprobs),
-            parts[0].index if parts else 0,
-        )
-
-    @staticmethod
-    def join_each(deltas: Iterable["TextDelta"]) -> "list[TextDelta]":
-        """One delta for each answer that has any, by index."""
-        answers: dict[int, list[TextDelta]] = {}
-        for delta in deltas:
-            answers.setdefault(delta.index, []).append(delta)
-        return [TextDelta.join(parts) for _, parts in sorted(answers.items())]
-
-
-@dataclass(frozen=True, slots=True)
 class TextEnd:
     """One answer has ended, perhaps before others of its request: no delta of its index follows."""
 
@@ -155,7 +120,6 @@ class TextEnd:
     index: int = 0
 
 
-TextEvent = Queued | Accepted | TextDelta | Completed
 GatewayEvent = TextEvent | TextEnd
 
 

@@ -3,13 +3,16 @@
 ray job submit --address http://HEAD:8265 -- python examples/ask.py llm-diptych:50051 "The sea is" 24
 """
 
-import sys
+import argparse
 
-from cluster.api.again import Retry
-from cluster.api.blocking import BlockingClient
+from diptych.client import Client, Retry
 
-endpoint, prompt, max_tokens = sys.argv[1:]
-with BlockingClient(endpoint, retry=Retry()) as client:
-    answer = client.complete(prompt, max_tokens=int(max_tokens), temperature=0.0)
+arguments = argparse.ArgumentParser(description="One answer of a running cluster, as text and as tokens.")
+arguments.add_argument("endpoint", help="HOST:PORT of a gateway")
+arguments.add_argument("prompt")
+arguments.add_argument("max_tokens", type=int)
+asked = arguments.parse_args()
+with Client(asked.endpoint, retry=Retry()) as client:
+    answer = client.complete(asked.prompt, max_tokens=asked.max_tokens, temperature=0.0)
 print(answer.text)
 print(f"tokens: {list(answer.output.tokens)}")

@@ -3,12 +3,9 @@
 It waits out a full or restarting gateway, and an answer whose stream breaks goes on where it was.
 """
 
-from cluster.api.again import Retry
-from cluster.api.blocking import BlockingClient
-from cluster.api.errors import DiptychError
-from cluster.text import TextDelta
+from diptych.client import Client, DiptychError, Retry, TextDelta
 
-with BlockingClient("127.0.0.1:50051", retry=Retry(patience_s=120.0)) as client:
+with Client("127.0.0.1:50051", retry=Retry(patience_s=120.0)) as client:
     client.wait_ready(timeout_s=60)
     for event in client.generate("The sea is", max_tokens=32, temperature=0.8, seed=7):
         if isinstance(event, TextDelta):

@@ -5,6 +5,8 @@ Plain frozen records that travel through Ray, gRPC-free sockets (msgpack) and te
 
 from dataclasses import dataclass
 
+from diptych.events import TransferReport as TransferReport
+from diptych.view import LinkReport as LinkReport
 from kvtransfer.layout import KVLayout
 
 
@@ -101,40 +103,3 @@ class Handoff:
 
     ticket: TransferTicket
     first_token: int
-
-
-@dataclass(frozen=True, slots=True)
-class LinkReport:
-    """What preflight found for one pair (reader <- owner): the chosen path and its measured quality.
-
-    Where ranks read from several ranks, the numbers are those of the slowest link, and the names are joined.
-    """
-
-    reader: str
-    owner: str
-    transport: str
-    path: str  # e.g. "UCX cma/memory", "tcp 127.0.0.1:41233", "in-process copy"
-    latency_s: float
-    bytes_per_s: float
-    skipped: tuple[str, ...] = ()  # "nixl: no CMA between the two (other pid namespace)", ...
-
-
-@dataclass(frozen=True, slots=True)
-class TransferReport:
-    """One finished pull. `busy_s` counts the time reads were in flight, `digest_s` the time spent on checking.
-
-    `num_blocks` and `reused_blocks` are the reader's blocks; bytes, descriptors and digests are summed over all ranks.
-    """
-
-    lease: str
-    transport: str
-    path: str
-    num_blocks: int
-    num_bytes: int
-    num_reads: int
-    num_descriptors: int
-    reused_blocks: int  # prefix blocks the reader already had
-    digests_verified: int
-    busy_s: float
-    digest_s: float
-    elapsed_s: float

@@ -2,40 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from diptych.view import MAX_RANKS as MAX_RANKS
+from diptych.view import PLACEMENTS as PLACEMENTS
+from diptych.view import ParallelConfig as ParallelConfig
 from workers.costs import CostModel
-
-MAX_RANKS = 1024
-PLACEMENTS = ("pack", "strict_pack", "spread", "strict_spread")
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelConfig:
-    """How many ranks share a layer (tensor) and how many stages share the layers (pipeline).
-
-    Rank = stage * tensor + its place in the stage.
-    """
-
-    tensor: int = 1
-    """Ranks that share every layer. More: shorter steps, and a sum over ranks twice a layer."""
-    pipeline: int = 1
-    """Stages that share the layers, one behind the other. More: more memory and throughput, no shorter decodes."""
-    placement: str = "pack"
-    """Where the ranks go: `pack` on one node if they fit and on few otherwise, `spread` over many; with `strict_`,
-    exactly one node, or a node for each rank.
-    """
-
-    def __post_init__(self) -> None:
-        if self.tensor < 1 or self.pipeline < 1:
-            raise ValueError(f"parallel: tensor {self.tensor} and pipeline {self.pipeline} must be at least 1")
-        if self.world_size > MAX_RANKS:
-            raise ValueError(f"parallel: {self.tensor} x {self.pipeline} are more than {MAX_RANKS} ranks")
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"parallel.placement {self.placement!r} is not one of {', '.join(PLACEMENTS)}")
-
-    @property
-    def world_size(self) -> int:
-        return self.tensor * self.pipeline
-
 
 BATCHING = ("chunked", "static", "orca", "prefill-first", "prefill-only", "adaptive")
 CHOICES = {

@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 
 from workers.costs import CostModel, LinearCost
-from workers.shapes import Shape
+from workers.shapes import Shape, step_seconds
 
 COEFFICIENTS = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "decode_context_s")
 DIGITS = 5  # of a coefficient; the fit is good for two
@@ -46,7 +46,7 @@ def fit(points: Sequence[Point]) -> LinearCost:
     names = (*COEFFICIENTS, "swap_byte_s") if any(point.shape.swap_bytes for point in seen) else COEFFICIENTS
     nothing = replace(LinearCost(), swap_byte_s=0.0, **dict.fromkeys(COEFFICIENTS, 0.0))
     ones = [replace(nothing, **{name: 1.0}) for name in names]
-    rows = np.array([[point.shape.seconds(one) / point.seconds for one in ones] for point in seen])
+    rows = np.array([[step_seconds(point.shape, one) / point.seconds for one in ones] for point in seen])
     found = non_negative(rows, np.ones(len(seen)))
     rounded = [float(f"{value:.{DIGITS - 1}e}") for value in found]
     return replace(LinearCost(), **dict(zip(names, rounded, strict=True)))
@@ -69,7 +69,7 @@ def non_negative(rows: "np.ndarray", wanted: "np.ndarray") -> "np.ndarray":
 
 def relative_error(cost: CostModel, point: Point) -> float:
     """Predicted over measured, minus one: positive where the model is too slow."""
-    return point.shape.seconds(cost) / point.seconds - 1.0
+    return step_seconds(point.shape, cost) / point.seconds - 1.0
 
 
 def error_of(cost: CostModel, points: Sequence[Point]) -> FitError:

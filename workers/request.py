@@ -4,10 +4,12 @@ Knows no text (the gateway encodes and decodes), no device and no clock. Everyth
 """
 
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from msgspec import Struct
 
+from diptych.events import FinishReason as FinishReason
+from diptych.events import TokenLogprobs as TokenLogprobs
+from diptych.options import SLO as SLO
 from kvtransfer.ticket import TransferReport, TransferTicket
 from workers.errors import InvalidRequest
 from workers.stats import WorkerStats
@@ -103,22 +105,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class SLO:
-    """The promise wanted. A request has times and the name of its class; the gateway fills in the rest."""
-
-    ttft_s: float | None = None
-    """Time to first token. Left out: none is promised."""
-    tpot_s: float | None = None
-    """Mean time per token after the first. Left out: none is promised."""
-    class_name: str = "default"
-    """The class that the promise belongs to; requests name theirs."""
-    priority: int = 0
-    """Lower comes first. The gateway fills it in from the class."""
-    promised: bool = False
-    """Whether an admission has said so; then workers give no slot away that would break it. The gateway fills it in."""
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
     """One attempt at one request. `generated` are tokens the client already has from an earlier attempt.
 
@@ -164,20 +150,6 @@ class Request:
     def retry(self, generated: tuple[int, ...], *, fresh: bool) -> "Request":
         """The next attempt, going on after `generated`."""
         return replace(self, generated=generated, attempt=self.attempt + 1, fresh=self.fresh or fresh)
-
-
-class FinishReason(Enum):
-    EOS = "eos"
-    STOP = "stop"
-    LENGTH = "length"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural logarithms of the probabilities before temperature and filters: the chosen token's and the best ones'."""
-
-    chosen: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 class LegTiming(Struct, frozen=True, gc=False):

@@ -1,53 +1,10 @@
-"""Shapes of steps, and how long steps of a shape took. Knows costs; knows no plan and no engine."""
+"""How long a step of a shape takes by a cost model. Knows costs; knows no plan and no engine."""
 
-from dataclasses import dataclass
-
+from diptych.shapes import Shape as Shape
+from diptych.shapes import Timings as Timings
 from workers.costs import CostModel
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A step: prompt chunks, each (tokens, tokens before them), and `batch` decodes of `context` tokens each.
-
-    `swap_bytes` of KV are saved in host memory before it, and brought back.
-    """
-
-    chunks: tuple[tuple[int, int], ...] = ()
-    batch: int = 0
-    context: int = 0
-    swap_bytes: int = 0
-
-    @property
-    def kind(self) -> str:
-        return "mixed" if self.chunks and self.batch else "prompts" if self.chunks else "decodes"
-
-    @property
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """(tokens, tokens before them) of every sequence, decodes first."""
-        return (*((1, self.context - 1),) * self.batch, *self.chunks)
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens that the step computes."""
-        return self.batch + sum(tokens for tokens, _ in self.chunks)
-
-    @property
-    def num_tokens(self) -> int:
-        """All that stand in the KV after the step."""
-        return sum(tokens + cached for tokens, cached in self.runs)
-
-    def seconds(self, cost: CostModel) -> float:
-        step_s = cost.mixed_seconds(self.chunks, self.batch, self.batch * self.context)
-        return step_s + cost.swap_seconds(self.swap_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Of equal steps: the device's seconds for each, and the worker's for all of them, preparation included.
-
-    `call_s`: how much longer it took for who asked, there and back.
-    """
-
-    seconds: tuple[float, ...]
-    elapsed_s: float
-    call_s: float = 0.0
+def step_seconds(shape: Shape, cost: CostModel) -> float:
+    step_s = cost.mixed_seconds(shape.chunks, shape.batch, shape.batch * shape.context)
+    return step_s + cost.swap_seconds(shape.swap_bytes)

@@ -1,10 +1,11 @@
-"""What a gateway remembers, to protobuf and back. Pure."""
+"""What a gateway remembers, to protobuf. Pure."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from cluster.api.messages import duration, duration_of, ledger_from, ledger_message, seconds
-from cluster.history import Happening, Load, Recent, Traffic, Trail, Window
+from cluster.api.messages import ledger_message
+from diptych.history import Happening, Load, Recent, Trail, Window
 from diptych.v1 import admin_pb2
+from diptych.wire import duration, duration_of
 
 PAGE_TRAILS, PAGE_POINTS = 256, 4096  # under half a megabyte each
 
@@ -31,32 +32,6 @@ def put_recent(recent: Recent, message: admin_pb2.GetClusterResponse) -> None:
         )
 
 
-def recent_from(message: admin_pb2.GetClusterResponse) -> Recent:
-    """The happenings' own times are of a clock that is not ours: 0."""
-    traffic = (
-        (
-            told.worker,
-            Traffic(
-                prompts=told.prompts,
-                prompt_tokens=told.prompt_tokens,
-                cached_tokens=told.cached_tokens,
-                output_tokens=told.output_tokens,
-                transfers=told.transfers,
-                transfer_bytes=told.transfer_bytes,
-                transfer_s=seconds(told.transfer_time),
-                change=told.change,
-                changed_ns=told.change_age.ToNanoseconds(),
-            ),
-        )
-        for told in message.traffic
-    )
-    happenings = (
-        (seconds(each.age), Happening(0, each.kind, each.worker, each.text, each.request_id))
-        for each in message.happenings
-    )
-    return Recent(seconds(message.gateway.uptime), tuple(traffic), tuple(happenings))
-
-
 def pages(window: Window, gateway: str, offset_ns: int) -> Iterator[admin_pb2.TracePage]:
     """`offset_ns`: from the window's clock to the time of day. At least one page."""
     trails, happenings, loads = window.trails, window.happenings, window.loads
@@ -71,17 +46,6 @@ def pages(window: Window, gateway: str, offset_ns: int) -> Iterator[admin_pb2.Tr
         trails, happenings, loads = trails[PAGE_TRAILS:], happenings[PAGE_TRAILS:], loads[PAGE_POINTS:]
         if not (trails or happenings or loads):
             return
-
-
-def window_from(messages: Iterable[admin_pb2.TracePage]) -> Window:
-    """All pages as one; nanoseconds of the time of day."""
-    told = tuple(messages)
-    return Window(
-        tuple(_trail_from(each) for page in told for each in page.trails),
-        tuple(_moment_from(each) for page in told for each in page.moments),
-        tuple(_load_from(each) for page in told for each in page.loads),
-        max((page.complete_from_unix_ns for page in told), default=0),
-    )
 
 
 def _trail_message(trail: Trail, offset_ns: int) -> admin_pb2.Trail:
@@ -106,37 +70,11 @@ def _trail_message(trail: Trail, offset_ns: int) -> admin_pb2.Trail:
     )
 
 
-def _trail_from(message: admin_pb2.Trail) -> Trail:
-    return Trail(
-        request_id=message.request_id,
-        class_name=message.class_name,
-        outcome=message.outcome,
-        detail=message.detail,
-        arrived_ns=message.arrived_unix_ns,
-        ledger=ledger_from(message.ledger),
-        phase=message.phase,
-        open_ns=message.open_ns,
-        prompt_tokens=message.prompt_tokens,
-        cached_tokens=message.cached_tokens,
-        output_tokens=message.output_tokens,
-        attempts=message.attempts,
-        prefill_worker=message.prefill_worker,
-        decode_worker=message.decode_worker,
-        moves=tuple((move.unix_ns, move.worker) for move in message.moves),
-        transfer_bytes=message.transfer_bytes,
-        transfer_ns=message.transfer_ns,
-    )
-
-
 def _moment_message(each: Happening, offset_ns: int) -> admin_pb2.Moment:
     at_ns = each.at_ns + offset_ns
     return admin_pb2.Moment(
         unix_ns=at_ns, kind=each.kind, worker=each.worker, text=each.text, request_id=each.request_id
     )
-
-
-def _moment_from(each: admin_pb2.Moment) -> Happening:
-    return Happening(each.unix_ns, each.kind, each.worker, each.text, each.request_id)
 
 
 def _load_message(each: Load, offset_ns: int) -> admin_pb2.Load:
@@ -148,7 +86,3 @@ def _load_message(each: Load, offset_ns: int) -> admin_pb2.Load:
         queued_tokens=each.queued_tokens,
         used_blocks=each.used_blocks,
     )
-
-
-def _load_from(each: admin_pb2.Load) -> Load:
-    return Load(each.unix_ns, each.worker, each.running, each.waiting, each.queued_tokens, each.used_blocks)

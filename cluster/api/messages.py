@@ -1,27 +1,26 @@
-"""Our types to protobuf and back. Pure: no call, no clock, no text.
+"""Requests from messages, and the events of an answer to messages: the server's side of the wire. Pure.
 
-`..._message` makes a message, `..._from` reads one. Bad input is `InvalidRequest` naming the message's field.
+Bad input is `InvalidRequest` naming the message's field. The client's side is `diptych.messages`.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
-
-from google.protobuf.duration_pb2 import Duration
-
-from cluster.events import Accepted, AnswerEnd, Completed, Queued
-from cluster.ledger import LatencyLedger
-from cluster.text import ChatPrompt, GenerationInput, TextDelta, TextEvent, TextPrompt, TokenPrompt
+from cluster.text import ChatPrompt, GenerationInput, TextPrompt, TokenPrompt
+from diptych.events import (
+    Accepted,
+    AnswerEnd,
+    Completed,
+    LatencyLedger,
+    Queued,
+    TextDelta,
+    TextEvent,
+    TokenLogprobs,
+    TransferReport,
+)
+from diptych.options import SLO
 from diptych.v1 import common_pb2, inference_pb2
-from kvtransfer.ticket import TransferReport
+from diptych.wire import FINISH, duration, duration_of, seconds
 from workers.errors import InvalidRequest
-from workers.request import SLO, FinishReason, SamplingParams, TokenLogprobs
+from workers.request import SamplingParams
 
-FINISH = {
-    FinishReason.EOS: common_pb2.FINISH_REASON_EOS,
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-}
-FINISH_FROM = {value: reason for reason, value in FINISH.items()}
 LONGEST_CLASS = 64
 # Fields of Sampling that are one value, in our types of the same name.
 SCALARS = (
@@ -29,45 +28,6 @@ SCALARS = (
     *("seed", "max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs", "n", "best_of"),
     *("include_stop_in_output", "skip_special_tokens"),
 )
-
-
-class SamplingOptions(TypedDict, total=False):
-    """What a caller may say about sampling; what is left out is the server's choice. See `SamplingParams`."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    seed: int
-    max_tokens: int
-    min_tokens: int
-    stop: Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    logprobs: int
-    prompt_logprobs: int
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    n: int
-    best_of: int
-    include_stop_in_output: bool
-    skip_special_tokens: bool
-
-
-def duration(ns: int) -> Duration:
-    message = Duration()
-    message.FromNanoseconds(ns)
-    return message
-
-
-def duration_of(seconds: float) -> Duration:
-    return duration(round(seconds * 1e9))
-
-
-def seconds(message: Duration) -> float:
-    return message.ToNanoseconds() / 1e9
 
 
 def prompt_from(request: inference_pb2.GenerateRequest) -> GenerationInput:
@@ -93,25 +53,6 @@ def sampling_from(message: inference_pb2.Sampling) -> SamplingParams:
     )
 
 
-def sampling_message(options: SamplingOptions) -> inference_pb2.Sampling:
-    """Raises `InvalidRequest` for a value that no field can hold."""
-    message = inference_pb2.Sampling()
-    value: Any  # of a type that the message checks
-    for name, value in options.items():
-        if value is None:
-            continue
-        try:
-            if name in ("stop", "stop_token_ids"):
-                getattr(message, name).extend([value] if isinstance(value, str) else value)
-            elif name == "logit_bias":
-                message.logit_bias.update(value)
-            else:
-                setattr(message, name, value)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise InvalidRequest(f"sampling.{name}", f"cannot be {value!r} ({error})") from None
-    return message
-
-
 def slo_from(message: inference_pb2.Slo) -> SLO:
     def promise(name: str) -> float | None:
         if not message.HasField(name):
@@ -134,18 +75,6 @@ def checked_class(name: str, field: str) -> str:
     return name
 
 
-def slo_message(slo: SLO) -> inference_pb2.Slo:
-    """Raises `InvalidRequest` for a value that no field can hold."""
-    message = inference_pb2.Slo(class_name=slo.class_name)
-    for name, wanted_s in (("time_to_first_token", slo.ttft_s), ("time_per_output_token", slo.tpot_s)):
-        if wanted_s is not None:
-            try:
-                getattr(message, name).CopyFrom(duration_of(wanted_s))
-            except (TypeError, ValueError, OverflowError) as error:
-                raise InvalidRequest(f"slo.{name}", f"cannot be {wanted_s!r} ({error})") from None
-    return message
-
-
 def event_message(event: TextEvent) -> inference_pb2.GenerateResponse:
     match event:
         case Queued():
@@ -158,21 +87,6 @@ def event_message(event: TextEvent) -> inference_pb2.GenerateResponse:
             return inference_pb2.GenerateResponse(completed=_completed_message(event))
 
 
-def events_from(message: inference_pb2.GenerateResponse) -> list[TextEvent]:
-    """One event; for a Completed that carries whole answers, these as deltas and then the end."""
-    match message.WhichOneof("event"):
-        case "queued":
-            return [_queued_from(message.queued)]
-        case "accepted":
-            return [_accepted_from(message.accepted)]
-        case "delta":
-            return [_delta_from(message.delta)]
-        case "completed":
-            return [*map(_delta_from, message.completed.outputs), _completed_from(message.completed)]
-        case _:
-            return []  # an event of a newer server
-
-
 def _queued_message(event: Queued) -> inference_pb2.Queued:
     return inference_pb2.Queued(
         request_id=event.request_id,
@@ -181,17 +95,6 @@ def _queued_message(event: Queued) -> inference_pb2.Queued:
         predicted_time_to_first_token=duration_of(event.predicted_ttft_s),
         reason=event.reason,
         index=event.index,
-    )
-
-
-def _queued_from(message: inference_pb2.Queued) -> Queued:
-    return Queued(
-        request_id=message.request_id,
-        position=message.position,
-        predicted_start_s=seconds(message.predicted_start),
-        predicted_ttft_s=seconds(message.predicted_time_to_first_token),
-        reason=message.reason,
-        index=message.index,
     )
 
 
@@ -209,23 +112,6 @@ def _accepted_message(event: Accepted) -> inference_pb2.Accepted:
     )
 
 
-def _accepted_from(message: inference_pb2.Accepted) -> Accepted:
-    def predicted(name: str) -> float | None:
-        return seconds(getattr(message, name)) if message.HasField(name) else None
-
-    return Accepted(
-        request_id=message.request_id,
-        attempt=message.attempt,
-        prompt_tokens=message.prompt_tokens,
-        prefill_worker=message.prefill_worker,
-        decode_worker=message.decode_worker,
-        reason=message.reason,
-        predicted_ttft_s=predicted("predicted_time_to_first_token"),
-        predicted_tpot_s=predicted("predicted_time_per_output_token"),
-        index=message.index,
-    )
-
-
 def delta_message(delta: TextDelta) -> inference_pb2.Delta:
     return inference_pb2.Delta(
         text=delta.text,
@@ -237,24 +123,9 @@ def delta_message(delta: TextDelta) -> inference_pb2.Delta:
     )
 
 
-def _delta_from(message: inference_pb2.Delta) -> TextDelta:
-    return TextDelta(
-        text=message.text,
-        tokens=tuple(message.token_ids),
-        first_position=message.first_position,
-        logprobs=tuple(map(_logprobs_from, message.logprobs)),
-        prompt_logprobs=tuple(map(_logprobs_from, message.prompt_logprobs)),
-        index=message.index,
-    )
-
-
 def _logprobs_message(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
     top = [inference_pb2.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top]
     return inference_pb2.TokenLogprobs(chosen=logprobs.chosen, top=top)
-
-
-def _logprobs_from(message: inference_pb2.TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(message.chosen, tuple((top.token_id, top.logprob) for top in message.top))
 
 
 def _completed_message(event: Completed) -> inference_pb2.Completed:
@@ -273,20 +144,6 @@ def _completed_message(event: Completed) -> inference_pb2.Completed:
     )
 
 
-def _completed_from(message: inference_pb2.Completed) -> Completed:
-    return Completed(
-        finish=FINISH_FROM[message.finish_reason],
-        prompt_tokens=message.usage.prompt_tokens,
-        completion_tokens=message.usage.completion_tokens,
-        cached_tokens=message.usage.cached_prompt_tokens,
-        attempts=message.attempts,
-        ledger=ledger_from(message.ledger),
-        transfers=tuple(_transfer_from(report) for report in message.transfers),
-        answers=tuple(map(_answer_end_from, message.answers)),
-        decode_workers=tuple(message.decode_workers),
-    )
-
-
 def _answer_end_message(end: AnswerEnd) -> inference_pb2.AnswerEnd:
     return inference_pb2.AnswerEnd(
         finish_reason=FINISH[end.finish],
@@ -295,17 +152,6 @@ def _answer_end_message(end: AnswerEnd) -> inference_pb2.AnswerEnd:
         ledger=ledger_message(end.ledger),
         mean_logprob=end.mean_logprob,
         decode_workers=end.decode_workers,
-    )
-
-
-def _answer_end_from(message: inference_pb2.AnswerEnd) -> AnswerEnd:
-    return AnswerEnd(
-        finish=FINISH_FROM[message.finish_reason],
-        completion_tokens=message.completion_tokens,
-        attempts=message.attempts,
-        ledger=ledger_from(message.ledger),
-        mean_logprob=message.mean_logprob if message.HasField("mean_logprob") else None,
-        decode_workers=tuple(message.decode_workers),
     )
 
 
@@ -319,13 +165,6 @@ def ledger_message(ledger: LatencyLedger) -> common_pb2.LatencyLedger:
         time_to_first_token=duration(ledger.ttft_ns),
         total=duration(ledger.total_ns),
     )
-
-
-def ledger_from(message: common_pb2.LatencyLedger) -> LatencyLedger:
-    first, rest = (
-        tuple((part.phase, part.duration.ToNanoseconds()) for part in parts) for parts in (message.first, message.rest)
-    )
-    return LatencyLedger(first, rest, message.time_to_first_token.ToNanoseconds(), message.total.ToNanoseconds())
 
 
 def _transfer_message(report: TransferReport) -> common_pb2.TransferReport:
@@ -342,21 +181,4 @@ def _transfer_message(report: TransferReport) -> common_pb2.TransferReport:
         busy=duration_of(report.busy_s),
         digest_time=duration_of(report.digest_s),
         elapsed=duration_of(report.elapsed_s),
-    )
-
-
-def _transfer_from(message: common_pb2.TransferReport) -> TransferReport:
-    return TransferReport(
-        lease=message.lease,
-        transport=message.transport,
-        path=message.path,
-        num_blocks=message.blocks,
-        num_bytes=message.bytes,
-        num_reads=message.reads,
-        num_descriptors=message.descriptors,
-        reused_blocks=message.reused_blocks,
-        digests_verified=message.digests_verified,
-        busy_s=seconds(message.busy),
-        digest_s=seconds(message.digest_time),
-        elapsed_s=seconds(message.elapsed),
     )

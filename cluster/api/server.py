@@ -16,12 +16,12 @@ from grpc_reflection.v1alpha import reflection
 from cluster.api.guarding import KeyInterceptor, credentials
 from cluster.api.health import HealthService
 from cluster.api.services import AdminService, InferenceService
-from cluster.api.wire import ADMIN, INFERENCE, KEEPALIVE, MESSAGE_SIZES
 from cluster.gateway import Gateway
 from cluster.guard import Guard
 from cluster.serving import GatewayContext
 from cluster.text import Tokenizer
 from diptych.v1 import admin_pb2_grpc, inference_pb2_grpc
+from diptych.wire import ADMIN, INFERENCE, KEEPALIVE, MESSAGE_SIZES
 
 
 class GrpcDoor:

@@ -14,23 +14,23 @@ from typing import Any, NoReturn
 import grpc
 from grpc_status import rpc_status
 
-from cluster.api.admin_messages import ROLES_FROM, shape_from, timings_message, view_message
+from cluster.api.admin_messages import shape_from, timings_message, view_message
 from cluster.api.history_messages import pages, put_recent
-from cluster.api.messages import delta_message, event_message, prompt_from, sampling_from, seconds, slo_from
+from cluster.api.messages import delta_message, event_message, prompt_from, sampling_from, slo_from
 from cluster.api.standing_messages import standing_message
 from cluster.api.statuses import status_of
-from cluster.api.wire import MAX_MESSAGE_BYTES
 from cluster.changes import ControllerAway
 from cluster.events import Completed
 from cluster.gateway import Gateway, servable
 from cluster.guard import Guard
 from cluster.ledger import now_ns
 from cluster.metrics import exposition
-from cluster.request_ids import made_id
 from cluster.serving import GatewayContext, Operator
 from cluster.text import TextDelta, TextEnd
 from cluster.trace_context import came_with
+from diptych.request_ids import made_id
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from diptych.wire import MAX_MESSAGE_BYTES, ROLES_FROM, seconds
 from workers.errors import InvalidRequest
 
 Context = grpc.aio.ServicerContext[Any, Any]

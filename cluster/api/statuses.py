@@ -12,11 +12,11 @@ from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from cluster.api.messages import duration_of
 from cluster.changes import ChangeRefused, ControllerAway, StaleRevision, UnknownMember
 from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
 from cluster.gateway import DuplicateRequest, GatewayClosed, RequestCancelled, UnknownModel
 from cluster.guard import KeyRefused, TenantRefused
+from diptych.wire import duration_of
 from workers.errors import InvalidRequest
 from workers.logged import about
 

@@ -8,13 +8,13 @@ import logging
 import time
 from collections.abc import Callable
 
-from cluster.api.access import Access
-from cluster.api.client import DiptychClient
-from cluster.api.errors import DiptychError
 from cluster.autoscaler.kubernetes import ApiServer, ScaleError, Scales
 from cluster.autoscaler.pods import Change, Pods
 from cluster.spec import SpecError
 from cluster.view import ClusterView
+from diptych.access import Access
+from diptych.client import AsyncClient
+from diptych.errors import DiptychError
 from workers.logged import about
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Autoscaler:
 
     async def _look(self) -> ClusterView | None:
         try:
-            async with DiptychClient(self._endpoint, access=self._access()) as client:
+            async with AsyncClient(self._endpoint, access=self._access()) as client:
                 view = (await client.status(timeout_s=LOOK_S)).view
         except (DiptychError, SpecError, OSError) as error:
             if self._is_told is not False:

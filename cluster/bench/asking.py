@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from cluster.api.client import DiptychClient
 from cluster.events import Completed
 from cluster.text import TextDelta
+from diptych.client import AsyncClient
 
 FIRST_ID, LAST_ID = 1000, 40_000  # ordinary tokens of the measured model's vocabulary
 
@@ -57,7 +57,7 @@ def fresh_prompt(draw: random.Random, num_tokens: int) -> tuple[int, ...]:
     return tuple(draw.choices(range(FIRST_ID, LAST_ID), k=num_tokens))
 
 
-async def ask(client: DiptychClient, prompt: Sequence[int], num_tokens: int, timeout_s: float = 300.0) -> Asked:
+async def ask(client: AsyncClient, prompt: Sequence[int], num_tokens: int, timeout_s: float = 300.0) -> Asked:
     """Exactly `num_tokens` greedy tokens. Raises `DiptychError`."""
     token_s: list[float] = []
     completed: Completed | None = None

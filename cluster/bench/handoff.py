@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from cluster.api.client import DiptychClient
 from cluster.bench.asking import Asked, ask, fresh_prompt
 from cluster.bench.figures import Claim, Figure, Part, ratios, spread
 from cluster.bench.hosted import Hosted, hosted, mixed_spec, split_spec
+from diptych.client import AsyncClient
 
 LENGTHS = (64, 256, 1024, 2000)
 QUICK_LENGTHS = (64, 256)
@@ -61,8 +61,8 @@ async def _rounds(clusters: Hosted, lengths: Sequence[int], rounds: int, tell: T
     samples: dict[int, dict[str, list[Sample]]] = {length: defaultdict(list) for length in lengths}
     draw = random.Random(0)
     async with (
-        DiptychClient(clusters.endpoints["split"]) as split,
-        DiptychClient(clusters.endpoints["colocated"]) as colocated,
+        AsyncClient(clusters.endpoints["split"]) as split,
+        AsyncClient(clusters.endpoints["colocated"]) as colocated,
     ):
         clients = dict(zip(SYSTEMS, (split, colocated), strict=True))
         for client in clients.values():

@@ -17,11 +17,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import median
 
-from cluster.api.client import DiptychClient
 from cluster.bench.asking import Asked, ask
 from cluster.bench.figures import Figure, Part, ratios, spread
 from cluster.bench.hosted import Hosted, hosted, split_spec
 from cluster.spec import ClusterSpec
+from diptych.client import AsyncClient
 from workers.config import TransferConfig
 
 WAYS = ("door", "local", "ray")
@@ -107,14 +107,14 @@ def _spec(way: str) -> ClusterSpec:
 
 
 async def _sample(system: Hosted, way: str, concurrency: int, requests: int) -> Sample:
-    async with DiptychClient(system.endpoints[way]) as client:
+    async with AsyncClient(system.endpoints[way]) as client:
         await client.wait_ready(60.0)
         await _burst(system, client, concurrency, concurrency, SHORT)  # connections, caches
         short = await _burst(system, client, concurrency, requests, SHORT)
         return Sample(short, await _burst(system, client, concurrency, requests, LONG))
 
 
-async def _burst(system: Hosted, client: DiptychClient, concurrency: int, requests: int, num_tokens: int) -> Burst:
+async def _burst(system: Hosted, client: AsyncClient, concurrency: int, requests: int, num_tokens: int) -> Burst:
     """`requests` answers, `concurrency` of them at any time."""
     draw = random.Random()
     left = iter(range(requests))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from cluster.api.client import DiptychClient
 from cluster.bench.asking import ask, fresh_prompt
 from cluster.bench.environments import VLLM
 from cluster.bench.figures import Claim, Figure, Part, Spread, spread
@@ -22,6 +21,7 @@ from cluster.bench.hosted import hosted, model_folder, split_spec
 from cluster.bench.machine import allowed_cores
 from cluster.bench.peer_pair import Pair, PairTimed, pair
 from cluster.bench.processes import ProcessFailed, paused, pin
+from diptych.client import AsyncClient
 
 ROUNDS = 3
 AIM = 0.5
@@ -107,7 +107,7 @@ async def _ask_ours(
     cores: Sequence[int],
 ) -> None:
     places = {"unpinned": (cores, cores), "pinned": (cores[:1], cores[1:2])}
-    async with DiptychClient(endpoint) as client:
+    async with AsyncClient(endpoint) as client:
         await client.wait_ready(60.0)
         pids = {worker.pool: worker.pid for worker in (await client.status()).view.workers}
         for configuration in CONFIGURATIONS:

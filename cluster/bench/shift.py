@@ -21,7 +21,6 @@ from statistics import median
 
 import click
 
-from cluster.api.client import DiptychClient
 from cluster.bench.hosted import ENGINE, MODEL, PATIENT, SHARE, hosted, refuse_foreign_ray
 from cluster.events import Delta
 from cluster.load.sending import Ask, Heard, Load, drive
@@ -32,6 +31,7 @@ from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
 from cluster.text import TextDelta
 from cluster.workload.arrivals import Workload
 from cluster.workload.load import load_workload
+from diptych.client import AsyncClient
 from workers.costs import LinearCost
 from workers.request import SLO, Request
 from workers.shapes import Shape
@@ -88,7 +88,7 @@ async def calibrated(endpoint: str) -> LinearCost:
     """The default costs, corrected by prompts and decode steps timed on both workers, while the other works too."""
     guess = LinearCost()
     prompt, decode = Shape(((PROBE_TOKENS, 0),), 0, 0), Shape((), PROBE_BATCH, PROBE_CONTEXT)
-    async with DiptychClient(endpoint) as client:
+    async with AsyncClient(endpoint) as client:
         prompts = await asyncio.gather(*(client.measure(name, prompt, 5) for name in WORKERS))
         decodes = await asyncio.gather(*(client.measure(name, decode, 10) for name in WORKERS))
     prompt_s = median(second for each in prompts for second in each.seconds)
@@ -131,7 +131,7 @@ def remembering(ask: Ask, tokens: dict[str, list[int]]) -> Ask:
 
 async def drive_it(endpoint: str, workload: Workload, slo: SLO, seed: int) -> Outcome:
     tokens: dict[str, list[int]] = defaultdict(list)
-    async with DiptychClient(endpoint) as client:
+    async with AsyncClient(endpoint) as client:
         status = await client.status()
         assert status.view.model is not None, "a served cluster knows its model"
         load = Load(status.view.model.vocab_size, DEADLINE_S, len(workload.arrivals), seed=seed, slo=slo)

@@ -19,10 +19,10 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from cluster.api.client import DiptychClient
 from cluster.bench.figures import Figure, Part, ratios, spread
 from cluster.bench.hosted import ENGINE, MODEL, START_TIMEOUT_S, model_folder, split_spec
 from cluster.bench.processes import Child, Line, cpu_seconds
+from diptych.client import AsyncClient
 from kvtransfer.layout import KVLayout
 
 ROUNDS = 3
@@ -99,7 +99,7 @@ def _floor(idle_s: float) -> tuple[float, Weight]:
 
 
 async def _worker_pids(endpoint: str) -> dict[int, str]:
-    async with DiptychClient(endpoint) as client:
+    async with AsyncClient(endpoint) as client:
         return {worker.pid: worker.pool for worker in (await client.status()).view.workers}
 
 

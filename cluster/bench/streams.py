@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from cluster.api.client import DiptychClient
 from cluster.bench.processes import ProcessFailed
 from cluster.events import Completed
 from cluster.text import TextDelta
+from diptych.client import AsyncClient
 
 PROMPT = tuple(range(400, 432))
 ANSWER_S = 300.0
@@ -123,7 +123,7 @@ async def one_token_each(ask: Ask, cpu_s: Callable[[], float], requests: int, at
 @asynccontextmanager
 async def grpc_door(endpoint: str) -> AsyncIterator[Ask]:
     """One connection for all streams, which is how a gRPC client asks. Raises `DiptychError`."""
-    async with DiptychClient(endpoint) as client:
+    async with AsyncClient(endpoint) as client:
 
         async def ask(tokens: int) -> AsyncGenerator[int, None]:
             answer = client.generate(

@@ -25,7 +25,7 @@ from cluster.cli.talk import chat, generate
 from cluster.cli.top import top
 from cluster.cli.trace import trace
 
-OURS = ("cluster", "workers", "kvtransfer")
+OURS = ("diptych", "cluster", "workers", "kvtransfer")
 
 
 class DiptychGroup(click.Group):

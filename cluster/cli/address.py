@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from cluster.api.access import Access
+from diptych.access import Access
 
 ENDPOINT = click.option(
     "--endpoint",

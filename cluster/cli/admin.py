@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.api.access import Access
 from cluster.cli.address import addressed
 from cluster.cli.screen import print_json
 from cluster.spec import Role
+from diptych.access import Access
 
 if TYPE_CHECKING:
-    from cluster.api.client import DiptychClient
+    from diptych.client import AsyncClient
 
 REVISION = click.option(
     "--revision",
@@ -81,11 +81,11 @@ def scale(pool: str, replicas: int, endpoint: str, access: Access, revision: int
     _tell(as_json, new, f"pool {pool} shall have {replicas} worker{'s' * (replicas != 1)}", pool=pool, wanted=replicas)
 
 
-def _change(endpoint: str, access: Access, ask: Callable[["DiptychClient"], Awaitable[int]]) -> int:
-    from cluster.api.client import DiptychClient
+def _change(endpoint: str, access: Access, ask: Callable[["AsyncClient"], Awaitable[int]]) -> int:
+    from diptych.client import AsyncClient
 
     async def change() -> int:
-        async with DiptychClient(endpoint, access=access) as client:
+        async with AsyncClient(endpoint, access=access) as client:
             return await ask(client)
 
     return asyncio.run(change())

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.api.access import Access
 from cluster.cli.address import addressed_for_long
 from cluster.cli.lifetime import run
+from diptych.access import Access
 
 if TYPE_CHECKING:
     from cluster.autoscaler.kubernetes import ApiServer

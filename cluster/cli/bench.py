@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.api.access import Access
 from cluster.cli.address import accessed
 from cluster.cli.comparison import positive_slo
+from diptych.access import Access
 
 if TYPE_CHECKING:
     from cluster.cli.benching import Asked

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cluster.api.access import Access
 from cluster.cli.comparison import system_json, tell, write
 from cluster.cli.lifetime import run
 from cluster.cli.screen import console, print_json, progress_bar, say
+from diptych.access import Access
 
 if TYPE_CHECKING:
     from cluster.cli.screen import PullProgress

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from cluster.api.client import ClusterStatus
+    from diptych.client import ClusterStatus
 
 WIDE = 120  # columns; below, what can be done without is left out
 FOOTER_LINES, MOST_PROMISE_LINES = 6, 3

@@ -9,8 +9,8 @@ from cluster.cli.screen import answer_json, console, ledger_table, print_json, s
 from cluster.cli.serve import fetch_model
 
 if TYPE_CHECKING:
-    from cluster.api.client import Answer, DiptychClient
     from cluster.spec import ClusterSpec
+    from diptych.client import Answer, AsyncClient
 
 PROMPT = "Explain in two sentences why the sea is salty."
 
@@ -41,9 +41,9 @@ def demo(prompt: str, model: str, max_tokens: int, runtime: str, as_json: bool) 
 
 
 async def _demo(spec: "ClusterSpec", runtime: str, prompt: str, max_tokens: int, as_json: bool) -> None:
-    from cluster.api.client import DiptychClient
+    from diptych.client import AsyncClient
 
-    async with running_cluster(spec, runtime, say) as serving, DiptychClient(serving.endpoint) as client:
+    async with running_cluster(spec, runtime, say) as serving, AsyncClient(serving.endpoint) as client:
         await client.wait_ready(30.0)
         answer = await _ask(client, prompt, max_tokens, quiet=as_json)
         view = (await client.status()).view
@@ -60,9 +60,9 @@ async def _demo(spec: "ClusterSpec", runtime: str, prompt: str, max_tokens: int,
         screen.print(ledger_table(answer.completed.ledger))
 
 
-async def _ask(client: "DiptychClient", prompt: str, max_tokens: int, quiet: bool) -> "Answer":
-    from cluster.api.client import answer_of
+async def _ask(client: "AsyncClient", prompt: str, max_tokens: int, quiet: bool) -> "Answer":
     from cluster.text import TextDelta
+    from diptych.client import answer_of
 
     if not quiet:
         click.echo(f"\n> {prompt}\n")

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.api.access import Access
 from cluster.cli.address import addressed
 from cluster.cli.lifetime import private, run, running_cluster
 from cluster.cli.screen import console, print_json, progress_bar, say
 from cluster.cli.serve import fetch_model
+from diptych.access import Access
 
 if TYPE_CHECKING:
     from cluster.spec import ClusterSpec
@@ -68,11 +68,11 @@ def _measure_file(file: str, runtime: str, rounds: int) -> "ClusterProfile":
 
 
 async def _measure(endpoint: str, access: Access, rounds: int) -> "ClusterProfile":
-    from cluster.api.client import DiptychClient
     from cluster.profile.measure import measure
+    from diptych.client import AsyncClient
 
     with progress_bar() as tell:
-        async with DiptychClient(endpoint, access=access) as client:
+        async with AsyncClient(endpoint, access=access) as client:
             return await measure(client, tell, rounds)
 
 

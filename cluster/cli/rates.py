@@ -13,7 +13,7 @@ from cluster.history import Traffic
 from cluster.policy.promises import ClassScore, Kept
 
 if TYPE_CHECKING:  # what stands behind it is heavy
-    from cluster.api.client import ClusterStatus
+    from diptych.client import ClusterStatus
 
 WINDOW_S = 60.0
 

@@ -4,8 +4,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cluster.cli.screen import plain_table
-from cluster.policy.lengths import Calibration
-from cluster.policy.promises import Errors, Kept, Standing
+from diptych.standing import Calibration, Errors, Kept, Standing
 
 if TYPE_CHECKING:
     from rich.table import Table

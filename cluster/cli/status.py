@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.api.access import Access
 from cluster.cli.address import addressed
 from cluster.cli.screen import console, links_table, print_json, view_json, workers_table
 from cluster.cli.shape import decision_json, decisions_table, pools_table
 from cluster.cli.standing import calibration_line, promises_table, refusals_line, standing_json
+from diptych.access import Access
 
 if TYPE_CHECKING:
-    from cluster.api.client import ClusterStatus
     from cluster.view import ClusterView
+    from diptych.client import ClusterStatus
 
 
 @click.command()
@@ -78,18 +78,18 @@ def _exit_unless_clean(view: "ClusterView", audit: bool) -> None:
 
 
 async def _status(endpoint: str, access: Access, wait_s: float | None, audit: bool) -> "ClusterStatus":
-    from cluster.api.client import DiptychClient
+    from diptych.client import AsyncClient
 
-    async with DiptychClient(endpoint, access=access) as client:
+    async with AsyncClient(endpoint, access=access) as client:
         if wait_s is not None:
             await client.wait_ready(wait_s)
         return await client.status(audit=audit)
 
 
 async def _metrics(endpoint: str, access: Access, wait_s: float | None) -> str:
-    from cluster.api.client import DiptychClient
+    from diptych.client import AsyncClient
 
-    async with DiptychClient(endpoint, access=access) as client:
+    async with AsyncClient(endpoint, access=access) as client:
         if wait_s is not None:
             await client.wait_ready(wait_s)
         return await client.metrics()

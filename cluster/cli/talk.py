@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.api.access import Access
-from cluster.api.errors import DiptychError
 from cluster.cli.address import addressed
 from cluster.cli.screen import answer_json, console, ledger_table, print_json, queued_line, say, way_lines
+from diptych.access import Access
+from diptych.errors import DiptychError
 from workers.request import SLO
 
 if TYPE_CHECKING:
-    from cluster.api.client import Answer, DiptychClient
     from cluster.text import TextDelta, TextEvent
+    from diptych.client import Answer, AsyncClient
 
 
 def _biases(ctx: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[int, float] | None:
@@ -143,10 +143,10 @@ async def _generate(
     as_json: bool,
     sampling: dict[str, Any],
 ) -> None:
-    from cluster.api.client import DiptychClient
+    from diptych.client import AsyncClient
 
     several = sampling.get("n", 1) > 1 or "best_of" in sampling
-    async with DiptychClient(endpoint, access=access) as client:
+    async with AsyncClient(endpoint, access=access) as client:
         if stream and not several:
             answer = await show(client.generate(prompt, timeout_s=timeout_s, **sampling))
         else:
@@ -217,9 +217,9 @@ def _json(answer: "Answer") -> dict[str, Any]:
 
 async def show(events: Any) -> "Answer":
     """Write the text as it comes. Closing on the way out cancels the request."""
-    from cluster.api.client import answer_of
     from cluster.events import Queued
     from cluster.text import TextDelta
+    from diptych.client import answer_of
 
     heard: list[TextEvent] = []
     async with aclosing(events) as stream:
@@ -233,7 +233,7 @@ async def show(events: Any) -> "Answer":
     return answer_of(heard)
 
 
-async def _report(client: "DiptychClient", answer: "Answer") -> None:
+async def _report(client: "AsyncClient", answer: "Answer") -> None:
     workers = {worker.name: worker for worker in (await client.status()).view.workers}
     screen = console(stderr=True)
     for line in way_lines(answer.accepted, answer.completed, workers):
@@ -276,7 +276,7 @@ def chat(endpoint: str, access: Access, system: str | None, **sampling: Any) -> 
 
 def _turn(
     runner: asyncio.Runner,
-    client: "DiptychClient",
+    client: "AsyncClient",
     messages: list[tuple[str, str]],
     line: str,
     sampling: dict[str, Any],
@@ -296,10 +296,10 @@ def _turn(
         messages[:] = [*asked, ("assistant", answer.text)] if answer.text else messages
 
 
-async def _connect(endpoint: str, access: Access) -> "DiptychClient":
-    from cluster.api.client import DiptychClient
+async def _connect(endpoint: str, access: Access) -> "AsyncClient":
+    from diptych.client import AsyncClient
 
-    return DiptychClient(endpoint, access=access)
+    return AsyncClient(endpoint, access=access)
 
 
 def _read(keyboard: bool) -> str | None:

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.api.access import Access
-from cluster.api.errors import DiptychError
 from cluster.cli.address import addressed
 from cluster.cli.dashboard import screen, screen_json
 from cluster.cli.lifetime import run
 from cluster.cli.rates import Look, Looks
 from cluster.cli.screen import console, print_json
+from diptych.access import Access
+from diptych.errors import DiptychError
 
 if TYPE_CHECKING:
-    from cluster.api.client import DiptychClient
+    from diptych.client import AsyncClient
 
 
 @click.command()
@@ -63,10 +63,10 @@ def top(endpoint: str, access: Access, interval_s: float, once: bool, as_json: b
 
 
 async def _once(endpoint: str, access: Access, interval_s: float, as_json: bool) -> None:
-    from cluster.api.client import DiptychClient
+    from diptych.client import AsyncClient
 
     looks = Looks()
-    async with DiptychClient(endpoint, access=access) as client:
+    async with AsyncClient(endpoint, access=access) as client:
         await _look(client, looks)
         await asyncio.sleep(interval_s)
         await _look(client, looks)
@@ -80,10 +80,10 @@ async def _once(endpoint: str, access: Access, interval_s: float, as_json: bool)
 async def _watch(endpoint: str, access: Access, interval_s: float, deadline_s: float | None) -> None:
     from rich.live import Live
 
-    from cluster.api.client import DiptychClient
+    from diptych.client import AsyncClient
 
     looks, shown = Looks(), console()
-    async with DiptychClient(endpoint, access=access) as client:
+    async with AsyncClient(endpoint, access=access) as client:
         await _look(client, looks)
         with Live(console=shown, screen=True, auto_refresh=False) as live:
             silent_since_s: float | None = None
@@ -102,6 +102,6 @@ async def _watch(endpoint: str, access: Access, interval_s: float, deadline_s: f
                     trouble = f"no answer for {silent_s:.0f} s, trying again: {error}"
 
 
-async def _look(client: "DiptychClient", looks: Looks) -> None:
+async def _look(client: "AsyncClient", looks: Looks) -> None:
     status = await client.status()
     looks.add(Look(time.monotonic(), status))

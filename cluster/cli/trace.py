@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.api.access import Access
 from cluster.cli.address import accessed
 from cluster.cli.screen import say
+from diptych.access import Access
 
 if TYPE_CHECKING:
     from cluster.history import Window
@@ -102,11 +102,11 @@ def trace(
 async def _ask(
     endpoints: tuple[str, ...], access: Access, last_s: float | None, begin_ns: int, end_ns: int
 ) -> dict[str, "Window"]:
-    from cluster.api.client import DiptychClient
+    from diptych.client import AsyncClient
 
     told = {}
     for endpoint in endpoints:
-        async with DiptychClient(endpoint, access=access) as client:
+        async with AsyncClient(endpoint, access=access) as client:
             gateway, window = await client.trace(last_s=last_s, begin_unix_ns=begin_ns, end_unix_ns=end_ns)
             told[gateway] = window
     return told

@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cluster.api.failures import error_from
 from cluster.api.statuses import status_of
 from cluster.events import Unservable
+from diptych.failures import error_from
 from workers.errors import InvalidRequest
 
 STATUSES = {

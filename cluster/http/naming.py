@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.request_ids import is_usable, made_id
+from diptych.request_ids import is_usable, made_id
 
 HEADER = b"x-request-id"
 KEY = "diptych.name"  # in a scope

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from cluster.api.access import Access
 from cluster.load.sending import Ended, Load
 from cluster.scoring.records import Run
 from cluster.workload.arrivals import Workload
+from diptych.access import Access
 
 
 class EndpointError(Exception):

@@ -10,13 +10,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from cluster.api.errors import DiptychError
 from cluster.events import Accepted, ClusterError, Completed, Delta, Queued, Rejected
 from cluster.scoring.records import Ending, Run, Served
 from cluster.scoring.watch import Chunk, Counted, Watch
 from cluster.text import TextDelta
 from cluster.workload.arrivals import Workload
 from cluster.workload.prompts import request
+from diptych.errors import DiptychError
 from workers.request import SLO, Request
 
 Heard = Queued | Accepted | Delta | TextDelta | Chunk | Completed | Counted

@@ -4,8 +4,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from cluster.api.access import Access
-from cluster.api.client import DiptychClient
 from cluster.events import Accepted, Completed, Queued
 from cluster.load.endpoint import EndpointError
 from cluster.load.sending import Ask, Ended, Load, drive, nothing
@@ -13,10 +11,12 @@ from cluster.scoring.records import Run, WorkerRecord
 from cluster.text import TextDelta
 from cluster.view import ClusterView
 from cluster.workload.arrivals import Workload
+from diptych.access import Access
+from diptych.client import AsyncClient
 from workers.request import Request
 
 
-def through(client: DiptychClient, deadline_s: float, keep_ids: bool = False) -> Ask:
+def through(client: AsyncClient, deadline_s: float, keep_ids: bool = False) -> Ask:
     """A cluster's gRPC door. `keep_ids`: requests have the workload's ids there too; of one load at a time only."""
 
     def ask(request: Request) -> AsyncGenerator[Queued | Accepted | TextDelta | Completed, None]:
@@ -37,7 +37,7 @@ def through(client: DiptychClient, deadline_s: float, keep_ids: bool = False) ->
     return ask
 
 
-async def drive_cluster(client: DiptychClient, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
+async def drive_cluster(client: AsyncClient, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
     """`drive` through a cluster's door, with its workers' own counts. Raises `DiptychError` when nobody answers."""
     before = (await client.status()).view
     run = await drive(through(client, load.deadline_s), workload, load, ended)
@@ -49,7 +49,7 @@ async def drive_cluster(client: DiptychClient, workload: Workload, load: Load, e
 class GrpcEndpoint:
     """One running cluster. Its client belongs to who opened it."""
 
-    def __init__(self, client: DiptychClient, address: str, name: str, model: str, vocab_size: int) -> None:
+    def __init__(self, client: AsyncClient, address: str, name: str, model: str, vocab_size: int) -> None:
         self._client = client
         self.name = name
         self.told = f"{name} at {address if '://' in address else f'grpc://{address}'}, model {model}"
@@ -62,7 +62,7 @@ class GrpcEndpoint:
 @asynccontextmanager
 async def open_grpc(address: str, access: Access) -> AsyncIterator[GrpcEndpoint]:
     """Raises `DiptychError` when nobody answers, `EndpointError` when its model is not loaded yet."""
-    async with DiptychClient(address, access=access) as client:
+    async with AsyncClient(address, access=access) as client:
         view = (await client.status()).view
         if view.model is None:
             raise EndpointError(f"{view.name} at {address} is still loading its model; try again later")

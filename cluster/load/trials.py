@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from cluster.api.access import Access
 from cluster.bench.processes import Child, ProcessFailed
 from cluster.load.batches import number_of
 from cluster.load.endpoint import Endpoint, EndpointError, Target
@@ -28,6 +27,7 @@ from cluster.spec import Role, load_spec
 from cluster.workload.arrivals import Workload
 from cluster.workload.changes import at_rate, first, told_apart
 from cluster.workload.load import load_workload
+from diptych.access import Access
 
 START_S = 300.0
 READY = "ready: grpc"  # or grpcs

@@ -1,11 +1,8 @@
 """What gateways tell the controller of the load, and what it may decide to change. Frozen: it crosses processes."""
 
-from dataclasses import dataclass
-from typing import Literal
-
 from msgspec import Struct
 
-from cluster.spec import Role
+from diptych.view import Decision as Decision
 
 
 class Sample(Struct, frozen=True, gc=False):
@@ -43,18 +40,3 @@ class Report(Struct, frozen=True, gc=False):
     oldest_wait_s: float = 0.0
     expected_tokens: int = 0
     samples: tuple[Sample, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One step: a worker flips to a role, or a pool grows or shrinks by one worker (`worker`: which one leaves). Or a
-    plan: the roles of all, which the steps after it lead to.
-
-    `reason` explains it to a person, with the figures it rests on.
-    """
-
-    kind: Literal["flip", "grow", "shrink", "plan"]
-    reason: str
-    worker: str = ""
-    role: Role | None = None
-    pool: str = ""

@@ -6,11 +6,12 @@ A prediction is for performance alone: nothing may break when it is wrong, see `
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from cluster.policy.draws import Draws
 from cluster.policy.survival import Curve, Histogram
+from diptych.standing import Calibration as Calibration
 from workers.request import FinishReason, Request
 
 Lengths = Callable[[Request], int]  # output tokens still to come, at least 1
@@ -48,23 +49,6 @@ class Predictor(Protocol):
         ...
 
     def calibration(self) -> "Calibration": ...
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """How good predictions were lately, each made from what was known when its answer ended, and before it was learnt.
-
-    Shares of answers: within the predicted median and 90th percentile (0.5 and 0.9 are right; where many have the same
-    length, the part of them that the percentile covers counts), and in the predicted bucket. Errors are means of
-    absolute ones in tokens: of `mean`, and of `asked_length` for the same answers.
-    """
-
-    answers: int = 0  # scored since the start
-    within_p50: float = 0.0
-    within_p90: float = 0.0
-    bucket_share: float = 0.0
-    error_tokens: float = 0.0
-    asked_error_tokens: float = 0.0
 
 
 def expected_tokens(lengths: Predictor, request: Request) -> int:

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 
 from cluster.policy.histograms import Tallied
 from cluster.policy.lengths import Calibration
+from diptych.standing import ClassScore as ClassScore
+from diptych.standing import Errors as Errors
+from diptych.standing import Kept as Kept
+from diptych.standing import Standing as TravelledStanding
 
 MOST_CLASSES = 64
 OTHER = "other"  # the class of all that come after so many, and the reason of refusals nobody named
@@ -64,40 +68,6 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Promises of one kind: those that are settled, and those of them that were kept."""
-
-    settled: int = 0
-    kept: int = 0
-
-    @property
-    def share(self) -> float | None:
-        return self.kept / self.settled if self.settled else None
-
-
-@dataclass(frozen=True, slots=True)
-class Errors:
-    """Of predictions lately: percentiles of (seen - predicted) / predicted."""
-
-    p10: float
-    p50: float
-    p90: float
-
-
-@dataclass(frozen=True, slots=True)
-class ClassScore:
-    """One SLO class. `both`: requests with both promises, of which both are settled. Errors None: no prediction yet."""
-
-    name: str
-    requests: int
-    ttft: Kept
-    tpot: Kept
-    both: Kept
-    ttft_errors: Errors | None = None
-    tpot_errors: Errors | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ErrorCounts:
     """A histogram: `counts` up to each of `ERROR_BOUNDS`, and beyond the last; not cumulative."""
 
@@ -107,20 +77,13 @@ class ErrorCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How one gateway has kept its promises since it began."""
+class Standing(TravelledStanding):
+    """How one gateway has kept its promises since it began, with what only its metrics show."""
 
-    classes: tuple[ClassScore, ...] = ()
-    outcomes: tuple[tuple[str, int], ...] = ()
-    refused: tuple[tuple[str, int], ...] = ()  # by reason
     errors: tuple[ErrorCounts, ...] = ()
-    calibration: Calibration = field(default_factory=Calibration)
-    moves: tuple[
-        tuple[str, str, int], ...
-    ] = ()  # of decodes, and of prompts (anew): why, what became of them, how many
+    moves: tuple[tuple[str, str, int], ...] = ()  # of decodes, and of prompts (anew): why, what became of them, count
     moved_bytes: int = 0
     role_changes: tuple[tuple[str, str, int], ...] = ()  # of workers, from one role to another, as far as it was there
-    queued: int = 0  # requests that wait in the gateway for their turn
     tally: Tallied = field(default_factory=Tallied)
 
 

@@ -9,7 +9,6 @@ import random
 from collections.abc import Sequence
 from statistics import median
 
-from cluster.api.client import DiptychClient
 from cluster.events import Completed
 from cluster.profile.path import FIRST_TOKEN, PROMPT_TOKENS, TIMEOUT_S
 from cluster.profile.points import DECODE_LOAD, PREFILL_LOAD
@@ -17,6 +16,7 @@ from cluster.profile.steps import MOST_REPEATS, measured
 from cluster.spec import Role
 from cluster.text import TextDelta
 from cluster.view import WorkerView
+from diptych.client import AsyncClient
 from workers.measuring import MOST_REPEATS as AS_MANY_AS_FIT
 from workers.profiles.errors import ProfileError
 from workers.shapes import Shape
@@ -26,7 +26,7 @@ FIRST_TOKENS, QUIET_TOKENS = 8, 48  # of each answer: while others begin; and be
 
 
 async def measure_beside(
-    client: DiptychClient, one: WorkerView, other: WorkerView, linked: bool, vocab_size: int
+    client: AsyncClient, one: WorkerView, other: WorkerView, linked: bool, vocab_size: int
 ) -> tuple[float, float]:
     """How many times as long a step of each takes while the other computes. `linked`: KV goes from one to the other.
 
@@ -39,7 +39,7 @@ async def measure_beside(
 
 
 async def _beside_answers(
-    client: DiptychClient, prefill: WorkerView, answer_tokens: int, vocab_size: int
+    client: AsyncClient, prefill: WorkerView, answer_tokens: int, vocab_size: int
 ) -> tuple[float, float]:
     load = await _load(client, prefill)
     alone = await _timed(client, prefill, load, MOST_REPEATS)
@@ -77,7 +77,7 @@ def _gap_s(told: Sequence[Sequence[float]], begin_s: float, end_s: float) -> flo
 
 
 async def _answer(
-    client: DiptychClient, prompt: list[int], num_tokens: int, times: list[float], quiet: asyncio.Event
+    client: AsyncClient, prompt: list[int], num_tokens: int, times: list[float], quiet: asyncio.Event
 ) -> None:
     """`times` gets when each token came. `quiet` is set after some of them, or when there will be no more."""
     clock = asyncio.get_running_loop()
@@ -94,7 +94,7 @@ async def _answer(
         quiet.set()
 
 
-async def _side_by_side(client: DiptychClient, one: WorkerView, other: WorkerView) -> tuple[float, float]:
+async def _side_by_side(client: AsyncClient, one: WorkerView, other: WorkerView) -> tuple[float, float]:
     workers = (one, other)
     loads = [await _load(client, worker) for worker in workers]
     before = [await _timed(client, worker, load, MOST_REPEATS) for worker, load in zip(workers, loads, strict=True)]
@@ -109,14 +109,14 @@ async def _side_by_side(client: DiptychClient, one: WorkerView, other: WorkerVie
     return max(1.0, ratios[0]), max(1.0, ratios[1])
 
 
-async def _timed(client: DiptychClient, worker: WorkerView, load: Shape, repeats: int) -> Sequence[float]:
+async def _timed(client: AsyncClient, worker: WorkerView, load: Shape, repeats: int) -> Sequence[float]:
     timings = await measured(client, worker.name, load, repeats)
     if timings is None or not timings.seconds:
         raise ProfileError(f"{worker.name} got requests while it was measured; measure an idle cluster")
     return timings.seconds
 
 
-async def _load(client: DiptychClient, worker: WorkerView) -> Shape:
+async def _load(client: AsyncClient, worker: WorkerView) -> Shape:
     """What a worker of this role does most of the time."""
     wanted = (*PREFILL_LOAD, *DECODE_LOAD) if worker.role is Role.PREFILL else (*DECODE_LOAD, *PREFILL_LOAD)
     for shape in wanted:

@@ -5,13 +5,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
-from cluster.api.client import DiptychClient
 from cluster.bench import machine
 from cluster.profile.beside import measure_beside
 from cluster.profile.path import Path, measure_path
 from cluster.profile.steps import Steps, measure_steps
 from cluster.spec import Role
 from cluster.view import ClusterView, WorkerView
+from diptych.client import AsyncClient
 from workers.fit import fit
 from workers.profiles.errors import ProfileError
 from workers.profiles.measured import ClusterProfile, LinkProfile, Neighbours, PoolProfile
@@ -21,7 +21,7 @@ ROUNDS = 3
 Tell = Callable[[str, int, int | None], None]  # what, done, of how many
 
 
-async def measure(client: DiptychClient, tell: Tell, rounds: int = ROUNDS) -> ClusterProfile:
+async def measure(client: AsyncClient, tell: Tell, rounds: int = ROUNDS) -> ClusterProfile:
     """Measure an idle, running cluster: one worker of each pool stands for its pool.
 
     Raises `DiptychError` when nobody answers or a worker has work, `ProfileError` when there is nothing to fit.

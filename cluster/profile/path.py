@@ -9,10 +9,10 @@ import random
 from dataclasses import dataclass
 from statistics import median
 
-from cluster.api.client import DiptychClient
 from cluster.events import Completed
 from cluster.profile.steps import measured
 from cluster.text import TextDelta
+from diptych.client import AsyncClient
 from workers.profiles.errors import ProfileError
 from workers.shapes import Shape
 
@@ -48,7 +48,7 @@ class _Answer:
         return self.token_s[0] - self.asked_s - self.completed.ledger.ttft_ns / 1e9
 
 
-async def measure_path(client: DiptychClient, decoder: str, vocab_size: int, seed: int = 0) -> Path:
+async def measure_path(client: AsyncClient, decoder: str, vocab_size: int, seed: int = 0) -> Path:
     """`decoder`: a worker that decodes; those of its pool are alike.
 
     Raises `DiptychError`, also when requests do not end in time, and `ProfileError` when other requests are in the way.
@@ -74,7 +74,7 @@ async def measure_path(client: DiptychClient, decoder: str, vocab_size: int, see
     )
 
 
-async def _asked(client: DiptychClient, draw: random.Random, vocab_size: int, count: int) -> list[_Answer]:
+async def _asked(client: AsyncClient, draw: random.Random, vocab_size: int, count: int) -> list[_Answer]:
     """So many answers at once. The first error ends them all."""
     prompts = [draw.choices(range(FIRST_TOKEN, vocab_size), k=PROMPT_TOKENS) for _ in range(count)]
     try:
@@ -96,13 +96,13 @@ def _token_gap_s(answers: list[_Answer]) -> float:
     return sum(times[-1] - times[0] for times in within if times) / gaps
 
 
-async def _step_s(client: DiptychClient, decoder: str, batch: int) -> float | None:
+async def _step_s(client: AsyncClient, decoder: str, batch: int) -> float | None:
     """The same step without anybody to tell of it; None when the worker takes no such step."""
     timings = await measured(client, decoder, Shape((), batch, PROMPT_TOKENS + ANSWER_TOKENS // 2), STEPS)
     return median(timings.seconds) if timings is not None and timings.seconds else None
 
 
-async def _ask(client: DiptychClient, prompt: list[int]) -> _Answer:
+async def _ask(client: AsyncClient, prompt: list[int]) -> _Answer:
     clock = asyncio.get_running_loop()
     asked_s = clock.time()
     token_s: list[float] = []

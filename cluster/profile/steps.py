@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from cluster.api.client import DiptychClient
-from cluster.api.errors import DiptychError
 from cluster.profile.points import HELD_OUT, SEEN
+from diptych.client import AsyncClient
+from diptych.errors import DiptychError
 from workers.fit import COEFFICIENTS, Point
 from workers.profiles.errors import ProfileError
 from workers.shapes import Shape, Timings
@@ -31,7 +31,7 @@ class Steps:
     call_s: float
 
 
-async def measure_steps(client: DiptychClient, worker: str, rounds: int, tell: Tell) -> Steps:
+async def measure_steps(client: AsyncClient, worker: str, rounds: int, tell: Tell) -> Steps:
     """Medians over rounds, each of which measures every shape that this worker's engine takes.
 
     Raises `DiptychError` (it has work, is gone), `ProfileError` when it takes too few shapes for a fit.
@@ -58,7 +58,7 @@ async def measure_steps(client: DiptychClient, worker: str, rounds: int, tell: T
     return Steps(points, max(0.0, median(calls)))
 
 
-async def measured(client: DiptychClient, worker: str, shape: Shape, repeats: int) -> Timings | None:
+async def measured(client: AsyncClient, worker: str, shape: Shape, repeats: int) -> Timings | None:
     """None: no step there can have this shape. What the last request left behind is waited for, `TRIES` times."""
     for left in reversed(range(TRIES)):
         try:

@@ -1,1 +1,4 @@
-"""The wire schema's generated code. Made by `python -m cluster.api.generate_stubs`; do not edit."""
+"""Diptych for its clients: `diptych.client` is the Python client, `diptych.v1` the generated code of the wire schema.
+
+Imports nothing of the serving packages. `python -m cluster.api.generate_stubs` makes `diptych.v1`; do not edit that.
+"""

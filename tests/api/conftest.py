@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
-from cluster.api.client import DiptychClient
 from cluster.api.server import GrpcDoor
+from diptych.client import AsyncClient
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
 
-OpenClient = Callable[..., Awaitable[DiptychClient]]
+OpenClient = Callable[..., Awaitable[AsyncClient]]
 
 
 @pytest.fixture
@@ -22,11 +22,11 @@ def dispatcher() -> FakeDispatcher:
 async def open_client(dispatcher: FakeDispatcher) -> AsyncIterator[OpenClient]:
     """Opens a door (with these gateway options) and a client to it."""
     doors: list[GrpcDoor] = []
-    clients: list[DiptychClient] = []
+    clients: list[AsyncClient] = []
 
-    async def open_one(**gateway: int) -> DiptychClient:
+    async def open_one(**gateway: int) -> AsyncClient:
         doors.append(GrpcDoor(gateway_context(dispatcher, **gateway), ByteTokenizer))
-        clients.append(DiptychClient(await doors[-1].open()))
+        clients.append(AsyncClient(await doors[-1].open()))
         return clients[-1]
 
     yield open_one
@@ -37,7 +37,7 @@ async def open_client(dispatcher: FakeDispatcher) -> AsyncIterator[OpenClient]:
 
 
 @pytest.fixture
-async def client(open_client: OpenClient) -> DiptychClient:
+async def client(open_client: OpenClient) -> AsyncClient:
     return await open_client()
 
 

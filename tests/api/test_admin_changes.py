@@ -11,14 +11,14 @@ import pytest
 from click.testing import CliRunner, Result
 from msgspec import structs
 
-from cluster.api.client import DiptychClient
-from cluster.api.errors import DiptychError
 from cluster.api.server import GrpcDoor
 from cluster.changes import ChangeError, ChangeRefused, ControllerAway, StaleRevision, Taken, UnknownMember
 from cluster.cli import main
 from cluster.policy.evidence import Decision
 from cluster.spec import Role
 from cluster.view import PoolView, WorkerState
+from diptych.client import AsyncClient
+from diptych.errors import DiptychError
 from diptych.v1 import admin_pb2, admin_pb2_grpc
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 
@@ -74,14 +74,14 @@ def operator() -> FakeOperator:
 
 
 @pytest.fixture
-async def client(operator: FakeOperator) -> AsyncIterator[DiptychClient]:
+async def client(operator: FakeOperator) -> AsyncIterator[AsyncClient]:
     door = GrpcDoor(replace(gateway_context(changed_view()), operator=operator), ByteTokenizer)
-    async with DiptychClient(await door.open()) as client:
+    async with AsyncClient(await door.open()) as client:
         yield client
     await door.close(0)
 
 
-async def test_changes_reach_the_operator_with_the_revision(client: DiptychClient, operator: FakeOperator) -> None:
+async def test_changes_reach_the_operator_with_the_revision(client: AsyncClient, operator: FakeOperator) -> None:
     assert await client.flip("decode-0", Role.MIXED, revision=7) == 42
     assert await client.drain("decode-0") == 43
     assert await client.drain("decode-0", deadline_s=2.5, revision=8) == 44
@@ -94,13 +94,13 @@ async def test_changes_reach_the_operator_with_the_revision(client: DiptychClien
     ]
 
 
-async def test_the_status_tells_pools_and_decisions(client: DiptychClient) -> None:
+async def test_the_status_tells_pools_and_decisions(client: AsyncClient) -> None:
     found = await client.status()
     assert found.view.pools == (PoolView("prefill", Role.PREFILL, 1, 1, 1), PoolView("decode", Role.DECODE, 2, 1, 4))
     assert found.decisions == (FLIPPED, GROWN)
 
 
-async def test_metrics_count_decisions_and_tell_roles(client: DiptychClient) -> None:
+async def test_metrics_count_decisions_and_tell_roles(client: AsyncClient) -> None:
     lines = (await client.metrics()).splitlines()
     for line in (
         'diptych_elastic_decisions_total{gateway="gateway-0",kind="flip",outcome="done"} 3.0',
@@ -120,7 +120,7 @@ async def test_metrics_count_decisions_and_tell_roles(client: DiptychClient) -> 
     ],
 )
 async def test_refusals_have_codes_reasons_and_words(
-    client: DiptychClient, operator: FakeOperator, error: ChangeError, code: str, reason: str
+    client: AsyncClient, operator: FakeOperator, error: ChangeError, code: str, reason: str
 ) -> None:
     operator.error = error
     for change in (client.flip("x", Role.MIXED), client.drain("x"), client.scale("x", 1)):
@@ -129,7 +129,7 @@ async def test_refusals_have_codes_reasons_and_words(
         assert (caught.value.code, caught.value.reason, caught.value.message) == (code, reason, str(error))
 
 
-async def test_bad_changes_are_named_before_anybody_is_asked(client: DiptychClient, operator: FakeOperator) -> None:
+async def test_bad_changes_are_named_before_anybody_is_asked(client: AsyncClient, operator: FakeOperator) -> None:
     with pytest.raises(DiptychError) as caught:
         await client.drain("decode-0", deadline_s=-1.0)
     assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", "deadline")
@@ -142,7 +142,7 @@ async def test_bad_changes_are_named_before_anybody_is_asked(client: DiptychClie
 
 async def test_a_gateway_without_a_controller_says_so() -> None:
     door = GrpcDoor(gateway_context(FakeDispatcher()), ByteTokenizer)
-    async with DiptychClient(await door.open()) as client:
+    async with AsyncClient(await door.open()) as client:
         with pytest.raises(DiptychError, match="no controller"):
             await client.scale("decode", 2)
         assert (await client.status()).decisions == ()
@@ -230,7 +230,7 @@ async def test_the_status_tells_what_a_worker_waits_for_and_what_was_wrong_last(
     dispatcher.view = replace(seen, workers=(seen.workers[0], waiting))
     door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
     endpoint = await door.open()
-    async with DiptychClient(endpoint) as client:
+    async with AsyncClient(endpoint) as client:
         first, second = (await client.status()).view.workers
     await door.close(0)
     assert (first.trouble, second.waits_for) == ("", "{CPU: 1, decode: 1}")

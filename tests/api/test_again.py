@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.api.again import Received, Retry, Tries
-from cluster.api.client import Answer, DiptychClient, answer_of
-from cluster.api.errors import DiptychError
 from cluster.api.server import GrpcDoor
 from cluster.events import Rejected
 from cluster.text import TextDelta
+from diptych.client import Answer, AsyncClient, answer_of
+from diptych.errors import DiptychError
+from diptych.retry import Received, Retry, Tries
 from tests.api.conftest import OpenClient
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
 from tests.api.relay import relayed
@@ -31,9 +31,9 @@ def dispatcher() -> FakeDispatcher:
     return FakeDispatcher(drawn, step_s=0.002)
 
 
-async def test_a_cut_connection_costs_no_token(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_cut_connection_costs_no_token(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     undisturbed = await client.complete("hello", max_tokens=120, seed=7, logprobs=1)
-    async with relayed(client.endpoint) as relay, DiptychClient(relay.endpoint, retry=QUICK) as resuming:
+    async with relayed(client.endpoint) as relay, AsyncClient(relay.endpoint, retry=QUICK) as resuming:
         heard: list[TextDelta] = []
         async for event in resuming.generate("hello", max_tokens=120, seed=7, logprobs=1, prompt_logprobs=0):
             if isinstance(event, TextDelta):
@@ -52,8 +52,8 @@ async def test_a_cut_connection_costs_no_token(client: DiptychClient, dispatcher
     assert not dispatcher.running
 
 
-async def test_without_a_seed_a_resumed_answer_is_one_answer(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
-    async with relayed(client.endpoint) as relay, DiptychClient(relay.endpoint, retry=QUICK) as resuming:
+async def test_without_a_seed_a_resumed_answer_is_one_answer(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+    async with relayed(client.endpoint) as relay, AsyncClient(relay.endpoint, retry=QUICK) as resuming:
         events = []
         async for event in resuming.generate("hello", max_tokens=120, n=2):
             events.append(event)
@@ -70,7 +70,7 @@ async def test_without_a_seed_a_resumed_answer_is_one_answer(client: DiptychClie
 async def test_a_gateway_that_closes_is_followed_to_its_heir(dispatcher: FakeDispatcher) -> None:
     doors = [GrpcDoor(gateway_context(dispatcher), ByteTokenizer) for _ in range(2)]
     first, heir = [await door.open() for door in doors]
-    async with relayed(first) as relay, DiptychClient(relay.endpoint, retry=QUICK) as resuming:
+    async with relayed(first) as relay, AsyncClient(relay.endpoint, retry=QUICK) as resuming:
         events = resuming.generate("hello", max_tokens=120, seed=7)
         heard = [await anext(events) for _ in range(10)]
         relay.target = heir
@@ -81,8 +81,8 @@ async def test_a_gateway_that_closes_is_followed_to_its_heir(dispatcher: FakeDis
     assert answer_of(heard).output.tokens == tuple(drawn(dispatcher.requests[-1])[:120])
 
 
-async def test_an_answer_that_changed_is_said_and_not_mixed(dispatcher: FakeDispatcher, client: DiptychClient) -> None:
-    async with relayed(client.endpoint) as relay, DiptychClient(relay.endpoint, retry=QUICK) as resuming:
+async def test_an_answer_that_changed_is_said_and_not_mixed(dispatcher: FakeDispatcher, client: AsyncClient) -> None:
+    async with relayed(client.endpoint) as relay, AsyncClient(relay.endpoint, retry=QUICK) as resuming:
         events = resuming.generate("hello", max_tokens=60)
         for _ in range(10):
             await anext(events)
@@ -94,11 +94,9 @@ async def test_an_answer_that_changed_is_said_and_not_mixed(dispatcher: FakeDisp
     assert (caught.value.code, caught.value.reason) == ("DATA_LOSS", "ANSWER_CHANGED")
 
 
-async def test_a_full_gateway_is_waited_out_as_long_as_it_says(
-    client: DiptychClient, dispatcher: FakeDispatcher
-) -> None:
+async def test_a_full_gateway_is_waited_out_as_long_as_it_says(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.error = Rejected("no room", 0.3)
-    async with DiptychClient(client.endpoint, retry=QUICK) as patient:
+    async with AsyncClient(client.endpoint, retry=QUICK) as patient:
         started_s = asyncio.get_running_loop().time()
         waiting = asyncio.ensure_future(patient.complete("hello", max_tokens=3, seed=1))
         while not dispatcher.requests or dispatcher.running:
@@ -109,30 +107,30 @@ async def test_a_full_gateway_is_waited_out_as_long_as_it_says(
     assert len(answer.output.tokens) == 3 and len(dispatcher.requests) == 2
 
 
-async def test_without_retry_the_first_failure_is_told(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_without_retry_the_first_failure_is_told(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.error = Rejected("no room", 0.01)
     with pytest.raises(DiptychError, match="no room"):
         await client.complete("hello")
     assert len(dispatcher.requests) == 1
 
 
-async def test_patience_and_deadline_end(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_patience_and_deadline_end(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.error = Rejected("no room", 0.01)
     short = Retry(patience_s=0.2, wait_s=0.01, most_wait_s=0.05)
-    async with DiptychClient(client.endpoint, retry=short) as patient, asyncio.timeout(5):
+    async with AsyncClient(client.endpoint, retry=short) as patient, asyncio.timeout(5):
         with pytest.raises(DiptychError, match="no room"):
             await patient.complete("hello")
     tries = len(dispatcher.requests)
     assert tries > 2
-    async with DiptychClient(client.endpoint, retry=Retry(wait_s=1.0)) as patient, asyncio.timeout(0.4):
+    async with AsyncClient(client.endpoint, retry=Retry(wait_s=1.0)) as patient, asyncio.timeout(0.4):
         with pytest.raises(DiptychError, match="no room"):  # the next try would come too late
             await patient.complete("hello", timeout_s=0.3)
     assert len(dispatcher.requests) == tries + 1
 
 
-async def test_a_batch_asks_again_for_what_is_left(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_batch_asks_again_for_what_is_left(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     answers: dict[int, Answer | DiptychError] = {}
-    async with relayed(client.endpoint) as relay, DiptychClient(relay.endpoint, retry=QUICK) as resuming:
+    async with relayed(client.endpoint) as relay, AsyncClient(relay.endpoint, retry=QUICK) as resuming:
         dispatcher.script = lambda request: bytes(request.prompt) * (1 if len(request.prompt) == 1 else 60)
         async for index, answer in resuming.batch(["a", "bc", "de"], max_tokens=100):
             answers[index] = answer
@@ -142,15 +140,15 @@ async def test_a_batch_asks_again_for_what_is_left(client: DiptychClient, dispat
     assert sorted(len(request.prompt) for request in dispatcher.requests) == [1, 2, 2, 2, 2]
 
 
-async def test_an_empty_batch_is_refused_with_and_without_retry(client: DiptychClient) -> None:
-    async with DiptychClient(client.endpoint, retry=QUICK) as patient:
+async def test_an_empty_batch_is_refused_with_and_without_retry(client: AsyncClient) -> None:
+    async with AsyncClient(client.endpoint, retry=QUICK) as patient:
         for each in (client, patient):
             with pytest.raises(DiptychError, match="has 0 requests"):
                 await anext(each.batch([]))
 
 
 async def test_status_waits_for_a_server_that_comes(dispatcher: FakeDispatcher, open_client: OpenClient) -> None:
-    async with relayed("127.0.0.1:1") as relay, DiptychClient(relay.endpoint, retry=QUICK) as patient:
+    async with relayed("127.0.0.1:1") as relay, AsyncClient(relay.endpoint, retry=QUICK) as patient:
         waiting = asyncio.ensure_future(patient.status())
         while not relay.num_connections:
             await asyncio.sleep(0)

@@ -8,10 +8,10 @@ import pytest
 
 from cluster.answers import answer_seed
 from cluster.api import services
-from cluster.api.client import DiptychClient
-from cluster.api.errors import DiptychError
 from cluster.events import Accepted, AttemptsSpent, Completed
 from cluster.text import TextDelta
+from diptych.client import AsyncClient
+from diptych.errors import DiptychError
 from tests.api.conftest import OpenClient
 from tests.api.fake import REPORT, FakeDispatcher
 from tests.api.test_generate import deltas_of, until
@@ -27,15 +27,13 @@ def by_index(request: Request) -> bytes:
     return bytes([ord("a") + index_of(request)] * 4)
 
 
-async def refusal(client: DiptychClient, **options: Any) -> DiptychError:
+async def refusal(client: AsyncClient, **options: Any) -> DiptychError:
     with pytest.raises(DiptychError) as caught:
         await client.complete("hello", **options)
     return caught.value
 
 
-async def test_each_answer_is_a_request_with_a_seed_of_its_own(
-    client: DiptychClient, dispatcher: FakeDispatcher
-) -> None:
+async def test_each_answer_is_a_request_with_a_seed_of_its_own(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.script = by_index
     answer = await client.complete("hello", request_id="r", n=3, seed=11, temperature=0.5)
     assert [output.text for output in answer.outputs] == ["aaaa", "bbbb", "cccc"]
@@ -47,7 +45,7 @@ async def test_each_answer_is_a_request_with_a_seed_of_its_own(
     assert all((request.sampling.n, request.sampling.temperature) == (1, 0.5) for request in requests)
 
 
-async def test_one_answer_is_the_request_itself(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_one_answer_is_the_request_itself(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     answer = await client.complete("hello", request_id="r", seed=11, max_tokens=3, n=1)
     (request,) = dispatcher.requests
     assert (request.id, request.group, request.sampling.seed) == ("r", "", 11)
@@ -59,7 +57,7 @@ def test_seeds_of_answers_differ_and_stay_in_range() -> None:
     assert len(seeds) == 3 * 64 and all(0 <= seed < 2**64 for seed in seeds)
 
 
-async def test_usage_counts_the_prompt_once_and_all_answers(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_usage_counts_the_prompt_once_and_all_answers(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.script = lambda request: b"x" * (index_of(request) + 2)
     completed = (await client.complete("hello", n=3)).completed
     assert (completed.prompt_tokens, completed.completion_tokens, completed.cached_tokens) == (5, 2 + 3 + 4, 16)
@@ -73,7 +71,7 @@ async def test_usage_counts_the_prompt_once_and_all_answers(client: DiptychClien
 
 
 async def test_deltas_interleave_and_stay_gapless_in_each_answer(
-    client: DiptychClient, dispatcher: FakeDispatcher
+    client: AsyncClient, dispatcher: FakeDispatcher
 ) -> None:
     dispatcher.script = lambda request: bytes([ord("a") + index_of(request)] * 30)
     dispatcher.step_s = 0.001
@@ -92,7 +90,7 @@ async def test_deltas_interleave_and_stay_gapless_in_each_answer(
     assert isinstance(events[-1], Completed) and len([e for e in events if isinstance(e, Completed)]) == 1
 
 
-async def test_whole_answers_equal_streamed_answers(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_whole_answers_equal_streamed_answers(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.script = by_index
     events = [event async for event in client.generate("hello", n=3, logprobs=1, prompt_logprobs=0)]
     answer = await client.complete("hello", n=3, logprobs=1, prompt_logprobs=0)
@@ -100,7 +98,7 @@ async def test_whole_answers_equal_streamed_answers(client: DiptychClient, dispa
 
 
 async def test_a_stop_string_ends_one_answer_and_the_others_go_on(
-    client: DiptychClient, dispatcher: FakeDispatcher
+    client: AsyncClient, dispatcher: FakeDispatcher
 ) -> None:
     dispatcher.script = lambda request: b"one END two" if index_of(request) == 1 else b"one two three"
     answer = await client.complete("hello", n=3, stop=["END"])
@@ -109,7 +107,7 @@ async def test_a_stop_string_ends_one_answer_and_the_others_go_on(
     assert finishes == [FinishReason.LENGTH, FinishReason.STOP, FinishReason.LENGTH]
 
 
-async def test_best_of_gives_the_likeliest_by_mean_logprob(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_best_of_gives_the_likeliest_by_mean_logprob(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     texts = [b"zzzz", b"mm", b"aaaaaaaa", b"nnnn"]
     dispatcher.script = lambda request: texts[index_of(request)]
     answer = await client.complete("hello", request_id="r", n=2, best_of=4)
@@ -123,7 +121,7 @@ async def test_best_of_gives_the_likeliest_by_mean_logprob(client: DiptychClient
 
 
 async def test_best_of_keeps_the_log_probabilities_that_were_asked_for(
-    client: DiptychClient, dispatcher: FakeDispatcher
+    client: AsyncClient, dispatcher: FakeDispatcher
 ) -> None:
     texts = [b"zz", b"mm", b"aa"]
     dispatcher.script = lambda request: texts[index_of(request)]
@@ -132,15 +130,13 @@ async def test_best_of_keeps_the_log_probabilities_that_were_asked_for(
     assert [each.chosen for each in answer.output.prompt_logprobs] == [-2 / 256, -3 / 256]
 
 
-async def test_best_of_above_n_cannot_stream(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_best_of_above_n_cannot_stream(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     with pytest.raises(DiptychError, match="the best are known at the end") as caught:
         await anext(client.generate("hello", n=1, best_of=2))
     assert caught.value.field == "sampling.best_of" and not dispatcher.requests
 
 
-async def test_prompt_logprobs_come_once_with_the_first_delta(
-    client: DiptychClient, dispatcher: FakeDispatcher
-) -> None:
+async def test_prompt_logprobs_come_once_with_the_first_delta(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     events = [event async for event in client.generate([5, 6, 7], n=2, max_tokens=4, prompt_logprobs=0)]
     told = [delta for delta in deltas_of(events) if delta.prompt_logprobs]
     assert [(delta.index, delta.first_position) for delta in told] == [(0, 0)]
@@ -163,7 +159,7 @@ async def test_prompt_logprobs_come_once_with_the_first_delta(
     ],
 )
 async def test_what_cannot_be_is_refused_before_anything_runs(
-    client: DiptychClient, dispatcher: FakeDispatcher, options: dict[str, Any], field: str, words: str
+    client: AsyncClient, dispatcher: FakeDispatcher, options: dict[str, Any], field: str, words: str
 ) -> None:
     error = await refusal(client, **options)
     assert (error.code, error.field) == ("INVALID_ARGUMENT", field) and words in str(error)
@@ -189,7 +185,7 @@ async def test_each_answer_counts_as_a_request_in_flight(open_client: OpenClient
         assert (await client.complete("hello", max_tokens=1)).text == "a"
 
 
-async def test_cancel_ends_all_answers(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_cancel_ends_all_answers(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.01
     events = client.generate("hello", request_id="mine", n=3, max_tokens=4000)
     await anext(events)
@@ -202,7 +198,7 @@ async def test_cancel_ends_all_answers(client: DiptychClient, dispatcher: FakeDi
     assert caught.value.code == "CANCELLED"
 
 
-async def test_a_vanished_client_ends_all_answers(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_vanished_client_ends_all_answers(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.01
     async with aclosing(client.generate("hello", n=3, max_tokens=4000)) as events:
         await anext(events)
@@ -210,13 +206,13 @@ async def test_a_vanished_client_ends_all_answers(client: DiptychClient, dispatc
     await until(lambda: not dispatcher.running)
 
 
-async def test_a_passed_deadline_ends_all_answers(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_passed_deadline_ends_all_answers(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.05
     assert (await refusal(client, n=3, max_tokens=4000, timeout_s=0.3)).code == "DEADLINE_EXCEEDED"
     await until(lambda: not dispatcher.running)
 
 
-async def test_one_answer_that_fails_fails_the_request(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_one_answer_that_fails_fails_the_request(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     def fails(request: Request) -> bytes:
         if index_of(request) == 1:
             raise AttemptsSpent("6 attempts failed")
@@ -228,14 +224,14 @@ async def test_one_answer_that_fails_fails_the_request(client: DiptychClient, di
     await until(lambda: not dispatcher.running)
 
 
-async def test_a_batch_of_many_answers_fits_the_gateway(client: DiptychClient) -> None:
+async def test_a_batch_of_many_answers_fits_the_gateway(client: AsyncClient) -> None:
     results = {index: result async for index, result in client.batch(["a"] * 30, n=40, max_tokens=2)}
     assert len(results) == 30
     assert all(not isinstance(each, DiptychError) and len(each.outputs) == 40 for each in results.values())
 
 
 async def test_a_lagging_client_gets_each_answers_deltas_joined(
-    client: DiptychClient, dispatcher: FakeDispatcher
+    client: AsyncClient, dispatcher: FakeDispatcher
 ) -> None:
     dispatcher.script = lambda request: bytes([ord("a") + index_of(request)] * 2000)
     events = client.generate("hello", n=3, max_tokens=2000, logprobs=20)
@@ -248,7 +244,7 @@ async def test_a_lagging_client_gets_each_answers_deltas_joined(
 
 
 async def test_an_output_too_large_for_one_message_says_what_to_do(
-    client: DiptychClient, monkeypatch: pytest.MonkeyPatch
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(services, "MAX_MESSAGE_BYTES", 1 << 20)
     error = await refusal(client, n=8, max_tokens=1000, logprobs=20)
@@ -256,7 +252,7 @@ async def test_an_output_too_large_for_one_message_says_what_to_do(
     assert "more than one message can carry (1 MiB); ask for RESPONSE_MODE_DELTAS" in str(error)
 
 
-async def test_tools_reach_the_template(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_tools_reach_the_template(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     async for _ in client.chat([("user", "Hi")], tools=[{"name": "weather"}, {"name": "time"}], max_tokens=1):
         pass
     assert bytes(dispatcher.requests[0].prompt) == b"[weather][time]<user>Hi\n"
@@ -264,7 +260,7 @@ async def test_tools_reach_the_template(client: DiptychClient, dispatcher: FakeD
         client.chat([("user", "Hi")], tools=[{"name": object()}])
 
 
-async def test_every_later_sampling_field_arrives(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_every_later_sampling_field_arrives(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     await client.complete(
         "hello",
         presence_penalty=0.5,

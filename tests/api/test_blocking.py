@@ -5,17 +5,16 @@ from inspect import signature
 
 import pytest
 
-from cluster.api.blocking import BlockingClient
-from cluster.api.client import DiptychClient
-from cluster.api.errors import DiptychError
 from cluster.events import Accepted, Completed
 from cluster.history import Window
 from cluster.text import TextDelta
+from diptych.client import AsyncClient, Client
+from diptych.errors import DiptychError
 from workers.shapes import Shape
 
 
 def test_every_call_answers(endpoint: str) -> None:
-    with BlockingClient(endpoint) as client:
+    with Client(endpoint) as client:
         client.wait_ready(5.0)
         events = list(client.generate("the sea is salty", max_tokens=5))
         assert isinstance(events[0], Accepted) and isinstance(events[-1], Completed)
@@ -38,14 +37,14 @@ def test_it_has_the_calls_of_the_other_client() -> None:
     def public(client: type) -> set[str]:
         return {name for name in vars(client) if not name.startswith("_")}
 
-    assert public(BlockingClient) == public(DiptychClient) | {"endpoint"}
+    assert public(Client) == public(AsyncClient) | {"endpoint"}
     for name in ("status", "metrics", "trace", "measure", "flip", "drain", "scale", "cancel", "wait_ready"):
-        ours, theirs = (list(signature(getattr(each, name)).parameters) for each in (BlockingClient, DiptychClient))
+        ours, theirs = (list(signature(getattr(each, name)).parameters) for each in (Client, AsyncClient))
         assert ours == theirs, name
 
 
 def test_leaving_the_loop_cancels_the_request(endpoint: str) -> None:
-    with BlockingClient(endpoint) as client:
+    with Client(endpoint) as client:
         for event in client.generate("the sea is salty", request_id="left"):
             assert isinstance(event, Accepted)
             break
@@ -54,7 +53,7 @@ def test_leaving_the_loop_cancels_the_request(endpoint: str) -> None:
 
 def test_threads_share_a_client(endpoint: str) -> None:
     texts: list[str] = []
-    with BlockingClient(endpoint) as client:
+    with Client(endpoint) as client:
         threads = [threading.Thread(target=lambda: texts.append(client.complete("the sea").text)) for _ in range(8)]
         for thread in threads:
             thread.start()
@@ -64,7 +63,7 @@ def test_threads_share_a_client(endpoint: str) -> None:
 
 
 def test_failures_and_a_closed_client_are_one_error(endpoint: str) -> None:
-    with BlockingClient(endpoint) as client, pytest.raises(DiptychError, match="another"):
+    with Client(endpoint) as client, pytest.raises(DiptychError, match="another"):
         client.complete("the sea", model="another")
     client.close()
     with pytest.raises(DiptychError, match="the client is closed"):

@@ -8,13 +8,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cluster.api.again import Retry
-from cluster.api.client import DiptychClient
-from cluster.api.errors import DiptychError
 from cluster.api.server import GrpcDoor, open_door
-from cluster.api.wire import ADMIN, INFERENCE
 from cluster.events import Completed
 from cluster.view import WorkerState
+from diptych.client import AsyncClient
+from diptych.errors import DiptychError
+from diptych.retry import Retry
+from diptych.wire import ADMIN, INFERENCE
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -27,14 +27,14 @@ async def health_of(endpoint: str, service: str) -> int:
         return int(answer.status)
 
 
-async def test_health_follows_the_workers(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_health_follows_the_workers(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     assert [await health_of(client.endpoint, name) for name in ("", INFERENCE, ADMIN)] == [SERVING] * 3
     dispatcher.view = view(WorkerState.DEAD, revision=2)
     assert [await health_of(client.endpoint, name) for name in ("", INFERENCE)] == [NOT_SERVING] * 2
     assert await health_of(client.endpoint, ADMIN) == SERVING
 
 
-async def test_an_unknown_service_is_not_found(client: DiptychClient) -> None:
+async def test_an_unknown_service_is_not_found(client: AsyncClient) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await health_of(client.endpoint, "no.such.Service")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -57,7 +57,7 @@ async def test_watching_health_tells_each_change_and_the_end(dispatcher: FakeDis
             await closing
 
 
-async def test_wait_ready_waits_for_the_workers(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_wait_ready_waits_for_the_workers(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.view = view(WorkerState.STARTING, revision=2)
     with pytest.raises(DiptychError, match=r"was not ready after 0\.1 s"):
         await client.wait_ready(0.1)
@@ -66,7 +66,7 @@ async def test_wait_ready_waits_for_the_workers(client: DiptychClient, dispatche
     await waiting
 
 
-async def test_reflection_lists_the_services(client: DiptychClient) -> None:
+async def test_reflection_lists_the_services(client: AsyncClient) -> None:
     async with grpc.aio.insecure_channel(client.endpoint) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
@@ -78,7 +78,7 @@ async def test_reflection_lists_the_services(client: DiptychClient) -> None:
 async def test_close_lets_running_requests_end(dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.02
     door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
-    async with DiptychClient(await door.open()) as client:
+    async with AsyncClient(await door.open()) as client:
         events = client.generate("hello", max_tokens=20)
         await anext(events)
         closing = asyncio.ensure_future(door.close(10.0))
@@ -94,7 +94,7 @@ async def test_a_client_of_several_gateways_does_not_notice_that_one_closes(disp
     dispatcher.step_s = 0.01
     doors = [GrpcDoor(gateway_context(dispatcher), ByteTokenizer) for _ in range(2)]
     addresses = ",".join([await door.open() for door in doors])
-    async with DiptychClient(f"ipv4:{addresses}", retry=Retry()) as client:
+    async with AsyncClient(f"ipv4:{addresses}", retry=Retry()) as client:
         last = client.generate("hello", max_tokens=20)
         await anext(last)
         closing = asyncio.ensure_future(doors[0].close(10.0))
@@ -109,7 +109,7 @@ async def test_a_client_of_several_gateways_does_not_notice_that_one_closes(disp
 async def test_close_cuts_what_outlasts_the_grace(dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
     door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
-    async with DiptychClient(await door.open()) as client:
+    async with AsyncClient(await door.open()) as client:
         events = client.generate("hello")
         await anext(events)
         async with asyncio.timeout(3):

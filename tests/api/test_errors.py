@@ -10,20 +10,20 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.api.again import Retry
-from cluster.api.client import DiptychClient
-from cluster.api.errors import DiptychError
 from cluster.api.server import GrpcDoor
 from cluster.api.services import InferenceService, deadline_of
 from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
 from cluster.gateway import Gateway
 from cluster.view import WorkerState
+from diptych.client import AsyncClient
+from diptych.errors import DiptychError
+from diptych.retry import Retry
 from diptych.v1 import inference_pb2_grpc
 from tests.api.conftest import OpenClient
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 
 
-async def failure(client: DiptychClient, prompt: Any = "hello", **options: Any) -> DiptychError:
+async def failure(client: AsyncClient, prompt: Any = "hello", **options: Any) -> DiptychError:
     with pytest.raises(DiptychError) as caught:
         await client.complete(prompt, **options)
     return caught.value
@@ -51,7 +51,7 @@ async def failure(client: DiptychClient, prompt: Any = "hello", **options: Any) 
     ],
 )
 async def test_bad_input_names_its_field(
-    client: DiptychClient, prompt: Any, options: dict[str, Any], field: str, words: list[str]
+    client: AsyncClient, prompt: Any, options: dict[str, Any], field: str, words: list[str]
 ) -> None:
     error = await failure(client, prompt, **options)
     assert (error.code, error.field) == ("INVALID_ARGUMENT", field)
@@ -60,7 +60,7 @@ async def test_bad_input_names_its_field(
 
 @pytest.mark.parametrize(("prompt", "options"), [("a" * 9000, {}), ("a" * 5000, {}), ("hello", {"max_tokens": 4092})])
 async def test_what_does_not_fit_has_a_reason_of_its_own(
-    client: DiptychClient, prompt: str, options: dict[str, Any]
+    client: AsyncClient, prompt: str, options: dict[str, Any]
 ) -> None:
     assert (await failure(client, prompt, **options)).reason == "TOO_LONG"
 
@@ -72,7 +72,7 @@ async def test_what_does_not_fit_has_a_reason_of_its_own(
         ([("", "hi")], "prompt.chat.messages[0].role"),
     ],
 )
-async def test_bad_messages_name_their_place(client: DiptychClient, messages: list[Any], field: str) -> None:
+async def test_bad_messages_name_their_place(client: AsyncClient, messages: list[Any], field: str) -> None:
     with pytest.raises(DiptychError) as caught:
         await anext(client.chat(messages))
     assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", field)
@@ -83,14 +83,14 @@ async def test_a_prompt_of_too_many_bytes_is_not_even_tokenised(open_client: Ope
     assert error.field == "prompt" and "11 bytes" in str(error)
 
 
-async def test_unknown_model(client: DiptychClient) -> None:
+async def test_unknown_model(client: AsyncClient) -> None:
     error = await failure(client, model="gpt-17")
     assert (error.code, error.reason) == ("NOT_FOUND", "UNKNOWN_MODEL")
     assert "'bytes'" in str(error)
     assert (await client.complete("hello", model="bytes", max_tokens=1)).text == "a"
 
 
-async def test_one_id_runs_once(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_one_id_runs_once(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.01
     events = client.generate("hello", request_id="mine", max_tokens=4000)
     await anext(events)
@@ -118,7 +118,7 @@ async def test_a_full_gateway_says_when_to_come_back(open_client: OpenClient, di
     ],
 )
 async def test_cluster_errors_have_their_code_and_details(
-    client: DiptychClient,
+    client: AsyncClient,
     dispatcher: FakeDispatcher,
     raised: Exception,
     code: str,
@@ -131,14 +131,14 @@ async def test_cluster_errors_have_their_code_and_details(
     assert error.message == str(raised)
 
 
-async def test_no_worker_in_time_is_unavailable(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_no_worker_in_time_is_unavailable(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.view = view(WorkerState.STARTING)
     dispatcher.error = Rejected("no prefill worker was ready within 60 s", 1.0)
     error = await failure(client)
     assert (error.code, error.reason, error.retry_after_s) == ("UNAVAILABLE", "NO_WORKERS", 1.0)
 
 
-async def test_the_deadline_reaches_the_dispatcher(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_the_deadline_reaches_the_dispatcher(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     """About: gRPC counts it on the wall clock, which may be set while the call is under way."""
     await client.complete("hello", max_tokens=1, timeout_s=100.0)
     await client.complete("hello", max_tokens=1)
@@ -153,14 +153,14 @@ def test_the_dispatchers_deadline_is_a_little_early(left_s: float | None, expect
     assert deadline_of(context) == expected_s  # type: ignore[arg-type]
 
 
-async def test_a_call_past_its_deadline_is_cancelled(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_call_past_its_deadline_is_cancelled(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.05
     error = await failure(client, max_tokens=4000, timeout_s=0.3)
     assert error.code == "DEADLINE_EXCEEDED"
 
 
 async def test_the_unexpected_is_logged_under_the_id_the_client_sees(
-    client: DiptychClient, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture
+    client: AsyncClient, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture
 ) -> None:
     dispatcher.error = ZeroDivisionError("secret detail")
     with caplog.at_level(logging.ERROR):
@@ -172,7 +172,7 @@ async def test_the_unexpected_is_logged_under_the_id_the_client_sees(
 
 @pytest.mark.parametrize("given", ["mine", ""])
 async def test_the_unexpected_is_logged_under_the_id_of_its_request(
-    client: DiptychClient, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture, given: str
+    client: AsyncClient, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture, given: str
 ) -> None:
     dispatcher.error = ZeroDivisionError("secret detail")
     with caplog.at_level(logging.ERROR):
@@ -186,13 +186,13 @@ async def test_the_unexpected_is_logged_under_the_id_of_its_request(
 
 
 async def test_nobody_at_the_endpoint_is_one_clear_sentence() -> None:
-    async with DiptychClient("127.0.0.1:1") as client:
+    async with AsyncClient("127.0.0.1:1") as client:
         error = await failure(client)
     assert error.code == "UNAVAILABLE"
     assert error.message.startswith("nothing answers at 127.0.0.1:1")
 
 
-async def test_a_port_in_use_is_an_oserror_that_says_so(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_port_in_use_is_an_oserror_that_says_so(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     port = int(client.endpoint.rpartition(":")[2])
     door = GrpcDoor(gateway_context(dispatcher, grpc_port=port), ByteTokenizer)
     with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{port} \(Address already in use\)"):
@@ -227,19 +227,19 @@ async def dropping(dispatcher: FakeDispatcher, count: int) -> AsyncIterator[str]
 
 
 async def test_a_call_that_is_dropped_may_be_tried_again(dispatcher: FakeDispatcher) -> None:
-    async with dropping(dispatcher, 1) as endpoint, DiptychClient(endpoint) as client:
+    async with dropping(dispatcher, 1) as endpoint, AsyncClient(endpoint) as client:
         error = await failure(client)
         assert error.code == "UNAVAILABLE" and endpoint in error.message and "it may be ending" in error.message
-    async with dropping(dispatcher, 2) as endpoint, DiptychClient(endpoint, retry=Retry(wait_s=0.01)) as client:
+    async with dropping(dispatcher, 2) as endpoint, AsyncClient(endpoint, retry=Retry(wait_s=0.01)) as client:
         assert (await client.complete("hello", max_tokens=3)).completed.completion_tokens == 3
 
 
 async def test_a_request_that_is_cancelled_by_its_id_is_not(dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
-    async with dropping(dispatcher, 0) as endpoint, DiptychClient(endpoint, retry=Retry()) as client:
+    async with dropping(dispatcher, 0) as endpoint, AsyncClient(endpoint, retry=Retry()) as client:
         asked = asyncio.ensure_future(failure(client, request_id="mine"))
         while not dispatcher.running:
             await asyncio.sleep(0.01)
-        async with DiptychClient(endpoint) as other:
+        async with AsyncClient(endpoint) as other:
             assert await other.cancel("mine")
         assert ((await asked).code, (await asked).reason) == ("CANCELLED", "CANCELLED")

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.api.client import Answer, DiptychClient
-from cluster.api.errors import DiptychError
 from cluster.events import Accepted, Completed
 from cluster.gateway import Gateway, RequestCancelled
 from cluster.text import TextDelta, TextEvent, TextPrompt
+from diptych.client import Answer, AsyncClient
+from diptych.errors import DiptychError
 from tests.api.fake import LINK, REPORT, ByteTokenizer, FakeDispatcher, gateway_context
 from workers.request import SLO, FinishReason, Request, SamplingParams
 
@@ -28,7 +28,7 @@ async def until(condition: Callable[[], bool], within_s: float = 1.0) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_events_come_in_order_with_gapless_positions(client: DiptychClient) -> None:
+async def test_events_come_in_order_with_gapless_positions(client: AsyncClient) -> None:
     events = [event async for event in client.generate("hello", max_tokens=100)]
     assert isinstance(events[0], Accepted) and isinstance(events[-1], Completed)
     deltas = deltas_of(events)
@@ -41,7 +41,7 @@ async def test_events_come_in_order_with_gapless_positions(client: DiptychClient
     assert "".join(delta.text for delta in deltas) == ("abcdefghijklmnopqrstuvwxyz" * 4)[:100]
 
 
-async def test_the_end_tells_usage_ledger_and_hand_off(client: DiptychClient) -> None:
+async def test_the_end_tells_usage_ledger_and_hand_off(client: AsyncClient) -> None:
     answer = await client.complete("hello", max_tokens=10)
     completed = answer.completed
     assert (completed.prompt_tokens, completed.completion_tokens, completed.cached_tokens) == (5, 10, 16)
@@ -53,7 +53,7 @@ async def test_the_end_tells_usage_ledger_and_hand_off(client: DiptychClient) ->
     assert (answer.accepted.predicted_ttft_s, answer.accepted.predicted_tpot_s) == (0.5, None)
 
 
-async def test_whole_answer_equals_streamed_answer(client: DiptychClient) -> None:
+async def test_whole_answer_equals_streamed_answer(client: AsyncClient) -> None:
     events = [event async for event in client.generate("hello", max_tokens=50, logprobs=2)]
     answer = await client.complete("hello", max_tokens=50, logprobs=2)
     assert answer.output == TextDelta.join(deltas_of(events))
@@ -62,7 +62,7 @@ async def test_whole_answer_equals_streamed_answer(client: DiptychClient) -> Non
     assert answer.output.logprobs[0].top == ((0, -1.0), (1, -2.0))
 
 
-async def test_every_sampling_field_arrives(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_every_sampling_field_arrives(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     slo = SLO(0.2, 0.05, "fast")
     await client.complete(
         [1, 2, 3],
@@ -87,7 +87,7 @@ async def test_every_sampling_field_arrives(client: DiptychClient, dispatcher: F
     assert request.sampling == SamplingParams(0.7, 40, 0.9, 0.1, 1.1, 2**64 - 1, 9, 2, ("x", "y"), (200,), True, 3)
 
 
-async def test_what_is_not_said_is_decided_by_the_gateway(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_what_is_not_said_is_decided_by_the_gateway(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     for _ in range(2):
         await client.complete("hello")
     first, second = (request.sampling for request in dispatcher.requests)
@@ -97,14 +97,14 @@ async def test_what_is_not_said_is_decided_by_the_gateway(client: DiptychClient,
     assert dispatcher.requests[0].id != dispatcher.requests[1].id
 
 
-async def test_chat_goes_through_the_template(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_chat_goes_through_the_template(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     async with aclosing(client.chat([("system", "Be kind."), ("user", "Hi")], max_tokens=3)) as events:
         assert len([event async for event in events]) >= 3
     assert bytes(dispatcher.requests[0].prompt) == b"<system>Be kind.\n<user>Hi\n"
 
 
 async def test_stop_string_ends_the_answer_and_the_books_balance(
-    client: DiptychClient, dispatcher: FakeDispatcher
+    client: AsyncClient, dispatcher: FakeDispatcher
 ) -> None:
     answer = await client.complete("hello", max_tokens=1000, stop=["hij"])
     assert answer.text == "abcdefg"
@@ -115,7 +115,7 @@ async def test_stop_string_ends_the_answer_and_the_books_balance(
 
 
 async def test_tokens_behind_the_stop_in_one_bundle_are_dropped(
-    client: DiptychClient, dispatcher: FakeDispatcher
+    client: AsyncClient, dispatcher: FakeDispatcher
 ) -> None:
     dispatcher.chunk = 8
     answer = await client.complete("hello", max_tokens=16, stop=["lm"])
@@ -123,7 +123,7 @@ async def test_tokens_behind_the_stop_in_one_bundle_are_dropped(
     assert (answer.completed.finish, answer.completed.completion_tokens) == (FinishReason.STOP, 13)
 
 
-async def test_characters_arrive_whole(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_characters_arrive_whole(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     text = "shells 🐚🐚 and ñandúes"
     dispatcher.script = lambda request: text.encode()
     events = [event async for event in client.generate("hello", max_tokens=100)]
@@ -131,7 +131,7 @@ async def test_characters_arrive_whole(client: DiptychClient, dispatcher: FakeDi
     assert all("�" not in delta.text for delta in deltas_of(events))
 
 
-async def test_batch_answers_every_prompt_and_reports_the_bad_one(client: DiptychClient) -> None:
+async def test_batch_answers_every_prompt_and_reports_the_bad_one(client: AsyncClient) -> None:
     prompts = ["a" * (index + 1) for index in range(100)]
     prompts[7] = ""
     results = {index: result async for index, result in client.batch(prompts, max_tokens=5)}
@@ -143,7 +143,7 @@ async def test_batch_answers_every_prompt_and_reports_the_bad_one(client: Diptyc
         assert (result.text, result.completed.prompt_tokens) == ("abcde", index + 1)
 
 
-async def test_cancel_by_id_ends_the_stream_and_the_request(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_cancel_by_id_ends_the_stream_and_the_request(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.01
     events = client.generate("hello", request_id="mine", max_tokens=4000)
     await anext(events)
@@ -157,7 +157,7 @@ async def test_cancel_by_id_ends_the_stream_and_the_request(client: DiptychClien
     assert not await client.cancel("mine")
 
 
-async def test_closing_the_iterator_cancels_the_request(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_closing_the_iterator_cancels_the_request(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.01
     async with aclosing(client.generate("hello", max_tokens=4000)) as events:
         await anext(events)
@@ -166,7 +166,7 @@ async def test_closing_the_iterator_cancels_the_request(client: DiptychClient, d
     await until(lambda: not dispatcher.running)
 
 
-async def test_a_vanished_client_cancels_its_requests(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_vanished_client_cancels_its_requests(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
     events = client.generate("hello", max_tokens=4000)
     await anext(events)
@@ -174,7 +174,7 @@ async def test_a_vanished_client_cancels_its_requests(client: DiptychClient, dis
     await until(lambda: not dispatcher.running)
 
 
-async def test_leaving_a_batch_cancels_all_of_it(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_leaving_a_batch_cancels_all_of_it(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
     batch = asyncio.ensure_future(anext(client.batch(["a", "b", "c"], max_tokens=4000)))
     await until(lambda: len(dispatcher.running) == 3)
@@ -183,7 +183,7 @@ async def test_leaving_a_batch_cancels_all_of_it(client: DiptychClient, dispatch
 
 
 async def test_a_lagging_client_gets_joined_messages_and_holds_nobody_up(
-    client: DiptychClient, dispatcher: FakeDispatcher
+    client: AsyncClient, dispatcher: FakeDispatcher
 ) -> None:
     dispatcher.script = lambda request: b"x" * 4000
     events = client.generate("hello", request_id="lag", max_tokens=4000, logprobs=20)
@@ -198,7 +198,7 @@ async def test_a_lagging_client_gets_joined_messages_and_holds_nobody_up(
     assert all(len(delta.logprobs) == len(delta.tokens) for delta in deltas)
 
 
-async def test_64_streams_at_once_keep_apart(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_64_streams_at_once_keep_apart(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.script = lambda request: bytes(request.prompt) * 50
     answers = await asyncio.gather(
         *(client.complete(f"p{index:02}", request_id=f"r{index}", max_tokens=150) for index in range(64))
@@ -207,7 +207,7 @@ async def test_64_streams_at_once_keep_apart(client: DiptychClient, dispatcher: 
     assert [answer.accepted.request_id for answer in answers] == [f"r{index}" for index in range(64)]
 
 
-async def test_status_shows_workers_links_and_load(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_status_shows_workers_links_and_load(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
     events = client.generate("hello")
     await anext(events)
@@ -218,7 +218,7 @@ async def test_status_shows_workers_links_and_load(client: DiptychClient, dispat
     await events.aclose()
 
 
-async def test_long_prompts_are_encoded_beside_the_loop(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_long_prompts_are_encoded_beside_the_loop(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.view = replace(dispatcher.view, workers=())
     assert (await client.complete("a" * 8000, max_tokens=4)).completed.prompt_tokens == 8000
 
@@ -250,7 +250,7 @@ async def test_a_request_may_be_cancelled_while_its_prompt_is_encoded(dispatcher
     assert gateway.active == 0 and not dispatcher.requests
 
 
-async def test_seed_is_kept_when_given(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_seed_is_kept_when_given(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     def only(request: Request) -> bytes:
         assert request.sampling.seed == 0
         return b"ok"

@@ -3,11 +3,12 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.api.history_messages import PAGE_TRAILS, pages, put_recent, recent_from, window_from
-from cluster.api.wire import MAX_MESSAGE_BYTES
+from cluster.api.history_messages import PAGE_TRAILS, pages, put_recent
 from cluster.history import LONGEST_TEXT, Happening, Load, Recent, Traffic, Trail, Window
 from cluster.ledger import PHASES, LatencyLedger
+from diptych.status import recent_from, window_from
 from diptych.v1 import admin_pb2
+from diptych.wire import MAX_MESSAGE_BYTES
 
 COUNT, WORD, NS = st.integers(0, 2**31), st.text(max_size=9), st.integers(0, 2**60)
 PARTS = st.lists(st.tuples(st.sampled_from(PHASES), NS), max_size=3).map(tuple)

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.api.generate_stubs import ROOT, generate
-from cluster.api.messages import event_message, events_from
+from cluster.api.messages import event_message
 from cluster.events import Accepted, AnswerEnd, Completed, Queued
 from cluster.ledger import PHASES, LatencyLedger
 from cluster.text import TextDelta, TextEvent
+from diptych.messages import events_from
 from kvtransfer.ticket import TransferReport
 from workers.request import FinishReason, TokenLogprobs
 

@@ -20,9 +20,9 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from cluster.api.client import DiptychClient
 from cluster.api.server import GrpcDoor
 from cluster.cli import main
+from diptych.client import AsyncClient
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
 from tests.model.tiny import write_tiny_llama
 from tests.report.trace_rules import check
@@ -80,7 +80,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 async def ask(endpoint: str) -> None:
-    async with DiptychClient(endpoint) as client:
+    async with AsyncClient(endpoint) as client:
         for n in range(3):
             await client.complete(f"the {MARK} {n}", max_tokens=8, ignore_eos=True, request_id=f"first-{n}")
 
@@ -266,7 +266,7 @@ def test_a_trace_of_the_last_minute_has_requests_flips_and_loads(served: Served,
 
 
 async def test_a_window_before_anything_is_empty_and_a_request_under_way_is_in_it(served: Served) -> None:
-    async with DiptychClient(served.endpoint) as client:
+    async with AsyncClient(served.endpoint) as client:
         name, before = await client.trace(begin_unix_ns=1, end_unix_ns=2)
         assert (name, before.trails, before.loads) == ("gateway-0", (), ())
         stream = client.generate("the sea", max_tokens=400, request_id="long", ignore_eos=True)

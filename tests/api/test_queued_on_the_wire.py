@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Iterator
 import pytest
 from click.testing import CliRunner
 
-from cluster.api.client import DiptychClient
-from cluster.api.errors import DiptychError
 from cluster.api.server import GrpcDoor
 from cluster.cli import main
 from cluster.events import Accepted, Event, Queued, Rejected
 from cluster.policy.classes import Classes
 from cluster.spec import ClassSpec, GatewaySpec
+from diptych.client import AsyncClient
+from diptych.errors import DiptychError
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
 from workers.request import SLO, Request
 
@@ -40,7 +40,7 @@ def dispatcher() -> FakeDispatcher:
     return Lobby()
 
 
-async def test_queued_comes_before_accepted_with_its_predictions(client: DiptychClient) -> None:
+async def test_queued_comes_before_accepted_with_its_predictions(client: AsyncClient) -> None:
     events = [event async for event in client.generate("hello", request_id="mine", max_tokens=3)]
     assert isinstance(events[0], Queued) and isinstance(events[1], Accepted)
     assert events[0] == Queued("mine", 2, 1.5, 2.25, QUEUED.reason)
@@ -48,14 +48,14 @@ async def test_queued_comes_before_accepted_with_its_predictions(client: Diptych
     assert answer.queued == Queued("other", 2, 1.5, 2.25, QUEUED.reason) and answer.text == "abc"
 
 
-async def test_each_of_several_answers_tells_of_its_own_place(client: DiptychClient) -> None:
+async def test_each_of_several_answers_tells_of_its_own_place(client: AsyncClient) -> None:
     events = [event async for event in client.generate("hello", request_id="mine", n=2, max_tokens=1)]
     queued = [event for event in events if isinstance(event, Queued)]
     assert sorted((event.request_id, event.index) for event in queued) == [("mine", 0), ("mine", 1)]
 
 
 async def test_no_place_to_wait_is_told_with_the_time_to_come_again(
-    client: DiptychClient, dispatcher: FakeDispatcher
+    client: AsyncClient, dispatcher: FakeDispatcher
 ) -> None:
     dispatcher.error = Rejected("8 of 8 places for class 'batch' are taken; try again", 7.5, "queue-full")
     with pytest.raises(DiptychError) as refused:
@@ -63,7 +63,7 @@ async def test_no_place_to_wait_is_told_with_the_time_to_come_again(
     assert refused.value.code == "RESOURCE_EXHAUSTED" and refused.value.retry_after_s == 7.5
 
 
-async def test_an_unknown_class_is_refused_with_those_there_are(client: DiptychClient) -> None:
+async def test_an_unknown_class_is_refused_with_those_there_are(client: AsyncClient) -> None:
     with pytest.raises(DiptychError, match="'premium'; the classes here are interactive") as refused:
         await client.complete("hello", slo=SLO(class_name="premium"), max_tokens=3)
     assert (refused.value.code, refused.value.field) == ("INVALID_ARGUMENT", "slo.class_name")

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from msgspec import structs
 from rich.console import Console
 
-from cluster.api.client import ClusterStatus
 from cluster.changes import Taken
 from cluster.cli.dashboard import screen, span
 from cluster.cli.rates import Look, Looks, rates
@@ -18,6 +17,7 @@ from cluster.policy.evidence import Decision
 from cluster.policy.promises import ClassScore, Kept, Standing
 from cluster.spec import Role
 from cluster.view import WorkerState
+from diptych.client import ClusterStatus
 from tests.api.fake import view
 
 COUNTS = st.integers(0, 1000)

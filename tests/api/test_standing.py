@@ -12,13 +12,14 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.api.client import DiptychClient
-from cluster.api.errors import DiptychError
 from cluster.api.server import GrpcDoor
-from cluster.api.standing_messages import standing_from, standing_message
+from cluster.api.standing_messages import standing_message
 from cluster.cli import main
-from cluster.policy.lengths import Calibration
-from cluster.policy.promises import ClassScore, Ended, Errors, Kept, Standing
+from cluster.policy.promises import Ended
+from diptych.client import AsyncClient
+from diptych.errors import DiptychError
+from diptych.standing import Calibration, ClassScore, Errors, Kept, Standing
+from diptych.status import standing_from
 from tests.api.conftest import OpenClient
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
 from workers.request import SLO
@@ -34,7 +35,6 @@ STANDINGS = st.builds(
     st.lists(st.builds(ClassScore, WORD, COUNT, KEPT, KEPT, KEPT, ERRORS, ERRORS), max_size=3).map(tuple),
     COUNTS,
     COUNTS,
-    st.just(()),
     st.builds(Calibration, COUNT, REAL, REAL, REAL, REAL, REAL),
     queued=st.integers(0, 2**32 - 1),
 )
@@ -47,7 +47,7 @@ def test_standings_survive_the_wire(standing: Standing) -> None:
     assert standing_from(type(message).FromString(message.SerializeToString())) == standing
 
 
-async def test_tenant_and_slo_reach_the_dispatcher(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_tenant_and_slo_reach_the_dispatcher(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     wanted = SLO(0.25, 0.0625, "interactive")
     asked = {"slo": wanted, "tenant": "alice", "max_tokens": 1}
     for events in (client.generate("hi", **asked), client.chat([("user", "hi")], **asked)):
@@ -74,7 +74,7 @@ async def test_tenant_and_slo_reach_the_dispatcher(client: DiptychClient, dispat
     ],
 )
 async def test_what_no_promise_can_be_is_refused_by_its_field(
-    client: DiptychClient, dispatcher: FakeDispatcher, slo: SLO | None, tenant: str, field: str, words: str
+    client: AsyncClient, dispatcher: FakeDispatcher, slo: SLO | None, tenant: str, field: str, words: str
 ) -> None:
     with pytest.raises(DiptychError, match=words) as caught:
         await client.complete("hi", slo=slo, tenant=tenant)
@@ -95,7 +95,7 @@ async def test_requests_that_the_door_turns_away_are_counted(
     assert [(score.name, score.requests) for score in told.classes] == [("batch", 1)]
 
 
-async def test_metrics_come_as_prometheus_reads_them(client: DiptychClient, dispatcher: FakeDispatcher) -> None:
+async def test_metrics_come_as_prometheus_reads_them(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.turned_away("batch", "no-room")
     lines = (await client.metrics()).splitlines()
     assert 'diptych_refused_total{gateway="gateway-0",reason="no-room"} 1.0' in lines

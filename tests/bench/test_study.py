@@ -36,6 +36,7 @@ from workers.engine.engine import Engine
 from workers.engine.estimate import plan_seconds
 from workers.executor.modelled import Modelled, modelled_facts, open_modelled
 from workers.fit import COEFFICIENTS, Point, fit, relative_error
+from workers.shapes import step_seconds
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MEASURED = record.load()
@@ -48,7 +49,7 @@ AGAIN = "the page is not what the code gives; run `make study ARGS=--fitted`"
 def points(cost: CostModel, noise: float = 0.0) -> list[Point]:
     draw = random.Random(0)
     factor = {shape: 1 + draw.uniform(-noise, noise) for shape in (*SEEN, *HELD_OUT)}
-    return [Point(shape, shape.seconds(cost) * factor[shape], shape in HELD_OUT) for shape in factor]
+    return [Point(shape, step_seconds(shape, cost) * factor[shape], shape in HELD_OUT) for shape in factor]
 
 
 def test_the_fit_finds_the_model_that_made_the_points() -> None:
@@ -78,7 +79,7 @@ def test_points_held_out_do_not_move_the_fit() -> None:
 def test_measured_plans_cost_what_their_shape_says() -> None:
     for shape in (*SEEN, *HELD_OUT):
         made = plan(shape, 16, 49152)
-        assert plan_seconds(LinearCost(), made) == pytest.approx(shape.seconds(LinearCost()))
+        assert plan_seconds(LinearCost(), made) == pytest.approx(step_seconds(shape, LinearCost()))
         blocks = [block for chunk in made.chunks for block in chunk.blocks]
         assert len(set(blocks)) == len(blocks)
         assert max(blocks) < worker_config("").engine.kv_blocks

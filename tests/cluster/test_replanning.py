@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from local import Cluster, cluster, request, split_spec
 
-from cluster.api.admin_messages import decisions_from, view_message
+from cluster.api.admin_messages import view_message
 from cluster.changes import Taken
 from cluster.cli.shape import decision_words
 from cluster.plan.inline import Inline
@@ -20,6 +20,7 @@ from cluster.sim.run import Options, simulate
 from cluster.spec import ClusterSpec, ElasticSpec, Role, SpecError, parse_spec
 from cluster.view import ClusterView, WorkerState, WorkerView
 from cluster.workload.arrivals import Arrival, Workload
+from diptych.status import decisions_from
 from diptych.v1 import admin_pb2
 from workers.costs import LinearCost
 from workers.request import SLO

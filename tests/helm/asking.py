@@ -9,9 +9,9 @@ import json
 import sys
 from pathlib import Path
 
-from cluster.api.again import Retry
-from cluster.api.client import DiptychClient
-from cluster.api.errors import DiptychError
+from diptych.client import AsyncClient
+from diptych.errors import DiptychError
+from diptych.retry import Retry
 
 
 async def main(endpoint: str, prompts: list[str], max_tokens: int, at_once: int) -> None:
@@ -19,7 +19,7 @@ async def main(endpoint: str, prompts: list[str], max_tokens: int, at_once: int)
     loop = asyncio.get_running_loop()
     loop.run_in_executor(None, lambda: (sys.stdin.read(), loop.call_soon_threadsafe(over.set)))
 
-    async def ask(client: DiptychClient, name: str, turn: int) -> None:
+    async def ask(client: AsyncClient, name: str, turn: int) -> None:
         told: dict[str, object] = {"prompt": turn % len(prompts)}
         prompt = prompts[turn % len(prompts)]
         try:
@@ -32,13 +32,13 @@ async def main(endpoint: str, prompts: list[str], max_tokens: int, at_once: int)
 
     async def stay(lane: int) -> None:
         """One connection for all requests; the first lane makes a new one for each."""
-        turn, client = lane, DiptychClient(endpoint, retry=Retry())
+        turn, client = lane, AsyncClient(endpoint, retry=Retry())
         while not over.is_set() or turn < len(prompts):
             await ask(client, f"ask-{lane}-{turn}", turn)
             turn += at_once
             if not lane:
                 await client.close()
-                client = DiptychClient(endpoint, retry=Retry())
+                client = AsyncClient(endpoint, retry=Retry())
         await client.close()
 
     await asyncio.gather(*(stay(lane) for lane in range(at_once)))

@@ -21,8 +21,6 @@ from api_server import BUILT_IN, Store
 from chart import ROOT, of_kind, rendered, values
 from service_accounts import Accounts, PodsHandler, door_for_pods
 
-from cluster.api.access import Access
-from cluster.api.client import DiptychClient
 from cluster.api.server import GrpcDoor
 from cluster.autoscaler import loop
 from cluster.autoscaler.kubernetes import ApiServer, ScaleError, api_server
@@ -34,6 +32,8 @@ from cluster.doors import Doors
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
 from cluster.spec import ClusterSpec
+from diptych.access import Access
+from diptych.client import AsyncClient
 from kvtransfer.open import SharedMemory
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
 from tests.cluster.local import FAST, split_spec
@@ -123,7 +123,7 @@ def elastic() -> ClusterSpec:
 
 
 @asynccontextmanager
-async def gateway(port: int = 0) -> AsyncIterator[tuple[DiptychClient, str]]:
+async def gateway(port: int = 0) -> AsyncIterator[tuple[AsyncClient, str]]:
     """A real controller and gateway with workers whose steps are modelled; pools as above."""
     shared = SharedMemory()
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=0.05, shared=shared, cost=FAST))
@@ -131,7 +131,7 @@ async def gateway(port: int = 0) -> AsyncIterator[tuple[DiptychClient, str]]:
     spec = replace(spec, gateway=replace(spec.gateway, grpc_port=port))
     serving = await serve(spec, runtime=runtime, door=lambda context: GrpcDoor(context, ByteTokenizer))
     try:
-        async with DiptychClient(serving.endpoint) as client:
+        async with AsyncClient(serving.endpoint) as client:
             yield client, serving.endpoint
     finally:
         await serving.close()
@@ -143,7 +143,7 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def settled(client: DiptychClient, wanted: int) -> None:
+async def settled(client: AsyncClient, wanted: int) -> None:
     async with asyncio.timeout(WAIT_S):
         while len([each for each in (await client.status()).view.workers if each.pool == "decode"]) != wanted:
             await asyncio.sleep(0.01)

@@ -24,10 +24,10 @@ from pod_network import Place, why_not
 from programs import run
 from test_lifecycle import Kubernetes, connected
 
-from cluster.api.client import DiptychClient
 from cluster.api.server import open_door
 from cluster.serving import serve
 from cluster.spec import parse_spec
+from diptych.client import AsyncClient
 from workers.errors import ModelError
 from workers.model.store import resolve
 
@@ -147,7 +147,7 @@ def alone(prompts: Sequence[str], tokens: int) -> list[tuple[int, ...]]:
     async def asked() -> list[tuple[int, ...]]:
         serving = await serve(spec, runtime="local", door=open_door)
         try:
-            async with DiptychClient(serving.endpoint) as client:
+            async with AsyncClient(serving.endpoint) as client:
                 calls = (client.complete(each, max_tokens=tokens, temperature=0.0) for each in prompts)
                 return [each.output.tokens for each in await asyncio.gather(*calls)]
         finally:

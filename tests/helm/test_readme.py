@@ -9,7 +9,6 @@ import pytest
 import yaml
 from chart import CHART
 
-from cluster.api.wire import ADMIN
 from cluster.cli import main
 from cluster.spec import (
     ClassSpec,
@@ -22,6 +21,7 @@ from cluster.spec import (
     PoolSpec,
     Resources,
 )
+from diptych.wire import ADMIN
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
 from workers.costs import LinearCost
 from workers.request import SLO

@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx2
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from cluster.api.access import Access
-from cluster.api.client import DiptychClient
 from cluster.doors import Doors
 from cluster.guard import Guard
+from diptych.access import Access
+from diptych.client import AsyncClient
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
 from tests.http.certificates import Authority
 
@@ -30,8 +30,8 @@ class Guarded:
     def url(self) -> str:
         return self.doors.http_url
 
-    def grpc(self, access: Access) -> DiptychClient:
-        return DiptychClient(f"grpcs://{self.endpoint}", access=access)
+    def grpc(self, access: Access) -> AsyncClient:
+        return AsyncClient(f"grpcs://{self.endpoint}", access=access)
 
     @asynccontextmanager
     async def http(self, access: Access) -> AsyncIterator[httpx2.AsyncClient]:

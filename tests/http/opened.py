@@ -8,9 +8,9 @@ from typing import Any
 import httpx2
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from cluster.api.client import DiptychClient
 from cluster.doors import Doors
 from cluster.text import Tokenizer
+from diptych.client import AsyncClient
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
 
 
@@ -20,7 +20,7 @@ class Clients:
 
     openai: AsyncOpenAI
     http: httpx2.AsyncClient
-    grpc: DiptychClient
+    grpc: AsyncClient
 
 
 @asynccontextmanager
@@ -29,7 +29,7 @@ async def clients(url: str, endpoint: str) -> AsyncIterator[Clients]:
     async with (
         AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30.0, http_client=sdk_http) as sdk,
         httpx2.AsyncClient(base_url=url, trust_env=False, timeout=30.0) as http,
-        DiptychClient(endpoint) as grpc,
+        AsyncClient(endpoint) as grpc,
     ):
         yield Clients(sdk, http, grpc)
 

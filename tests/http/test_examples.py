@@ -19,12 +19,12 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from cluster.api.again import Retry
-from cluster.api.client import DiptychClient, answer_of
 from cluster.doors import Doors
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
 from cluster.text import TextDelta
+from diptych.client import AsyncClient, answer_of
+from diptych.retry import Retry
 from kvtransfer.open import SharedMemory
 from tests.api.relay import relayed
 from tests.cluster.local import split_spec
@@ -54,7 +54,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
     serving = await serve(spec, runtime=runtime, door=lambda context: Doors(context, lambda: Tokenizer(Path(model))))
     try:
-        async with DiptychClient(serving.endpoint) as client:
+        async with AsyncClient(serving.endpoint) as client:
             await client.wait_ready(20.0)
         yield Running(serving.endpoint, serving.http_urls[0])
     finally:
@@ -76,14 +76,14 @@ async def printed(name: str, running: Running) -> str:
 
 @pytest.mark.parametrize("name", ["client.py", "openai_client.py"])
 async def test_both_doors_give_the_answer(name: str, running: Running) -> None:
-    async with DiptychClient(running.endpoint) as client:
+    async with AsyncClient(running.endpoint) as client:
         asked = client.chat([("user", "Why is the sea salty?")], max_tokens=64, temperature=0.0)
         expected = answer_of([event async for event in asked])
     assert await printed(name, running) == expected.text + "\n"
 
 
 async def test_the_blocking_example_gives_an_answer_and_a_batch(running: Running) -> None:
-    async with DiptychClient(running.endpoint) as client:
+    async with AsyncClient(running.endpoint) as client:
         expected = await client.complete("The sea is", max_tokens=32, temperature=0.8, seed=7)
         batch = [await client.complete(text, max_tokens=8, temperature=0.0) for text in ("One, two,", "Red, green,")]
     told = await printed("blocking_client.py", running)
@@ -108,7 +108,7 @@ async def test_reflection_is_all_that_a_client_needs(running: Running) -> None:
             return [MessageToDict(message, descriptor_pool=pool) for message in call(request, timeout=20.0)]
 
     messages = await asyncio.to_thread(ask)
-    async with DiptychClient(running.endpoint) as client:
+    async with AsyncClient(running.endpoint) as client:
         expected = await client.complete("The sea is", max_tokens=5, temperature=0.0)
     assert "accepted" in messages[0] and messages[-1]["completed"]["finishReason"] == "FINISH_REASON_LENGTH"
     assert "".join(each["delta"].get("text", "") for each in messages if "delta" in each) == expected.text
@@ -117,12 +117,12 @@ async def test_reflection_is_all_that_a_client_needs(running: Running) -> None:
 async def test_a_stream_cut_twice_is_the_undisturbed_one(running: Running) -> None:
     """Drawn with a seed by real workers; what is asked for anew is drawn alike."""
     asked: dict[str, Any] = {"max_tokens": 96, "temperature": 1.0, "seed": 11, "ignore_eos": True, "logprobs": 0}
-    async with DiptychClient(running.endpoint) as client:
+    async with AsyncClient(running.endpoint) as client:
         undisturbed = await client.complete("The sea is", **asked)
     heard = []
     async with (
         relayed(running.endpoint) as relay,
-        DiptychClient(relay.endpoint, retry=Retry(wait_s=0.01)) as client,
+        AsyncClient(relay.endpoint, retry=Retry(wait_s=0.01)) as client,
     ):
         async for event in client.generate("The sea is", **asked):
             heard.append(event)

@@ -13,15 +13,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from openai import APIConnectionError, AsyncOpenAI, AuthenticationError
 
-from cluster.api.access import Access
-from cluster.api.again import may_pass
-from cluster.api.blocking import BlockingClient
-from cluster.api.client import DiptychClient
-from cluster.api.errors import DiptychError
 from cluster.doors import Doors, open_doors
 from cluster.guard import LOOK_S
 from cluster.serving import serve
 from cluster.spec import Role, SpecError
+from diptych.access import Access
+from diptych.client import AsyncClient, Client
+from diptych.errors import DiptychError
+from diptych.retry import may_pass
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
 from tests.cluster.local import split_spec
 from tests.http.guarded import KEY, Files, Guarded, guarded
@@ -118,9 +117,9 @@ async def test_probes_need_no_key(files: Files) -> None:
 
 async def test_keys_work_without_tls(files: Files) -> None:
     async with guarded(FakeDispatcher(), **files.keys) as door:
-        async with DiptychClient(door.endpoint, access=Access(api_key=KEY)) as client:
+        async with AsyncClient(door.endpoint, access=Access(api_key=KEY)) as client:
             assert (await client.complete("abc", max_tokens=3)).text == "abc"
-        async with DiptychClient(door.endpoint) as client:
+        async with AsyncClient(door.endpoint) as client:
             with pytest.raises(DiptychError, match="asks for an API key"):
                 await client.complete("abc", max_tokens=3)
 
@@ -165,13 +164,13 @@ async def test_another_host_s_certificate_is_not_trusted(files: Files) -> None:
 
 
 async def test_tls_on_one_side_only_is_told_apart(files: Files) -> None:
-    async with guarded(FakeDispatcher(), **files.tls) as door, DiptychClient(door.endpoint) as client:
+    async with guarded(FakeDispatcher(), **files.tls) as door, AsyncClient(door.endpoint) as client:
         with pytest.raises(DiptychError, match=r"it may want TLS \(grpcs://127"):
             await client.complete("abc")
     async with guarded(FakeDispatcher()) as door:
         assert "speaks no TLS; write grpc://" in (await refusal(door, Access(files.servers.ca))).message
         with pytest.raises(DiptychError, match="is without TLS, so neither a CA nor a certificate has an effect"):
-            DiptychClient(door.endpoint, access=Access(files.servers.ca))
+            AsyncClient(door.endpoint, access=Access(files.servers.ca))
 
 
 async def test_clients_must_show_a_certificate_of_their_authority(files: Files) -> None:
@@ -373,7 +372,7 @@ async def test_a_client_s_certificate_needs_its_key(files: Files) -> None:
     with pytest.raises(DiptychError, match="come together"):
         Access(files.servers.ca, cert_file=files.servers.ca)
     with pytest.raises(OSError, match="nowhere"):
-        BlockingClient("grpcs://127.0.0.1:1", access=Access("nowhere.pem"))
+        Client("grpcs://127.0.0.1:1", access=Access("nowhere.pem"))
     assert "secret" not in repr(Access(api_key="secret"))
 
 
@@ -384,7 +383,7 @@ async def test_an_unguarded_gateway_has_neither_interceptor_nor_middleware() -> 
         assert doors.http_url.startswith("http://") and not doors._grpc.guard.has_keys
         outermost = doors._http._server.config.app  # type: ignore[union-attr]
         assert type(outermost).__name__ == "Named" and type(outermost._app).__name__ == "Connection"  # type: ignore[union-attr]
-        async with DiptychClient(endpoint) as client:
+        async with AsyncClient(endpoint) as client:
             assert (await client.complete("abc", max_tokens=3)).text == "abc"
     finally:
         await doors.close(0.0)

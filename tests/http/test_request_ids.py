@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.api.access import Access
 from cluster.doors import Doors
 from cluster.http import connection
+from diptych.access import Access
 from tests.api.fake import FakeDispatcher
 from tests.http.guarded import Files, guarded
 from tests.http.opened import Clients, opened

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.api.client import DiptychClient
 from cluster.doors import Doors
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
 from cluster.spec import ClusterSpec
+from diptych.client import AsyncClient
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import split_spec
 from tests.load.in_thread import in_thread
@@ -50,7 +50,7 @@ async def _serving(model: str) -> AsyncIterator[Served]:
 
     serving = await serve(tiny_spec(model), runtime=runtime, door=door)
     try:
-        async with DiptychClient(serving.endpoint) as client:
+        async with AsyncClient(serving.endpoint) as client:
             await client.wait_ready(20.0)
         yield Served(serving.endpoint, serving.http_urls[0], model)
     finally:

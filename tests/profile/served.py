@@ -5,11 +5,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from cluster.api.client import DiptychClient
 from cluster.api.server import GrpcDoor
 from cluster.runtime.local import LocalRuntime, modelled_worker
 from cluster.serving import serve
 from cluster.spec import ClusterSpec
+from diptych.client import AsyncClient
 from tests.cluster.local import split_spec
 from workers.costs import LinearCost
 from workers.executor.modelled import Modelled
@@ -49,11 +49,11 @@ def spec(**engine: int) -> ClusterSpec:
 @asynccontextmanager
 async def served(
     spec: ClusterSpec, cost: LinearCost = COST, modelled: Modelled | None = None
-) -> AsyncIterator[tuple[DiptychClient, LocalRuntime]]:
+) -> AsyncIterator[tuple[AsyncClient, LocalRuntime]]:
     runtime = LocalRuntime(lambda order: modelled_worker(order, cost, modelled or Modelled()))
     serving = await serve(spec, runtime=runtime, door=lambda context: GrpcDoor(context, AnyTokenizer))
     try:
-        async with DiptychClient(serving.endpoint) as client:
+        async with AsyncClient(serving.endpoint) as client:
             await client.wait_ready(10.0)
             yield client, runtime
     finally:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cluster.profile.points import HELD_OUT, SEEN
 from workers.costs import LinearCost
 from workers.fit import COEFFICIENTS, FitError, Point, error_of, fit, non_negative
-from workers.shapes import Shape
+from workers.shapes import Shape, step_seconds
 
 costs = st.builds(
     LinearCost,
@@ -24,7 +24,7 @@ costs = st.builds(
 
 
 def points(cost: LinearCost) -> list[Point]:
-    return [Point(shape, shape.seconds(cost), shape in HELD_OUT) for shape in (*SEEN, *HELD_OUT)]
+    return [Point(shape, step_seconds(shape, cost), shape in HELD_OUT) for shape in (*SEEN, *HELD_OUT)]
 
 
 @given(costs)

@@ -23,7 +23,7 @@ from workers.executor.solo import open_solo
 from workers.measuring import num_blocks, step_plan
 from workers.model.folder import ModelFolder
 from workers.request import Request, SamplingParams
-from workers.shapes import Shape
+from workers.shapes import Shape, step_seconds
 from workers.worker import ExecutorFactory, Worker
 
 COST = LinearCost(1e-4, 1e-5, 1e-8, 2e-5, 1e-7)
@@ -98,7 +98,7 @@ async def test_a_modelled_worker_tells_what_its_cost_model_says() -> None:
     async with modelled() as worker:
         for shape in SHAPES[:-1]:
             (seconds,) = (await worker.measure(shape, 1)).seconds
-            assert seconds == pytest.approx(shape.seconds(COST))
+            assert seconds == pytest.approx(step_seconds(shape, COST))
 
 
 async def test_a_worker_with_work_is_not_measured() -> None:
@@ -217,7 +217,7 @@ def test_a_plan_costs_what_its_shape_says_and_no_block_is_in_it_twice(
     plan = step_plan(shape, blocks, block_size, 500, swaps)
     # A chunk of one token that draws is a decode, wherever it stands.
     lone = any(tokens == 1 for tokens, _ in shape.chunks)
-    assert lone or plan_seconds(COST, plan) == pytest.approx(shape.seconds(COST))
+    assert lone or plan_seconds(COST, plan) == pytest.approx(step_seconds(shape, COST))
     taken: Sequence[int] = [
         *(block for chunk in plan.chunks for block in chunk.blocks),
         *(block for block, _ in plan.swap_out),

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cluster.api.errors import DiptychError
 from cluster.cli import main
 from cluster.profile import measure as module
 from cluster.profile.beside import measure_beside
@@ -16,6 +15,7 @@ from cluster.profile.measure import measure
 from cluster.profile.path import measure_path
 from cluster.profile.points import HELD_OUT, SEEN
 from cluster.profile.steps import measure_steps
+from diptych.errors import DiptychError
 from tests.profile.served import COST, served, spec
 from workers.costs import LinearCost
 from workers.fit import COEFFICIENTS, Point

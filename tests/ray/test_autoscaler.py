@@ -12,9 +12,9 @@ import pytest_asyncio
 from autoscaled import STORE_BYTES, Autoscaled, autoscaled
 from served import Served, laptop, served
 
-from cluster.api.client import ClusterStatus, DiptychClient
 from cluster.events import Accepted
 from cluster.view import WorkerState, WorkerView
+from diptych.client import AsyncClient, ClusterStatus
 from workers.executor.modelled import modelled_token
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
@@ -31,7 +31,7 @@ WAIT_S = 90.0
 class Subject:
     ray: Autoscaled
     served: Served
-    client: DiptychClient
+    client: AsyncClient
 
     async def until(self, is_so: Callable[[ClusterStatus], bool]) -> ClusterStatus:
         end_s = asyncio.get_running_loop().time() + WAIT_S
@@ -68,7 +68,7 @@ async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sub
     async with (
         autoscaled({"CPU": 2, "prefill": 1, "decode": 1}, {"decodes": decodes}, IDLE_S) as ray,
         served(document(), folder, **ray.environment) as serving,
-        DiptychClient(serving.endpoint) as client,
+        AsyncClient(serving.endpoint) as client,
     ):
         yield Subject(ray, serving, client)
 
@@ -90,9 +90,7 @@ def nodes(told: str) -> int:
     return sum(int(count) for count in re.findall(r"^ (\d+) decodes$", told, re.MULTILINE))
 
 
-async def answer(
-    client: DiptychClient, name: str, max_tokens: int, seen: Callable[[], None] = lambda: None
-) -> set[int]:
+async def answer(client: AsyncClient, name: str, max_tokens: int, seen: Callable[[], None] = lambda: None) -> set[int]:
     """The attempts that it took. Every token is the one that it must be: a modelled worker draws by the name."""
     tokens: list[int] = []
     attempts: set[int] = set()

@@ -14,10 +14,10 @@ import pytest
 import pytest_asyncio
 from served import laptop, served
 
-from cluster.api.client import DiptychClient
 from cluster.events import Accepted, Completed
 from cluster.text import TextDelta, TextEvent
 from cluster.view import ClusterView, WorkerState, WorkerView
+from diptych.client import AsyncClient
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900)]
 
@@ -45,7 +45,7 @@ def sampling(index: int) -> dict[str, float]:
     return {"temperature": 0.0} if index % 2 else {"seed": index, **SEEDED}
 
 
-async def stream(client: DiptychClient, index: int, prompt: list[int]) -> list[TextEvent]:
+async def stream(client: AsyncClient, index: int, prompt: list[int]) -> list[TextEvent]:
     options = {"max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "timeout_s": ANSWER_S, **sampling(index)}
     return [event async for event in client.generate(prompt, **options)]  # type: ignore[arg-type]
 
@@ -64,7 +64,7 @@ def worker(view: ClusterView, name: str) -> WorkerView:
     return next(each for each in view.workers if each.name == name)
 
 
-async def until(client: DiptychClient, timeout_s: float, holds: Callable[[ClusterView], bool]) -> ClusterView:
+async def until(client: AsyncClient, timeout_s: float, holds: Callable[[ClusterView], bool]) -> ClusterView:
     async with asyncio.timeout(timeout_s):
         while not holds(view := (await client.status()).view):
             await asyncio.sleep(0.02)
@@ -79,11 +79,11 @@ def at_rest(view: ClusterView) -> bool:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DiptychClient]:
+async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncClient]:
     document = laptop(health={"dead_after_s": 3.0})
     async with (
         served(document, Path(tmp_path_factory.mktemp("death"))) as subject,
-        DiptychClient(subject.endpoint) as client,
+        AsyncClient(subject.endpoint) as client,
     ):
         await client.wait_ready(30.0)
         yield client
@@ -93,9 +93,7 @@ async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Dipt
 @pytest.mark.parametrize("turn", range(ROUNDS))
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-async def test_streams_survive_the_death_of_a_worker(
-    client: DiptychClient, victim: str, moment: str, turn: int
-) -> None:
+async def test_streams_survive_the_death_of_a_worker(client: AsyncClient, victim: str, moment: str, turn: int) -> None:
     made = prompts(turn * 10 + list(MOMENTS).index(moment) * 2 + (victim == "decode-0"))
     await until(client, 60.0, at_rest)
     streams = [asyncio.ensure_future(stream(client, index, prompt)) for index, prompt in enumerate(made)]

@@ -11,10 +11,10 @@ import pytest
 import pytest_asyncio
 from served import Served, laptop, served
 
-from cluster.api.client import DiptychClient
-from cluster.api.errors import DiptychError
 from cluster.spec import Role
 from cluster.view import ClusterView, WorkerState
+from diptych.client import AsyncClient
+from diptych.errors import DiptychError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -37,7 +37,7 @@ async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
         yield subject
 
 
-async def until(client: DiptychClient, is_so: Callable[[ClusterView], bool], timeout_s: float = 60.0) -> ClusterView:
+async def until(client: AsyncClient, is_so: Callable[[ClusterView], bool], timeout_s: float = 60.0) -> ClusterView:
     async with asyncio.timeout(timeout_s):
         while True:
             try:
@@ -54,7 +54,7 @@ def ready(view: ClusterView) -> dict[str, Role]:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_flip_and_a_scale_out_under_streams(subject: Served) -> None:
-    async with DiptychClient(subject.endpoint) as client:
+    async with AsyncClient(subject.endpoint) as client:
         flowing = asyncio.Event()
 
         async def stream(name: str) -> tuple[list[int], int]:
@@ -89,7 +89,7 @@ async def test_a_flip_and_a_scale_out_under_streams(subject: Served) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_restarted_controller_knows_roles_and_newcomers_and_a_drained_worker_leaves(subject: Served) -> None:
     port = int(subject.endpoint.rpartition(":")[2])
-    async with DiptychClient(subject.endpoint) as client:
+    async with AsyncClient(subject.endpoint) as client:
         before = await until(client, lambda view: len(ready(view)) == 4)
         (controller,) = [each for each in services(subject) if not listens(each, port)]
         os.kill(controller.pid, signal.SIGKILL)

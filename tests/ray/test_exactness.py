@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from served import ROOT, laptop, served
 
-from cluster.api.client import DiptychClient
+from diptych.client import AsyncClient
 from workers.build import build_worker
 from workers.errors import ModelError
 from workers.model.store import resolve
@@ -50,7 +50,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 async def split(made: list[tuple[int, ...]], endpoint: str) -> dict[str, list[list[int]]]:
     """All prompts in flight at once, greedy and seeded, through gRPC, Ray and NIXL."""
-    async with DiptychClient(endpoint) as client:
+    async with AsyncClient(endpoint) as client:
 
         async def ask(index: int, **sampling: float) -> list[int]:
             answer = await client.complete(made[index], max_tokens=OUTPUT_TOKENS, ignore_eos=True, **sampling)

@@ -19,9 +19,9 @@ from served import Served, laptop, served
 from test_death import at_rest, tokens_of, until, worker
 from test_exactness import first_difference, prompts, reference_flips
 
-from cluster.api.client import DiptychClient
 from cluster.events import Completed
 from cluster.text import TextEvent
+from diptych.client import AsyncClient
 
 pytestmark = [
     pytest.mark.ray,
@@ -47,16 +47,16 @@ def document() -> dict[str, Any]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def gangs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Served, DiptychClient]]:
+async def gangs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Served, AsyncClient]]:
     async with (
         served(document(), Path(tmp_path_factory.mktemp("gangs"))) as subject,
-        DiptychClient(subject.endpoint) as client,
+        AsyncClient(subject.endpoint) as client,
     ):
         await client.wait_ready(30.0)
         yield subject, client
 
 
-async def stream(client: DiptychClient, prompt: list[int], **sampling: float) -> list[TextEvent]:
+async def stream(client: AsyncClient, prompt: list[int], **sampling: float) -> list[TextEvent]:
     options: dict[str, Any] = {"max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "timeout_s": 300.0, **sampling}
     return [event async for event in client.generate(prompt, **options)]
 
@@ -74,7 +74,7 @@ def ranks(subject: Served) -> set[int]:
 
 
 async def test_answers_of_a_split_between_gangs_are_those_of_transformers(
-    gangs: tuple[Served, DiptychClient],
+    gangs: tuple[Served, AsyncClient],
 ) -> None:
     _, client = gangs
     made = [list(prompts()[index]) for index in PROMPTS]
@@ -93,7 +93,7 @@ async def test_answers_of_a_split_between_gangs_are_those_of_transformers(
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_a_rank_that_dies_takes_its_gang_down_and_the_pool_rebuilds_it(
-    gangs: tuple[Served, DiptychClient], how: signal.Signals
+    gangs: tuple[Served, AsyncClient], how: signal.Signals
 ) -> None:
     subject, client = gangs
     before = await until(client, 60.0, at_rest)

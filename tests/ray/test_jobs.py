@@ -16,7 +16,7 @@ import pytest
 import yaml
 from served import ROOT, laptop
 
-from cluster.api.client import DiptychClient
+from diptych.client import AsyncClient
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -114,7 +114,7 @@ async def test_a_submitted_job_serves_until_it_is_stopped(head: tuple[psutil.Pro
         submit(address, f"examples/{path.name}", "serve")
     finally:
         path.unlink()
-    async with DiptychClient(f"127.0.0.1:{port}") as client:
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
         try:
             await client.wait_ready(120.0)
         except BaseException:

@@ -16,8 +16,8 @@ import yaml
 from ray.cluster_utils import Cluster
 from served import ROOT, laptop
 
-from cluster.api.client import Answer, DiptychClient, answer_of
 from cluster.text import TextDelta
+from diptych.client import Answer, AsyncClient, answer_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -91,7 +91,7 @@ async def nodes() -> AsyncIterator[Cluster]:
         there.shutdown()
 
 
-async def stream(client: DiptychClient, index: int, first: asyncio.Event) -> Answer:
+async def stream(client: AsyncClient, index: int, first: asyncio.Event) -> Answer:
     """`first` is set at the first token."""
     events = []
     asked: dict[str, Any] = {"request_id": f"r{index}", "max_tokens": TOKENS}  # modelled tokens follow from the id
@@ -102,7 +102,7 @@ async def stream(client: DiptychClient, index: int, first: asyncio.Event) -> Ans
     return answer_of(events)
 
 
-async def streams(client: DiptychClient, count: int) -> list["asyncio.Task[Answer]"]:
+async def streams(client: AsyncClient, count: int) -> list["asyncio.Task[Answer]"]:
     """Under way."""
     begun = [asyncio.Event() for _ in range(count)]
     tasks = [asyncio.ensure_future(stream(client, index, first)) for index, first in enumerate(begun)]
@@ -119,7 +119,7 @@ async def test_a_node_leaves_and_a_gateway_ends_under_requests(nodes: Cluster, t
     ):
         await serving.line("ready: the workers")
         endpoint = (await gateway.line("ready: grpc://")).removeprefix("ready: ")
-        async with DiptychClient(endpoint) as client:
+        async with AsyncClient(endpoint) as client:
             undisturbed = [each.output.tokens for each in await asyncio.gather(*await streams(client, 6))]
             head, first, _ = (each.node_id for each in nodes.list_all_nodes())
             refused = await begun(nodes.address, "leave", head)

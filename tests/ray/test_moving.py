@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from served import laptop, served
 
-from cluster.api.client import DiptychClient
 from cluster.events import Accepted
+from diptych.client import AsyncClient
 from workers.executor.modelled import modelled_token
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -21,7 +21,7 @@ async def test_a_drained_worker_leaves_while_its_answers_go_on_elsewhere(tmp_pat
     for pool in document["pools"]:
         pool |= {"resources": {"cpu": 0.1}, "cost": COST, "replicas": 1}
     document["pools"][1]["replicas"] = {"min": 1, "max": 3}
-    async with served(document, tmp_path) as subject, DiptychClient(subject.endpoint) as client:
+    async with served(document, tmp_path) as subject, AsyncClient(subject.endpoint) as client:
         await client.scale("decode", 2)
         async with asyncio.timeout(60):
             while len([each for each in (await client.status()).view.workers if each.state.value == "ready"]) < 3:

@@ -17,9 +17,9 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 from served import ROOT, Served, laptop, served
 
-from cluster.api.again import Retry
-from cluster.api.client import Answer, DiptychClient, answer_of
-from cluster.api.errors import DiptychError
+from diptych.client import Answer, AsyncClient, answer_of
+from diptych.errors import DiptychError
+from diptych.retry import Retry
 from tests.model.tiny import write_tiny_llama
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -48,7 +48,7 @@ def listens(process: psutil.Process, port: int) -> bool:
 
 
 async def answer(endpoint: str) -> int:
-    async with DiptychClient(endpoint) as client:
+    async with AsyncClient(endpoint) as client:
         done = await client.complete([5, 6, 7] * 20, max_tokens=4, temperature=0.0, timeout_s=5.0)
         return len(done.completed.transfers)
 
@@ -81,7 +81,7 @@ async def told_by_ray(subject: Served, name: str, workers: set[str]) -> dict[str
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_workers_tell_ray_what_they_fetched(subject: Served) -> None:
-    async with DiptychClient(subject.endpoint) as client:
+    async with AsyncClient(subject.endpoint) as client:
         done = await client.complete([5, 6, 7] * 20, max_tokens=4, temperature=0.0)
     (report,) = done.completed.transfers
     fetched = await told_by_ray(subject, "ray_diptych_worker_transfer_bytes_total", {"decode-0"})
@@ -93,7 +93,7 @@ async def test_workers_tell_ray_what_they_fetched(subject: Served) -> None:
 async def streamed(endpoint: str, began: asyncio.Event) -> Answer:
     """A long answer, asked by a client that goes on where its stream broke."""
     events = []
-    async with DiptychClient(endpoint, retry=Retry()) as client:
+    async with AsyncClient(endpoint, retry=Retry()) as client:
         async for event in client.generate([5, 6, 7] * 20, max_tokens=400, seed=3, ignore_eos=True):
             events.append(event)
             if len(events) == 5:
@@ -128,7 +128,7 @@ async def test_a_killed_controller_finds_the_living_workers(subject: Served) -> 
     assert await answers_again(subject.endpoint, 30.0) == 1
     port = int(subject.endpoint.rpartition(":")[2])
     (controller,) = [each for each in services(subject) if not listens(each, port)]
-    async with DiptychClient(subject.endpoint) as client:
+    async with AsyncClient(subject.endpoint) as client:
         before = {each.name: each.incarnation for each in (await client.status()).view.workers}
         os.kill(controller.pid, signal.SIGKILL)
         assert await answer(subject.endpoint) == 1  # without a controller
@@ -143,7 +143,7 @@ async def test_a_killed_controller_finds_the_living_workers(subject: Served) -> 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_stopped_worker_is_given_up_and_replaced(subject: Served) -> None:
-    async with DiptychClient(subject.endpoint) as client:
+    async with AsyncClient(subject.endpoint) as client:
         stopped = next(each for each in (await client.status()).view.workers if each.name == "decode-0")
         os.kill(stopped.pid, signal.SIGSTOP)
         done = await client.complete([5, 6, 7] * 20, max_tokens=4, temperature=0.0, timeout_s=20.0)

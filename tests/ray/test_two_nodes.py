@@ -14,10 +14,10 @@ import pytest_asyncio
 from namespaces import BURST_BYTES, LEFT, Link, linked_nodes, served_on, why_not
 from served import ROOT, laptop
 
-from cluster.api.client import Answer, DiptychClient
 from cluster.events import Accepted, Completed
 from cluster.text import TextDelta, TextEvent
 from cluster.view import ClusterView, WorkerState, WorkerView
+from diptych.client import Answer, AsyncClient
 from kvtransfer.probe import BANDWIDTH_BYTES
 from workers.build import build_worker
 from workers.config import EngineConfig
@@ -105,18 +105,18 @@ def link() -> Iterator[Link]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(asks: dict[str, Ask], link: Link) -> AsyncIterator[DiptychClient]:
+async def client(asks: dict[str, Ask], link: Link) -> AsyncIterator[AsyncClient]:
     """A cluster with prefill pool, door and controller on the left, and its decode pool on the right."""
     document = laptop(health={"dead_after_s": DEAD_AFTER_S})
     for pool, side in zip(document["pools"], ("left", "right"), strict=True):
         pool["resources"] = {"cpu": 1, "custom": {side: 1}}
         pool["engine"] |= ENGINE | {"prefix_caching": False}  # all KV of a prompt has to come, each time
-    async with served_on(link, document, UCX_TLS="tcp") as endpoint, DiptychClient(endpoint) as client:
+    async with served_on(link, document, UCX_TLS="tcp") as endpoint, AsyncClient(endpoint) as client:
         await client.wait_ready(30.0)
         yield client
 
 
-async def handed_over(client: DiptychClient, ask: Ask) -> Answer:
+async def handed_over(client: AsyncClient, ask: Ask) -> Answer:
     """An answer whose KV came from the left through a socket, every block checked."""
     answer = await client.complete(ask.prompt, timeout_s=ANSWER_S, **ask.options)
     (report,) = answer.completed.transfers
@@ -130,7 +130,7 @@ def worker(view: ClusterView, name: str) -> WorkerView:
     return next(each for each in view.workers if each.name == name)
 
 
-async def until(client: DiptychClient, timeout_s: float, holds: Callable[[ClusterView], bool]) -> ClusterView:
+async def until(client: AsyncClient, timeout_s: float, holds: Callable[[ClusterView], bool]) -> ClusterView:
     async with asyncio.timeout(timeout_s):
         while not holds(view := (await client.status()).view):
             await asyncio.sleep(0.05)
@@ -150,9 +150,7 @@ def after_compute_s(answer: Answer) -> float:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_each_pool_lies_on_its_node_and_kv_takes_the_socket_between_them(
-    client: DiptychClient, link: Link
-) -> None:
+async def test_each_pool_lies_on_its_node_and_kv_takes_the_socket_between_them(client: AsyncClient, link: Link) -> None:
     view = (await client.status()).view
     left, right = link.left.network(), link.right.network()
     assert left != right
@@ -166,7 +164,7 @@ async def test_each_pool_lies_on_its_node_and_kv_takes_the_socket_between_them(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_answers_over_the_link_equal_a_colocated_workers_token_for_token(
-    client: DiptychClient, asks: dict[str, Ask], expected: dict[str, list[int]]
+    client: AsyncClient, asks: dict[str, Ask], expected: dict[str, list[int]]
 ) -> None:
     names = [name for name in asks if name != "longest"]  # that one goes alone, below
     answers = await asyncio.gather(*(handed_over(client, asks[name]) for name in names))
@@ -175,7 +173,7 @@ async def test_answers_over_the_link_equal_a_colocated_workers_token_for_token(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_link_of_a_gigabit_shows_in_the_report_and_in_the_ledger(
-    client: DiptychClient, link: Link, asks: dict[str, Ask], expected: dict[str, list[int]]
+    client: AsyncClient, link: Link, asks: dict[str, Ask], expected: dict[str, list[int]]
 ) -> None:
     link.shape(GIGABIT)
     shaped = await handed_over(client, asks["longest"])
@@ -197,7 +195,7 @@ async def test_a_link_of_a_gigabit_shows_in_the_report_and_in_the_ledger(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_cut_link_costs_an_attempt_and_no_token_and_carries_again_when_it_heals(
-    client: DiptychClient, link: Link, asks: dict[str, Ask], expected: dict[str, list[int]]
+    client: AsyncClient, link: Link, asks: dict[str, Ask], expected: dict[str, list[int]]
 ) -> None:
     link.shape(GIGABIT)
     before = await until(client, HEAL_S, lambda view: view.linked("prefill-0", "decode-0"))
@@ -221,7 +219,7 @@ async def test_a_cut_link_costs_an_attempt_and_no_token_and_carries_again_when_i
     assert [each.audit for each in audit.workers] == ["clean", "clean"]
 
 
-async def stream_over_a_cut(client: DiptychClient, link: Link, ask: Ask) -> list[TextEvent]:
+async def stream_over_a_cut(client: AsyncClient, link: Link, ask: Ask) -> list[TextEvent]:
     """All events of a stream whose link is cut once some tokens have come, and heals when it has ended."""
     events: list[TextEvent] = []
     cut = False
@@ -252,7 +250,7 @@ async def test_a_pipeline_over_two_nodes_answers_like_one_rank(
     pool["engine"] |= ENGINE
     document["pools"] = [pool]
     with linked_nodes() as other:  # that of the tests above still stands
-        async with served_on(other, document, UCX_TLS="tcp") as endpoint, DiptychClient(endpoint) as client:
+        async with served_on(other, document, UCX_TLS="tcp") as endpoint, AsyncClient(endpoint) as client:
             await client.wait_ready(30.0)
             leader = worker((await client.status()).view, "mixed-0").pid
             rank = other.left.run("pgrep", "-f", "ray::_RankActor")  # the one that is no leader

@@ -19,10 +19,9 @@ import grpc
 import pytest
 import yaml
 
-from cluster.api.blocking import BlockingClient
-from cluster.api.client import DiptychClient
-from cluster.api.errors import DiptychError
 from cluster.ledger import PHASES
+from diptych.client import AsyncClient, Client
+from diptych.errors import DiptychError
 from tests.model.tiny import write_tiny_llama
 from tests.spans.collector import Collected, Collector, over_grpc
 
@@ -112,7 +111,7 @@ def of_parts(children: Sequence[Collected]) -> list[Collected]:
 
 
 def test_a_request_is_a_span_whose_parts_are_its_ledger(served: Served) -> None:
-    with BlockingClient(served.endpoint) as client:
+    with Client(served.endpoint) as client:
         answer = client.complete("the sea is", max_tokens=12, ignore_eos=True, request_id="whole", temperature=0.5)
     span = served.collector.request("whole")
     assert (span.name, span.kind, span.parent, span.code) == ("llm_request", SERVER, "", 0)
@@ -144,7 +143,7 @@ def test_a_request_is_a_span_whose_parts_are_its_ledger(served: Served) -> None:
 
 
 def test_what_moved_the_kv_is_a_span_at_who_decodes(served: Served) -> None:
-    with BlockingClient(served.endpoint) as client:
+    with Client(served.endpoint) as client:
         answer = client.complete("one two three four five six", max_tokens=4, ignore_eos=True, request_id="moved")
     [report] = answer.completed.transfers
     span = served.collector.request("moved")
@@ -156,7 +155,7 @@ def test_what_moved_the_kv_is_a_span_at_who_decodes(served: Served) -> None:
 async def test_over_grpc_the_span_belongs_to_the_callers_trace(served: Served) -> None:
     trace = secrets.token_hex(16)
     parent, above = parent_of(trace)
-    async with DiptychClient(served.endpoint, interceptors=[Passing(parent)]) as client:
+    async with AsyncClient(served.endpoint, interceptors=[Passing(parent)]) as client:
         await client.complete("the sea", max_tokens=4, request_id="called")
     span = await asyncio.to_thread(served.collector.request, "called")
     assert (span.trace, span.parent) == (trace, above)
@@ -165,7 +164,7 @@ async def test_over_grpc_the_span_belongs_to_the_callers_trace(served: Served) -
 def test_a_blocking_client_passes_a_trace_on_too(served: Served) -> None:
     trace = secrets.token_hex(16)
     parent, above = parent_of(trace)
-    with BlockingClient(served.endpoint, interceptors=[Passing(parent)]) as client:
+    with Client(served.endpoint, interceptors=[Passing(parent)]) as client:
         client.complete("the sea", max_tokens=4, request_id="waited")
     span = served.collector.request("waited")
     assert (span.trace, span.parent) == (trace, above)
@@ -216,7 +215,7 @@ def test_a_header_that_is_no_trace_begins_a_new_one(served: Served, header: str)
 
 
 def test_a_request_that_fails_is_a_span_with_an_error(served: Served) -> None:
-    with BlockingClient(served.endpoint) as client:
+    with Client(served.endpoint) as client:
         for timeout_s in (
             0.02,
             0.05,
@@ -235,7 +234,7 @@ def test_a_request_that_fails_is_a_span_with_an_error(served: Served) -> None:
 
 
 async def test_a_request_that_its_client_ends_is_none(served: Served) -> None:
-    async with DiptychClient(served.endpoint) as client:
+    async with AsyncClient(served.endpoint) as client:
         stream = client.generate("the sea", max_tokens=90, ignore_eos=True, request_id="left")
         async for _ in stream:
             break

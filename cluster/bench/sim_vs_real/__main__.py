@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 
-from cluster.api.client import DiptychClient
 from cluster.bench.hosted import hosted, refuse_foreign_ray
 from cluster.bench.sim_vs_real import page, record
 from cluster.bench.sim_vs_real.compare import compare
@@ -19,6 +18,7 @@ from cluster.profile.measure import ROUNDS, measure
 from cluster.scoring.figures import figures
 from cluster.spec import ClusterSpec
 from cluster.workload.arrivals import Workload
+from diptych.client import AsyncClient
 from workers.profiles.measured import ClusterProfile
 
 LOADS = (0.4, 0.8)
@@ -99,7 +99,7 @@ def _run(
 
 
 async def _profile(endpoint: str, rounds: int) -> ClusterProfile:
-    async with DiptychClient(endpoint) as client:
+    async with AsyncClient(endpoint) as client:
         return await measure(client, lambda what, done, total: _tell(what) if done <= 1 else None, rounds)
 
 
@@ -108,7 +108,7 @@ async def _real(endpoint: str, spec: ClusterSpec, profile: ClusterProfile, load:
     _tell(f"{spec.name} at {load:.0%}: {requests} requests in {asked.duration_s:.0f} s and a while longer")
     slo = promise(profile, spec)
     sent = Load(profile.vocab_size, DEADLINE_S, requests, system=spec.name)
-    async with DiptychClient(endpoint) as client:
+    async with AsyncClient(endpoint) as client:
         run = await drive_cluster(client, asked, sent)
     return record.recorded(run, dict(figures(run, slo).phases_s), load, slo)
 

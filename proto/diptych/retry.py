@@ -7,8 +7,8 @@ beginning, and what the caller has is compared and left out. Knows no wire and n
 import random
 from dataclasses import dataclass, replace
 
-from cluster.api.errors import NO_HANDSHAKE, DiptychError
-from cluster.text import TextDelta
+from diptych.errors import NO_HANDSHAKE, DiptychError
+from diptych.events import TextDelta
 
 
 @dataclass(frozen=True, slots=True)

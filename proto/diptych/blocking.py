@@ -1,6 +1,6 @@
 """The client for programs without an event loop: the same calls and types, each waiting for its answer.
 
-with BlockingClient("127.0.0.1:50051", retry=Retry()) as client:
+with Client("127.0.0.1:50051", retry=Retry()) as client:
     for event in client.generate("The sea is", max_tokens=32):
         if isinstance(event, TextDelta):
             print(event.text, end="")
@@ -14,38 +14,22 @@ from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Seque
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
-from cluster.api.access import Access
-from cluster.api.again import Retry
-from cluster.api.channel import Interceptors
-from cluster.api.client import Answer, ClusterStatus, DiptychClient, Messages, Prompt
-from cluster.api.errors import DiptychError
-from cluster.api.messages import SamplingOptions
-from cluster.history import Window
-from cluster.spec import Role
-from cluster.text import TextEvent
-from workers.request import SLO
-from workers.shapes import Shape, Timings
+from diptych.access import Access
+from diptych.aio import AsyncClient
+from diptych.channel import Interceptors
+from diptych.errors import DiptychError
+from diptych.events import Answer, TextEvent
+from diptych.history import Window
+from diptych.options import BatchOptions, Messages, Prompt, RequestOptions
+from diptych.retry import Retry
+from diptych.shapes import Shape, Timings
+from diptych.status import ClusterStatus
+from diptych.view import Role
 
 T = TypeVar("T")
 
 
-class BatchOptions(SamplingOptions, total=False):
-    """What a caller may say about a batch; see `DiptychClient.batch`."""
-
-    model: str
-    slo: SLO | None
-    tenant: str
-    timeout_s: float | None
-
-
-class RequestOptions(BatchOptions, total=False):
-    """What a caller may say about a request; see `DiptychClient.generate`."""
-
-    request_id: str
-    session: str
-
-
-class BlockingClient:
+class Client:
     """One connection and its thread. Close it, best with `with`. What waits, Ctrl-C ends, in the cluster as well."""
 
     def __init__(
@@ -69,7 +53,7 @@ class BlockingClient:
     def endpoint(self) -> str:
         return self._client.endpoint
 
-    def __enter__(self) -> "BlockingClient":
+    def __enter__(self) -> "Client":
         return self
 
     def __exit__(
@@ -114,7 +98,7 @@ class BlockingClient:
         return self._wait(self._client.cancel(request_id))
 
     def status(self, *, audit: bool = False, timeout_s: float = 10.0) -> ClusterStatus:
-        """One look at the cluster; see `DiptychClient.status`."""
+        """One look at the cluster; see `AsyncClient.status`."""
         return self._wait(self._client.status(audit=audit, timeout_s=timeout_s))
 
     def metrics(self, *, timeout_s: float = 10.0) -> str:
@@ -124,26 +108,26 @@ class BlockingClient:
     def trace(
         self, *, last_s: float | None = None, begin_unix_ns: int = 0, end_unix_ns: int = 0, timeout_s: float = 60.0
     ) -> tuple[str, Window]:
-        """What the gateway remembers; see `DiptychClient.trace`."""
+        """What the gateway remembers; see `AsyncClient.trace`."""
         asked = self._client.trace(
             last_s=last_s, begin_unix_ns=begin_unix_ns, end_unix_ns=end_unix_ns, timeout_s=timeout_s
         )
         return self._wait(asked)
 
     def measure(self, worker: str, shape: Shape, repeats: int = 1, *, timeout_s: float = 150.0) -> Timings:
-        """Have an idle worker time steps of this shape; see `DiptychClient.measure`."""
+        """Have an idle worker time steps of this shape; see `AsyncClient.measure`."""
         return self._wait(self._client.measure(worker, shape, repeats, timeout_s=timeout_s))
 
     def flip(self, worker: str, role: Role, *, revision: int = 0, timeout_s: float = 90.0) -> int:
-        """Give a ready worker another role; see `DiptychClient.flip`."""
+        """Give a ready worker another role; see `AsyncClient.flip`."""
         return self._wait(self._client.flip(worker, role, revision=revision, timeout_s=timeout_s))
 
     def drain(self, worker: str, *, deadline_s: float | None = None, revision: int = 0, timeout_s: float = 90.0) -> int:
-        """Let a worker go; see `DiptychClient.drain`."""
+        """Let a worker go; see `AsyncClient.drain`."""
         return self._wait(self._client.drain(worker, deadline_s=deadline_s, revision=revision, timeout_s=timeout_s))
 
     def scale(self, pool: str, replicas: int, *, revision: int = 0, timeout_s: float = 90.0) -> int:
-        """Let a pool have so many workers; see `DiptychClient.scale`."""
+        """Let a pool have so many workers; see `AsyncClient.scale`."""
         return self._wait(self._client.scale(pool, replicas, revision=revision, timeout_s=timeout_s))
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -171,8 +155,8 @@ class BlockingClient:
 
 async def _connected(
     endpoint: str, retry: Retry | None, access: Access | None, interceptors: Interceptors
-) -> DiptychClient:
-    return DiptychClient(endpoint, retry=retry, access=access, interceptors=interceptors)
+) -> AsyncClient:
+    return AsyncClient(endpoint, retry=retry, access=access, interceptors=interceptors)
 
 
 async def _next(events: AsyncGenerator[T, None]) -> T | None:

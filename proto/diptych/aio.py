@@ -1,13 +1,7 @@
-"""The public client: a running cluster over gRPC, in our own types. Every failed call is one `DiptychError`.
-
-async with DiptychClient("127.0.0.1:50051") as client:
-    async for event in client.generate("The sea is", max_tokens=32):
-        if isinstance(event, TextDelta):
-            print(event.text, end="")
+"""The client for programs with an event loop: a running cluster over gRPC. Every failed call is one `DiptychError`.
 
 At `grpcs://HOST:PORT` it speaks TLS; `access=Access(ca_file=..., api_key=...)` says whom it trusts and what it shows.
-With `retry=Retry()` a call that may work later is tried again, and a stream that broke goes on where it was. Programs
-without an event loop take `cluster.api.blocking.BlockingClient`.
+With `retry=Retry()` a call that may work later is tried again, and a stream that broke goes on where it was.
 """
 
 import asyncio
@@ -16,76 +10,30 @@ import json
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.api.access import Access
-from cluster.api.admin_messages import ROLES, decisions_from, measure_message, timings_from, view_from
-from cluster.api.again import Received, Retry, Tries
-from cluster.api.channel import Interceptors, host_port, open_channel
-from cluster.api.errors import NO_HANDSHAKE, DiptychError
-from cluster.api.failures import error_from, error_of_call
-from cluster.api.history_messages import recent_from, window_from
-from cluster.api.messages import SamplingOptions, duration_of, events_from, sampling_message, slo_message
-from cluster.api.standing_messages import standing_from
-from cluster.api.wire import INFERENCE
-from cluster.changes import Taken
-from cluster.events import Accepted, Completed, Queued
-from cluster.history import Recent, Window
-from cluster.policy.promises import Standing
-from cluster.request_ids import made_id
-from cluster.spec import Role
-from cluster.text import TextDelta, TextEvent
-from cluster.view import ClusterView
+from diptych.access import Access
+from diptych.channel import Interceptors, host_port, open_channel
+from diptych.errors import NO_HANDSHAKE, DiptychError
+from diptych.events import Accepted, Answer, Completed, TextDelta, TextEvent, answer_of
+from diptych.failures import error_from, error_of_call
+from diptych.history import Window
+from diptych.messages import events_from, sampling_message, slo_message
+from diptych.options import SLO, Messages, Prompt, SamplingOptions
+from diptych.request_ids import made_id
+from diptych.retry import Received, Retry, Tries
+from diptych.shapes import Shape, Timings
+from diptych.status import ClusterStatus, measure_message, timings_from, window_from
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from workers.errors import InvalidRequest
-from workers.request import SLO
-from workers.shapes import Shape, Timings
-
-Prompt = str | Sequence[int]
-Messages = Sequence[tuple[str, str] | Mapping[str, str]]  # (role, content), or {"role": ..., "content": ...}
+from diptych.view import Role
+from diptych.wire import INFERENCE, ROLES, duration_of
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole answer, or several; `output` is the first, and `accepted` names the workers that finished that one.
-
-    `queued`: it had to wait for its turn first.
-    """
-
-    outputs: tuple[TextDelta, ...]
-    accepted: Accepted
-    completed: Completed
-    queued: Queued | None = None
-
-    @property
-    def output(self) -> TextDelta:
-        return self.outputs[0]
-
-    @property
-    def text(self) -> str:
-        return self.output.text
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterStatus:
-    """The view of the gateway that answered, its load, what the elastic policy decided lately, promises kept, and what
-    went through each worker."""
-
-    view: ClusterView
-    gateway: str
-    active_requests: int
-    max_requests: int
-    decisions: tuple[Taken, ...] = ()
-    standing: Standing = field(default_factory=Standing)
-    recent: Recent = field(default_factory=Recent)
-
-
-class DiptychClient:
+class AsyncClient:
     """One connection. Make it inside a running event loop and close it, best with `async with`.
 
     `retry` is for requests and for what only looks; changes of the cluster are never tried twice. None: every failure
@@ -110,7 +58,7 @@ class DiptychClient:
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
-    async def __aenter__(self) -> "DiptychClient":
+    async def __aenter__(self) -> "AsyncClient":
         return self
 
     async def __aexit__(
@@ -222,12 +170,7 @@ class DiptychClient:
         """One look at the cluster. `audit`: every worker proves that each of its KV blocks is accounted for."""
         request = admin_pb2.GetClusterRequest(audit=audit)
         message = await self._look(lambda left_s: self._admin.GetCluster(request, timeout=left_s), timeout_s)
-        gateway = message.gateway
-        load = gateway.active_requests, gateway.max_requests
-        standing = standing_from(message.standing)
-        return ClusterStatus(
-            view_from(message), gateway.name, *load, decisions_from(message), standing, recent_from(message)
-        )
+        return ClusterStatus.read(message)
 
     async def metrics(self, *, timeout_s: float = 10.0) -> str:
         """The gateway's metrics in Prometheus' text format."""
@@ -319,17 +262,14 @@ class DiptychClient:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> inference_pb2.GenerateRequest:
         """Raises `DiptychError` for what cannot even be written down."""
-        try:
-            request = inference_pb2.GenerateRequest(
-                request_id=request_id,
-                model=model,
-                session_id=session,
-                tenant=tenant,
-                sampling=sampling_message(sampling),
-                slo=None if slo is None else slo_message(slo),
-            )
-        except InvalidRequest as error:
-            raise DiptychError("INVALID_ARGUMENT", str(error), field=error.field) from None
+        request = inference_pb2.GenerateRequest(
+            request_id=request_id,
+            model=model,
+            session_id=session,
+            tenant=tenant,
+            sampling=sampling_message(sampling),
+            slo=None if slo is None else slo_message(slo),
+        )
         try:
             if messages is not None:
                 request.chat.SetInParent()
@@ -411,16 +351,6 @@ class DiptychClient:
             yield
         except grpc.aio.AioRpcError as failure:
             raise error_of_call(failure, self.endpoint) from None
-
-
-def answer_of(events: Sequence[TextEvent]) -> Answer:
-    """All events of one request as its answer. Raises `DiptychError` when the last ones are missing."""
-    accepted = [event for event in events if isinstance(event, Accepted) and event.index == 0]
-    if not accepted or not isinstance(events[-1], Completed):
-        raise DiptychError("DATA_LOSS", "the server's answer ended without its Completed message")
-    outputs = TextDelta.join_each(event for event in events if isinstance(event, TextDelta))
-    queued = next((event for event in events if isinstance(event, Queued) and event.index == 0), None)
-    return Answer(tuple(outputs) or (TextDelta.join(()),), accepted[-1], events[-1], queued)
 
 
 def _role_and_content(message: tuple[str, str] | Mapping[str, str]) -> tuple[str, str]:

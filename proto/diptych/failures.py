@@ -6,8 +6,8 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from cluster.api.errors import NO_HANDSHAKE, DiptychError
-from cluster.api.messages import seconds
+from diptych.errors import NO_HANDSHAKE, DiptychError
+from diptych.wire import seconds
 
 # What grpc says of a handshake that failed, and what it means for whoever asked. Waiting mends none of them.
 HANDSHAKES = (

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.api.errors import DiptychError
+from diptych.errors import DiptychError
 
 if TYPE_CHECKING:
     import ssl

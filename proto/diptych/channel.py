@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 
-from cluster.api.access import Access
-from cluster.api.errors import DiptychError
-from cluster.api.wire import KEEPALIVE, MESSAGE_SIZES, RECONNECTING
+from diptych.access import Access
+from diptych.errors import DiptychError
+from diptych.wire import KEEPALIVE, MESSAGE_SIZES, RECONNECTING
 
 PLAIN, SECURE = "grpc://", "grpcs://"
 

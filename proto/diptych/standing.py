@@ -1,0 +1,65 @@
+"""How one gateway has kept its promises since it began. Pure."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """How good predictions were lately, each made from what was known when its answer ended, and before it was learnt.
+
+    Shares of answers: within the predicted median and 90th percentile (0.5 and 0.9 are right; where many have the same
+    length, the part of them that the percentile covers counts), and in the predicted bucket. Errors are means of
+    absolute ones in tokens: of `mean`, and of `asked_length` for the same answers.
+    """
+
+    answers: int = 0  # scored since the start
+    within_p50: float = 0.0
+    within_p90: float = 0.0
+    bucket_share: float = 0.0
+    error_tokens: float = 0.0
+    asked_error_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Promises of one kind: those that are settled, and those of them that were kept."""
+
+    settled: int = 0
+    kept: int = 0
+
+    @property
+    def share(self) -> float | None:
+        return self.kept / self.settled if self.settled else None
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Of predictions lately: percentiles of (seen - predicted) / predicted."""
+
+    p10: float
+    p50: float
+    p90: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClassScore:
+    """One SLO class. `both`: requests with both promises, of which both are settled. Errors None: no prediction yet."""
+
+    name: str
+    requests: int
+    ttft: Kept
+    tpot: Kept
+    both: Kept
+    ttft_errors: Errors | None = None
+    tpot_errors: Errors | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """`outcomes` and `refused` (by reason) are counts of requests; `queued` wait in the gateway for their turn."""
+
+    classes: tuple[ClassScore, ...] = ()
+    outcomes: tuple[tuple[str, int], ...] = ()
+    refused: tuple[tuple[str, int], ...] = ()
+    calibration: Calibration = field(default_factory=Calibration)
+    queued: int = 0
