@@ -316,7 +316,7 @@ async def test_a_client_cannot_take_another_tenant_s_name(files: Files) -> None:
 async def test_a_tenant_s_requests_share_prefixes_with_others_only_where_the_file_says_so(files: Files) -> None:
     for shares in (False, True):
         dispatcher = FakeDispatcher()
-        async with guarded(dispatcher, share_prefixes=shares) as door, DiptychClient(door.endpoint) as client:
+        async with guarded(dispatcher, share_prefixes=shares) as door, AsyncClient(door.endpoint) as client:
             await client.complete("abc", max_tokens=1, tenant="bank")
         assert [each.cache_salt for each in dispatcher.requests] == ["" if shares else "bank"]
 
