@@ -25,6 +25,7 @@ from workers.request import FailedOut, FetchedOut, FinishReason, HeadOut, LegTim
 logger = logging.getLogger(__name__)
 
 MOVE_RESERVE_S = 2.0  # a worker that has no room sooner is no place to move to, and others wait behind
+LIVENESS_S = 5.0  # after so long without a word, the workers are asked whether they still have the request
 
 
 class _Switch:
@@ -32,6 +33,10 @@ class _Switch:
 
     def __init__(self) -> None:
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+
+class _Look:
+    """In the inbox: `LIVENESS_S` have passed."""
 
 
 class Attempt:
@@ -64,8 +69,16 @@ class Attempt:
         self._background = background
         self._lender = lender
         self._borrow_s = borrow_s
-        self._inbox: asyncio.Queue[tuple[Leg, Said | Exception | _Switch]] = asyncio.Queue()  # bounded by its tokens
+        self._inbox: asyncio.Queue[tuple[Leg, Said | Exception | _Switch | _Look]] = (
+            asyncio.Queue()
+        )  # bounded by its tokens
         self._taking = False
+        self._num_heard = 0
+        self._quiet: tuple[int, frozenset[Leg]] = (
+            0,
+            frozenset(),
+        )  # what was heard, and who was missing, at the last look
+        self._look_due: asyncio.TimerHandle | None = None
         self._known = [*request.generated]  # the answer's tokens so far
         self._latest: LegTiming | None = None
         self._head: LegTiming | None = None  # of a cut prompt's head, until it is booked
@@ -86,7 +99,7 @@ class Attempt:
         leg = self._decode
         leg.hold(self._hear, self._request.num_tokens - self._cut_tokens if self._cut_tokens else 0)
         try:
-            reservation = await leg.call(leg.handle.reserve(leg.request, timeout_s))
+            reservation = await leg.take(leg.handle.reserve(leg.request, timeout_s))
         except AttemptFailed as failure:
             if failure.refused_s is not None:
                 self._watch.lap("reserve")
@@ -106,7 +119,8 @@ class Attempt:
             if self._lender is not None:
                 await self._borrow(self._lender)
             handle, request = leg.handle, leg.request
-            await leg.call(handle.prefill(request, self._cut_tokens) if self._split else handle.generate(request))
+            await leg.take(handle.prefill(request, self._cut_tokens) if self._split else handle.generate(request))
+        self._look_later()
         while True:
             leg, said = await self._inbox.get()
             self._taking = True
@@ -140,6 +154,7 @@ class Attempt:
 
         Everything else is taken in its turn.
         """
+        self._num_heard += 1
         if self._coming is not None and leg is self._coming[0] and not self._coming[1].done():
             self._arrives(self._coming[1], leg, said)
             return
@@ -153,9 +168,12 @@ class Attempt:
             except Exception as error:  # ours to end with, not the line's
                 self._inbox.put_nowait((leg, error))
 
-    async def _take(self, leg: Leg, said: Said | Exception | _Switch) -> FinishReason | None:
+    async def _take(self, leg: Leg, said: Said | Exception | _Switch | _Look) -> FinishReason | None:
         if isinstance(said, _Switch):
             said.done.set_result(await self._switch(leg))
+            return None
+        if isinstance(said, _Look):
+            await self._look()
             return None
         if leg not in (self._prefill, self._decode) or not (leg.is_held or isinstance(said, HeadOut)):
             return None  # it has done its part, or the request has left there
@@ -227,6 +245,27 @@ class Attempt:
         if self.transfer is not None and self._first_came:
             self._prefill.done()
 
+    # ---- liveness ----------------------------------------------------------------------------------------------
+
+    def _look_later(self) -> None:
+        look = self._decode, _Look()
+        self._look_due = asyncio.get_running_loop().call_later(LIVENESS_S, self._inbox.put_nowait, look)
+
+    async def _look(self) -> None:
+        """Fail if a worker that must speak next has lost the request without a word: then no word would ever come.
+
+        It must be missing at two looks with nothing heard between them, since its last words may be on their way.
+        """
+        heard_before, missing_before = self._quiet
+        missing: frozenset[Leg] = frozenset()
+        if self._num_heard == heard_before:
+            speaks = [self._decode] if self._first_came or self._head_came else [self._prefill, self._decode]
+            missing = frozenset([leg for leg in dict.fromkeys(speaks) if await leg.is_missing()])
+            for leg in missing & missing_before:
+                raise AttemptFailed(leg.name, "the worker no longer has the request")
+        self._quiet = self._num_heard, missing
+        self._look_later()
+
     # ---- moving ------------------------------------------------------------------------------------------------
 
     async def move(self, line: Line, timeout_s: float) -> bool:
@@ -267,7 +306,7 @@ class Attempt:
         arrived.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may come too late to matter
         self._coming = leg, arrived
         leg.hold(self._hear, 0)
-        await leg.call(leg.handle.reserve(leg.request, min(timeout_s, MOVE_RESERVE_S)))
+        await leg.take(leg.handle.reserve(leg.request, min(timeout_s, MOVE_RESERVE_S)))
         ticket = await owner.call(owner.handle.hand_over(owner.key, leg.request.num_tokens))
         await leg.call(leg.handle.fetch(leg.key, ticket))
         if ticket is None:
@@ -330,6 +369,8 @@ class Attempt:
 
     def release(self) -> None:
         """Let all sides drop what they still hold; does not wait."""
+        if self._look_due is not None:
+            self._look_due.cancel()
         if self._moving is not None:
             self._moving.cancel()  # and then it releases where it was to move
         for leg in (self._prefill, self._decode):

@@ -6,7 +6,9 @@ It asks the policy and tells it what became of each attempt. Knows workers as li
 """
 
 import asyncio
+import itertools
 import logging
+import uuid
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import replace
@@ -59,6 +61,8 @@ class Dispatcher:
         self._spec = spec
         self._name = name
         self._told_ends = told_ends
+        self._process = f"{name}-{uuid.uuid4().hex[:8]}"  # a gateway that is started again keeps its name
+        self._numbers = itertools.count(1)
         self._policy = open_policy(spec, seed=zlib.crc32(name.encode()))  # gateways do not all draw the same
         self._lives: dict[str, Life] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -124,7 +128,8 @@ class Dispatcher:
         """
         if request.id in self._lives:
             raise Unservable(f"request id {request.id!r} is already running here")
-        request, arrived_ns = self._classes.resolved(request), now_ns() if arrived_ns is None else arrived_ns
+        request = replace(self._classes.resolved(request), origin=f"{self._process}.{next(self._numbers)}")
+        arrived_ns = now_ns() if arrived_ns is None else arrived_ns
         arrived_s = arrived_ns / 1e9
         with self.witness.seen(request, emit, arrived_s, self._policy.expected_tokens(request)) as told:
             life = self._lives[request.id] = Life(request, Stopwatch(now_ns, arrived_ns), told, Course(arrived_s))

@@ -45,6 +45,7 @@ class Leg:
         self.request = replace(request, reply_to=line.subscriber)
         self.key = request.key
         self.is_held = False  # the worker may hold something of ours
+        self.is_taken = False  # the worker has said that it does
 
     @property
     def name(self) -> str:
@@ -62,8 +63,29 @@ class Leg:
 
     def done(self) -> None:
         """The worker holds nothing of ours any more, and may die in peace."""
-        self.is_held = False
+        self.is_held = self.is_taken = False
         self.line.leave(self.key)
+
+    async def take(self, call: Coroutine[Any, Any, T]) -> T:
+        """The call by which the worker takes our key. If the worker refuses, it holds nothing, and nothing is canceled.
+
+        Raises what `call` does.
+        """
+
+        async def taking() -> T:
+            try:
+                return await call
+            except (InvalidRequest, Overloaded, UnknownSequence):
+                self.done()
+                raise
+
+        answer = await self.call(taking())
+        self.is_taken = True
+        return answer
+
+    async def is_missing(self) -> bool:
+        """Whether the worker took our key and no longer has it. Raises `AttemptFailed`."""
+        return self.is_held and self.is_taken and not await self.call(self.handle.holds(self.key))
 
     async def call(self, call: Coroutine[Any, Any, T]) -> T:
         """A call that fails with its worker, or outlives it, fails the attempt; a caller's mistake is the caller's.

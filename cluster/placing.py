@@ -148,7 +148,7 @@ class Placing:
 
     def find(self, key: str) -> Life | None:
         """Whose attempt has this key now."""
-        life = self._lives.get(key.rpartition("/")[0])
+        life = self._lives.get(key.partition("/")[0])
         return life if life is not None and life.request.key == key else None
 
     def ask(self, life: Life, *, alone: bool = True) -> Ask:

@@ -17,10 +17,10 @@ class Mailbox:
 
     def __init__(self, now_s: float) -> None:
         self.last_poll_s = now_s
+        self.number = 0  # of the last bundle that was made
         self.polling = 0
         self._fresh: list[Output] = []
         self._sent: tuple[Output, ...] = ()
-        self._number = 0
         self._arrived: asyncio.Future[None] | None = None  # while a poll waits
         self._heartbeat = Alarm(self.pulse)
         self._turn = asyncio.Lock()  # a poll given up by its caller may still be waiting when the next one comes
@@ -47,13 +47,13 @@ class Mailbox:
     async def take(self, received: int, wait_s: float) -> tuple[int, tuple[Output, ...]]:
         """The next bundle's number and outputs; empty after `wait_s`. `received` is the last number that arrived."""
         async with self._turn:
-            if received < self._number and self._sent:
-                return self._number, self._sent
-            if not self._fresh and self._number:  # a new subscriber hears at once that we are here
+            if received < self.number and self._sent:
+                return self.number, self._sent
+            if not self._fresh and self.number:  # a new subscriber hears at once that we are here
                 await self._wait(wait_s)
             self._sent, self._fresh = tuple(self._fresh), []
-            self._number += 1
-            return self._number, self._sent
+            self.number += 1
+            return self.number, self._sent
 
     async def _wait(self, wait_s: float) -> None:
         self._heartbeat.set(wait_s)  # when nothing comes, an empty bundle is the heartbeat

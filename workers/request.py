@@ -113,6 +113,7 @@ class Request:
     earlier attempt found it corrupt. `reply_to` names the subscriber (see `Worker.poll`) that gets the outputs.
     `tenant`: on whose behalf; tenants share what is scarce by their weights, and cached KV only with `shares_prefixes`.
     `leg`: how often the attempt had been moved to another decode worker when this one got it.
+    `origin`: the gateway process that sends it and its count of requests; clients choose `id`, so `id` is not unique.
     """
 
     id: str
@@ -129,14 +130,17 @@ class Request:
     waited_s: float = 0.0
     leg: int = 0
     shares_prefixes: bool = False
+    origin: str = ""
 
     @property
     def key(self) -> str:
-        """Unique for each attempt, and each decode worker it is moved to: what workers file this under.
+        """Unique for each gateway process, request, attempt, and decode worker it is moved to: the name on workers.
 
-        So a late event of a dead attempt, or of a leg that was left, hits nobody.
+        So a late event of a dead attempt, of a leg that was left, or of another client's request of this id hits nobody.
         """
-        return f"{self.id}/{self.attempt}.{self.leg}" if self.leg else f"{self.id}/{self.attempt}"
+        leg = f".{self.leg}" if self.leg else ""
+        origin = f"@{self.origin}" if self.origin else ""
+        return f"{self.id}/{self.attempt}{leg}{origin}"
 
     @property
     def cache_salt(self) -> str:

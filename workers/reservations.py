@@ -50,6 +50,8 @@ class Reservations:
             async with asyncio.timeout(timeout_s):
                 return await asked.future
         except TimeoutError:
+            if asked.future.done() and not asked.future.cancelled():
+                return asked.future.result()  # granted in the moment in which the time was over
             raise Overloaded(f"no decode slot or blocks within {timeout_s:.1f} s", retry_after_s=1.0) from None
         finally:
             if asked in self._waiting:

@@ -272,13 +272,27 @@ class Worker:
         self._reservations.give_up(lambda each: each.key == key, "was cancelled while it waited for a reservation")
         if (task := self._fetches.get(key)) is not None:
             task.cancel()
-        self._forget(key)
+        self.engine.fail(key, "it was canceled")
         self._changed()
+        self._routes.pop(key, None)
+
+    async def holds(self, key: str) -> bool:
+        """Whether the request of this key is still under way here: it waits, is fetched, is computed, or is reserved."""
+        self._require_open()
+        return self.engine.holds(key)
 
     async def poll(self, subscriber: str, received: int) -> Bundle:
-        """The next bundle for this subscriber, after at most a heartbeat. `received`: the last bundle that arrived."""
+        """The next bundle for this subscriber, after at most a heartbeat. `received`: the last bundle that arrived.
+
+        Raises `WorkerError` for a subscriber that was silent for so long that its requests have ended: it must begin
+        under a new name.
+        """
         self._require_open()
         mailbox = self._mailbox(subscriber)
+        if received > mailbox.number:
+            raise WorkerError(
+                f"subscriber {subscriber} was silent for {SUBSCRIBER_TIMEOUT_S:.0f} s; its requests ended"
+            )
         mailbox.polling += 1
         try:
             number, outputs = await mailbox.take(received, self._heartbeat_s)

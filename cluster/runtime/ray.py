@@ -168,6 +168,10 @@ class RayWorker:
     async def cancel(self, key: str) -> None:
         await self._call("cancel", key)
 
+    async def holds(self, key: str) -> bool:
+        held: bool = await self._call("holds", key)
+        return held
+
     async def poll(self, subscriber: str, received: int) -> Bundle:
         bundle: Bundle = await self._call("poll", subscriber, received, timeout_s=self.dead_after_s)
         return bundle

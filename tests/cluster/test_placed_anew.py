@@ -98,8 +98,10 @@ def test_when_its_new_worker_is_lost_at_once_it_is_placed_like_any_other() -> No
         async with opened() as subject:
             running = [asyncio.ensure_future(subject.run(each)) for each in asked(8)]
             await asyncio.sleep(0.02)
-            assert subject.dispatcher._placing.anew("r7/0")
-            assert not subject.dispatcher._placing.anew("r7/0") and not subject.dispatcher._placing.anew("r7/1")
+            asked_now = subject.dispatcher._lives["r7"].request
+            assert subject.dispatcher._placing.anew(asked_now.key)
+            assert not subject.dispatcher._placing.anew(asked_now.key)
+            assert not subject.dispatcher._placing.anew(asked_now.retry((), fresh=False).key)
             subject.dispatcher.roster.lines["prefill-1"].hang_up("it is lost")
             events = await running[7]
             assert tokens_of(events) == exact("r7")

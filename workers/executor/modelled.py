@@ -34,7 +34,7 @@ def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, .
 
     Passes over the tokens in `never` (the end tokens, so that a modelled answer ends by its length).
     """
-    request_id = key.rpartition("/")[0] or key
+    request_id = key.partition("/")[0]
     token = (zlib.crc32(request_id.encode()) + position * 7919) % vocab_size
     for _ in range(vocab_size):
         if token not in never:

@@ -1,0 +1,177 @@
+"""Nobody is dropped without a word: equal ids do not meet, what was refused is not canceled, and silence is noticed."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from cluster.attempt import LIVENESS_S
+from cluster.events import Event, Unservable
+from cluster.sim import clock
+from cluster.sim.cluster import PoolModel, SimCluster, open_cluster
+from cluster.spec import HealthSpec
+from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
+from tests.sim.cases import split
+from workers.costs import LinearCost
+from workers.errors import InvalidRequest, WorkerError
+from workers.executor.modelled import modelled_token
+from workers.request import FailedOut, FinishReason, Request
+from workers.worker import SUBSCRIBER_TIMEOUT_S
+
+SLOW = LinearCost(0.001, 0.0001, 0.0, 0.02, 0.0, 0.0, 0.0)
+MODELS = {pool: PoolModel(SLOW, vocab_size=1000) for pool in ("prefill", "decode")}
+
+
+def exact(name: str, length: int, count: int) -> list[int]:
+    return [modelled_token(f"{name}/0", length + n, 1000, (0,)) for n in range(count)]
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[Cluster]:
+    spec = split_spec(backends=("modelled",))
+    async with cluster(replace(spec, pools=tuple(replace(pool, cost=SLOW) for pool in spec.pools)), SLOW) as subject:
+        yield subject
+
+
+async def of(subject: SimCluster, gateway: int, wanted: Request) -> list[Event]:
+    return [event async for event in subject.dispatchers[gateway].generate(wanted)]
+
+
+def test_clients_of_two_gateways_may_choose_the_same_id_at_the_same_time() -> None:
+    async def scene() -> None:
+        spec = split(gateways=2)
+        async with open_cluster(spec, MODELS) as subject:
+            first, second = request("job-1", 50, max_tokens=60), request("job-1", 30, max_tokens=40, first=500)
+            early = asyncio.ensure_future(of(subject, 0, first))
+            await asyncio.sleep(0.5)
+            late = await of(subject, 1, second)
+            assert tokens_of(late) == exact("job-1", 30, 40) and completed(late).attempts == 1
+            assert tokens_of(await early) == exact("job-1", 50, 60) and completed(await early).attempts == 1
+
+    clock.run(scene())
+
+
+def test_an_id_may_be_used_again_at_once_after_its_request_was_canceled() -> None:
+    async def scene() -> None:
+        async with opened() as subject:
+            stream = subject.dispatcher.generate(request("job-1", 50, max_tokens=60))
+            async for event in stream:
+                if tokens_of([event]):
+                    break
+            await stream.aclose()
+            assert completed(await subject.run(request("job-1", 50))).attempts == 1
+
+    clock.run(scene())
+
+
+def test_what_a_worker_refused_is_not_canceled_there() -> None:
+    """Even if, by a mistake, two requests had the same name there, the refusal of one would not end the other."""
+
+    async def scene() -> None:
+        spec = split(gateways=2)
+        async with open_cluster(spec, MODELS) as subject:
+            subject.dispatchers[1]._process = subject.dispatchers[0]._process
+            first = asyncio.ensure_future(of(subject, 0, request("a", 50, max_tokens=60)))
+            await asyncio.sleep(0.5)
+            with pytest.raises(Unservable, match="already running here"):
+                await of(subject, 1, request("a", 30))
+            assert tokens_of(await first) == exact("a", 50, 60)
+
+    clock.run(scene())
+
+
+def test_whoever_waits_for_a_request_that_is_canceled_hears_its_end() -> None:
+    async def scene() -> None:
+        async with opened() as subject:
+            worker = subject.workers["decode-0"]
+            await worker.generate(replace(request("a", 50, max_tokens=100), reply_to="me"))
+            first = await worker.poll("me", 0)
+            await worker.cancel("a/0")
+            outputs = (await worker.poll("me", first.number)).outputs
+            assert isinstance(outputs[-1], FailedOut) and outputs[-1].key == "a/0"
+            await subject.settle()
+
+    clock.run(scene())
+
+
+@pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
+def test_a_request_that_its_worker_lost_without_a_word_goes_on(worker: str) -> None:
+    async def scene() -> None:
+        async with opened() as subject:
+            length, after_s = (2000, 0.1) if worker == "prefill-0" else (50, 0.5)
+            running = asyncio.ensure_future(subject.run(request("a", length, max_tokens=40)))
+            await asyncio.sleep(after_s)
+            victim = subject.workers[worker]
+            ((key, _),) = victim._routes.items()
+            del victim._routes[key]
+            assert victim.engine.abort(key)
+            begun_s = asyncio.get_running_loop().time()
+            events = await running
+            assert tokens_of(events) == exact("a", length, 40) and completed(events).attempts == 2
+            assert asyncio.get_running_loop().time() - begun_s < 3 * LIVENESS_S + 5.0
+            await subject.settle()
+
+    clock.run(scene())
+
+
+def test_a_prompt_that_waits_for_long_is_not_taken_for_lost() -> None:
+    async def scene() -> None:
+        async with opened() as subject:
+            slow = subject.workers["prefill-0"]._executor
+            slow.cost = None  # type: ignore[attr-defined]
+            execute = slow.execute
+
+            async def later(plan):  # type: ignore[no-untyped-def]
+                await asyncio.sleep(10 * LIVENESS_S)
+                return await execute(plan)
+
+            slow.execute = later  # type: ignore[method-assign]
+            end = completed(await subject.run(request("a", 50)))
+            assert end.attempts == 1 and end.finish is FinishReason.LENGTH
+
+    clock.run(scene())
+
+
+def test_a_gateway_that_comes_back_after_its_requests_were_ended_hears_of_it() -> None:
+    """A stopped process: the worker ends what it had, and the gateway, once it goes on, learns that and recovers."""
+
+    async def scene() -> None:
+        spec = split()
+        patient = HealthSpec(heartbeat_s=1.0, dead_after_s=10 * SUBSCRIBER_TIMEOUT_S)
+        async with open_cluster(replace(spec, health=patient), MODELS) as subject:
+            (dispatcher,) = subject.dispatchers
+            running = asyncio.ensure_future(of(subject, 0, request("a", 50, max_tokens=1500)))
+            await asyncio.sleep(1.0)
+            line = dispatcher.roster.lines["decode-0"]
+            poll, gone_on = line.handle.poll, asyncio.Event()
+
+            async def stopped(subscriber: str, received: int):  # type: ignore[no-untyped-def]
+                await gone_on.wait()
+                return await poll(subscriber, received)
+
+            line.handle.poll = stopped  # type: ignore[method-assign]
+            await asyncio.sleep(1.5 * SUBSCRIBER_TIMEOUT_S)
+            assert not subject.runtime.workers["decode-0"].engine.has_work
+            line.handle.poll = poll  # type: ignore[method-assign]
+            gone_on.set()
+            assert tokens_of(await running) == exact("a", 50, 1500) and completed(await running).attempts == 2
+            assert "was silent" in (line.lost or "")
+
+    clock.run(scene())
+
+
+def test_a_subscriber_whose_requests_were_ended_must_begin_under_a_new_name() -> None:
+    async def scene() -> None:
+        async with opened() as subject:
+            worker = subject.workers["decode-0"]
+            await worker.generate(replace(request("a", 50, max_tokens=2000), reply_to="me"))
+            number = (await worker.poll("me", 0)).number
+            await asyncio.sleep(SUBSCRIBER_TIMEOUT_S + 1.0)
+            with pytest.raises(WorkerError, match="its requests ended"):
+                await worker.poll("me", number)
+            with pytest.raises(InvalidRequest):
+                await worker.generate(replace(request("b", 5000), reply_to="me"))
+
+    clock.run(scene())
