@@ -136,7 +136,7 @@ class Request:
     def key(self) -> str:
         """Unique for each gateway process, request, attempt, and decode worker it is moved to: the name on workers.
 
-        So a late event of a dead attempt, of a leg that was left, or of another client's request of this id hits nobody.
+        So a late event of a dead attempt, of a leg that was left, or of another request of this id hits nobody.
         """
         leg = f".{self.leg}" if self.leg else ""
         origin = f"@{self.origin}" if self.origin else ""

@@ -277,7 +277,7 @@ class Worker:
         self._routes.pop(key, None)
 
     async def holds(self, key: str) -> bool:
-        """Whether the request of this key is still under way here: it waits, is fetched, is computed, or is reserved."""
+        """Whether the request of this key is still under way here: reserved, waiting, or computed."""
         self._require_open()
         return self.engine.holds(key)
 
