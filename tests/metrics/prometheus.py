@@ -21,7 +21,7 @@ import httpx2
 import pytest
 import yaml
 
-from workers.model.store import cache_folder
+from workers.model.content import cache_folder
 
 PACKAGE = "prometheus"
 PROGRAMS = ("prometheus", "promtool")

@@ -12,8 +12,9 @@ from tests.model.families import write_family
 from tests.model.tiny import write_tiny_llama
 from workers.errors import ModelError
 from workers.model.config import read_model_config
+from workers.model.content import content_id
 from workers.model.description import GenerationDefaults, RopeConfig
-from workers.model.folder import ModelFolder, check_folder, content_id
+from workers.model.folder import ModelFolder, check_folder
 from workers.model.load import load_decoder
 
 

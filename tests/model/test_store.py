@@ -1,19 +1,21 @@
 import hashlib
+import os
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.model.tiny import write_tiny_llama
 from tests.model.tiny_gguf import LAYERS, hub_attention, write_tiny_gguf
 from workers.errors import ModelError
-from workers.model import store
+from workers.model import content, store
+from workers.model.content import content_id, file_id
 from workers.model.fetch import PINNED, PinnedModel
-from workers.model.folder import ModelFolder, content_id
+from workers.model.folder import ModelFolder
 from workers.tokenizer import Tokenizer
 
 
@@ -194,6 +196,51 @@ def test_content_id_names_the_weights_and_not_the_place(tmp_path: Path) -> None:
     same = ModelFolder("two", write_tiny_llama(tmp_path / "two"))
     other = ModelFolder("one", write_tiny_llama(tmp_path / "three", seed=1))
     assert content_id(one) == content_id(same) != content_id(other)
+
+
+def test_a_content_id_depends_on_every_tensor(tmp_path: Path) -> None:
+    folder = ModelFolder("m", write_tiny_llama(tmp_path / "m"))
+    file, tensors = folder.path / "model.safetensors", load_file(folder.path / "model.safetensors")
+    ids = {content_id(folder)}
+    for name, tensor in tensors.items():
+        save_file(tensors | {name: tensor * 1.5}, file)
+        ids.add(content_id(folder))
+    assert len(ids) == 1 + len(tensors)
+
+
+def test_every_byte_of_a_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "PIECE_BYTES", 8)
+    path, bytes_ = tmp_path / "file", bytearray(range(100, 121))
+    path.write_bytes(bytes_)
+    ids = {content.hash_file(path)}
+    for place in range(len(bytes_)):
+        bytes_[place] ^= 1
+        path.write_bytes(bytes_)
+        ids.add(content.hash_file(path))
+        bytes_[place] ^= 1
+    path.write_bytes(bytes_[8:16] + bytes_[:8] + bytes_[16:])
+    assert len({*ids, content.hash_file(path)}) == 23, "neither do pieces change places"
+
+
+def test_a_large_file_is_read_once_until_it_changes(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content, "PIECE_BYTES", 8)
+    reads, hash_file = [], content.hash_file
+    monkeypatch.setattr(content, "hash_file", lambda path: reads.append(path) or hash_file(path))
+    path = tmp_path / "file"
+    path.write_bytes(bytes(99))
+    first, stat = file_id(path), path.stat()
+    assert [file_id(path) for _ in range(3)] == [first] * 3 and len(reads) == 1
+    (entry,) = (cache / "content").iterdir()
+    entry.write_text(entry.read_text()[:5])
+    assert file_id(path) == first and len(reads) == 2, "what a process that died left half is computed again"
+    with path.open("r+b") as file:
+        file.write(b"x")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert file_id(path) != first and len(reads) == 3, "as old and as long, and yet another file"
+    monkeypatch.setenv("DIPTYCH_CACHE", str(path))
+    assert file_id(path) != first and len(reads) == 4, "without a cache it is read each time"
 
 
 def test_inspect_counts_what_is_there(tiny: ModelFolder) -> None:

@@ -24,7 +24,8 @@ from workers.executor.order import Seat
 from workers.executor.rank import Part, Rank
 from workers.executor.threads import ComputeThread, multiplies_bfloat16
 from workers.model.config import DTYPES, ModelConfig, read_model_config
-from workers.model.folder import ModelFolder, content_id, count_parameters, tokenizer_id
+from workers.model.content import content_id
+from workers.model.folder import ModelFolder, count_parameters, tokenizer_id
 from workers.model.load import load_decoder
 from workers.model.shard import ModelShard, shard_of
 from workers.ops.attention import best_attention

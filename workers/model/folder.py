@@ -7,19 +7,16 @@ the header format is eight bytes of length, that much JSON, then the numbers.
 import hashlib
 import json
 import math
-import os
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workers.errors import ModelError
 from workers.model.config import read_model_config
-from workers.model.description import GenerationDefaults, ModelConfig
+from workers.model.description import ModelConfig
 from workers.model.fields import read_fields
 from workers.model.tensors import is_harmless, tensor_shapes
 
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
 
@@ -114,26 +111,6 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
 def count_parameters(folder: ModelFolder) -> int:
     """Numbers in all tensors that are computed with; a tied head counts once."""
     return sum(math.prod(shape) for shape in tensor_shapes(read_model_config(folder.path)).values())
-
-
-def content_id(folder: ModelFolder) -> str:
-    """A short id of the weights, equal on every machine that holds them, cheap at any size.
-
-    Hashes the computation's description, every file's header and size, and evenly spaced samples of its bytes: it tells
-    models and revisions apart; it is no defence against somebody who edits a file on purpose.
-    """
-    config = replace(read_model_config(folder.path), generation=GenerationDefaults())  # advice, not computation
-    digest = hashlib.sha256(repr(astuple(config)).encode())
-    for path in weight_files(folder.path):
-        entries = sorted(read_header(path), key=lambda entry: entry.name)
-        digest.update(repr([astuple(entry) for entry in entries]).encode())
-        file_bytes = path.stat().st_size
-        digest.update(file_bytes.to_bytes(8, "little"))
-        with path.open("rb") as file:
-            for sample in range(_SAMPLES):
-                offset = sample * max(0, file_bytes - _SAMPLE_BYTES) // (_SAMPLES - 1)
-                digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, offset))
-    return digest.hexdigest()[:16]
 
 
 def tokenizer_id(folder: ModelFolder) -> str:

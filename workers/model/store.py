@@ -13,7 +13,6 @@ Two processes that want the same model meet at a file lock; what is half done ne
 import fcntl
 import hashlib
 import logging
-import os
 import re
 import shutil
 import tempfile
@@ -22,12 +21,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from platformdirs import user_cache_dir
-
 from workers.errors import ModelError
 from workers.model.config import ModelConfig, read_model_config
+from workers.model.content import cache_folder, content_id
 from workers.model.fetch import PINNED, fetch_from_hub, fetch_pinned
-from workers.model.folder import ModelFolder, check_folder, content_id, count_parameters, read_header, weight_files
+from workers.model.folder import ModelFolder, check_folder, count_parameters, read_header, weight_files
 from workers.model.gguf_file import CONVERTER_VERSION, Progress, convert_gguf
 from workers.model.gguf_origin import find_origin, moved, read_origin, write_origin
 
@@ -58,11 +56,6 @@ class ModelListing:
 
 def no_progress(what: str, done: int, total: int | None) -> None:
     """A progress callback for callers without a screen."""
-
-
-def cache_folder() -> Path:
-    """Where fetched and converted models live: DIPTYCH_CACHE, or the user's cache folder of this system."""
-    return Path(os.environ.get("DIPTYCH_CACHE") or user_cache_dir("diptych"))
 
 
 def resolve(name: str, progress: Progress = no_progress) -> ModelFolder:

@@ -116,7 +116,7 @@ def _llama(file: Path, threads: int) -> Sequence[Contender]:
 
 def _gguf() -> Path:
     """The file as it was shipped, which the converted model came from."""
+    from workers.model.content import cache_folder
     from workers.model.fetch import PINNED
-    from workers.model.store import cache_folder
 
     return cache_folder() / "gguf" / PINNED[MODEL].file_name
