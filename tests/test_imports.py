@@ -80,7 +80,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 HEAVY = {
     "torch": (
         *("workers.ops", "workers.model", "workers.executor", "kvtransfer.backends"),
-        *("cluster.cli.doctor", "cluster.bench.engine.drivers", "cluster.bench.gang.ways"),
+        *("cluster.cli.doctor", "cluster.bench.engine.drivers", "cluster.bench.gang.ways", "cluster.bench.sampling"),
     ),
     "ray": (
         *("cluster.runtime.ray", "cluster.runtime.ray_ranks", "cluster.runtime.ray_metrics"),

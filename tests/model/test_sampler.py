@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.counts import TokenCounts
@@ -270,7 +271,7 @@ def test_hopeless_logits_still_give_a_token(row: Tensor, temperature: float) -> 
     seed=st.integers(0, 999),
     top_k=st.sampled_from([0, 1, 50, 1023, 1024, 1025, 2999, 3000]),
     top_p=st.sampled_from([1e-9, 0.5, 0.9, 0.999, 1.0]),
-    spread=st.sampled_from([0.0, 0.1, 1.0, 8.0]),
+    spread=st.sampled_from([0.0, 0.1, 1.0, 8.0, 100.0, 3000.0]),  # of the last two, most weights are 0
     ties=st.booleans(),
 )
 def test_the_floor_is_that_of_a_full_sort(seed: int, top_k: int, top_p: float, spread: float, ties: bool) -> None:
@@ -285,6 +286,23 @@ def test_the_floor_is_that_of_a_full_sort(seed: int, top_k: int, top_p: float, s
         assert floor == ranked[-1]
     else:
         assert floor == pytest.approx(ranked[reached], rel=1e-6)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 50}, {"top_p": 0.95}, {"top_k": 50, "top_p": 0.95}])
+def test_at_a_low_temperature_no_partition_is_among_zeros(
+    filters: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partition, zeros = np.partition, []
+
+    def counted(values: NDArray[np.float32], place: int) -> NDArray[np.float32]:
+        zeros.append(np.count_nonzero(values == 0))
+        return partition(values, place)
+
+    monkeypatch.setattr(np, "partition", counted)
+    rows = logits(4, vocab=20_000)
+    for temperature in (1.0, 0.1, 0.05, 0.01):
+        sample(rows, [draw(row, temperature=temperature, **filters) for row in range(4)])
+    assert zeros and max(zeros) == 0
 
 
 @settings(max_examples=50, deadline=None)
