@@ -1,21 +1,25 @@
 """`diptych plan`: which cluster for which load; two clusters compared; and the buyer's question."""
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cluster.cli.screen import print_json, progress_bar, say
+from cluster.cli.screen import print_json, say
+from cluster.cli.searching import INTERRUPTED, cut_short, search
 
 if TYPE_CHECKING:
+    from cluster.cli.searching import Shown
     from cluster.plan.asked import Asked
+    from cluster.plan.budget import Budget
     from cluster.plan.load import Load
-    from cluster.scoring.goodput import Map
     from workers.request import SLO
 
+T = TypeVar("T")
+
+BUYING_S, PLACING_S = 120.0, 600.0  # usual time limits: of the buyer's question, and of the others
 TTFT_S, TPOT_S = 1.0, 0.05  # the buyer's promise, unless told
 USERS = "1,8,64"
 
@@ -44,14 +48,26 @@ USERS = "1,8,64"
 @click.option("--requests", type=click.IntRange(10, 100_000), default=300, show_default=True, help="Of one run.")
 @click.option("--seeds", type=click.IntRange(1, 100), default=3, show_default=True)
 @click.option("--processes", type=click.IntRange(1), help="How many to use (all cores).")
+@click.option(
+    "--limit",
+    "limit_s",
+    type=click.FloatRange(min=1.0, max=86_400.0),
+    metavar="S",
+    help=f"Seconds to simulate; then what is known is the answer ({BUYING_S:g} for the buyer's question, else "
+    f"{PLACING_S:g}).",
+)
 @click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan as a cluster YAML.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def plan(**said: Any) -> None:
     """Find the cluster for a load: pools, parallelism, replicas and chunk sizes, or not to disaggregate at all.
 
-    Everything is simulated with the shipped scheduling code; nothing needs a GPU. With two files (--what-if) they are
-    compared. With --prompt and --output the answer is what one instance gives: TTFT, TPOT and throughput apart. With
-    --machines, prompt and token machines are provisioned as Splitwise does.
+    An estimate from closed forms comes at once; then everything is simulated with the shipped scheduling code, and
+    nothing needs a GPU. With two files (--what-if) they are compared. With --prompt and --output the answer is what one
+    instance gives: TTFT, TPOT and throughput apart. With --machines, prompt and token machines are provisioned as
+    Splitwise does.
+
+    When --limit is over, what is known is the answer, and is marked so. Ctrl-C prints what is known, too, and exits
+    with status 130.
 
     \b
     Examples:
@@ -91,15 +107,6 @@ def _need(said: dict[str, Any], *names: str) -> None:
         raise click.UsageError(f"this question needs {', '.join(wanted)} as well")
 
 
-@contextmanager
-def _processes(said: dict[str, Any]) -> "Iterator[Map]":
-    from cluster.sim.compare import processes
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with processes(said["processes"] or cores) as each:
-        yield each
-
-
 def _slo(said: dict[str, Any]) -> "SLO":
     from workers.request import SLO
 
@@ -136,31 +143,55 @@ def _asked(said: dict[str, Any], load: "Load", gpus: int) -> "Asked":
     )
 
 
-def _tell(lines: list[str], value: Any, as_json: bool) -> None:
-    if as_json:
-        print_json(value)
+def _first(lines: list[str], as_json: bool) -> None:
+    """The closed-form answer, at once: text has it above the simulated one, JSON inside of the one object."""
+    if not as_json:
+        click.echo("\n".join([*lines, ""]))
+        sys.stdout.flush()
+
+
+def _tell(said: dict[str, Any], lines: list[str], value: dict[str, Any], ended_by: str) -> None:
+    """The simulated answer. Exits with the status of an interrupted program when Ctrl-C cut it short."""
+    if said["as_json"]:
+        print_json({**value, "ended_by": ended_by})
     else:
-        click.echo("\n".join(lines))
+        click.echo("\n".join([*lines, *cut_short(ended_by, said["limit_s"])]))
+    if ended_by == "Ctrl-C":
+        sys.exit(INTERRUPTED)
+
+
+def _search(said: dict[str, Any], usual_s: float, work: "Callable[[Budget, Shown], T]") -> tuple[T, str]:
+    said["limit_s"] = said["limit_s"] or usual_s
+    return search(said["limit_s"], said["processes"], work)
 
 
 def _place(said: dict[str, Any]) -> None:
+    from cluster.plan.estimate import outline
     from cluster.plan.placement import Placement
     from cluster.plan.verdict import judged
-    from cluster.plan.written import as_json, described, write_plan
+    from cluster.plan.written import as_json, described, outlined, plain, undecided, write_plan
 
     _need(said, "model", "hardware", "gpus", "source", "ttft_s", "tpot_s")
     asked = _asked(said, _load(said), said["gpus"])
-    with _processes(said) as each, progress_bar() as tell:
-        searched = Placement(asked, each, tell).search()
-    verdict = judged(asked, searched.options)
-    _tell(described(asked, searched, verdict), as_json(asked, searched, verdict), said["as_json"])
-    if said["out"] is not None:
+    first = outline(asked)
+    _first(outlined(asked, first), said["as_json"])
+    searched, ended_by = _search(
+        said, PLACING_S, lambda budget, show: Placement(asked, budget.each, show.tell, budget.past).search()
+    )
+    verdict = judged(asked, searched.options, searched.complete) if searched.options else None
+    if verdict is not None and said["out"] is not None:
         write_plan(said["out"], asked, searched, verdict)
         say(f"written to {said['out']}; start it with: diptych serve -f {said['out']}")
+    lines = described(asked, searched, verdict) if verdict else undecided(asked, searched)
+    _tell(said, lines, {**as_json(asked, searched, verdict), "estimates": plain(first)}, ended_by)
+    if verdict is None and said["out"] is not None:
+        raise click.ClickException(f"{said['out']} is not written: nothing was decided in time; give a longer --limit")
 
 
 def _compare(said: dict[str, Any]) -> None:
-    from cluster.plan.whatif import Terms, against, as_json, told
+    from cluster.plan.estimate import CAVEAT
+    from cluster.plan.whatif import Terms, against, as_json, estimates, told
+    from cluster.plan.written import plain
     from cluster.sim.compare import Case
     from cluster.sim.fleet import models_of
     from cluster.spec import load_spec
@@ -177,44 +208,63 @@ def _compare(said: dict[str, Any]) -> None:
         raise click.UsageError("the workload has no rate of its own; give one with --rate")
     seeds = tuple(range(said["seeds"]))
     terms = Terms(load, _slo(said), rate, said["target"], said["requests"], seeds)
-    with _processes(said) as each, progress_bar() as tell:
-        tell("simulating both", 0, None)
-        left, right = against(cases[0], cases[1], terms, each)
-    _tell(told(left, right, terms), as_json(left, right, terms), said["as_json"])
+    first = estimates(cases, terms)
+    _first([f"{CAVEAT}.", *(f"  {each.told}" for each in first)], said["as_json"])
+    (left, right), ended_by = _search(
+        said, PLACING_S, lambda budget, show: against(cases[0], cases[1], terms, budget.each, show.tell)
+    )
+    value = {**as_json(left, right, terms), "estimates": plain(first)}
+    _tell(said, told(left, right, terms), value, ended_by)
 
 
 def _buy(said: dict[str, Any]) -> None:
-    from cluster.plan.bought import as_json, told
-    from cluster.plan.buyer import Lengths, answers, least, span
+    from cluster.plan.asked import PlanError
+    from cluster.plan.bought import as_json, estimated, told
+    from cluster.plan.buyer import Instance, Lengths, answers, instances_of, least, span
     from cluster.plan.load import Load
 
     _need(said, "model", "hardware", "prompt", "output")
     lengths = Lengths(span(said["prompt"], "--prompt"), span(said["output"], "--output"))
-    try:
-        users = [int(each) for each in said["users"].split(",")]
-    except ValueError:
-        users = [0]
-    if not users or min(users) < 1 or max(users) > 10_000:
-        raise click.UsageError(f"--users is {said['users']!r}; it must be numbers from 1 to 10000, as {USERS}")
+    users = _users(said["users"])
     said["ttft_s"], said["tpot_s"] = said["ttft_s"] or TTFT_S, said["tpot_s"] or TPOT_S
     load = Load.of(lengths.workload())
     names = [name.strip() for name in said["hardware"].split(",") if name.strip()]
     kinds = [_asked(said | {"hardware": name}, load, said["gpus"] or least(said["model"], name)) for name in names]
-    with _processes(said) as each, progress_bar() as tell:
-        found = []
-        for number, asked in enumerate(kinds):
-            tell("simulating each kind", number, len(kinds))
-            found += answers(asked, lengths, users, each)
-    _tell(told(kinds[0], lengths, found), as_json(kinds[0], lengths, found), said["as_json"])
+    instances: list[Instance] = []
+    refused = []
+    for asked in kinds:
+        try:
+            instances += instances_of(asked, lengths)
+        except PlanError as error:
+            refused.append(f"{', '.join(asked.hardware)}: {error}")
+    if not instances:
+        raise PlanError("; ".join(refused) or "--hardware names no kind of GPU")
+    first = [one.estimate for one in instances]
+    _first([*estimated(kinds[0], lengths, first), *(f"  {each}" for each in refused)], said["as_json"])
+    found, ended_by = _search(said, BUYING_S, lambda budget, show: answers(instances, users, budget.each, show.tell))
+    value = {**as_json(kinds[0], lengths, found), "does_not_fit": refused}
+    _tell(said, told(kinds[0], lengths, found), value, ended_by)
+
+
+def _users(text: str) -> list[int]:
+    try:
+        users = [int(each) for each in text.split(",")]
+    except ValueError:
+        users = [0]
+    if not users or min(users) < 1 or max(users) > 10_000:
+        raise click.UsageError(f"--users is {text!r}; it must be numbers from 1 to 10000, as {USERS}")
+    return users
 
 
 def _provision(said: dict[str, Any]) -> None:
-    from cluster.plan.provision import as_json, provision, told_of
+    from cluster.plan.provision import as_json, estimates, provision, told_of
+    from cluster.plan.written import outlined, plain
 
     _need(said, "model", "hardware", "source")
     machines = said["machines"]
     said["ttft_s"], said["tpot_s"] = said["ttft_s"] or TTFT_S, said["tpot_s"] or TPOT_S
     asked = _asked(said, _load(said), 8 * machines)
-    with _processes(said) as each, progress_bar() as tell:
-        found = provision(asked, machines, each, lambda what: tell(what, 0, None))
-    _tell(told_of(asked, found), as_json(asked, found), said["as_json"])
+    first = estimates(asked, machines)
+    _first(outlined(asked, first), said["as_json"])
+    found, ended_by = _search(said, PLACING_S, lambda budget, show: provision(asked, machines, budget.each, show.tell))
+    _tell(said, told_of(asked, found), {**as_json(asked, found), "estimates": plain(first)}, ended_by)

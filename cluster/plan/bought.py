@@ -5,6 +5,7 @@ from typing import Any
 
 from cluster.plan.asked import Asked
 from cluster.plan.buyer import Answer, Lengths, UnderLoad
+from cluster.plan.estimate import CAVEAT, Estimate
 from cluster.plan.written import plain
 from cluster.scoring.figures import promise
 
@@ -17,22 +18,24 @@ def told(asked: Asked, lengths: Lengths, found: Sequence[Answer]) -> list[str]:
         "1. How long the prefill takes: TTFT, the time to the first token",
     ]
     for each in found:
-        lines.append(f"  {_name(each)}: {_range(each.ttft_s)} for a single user{_under(each, 'ttft_s')}")
+        lines.append(f"  {each.estimate.name}: {_range(each.ttft_s)} for a single user{_under(each, 'ttft_s')}")
     lines += ["", "2. How long each further token takes: TPOT"]
     for each in found:
         rate = f" ({1.0 / each.tpot_s[1]:.0f} tokens/s for one reader)" if each.tpot_s[1] else ""
-        lines.append(f"  {_name(each)}: {_range(each.tpot_s)} for a single user{rate}{_under(each, 'tpot_s')}")
+        lines.append(f"  {each.estimate.name}: {_range(each.tpot_s)} for a single user{rate}{_under(each, 'tpot_s')}")
     lines += ["", f"3. How much load there may be while both hold: {promise(asked.slo)}, for {100 * asked.target:g} %"]
     for each in found:
-        lines.append(f"  {_name(each)}: {_served(each)}")
+        lines.append(f"  {each.estimate.name}: {_served(each)}")
     return lines
 
 
-def _name(answer: Answer) -> str:
-    group = answer.group
-    count = f"{group.gpus_each} x " if group.gpus_each > 1 else ""
-    cut = f" (TP{group.tensor} PP{group.pipeline})" if group.gpus_each > 1 else ""
-    return f"{count}{group.hardware}{cut}"
+def estimated(asked: Asked, lengths: Lengths, found: Sequence[Estimate]) -> list[str]:
+    """What is known before anything is simulated."""
+    return [
+        f"{asked.shape.name}, {lengths.name}; {promise(asked.slo)}",
+        f"{CAVEAT}.",
+        *(f"  {each.told}" for each in found),
+    ]
 
 
 def _range(seconds: tuple[float, float]) -> str:
@@ -51,12 +54,14 @@ def _loaded(load: UnderLoad, latency: str) -> str:
 
 def _served(answer: Answer) -> str:
     found = answer.throughput
-    if found.unattainable:
+    if found is None:
+        return f"{answer.estimate.served}; not simulated"
+    if not found.rate:
         return found.told
     tokens = found.rate * answer.mean_output
-    return (
-        f"{found.rate:.3g} requests/s, {tokens:.4g} output tokens/s, {tokens / found.gpus:.4g} per GPU ({found.told})"
-    )
+    least = "" if found.complete else "at least "
+    each = f"{tokens:.4g} output tokens/s, {tokens / found.gpus:.4g} per GPU"
+    return f"{least}{found.rate:.3g} requests/s, {each} ({found.told})"
 
 
 def as_json(asked: Asked, lengths: Lengths, found: Sequence[Answer]) -> dict[str, Any]:
@@ -67,23 +72,29 @@ def as_json(asked: Asked, lengths: Lengths, found: Sequence[Answer]) -> dict[str
         "target": asked.target,
         "ttft": [_latency(each, "ttft_s") for each in found],
         "tpot": [_latency(each, "tpot_s") for each in found],
-        "throughput": [
-            {
-                "instance": _name(each),
-                "gpus": each.group.gpus_each,
-                "requests_per_s": each.throughput.rate,
-                "output_tokens_per_s": each.throughput.rate * each.mean_output,
-                "told": each.throughput.told,
-            }
-            for each in found
-        ],
+        "throughput": [_throughput(each) for each in found],
+        "estimates": [plain(each.estimate) for each in found],
+        "complete": all(each.complete for each in found),
+    }
+
+
+def _throughput(answer: Answer) -> dict[str, Any]:
+    found = answer.throughput
+    rate = found.rate if found is not None else 0.0
+    return {
+        "instance": answer.estimate.name,
+        "gpus": answer.group.gpus_each,
+        "requests_per_s": rate,
+        "output_tokens_per_s": rate * answer.mean_output,
+        "complete": answer.complete,
+        "told": _served(answer) if found is None else found.told,
     }
 
 
 def _latency(answer: Answer, latency: str) -> dict[str, Any]:
     least, most = getattr(answer, latency)
     return {
-        "instance": _name(answer),
+        "instance": answer.estimate.name,
         "gpus": answer.group.gpus_each,
         "one_user_s": {"shortest": least, "longest": most},
         "users": [

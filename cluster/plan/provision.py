@@ -7,17 +7,19 @@ do still does with one machine more, so only the border between the two is walke
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import product
 from typing import Any
 
 from cluster.plan.asked import Asked, PlanError
 from cluster.plan.deploy import Group, Layout
-from cluster.plan.search import SLACK, Effort, best_of
+from cluster.plan.estimate import Estimate, estimate, median_and_p99, thinned
+from cluster.plan.placement import Told
+from cluster.plan.search import SLACK, Effort, Found, best_of
 from cluster.plan.trial import Trial, whole
 from cluster.scoring.figures import Attainment
-from cluster.scoring.goodput import Map
+from cluster.scoring.goodput import Map, TimeUp
 from cluster.scoring.scores import NineWay, nine_way
 from cluster.spec import Role
 from workers.costs import CostModel
@@ -26,6 +28,7 @@ from workers.request import SLO
 
 MACHINE = 8  # GPUs, one tensor-parallel worker
 SPAN_S = 120.0
+OUTLINED = 3  # points of the closed-form answer
 REFERENCE = "a100-80gb"  # the idle machine that slowdowns are counted against
 LETTERS = {"a100-80gb": "A", "h100-80gb": "H", "h100-80gb-pcap": "Hcap"}
 
@@ -72,11 +75,12 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Provisioned:
     """`points`: for a rate, the border of what will do, the least weight first. `rates`: for most throughput, what each
-    point serves. `tried`: points that were simulated."""
+    point serves. `tried`: points that were simulated. Unless `complete` the time was up before all were."""
 
     points: tuple[Point, ...]
     rates: tuple[float, ...] = ()
     tried: int = 0
+    complete: bool = True
 
 
 def border(will_do: Callable[[int, int], bool], most: int) -> list[tuple[int, int]]:
@@ -163,44 +167,113 @@ def _reference_cost(model: str) -> CostModel:
     return cost_of(model, REFERENCE, MACHINE)
 
 
-Told = Callable[[str], None]
-
-
-def provision(asked: Asked, machines: int, each: Map = map, told: Told = lambda what: None) -> Provisioned:
+def provision(asked: Asked, machines: int, each: Map = map, told: Told = lambda what, how_far: None) -> Provisioned:
     """With a rate: what serves it, the least of the objective first. Without: what serves most for the same weight as
     `machines` machines of the first kind have. Raises `PlanError` when nothing does."""
     kinds = designs(asked.hardware)
     if asked.rate is not None:
-        told(f"walking the border of {len(kinds)} designs")
-        walked = list(each(partial(_walk, asked, machines), kinds))
-        points = sorted((point for points, _ in walked for point in points), key=lambda point: point.weight)
-        if not points:
-            raise PlanError(_nothing(asked, machines, kinds))
-        return Provisioned(tuple(points), tried=sum(tried for _, tried in walked))
-    budget = machines * MACHINE * asked.weight(asked.hardware[0])
-    points = [point for design in kinds for point in _affordable(asked, design, budget)]
-    told(f"trying {len(points)} designs for {budget:g} {asked.unit}")
+        found = _walked(asked, machines, kinds, each, told)
+    else:
+        found = _most(asked, machines, kinds, each, told)
+    if not found.points and found.complete:
+        raise PlanError(_nothing(asked, machines, kinds, each))
+    return found
+
+
+def _most(asked: Asked, machines: int, kinds: Sequence[Design], each: Map, told: Told) -> Provisioned:
+    points = _within(asked, machines, kinds)
     trials = [_trial(asked, point) for point in points]
     effort = Effort(1.0, asked.seeds[:1], max(0.05, asked.tolerance), asked.most_requests)
-    ranking = best_of(trials, effort, each)
-    if not ranking.best:
-        raise PlanError(_nothing(asked, machines, kinds))
+
+    def tell(done: int, total: int, best: Found[NineTrial] | None) -> None:
+        so_far = f"; best {best.candidate.point.told}: {best.rate:.4g} requests/s" if best and best.rate else ""
+        told("designs for the same " + asked.unit, f"{done} of {total}{so_far}")
+
+    ranking = best_of(trials, effort, each, told=tell)
     best = tuple(found.candidate.point for found in ranking.best)
-    return Provisioned(best, tuple(found.rate for found in ranking.best), len(points))
+    return Provisioned(best, tuple(found.rate for found in ranking.best), len(points), not ranking.hurried)
 
 
-def _walk(asked: Asked, machines: int, design: Design) -> tuple[list[Point], int]:
-    assert asked.rate is not None, "a border is that of a rate"
-    rate, tried = asked.rate, 0
+def _walked(asked: Asked, machines: int, kinds: Sequence[Design], each: Map, told: Told) -> Provisioned:
+    """The designs one after another, each with the seeds at the same time. A border that was not walked to its end in
+    time still says what serves the rate."""
+    walk = _Walk(asked, asked.rate or 0.0, each, told)
+    points: list[Point] = []
+    for design in kinds:
+        served_before = len(walk.serve)
+        try:
+            points += [_point(asked, design, *pair) for pair in border(partial(walk.will_do, design), machines)]
+        except TimeUp:
+            walk.complete = False
+            points += sorted(walk.serve[served_before:], key=_weight)[:1]
+    return Provisioned(tuple(sorted(points, key=_weight)), (), walk.tried, walk.complete)
 
-    def will_do(prompts: int, tokens: int) -> bool:
-        nonlocal tried
-        tried += 1
-        trial = _trial(asked, _point(asked, design, prompts, tokens))
-        return trial.most * SLACK >= rate and all(trial.judged(rate, seed).met for seed in asked.seeds)
 
-    pairs = border(will_do, machines)
-    return [_point(asked, design, *pair) for pair in pairs], tried
+@dataclass(slots=True)
+class _Walk:
+    """Along the borders. `serve`: all points that serve the rate, as they were found."""
+
+    asked: Asked
+    rate: float
+    each: Map
+    told: Told
+    serve: list[Point] = field(default_factory=list)
+    tried: int = 0
+    complete: bool = True
+
+    def will_do(self, design: Design, prompts: int, tokens: int) -> bool:
+        point = _point(self.asked, design, prompts, tokens)
+        trial = _trial(self.asked, point)
+        if trial.most * SLACK < self.rate:
+            return False
+        self.tried += 1
+        best = min(self.serve, key=_weight, default=None)
+        so_far = f"best {best.told}: {best.weight:g} {self.asked.unit}" if best else "nothing serves it yet"
+        self.told(f"border of {design.name}", f"trying {prompts} and {tokens} machines; {so_far}")
+        does = _keeps(trial, self.rate, self.asked.seeds, self.each)
+        self.serve += [point] if does else []
+        return does
+
+
+def _weight(point: Point) -> float:
+    return point.weight
+
+
+def _keeps(trial: NineTrial, rate: float, seeds: Sequence[int], each: Map) -> bool:
+    """The first seed alone: most that break do with any."""
+    judged = partial(_met, trial, rate)
+    return all(each(judged, seeds[:1])) and all(each(judged, seeds[1:]))
+
+
+def _met(trial: NineTrial, rate: float, seed: int) -> bool:
+    return trial.judged(rate, seed).met
+
+
+def estimates(asked: Asked, machines: int) -> list[Estimate]:
+    """Before anything is simulated: with a rate, the least of each design; without, what serves most. TTFT and TPOT
+    are held to the promise, not to the nine bounds."""
+    short = replace(asked, load=thinned(asked.load))
+    kinds = designs(asked.hardware)
+
+    def trial(point: Point) -> Trial:
+        return whole(short, point.design.layout(point.prompts, point.tokens))
+
+    if asked.rate is not None:
+        rate, found = asked.rate, []
+        for design in kinds:
+            pairs = border(lambda *pair, of=design: trial(_point(short, of, *pair)).estimate >= rate, machines)
+            weighed = [_point(short, design, *pair) for pair in pairs]
+            found += sorted(weighed, key=_weight)[:1]
+    else:
+        points = _within(short, machines, kinds)
+        found = sorted(points, key=lambda point: -trial(point).estimate)[:OUTLINED]
+    ends = median_and_p99(asked.load)
+    return [estimate(trial(point), ends, asked.target, point.told) for point in found]
+
+
+def _within(asked: Asked, machines: int, kinds: Sequence[Design]) -> list[Point]:
+    budget = machines * MACHINE * asked.weight(asked.hardware[0])
+    return [point for design in kinds for point in _affordable(asked, design, budget)]
 
 
 def _point(asked: Asked, design: Design, prompts: int, tokens: int) -> Point:
@@ -222,15 +295,20 @@ def _trial(asked: Asked, point: Point) -> NineTrial:
     return NineTrial(replace(trial, weight=1.0), point, Reference(asked.model))
 
 
-def _nothing(asked: Asked, machines: int, kinds: Sequence[Design]) -> str:
+def _nothing(asked: Asked, machines: int, kinds: Sequence[Design], each: Map) -> str:
     half = machines // 2
     point = _point(asked, kinds[0], machines - half, half)
-    judged = _trial(asked, point).judged(asked.rate or 0.1, asked.seeds[0], span_s=0.0)
     what = f"{asked.rate:g} requests/s" if asked.rate is not None else "any rate"
-    return (
-        f"no design on {machines} machines keeps the nine bounds on slowdown at {what}; with {point.told}: "
-        f"{', '.join(judged.broken)}"
-    )
+    words = f"no design on {machines} machines keeps the nine bounds on slowdown at {what}"
+    try:
+        (broken,) = each(partial(_broken, _trial(asked, point), asked.rate or 0.1), asked.seeds[:1])
+    except TimeUp:
+        return words
+    return f"{words}; with {point.told}: {', '.join(broken)}"
+
+
+def _broken(trial: NineTrial, rate: float, seed: int) -> tuple[str, ...]:
+    return trial.judged(rate, seed, span_s=0.0).broken
 
 
 def told_of(asked: Asked, found: Provisioned) -> list[str]:
@@ -238,6 +316,8 @@ def told_of(asked: Asked, found: Provisioned) -> list[str]:
         f"{asked.shape.name} for {asked.load.source.name}: P50, P90 and P99 of TTFT, TBT and E2E within Splitwise's"
     ]
     lines.append(f"slowdowns against an idle {REFERENCE}; {found.tried} points tried")
+    if not found.points:
+        lines.append("  nothing was found in time")
     for number, point in enumerate(found.points):
         serves = f", {found.rates[number]:.4g} requests/s" if found.rates else f" serve {asked.rate:g} requests/s"
         lines.append(f"  {point.told}{serves}: {point.weight:g} {asked.unit}")
@@ -251,6 +331,7 @@ def as_json(asked: Asked, found: Provisioned) -> dict[str, Any]:
         "workload": asked.load.source.name,
         "objective": asked.objective,
         "tried": found.tried,
+        "complete": found.complete,
         "points": [
             {
                 "design": point.design.name,

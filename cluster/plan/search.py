@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 from cluster.plan.trial import MARGIN
 from cluster.scoring.figures import Attainment
-from cluster.scoring.goodput import Goodput, Map, Probes, Search, goodput
+from cluster.scoring.goodput import Goodput, Map, Probes, Search, TimeUp, goodput
 from workers.request import SLO
 
 WAVE = 4  # candidates that are tried at once; the answer does not depend on how many processes there are
@@ -95,6 +95,7 @@ class Ranking(Generic[C]):
     """All candidates, the most valuable first."""
 
     found: list[Found[C]] = field(default_factory=list)
+    hurried: bool = False  # the time was up before all were tried
 
     @property
     def best(self) -> list[Found[C]]:
@@ -123,9 +124,11 @@ def best_of(
     each: Map = map,
     *,
     keep: int | None = 1,
-    told: Callable[[int, int], None] = lambda done, total: None,
+    told: Callable[[int, int, "Found[C] | None"], None] = lambda done, total, best: None,
+    hurry: Callable[[], bool] = lambda: False,
 ) -> Ranking[C]:
-    """The `keep` best (None: all are measured). `each` may be an executor's `map`; `told` hears how many are done."""
+    """The `keep` best (None: all are measured). `each` may be an executor's `map`; `told` hears how many are done, and
+    the best so far. Once `hurry` says so or `each` raises `TimeUp`, the rest is not tried."""
     ranking: Ranking[C] = Ranking()
     hopeful = []
     for candidate in candidates:
@@ -134,14 +137,23 @@ def best_of(
         else:
             hopeful.append(candidate)
     hopeful.sort(key=lambda candidate: -candidate.estimate / candidate.weight)
+    best = None
     for wave in _waves(hopeful):
-        if ranking.requests >= effort.most_requests:
+        ranking.hurried = ranking.hurried or hurry()
+        if ranking.hurried or ranking.requests >= effort.most_requests:
             ranking.found += [Found(candidate, Outcome.UNTRIED) for candidate in wave]
             continue
-        beat = ranking._beat(keep)
-        for found in each(partial(measure, effort, beat), wave):
-            ranking.found.append(found)
-            told(len(ranking.found), len(candidates))
+        told(len(ranking.found), len(candidates), best)
+        tried = 0
+        try:
+            for found in each(partial(measure, effort, ranking._beat(keep)), wave):
+                ranking.found.append(found)
+                tried += 1
+                best = found if best is None or found.value > best.value else best
+                told(len(ranking.found), len(candidates), best)
+        except TimeUp:
+            ranking.hurried = True
+            ranking.found += [Found(candidate, Outcome.UNTRIED) for candidate in wave[tried:]]
     ranking.sort()
     return ranking
 

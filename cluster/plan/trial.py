@@ -5,8 +5,8 @@ Runs anywhere: a trial is a value, so it can be sent to another process.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from cluster.plan.capacity import capacity
 from cluster.plan.deploy import Group, Layout, case_of, decode_alone, prefill_alone
 from cluster.plan.load import Load
 from cluster.scoring.figures import Attainment, attainment
-from cluster.scoring.records import Run
+from cluster.scoring.records import Ending, Run, Served
 from cluster.sim.compare import Case
 from cluster.sim.run import Options, simulate
 from cluster.spec import PoolSpec, Role
@@ -68,7 +68,12 @@ class Trial:
         return self.case.name
 
     def __call__(self, rate: float, seed: int) -> Attainment:
-        return attainment(self.run(rate, seed), self.slo)
+        made = self.run(rate, seed)
+        attained = attainment(made, self.slo)
+        if self.give_up is None or attained.both >= self.give_up:
+            return attained
+        given_up = decided(made, self.slo)
+        return given_up if given_up.both < self.give_up else attained
 
     def run(self, rate: float, seed: int) -> Run:
         count = min(self.requests * MOST_REQUESTS, max(self.requests, math.ceil(rate * self.span_s)))
@@ -76,7 +81,7 @@ class Trial:
         missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals))
         until_s = promised_end_s(workload, self.slo) if self.cut else None
         options = Options(seed=seed, slo=self.slo, until_s=until_s, most_missed=missed, system=self.name)
-        with _quietly():
+        with _quietly:
             return simulate(self.case.spec, self.case.models, workload, options)
 
     @property
@@ -87,15 +92,60 @@ class Trial:
         return TTFTS * (self.slo.ttft_s or 0.0) + ANSWERS * answer * (self.slo.tpot_s or 0.0)
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Requests that fail in an overload are what is looked for, and nothing to warn of."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+class _Quiet:
+    """Requests that fail in an overload are what is looked for, and nothing to warn of. Runs of several threads may
+    overlap: the last to end restores what the first found."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs = 0
+        self._before = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._runs:
+                self._before = logging.root.manager.disable
+                logging.disable(logging.WARNING)
+            self._runs += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._runs -= 1
+            if not self._runs:
+                logging.disable(self._before)
+
+
+_quietly = _Quiet()
+
+
+def decided(run: Run, slo: SLO) -> Attainment:
+    """Of a run that was given up: the shares of the requests that had ended or missed a promise by then. The others
+    would seem to have missed both."""
+    now_s = max((each.token_s[-1] for each in run.served if len(each.token_s)), default=0.0)
+    told = [each for each in (_fate(one, slo, now_s) for one in run.served) if each is not None]
+    if not told:
+        return attainment(run, slo)
+    ttft, tpot = (sum(each[number] for each in told) / len(told) for number in (0, 1))
+    served = sum(each.ending in (Ending.FINISHED, Ending.UNFINISHED) for each in run.served) / len(run.served)
+    return Attainment(ttft, tpot, sum(all(each) for each in told) / len(told), served)
+
+
+def _fate(each: Served, slo: SLO, now_s: float) -> tuple[bool, bool] | None:
+    """Whether TTFT and TPOT were kept, as far as it came; None: nobody knows yet."""
+    if each.ending is not Ending.UNFINISHED:
+        done = each.ending is Ending.FINISHED
+        return (
+            done and _within(each.ttft_s, slo.ttft_s),
+            done and (each.output_tokens <= 1 or _within(each.tpot_s, slo.tpot_s)),
+        )
+    first_s = each.token_s[0] if len(each.token_s) else now_s
+    in_time = _within(first_s - each.arrival_s, slo.ttft_s)
+    fluent = _within(now_s - first_s, (slo.tpot_s or math.inf) * (each.output_tokens - 1))
+    return None if in_time and fluent else (in_time, fluent)
+
+
+def _within(seconds: float | None, most_s: float | None) -> bool:
+    return most_s is None or (seconds is not None and seconds <= most_s)
 
 
 def promised_end_s(workload: Workload, slo: SLO) -> float | None:

@@ -24,8 +24,8 @@ class Verdict:
         return self.options[0]
 
 
-def judged(asked: Asked, options: Sequence[Option]) -> Verdict:
-    """Raises ValueError without options."""
+def judged(asked: Asked, options: Sequence[Option], complete: bool = True) -> Verdict:
+    """Unless the search is `complete`, the words say so. Raises ValueError without options."""
     together = [option for option in options if option.layout.kind == "colocated"]
     plain = [option for option in options if option.layout.kind == "split"]
     helped = [option for option in options if option.layout.kind == "hybrid"]
@@ -44,7 +44,14 @@ def judged(asked: Asked, options: Sequence[Option]) -> Verdict:
     if best is None:
         raise ValueError("there are no options to judge")
     rest = sorted((each for each in options if each is not best), key=lambda each: _merit(asked, each), reverse=True)
+    if not complete:
+        return Verdict((best, *rest), _so_far(best, why))
     return Verdict((best, *rest), f"{_advice(best, together, plain)}{': ' if why else ''}{why}")
+
+
+def _so_far(best: Option, why: str) -> str:
+    """What was not tried in time may be better, so this advises nothing."""
+    return f"Not decided in time; the best that was simulated whole is {best.layout.kind}{': ' if why else ''}{why}"
 
 
 def _advice(best: Option, together: Sequence[Option], plain: Sequence[Option]) -> str:

@@ -1,6 +1,8 @@
 """Two clusters against each other under the same load: what each can serve, and what each gives at the rate at hand."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -8,11 +10,13 @@ from typing import Any
 
 from cluster.plan.compared import Difference, difference
 from cluster.plan.deploy import Layout
+from cluster.plan.estimate import Estimate, estimate, median_and_p99, thinned
 from cluster.plan.load import Load
+from cluster.plan.placement import Told
 from cluster.plan.search import LEAST, SLACK
 from cluster.plan.trial import Trial, trial_of
 from cluster.scoring.figures import Figures, figures, promise
-from cluster.scoring.goodput import Goodput, Map, Probes, Search, goodput
+from cluster.scoring.goodput import Goodput, Map, Probes, Search, TimeUp, goodput, trying
 from cluster.sim.compare import Case
 from workers.request import SLO
 
@@ -46,6 +50,10 @@ class Side:
     at_rate: tuple[Figures, ...]
 
     @property
+    def complete(self) -> bool:
+        return self.goodput.complete
+
+    @property
     def attained(self) -> list[float]:
         return [each.attainment.both for each in self.at_rate]
 
@@ -70,19 +78,37 @@ class Row:
         return f"{self.name}: {self.left:.4g} and {self.right:.4g} {self.unit}, {self.difference.told(self.unit)}"
 
 
-def against(left: Case, right: Case, terms: Terms, each: Map = map) -> tuple[Side, Side]:
+def against(
+    left: Case, right: Case, terms: Terms, each: Map = map, told: Told = lambda what, how_far: None
+) -> tuple[Side, Side]:
     """Raises what production raises for a cluster that cannot start."""
-    return _side(left, terms, each), _side(right, terms, each)
+    with ThreadPoolExecutor(2) as threads:  # they wait for `each`
+        one, two = (threads.submit(_side, case, terms, each, told) for case in (left, right))
+        return one.result(), two.result()
 
 
-def _side(case: Case, terms: Terms, each: Map) -> Side:
-    trial = trial_of(terms, case, Layout(case.name, ()))
+def trial_for(case: Case, terms: Terms) -> Trial:
+    return trial_of(terms, case, Layout(case.name, ()))
+
+
+def _side(case: Case, terms: Terms, each: Map, told: Told) -> Side:
+    """The runs at the rate first: they are few, and say most."""
+    trial = trial_for(case, terms)
+    runs: list[Figures] = []
+    with suppress(TimeUp):
+        told(case.name, f"simulated at {terms.rate:g} requests/s")
+        runs.extend(each(partial(_figures, trial, terms.rate), terms.seeds))
     cap = trial.most * SLACK
     search = Search(min(trial.estimate, cap) / 2.0, cap / LEAST, cap, terms.tolerance)
     found = goodput(
-        Probes(trial, each), search, terms.slo, target=terms.target, seeds=terms.seeds, gpus=max(1, case.gpus)
+        Probes(trial, each),
+        search,
+        terms.slo,
+        target=terms.target,
+        seeds=terms.seeds,
+        gpus=max(1, case.gpus),
+        told=lambda rate, held: told(case.name, trying(rate, held)),
     )
-    runs = each(partial(_figures, trial, terms.rate), terms.seeds)
     return Side(case, found, tuple(runs))
 
 
@@ -92,11 +118,19 @@ def _figures(trial: Trial, rate: float, seed: int) -> Figures:
 
 
 def rows(left: Side, right: Side) -> list[Row]:
-    made = [
-        _row("goodput", "requests/s", left.goodput.by_seed, right.goodput.by_seed),
-        _row("goodput per GPU", "requests/s", _per_gpu(left), _per_gpu(right)),
-        _row("attainment", "of all", left.attained, right.attained),
-    ]
+    """Of what both know, seed by seed."""
+    made = []
+    both = min(len(left.goodput.by_seed), len(right.goodput.by_seed))
+    if left.goodput.probes and right.goodput.probes:
+        made = [
+            _row("goodput", "requests/s", left.goodput.by_seed[:both], right.goodput.by_seed[:both]),
+            _row("goodput per GPU", "requests/s", _per_gpu(left)[:both], _per_gpu(right)[:both]),
+        ]
+    count = min(len(left.at_rate), len(right.at_rate))
+    if not count:
+        return made
+    left, right = (replace(side, at_rate=side.at_rate[:count]) for side in (left, right))
+    made.append(_row("attainment", "of all", left.attained, right.attained))
     for latency in LATENCIES:
         for percentile in PERCENTILES:
             ours, theirs = left.seconds(latency, percentile), right.seconds(latency, percentile)
@@ -116,8 +150,10 @@ def _row(name: str, unit: str, left: Sequence[float], right: Sequence[float]) ->
 def told(left: Side, right: Side, terms: Terms) -> list[str]:
     names = left.case.name, right.case.name
     found = rows(left, right)
-    better = found[0].difference
-    if not better.is_sure:
+    better = next((row.difference for row in found if row.name == "goodput"), None)
+    if better is None or not (left.complete and right.complete):
+        verdict = f"not decided in time whether {names[0]} or {names[1]} serves more"
+    elif not better.is_sure:
         verdict = f"no sure difference in goodput between {names[0]} and {names[1]}"
     else:
         verdict = f"{names[better.mean > 0.0]} serves more"
@@ -127,8 +163,15 @@ def told(left: Side, right: Side, terms: Terms) -> list[str]:
         f"  {names[0]}: {left.goodput.told}",
         f"  {names[1]}: {right.goodput.told}",
         f"at {terms.rate:g} requests/s, {names[0]} and {names[1]} (second less first):",
-        *(f"  {row.told}" for row in found[2:]),
+        *(f"  {row.told}" for row in found if not row.name.startswith("goodput")),
     ]
+
+
+def estimates(cases: Sequence[Case], terms: Terms) -> list[Estimate]:
+    """Before anything is simulated."""
+    ends = median_and_p99(terms.load)
+    short = replace(terms, load=thinned(terms.load))
+    return [estimate(trial_for(case, short), ends, terms.target) for case in cases]
 
 
 def as_json(left: Side, right: Side, terms: Terms) -> dict[str, Any]:
@@ -139,6 +182,7 @@ def as_json(left: Side, right: Side, terms: Terms) -> dict[str, Any]:
         "target": terms.target,
         "promise": promise(terms.slo),
         "goodput": [left.goodput.told, right.goodput.told],
+        "complete": left.complete and right.complete,
         "rows": [
             {
                 "metric": row.name,

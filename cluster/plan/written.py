@@ -1,5 +1,6 @@
 """A plan as words, as JSON, and as a cluster file that `serve` takes. Pure but for one file."""
 
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from cluster.plan.asked import Asked
 from cluster.plan.deploy import spec_of
+from cluster.plan.estimate import CAVEAT, Estimate
 from cluster.plan.placement import Option, Searched
 from cluster.plan.verdict import Verdict
 from cluster.scoring.figures import promise
@@ -60,7 +62,22 @@ def _provenance(asked: Asked, option: Option) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def as_json(asked: Asked, searched: Searched, verdict: Verdict) -> dict[str, Any]:
+def undecided(asked: Asked, searched: Searched) -> list[str]:
+    """When the time was up before any layout had been simulated whole."""
+    return [
+        "Not decided in time: no layout was simulated whole; what was tried:",
+        *(f"  {each}" for each in searched.notes),
+        f"{searched.requests:,} requests simulated in {searched.wall_s:.0f} s",
+    ]
+
+
+def outlined(asked: Asked, found: Sequence[Estimate]) -> list[str]:
+    """What is known before anything is simulated."""
+    lines = [f"{asked.shape.name} for {asked.load.source.name}: {promise(asked.slo)}", f"{CAVEAT}."]
+    return lines + ([f"  {each.told}" for each in found] or ["  no layout would keep the promise, even without load"])
+
+
+def as_json(asked: Asked, searched: Searched, verdict: Verdict | None) -> dict[str, Any]:
     return {
         "question": {
             "model": asked.model,
@@ -76,9 +93,10 @@ def as_json(asked: Asked, searched: Searched, verdict: Verdict) -> dict[str, Any
             "workload": asked.load.source.name,
             "seeds": list(asked.seeds),
         },
-        "verdict": verdict.words,
-        "options": [option_json(asked, option) for option in verdict.options],
+        "verdict": verdict.words if verdict else "not decided in time",
+        "options": [option_json(asked, option) for option in verdict.options] if verdict else [],
         "notes": list(searched.notes),
+        "complete": searched.complete,
         "simulated_requests": searched.requests,
         "wall_s": searched.wall_s,
     }

@@ -8,7 +8,7 @@ seeds' goodputs; it says how far seeds differ, not how far the model is from the
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 from statistics import fmean, stdev
 from typing import Any
@@ -19,10 +19,15 @@ from workers.request import SLO
 Attain = Callable[[float, int], Attainment]  # at a rate, with a seed
 Map = Callable[..., Iterable[Any]]  # as the builtin `map`, or as an executor's: results in order
 
+NEAR = 1.1  # the stride from another seed's goodput
 MOST_STRIDE = 2.0  # by which a rate is multiplied or divided at most while nothing bounds it
 
 # Student's t, two-sided 95 %, by degrees of freedom from 1 on; the last stands for more.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
+
+
+class TimeUp(Exception):
+    """The time for an answer is over; a `Map` raises it. Whoever searches answers with what is known by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,9 @@ class Goodput:
     """Requests a second of the whole system on `gpus` GPUs, all that were provisioned.
 
     `rate` is the mean of `by_seed`, `low` to `high` its 95 % confidence interval (both the rate itself with one seed).
-    `probes` are all that is known, by rate and seed; `target` is a share, 0 to 1.
+    `probes` are all that is known, by rate and seed; `target` is a share, 0 to 1. `seeds` are those of which something
+    is known. Unless `complete` the time was up: a seed's goodput is then at least the rate that held, and below the
+    rate in `broke` (None: none broke yet).
     """
 
     slo: SLO
@@ -74,6 +81,8 @@ class Goodput:
     high: float
     search: Search
     probes: tuple[Probe, ...]
+    complete: bool = True
+    broke: tuple[float | None, ...] = ()
 
     @property
     def per_gpu(self) -> float:
@@ -82,7 +91,7 @@ class Goodput:
     @property
     def unattainable(self) -> bool:
         """No seed met the target even at the lowest rate."""
-        return self.rate == 0.0
+        return self.rate == 0.0 and self.complete
 
     @property
     def capped(self) -> bool:
@@ -124,6 +133,8 @@ class Goodput:
                 f"requests/s; closest is {near.attained.both:.1%} at {near.rate:.4g} requests/s "
                 f"({_joined(self.limits)} missed)"
             )
+        if not self.complete:
+            return self._told_so_far(asked)
         sure = f"95 % CI {self.low:.4g}..{self.high:.4g}, t over {len(self.seeds)} seeds"
         bound = "at least " if self.capped else ""
         limits = "the search's cap" if self.capped else _joined(self.limits)
@@ -131,6 +142,15 @@ class Goodput:
             f"goodput {bound}{self.rate:.4g} requests/s ({sure if len(self.seeds) > 1 else 'one seed'}), "
             f"{bound}{self.per_gpu:.4g} per GPU on {self.gpus} GPUs: {asked}; limited by {limits}"
         )
+
+    def _told_so_far(self, asked: str) -> str:
+        tried = f"{len(self.probes)} runs"
+        if not self.probes:
+            return f"goodput not known: the time was up before a first run had ended ({asked})"
+        low, bounds = min(self.by_seed), [each for each in self.broke if each is not None]
+        below = f"below {max(bounds):.4g} requests/s" if bounds else ""
+        held = " and ".join(filter(None, (f"at least {low:.4g} requests/s" if low else "", below)))
+        return f"goodput {held} on {self.gpus} GPUs: {asked}; the time was up after {tried}"
 
     def as_json(self) -> dict[str, Any]:
         """Built of what JSON knows."""
@@ -145,7 +165,7 @@ class Goodput:
             "unattainable": self.unattainable,
             "capped": self.capped,
             "limits": self.limits,
-            "closest": msgspec.to_builtins(self.closest),
+            "closest": msgspec.to_builtins(self.closest) if self.probes else None,
             "told": self.told,
         }
 
@@ -154,6 +174,12 @@ def probe_span_s(slo: SLO, mean_output_tokens: float) -> float:
     """How long a probe must go on at least, since a queue that grows needs time to break a promise: ten times the wait
     that is allowed, and two answers."""
     return 10 * (slo.ttft_s or 0.0) + 2 * (slo.tpot_s or 0.0) * mean_output_tokens
+
+
+def trying(rate: float, held: float) -> str:
+    """What a search is at, for whoever waits."""
+    so_far = f"{held:.3g} held so far" if held else "none has held yet"
+    return f"trying {rate:.3g} requests/s, {so_far}"
 
 
 class Probes:
@@ -176,30 +202,67 @@ class Probes:
             self._known.update(zip(new, made, strict=True))
         return [self._known[pair] for pair in wanted]
 
+    def known(self, rate: float, seed: int) -> Attainment | None:
+        return self._known.get((rate, seed))
+
     @property
     def all(self) -> tuple[Probe, ...]:
         """By rate and seed."""
         return tuple(Probe(rate, seed, attained) for (rate, seed), attained in sorted(self._known.items(), key=_first))
 
 
-def goodput(probes: Probes, search: Search, slo: SLO, *, target: float, seeds: Sequence[int], gpus: int) -> Goodput:
-    """Search until every seed's bracket is narrow. Raises ValueError on a target, seeds or GPUs that make no sense.
+def goodput(
+    probes: Probes,
+    search: Search,
+    slo: SLO,
+    *,
+    target: float,
+    seeds: Sequence[int],
+    gpus: int,
+    led: bool = False,
+    told: Callable[[float, float], None] = lambda rate, held: None,
+) -> Goodput:
+    """Search until every seed's bracket is narrow, or the time is up. Raises ValueError on a target, seeds or GPUs that
+    make no sense.
 
-    About log2(cap / start) + log2(1 / tolerance) probes a seed; all seeds' next probes go out together.
+    About log2(cap / start) + log2(1 / tolerance) probes a seed; all seeds' next probes go out together. `led`: the
+    first seed is searched alone, the others start from where it ended: fewer probes in all, one after another.
+    `told` hears which rate is tried next, and the greatest one that has held.
     """
     if not 0.0 < target <= 1.0:
         raise ValueError(f"target: must be a share above 0 and at most 1, got {target}")
     if not seeds or len(set(seeds)) != len(seeds) or gpus < 1:
         raise ValueError(f"seeds must be one or more and differ, gpus at least 1; got {list(seeds)} and {gpus}")
-    brackets = {seed: _Bracket(search) for seed in seeds}
-    while pairs := [(rate, seed) for seed, bracket in brackets.items() if (rate := bracket.next()) is not None]:
-        for (rate, seed), attained in zip(pairs, probes.at(pairs), strict=True):
-            brackets[seed].learn(rate, attained.both >= target)
-    by_seed = tuple(bracket.held for bracket in brackets.values())
+    brackets: dict[int, _Bracket] = {}
+    complete = True
+    try:
+        for group in (seeds[:1], seeds[1:]) if led else (seeds,):
+            near = _near(search, brackets[seeds[0]].held) if brackets else search
+            begun = {seed: _Bracket(near) for seed in group}
+            brackets |= begun
+            while pairs := [(rate, seed) for seed, each in begun.items() if (rate := each.next()) is not None]:
+                told(pairs[0][0], max(each.held for each in brackets.values()))
+                try:
+                    probes.at(pairs)
+                finally:  # also of a round that was cut short
+                    for rate, seed in pairs:
+                        if (attained := probes.known(rate, seed)) is not None:
+                            begun[seed].learn(rate, attained.both >= target)
+    except TimeUp:
+        complete = False
+    known = {seed: each for seed, each in brackets.items() if each.begun} or {seeds[0]: _Bracket(search)}
+    by_seed = tuple(each.held for each in known.values())
     rate, off = fmean(by_seed), _half_width(by_seed)
+    bounds = max(0.0, rate - off), rate + off
+    broke = tuple(each.broke if each.broke < inf else None for each in known.values())
     return Goodput(
-        *(slo, target, gpus, tuple(seeds), by_seed, rate, max(0.0, rate - off), rate + off, search, probes.all)
+        *(slo, target, gpus, tuple(known), by_seed, rate, *bounds, search, probes.all, complete), broke=broke
     )
+
+
+def _near(search: Search, held: float) -> Search:
+    """From where another seed ended; from the same start when that held nothing."""
+    return replace(search, start=min(max(held, search.floor), search.cap), stride=NEAR) if held else search
 
 
 class _Bracket:
@@ -208,27 +271,31 @@ class _Bracket:
     def __init__(self, search: Search) -> None:
         self._search = search
         self.held = 0.0
-        self._broke = inf
+        self.broke = inf
         self._stride = search.stride  # of the next probe outside of the bracket
+
+    @property
+    def begun(self) -> bool:
+        return self.held > 0.0 or self.broke < inf
 
     def next(self) -> float | None:
         """The rate to try, None when it is narrow enough."""
         search = self._search
-        if self.held == 0.0 and self._broke == inf:
+        if self.held == 0.0 and self.broke == inf:
             return search.start
-        if self._broke == inf:
+        if self.broke == inf:
             return min(self._stride * self.held, search.cap) if self.held < search.cap else None
         if self.held == 0.0:
-            return max(self._broke / self._stride, search.floor) if self._broke > search.floor else None
-        return sqrt(self.held * self._broke) if self._broke > self.held * (1.0 + search.tolerance) else None
+            return max(self.broke / self._stride, search.floor) if self.broke > search.floor else None
+        return sqrt(self.held * self.broke) if self.broke > self.held * (1.0 + search.tolerance) else None
 
     def learn(self, rate: float, held: bool) -> None:
-        if self.held or self._broke < inf:
+        if self.held or self.broke < inf:
             self._stride = min(MOST_STRIDE, self._stride**2)
         if held:
             self.held = rate
         else:
-            self._broke = rate
+            self.broke = rate
 
 
 def _half_width(samples: Sequence[float]) -> float:

@@ -1,11 +1,17 @@
 """Three answers: TTFT, TPOT and throughput, each of its own."""
 
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from cluster.plan.asked import PlanError
 from cluster.plan.bought import as_json, told
-from cluster.plan.buyer import Answer, Lengths, answers, span
+from cluster.plan.buyer import Answer, Lengths, answers, instances_of, span
 from cluster.plan.load import Load
+from cluster.plan.trial import Trial
+from cluster.scoring.goodput import TimeUp
 from cluster.workload.lengths import Uniform
 from tests.plan.asking import L4, asked
 from workers.profiles.sources import cost_of
@@ -17,7 +23,7 @@ QUESTION = asked(gpus=1, load=Load.of(LENGTHS.workload()), slo=SLO(1.0, 0.1))
 
 @pytest.fixture(scope="module")
 def answer() -> Answer:
-    (found,) = answers(QUESTION, LENGTHS, (1, 4))
+    (found,) = answers(instances_of(QUESTION, LENGTHS), (1, 4))
     return found
 
 
@@ -36,7 +42,7 @@ def test_more_users_wait_longer_and_get_more_done(answer: Answer) -> None:
 
 def test_throughput_is_where_both_promises_still_hold(answer: Answer) -> None:
     found = answer.throughput
-    assert found.rate > 0.0
+    assert found is not None and found.rate > 0.0
     assert all(each.attained.both >= 0.9 for each in found.probes if each.rate in found.by_seed)
 
 
@@ -50,9 +56,39 @@ def test_the_three_are_never_mixed(answer: Answer) -> None:
 
 
 def test_a_promise_that_cannot_be_kept_starves_no_prompt() -> None:
-    (found,) = answers(asked(gpus=1, load=QUESTION.load, slo=SLO(1.0, 0.01)), LENGTHS, (4,))
-    assert found.throughput.unattainable
+    question = asked(gpus=1, load=QUESTION.load, slo=SLO(1.0, 0.01))
+    (found,) = answers(instances_of(question, LENGTHS), (4,))
     assert found.users[0].ttft_s.p90 < 2.0
+
+
+def test_what_closed_forms_rule_out_is_not_simulated() -> None:
+    question = asked(gpus=1, load=QUESTION.load, slo=SLO(1.0, 0.01))
+    (instance,) = instances_of(question, LENGTHS)
+    assert instance.estimate.rate == 0.0 and "TPOT" in instance.estimate.broken
+    (found,) = answers([instance], ())
+    assert found.throughput is None
+    assert as_json(question, LENGTHS, [found])["throughput"][0]["requests_per_s"] == 0.0
+    assert any("10 ms is promised" in line for line in told(question, LENGTHS, [found]))
+
+
+def test_when_the_time_is_up_the_answer_is_what_is_known() -> None:
+    runs = Counter[str]()
+
+    def each(work: Any, *arguments: Any) -> Iterator[Any]:
+        """Two probes of the throughput, and nothing of several users."""
+        what, most = ("probes", 2) if isinstance(work, Trial) else ("users", 1)
+        runs[what] += 1
+        if runs[what] > most:
+            raise TimeUp
+        return map(work, *arguments)
+
+    (found,) = answers(instances_of(QUESTION, LENGTHS), (1, 4), each)
+    assert not found.complete and not found.users
+    assert found.ttft_s[0] == pytest.approx(found.estimate.ttft_s[0], rel=1e-3)
+    assert found.throughput is not None and len(found.throughput.probes) == 2
+    words = told(QUESTION, LENGTHS, [found])[-1]
+    assert "the time was up after 2 runs" in words
+    assert as_json(QUESTION, LENGTHS, [found])["complete"] is False
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "7-3", "many", "1-2-3", "1.5"])

@@ -1,6 +1,8 @@
 """Whole searches, small: what is chosen, what is said, and what is refused."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,9 +11,9 @@ from cluster.plan.deploy import Group, Layout
 from cluster.plan.placement import Option, Placement, Searched
 from cluster.plan.trial import whole
 from cluster.plan.verdict import Verdict, judged
-from cluster.plan.written import as_json, described, write_plan
+from cluster.plan.written import as_json, described, undecided, write_plan
 from cluster.scoring.figures import Attainment
-from cluster.scoring.goodput import Goodput, Search
+from cluster.scoring.goodput import Goodput, Map, Search, TimeUp
 from cluster.spec import Role, load_spec
 from tests.plan.asking import L4, asked, load
 from workers.request import SLO
@@ -59,6 +61,38 @@ def test_words_and_json_say_the_same(small: tuple[Asked, Searched, Verdict]) -> 
     assert value["verdict"] in lines
     assert [each["layout"] for each in value["options"]] == [each.layout.told for each in small[2].options]
     assert all(each["goodput"]["told"] in "\n".join(lines) for each in value["options"])
+
+
+def test_when_the_time_is_up_no_system_is_advised(small: tuple[Asked, Searched, Verdict]) -> None:
+    question = small[0]
+    found = Placement(question, ends_after(0)).search()
+    assert not found.complete and not found.options
+    assert undecided(question, found)[0].startswith("Not decided in time")
+
+
+def test_without_time_to_rank_the_best_of_closed_forms_is_simulated_whole(
+    small: tuple[Asked, Searched, Verdict],
+) -> None:
+    question = small[0]
+    found = Placement(question, ends_after(6), past=lambda share: True).search()
+    assert found.options and not found.complete
+    verdict = judged(question, found.options, found.complete)
+    assert verdict.words.startswith("Not decided in time")
+    assert as_json(question, found, verdict)["complete"] is False
+
+
+def ends_after(runs: int) -> Map:
+    left = runs
+
+    def each(work: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+        nonlocal left
+        for one in zip(*arguments, strict=True):
+            if not left:
+                raise TimeUp
+            left -= 1
+            yield work(*one)
+
+    return each
 
 
 def test_a_rate_is_served_with_no_more_gpus_than_it_needs() -> None:

@@ -1,6 +1,9 @@
 """`diptych plan`, as it is typed: answers, and one clear line for what cannot be answered."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,69 @@ def test_what_cannot_be_answered_is_one_line(words: list[str], code: int, said: 
     assert result.exit_code == code, result.output
     assert said in result.stderr
     assert "Traceback" not in result.output and "unexpected" not in result.stderr
+
+
+BUYER = ["--model", "llama-3-8b", "--hardware", "h100-80gb,l4", "--prompt", "1500-2000", "--output", "500"]
+PLACED = ["--model", "llama-3-8b", "--hardware", "l4", "--gpus", "2", *LOAD, *PROMISE]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (BUYER, "h100-80gb: fits with KV for"),
+        (PLACED, "colocated: "),
+        ([*PLACED[:4], "--machines", "4", *LOAD, "--rate", "1"], "prompt and"),
+    ],
+)
+def test_the_closed_form_answer_needs_no_simulation(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody(*_: object) -> None:
+        raise RuntimeError("nothing may be simulated yet")
+
+    monkeypatch.setattr("cluster.plan.budget.Budget.__init__", nobody)
+    result = plan(*words)
+    assert "without queueing" in result.stdout and said in result.stdout
+    assert result.exit_code == 1 and "nothing may be simulated yet" in result.stderr
+
+
+def test_a_kind_that_does_not_fit_leaves_the_others_their_answer() -> None:
+    few = ["--model", "llama-3-70b", "--hardware", "l4,h100-80gb", "--gpus", "4", "--prompt", "200", "--output", "5"]
+    result = plan(*few, "--users", "1", *QUICK, "--json")
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout)
+    assert "needs 8 l4" in value["does_not_fit"][0]
+    assert {each["layout"]["groups"][0]["hardware"] for each in value["estimates"]} == {"h100-80gb"}
+
+
+def test_the_limit_bounds_the_answer_and_marks_it() -> None:
+    result = plan(*BUYER, "--limit", "1", "--processes", "1", "--json")
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout)
+    assert value["ended_by"] == "the time limit" and value["complete"] is False
+    assert value["estimates"][0]["rate"] > 0.0
+
+
+def test_an_interrupt_prints_what_is_known() -> None:
+    command = [sys.executable, "-m", "cluster.cli", "plan", *BUYER, "--processes", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert "trying" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60.0)
+    assert process.returncode == 130, err
+    assert "without queueing" in out and "3. How much load" in out
+    assert out.rstrip().endswith("Ctrl-C ended the simulation: this is what was known by then")
+    assert "Traceback" not in err
+
+
+def test_a_plan_that_was_not_decided_is_not_written(tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    words = ["--model", "llama-3-8b", "--hardware", "h100-80gb", "--gpus", "8", *LOAD, *PROMISE]
+    result = plan(*words, "--limit", "1", "--processes", "1", "-o", str(out))
+    assert result.exit_code == 1 and "give a longer --limit" in result.stderr
+    assert "Not decided in time" in result.stdout
+    assert not out.exists()
 
 
 def test_help_has_examples() -> None:

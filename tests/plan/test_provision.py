@@ -1,11 +1,15 @@
 """Splitwise's provisioning: the border that is walked, and what it finds."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.plan.asked import PlanError
 from cluster.plan.provision import Design, Reference, as_json, border, designs, provision, told_of
+from cluster.scoring.goodput import TimeUp
 from tests.plan.asking import A100, H100, asked, load
 
 HCAP = "h100-80gb-pcap"
@@ -52,6 +56,23 @@ def test_the_cheapest_machines_for_a_rate_come_first() -> None:
     assert found.points[0].design == Design(A100, A100)  # cheapest, and fast enough when hardly anybody asks
     assert (found.points[0].prompts, found.points[0].tokens) == (1, 1)
     assert weights[0] == pytest.approx(2 * 8 * 2.21)
+
+
+def test_when_the_time_is_up_what_serves_the_rate_so_far_is_the_answer() -> None:
+    left = 3  # one point judged with its one seed, and two more
+
+    def each(work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        nonlocal left
+        pairs = list(zip(*arguments, strict=True))
+        if len(pairs) > left:
+            raise TimeUp
+        left -= len(pairs)
+        return [work(*one) for one in pairs]
+
+    terms = question(rate=0.2, objective="cost")
+    found = provision(terms, 3, each)
+    assert not found.complete and found.points
+    assert as_json(terms, found)["complete"] is False
 
 
 def test_power_and_cost_are_different_questions() -> None:

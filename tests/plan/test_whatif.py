@@ -1,9 +1,13 @@
 """Two clusters against each other."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 
 from cluster.plan.deploy import Group, Layout, case_of
 from cluster.plan.whatif import Terms, against, as_json, rows, told
+from cluster.scoring.goodput import TimeUp
 from cluster.spec import Role
 from tests.plan.asking import L4, asked, load
 from workers.request import SLO
@@ -28,3 +32,20 @@ def test_twice_the_workers_serve_more() -> None:
     value = as_json(left, right, TERMS)
     assert value["gpus"] == [1, 2]
     assert value["rows"][0]["difference"] == pytest.approx(by_name["goodput"].difference.mean)
+
+
+@pytest.mark.parametrize("runs", [0, 3, 6])
+def test_when_the_time_is_up_neither_is_called_better(runs: int) -> None:
+    left = runs
+
+    def each(work: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+        nonlocal left
+        for one in zip(*arguments, strict=True):
+            if left <= 0:
+                raise TimeUp
+            left -= 1
+            yield work(*one)
+
+    one, two = against(ONE, TWO, TERMS, each)
+    assert told(one, two, TERMS)[1].startswith("not decided in time")
+    assert as_json(one, two, TERMS)["complete"] is False

@@ -1,16 +1,18 @@
 """The search for goodput finds what is known, and says what it does not find."""
 
 import json
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.scoring.figures import Attainment
-from cluster.scoring.goodput import Goodput, Probes, Search, goodput
+from cluster.scoring.goodput import Goodput, Probes, Search, TimeUp, goodput
 from workers.request import SLO
 
 PROMISE = SLO(0.25, 0.1)
@@ -183,6 +185,38 @@ def test_targets_share_what_is_known() -> None:
     assert len(asked) == len(set(asked)) == len(strict.probes)
     rates = [rate for rate, _ in strict.curve]
     assert rates == sorted(rates) and len(rates) * len(SEEDS) == len(asked)
+
+
+@pytest.mark.parametrize("runs", [0, 1, 3, 8, 20])
+def test_when_the_time_is_up_the_bracket_is_the_answer(runs: int) -> None:
+    left = runs
+
+    def each(work: Callable[..., Attainment], *arguments: Any) -> Iterator[Attainment]:
+        nonlocal left
+        for one in zip(*arguments, strict=True):
+            if not left:
+                raise TimeUp
+            left -= 1
+            yield work(*one)
+
+    probes = Probes(partial(falling, 5.0, 0.0), each)
+    made = goodput(probes, Search(1.0, 0.1, 64.0), PROMISE, target=0.9, seeds=SEEDS, gpus=4)
+    assert not made.complete and not made.unattainable
+    assert len(made.probes) == runs
+    for held, broke in zip(made.by_seed, made.broke, strict=True):
+        assert held <= 5.0 and (broke is None or broke > 5.0)
+    assert "the time was up" in made.told
+    json.dumps(made.as_json(), allow_nan=False)
+
+
+def test_seeds_that_follow_the_first_find_the_same_with_fewer_probes() -> None:
+    def found(led: bool) -> Goodput:
+        probes = Probes(partial(falling, 5.0, 0.05))
+        return goodput(probes, Search(1.0, 0.1, 64.0), PROMISE, target=0.9, seeds=SEEDS, gpus=4, led=led)
+
+    alone, led = found(False), found(True)
+    assert led.by_seed == pytest.approx(alone.by_seed, rel=0.03)
+    assert len(led.probes) < len(alone.probes)
 
 
 def test_probes_of_one_round_go_out_together_in_other_processes() -> None:
