@@ -12,6 +12,7 @@ ChangeError
 from dataclasses import dataclass
 
 from cluster.spec import Role
+from cluster.view import GatewayView
 from diptych.view import Taken as Taken
 
 
@@ -51,3 +52,11 @@ class Memory:
 
     revision: int
     posts: tuple[Post, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReport:
+    """What the server of a cluster sees: its gateways, and how often its background tasks failed."""
+
+    gateways: tuple[GatewayView, ...] = ()
+    failures: tuple[tuple[str, int], ...] = ()

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Collection
 
-from cluster.changes import ChangeRefused, Memory, Post, StaleRevision, Taken, UnknownMember
+from cluster.changes import ChangeRefused, Memory, Post, ServerReport, StaleRevision, Taken, UnknownMember
 from cluster.members import Listeners, Member, Membership
 from cluster.policy.evidence import Report
 from cluster.policy.policy import open_policy
@@ -20,7 +20,9 @@ from cluster.replanning import Aimed, Planner, Replanner
 from cluster.runtime.interface import Runtime, WorkerGone
 from cluster.spec import MOST_REPLICAS, ClusterSpec, PoolSpec, Role
 from cluster.steward import Decider, Steward
-from cluster.view import ClusterView, ModelView, PoolView, WorkerState
+from cluster.supervised import Failures, supervised
+from cluster.view import ClusterView, ModelView, PoolView, TaskFailures, WorkerState
+from kvtransfer.watchdog import Watchdog
 from workers.stats import WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ STOP_GRACE_S = 0.5
 NOT_BEGUN = "the controller was restarted and has not begun"
 SILENT_S = 5.0  # a gateway that has its answer and does not ask again for so long is gone
 QUIET_S = 1.0  # a worker that leaves must have been empty for so long: what was on its way to it has come
+NOTHING_REPORTED = ServerReport()
 FLOORED = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}
 
 
@@ -54,6 +57,7 @@ class Controller:
         self._pools = {pool.name: pool for pool in spec.pools}
         links_all = open_policy(spec, seed=0).links_all
         self._preflight = Preflight(links_all, spec.gateway.rebalance, spec.transfer.read_timeout_s, self._bump)
+        self._failures = Failures(self._bump)
         self._keeping = Keeping(runtime, spec.health.start_timeout_s, self._introduce, self._bump)
         self._keepers: dict[str, Keeper] = {}
         self._listeners = Listeners()
@@ -63,7 +67,8 @@ class Controller:
         self._changed = asyncio.Event()
         self._changing = asyncio.Lock()  # one change at a time, so that its revision means something
         self._orphan_after_s = orphan_after_s
-        self._orphan_timer: asyncio.TimerHandle | None = None
+        self._orphan_timer: Watchdog | None = None
+        self._server = ServerReport()
         self._stopping: asyncio.Task[None] | None = None
         self._steward: Steward | None = None
         if decider is not None:
@@ -87,15 +92,17 @@ class Controller:
             keeper = self._hire(self._pools[post.pool], post.name, post.role, required=memory is None)
             if post.is_leaving:
                 self._leave(keeper, self._spec.health.drain_s, waits=True)
-        self._tending = asyncio.ensure_future(self._preflight.tend())
+        self._tending = asyncio.ensure_future(supervised("linking workers", self._preflight.tend, self._failures))
         if self._steward is not None:
-            self._steward.begin()
+            self._steward.begin(self._failures)
         if self._replanner is not None:
-            self._replanner.begin()
+            self._replanner.begin(self._failures)
         self._bump()
         self._called_in()
 
-    async def keep_alive(self, revision: int, timeout_s: float) -> Memory | None:
+    async def keep_alive(
+        self, revision: int, timeout_s: float, report: ServerReport = NOTHING_REPORTED
+    ) -> Memory | None:
         """Whoever serves this cluster calls in; when it has been away for `orphan_after_s`, everything is stopped.
 
         Answers what it must remember, once that is not of `revision` or after `timeout_s`; None: this controller was
@@ -104,15 +111,18 @@ class Controller:
         if self._tending is None:
             return None
         self._called_in()
+        if report != self._server:
+            self._server = report
+            self._bump()
         await self._news(revision, timeout_s)
         posts = (Post(each.name, each.pool.name, each.role, each.is_leaving) for each in self._keepers.values())
         return Memory(self._revision, tuple(posts))
 
     def _called_in(self) -> None:
         if self._orphan_timer is not None:
-            self._orphan_timer.cancel()
-        if self._orphan_after_s is not None:
-            self._orphan_timer = asyncio.get_running_loop().call_later(self._orphan_after_s, self._orphaned)
+            self._orphan_timer.heard()
+        elif self._orphan_after_s is not None:
+            self._orphan_timer = Watchdog(self._orphan_after_s, self._orphaned)
 
     def _orphaned(self) -> None:
         logger.warning("nobody has called in for %.0f s: the cluster is stopped", self._orphan_after_s or 0.0)
@@ -125,7 +135,7 @@ class Controller:
     async def stop(self) -> None:
         """End every worker."""
         if self._orphan_timer is not None:
-            self._orphan_timer.cancel()
+            self._orphan_timer.close()
         if self._tending is not None:
             self._tending.cancel()
         if self._steward is not None:
@@ -133,7 +143,8 @@ class Controller:
         if self._replanner is not None:
             self._replanner.close()
         staying = [keeper for keeper in self._keepers.values() if not keeper.is_over]
-        ending = [self._leaving.pop(keeper.name) for keeper in self._keepers.values() if keeper.is_over]
+        over = [keeper.name for keeper in self._keepers.values() if keeper.is_over and keeper.name in self._leaving]
+        ending = [self._leaving.pop(name) for name in over]
         for leaving in self._leaving.values():
             leaving.cancel()
         await asyncio.gather(*(keeper.end(STOP_GRACE_S) for keeper in staying), *ending)
@@ -186,7 +197,8 @@ class Controller:
             raise WorkerGone(NOT_BEGUN)
         members = tuple(Member(keeper.view, keeper.handle) for keeper in self._keepers.values())
         listeners = self._listeners.names(clock())
-        return Membership(self._revision, members, self._preflight.links, self._pool_views(), listeners)
+        links, pools, served = self._preflight.links, self._pool_views(), self._server.gateways
+        return Membership(self._revision, members, links, pools, listeners, served, self._task_failures())
 
     async def _news(self, revision: int, timeout_s: float) -> None:
         try:
@@ -201,6 +213,10 @@ class Controller:
         workers = tuple(keeper.view for keeper in self._keepers.values())
         links, pairs = self._preflight.links, self._preflight.pairs
         return ClusterView(self._revision, self._spec.name, self._model(), workers, links, pairs, self._pool_views())
+
+    def _task_failures(self) -> tuple[TaskFailures, ...]:
+        told = ("server", self._server.failures), ("controller", self._failures.told())
+        return tuple(TaskFailures(process, task, count) for process, each in told for task, count in each)
 
     def _pool_views(self) -> tuple[PoolView, ...]:
         return tuple(

@@ -82,7 +82,7 @@ class Dispatcher:
     async def start(self) -> None:
         """Learn the members, and follow them from now on."""
         await self.roster.start()
-        self._moving.start()
+        self._moving.start(self.roster.failures)
 
     async def close(self) -> None:
         """End everything still running."""

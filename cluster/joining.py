@@ -5,11 +5,17 @@ another one. Knows no runtime; whoever calls finds the controller.
 """
 
 import asyncio
+import contextlib
+import logging
 
+from cluster.keep_alive import KEEP_ALIVE_S, ORPHAN_AFTER_S
 from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone
-from cluster.serving import KEEP_ALIVE_S, ORPHAN_AFTER_S, DoorFactory, GatewayService
+from cluster.serving import DoorFactory, GatewayService
 from cluster.spec import ClusterSpec
 from cluster.view import ModelView
+from kvtransfer.watchdog import patient_timeout
+
+logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 
@@ -25,15 +31,18 @@ class JoinedGateway:
 
     async def wait_orphaned(self) -> None:
         """Until the controller is gone for good; one that is restarted comes back in time."""
-        clock = asyncio.get_running_loop().time
-        heard_s = clock()
-        while clock() - heard_s < ORPHAN_AFTER_S:
-            try:
-                await self._controller.call("members", 0, 0.0)
-                heard_s = clock()
-            except WorkerGone:
-                pass  # it may be restarting: the clock decides
-            await asyncio.sleep(KEEP_ALIVE_S)
+        with contextlib.suppress(TimeoutError):
+            async with patient_timeout(ORPHAN_AFTER_S) as silence:
+                while True:
+                    try:
+                        await self._controller.call("members", 0, 0.0)
+                        silence.heard()
+                    except WorkerGone as error:
+                        logger.debug("the controller does not answer: %s", error)
+                    except Exception:  # an answer too, if a wrong one: the controller lives
+                        logger.exception("the controller failed")
+                        silence.heard()
+                    await asyncio.sleep(KEEP_ALIVE_S)
 
     async def close(self, grace_s: float) -> None:
         """Refuse new requests, let running ones end for `grace_s`, then cut them."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cluster.runtime.interface import WorkerHandle
-from cluster.view import PoolView, WorkerView
+from cluster.view import GatewayView, PoolView, TaskFailures, WorkerView
 from kvtransfer.ticket import LinkReport
 
 
@@ -24,6 +24,8 @@ class Membership:
     links: tuple[LinkReport, ...] = ()
     pools: tuple[PoolView, ...] = ()
     gateways: tuple[str, ...] = ()
+    served_gateways: tuple[GatewayView, ...] = ()
+    failures: tuple[TaskFailures, ...] = ()
 
     @property
     def pairs(self) -> frozenset[tuple[str, str]]:

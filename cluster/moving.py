@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from cluster.policy.moves import Move, Mover
 from cluster.policy.requeue import Requeue
+from cluster.supervised import Failures, supervised
 from cluster.view import ClusterView
 from workers.logged import about
 
@@ -52,8 +53,8 @@ class Moving:
         """How many were begun for each reason, by what became of them."""
         return tuple((kind, outcome, count) for (kind, outcome), count in sorted(self._counts.items()))
 
-    def start(self) -> None:
-        self._following = asyncio.ensure_future(self._follow())
+    def start(self, failures: Failures) -> None:
+        self._following = asyncio.ensure_future(supervised("planning moves", self._follow, failures))
 
     async def close(self) -> None:
         """End the moves under way: their requests stay where they are."""
@@ -64,13 +65,8 @@ class Moving:
             await asyncio.wait(tasks)
 
     async def _follow(self) -> None:
-        while True:
-            await self._occasion()
-            try:
-                self.look()
-            except Exception:
-                logger.exception("no moves could be planned; trying again")
-                await asyncio.sleep(LOOK_S)
+        await self._occasion()
+        self.look()
 
     async def _occasion(self) -> None:
         """Somebody came or left or has another role, what was begun is over, or some time has passed."""

@@ -132,13 +132,12 @@ class Preflight:
 
     async def tend(self) -> None:
         """Try again, once in a while, to link pairs whose preflight failed though both live."""
-        while True:
-            await asyncio.sleep(RELINK_S)
-            for owner, reader in tuple(self._unlinked):
-                if not self._may_move(owner, reader):
-                    self._unlinked.pop((owner, reader), None)
-                elif _is_ready(owner) and _is_ready(reader) and await self._link(owner, reader) is None:
-                    self._changed()
+        await asyncio.sleep(RELINK_S)
+        for owner, reader in tuple(self._unlinked):
+            if not self._may_move(owner, reader):
+                self._unlinked.pop((owner, reader), None)
+            elif _is_ready(owner) and _is_ready(reader) and await self._link(owner, reader) is None:
+                self._changed()
 
     def _may_move(self, owner: Keeper, reader: Keeper) -> bool:
         """Whether KV may be sent that way: as roles say, or out of a worker that leaves."""

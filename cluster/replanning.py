@@ -17,6 +17,7 @@ from cluster.changes import Taken
 from cluster.policy.evidence import Decision, Report
 from cluster.policy.shape import Drift, Moved, Seen
 from cluster.spec import ClusterSpec, Role
+from cluster.supervised import Failures, supervised
 from cluster.view import ClusterView, WorkerState
 from workers.request import SLO
 
@@ -113,8 +114,8 @@ class Replanner:
         self._entries: deque[_Entry] = deque(maxlen=REMEMBERED)
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self) -> None:
-        self._task = asyncio.ensure_future(self._run())
+    def begin(self, failures: Failures) -> None:
+        self._task = asyncio.ensure_future(supervised("judging the load", self._round, failures))
 
     def close(self) -> None:
         if self._task is not None:
@@ -129,16 +130,12 @@ class Replanner:
         now_s = asyncio.get_running_loop().time()
         return tuple(Taken(each.decision, now_s - each.at_s, each.outcome) for each in self._entries)
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._spec.elastic.period_s)
-            try:
-                self._follow()
-                moved = self._drift.moved(asyncio.get_running_loop().time())
-                if moved is not None:
-                    await self._replan(moved)
-            except Exception:  # a plan that cannot be made must not take the cluster down
-                logger.exception("the load could not be judged")
+    async def _round(self) -> None:
+        await asyncio.sleep(self._spec.elastic.period_s)
+        self._follow()
+        moved = self._drift.moved(asyncio.get_running_loop().time())
+        if moved is not None:
+            await self._replan(moved)
 
     async def _replan(self, moved: Moved) -> None:
         self._drift.tried(asyncio.get_running_loop().time())

@@ -23,7 +23,8 @@ from cluster.policy.placement import NOTHING_SENT, Sent
 from cluster.policy.prefix_index import PrefixIndex
 from cluster.runtime.interface import WorkerGone, WorkerHandle
 from cluster.spec import ClusterSpec
-from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
+from cluster.supervised import Failures, supervised
+from cluster.view import ClusterView, ModelView, TaskFailures, WorkerState, WorkerView
 from workers.errors import WorkerError
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Roster:
         name: str,
         caches: PrefixIndex | None = None,
         history: History | None = None,
+        failures: Failures | None = None,
     ) -> None:
         self._spec = spec
         self._model = model
@@ -53,6 +55,7 @@ class Roster:
         self._name = name
         self._caches = caches
         self._history = history
+        self.failures = failures or Failures()
         self._membership = Membership(0)
         self._pairs = self._membership.pairs
         self._changed = asyncio.Event()
@@ -64,7 +67,8 @@ class Roster:
     async def start(self) -> None:
         """Learn the members, and follow them from now on."""
         self.take(await self._watch_members(0, WATCH_S))
-        self._following = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._redial())]
+        for task, work in (("following the members", self._follow), ("dialing lost workers", self._redial)):
+            self._following.append(asyncio.ensure_future(supervised(task, work, self.failures)))
         while any(not line.heard and line.lost is None for line in self.lines.values()):
             await self._changed.wait()  # each line is heard, or lost, within its own bound
 
@@ -95,8 +99,12 @@ class Roster:
             for member in self._membership.members
         )
         known = self._membership
-        more = known.links, self._pairs, known.pools, known.gateways
+        more = known.links, self._pairs, known.pools, known.gateways, known.served_gateways, self._all_failures()
         return ClusterView(known.revision, self._spec.name, self._model, workers, *more)
+
+    def _all_failures(self) -> tuple[TaskFailures, ...]:
+        own = self.failures.told()
+        return (*self._membership.failures, *(TaskFailures(self._name, task, count) for task, count in own))
 
     def view(self) -> ClusterView:
         """The picture with ages; a worker whose line is lost counts as dead."""
@@ -126,15 +134,11 @@ class Roster:
 
     async def _follow(self) -> None:
         """Keep the membership fresh. Without a controller the last known one stays in force."""
-        while True:
-            try:
-                self.take(await self._watch_members(self._membership.revision, WATCH_S))
-            except WorkerGone as error:
-                logger.warning("the controller does not answer (%s); keeping the last membership", error)
-                await asyncio.sleep(REDIAL_S)
-            except Exception:
-                logger.exception("the membership could not be read; keeping the last one")
-                await asyncio.sleep(REDIAL_S)
+        try:
+            self.take(await self._watch_members(self._membership.revision, WATCH_S))
+        except WorkerGone as error:
+            logger.warning("the controller does not answer (%s); keeping the last membership", error)
+            await asyncio.sleep(REDIAL_S)
 
     def take(self, membership: Membership) -> None:
         roles = {member.view.name: member.view.role for member in self._membership.members}
@@ -188,15 +192,14 @@ class Roster:
 
     async def _redial(self) -> None:
         """A worker that the controller holds ready but that we lost gets a new line, once in a while."""
-        while True:
-            await asyncio.sleep(REDIAL_S)
-            for member in self._membership.members:
-                line, view = self.lines.get(member.view.name), member.view
-                if line is None or line.lost is None:
-                    continue
-                if view.state is WorkerState.READY and view.incarnation == line.view.incarnation:
-                    self._in_background(line.close())
-                    self.lines[view.name] = self._dial(member)
+        await asyncio.sleep(REDIAL_S)
+        for member in self._membership.members:
+            line, view = self.lines.get(member.view.name), member.view
+            if line is None or line.lost is None:
+                continue
+            if view.state is WorkerState.READY and view.incarnation == line.view.incarnation:
+                self._in_background(line.close())
+                self.lines[view.name] = self._dial(member)
 
     def _pulse(self) -> None:
         self._changed.set()

@@ -14,20 +14,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.calls import ControllerCalls
-from cluster.changes import Memory, Taken
+from cluster.changes import ServerReport, Taken
 from cluster.controller import Controller
 from cluster.dispatcher import Dispatcher
 from cluster.events import Event
+from cluster.gateway_keeper import Doors, GatewayKeeper
 from cluster.guard import Guard
 from cluster.history import Recent, Window
+from cluster.keep_alive import ORPHAN_AFTER_S, KeepAlive
 from cluster.members import Membership
 from cluster.planner_process import ChildPlanner
 from cluster.policy.elastic import Elastic
 from cluster.policy.promises import Standing
 from cluster.replanning import Planner, limit_s
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
-from cluster.spec import ClusterSpec, Role, SpecError
+from cluster.spec import ClusterSpec, Role
 from cluster.steward import Decider
+from cluster.supervised import Failures, supervised
 from cluster.view import ClusterView, ModelView, WorkerState
 from workers.request import Request
 from workers.shapes import Shape, Timings
@@ -39,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
-KEEP_ALIVE_S = 2.0
-ORPHAN_AFTER_S = 20.0  # a cluster whose server vanished without a word stops by itself
 CLOSE_GRACE_S = 1.0
 SAMPLE_S = 1.0
 FIRST_CALL_S = 120.0  # a process may be slow to come: libraries are read from disks, by several at once
@@ -159,6 +160,7 @@ class GatewayService:
         self._door: Door | None = None
         self._spans: Spans | None = None
         self._endpoint = ""
+        self._opening = asyncio.Lock()  # who asks again may do so before the first answer
         self._tasks: list[asyncio.Task[None]] = []
 
     async def check_files(self) -> None:
@@ -167,43 +169,47 @@ class GatewayService:
 
     async def open(self, model: ModelView, port: int, http_port: int | None = None) -> str:
         """Listen on these ports (0: any); again, or after a restart, it answers the endpoint there is."""
-        if self._dispatcher is None:
-            spec = replace(self._spec, gateway=replace(self._spec.gateway, grpc_port=port, http_port=http_port))
-            spans = await _spans(spec, self._name)
-            told_ends = None if spans is None else spans.ended
-            dispatcher = Dispatcher(spec, model, self._controller.members, self._name, told_ends)
-            async with AsyncExitStack() as undo:
-                if spans is not None:
-                    undo.push_async_callback(spans.close)
-                door = self._make_door(GatewayContext(self._name, spec, model, dispatcher, self._controller))
-                undo.push_async_callback(dispatcher.close)
-                await dispatcher.start()
-                self._endpoint = await door.open()
-                undo.pop_all()
-            self._dispatcher, self._door, self._spans = dispatcher, door, spans
-            if spec.elastic.mode != "off":
-                self._tasks.append(asyncio.ensure_future(self._report(dispatcher, spec.elastic.period_s)))
-            if spec.gateway.trace_requests:
-                self._tasks.append(asyncio.ensure_future(self._sample(dispatcher)))
+        async with self._opening:
+            if self._dispatcher is None:
+                await self._open(model, port, http_port)
         return self._endpoint
+
+    async def _open(self, model: ModelView, port: int, http_port: int | None) -> None:
+        spec = replace(self._spec, gateway=replace(self._spec.gateway, grpc_port=port, http_port=http_port))
+        spans = await _spans(spec, self._name)
+        told_ends = None if spans is None else spans.ended
+        dispatcher = Dispatcher(spec, model, self._controller.members, self._name, told_ends)
+        async with AsyncExitStack() as undo:
+            if spans is not None:
+                undo.push_async_callback(spans.close)
+            door = self._make_door(GatewayContext(self._name, spec, model, dispatcher, self._controller))
+            undo.push_async_callback(dispatcher.close)
+            await dispatcher.start()
+            self._endpoint = await door.open()
+            undo.pop_all()
+        self._dispatcher, self._door, self._spans = dispatcher, door, spans
+        if spec.elastic.mode != "off":
+            period_s = spec.elastic.period_s
+            self._supervise(dispatcher, "reporting the load", lambda: self._report(dispatcher, period_s))
+        if spec.gateway.trace_requests:
+            self._supervise(dispatcher, "sampling the load", lambda: self._sample(dispatcher))
+
+    def _supervise(self, dispatcher: Dispatcher, task: str, work: Callable[[], Awaitable[None]]) -> None:
+        self._tasks.append(asyncio.ensure_future(supervised(task, work, dispatcher.roster.failures)))
 
     async def _report(self, dispatcher: Dispatcher, period_s: float) -> None:
         """Tell the controller of the load. What it cannot hear is lost: the next report is of what comes then."""
-        while True:
-            await asyncio.sleep(period_s)
-            try:
-                await self._controller.report(dispatcher.witness.report())
-            except WorkerGone as error:
-                logger.debug("the controller heard no report: %s", error)
-            except Exception:
-                logger.exception("the controller could not take a report")
+        await asyncio.sleep(period_s)
+        try:
+            await self._controller.report(dispatcher.witness.report())
+        except WorkerGone as error:
+            logger.debug("the controller heard no report: %s", error)
 
     @staticmethod
     async def _sample(dispatcher: Dispatcher) -> None:
         """Remember how full the workers are, for traces."""
-        while True:
-            dispatcher.history.sample(dispatcher.roster.picture())
-            await asyncio.sleep(SAMPLE_S)
+        dispatcher.history.sample(dispatcher.roster.picture())
+        await asyncio.sleep(SAMPLE_S)
 
     async def http_url(self) -> str:
         assert self._door is not None, "a gateway is asked for its URL after it opened"
@@ -254,9 +260,10 @@ class Serving:
         self.http_urls: list[str] = []
         self._controller: ServiceHandle | None = None
         self._gateways: list[ServiceHandle] = []
-        self._keeping: asyncio.Task[None] | None = None
+        self._keepers: list[GatewayKeeper] = []
+        self._failures = Failures()
+        self._keep_alive: KeepAlive | None = None
         self._closed = asyncio.Event()
-        self._model: ModelView | None = None
 
     @property
     def endpoint(self) -> str:
@@ -285,7 +292,7 @@ class Serving:
             *(orphan_after_s, self._planner, self._decider),
         )
         await self._controller.call("begin", timeout_s=FIRST_CALL_S)
-        self._keeping = asyncio.ensure_future(self._keep_alive())
+        self._keep_alive = KeepAlive(self._controller, self._report, self._closed.set, self._failures)
         replicas = sum(pool.replicas for pool in spec.pools)
         for index in range(self._num_gateways):  # they start while the model is loaded
             name = f"gateway-{index}"
@@ -302,7 +309,7 @@ class Serving:
             self.endpoints.append(await gateway.call("open", model, *ports, timeout_s=FIRST_CALL_S))
             if http_port is not None:
                 self.http_urls.append(await gateway.call("http_url"))
-        self._model = model
+            self._keep(index, gateway, model)
         membership: Membership = await self._controller.call("members", 0, 1.0)
         for link in membership.links:
             progress(
@@ -332,43 +339,24 @@ class Serving:
                     f"{waiting} not ready within health.start_timeout_s ({self.spec.health.start_timeout_s:.0f} s)"
                 )
 
-    async def _keep_alive(self) -> None:
-        assert self._controller is not None
-        silent_since: float | None = None
-        memory: Memory | None = None
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                known = memory.revision if memory is not None else 0
-                answer: Memory | None = await self._controller.call("keep_alive", known, KEEP_ALIVE_S)
-                if answer is None:
-                    logger.warning("the controller was restarted")
-                    await self._controller.call("begin", memory)
-                memory, silent_since = answer or memory, None
-                await self._reopen()
-            except WorkerGone as error:
-                silent_since = silent_since or loop.time()
-                if loop.time() - silent_since > ORPHAN_AFTER_S:
-                    logger.error("the controller is gone: %s", error)
-                    self._closed.set()
-                    return
-                await asyncio.sleep(KEEP_ALIVE_S)
+    def _keep(self, index: int, gateway: ServiceHandle, model: ModelView) -> None:
+        """From now on it is kept open, on the ports that it has."""
+        port = int(self.endpoints[index].rpartition(":")[2])
+        http_port = int(self.http_urls[index].rpartition(":")[2]) if self.http_urls else None
+        doors = Doors(model, port, http_port)
+        keeper = GatewayKeeper(f"gateway-{index}", gateway, doors, self.runtime, self._failures)
+        self._keepers.append(keeper)
+        keeper.begin()
 
-    async def _reopen(self) -> None:
-        """A gateway that was restarted opens its doors again, on the ports it had."""
-        if self._model is None:
-            return
-        for index, (gateway, endpoint) in enumerate(zip(self._gateways, self.endpoints, strict=True)):
-            http_port = int(self.http_urls[index].rpartition(":")[2]) if self.http_urls else None
-            try:
-                await gateway.call("open", self._model, int(endpoint.rpartition(":")[2]), http_port)
-            except (WorkerGone, OSError, SpecError) as error:
-                logger.warning("gateway at %s is not open: %s", endpoint, error)
+    def _report(self) -> ServerReport:
+        return ServerReport(tuple(keeper.view for keeper in self._keepers), self._failures.told())
 
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         """Doors first, then workers, then the controller. What does not answer is killed."""
-        if self._keeping is not None:
-            self._keeping.cancel()
+        if self._keep_alive is not None:
+            self._keep_alive.close()
+        for keeper in self._keepers:
+            keeper.close()
         await asyncio.gather(*(self._end(gateway, "close", grace_s) for gateway in self._gateways))
         if self._controller is not None:
             await self._end(self._controller, "stop")

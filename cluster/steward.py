@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from cluster.changes import ChangeError, Taken
 from cluster.policy.evidence import Decision, Report
 from cluster.spec import Role
+from cluster.supervised import Failures, supervised
 from cluster.view import ClusterView, WorkerState
 from workers.logged import about
 
@@ -76,8 +77,8 @@ class Steward:
         """How many decisions of each kind were advised, done, or failed."""
         return tuple((kind, outcome, count) for (kind, outcome), count in sorted(self._counts.items()))
 
-    def begin(self) -> None:
-        self._task = asyncio.ensure_future(self._run())
+    def begin(self, failures: Failures) -> None:
+        self._task = asyncio.ensure_future(supervised("judging the roles", self._round, failures))
 
     def close(self) -> None:
         if self._task is not None:
@@ -92,13 +93,9 @@ class Steward:
         now_s = asyncio.get_running_loop().time()
         return tuple(Taken(each.decision, now_s - each.at_s, each.outcome) for each in self._entries)
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._period_s)
-            try:
-                await self._step(asyncio.get_running_loop().time())
-            except Exception:  # a decision that cannot be made must not take the cluster down
-                logger.exception("the roles could not be judged")
+    async def _round(self) -> None:
+        await asyncio.sleep(self._period_s)
+        await self._step(asyncio.get_running_loop().time())
 
     async def _step(self, now_s: float) -> None:
         last = self._entries[-1] if self._entries else None

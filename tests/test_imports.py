@@ -19,7 +19,13 @@ LAYERS = [
     ["diptych.channel", "diptych.failures", "diptych.messages", "diptych.status", "diptych.retry"],
     ["diptych.aio", "diptych.blocking"],
     ["diptych.client"],
-    ["kvtransfer.layout", "kvtransfer.errors", "kvtransfer.challenge", "kvtransfer.unauthenticated"],
+    [
+        "kvtransfer.layout",
+        "kvtransfer.errors",
+        "kvtransfer.challenge",
+        "kvtransfer.unauthenticated",
+        "kvtransfer.watchdog",
+    ],
     ["kvtransfer.ticket"],
     ["kvtransfer.transport", "kvtransfer.host"],
     ["kvtransfer.copies", "kvtransfer.backends", "kvtransfer.digest", "kvtransfer.leases", "kvtransfer.control_wire"],
@@ -41,10 +47,11 @@ LAYERS = [
         "cluster.workload",
         "cluster.logs",
         "cluster.guard",
+        "cluster.supervised",
         "cluster.trace_context",
     ],
     ["cluster.pool", "cluster.policy", "cluster.members", "cluster.events", "cluster.scoring", "cluster.changes"],
-    ["cluster.replanning", "cluster.planner_process"],
+    ["cluster.replanning", "cluster.planner_process", "cluster.gateway_keeper", "cluster.keep_alive"],
     [
         "cluster.line",
         "cluster.cache_reader",
@@ -166,10 +173,10 @@ def test_heavy_libraries_stay_in_their_rooms(name: str, tree: ast.Module) -> Non
 
 
 @pytest.mark.parametrize(("name", "tree"), MODULES, ids=[name for name, _ in MODULES])
-def test_cluster_sees_of_kvtransfer_only_the_ticket(name: str, tree: ast.Module) -> None:
+def test_cluster_sees_of_kvtransfer_only_the_ticket_and_what_knows_no_kv(name: str, tree: ast.Module) -> None:
     if not name.startswith("cluster.") or below(name, ("cluster.cli", "cluster.bench")):
         return
-    allowed = ("kvtransfer.ticket", "kvtransfer.errors")
+    allowed = ("kvtransfer.ticket", "kvtransfer.errors", "kvtransfer.watchdog")
     for imported in imports(tree):
         assert not imported.startswith("kvtransfer.") or below(imported, allowed), f"{name} imports {imported}"
         if imported.startswith("workers.build"):

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from diptych.shapes import Shape, Timings
 from diptych.v1 import admin_pb2
-from diptych.view import ClusterView, LinkReport, PoolView, Taken, WorkerView
-from diptych.wire import ROLES, SAME_NAME, STATES, duration_of
+from diptych.view import ClusterView, GatewayView, LinkReport, PoolView, Taken, WorkerView
+from diptych.wire import GATEWAY_STATES, ROLES, SAME_NAME, STATES, duration_of
 
 
 def view_message(
@@ -19,12 +19,24 @@ def view_message(
         gateway=gateway,
         pools=[_pool_message(pool) for pool in view.pools],
         decisions=[_taken_message(taken) for taken in decisions],
+        served_gateways=[_gateway_message(each) for each in view.served_gateways],
+        failures=[admin_pb2.TaskFailures(process=e.process, task=e.task, count=e.count) for e in view.failures],
     )
     if view.model is not None:
         message.model.name = view.model.name
         message.model.context_length = view.model.context_length
         message.model.vocab_size = view.model.vocab_size
     return message
+
+
+def _gateway_message(gateway: GatewayView) -> admin_pb2.ServedGateway:
+    return admin_pb2.ServedGateway(
+        name=gateway.name,
+        state=GATEWAY_STATES[gateway.state],
+        restarts=gateway.restarts,
+        silences=gateway.silences,
+        detail=gateway.detail,
+    )
 
 
 def _pool_message(pool: PoolView) -> admin_pb2.Pool:

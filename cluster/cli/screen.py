@@ -12,7 +12,7 @@ import msgspec
 
 from cluster.events import Accepted, Completed, Queued
 from cluster.ledger import PHASES, LatencyLedger
-from cluster.view import ClusterView, WorkerView
+from cluster.view import ClusterView, GatewayState, WorkerView
 from kvtransfer.ticket import TransferReport
 
 if TYPE_CHECKING:  # rich costs a tenth of a second that --help must not pay
@@ -106,6 +106,8 @@ def view_json(view: ClusterView) -> dict[str, Any]:
         "workers": [worker_json(worker) for worker in view.workers],
         "links": [asdict(link) for link in view.links],
         "pools": [msgspec.to_builtins(pool) for pool in view.pools],
+        "served_gateways": [msgspec.to_builtins(each) for each in view.served_gateways],
+        "failures": [asdict(each) for each in view.failures],
     }
 
 
@@ -219,6 +221,24 @@ def links_table(view: ClusterView) -> "Table":
         latency = f"{link.latency_s * 1e6:.0f} us"
         table.add_row(link.owner, link.reader, link.transport, link.path, latency, speed, "; ".join(link.skipped))
     return table
+
+
+def trouble_lines(view: ClusterView) -> list[str]:
+    """What is or was wrong beside the workers; nothing where all is well."""
+    lines = []
+    for each in view.served_gateways:
+        counts = ", ".join(
+            f"{count} {word}{'s' * (count != 1)}"
+            for count, word in ((each.restarts, "restart"), (each.silences, "silence"))
+            if count
+        )
+        if counts or each.state is not GatewayState.OPEN:
+            told = "; ".join(filter(None, (each.detail, counts)))
+            lines.append(f"{each.name} is {each.state.value}: {told}")
+    for failed in view.failures:
+        times = f"{failed.count} time{'s' * (failed.count != 1)}"
+        lines.append(f"{failed.process}: {failed.task} failed {times} and went on; its log says why")
+    return lines
 
 
 def size(num_bytes: float) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.address import addressed
-from cluster.cli.screen import console, links_table, print_json, view_json, workers_table
+from cluster.cli.screen import console, links_table, print_json, trouble_lines, view_json, workers_table
 from cluster.cli.shape import decision_json, decisions_table, pools_table
 from cluster.cli.standing import calibration_line, promises_table, refusals_line, standing_json
 from diptych.access import Access
@@ -56,6 +56,8 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
     screen.print(workers_table(view))
     if view.pools:
         screen.print(pools_table(view))
+    for line in trouble_lines(view):
+        screen.print(line, markup=False)
     if view.links:
         screen.print(links_table(view))
     if found.decisions:

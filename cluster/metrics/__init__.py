@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from cluster.metrics.families import Counts
 from cluster.metrics.requests import request_families
 from cluster.metrics.standing import standing_families
+from cluster.metrics.supervision import supervision_families
 from cluster.metrics.vllm import vllm_families
 from cluster.metrics.workers import worker_families
 from cluster.policy.promises import Standing
@@ -43,6 +44,7 @@ def _families(
 ) -> Iterator[Metric]:
     yield from standing_families(standing, gateway, decisions)
     yield from request_families(standing, gateway, view, active)
+    yield from supervision_families(gateway, view)
     yield from worker_families(gateway, view)
     if compat == "vllm":
         yield from vllm_families(standing, gateway, view)

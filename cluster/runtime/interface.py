@@ -20,6 +20,10 @@ class WorkerGone(Exception):
     """The worker's process died, is restarting, or does not answer."""
 
 
+class NoAnswer(WorkerGone):
+    """No answer came in time; the process may live."""
+
+
 class RuntimeUnavailable(Exception):
     """The runtime cannot be reached or cannot place what is asked; the message says what to do."""
 
@@ -89,6 +93,10 @@ class Runtime(Protocol):
 
     async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
         """Run `factory(*args)` as a long-lived object; `factory` is importable by name."""
+        ...
+
+    async def restart_service(self, handle: ServiceHandle) -> ServiceHandle:
+        """Kill a service that hangs; it is built again, and knows nothing of before."""
         ...
 
     async def stop_service(self, handle: ServiceHandle) -> None:

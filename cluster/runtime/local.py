@@ -23,8 +23,9 @@ def modelled_worker(order: WorkerOrder, cost: CostModel, modelled: Modelled) -> 
 class LocalService:
     """A service object called directly."""
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Any, build: Callable[[], Any] | None = None) -> None:
         self.target = target
+        self.build = build
 
     async def call(self, method: str, *args: Any, timeout_s: float = 30.0) -> Any:
         return await getattr(self.target, method)(*args)
@@ -56,7 +57,12 @@ class LocalRuntime:
             del self.workers[handle.config.name]
 
     async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
-        return LocalService(factory(*args))
+        return LocalService(factory(*args), lambda: factory(*args))
+
+    async def restart_service(self, handle: ServiceHandle) -> ServiceHandle:
+        assert isinstance(handle, LocalService) and handle.build is not None
+        handle.target = handle.build()
+        return handle
 
     async def stop_service(self, handle: ServiceHandle) -> None:
         """The object goes with its last reference."""

@@ -19,12 +19,20 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.logs import begin as begin_logs
-from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone, WorkerHandle, WorkerOrder
+from cluster.runtime.interface import (
+    NoAnswer,
+    RuntimeUnavailable,
+    ServiceHandle,
+    WorkerGone,
+    WorkerHandle,
+    WorkerOrder,
+)
 from cluster.runtime.placement import Node, bundle, listed, own_labels, own_resources, selectors, shortage
 from cluster.runtime.ray_metrics import WorkerMetrics
 from cluster.runtime.ray_ranks import RayRanks, on_this_node, rank_options
 from cluster.spec import ClusterSpec, LogSpec
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
+from kvtransfer.watchdog import patient_timeout
 from workers.build import build_worker
 from workers.request import Bundle, Request, Reservation
 from workers.shapes import Shape, Timings
@@ -48,17 +56,15 @@ async def answer_of(reference: Any, timeout_s: float, asked: str = "") -> Any:
     `asked`: whom, and what, for the message.
     """
 
-    async def answer() -> Any:
-        return await reference
-
     try:
-        return await asyncio.wait_for(answer(), timeout_s)
+        async with patient_timeout(timeout_s):
+            return await reference
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except RayError as error:
         raise WorkerGone(str(error).strip().splitlines()[0]) from None
     except TimeoutError:
-        raise WorkerGone(f"no answer {f'of {asked} ' * bool(asked)}within {timeout_s:.1f} s") from None
+        raise NoAnswer(f"no answer {f'of {asked} ' * bool(asked)}within {timeout_s:.1f} s") from None
 
 
 class _WorkerActor:
@@ -292,6 +298,11 @@ class RayRuntime:
                 "stop it first, or give this one another name"
             ) from None
         return RayService(name, actor)
+
+    async def restart_service(self, handle: ServiceHandle) -> ServiceHandle:
+        assert isinstance(handle, RayService)
+        ray.kill(handle.actor, no_restart=False)
+        return handle
 
     async def stop_service(self, handle: ServiceHandle) -> None:
         assert isinstance(handle, RayService)

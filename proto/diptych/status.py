@@ -12,15 +12,17 @@ from diptych.v1 import admin_pb2
 from diptych.view import (
     ClusterView,
     Decision,
+    GatewayView,
     LinkReport,
     ModelView,
     ParallelConfig,
     PoolView,
     Taken,
+    TaskFailures,
     WorkerStats,
     WorkerView,
 )
-from diptych.wire import ROLES_FROM, SAME_NAME, STATES_FROM, seconds
+from diptych.wire import GATEWAY_STATES_FROM, ROLES_FROM, SAME_NAME, STATES_FROM, seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,19 @@ def view_from(message: admin_pb2.GetClusterResponse) -> ClusterView:
     model = ModelView(told.name, told.context_length, told.vocab_size) if message.HasField("model") else None
     workers = tuple(_worker_from(worker) for worker in message.workers)
     links, pools = tuple(map(_link_from, message.links)), tuple(map(_pool_from, message.pools))
-    return ClusterView(message.revision, message.name, model, workers, links, pools=pools)
+    served = tuple(map(_gateway_from, message.served_gateways))
+    failures = tuple(TaskFailures(each.process, each.task, each.count) for each in message.failures)
+    named = message.revision, message.name, model, workers, links
+    return ClusterView(*named, pools=pools, served_gateways=served, failures=failures)
 
 
 def decisions_from(message: admin_pb2.GetClusterResponse) -> tuple[Taken, ...]:
     return tuple(map(_taken_from, message.decisions))
+
+
+def _gateway_from(message: admin_pb2.ServedGateway) -> GatewayView:
+    state = GATEWAY_STATES_FROM[message.state]
+    return GatewayView(message.name, state, message.restarts, message.silences, message.detail)
 
 
 def _pool_from(message: admin_pb2.Pool) -> PoolView:

@@ -165,6 +165,32 @@ class PoolView:
     max_replicas: int
 
 
+class GatewayState(Enum):
+    OPEN = "open"
+    SILENT = "silent"  # it does not answer; its process may live
+    STARTING = "starting"  # again, after its death
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayView:
+    """A gateway that the server of this cluster started. `silences`: how often it did not answer in time."""
+
+    name: str
+    state: GatewayState
+    restarts: int = 0
+    silences: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFailures:
+    """How often a background task met an exception since its process began. It goes on after each."""
+
+    process: str
+    task: str
+    count: int
+
+
 @dataclass(frozen=True, slots=True)
 class LinkReport:
     """What preflight found for one pair (reader <- owner): the chosen path and its measured quality.
@@ -186,7 +212,8 @@ class ClusterView:
     """`revision` grows with every change of membership or state; statistics alone do not change it.
 
     `pairs` is an index of the links, (owner, reader); None: they are searched one by one. `gateways`: all there are, as
-    far as this one knows, the one that has been there for the longest first.
+    far as this one knows, the one that has been there for the longest first; `served_gateways`: how those do that the
+    server of this cluster started.
     """
 
     revision: int
@@ -197,6 +224,8 @@ class ClusterView:
     pairs: frozenset[tuple[str, str]] | None = None
     pools: tuple[PoolView, ...] = ()
     gateways: tuple[str, ...] = ()
+    served_gateways: tuple[GatewayView, ...] = ()
+    failures: tuple[TaskFailures, ...] = ()
 
     def ready(self, *roles: Role) -> tuple[WorkerView, ...]:
         return tuple(worker for worker in self.workers if worker.state is WorkerState.READY and worker.role in roles)

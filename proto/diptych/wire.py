@@ -4,7 +4,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from diptych.events import FinishReason
 from diptych.v1 import admin_pb2, common_pb2, inference_pb2
-from diptych.view import Role, WorkerState
+from diptych.view import GatewayState, Role, WorkerState
 
 MAX_MESSAGE_BYTES = 64 << 20
 KEEPALIVE = (
@@ -39,6 +39,12 @@ STATES = {
     WorkerState.DEAD: admin_pb2.WORKER_STATE_DEAD,
 }
 STATES_FROM = {value: state for state, value in STATES.items()}
+GATEWAY_STATES = {
+    GatewayState.OPEN: admin_pb2.GATEWAY_STATE_OPEN,
+    GatewayState.SILENT: admin_pb2.GATEWAY_STATE_SILENT,
+    GatewayState.STARTING: admin_pb2.GATEWAY_STATE_STARTING,
+}
+GATEWAY_STATES_FROM = {value: state for state, value in GATEWAY_STATES.items()}
 SAME_NAME = (
     "queued_tokens",
     "waiting",

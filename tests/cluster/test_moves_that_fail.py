@@ -9,6 +9,7 @@ import pytest
 
 from cluster.moving import Moving
 from cluster.policy.moves import Move
+from cluster.supervised import Failures
 from cluster.view import ClusterView
 
 VIEW = ClusterView(1, "c", None, ())
@@ -44,7 +45,7 @@ def test_a_move_that_raises_is_told_and_the_next_one_is_looked_for(caplog: pytes
     async def scene() -> tuple[tuple[str, str, int], ...]:
         requeue = SimpleNamespace(late=lambda view, now_s: [])
         subject = Moving(plans, requeue, lambda: VIEW, changed, lambda: {"r": 1}, move, lambda key: False)  # type: ignore[arg-type]
-        subject.start()
+        subject.start(Failures())
         subject.look()
         async with asyncio.timeout(10.0):
             while plans.asked < 3:

@@ -18,6 +18,7 @@ from cluster.sim.clock import run
 from cluster.sim.cluster import NoPlanner, PoolModel, Surroundings
 from cluster.sim.run import Options, simulate
 from cluster.spec import ClusterSpec, ElasticSpec, Role, SpecError, parse_spec
+from cluster.supervised import Failures
 from cluster.view import ClusterView, WorkerState, WorkerView
 from cluster.workload.arrivals import Arrival, Workload
 from diptych.status import decisions_from
@@ -161,7 +162,7 @@ async def alone(
     """For each pair so many seconds with five such requests; the aims that were given, and what became of plans."""
     steps, looks = Steps(), view(1, 3)
     subject = Replanner(like or spec("act", period_s=1.0), planner, lambda: looks, steps if acts else None)
-    subject.begin()
+    subject.begin(Failures())
     try:
         for seconds, sample in samples:
             for _ in range(seconds):

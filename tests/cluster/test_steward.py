@@ -17,6 +17,7 @@ from cluster.runtime.interface import RuntimeUnavailable, WorkerHandle, WorkerOr
 from cluster.sim.clock import run
 from cluster.spec import ClusterSpec, Role
 from cluster.steward import REMEMBERED, Changer, Steward
+from cluster.supervised import Failures
 from cluster.view import ClusterView, PoolView, WorkerState, WorkerView
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Scripted:
 @asynccontextmanager
 async def running(decider: Scripted, changer: Changer, *, acts: bool = True) -> "AsyncIterator[Steward]":
     steward = Steward(decider, changer, PERIOD_S, 10.0, acts=acts)
-    steward.begin()
+    steward.begin(Failures())
     try:
         yield steward
     finally:
@@ -210,7 +211,7 @@ def test_a_pool_that_does_not_grow_is_left_alone_for_twice_as_long_each_time() -
 
     async def asked() -> list[float]:
         steward = Steward(Growing(), changer, 1.0, 100.0, acts=True)
-        steward.begin()
+        steward.begin(Failures())
         await asyncio.sleep(2500.0)
         steward.close()
         return [2500.0 - taken.age_s for taken in steward.taken()]

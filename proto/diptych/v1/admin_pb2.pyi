@@ -11,6 +11,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class GatewayState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GATEWAY_STATE_UNSPECIFIED: _ClassVar[GatewayState]
+    GATEWAY_STATE_OPEN: _ClassVar[GatewayState]
+    GATEWAY_STATE_SILENT: _ClassVar[GatewayState]
+    GATEWAY_STATE_STARTING: _ClassVar[GatewayState]
+
 class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
@@ -18,6 +25,10 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_READY: _ClassVar[WorkerState]
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_DEAD: _ClassVar[WorkerState]
+GATEWAY_STATE_UNSPECIFIED: GatewayState
+GATEWAY_STATE_OPEN: GatewayState
+GATEWAY_STATE_SILENT: GatewayState
+GATEWAY_STATE_STARTING: GatewayState
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_STARTING: WorkerState
 WORKER_STATE_READY: WorkerState
@@ -31,7 +42,7 @@ class GetClusterRequest(_message.Message):
     def __init__(self, audit: _Optional[bool] = ...) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("revision", "name", "model", "workers", "links", "gateway", "pools", "decisions", "standing", "traffic", "happenings")
+    __slots__ = ("revision", "name", "model", "workers", "links", "gateway", "pools", "decisions", "standing", "traffic", "happenings", "served_gateways", "failures")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +54,8 @@ class GetClusterResponse(_message.Message):
     STANDING_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     HAPPENINGS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_GATEWAYS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     revision: int
     name: str
     model: Model
@@ -54,7 +67,33 @@ class GetClusterResponse(_message.Message):
     standing: Standing
     traffic: _containers.RepeatedCompositeFieldContainer[Traffic]
     happenings: _containers.RepeatedCompositeFieldContainer[Happening]
-    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[Traffic, _Mapping]]] = ..., happenings: _Optional[_Iterable[_Union[Happening, _Mapping]]] = ...) -> None: ...
+    served_gateways: _containers.RepeatedCompositeFieldContainer[ServedGateway]
+    failures: _containers.RepeatedCompositeFieldContainer[TaskFailures]
+    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[Traffic, _Mapping]]] = ..., happenings: _Optional[_Iterable[_Union[Happening, _Mapping]]] = ..., served_gateways: _Optional[_Iterable[_Union[ServedGateway, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TaskFailures, _Mapping]]] = ...) -> None: ...
+
+class ServedGateway(_message.Message):
+    __slots__ = ("name", "state", "restarts", "silences", "detail")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    SILENCES_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: GatewayState
+    restarts: int
+    silences: int
+    detail: str
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[GatewayState, str]] = ..., restarts: _Optional[int] = ..., silences: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class TaskFailures(_message.Message):
+    __slots__ = ("process", "task", "count")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    process: str
+    task: str
+    count: int
+    def __init__(self, process: _Optional[str] = ..., task: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Traffic(_message.Message):
     __slots__ = ("worker", "prompts", "prompt_tokens", "cached_tokens", "output_tokens", "transfers", "transfer_bytes", "transfer_time", "change", "change_age")

@@ -1,0 +1,57 @@
+"""Background tasks that no exception ends: it is logged and counted, and after a pause the task goes on.
+
+Knows no task; whoever starts tasks owns the counts.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+logger = logging.getLogger(__name__)
+
+PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
+
+
+class Failures:
+    """How often each background task of a process failed since the process began. `changed` is called after each."""
+
+    def __init__(self, changed: Callable[[], object] = lambda: None) -> None:
+        self._counts: Counter[str] = Counter()
+        self._changed = changed
+
+    def count(self, task: str) -> None:
+        self._counts[task] += 1
+        self._changed()
+
+    def told(self) -> tuple[tuple[str, int], ...]:
+        return tuple(sorted(self._counts.items()))
+
+
+async def supervised(
+    task: str,
+    work: Callable[[], Awaitable[None]],
+    failures: Failures,
+    *,
+    pause_s: float = PAUSE_S,
+    most_pause_s: float = MOST_PAUSE_S,
+) -> None:
+    """Call `work` again and again, until cancelled. `work` waits by itself for what it has to do next.
+
+    After an exception comes a pause of `pause_s`, twice as long after each further one in a row, at most
+    `most_pause_s`. A call that returns, or that ran for longer than `most_pause_s`, ends the row.
+    """
+    clock = asyncio.get_running_loop().time
+    in_a_row = 0
+    while True:
+        begun_s = clock()
+        try:
+            await work()
+            in_a_row = 0
+        except Exception as error:
+            in_a_row = 0 if clock() - begun_s > most_pause_s else in_a_row
+            wait_s = min(most_pause_s, pause_s * 2 ** min(in_a_row, 30))
+            in_a_row += 1
+            logger.exception("%s failed (%s); it goes on in %.0f s", task, type(error).__name__, wait_s)
+            failures.count(task)
+            await asyncio.sleep(wait_s)

@@ -1,0 +1,265 @@
+"""Background tasks survive what they meet, and a gateway that hangs harms nobody but its own streams."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Never
+
+import pytest
+from local import FAST, request, split_spec
+
+from cluster.api.admin_messages import view_message
+from cluster.cli.screen import trouble_lines
+from cluster.events import Completed
+from cluster.gateway_keeper import ANSWER_S, ASK_AGAIN_S, HUNG_S
+from cluster.keep_alive import ORPHAN_AFTER_S
+from cluster.runtime.interface import NoAnswer, ServiceHandle, WorkerGone
+from cluster.runtime.local import LocalService
+from cluster.serving import GatewayContext, Serving, serve
+from cluster.sim.clock import run
+from cluster.sim.cluster import PoolModel, SimRuntime, Surroundings, virtual
+from cluster.spec import ClusterSpec
+from cluster.supervised import MOST_PAUSE_S, Failures, supervised
+from cluster.view import ClusterView, GatewayState, GatewayView, TaskFailures, WorkerState
+from diptych.status import view_from
+from diptych.v1 import admin_pb2
+from workers.errors import ModelError
+
+
+def test_a_task_that_fails_is_logged_counted_and_goes_on_later_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    times: list[float] = []
+
+    async def work() -> None:
+        times.append(asyncio.get_running_loop().time())
+        if len(times) in (9, 10):
+            await asyncio.sleep(5.0)
+            return
+        raise KeyError("nobody foresaw this")
+
+    async def story() -> tuple[tuple[str, int], ...]:
+        failures = Failures()
+        task = asyncio.ensure_future(supervised("counting", work, failures))
+        await asyncio.sleep(300.0)
+        assert not task.done()
+        task.cancel()
+        return failures.told()
+
+    with caplog.at_level(logging.ERROR):
+        ((task, count),) = run(story())
+    pauses = [later - sooner for sooner, later in pairwise(times)]
+    assert pauses[:8] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, MOST_PAUSE_S, MOST_PAUSE_S]
+    assert pauses[8:12] == [5.0, 5.0, 1.0, 2.0], "work that returned ends the row"
+    assert task == "counting" and count == len(times) - 2
+    assert "nobody foresaw this" in caplog.text
+
+
+OPEN = GatewayView("gateway-1", GatewayState.OPEN)
+
+
+class Service(LocalService):
+    """A service in a process: it can be frozen, and calls to it have deadlines, as under Ray."""
+
+    def __init__(self, target: Any, build: Callable[[], Any]) -> None:
+        super().__init__(target, build)
+        self.thawed = asyncio.Event()
+        self.thawed.set()
+        self.fault: Exception | None = None
+
+    async def call(self, method: str, *args: Any, timeout_s: float = 30.0) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.thawed.wait()
+                if self.fault is not None and method == "open":
+                    raise self.fault
+                return await super().call(method, *args, timeout_s=timeout_s)
+        except TimeoutError:
+            raise NoAnswer(f"no answer within {timeout_s} s") from None
+
+
+class Processes(SimRuntime):
+    """As under Ray, the cluster ends when its server has not called for a while."""
+
+    name = "ray"
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        super().__init__({pool.name: PoolModel(FAST) for pool in spec.pools}, Surroundings(), trace=False)
+        self.services: dict[str, Service] = {}
+        self.replaced: list[str] = []
+
+    async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
+        service = self.services[name] = Service(factory(*args), lambda: factory(*args))
+        return service
+
+    async def restart_service(self, handle: ServiceHandle) -> ServiceHandle:
+        assert isinstance(handle, Service)
+        self.replaced += [name for name, service in self.services.items() if service is handle]
+        await handle.target.close(0.0)
+        handle.thawed.set()
+        return await super().restart_service(handle)
+
+
+class Door:
+    http_url = ""
+
+    def __init__(self, context: GatewayContext) -> None:
+        self.context = context
+
+    async def open(self) -> str:
+        return "virtual:0"
+
+    async def close(self, grace_s: float) -> None:
+        """Nothing listens."""
+
+
+def story(told: Callable[[Serving, Processes], Awaitable[None]], gateways: int = 2) -> None:
+    """A cluster with gateways as processes of their own, in virtual time."""
+    plain = split_spec(1, 1)
+    spec = replace(plain, gateway=replace(plain.gateway, replicas=gateways))
+
+    async def all_of_it() -> None:
+        runtime = Processes(spec)
+        models = {pool.name: PoolModel(FAST) for pool in spec.pools}
+        serving = await serve(virtual(spec, models), runtime=runtime, door=Door)
+        try:
+            await told(serving, runtime)
+        finally:
+            for service in runtime.services.values():
+                service.thawed.set()
+            await serving.close()
+
+    run(all_of_it())
+
+
+def states(view: ClusterView) -> dict[str, GatewayState]:
+    return {each.name: each.state for each in view.served_gateways}
+
+
+async def seen(runtime: Processes, gateway: str) -> ClusterView:
+    view: ClusterView = await runtime.services[gateway].call("view")
+    return view
+
+
+async def serves(runtime: Processes, gateway: str) -> None:
+    """A request through this gateway has its answer, of workers that were never replaced."""
+    dispatcher = runtime.services[gateway].target._dispatcher
+    *_, last = [event async for event in dispatcher.generate(request("r"), deadline_s=10.0)]
+    assert isinstance(last, Completed) and last.attempts == 1
+    view = dispatcher.view
+    assert [(each.state, each.restarts) for each in view.workers] == [(WorkerState.READY, 0)] * 2
+
+
+def test_a_frozen_gateway_harms_no_worker_and_no_other_gateway_and_is_replaced() -> None:
+    async def told(serving: Serving, runtime: Processes) -> None:
+        await serves(runtime, "gateway-0")
+        runtime.services["gateway-0"].thawed.clear()
+        await asyncio.sleep(ORPHAN_AFTER_S - 2.0)
+        assert states(await seen(runtime, "gateway-1")) == {
+            "gateway-0": GatewayState.SILENT,
+            "gateway-1": GatewayState.OPEN,
+        }
+        assert not runtime.replaced
+        await asyncio.sleep(HUNG_S + ANSWER_S + ASK_AGAIN_S - ORPHAN_AFTER_S + 6.0)
+        assert runtime.replaced == ["gateway-0"]
+        for gateway in ("gateway-1", "gateway-0"):
+            await serves(runtime, gateway)
+        (gateway, other) = (await seen(runtime, "gateway-1")).served_gateways
+        assert (gateway.state, gateway.restarts, gateway.silences, gateway.detail) == (GatewayState.OPEN, 1, 1, "")
+        assert (other.restarts, other.silences) == (0, 0)
+        assert not serving._closed.is_set()
+
+    story(told)
+
+
+def test_a_gateway_that_comes_back_in_time_goes_on() -> None:
+    async def told(serving: Serving, runtime: Processes) -> None:
+        frozen = runtime.services["gateway-0"]
+        before = frozen.target
+        frozen.thawed.clear()
+        await asyncio.sleep(HUNG_S - ANSWER_S)
+        frozen.thawed.set()
+        await asyncio.sleep(2 * HUNG_S)
+        assert frozen.target is before and not runtime.replaced
+        await serves(runtime, "gateway-0")
+        (gateway,) = (await seen(runtime, "gateway-0")).served_gateways
+        assert (gateway.state, gateway.restarts, gateway.silences) == (GatewayState.OPEN, 0, 1)
+
+    story(told, gateways=1)
+
+
+@pytest.mark.parametrize("fault", [ModelError("the hub is away"), OSError("port in use"), KeyError("unforeseen")])
+def test_whatever_keeps_a_doors_gateway_shut_the_cluster_lives_and_it_is_tried_again(fault: Exception) -> None:
+    async def told(serving: Serving, runtime: Processes) -> None:
+        runtime.services["gateway-0"].fault = fault
+        await asyncio.sleep(3 * ORPHAN_AFTER_S)
+        view = await seen(runtime, "gateway-1")
+        assert states(view) == {"gateway-0": GatewayState.STARTING, "gateway-1": GatewayState.OPEN}
+        assert type(fault).__name__ in view.served_gateways[0].detail
+        ((process, task, count),) = [(each.process, each.task, each.count) for each in view.failures]
+        assert (process, task) == ("server", "keeping gateway-0") and count > 3
+        await serves(runtime, "gateway-1")
+        runtime.services["gateway-0"].fault = None
+        await asyncio.sleep(MOST_PAUSE_S + ASK_AGAIN_S + 3.0)
+        assert set(states(await seen(runtime, "gateway-1")).values()) == {GatewayState.OPEN}
+
+    story(told)
+
+
+def test_a_controller_that_fails_to_answer_is_called_again_and_again() -> None:
+    async def told(serving: Serving, runtime: Processes) -> None:
+        controller = runtime.services["controller"].target
+        right, failed = controller.keep_alive, 0
+
+        async def wrong(*args: Any) -> Never:
+            nonlocal failed
+            failed += 1
+            controller._called_in()
+            raise ZeroDivisionError("nobody foresaw this")
+
+        controller.keep_alive = wrong
+        await asyncio.sleep(3 * ORPHAN_AFTER_S)
+        controller.keep_alive = right
+        await asyncio.sleep(6.0)
+        assert failed > 10 and not serving._closed.is_set()
+        await serves(runtime, "gateway-0")
+
+    story(told, gateways=1)
+
+
+def test_a_server_ends_when_its_controller_is_gone_for_good() -> None:
+    async def told(serving: Serving, runtime: Processes) -> None:
+        async def gone(*args: Any) -> Never:
+            raise WorkerGone("it died")
+
+        runtime.services["controller"].target.keep_alive = gone
+        began_s = asyncio.get_running_loop().time()
+        async with asyncio.timeout(2 * ORPHAN_AFTER_S):
+            await serving.wait_closed()
+        assert asyncio.get_running_loop().time() - began_s >= ORPHAN_AFTER_S - 3.0
+
+    story(told, gateways=1)
+
+
+def test_a_cluster_whose_server_is_gone_ends_by_itself() -> None:
+    async def told(serving: Serving, runtime: Processes) -> None:
+        assert serving._keep_alive is not None
+        serving._keep_alive.close()
+        await asyncio.sleep(ORPHAN_AFTER_S - 3.0)
+        assert len(runtime.workers) == 2
+        await asyncio.sleep(8.0)
+        assert not runtime.workers
+
+    story(told, gateways=1)
+
+
+def test_status_tells_of_gateways_and_tasks_that_fared_ill() -> None:
+    served = (GatewayView("gateway-0", GatewayState.SILENT, 2, 1, "no answer for 5 s"), OPEN)
+    failures = (TaskFailures("controller", "linking workers", 3),)
+    view = ClusterView(3, "llm", None, (), served_gateways=served, failures=failures)
+    assert trouble_lines(view_from(view_message(view, admin_pb2.Gateway()))) == [
+        "gateway-0 is silent: no answer for 5 s; 2 restarts, 1 silence",
+        "controller: linking workers failed 3 times and went on; its log says why",
+    ]
+    assert view_from(view_message(view, admin_pb2.Gateway())).served_gateways == served
+    assert trouble_lines(ClusterView(3, "llm", None, (), served_gateways=(OPEN,))) == []
