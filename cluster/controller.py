@@ -168,7 +168,9 @@ class Controller:
     def _model(self) -> ModelView | None:
         infos = (keeper.info for keeper in self._keepers.values() if keeper.info is not None)
         info: WorkerInfo | None = next(infos, None)
-        return None if info is None else ModelView(self._spec.model, info.context_length, info.vocab_size)
+        if info is None:
+            return None
+        return ModelView(self._spec.model, info.context_length, info.vocab_size, info.default_sampling)
 
     # ---- what it publishes -----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from typing import Any
 
 from cluster.answers import Answer, give_out, one_end, siblings
 from cluster.events import ClusterError, Event, Rejected, Unservable
@@ -78,6 +79,11 @@ class Gateway:
     @property
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """What the model's makers recommend, by the names of `SamplingParams`: where a request says nothing."""
+        return dict(self._context.model.default_sampling)
 
     async def generate(
         self,
@@ -198,34 +204,35 @@ class Gateway:
         self._check_vocabulary("sampling.logit_bias", tuple(token for token, _ in sampling.logit_bias))
         if any(len(stop) > LONGEST_STOP for stop in sampling.stop):
             raise InvalidRequest("sampling.stop", f"has a string of more than {LONGEST_STOP} characters; shorten it")
-        room = self._room(num_prompt)
         max_tokens = sampling.max_tokens
+        limit, why = self._longest(num_prompt, max_tokens or 1)
+        room = limit - num_prompt
         if max_tokens is None:
             max_tokens = max(sampling.min_tokens, min(room, self._context.spec.gateway.default_max_tokens))
         if max_tokens > room:
             name = "min_tokens" if sampling.max_tokens is None else "max_tokens"
-            rule = f"at most {room} fit behind a prompt of {num_prompt}"
-            raise Unservable(f"{max_tokens} output tokens are asked for; {rule}", f"sampling.{name}")
+            raise _too_long(limit, why, num_prompt, max_tokens, f"sampling.{name}")
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         return replace(sampling, max_tokens=max_tokens, seed=seed)
 
-    def _room(self, num_prompt: int) -> int:
-        """How many output tokens fit behind the prompt: in the model's context and in the decode pools."""
-        context = self._context.model.context_length
-        if num_prompt >= context:
-            rule = f"the model's context of {context} must hold them and an answer"
-            raise Unservable(f"the prompt has {num_prompt} tokens; {rule}; shorten it")
-        room = context - num_prompt
+    def _longest(self, num_prompt: int, num_output: int) -> tuple[int, str]:
+        """The most tokens of a prompt and its answer, by the model's context and the pools, and why if by these.
+
+        Raises `Unservable` where the prompt leaves no room for an answer of one token.
+        """
+        limit, why = self._context.model.context_length, ""
         for role, reserve in ((Role.PREFILL, 0), (Role.DECODE, 1)):
             longest = _longest_sequence(self.view, role)
             if longest is None:
                 continue
+            held = f" (as many as the {role.value} pools here can hold)"
             if num_prompt + reserve > longest:
-                pools = f"the {role.value} pools here hold sequences of at most {longest}"
-                raise Unservable(f"the prompt has {num_prompt} tokens; {pools} (with the answer); shorten it")
-            if role is Role.DECODE:
-                room = min(room, longest - num_prompt)
-        return room
+                raise _too_long(longest, held, num_prompt, num_output)
+            if role is Role.DECODE and longest < limit:
+                limit, why = longest, held
+        if num_prompt >= limit:
+            raise _too_long(limit, why, num_prompt, num_output)
+        return limit, why
 
     async def _pump(self, request: Request, outbox: Outbox, arrived_ns: int, deadline_s: float | None) -> None:
         """Move events from the dispatcher to the outbox, as fast as they come; the door fetches at its own pace.
@@ -299,6 +306,15 @@ def _decode_slots(spec: ClusterSpec, view: ClusterView) -> int:
     decoding = (worker for worker in view.workers if worker.role is not Role.PREFILL)
     grown = (pool.bounds[1] * slots[pool.name] for pool in spec.pools if pool.role is not Role.PREFILL)
     return max(sum(slots.get(worker.pool, 0) for worker in decoding), sum(grown))
+
+
+def _too_long(limit: int, why: str, num_prompt: int, num_output: int, field: str = "prompt") -> Unservable:
+    """In the words of OpenAI's API: clients know by them that they must shorten the prompt."""
+    parts = f"{num_prompt} in the prompt, {num_output} in the completion"
+    asked = f"you requested {num_prompt + num_output} tokens ({parts})"
+    return Unservable(
+        f"This model's maximum context length is {limit} tokens{why}. However, {asked}; shorten it", field
+    )
 
 
 def _longest_sequence(view: ClusterView, role: Role) -> int | None:

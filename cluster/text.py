@@ -31,6 +31,9 @@ class Detokenizer(Protocol):
 class Tokenizer(Protocol):
     """What a gateway needs of a model's tokenizer (`workers.tokenizer` has it). Raises `InvalidRequest`."""
 
+    @property
+    def has_chat_template(self) -> bool: ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
 
     def apply_chat_template(
@@ -42,10 +45,14 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text to go on from. `add_special_tokens`: those that the tokenizer puts around any text."""
+    """Text to go on from. `add_special_tokens`: those that the tokenizer puts around any text.
+
+    `apply_chat_template`: it is a user's message, to be answered; a model without a template goes on from it.
+    """
 
     text: str
     add_special_tokens: bool = True
+    apply_chat_template: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -54,6 +61,8 @@ class TextPrompt:
     def encode(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         if not self.text:
             raise InvalidRequest("prompt.text", "is empty; give at least one character")
+        if self.apply_chat_template and tokenizer.has_chat_template:
+            return tuple(tokenizer.apply_chat_template([{"role": "user", "content": self.text}]))
         return tuple(tokenizer.encode(self.text, add_special_tokens=self.add_special_tokens))
 
 

@@ -49,6 +49,7 @@ class WorkerInfo:
     memory_bytes: int
     transports: tuple[str, ...]
     tokenizer: str = ""  # its id
+    default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) of what the model's makers recommend
     notes: tuple[str, ...] = ()  # such as why a backend is not there
 
     @property

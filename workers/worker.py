@@ -132,6 +132,7 @@ class Worker:
             memory_bytes=psutil.Process().memory_info().rss,
             transports=tuple(name for name, _ in peer.shards[0].transports),
             tokenizer=facts.tokenizer,
+            default_sampling=facts.default_sampling,
         )
 
     async def info(self) -> WorkerInfo:

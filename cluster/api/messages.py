@@ -3,6 +3,9 @@
 Bad input is `InvalidRequest` naming the message's field. The client's side is `diptych.messages`.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from cluster.text import ChatPrompt, GenerationInput, TextPrompt, TokenPrompt
 from diptych.events import (
     Accepted,
@@ -22,6 +25,7 @@ from workers.errors import InvalidRequest
 from workers.request import SamplingParams
 
 LONGEST_CLASS = 64
+NOTHING: Mapping[str, Any] = {}
 # Fields of Sampling that are one value, in our types of the same name.
 SCALARS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -33,7 +37,7 @@ SCALARS = (
 def prompt_from(request: inference_pb2.GenerateRequest) -> GenerationInput:
     match request.WhichOneof("prompt"):
         case "text":
-            return TextPrompt(request.text)
+            return TextPrompt(request.text, apply_chat_template=request.apply_chat_template)
         case "tokens":
             return TokenPrompt(tuple(request.tokens.ids))
         case "chat":
@@ -43,10 +47,11 @@ def prompt_from(request: inference_pb2.GenerateRequest) -> GenerationInput:
             raise InvalidRequest("prompt", "is missing; give one of text, tokens or chat")
 
 
-def sampling_from(message: inference_pb2.Sampling) -> SamplingParams:
+def sampling_from(message: inference_pb2.Sampling, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
+    """`defaults` stand for what is not said."""
     given = {name: getattr(message, name) for name in SCALARS if message.HasField(name)}
     return SamplingParams(
-        **given,
+        **{**defaults, **given},
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         logit_bias=tuple(sorted(message.logit_bias.items())),

@@ -230,7 +230,7 @@ async def responses(
 ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
     """The messages of one request, in the mode it asks for. Closing the iterator cancels the request."""
     whole = _is_whole(request)
-    sampling = sampling_from(request.sampling)
+    sampling = sampling_from(request.sampling, gateway.default_sampling)
     if sampling.num_answers > sampling.n and not whole:
         rule = "the best are known at the end, so above n ask for RESPONSE_MODE_WHOLE"
         raise InvalidRequest("sampling.best_of", f"is {sampling.best_of} for {sampling.n} answers; {rule}")

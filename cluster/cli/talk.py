@@ -108,21 +108,25 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--timeout", "timeout_s", type=float, help="Seconds until the request is given up.")
 @click.option("--report", is_flag=True, help="Also show where the request and its time went.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@click.option("--raw", is_flag=True, help="Go on from TEXT as it is, without the model's chat template.")
 def generate(
     text: str,
     endpoint: str,
     access: Access,
+    raw: bool,
     stream: bool,
     timeout_s: float | None,
     report: bool,
     as_json: bool,
     **sampling: Any,
 ) -> None:
-    """Go on from TEXT ("-": read it from standard input). Several answers are shown once all are there.
+    """Answer TEXT ("-": read it from standard input); a model without a chat template goes on from it. Several answers
+    are shown once all are there.
 
     \b
     Example:
-      diptych generate "The sea is" --endpoint 127.0.0.1:50051 --temperature 0 --max-tokens 32
+      diptych generate "What is the capital of France?"
+      diptych generate "The sea is" --raw --endpoint 127.0.0.1:50051 --temperature 0 --max-tokens 32
       diptych generate "The sea is" --n 3 --seed 7 --top-p 0.9 --presence-penalty 0.5
       diptych generate "The sea is" --n 1 --best-of 8 --json
       diptych generate "The sea is" --max-tokens 1 --prompt-logprobs 2 --logit-bias 28=-100
@@ -130,7 +134,7 @@ def generate(
     """
     prompt = sys.stdin.read() if text == "-" else text
     asked = prompt, endpoint, access, stream and not as_json, timeout_s, report, as_json
-    asyncio.run(_generate(*asked, given(sampling)))
+    asyncio.run(_generate(*asked, given(sampling) | {"apply_chat_template": not raw}))
 
 
 async def _generate(

@@ -104,7 +104,9 @@ class _Routes:
             more = about(self._context.name, terms.name.unique)
             logger.info("request %s came as x-request-id %.500r", terms.name.unique, terms.name.given, extra=more)
         wants = bool(body.stream), body.include_usage, body.usage_in_chunks
-        asked = Asked(prompts, body.sampling(), terms, body.model or "", body.sent, *wants)
+        asked = Asked(
+            prompts, body.sampling(self._gateway.default_sampling), terms, body.model or "", body.sent, *wants
+        )
         return Reply(self._gateway, asked, shape, self._context.model.name)
 
     async def tokenize(self, body: TokenizeBody) -> Response:
@@ -165,6 +167,7 @@ class _Routes:
             "created": self._started_s,
             "owned_by": "diptych",
             "max_model_len": model.context_length,
+            "default_sampling_params": self._gateway.default_sampling,
         }
 
     async def failed(self, request: Request, error: Exception) -> Response:

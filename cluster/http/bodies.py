@@ -24,6 +24,7 @@ SAME = (
     *("temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "n", "best_of", "skip_special_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
+NOTHING: Mapping[str, Any] = {}
 
 
 class _FirstError(FailFast):
@@ -115,8 +116,9 @@ class Generation(Body):
     def prompts(self) -> list[GenerationInput]:
         """What to go on from."""
 
-    def sampling(self) -> SamplingParams:
-        given = {name: value for name in SAME if (value := getattr(self, name)) is not None}
+    def sampling(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
+        """`defaults` stand for what is not said."""
+        given = {**defaults, **{name: value for name in SAME if (value := getattr(self, name)) is not None}}
         if self.top_k is not None:
             given["top_k"] = max(0, self.top_k) if self.top_k >= -1 else self.top_k  # -1: off, to many clients
         if self.include_stop_str_in_output is not None:
@@ -152,8 +154,8 @@ class CompletionBody(Generation):
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
 
-    def sampling(self) -> SamplingParams:
-        sampling = super().sampling()
+    def sampling(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
+        sampling = super().sampling(defaults)
         if not self.echo or self.logprobs is None:
             return sampling
         if self.stream and sampling.n > 1:

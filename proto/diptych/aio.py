@@ -80,10 +80,15 @@ class AsyncClient:
         slo: SLO | None = None,
         tenant: str = "",
         timeout_s: float | None = None,
+        apply_chat_template: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerator[TextEvent, None]:
-        """Go on from text or token ids. Closing the iterator cancels the request in the cluster."""
+        """Go on from text or token ids. Closing the iterator cancels the request in the cluster.
+
+        `apply_chat_template`: the text is a user's message; a model without a template goes on from it as it is.
+        """
         request = self._request(prompt, None, request_id, model, session, slo, tenant, sampling)
+        request.apply_chat_template = apply_chat_template
         return self._stream(request, timeout_s)
 
     def chat(
@@ -116,10 +121,12 @@ class AsyncClient:
         slo: SLO | None = None,
         tenant: str = "",
         timeout_s: float | None = None,
+        apply_chat_template: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
         """As `generate`, in one piece."""
         request = self._request(prompt, None, request_id, model, session, slo, tenant, sampling)
+        request.apply_chat_template = apply_chat_template
         request.response_mode = inference_pb2.RESPONSE_MODE_WHOLE
         return answer_of([event async for event in self._stream(request, timeout_s)])
 

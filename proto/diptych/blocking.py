@@ -73,9 +73,11 @@ class Client:
         self._thread.join()
         self._loop.close()
 
-    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Generator[TextEvent, None, None]:
+    def generate(
+        self, prompt: Prompt, *, apply_chat_template: bool = False, **options: Unpack[RequestOptions]
+    ) -> Generator[TextEvent, None, None]:
         """Go on from text or token ids. Closing the iterator, or leaving its loop, cancels the request."""
-        return self._each(self._client.generate(prompt, **options))
+        return self._each(self._client.generate(prompt, apply_chat_template=apply_chat_template, **options))
 
     def chat(
         self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = (), **options: Unpack[RequestOptions]
@@ -83,9 +85,11 @@ class Client:
         """Answer (role, content) messages. Closing the iterator, or leaving its loop, cancels the request."""
         return self._each(self._client.chat(messages, tools=tools, **options))
 
-    def complete(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Answer:
+    def complete(
+        self, prompt: Prompt, *, apply_chat_template: bool = False, **options: Unpack[RequestOptions]
+    ) -> Answer:
         """As `generate`, in one piece."""
-        return self._wait(self._client.complete(prompt, **options))
+        return self._wait(self._client.complete(prompt, apply_chat_template=apply_chat_template, **options))
 
     def batch(
         self, prompts: Sequence[Prompt], **options: Unpack[BatchOptions]

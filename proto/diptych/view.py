@@ -147,11 +147,15 @@ class WorkerView(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """What gateways must know of the served model."""
+    """What gateways must know of the served model.
+
+    `default_sampling`: (name, value) of what its makers recommend, by the names of `SamplingOptions`.
+    """
 
     name: str
     context_length: int
     vocab_size: int
+    default_sampling: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,24 +51,33 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_generate_streams_the_text(endpoint: str) -> None:
-    result = run("generate", "the sea is salty", "--endpoint", endpoint)
+    result = run("generate", "--raw", "the sea is salty", "--endpoint", endpoint)
     assert (result.exit_code, result.stdout) == (0, "SEA IS SALTY\n")
 
 
+def test_generate_answers_a_text_as_a_users_message(endpoint: str) -> None:
+    result = run("generate", "sea", "--endpoint", endpoint)
+    assert (result.exit_code, result.stdout) == (0, "<USER>SEA\n\n")
+    several = run("generate", "sea", "--endpoint", endpoint, "--best-of", "2", "--json")
+    assert json.loads(several.stdout)["text"] == "<USER>SEA\n"
+
+
 def test_generate_reads_standard_input_and_stops(endpoint: str) -> None:
-    result = run("generate", "-", "--endpoint", endpoint, "--no-stream", "--stop", "SAL", stdin="the sea is salty")
+    result = run(
+        "generate", "--raw", "-", "--endpoint", endpoint, "--no-stream", "--stop", "SAL", stdin="the sea is salty"
+    )
     assert (result.exit_code, result.stdout) == (0, "SEA IS \n")
 
 
 def test_generate_report_shows_the_way_and_the_ledger(endpoint: str) -> None:
-    result = run("generate", "the sea is salty", "--endpoint", endpoint, "--report")
+    result = run("generate", "--raw", "the sea is salty", "--endpoint", endpoint, "--report")
     assert result.exit_code == 0
     for words in ("prefill-0 (pid 4711", "memory, in-process copy", "3 digests", "prefill_compute", "sum"):
         assert words in result.stderr
 
 
 def test_generate_json_is_one_object_whose_ledger_adds_up(endpoint: str) -> None:
-    result = run("generate", "the sea is salty", "--endpoint", endpoint, "--json", "--max-tokens", "5")
+    result = run("generate", "--raw", "the sea is salty", "--endpoint", endpoint, "--json", "--max-tokens", "5")
     told = json.loads(result.stdout)
     assert (told["text"], told["finish"], told["completion_tokens"]) == ("SEA I", "length", 5)
     assert sum(told["ledger_s"]["first"].values()) == pytest.approx(told["ttft_s"], abs=1e-12)
@@ -76,7 +85,7 @@ def test_generate_json_is_one_object_whose_ledger_adds_up(endpoint: str) -> None
 
 
 def test_several_answers_stand_apart_and_numbered(endpoint: str) -> None:
-    result = run("generate", "the sea is salty", "--endpoint", endpoint, "--n", "2")
+    result = run("generate", "--raw", "the sea is salty", "--endpoint", endpoint, "--n", "2")
     assert result.exit_code == 0
     assert result.stdout == (
         "--- answer 1 of 2 (12 tokens, length)\nSEA IS SALTY\n\n--- answer 2 of 2 (12 tokens, length)\nSEA IS SALTY\n"
@@ -84,13 +93,24 @@ def test_several_answers_stand_apart_and_numbered(endpoint: str) -> None:
 
 
 def test_the_best_of_several_is_one_plain_text(endpoint: str) -> None:
-    result = run("generate", "the sea is salty", "--endpoint", endpoint, "--best-of", "3")
+    result = run("generate", "--raw", "the sea is salty", "--endpoint", endpoint, "--best-of", "3")
     assert (result.exit_code, result.stdout) == (0, "SEA IS SALTY\n")
 
 
 def test_several_answers_as_json(endpoint: str) -> None:
     result = run(
-        "generate", "the sea", "--endpoint", endpoint, "--n", "2", "--best-of", "3", "--json", "--logprobs", "1"
+        "generate",
+        "--raw",
+        "the sea",
+        "--endpoint",
+        endpoint,
+        "--n",
+        "2",
+        "--best-of",
+        "3",
+        "--json",
+        "--logprobs",
+        "1",
     )
     told = json.loads(result.stdout)
     assert [each["text"] for each in told["answers"]] == ["THE SEA", "THE SEA"]
@@ -99,7 +119,7 @@ def test_several_answers_as_json(endpoint: str) -> None:
 
 
 def test_log_probabilities_are_shown_token_by_token(endpoint: str) -> None:
-    result = run("generate", "abc", "--endpoint", endpoint, "--logprobs", "2", "--prompt-logprobs", "0")
+    result = run("generate", "--raw", "abc", "--endpoint", endpoint, "--logprobs", "2", "--prompt-logprobs", "0")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert lines[0] == ["ABC"]
     assert lines[lines.index(["---", "log", "probabilities", "of", "the", "prompt"]) + 1] == ["1", f"{-98 / 256:.3f}"]
@@ -107,14 +127,14 @@ def test_log_probabilities_are_shown_token_by_token(endpoint: str) -> None:
 
 
 def test_a_malformed_bias_is_one_line(endpoint: str) -> None:
-    result = run("generate", "hi", "--endpoint", endpoint, "--logit-bias", "42:1")
+    result = run("generate", "--raw", "hi", "--endpoint", endpoint, "--logit-bias", "42:1")
     assert result.exit_code != 0 and "'42:1' is not ID=BIAS, such as 42=-100" in result.stderr
 
 
 def test_the_server_refuses_what_cannot_be(endpoint: str) -> None:
-    line = refused(run("generate", "hi", "--endpoint", endpoint, "--logit-bias", "7=1000"))
+    line = refused(run("generate", "--raw", "hi", "--endpoint", endpoint, "--logit-bias", "7=1000"))
     assert "sampling.logit_bias" in line and "between -100 and 100" in line
-    assert "between 1 and 64" in refused(run("generate", "hi", "--endpoint", endpoint, "--n", "65"))
+    assert "between 1 and 64" in refused(run("generate", "--raw", "hi", "--endpoint", endpoint, "--n", "65"))
 
 
 def test_chat_answers_each_piped_line_and_remembers(endpoint: str) -> None:
@@ -139,7 +159,7 @@ def test_status_json(endpoint: str) -> None:
 
 
 def test_bad_sampling_is_one_line(endpoint: str) -> None:
-    line = refused(run("generate", "hi", "--endpoint", endpoint, "--temperature", "-3"))
+    line = refused(run("generate", "--raw", "hi", "--endpoint", endpoint, "--temperature", "-3"))
     assert "sampling.temperature: is -3.0; it must be between 0 (greedy) and 100" in line
 
 

@@ -152,7 +152,7 @@ def test_an_upgrade_leaves_the_pods_that_others_ask_for(kubernetes: Kubernetes) 
 
 def test_notes_name_the_three_ways_to_ask(kubernetes: Kubernetes) -> None:
     notes = kubernetes.helm("install", "release", CHART, "--create-namespace", "-f", values("native"))
-    assert 'diptych generate "The sea is" --endpoint release-diptych.llm:50051' in notes
+    assert 'diptych generate "Why is the sea salty?" --endpoint release-diptych.llm:50051' in notes
     assert "kubectl -n llm port-forward svc/release-diptych 50051:50051" in notes
     assert (
         "ray job submit --address http://127.0.0.1:8265 -- diptych status --endpoint release-diptych.llm:50051" in notes

@@ -82,7 +82,7 @@ def refused(result: Result) -> str:
 
 def test_every_command_that_asks_a_gateway_gets_in(served: Served, tmp_path: Path) -> None:
     at = "--endpoint", served.grpc, *served.options
-    assert run("generate", "abc", "--max-tokens", "3", *at).stdout == "abc\n"
+    assert run("generate", "--raw", "abc", "--max-tokens", "3", *at).stdout == "abc\n"
     assert run("chat", *at, "--max-tokens", "3", stdin="hello\n").stdout == "abc\n"
     assert json.loads(run("status", *at, "--wait", "20", "--json").stdout)["gateway"]["name"] == "gateway-0"
     assert "diptych_" in run("status", *at, "--metrics").stdout
@@ -112,7 +112,7 @@ def test_all_may_stand_in_the_environment(served: Served, monkeypatch: pytest.Mo
     names = "ENDPOINT", "CA", "CERT", "CERT_KEY", "API_KEY"
     for name, value in zip(names, told, strict=True):
         monkeypatch.setenv(f"DIPTYCH_{name}", value)
-    assert run("generate", "abc", "--max-tokens", "3").stdout == "abc\n"
+    assert run("generate", "--raw", "abc", "--max-tokens", "3").stdout == "abc\n"
     load = "--concurrency", "1", "--count", "1", "--lengths", "8/4"
     assert run("bench", "--endpoint", served.http, *load).exit_code == 0
 
@@ -132,7 +132,7 @@ def test_what_is_wrong_is_one_line(served: Served, tmp_path: Path) -> None:
         "has no key; write one a line": (*at, *ca, *cert, "--key-file", str(tmp_path / "empty")),
     }
     for words, options in wrong.items():
-        assert words in refused(run("generate", "abc", *options)), words
+        assert words in refused(run("generate", "--raw", "abc", *options)), words
 
 
 def test_a_benchmark_says_how_to_give_a_key(served: Served) -> None:

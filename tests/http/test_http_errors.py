@@ -105,22 +105,22 @@ async def test_what_would_change_the_answer_and_is_not_done_is_refused_by_name(
 @pytest.mark.parametrize(
     ("path", "change", "param", "words"),
     [
-        ("/v1/completions", {"prompt": "x" * 8192}, "prompt", "the model's context of 8192"),
-        ("/v1/completions", {"prompt": "x" * 5000}, "prompt", "at most 4096"),
-        ("/v1/completions", {"max_tokens": 4092}, "max_tokens", "at most 4091 fit behind a prompt of 5"),
+        ("/v1/completions", {"prompt": "x" * 8192}, "prompt", "you requested 8196 tokens (8192 in the prompt, 4"),
+        ("/v1/completions", {"prompt": "x" * 5000}, "prompt", "you requested 5004 tokens (5000 in the prompt, 4"),
+        ("/v1/completions", {"max_tokens": 4092}, "max_tokens", "you requested 4097 tokens (5 in the prompt, 4092"),
         (
             "/v1/completions",
             {"max_tokens": None, "min_tokens": 4092},
             "min_tokens",
-            "at most 4091 fit behind a prompt of 5",
+            "you requested 4097 tokens (5 in the prompt, 4092",
         ),
-        ("/v1/chat/completions", {"max_tokens": 4092}, "max_tokens", "fit behind a prompt of"),
-        ("/v1/chat/completions", {"max_completion_tokens": 4092}, "max_completion_tokens", "fit behind a prompt of"),
+        ("/v1/chat/completions", {"max_tokens": 4092}, "max_tokens", "4092 in the completion"),
+        ("/v1/chat/completions", {"max_completion_tokens": 4092}, "max_completion_tokens", "4092 in the completion"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "x" * 9000}]},
             "messages",
-            "the model's context of 8192",
+            "in the prompt, 4 in the completion",
         ),
     ],
 )
@@ -131,6 +131,8 @@ async def test_what_does_not_fit_has_the_code_that_clients_look_for(
     error = error_of(answer)
     assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
     assert words in str(error["message"])
+    # OpenAI's words, with the bound that holds here: the pools of the fake cluster, not the model's 8192.
+    assert str(error["message"]).startswith("This model's maximum context length is 4096 tokens")
 
 
 @pytest.mark.parametrize(

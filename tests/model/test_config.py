@@ -51,6 +51,13 @@ def test_the_makers_sampling_values_are_read_and_are_no_part_of_the_content(tmp_
     assert content_id(ModelFolder("m", folder)) == before
 
 
+def test_recommended_sampling_that_no_request_could_have_is_refused_at_once(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "m")
+    (folder / "generation_config.json").write_text('{"top_p": 1.5}')
+    with pytest.raises(ModelError, match=r"generation_config.json: top_p is 1.5; it must be above 0"):
+        read_model_config(folder)
+
+
 def test_old_style_rope_fields_are_read(tmp_path: Path) -> None:
     scaling = {"type": "linear", "factor": 2.0}
     folder = change(write_tiny_llama(tmp_path / "m"), rope_parameters=..., rope_theta=123.0, rope_scaling=scaling)

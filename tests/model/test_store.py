@@ -11,9 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.model.tiny import write_tiny_llama
 from tests.model.tiny_gguf import LAYERS, hub_attention, write_tiny_gguf
+from workers.config import EngineConfig
 from workers.errors import ModelError
+from workers.executor.opening import model_facts
 from workers.model import content, store
+from workers.model.config import read_model_config
 from workers.model.content import content_id, file_id
+from workers.model.description import GenerationDefaults
 from workers.model.fetch import PINNED, PinnedModel
 from workers.model.folder import ModelFolder
 from workers.tokenizer import Tokenizer
@@ -63,6 +67,27 @@ def test_the_real_model_equals_what_transformers_reads(smollm2: ModelFolder) -> 
     if not gguf.is_file():
         pytest.skip("only the converted model is cached here, not the GGUF file")
     assert_weights_equal_transformers(gguf, smollm2.path)
+
+
+def test_a_short_name_brings_its_makers_sampling_and_the_folder_has_the_last_word(
+    cache: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = hashlib.sha256(tiny_gguf.read_bytes()).hexdigest()
+    advice = GenerationDefaults(temperature=0.2, top_p=0.9)
+    pinned = PinnedModel("fake==1", "fake.gguf", tiny_gguf.stat().st_size, found, "a fake", advice)
+    monkeypatch.setattr(store, "PINNED", {"fake": pinned})
+    (cache / "gguf").mkdir(parents=True)
+    shutil.copy(tiny_gguf, cache / "gguf" / "fake.gguf")
+    folder = store.resolve("fake")
+    config = read_model_config(folder.path)
+    assert store.inspect("fake").config.generation == advice
+    assert model_facts(folder, config, EngineConfig(), 4).default_sampling == (("temperature", 0.2), ("top_p", 0.9))
+    (folder.path / "generation_config.json").write_text('{"temperature": 0.7, "top_k": -1}')
+    assert store.inspect("fake").config.generation == GenerationDefaults(temperature=0.7, top_k=0, top_p=0.9)
+
+
+def test_the_real_models_short_name_has_the_values_of_its_model_card() -> None:
+    assert PINNED["smollm2-135m"].generation == GenerationDefaults(temperature=0.2, top_p=0.9)
 
 
 @pytest.mark.parametrize("kept", [0, 3, 100, 5_000, 0.5, 0.99])

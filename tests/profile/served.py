@@ -20,6 +20,8 @@ COST = LinearCost(1e-3, 2e-5, 3e-8, 1e-4, 2e-7, swap_byte_s=1e-10)
 class AnyTokenizer:
     """Text that says how many tokens came."""
 
+    has_chat_template = False
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(text.encode())
 

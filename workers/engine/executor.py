@@ -25,6 +25,7 @@ class ModelFacts:
     num_parameters: int
     weight_bytes: int
     tokenizer: str = ""  # its id; empty: it has none
+    default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) of what its makers recommend
 
 
 class Executor(Protocol):

@@ -164,6 +164,7 @@ def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig, d
         num_parameters=num_parameters,
         weight_bytes=num_parameters * dtype_bytes,
         tokenizer=tokenizer_id(folder),
+        default_sampling=model.generation.over(folder.recommended).given(),
     )
 
 

@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from workers.errors import InvalidRequest
 from workers.model.description import GenerationDefaults, ModelConfig
 from workers.model.families import describe
 from workers.model.fields import Fields, read_fields
+from workers.request import SamplingParams
 
 __all__ = ["DTYPES", "ModelConfig", "read_model_config"]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -67,13 +69,18 @@ def _generation_defaults(generation: Fields) -> GenerationDefaults:
         return None if generation.get(name) is None else generation.number(name)
 
     top_k = number("top_k")
-    return GenerationDefaults(
+    defaults = GenerationDefaults(
         temperature=number("temperature"),
-        top_k=None if top_k is None else int(top_k),
+        top_k=None if top_k is None else max(0, int(top_k)),  # -1: off, to vLLM
         top_p=number("top_p"),
         min_p=number("min_p"),
         repetition_penalty=number("repetition_penalty"),
     )
+    try:
+        SamplingParams(**dict(defaults.given()))  # type: ignore[arg-type]
+    except InvalidRequest as error:  # now, rather than at every request
+        generation.refuse(f"{error.field.removeprefix('sampling.')} {error.message}")
+    return defaults
 
 
 def _dtype(fields: Fields) -> str:

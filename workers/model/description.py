@@ -3,7 +3,8 @@
 Knows sizes and features. Knows no file, no torch, and no family: a feature is here or it is not.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 SILU = "silu"
 GELU_TANH = "gelu_pytorch_tanh"
@@ -95,6 +96,15 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+    def over(self, other: "GenerationDefaults") -> "GenerationDefaults":
+        """These, and what the other says where these say nothing."""
+        values: dict[str, Any] = dict((*other.given(), *self.given()))
+        return GenerationDefaults(**values)
+
+    def given(self) -> tuple[tuple[str, float], ...]:
+        """(name, value) of what is said, by the names of `SamplingParams`."""
+        return tuple((each.name, value) for each in fields(self) if (value := getattr(self, each.name)) is not None)
 
 
 @dataclass(frozen=True, slots=True)

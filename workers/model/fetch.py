@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.errors import ModelError
+from workers.model.description import GenerationDefaults
 from workers.model.gguf_file import Progress
 
+NO_OPINION = GenerationDefaults()
 _HUB_FILES = ["config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json"]
 _HUB_FILES += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.*"]
 
@@ -27,6 +29,7 @@ class PinnedModel:
     num_bytes: int
     sha256: str
     description: str
+    generation: GenerationDefaults = NO_OPINION  # where its GGUF has no recommended sampling
 
 
 PINNED = {
@@ -36,6 +39,8 @@ PINNED = {
         num_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         description="SmolLM2 135M Instruct, Apache-2.0: a real model that answers on a laptop's CPU",
+        # Its model card's example: huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, "How to use", Transformers.
+        generation=GenerationDefaults(temperature=0.2, top_p=0.9),
     ),
 }
 

@@ -13,20 +13,25 @@ from typing import Any
 
 from workers.errors import ModelError
 from workers.model.config import read_model_config
-from workers.model.description import ModelConfig
+from workers.model.description import GenerationDefaults, ModelConfig
 from workers.model.fields import read_fields
 from workers.model.tensors import is_harmless, tensor_shapes
 
+NO_OPINION = GenerationDefaults()
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A folder with config.json, safetensors weights (single or sharded) and a tokenizer. `name` is what was asked."""
+    """A folder with config.json, safetensors weights (single or sharded) and a tokenizer. `name` is what was asked.
+
+    `recommended`: sampling that is known for the name, where the folder's own generation_config.json says nothing.
+    """
 
     name: str
     path: Path
+    recommended: GenerationDefaults = NO_OPINION
 
 
 @dataclass(frozen=True, slots=True)

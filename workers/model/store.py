@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workers.errors import ModelError
@@ -65,7 +65,9 @@ def resolve(name: str, progress: Progress = no_progress) -> ModelFolder:
     """
     path = Path(name).expanduser()
     if name in PINNED:
-        folder = ModelFolder(name, _converted(_pinned_gguf(name, progress), PINNED[name].sha256, progress))
+        pinned = PINNED[name]
+        path = _converted(_pinned_gguf(name, progress), pinned.sha256, progress)
+        folder = ModelFolder(name, path, pinned.generation)
     elif name.endswith(".gguf"):
         if not path.is_file():
             raise ModelError(f"{path} is missing: there is no such .gguf file")
@@ -92,12 +94,13 @@ def pull(name: str, progress: Progress = no_progress) -> ModelSummary:
 def inspect(name: str, progress: Progress = no_progress) -> ModelSummary:
     """What the model is, read from its headers."""
     folder = resolve(name, progress)
+    config = read_model_config(folder.path)
     entries = [entry for path in weight_files(folder.path) for entry in read_header(path)]
     return ModelSummary(
         name=name,
         path=folder.path,
         content_id=content_id(folder),
-        config=read_model_config(folder.path),
+        config=replace(config, generation=config.generation.over(folder.recommended)),
         num_parameters=count_parameters(folder),
         weight_bytes=sum(entry.num_bytes for entry in entries),
     )

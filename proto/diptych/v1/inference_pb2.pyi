@@ -99,7 +99,7 @@ class Slo(_message.Message):
     def __init__(self, class_name: _Optional[str] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_per_output_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "tokens", "chat", "sampling", "slo", "session_id", "response_mode", "tenant")
+    __slots__ = ("request_id", "model", "text", "tokens", "chat", "sampling", "slo", "session_id", "response_mode", "tenant", "apply_chat_template")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_MODE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    APPLY_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -120,7 +121,8 @@ class GenerateRequest(_message.Message):
     session_id: str
     response_mode: ResponseMode
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., session_id: _Optional[str] = ..., response_mode: _Optional[_Union[ResponseMode, str]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    apply_chat_template: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., session_id: _Optional[str] = ..., response_mode: _Optional[_Union[ResponseMode, str]] = ..., tenant: _Optional[str] = ..., apply_chat_template: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("accepted", "delta", "completed", "queued")
