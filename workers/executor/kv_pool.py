@@ -15,6 +15,7 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.transport import Region
 from workers.engine.step import StepPlan
 from workers.errors import ModelError
+from workers.ops.completion import Mark, mark_on, wait
 from workers.ops.memory import PAGES
 
 # Left for activations, the interpreter's own growth and the rest of the machine.
@@ -27,11 +28,13 @@ class KVPool:
     """`blocks` [block, kv_head, layer, k|v, slot, head_dim] and its `region` are the same memory.
 
     `host` [host block, ...] keeps the KV of preempted sequences; it is no part of the region, so no peer can reach it.
+    `mark` tells when what was written so far is there for those who read the memory past the device's queue.
     """
 
     blocks: Tensor
     region: Region
     host: Tensor
+    mark: Mark
 
     def move(self, plan: StepPlan) -> None:
         """The copies that a plan wants before its chunks: save, bring back, copy. No block is in two of them."""
@@ -45,8 +48,12 @@ class KVPool:
                 target[list(given)] = source[list(taken)].to(target.device)
 
     def scrub(self, blocks: tuple[int, ...]) -> None:
-        """Zero blocks whose bytes nobody vouches for: a stray NaN would leak through a masked attention weight of 0."""
+        """Zero blocks whose bytes nobody vouches for: a stray NaN would leak through a masked attention weight of 0.
+
+        Returns when they are zero, for then the next transfer may write there. Called on the compute thread.
+        """
         self.blocks[list(blocks)] = 0
+        wait(self.mark())
 
     def place(
         self, staged: memoryview, layout: KVLayout, blocks: tuple[int, ...], first_token: int, num_tokens: int
@@ -102,7 +109,7 @@ def allocate_pool(
         blocks = torch.zeros((num_blocks, *layout.shape), dtype=dtype, device=device)
         region = Region(layout, num_blocks, blocks.data_ptr(), blocks, f"cuda:{blocks.device.index}")
     host = torch.zeros((host_blocks, *layout.shape), dtype=dtype, pin_memory=device.type == "cuda" and host_blocks > 0)
-    return KVPool(blocks, region, host)
+    return KVPool(blocks, region, host, mark_on(device))
 
 
 def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:

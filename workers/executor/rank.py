@@ -7,6 +7,7 @@ written. In a gang it computes its part of the model, in step with the ranks of 
 
 import asyncio
 import itertools
+import logging
 import time
 from dataclasses import dataclass
 
@@ -23,7 +24,10 @@ from workers.executor.sampler import sample, score
 from workers.executor.threads import ComputeThread
 from workers.model.decoder import Decoder
 from workers.ops.collective import StageLink, TensorGroup
+from workers.ops.completion import wait
 from workers.request import TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 SLICE_BYTES = 32 << 20  # of logits that stand at once, twice, when a prompt's own tokens are scored
 
@@ -63,6 +67,7 @@ class Rank:
         self._pool = pool
         self._transports = transports
         self._thread = thread
+        self._scrubbing: set[asyncio.Task[None]] = set()
 
     async def execute(self, plan: StepPlan) -> RankStep:
         """A rank that fails in a step leaves its gang: what it sent in the next one would be taken for this one's."""
@@ -90,12 +95,23 @@ class Rank:
         def settle(_: "asyncio.Future[None]") -> None:
             arrived = read.done.done() and not read.done.cancelled() and read.done.exception() is None
             if not arrived:
-                self._pool.scrub(order.target_blocks)
-            if not settled.done():
+                scrubbing = asyncio.ensure_future(self._scrub(order.target_blocks, settled))
+                self._scrubbing.add(scrubbing)
+                scrubbing.add_done_callback(self._scrubbing.discard)
+            elif not settled.done():
                 settled.set_result(None)
 
         read.settled.add_done_callback(settle)
         return Read(read.done, settled)
+
+    async def _scrub(self, blocks: tuple[int, ...], settled: "asyncio.Future[None]") -> None:
+        try:
+            await self._thread.run(lambda: self._pool.scrub(blocks))
+        except Exception:  # of a device that is lost: its next step says so
+            logger.exception("blocks %s could not be zeroed", blocks)
+        finally:
+            if not settled.done():
+                settled.set_result(None)
 
     async def forget(self, incarnation: str) -> None:
         await self._transports.forget(incarnation)
@@ -107,6 +123,7 @@ class Rank:
     async def close(self) -> None:
         try:
             await self._transports.close()
+            await asyncio.gather(*self._scrubbing)
         finally:
             await self._thread.run(self._part.close)
             await self._thread.close()
@@ -116,6 +133,7 @@ class Rank:
 def compute(part: Part, pool: KVPool, plan: StepPlan) -> RankStep:
     """Run the plan on the calling thread: KV of every chunk into the pool, one token for every chunk that draws.
 
+    Returns when the KV is in the pool for all who may read it, whatever else of the step had to be waited for.
     Tokens and log probabilities come from the first rank of the last stage; all others answer none.
     """
     begun = time.perf_counter()
@@ -123,7 +141,9 @@ def compute(part: Part, pool: KVPool, plan: StepPlan) -> RankStep:
     drawn = _Drawn(len(plan.chunks))
     if plan.chunks:
         _forward(part, pool, plan, drawn)
+    written = pool.mark()
     digests = _digests(pool, plan.digest_blocks)
+    wait(written)
     return RankStep(
         tokens=tuple(drawn.tokens),
         logprobs=tuple(drawn.logprobs),

@@ -1,0 +1,131 @@
+"""Nobody reads KV, or writes where it was, before the device has done what it was given."""
+
+import asyncio
+import queue
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvtransfer.open import SharedMemory
+from kvtransfer.transport import PullOrder
+from tests.model.test_executor import BLOCKS, PROMPT, config, open_tiny, prompt_plan
+from workers.config import WorkerConfig
+from workers.executor.solo import SoloExecutor, open_solo
+from workers.model.folder import ModelFolder
+from workers.ops.completion import mark_on
+from workers.request import Request, SamplingParams
+from workers.worker import Worker
+
+DEADLINE_S = 8.0
+
+
+class Pending:
+    """An event that the device has not passed until it is told so."""
+
+    def __init__(self, device: "SlowDevice") -> None:
+        self._device = device
+        self._passed = threading.Event()
+
+    def synchronize(self) -> None:
+        self._device.waited_for.put(self)
+        assert self._passed.wait(DEADLINE_S), "nobody let the device pass this event"
+
+    def finish(self) -> None:
+        self._passed.set()
+
+
+class SlowDevice:
+    """Stands where a GPU's queue stands: every mark on it is an event that stays pending until the test ends it."""
+
+    def __init__(self) -> None:
+        self.waited_for: queue.Queue[Pending] = queue.Queue()
+
+    def mark(self) -> Pending:
+        return Pending(self)
+
+    def under(self, executor: SoloExecutor) -> SoloExecutor:
+        rank = executor._rank
+        rank._pool = replace(rank._pool, mark=self.mark)
+        return executor
+
+    async def next_wait(self) -> Pending:
+        """The event that the compute thread waits for now."""
+        return await asyncio.to_thread(self.waited_for.get, timeout=DEADLINE_S)
+
+
+async def settle_down() -> None:
+    """All that the event loop could do now is done."""
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("digest", [False, True], ids=["digests off", "digests on"])
+async def test_no_block_is_ready_before_the_device_has_written_it(tiny: ModelFolder, digest: bool) -> None:
+    device = SlowDevice()
+    setting = config(max_batch_tokens=8, max_running=8)
+    setting = replace(setting, transfer=replace(setting.transfer, digest=digest, host="127.0.0.1"), secret="s")
+
+    async def open_slow(given: WorkerConfig, incarnation: str) -> SoloExecutor:
+        return device.under(await open_solo(given, tiny, incarnation, SharedMemory()))
+
+    worker = Worker(setting, open_slow)
+    await worker.start()
+    await worker.prefill(Request("a", PROMPT, SamplingParams(temperature=0, seed=0), reply_to="gateway"))
+    for chunk in range(3):
+        written = await device.next_wait()
+        await settle_down()
+        leases = worker.engine.leases
+        [lease] = leases._leases.values()
+        assert leases.progress(lease.key, lease.epoch, 0, worker._now_s()).ready_blocks == chunk
+        written.finish()
+        async with asyncio.timeout(DEADLINE_S):
+            while leases.progress(lease.key, lease.epoch, 0, worker._now_s()).ready_blocks == chunk:
+                await asyncio.sleep(0.001)
+    await worker.close()
+
+
+async def test_a_step_is_not_over_before_its_event(tiny: ModelFolder) -> None:
+    device = SlowDevice()
+    executor = device.under(await open_tiny(tiny))
+    step = asyncio.ensure_future(executor.execute(prompt_plan()))
+    written = await device.next_wait()
+    await settle_down()
+    assert not step.done(), "its blocks could be freed and written by a transfer"
+    written.finish()
+    assert (await step).seconds > 0
+    await executor.close()
+
+
+async def test_blocks_of_a_failed_read_are_not_free_before_they_are_zero(tiny: ModelFolder) -> None:
+    device = SlowDevice()
+    executor = device.under(await open_tiny(tiny))
+    read = executor.pull(PullOrder("nobody", BLOCKS, BLOCKS, 0, len(PROMPT), (), 5.0))
+    zeroed = await device.next_wait()
+    await settle_down()
+    assert read.done.exception() is not None
+    assert not read.settled.done(), "the next transfer into them could come before the zeros"
+    zeroed.finish()
+    await asyncio.wait_for(read.settled, DEADLINE_S)
+    await executor.close()
+
+
+def test_a_cpu_has_nothing_to_wait_for() -> None:
+    assert mark_on(torch.device("cpu"))() is None
+
+
+def test_a_gpus_mark_is_an_event_on_the_stream_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[object] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            said.append(("made", blocking))
+
+        def record(self, stream: object) -> None:
+            said.append(("recorded on", stream))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    assert isinstance(mark_on(torch.device("cuda", 1))(), Event)
+    assert said == [("made", True), ("recorded on", "the stream of cuda:1")]
