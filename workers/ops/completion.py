@@ -8,7 +8,7 @@ know nothing of the device's queue. A CPU's calls return when they are done, and
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -31,9 +31,11 @@ def mark_on(device: torch.device) -> Mark:
         return lambda: None
 
     def mark() -> Event:
-        event = torch.cuda.Event(blocking=True)  # whoever waits sleeps: others need the core
+        # Whoever waits sleeps: others need the core.
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
-        return event
+        marked: Event = event
+        return marked
 
     return mark
 
