@@ -23,7 +23,7 @@ MOST_HAPPENINGS = 1024
 MOST_POINTS = 65_536  # of all samples together, one for each worker
 RECENT = 32
 LONGEST_TEXT = 300
-CHANGES = ("flip", "move", "lost")  # of a worker that is there
+CHANGES = ("flip", "move", "lost", "back", "crash loop")  # of a worker that is there
 END_NS, AT_NS = attrgetter("end_ns"), attrgetter("at_ns")
 
 

@@ -1,7 +1,7 @@
 """One gateway's line to one incarnation of one worker: polls its bundles, sorts outputs to attempts, notices its death.
 
-A worker that is silent for `dead_after_s`, or whose process is gone, ends the line: every attempt on it gets `LineLost`
-at once, and nobody places on it again. Knows no policy and no request.
+A worker that is silent for `dead_after_s` of time in which this process ran, or whose process is gone, ends the line:
+every attempt on it gets `LineLost` at once, and nobody places on it again. Knows no policy and no request.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from cluster.cache_reader import CacheReader
 from cluster.policy.placement import NOTHING_SENT, Sent
 from cluster.runtime.interface import WorkerGone, WorkerHandle
 from cluster.view import WorkerState, WorkerView
-from workers.alarm import Alarm
+from kvtransfer.watchdog import Watchdog
 from workers.errors import WorkerError
 from workers.request import Bundle, Output
 from workers.stats import WorkerStats
@@ -64,7 +64,7 @@ class Line:
         self._seen: tuple[tuple[WorkerView, WorkerStats, bool, str | None], WorkerView] | None = None
         self._loop = asyncio.get_running_loop()
         self.heard_s = self._loop.time()
-        self._silence = Alarm(self._fall_silent)
+        self._silence = Watchdog(silence_s, self._fall_silent)
         self._listening = asyncio.ensure_future(self._listen())
 
     @property
@@ -108,8 +108,8 @@ class Line:
         received = 0
         try:
             while self.lost is None:
-                self._silence.set(self._silence_s)
                 bundle = await self.handle.poll(self.subscriber, received)
+                self._silence.heard()
                 if bundle.incarnation != self.view.incarnation:
                     return self.hang_up("it restarted")
                 self._take(bundle)

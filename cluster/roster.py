@@ -21,6 +21,7 @@ from cluster.line import Line
 from cluster.members import Member, Membership
 from cluster.policy.placement import NOTHING_SENT, Sent
 from cluster.policy.prefix_index import PrefixIndex
+from cluster.pool import CRASH_LOOP, TAKEN_OUT
 from cluster.runtime.interface import WorkerGone, WorkerHandle
 from cluster.spec import ClusterSpec
 from cluster.supervised import Failures, supervised
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 WatchMembers = Callable[[int, float], Awaitable[Membership]]  # (known revision, timeout_s), a long poll
 WATCH_S = 10.0
 REDIAL_S = 1.0
-TAKEN_OUT = "the controller took it out"
 
 
 class Roster:
@@ -141,12 +141,7 @@ class Roster:
             await asyncio.sleep(REDIAL_S)
 
     def take(self, membership: Membership) -> None:
-        roles = {member.view.name: member.view.role for member in self._membership.members}
-        for member in membership.members:
-            before, after = roles.get(member.view.name), member.view.role
-            if before is not None and before is not after:
-                self._role_changes[before.value, after.value] += 1
-                self._note("flip", member.view.name, f"{before.value} -> {after.value}")
+        self._note_changes(membership)
         self._membership = membership
         self._pairs = membership.pairs
         ready = {
@@ -156,9 +151,9 @@ class Roster:
         }
         known = {member.view.name: member.view for member in membership.members}
         for name, line in list(self.lines.items()):
-            if _departed(line, known.get(name)):
+            if _departed(line, view := known.get(name)):
                 if line.lost is None:
-                    line.hang_up(TAKEN_OUT)
+                    line.hang_up(_why(line, view))
                 self._in_background(line.close())
                 del self.lines[name]
                 if self._caches is not None:
@@ -167,6 +162,28 @@ class Roster:
             if name not in self.lines:
                 self.lines[name] = self._dial(member)
         self._pulse()
+
+    def _note_changes(self, membership: Membership) -> None:
+        before = {member.view.name: member.view for member in self._membership.members}
+        for now in (member.view for member in membership.members):
+            old = before.get(now.name)
+            if old is None:
+                continue
+            if old.role is not now.role:
+                self._role_changes[old.role.value, now.role.value] += 1
+                self._note("flip", now.name, f"{old.role.value} -> {now.role.value}")
+            if old.failures < CRASH_LOOP <= now.failures:
+                self._note("crash loop", now.name, now.detail)
+            if (
+                now.state is WorkerState.READY
+                and now.restarts
+                and (old.state, old.incarnation)
+                != (
+                    now.state,
+                    now.incarnation,
+                )
+            ):
+                self._note("back", now.name, now.detail)
 
     def _dial(self, member: Member) -> Line:
         """A new line. Its subscriber's name is new too: what an older line of ours left there times out."""
@@ -219,6 +236,13 @@ def _departed(line: Line, view: WorkerView | None) -> bool:
     if view is None or view.state is WorkerState.DEAD:
         return True
     return view.state is WorkerState.READY and view.incarnation != line.view.incarnation
+
+
+def _why(line: Line, view: WorkerView | None) -> str:
+    """What became of the worker of this line, as the controller says."""
+    if view is None or view.state is not WorkerState.DEAD:
+        return TAKEN_OUT if view is None else "it was restarted"
+    return view.detail or "it died"
 
 
 async def _audit(line: Line | None) -> str:

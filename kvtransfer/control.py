@@ -41,6 +41,7 @@ from kvtransfer.errors import (
 )
 from kvtransfer.ticket import PeerAddress, Piece, Progress
 from kvtransfer.unauthenticated import Unauthenticated, too_many_readers
+from kvtransfer.watchdog import patient_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +227,7 @@ class ControlClient:
         where = f"the owner at {host}:{port}"
         channel: Channel | None = None
         try:
-            async with asyncio.timeout(deadline_s):
+            async with patient_timeout(deadline_s):
                 channel = Channel(*await asyncio.open_connection(host, port))
                 peer = await _prove(channel, secret, expected_incarnation, where)
         except BaseException as error:
@@ -278,7 +279,7 @@ class ControlClient:
         self._waiting[request.number] = answer
         try:
             self._channel.send(request)
-            async with asyncio.timeout(timeout_s):
+            async with patient_timeout(timeout_s):
                 reply = await answer
         except TimeoutError as error:
             raise TransferTimeout(f"{self.peer.worker} did not answer within {timeout_s:.1f} s") from error

@@ -45,6 +45,7 @@ ExecutorFactory = Callable[[WorkerConfig, str], Awaitable[Executor]]  # (config,
 REMEMBERED_CANCELS = 4096  # a cancel may overtake the call that it cancels
 SUBSCRIBER_TIMEOUT_S = 10.0  # a gateway that has not polled for this long is gone, and its requests with it
 SWEEP_S = 0.5
+MOST_LATE_SWEEPS = 8  # in a row that judge nobody: a loop that is always late must reclaim, too
 
 
 class Worker:
@@ -65,6 +66,8 @@ class Worker:
         self._fetches: dict[str, asyncio.Task[None]] = {}
         self._measurements: set[asyncio.Task[Timings]] = set()
         self._sweeper: asyncio.TimerHandle | None = None
+        self._sweep_due_s = 0.0
+        self._late_sweeps = 0  # in a row: they judge nobody
 
     # ---- life ------------------------------------------------------------------------------------------------
 
@@ -435,11 +438,16 @@ class Worker:
         """Sweep while there is something that can expire."""
         pending = self._routes or self._reservations or len(self.engine.leases)
         if self._sweeper is None and pending and not self._closed:
-            self._sweeper = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+            self._sweep_due_s = self._now_s() + SWEEP_S
+            self._sweeper = asyncio.get_running_loop().call_at(self._sweep_due_s, self._sweep)
 
     def _sweep(self) -> None:
         self._sweeper = None
         now = self._now_s()
+        is_late = now - self._sweep_due_s > SWEEP_S
+        self._late_sweeps = self._late_sweeps + 1 if is_late else 0
+        if 0 < self._late_sweeps < MOST_LATE_SWEEPS:
+            return self._arm()  # our own loop was held up: whoever spoke meanwhile is read before anybody is judged
         self.engine.expire(now)
         for subscriber, mailbox in list(self._mailboxes.items()):
             if mailbox.polling or now - mailbox.last_poll_s < SUBSCRIBER_TIMEOUT_S:

@@ -74,6 +74,7 @@ def _worker_message(worker: WorkerView) -> admin_pb2.Worker:
         node=worker.node,
         pid=worker.pid,
         restarts=worker.restarts,
+        failures=worker.failures,
         capacity_tokens=worker.capacity_tokens,
         age=duration_of(worker.age_s),
         memory_bytes=worker.memory_bytes,

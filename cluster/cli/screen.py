@@ -174,10 +174,12 @@ def _hand_off_lines(report: TransferReport, ledger: LatencyLedger) -> list[str]:
 
 
 def workers_table(view: ClusterView) -> "Table":
-    """Columns of ranks stand only where a worker has several."""
+    """Columns of ranks stand only where a worker has several, that of restarts where there were any."""
     headers = ["worker", "role", "state", "pid", "node", ">running", ">waiting", ">queued", ">blocks free", ">step"]
     in_gangs = any(worker.parallel.world_size > 1 for worker in view.workers)
-    table = plain_table(*headers, *([">TP x PP", ">bubble"] if in_gangs else []), "detail")
+    restarted = any(worker.restarts for worker in view.workers)
+    more = [*([">TP x PP", ">bubble"] if in_gangs else []), *([">restarts"] if restarted else [])]
+    table = plain_table(*headers, *more, "detail")
     colours = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
     for worker in view.workers:
         stats, state = worker.stats, worker.state.value
@@ -193,6 +195,7 @@ def workers_table(view: ClusterView) -> "Table":
             f"{stats.free_blocks}/{stats.total_blocks}",
             f"{stats.step_s * 1e3:.1f} ms",
             *([_ranks(worker), _bubble(worker)] if in_gangs else []),
+            *([str(worker.restarts)] if restarted else []),
             worker.trouble,
         )
     return table

@@ -42,7 +42,6 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("transfer_bytes", "Bytes fetched.", lambda worker: worker.stats.pulls.num_bytes),
     ("transfer_seconds", "Time of the fetches that arrived, summed.", lambda worker: worker.stats.pulls.seconds),
     ("transfer_descriptors", "Ranges read.", lambda worker: worker.stats.pulls.num_descriptors),
-    ("restarts", "How often the worker was replaced.", lambda worker: worker.restarts),
 )
 
 
@@ -61,6 +60,12 @@ def worker_families(gateway: str, view: ClusterView) -> Iterator[Metric]:
     wanted = (((gateway, pool.name), pool.wanted) for pool in view.pools)
     yield gauge("diptych_pool_workers", "Workers of a pool that are ready.", ("gateway", "pool"), there)
     yield gauge("diptych_pool_wanted_workers", "How many a pool shall have.", ("gateway", "pool"), wanted)
+    everybody = tuple((gateway, worker.name, worker.pool) for worker in view.workers)
+    failures = zip(everybody, (worker.failures for worker in view.workers), strict=True)
+    text = "Starts in a row that failed or did not last; 0: it runs."
+    yield gauge("diptych_worker_failures_in_a_row", text, LABELS, failures)
+    restarts = zip(everybody, (worker.restarts for worker in view.workers), strict=True)
+    yield counter("diptych_worker_restarts", "How often the worker was replaced.", LABELS, restarts)
     for name, text, value in GAUGES:
         yield gauge(f"diptych_worker_{name}", text, LABELS, rows(value))
     for name, text, value in COUNTERS:

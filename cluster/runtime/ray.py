@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -62,9 +62,18 @@ async def answer_of(reference: Any, timeout_s: float, asked: str = "") -> Any:
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except RayError as error:
-        raise WorkerGone(str(error).strip().splitlines()[0]) from None
+        logger.debug("no answer %s", asked, exc_info=error)
+        raise WorkerGone(_words(error)) from None
     except TimeoutError:
         raise NoAnswer(f"no answer {f'of {asked} ' * bool(asked)}within {timeout_s:.1f} s") from None
+
+
+def _words(error: RayError) -> str:
+    if isinstance(error, ActorUnavailableError):
+        return "its process died, or cannot be reached"
+    if isinstance(error, RayActorError):
+        return "its process died"
+    return str(error).strip().splitlines()[0]
 
 
 class _WorkerActor:

@@ -41,7 +41,7 @@ class Happening:
     """Something beside the ordinary: a flip, a move, a prompt placed anew, a refusal, a worker that is gone."""
 
     at_ns: int
-    kind: str  # "flip", "move", "anew", "refused", "lost" or "left"
+    kind: str  # "flip", "move", "anew", "refused", "lost", "left", "back" or "crash loop"
     worker: str
     text: str
     request_id: str = ""

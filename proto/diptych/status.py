@@ -93,6 +93,7 @@ def _worker_from(message: admin_pb2.Worker) -> WorkerView:
         node=message.node,
         pid=message.pid,
         restarts=message.restarts,
+        failures=message.failures,
         capacity_tokens=message.capacity_tokens,
         age_s=seconds(message.age),
         memory_bytes=message.memory_bytes,

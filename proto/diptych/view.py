@@ -134,6 +134,7 @@ class WorkerView(Struct, frozen=True, gc=False):
     kv_token_bytes: int = 0  # of one token, on all its ranks together
     detail: str = ""
     waits_for: str = ""
+    failures: int = 0  # in a row: starts that failed or did not last
     audit: str = ""  # "clean", or what does not balance; empty when not asked for
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     stats: WorkerStats = field(default_factory=WorkerStats)

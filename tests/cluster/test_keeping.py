@@ -1,13 +1,21 @@
-"""A worker that lives but could not open is asked again after a pause, and then serves."""
+"""A worker that failed is started again, for ever, later each time, and everybody can see how it fares."""
 
 import asyncio
+import time
 from collections import Counter
+from typing import Any
 
 import pytest
 from local import FAST, cluster, completed, request, split_spec
+from processes import Processes, in_virtual_time
 
 import cluster.pool as cluster_pool
+from cluster.metrics import exposition
+from cluster.policy.promises import Standing
+from cluster.pool import CRASH_LOOP, MOST_AGAIN_S, STEADY_S, pause_s
 from cluster.runtime.interface import WorkerOrder
+from cluster.serving import Serving
+from cluster.view import WorkerState, WorkerView
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory
 from workers.build import build_worker
@@ -38,3 +46,100 @@ async def test_a_worker_whose_ranks_did_not_come_is_opened_again(monkeypatch: py
         assert completed(events).transfers
         await subject.settle()
     assert opened == {"prefill-0": 1, "decode-0": 3}
+
+
+def decode(runtime: Processes) -> WorkerView:
+    """As the gateway sees it."""
+    return next(each for each in dispatcher(runtime).view.workers if each.name == "decode-0")
+
+
+def dispatcher(runtime: Processes) -> Any:
+    return runtime.services["gateway-0"].target._dispatcher
+
+
+def kinds(runtime: Processes) -> list[str]:
+    return [each.kind for _, each in dispatcher(runtime).recent().happenings if each.worker == "decode-0"]
+
+
+def test_whatever_stops_a_restart_it_is_tried_again_and_said_to_be_back() -> None:
+    async def told(serving: Serving, runtime: Processes) -> None:
+        await asyncio.sleep(STEADY_S)
+        runtime.faults["decode-0"] = [RuntimeError("CUDA out of memory")]
+        runtime.workers["decode-0"]._unfit(RuntimeError("the device was lost"))
+        await asyncio.sleep(1.0)
+        worker = decode(runtime)
+        assert (worker.state, worker.failures, worker.restarts) == (WorkerState.DEAD, 2, 2)
+        assert worker.detail == "cannot start: RuntimeError: CUDA out of memory; next start in 10 s"
+        await asyncio.sleep(10.0)
+        worker = decode(runtime)
+        assert worker.state is WorkerState.READY
+        assert worker.detail == "back after 10 s (cannot start: RuntimeError: CUDA out of memory)"
+        assert kinds(runtime) == ["lost", "back"]
+        await asyncio.sleep(STEADY_S + 1.0)
+        assert (decode(runtime).detail, decode(runtime).failures, decode(runtime).restarts) == ("", 0, 2)
+
+    in_virtual_time(told)
+
+
+def test_a_crash_loop_is_seen_in_the_view_the_metrics_and_the_events_and_ends_by_itself() -> None:
+    async def told(serving: Serving, runtime: Processes) -> None:
+        runtime.faults["decode-0"] = [RuntimeError(f"fault {number}") for number in range(4)]
+        began_s = asyncio.get_running_loop().time()
+        runtime.workers["decode-0"]._unfit(RuntimeError("the device was lost"))
+        await asyncio.sleep(40.0)
+        worker = decode(runtime)
+        assert worker.failures == 4 > CRASH_LOOP
+        told = "crash loop, 4 failures in a row, the last: cannot start: RuntimeError: fault 2; next start in 40 s"
+        assert worker.detail == told
+        assert kinds(runtime) == ["lost", "crash loop"]
+        text = exposition(Standing(), "gateway-0", dispatcher(runtime).view)
+        assert 'diptych_worker_failures_in_a_row{gateway="gateway-0",pool="decode",worker="decode-0"} 4.0' in text
+        assert 'diptych_worker_restarts_total{gateway="gateway-0",pool="decode",worker="decode-0"} 4.0' in text
+        await asyncio.sleep(200.0)
+        starts_s = [round(each - began_s) for each in runtime.started_s["decode-0"][1:]]
+        assert starts_s == [0, 10, 30, 70, 150], "at once, then later each time"
+        assert decode(runtime).state is WorkerState.READY and kinds(runtime)[-1] == "back"
+        assert completed([event async for event in dispatcher(runtime).generate(request("r"))]).transfers
+
+    in_virtual_time(told)
+
+
+def test_pauses_double_up_to_a_bound_and_a_first_death_waits_for_nothing() -> None:
+    assert [pause_s(count, died=True) for count in (1, 2, 3, 4)] == [0.0, 1.0, 2.0, 4.0]
+    assert [pause_s(count, died=False) for count in (1, 2, 3)] == [5.0, 10.0, 20.0]
+    assert pause_s(10**6, died=True) == pause_s(10**6, died=False) == MOST_AGAIN_S
+
+
+def test_a_silent_worker_is_replaced_after_dead_after_s_and_at_most_an_eighth_more() -> None:
+    async def told(serving: Serving, runtime: Processes) -> None:
+        await asyncio.sleep(STEADY_S)
+        clock, dead_after_s = asyncio.get_running_loop(), serving.spec.health.dead_after_s
+        silent_s, silent = clock.time(), runtime.workers["decode-0"]
+        silent.poll = lambda subscriber, received: clock.create_future()  # type: ignore[assignment, method-assign]
+        await asyncio.sleep(2 * dead_after_s)
+        (replaced_s,) = runtime.started_s["decode-0"][1:]
+        assert dead_after_s <= replaced_s - silent_s <= 9 / 8 * dead_after_s + 2 * serving.spec.health.heartbeat_s
+        assert decode(runtime).detail.startswith("back after")
+
+    in_virtual_time(told)
+
+
+async def test_what_holds_up_our_own_loop_is_nobodys_death() -> None:
+    """Gateway, controller and workers share one loop here: all of them find that they were away."""
+    async with cluster(split_spec(1, 2, kv_blocks=600)) as subject:
+        streams = [
+            asyncio.ensure_future(subject.run(request(f"r{index}", 60, max_tokens=150, ignore_eos=True)))
+            for index in range(6)
+        ]
+        await asyncio.sleep(0.2)
+        before = {name: worker.incarnation for name, worker in subject.workers.items()}
+        for seconds in (2.2, 1.2):  # dead_after_s is 1 s, a lease 2 s
+            block(seconds)
+            await asyncio.sleep(0.1)
+        assert [completed(events).attempts for events in await asyncio.gather(*streams)] == [1] * 6
+        assert {name: worker.incarnation for name, worker in subject.workers.items()} == before
+        assert not any(worker.restarts for worker in subject.controller.view().workers)
+
+
+def block(seconds: float) -> None:
+    time.sleep(seconds)

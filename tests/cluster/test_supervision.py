@@ -2,25 +2,21 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Never
 
 import pytest
-from local import FAST, request, split_spec
+from local import request
+from processes import Processes, in_virtual_time
 
 from cluster.api.admin_messages import view_message
 from cluster.cli.screen import trouble_lines
 from cluster.events import Completed
 from cluster.gateway_keeper import ANSWER_S, ASK_AGAIN_S, HUNG_S
 from cluster.keep_alive import ORPHAN_AFTER_S
-from cluster.runtime.interface import NoAnswer, ServiceHandle, WorkerGone
-from cluster.runtime.local import LocalService
-from cluster.serving import GatewayContext, Serving, serve
+from cluster.runtime.interface import WorkerGone
+from cluster.serving import Serving
 from cluster.sim.clock import run
-from cluster.sim.cluster import PoolModel, SimRuntime, Surroundings, virtual
-from cluster.spec import ClusterSpec
 from cluster.supervised import MOST_PAUSE_S, Failures, supervised
 from cluster.view import ClusterView, GatewayState, GatewayView, TaskFailures, WorkerState
 from diptych.status import view_from
@@ -56,80 +52,6 @@ def test_a_task_that_fails_is_logged_counted_and_goes_on_later_each_time(caplog:
 
 
 OPEN = GatewayView("gateway-1", GatewayState.OPEN)
-
-
-class Service(LocalService):
-    """A service in a process: it can be frozen, and calls to it have deadlines, as under Ray."""
-
-    def __init__(self, target: Any, build: Callable[[], Any]) -> None:
-        super().__init__(target, build)
-        self.thawed = asyncio.Event()
-        self.thawed.set()
-        self.fault: Exception | None = None
-
-    async def call(self, method: str, *args: Any, timeout_s: float = 30.0) -> Any:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.thawed.wait()
-                if self.fault is not None and method == "open":
-                    raise self.fault
-                return await super().call(method, *args, timeout_s=timeout_s)
-        except TimeoutError:
-            raise NoAnswer(f"no answer within {timeout_s} s") from None
-
-
-class Processes(SimRuntime):
-    """As under Ray, the cluster ends when its server has not called for a while."""
-
-    name = "ray"
-
-    def __init__(self, spec: ClusterSpec) -> None:
-        super().__init__({pool.name: PoolModel(FAST) for pool in spec.pools}, Surroundings(), trace=False)
-        self.services: dict[str, Service] = {}
-        self.replaced: list[str] = []
-
-    async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
-        service = self.services[name] = Service(factory(*args), lambda: factory(*args))
-        return service
-
-    async def restart_service(self, handle: ServiceHandle) -> ServiceHandle:
-        assert isinstance(handle, Service)
-        self.replaced += [name for name, service in self.services.items() if service is handle]
-        await handle.target.close(0.0)
-        handle.thawed.set()
-        return await super().restart_service(handle)
-
-
-class Door:
-    http_url = ""
-
-    def __init__(self, context: GatewayContext) -> None:
-        self.context = context
-
-    async def open(self) -> str:
-        return "virtual:0"
-
-    async def close(self, grace_s: float) -> None:
-        """Nothing listens."""
-
-
-def story(told: Callable[[Serving, Processes], Awaitable[None]], gateways: int = 2) -> None:
-    """A cluster with gateways as processes of their own, in virtual time."""
-    plain = split_spec(1, 1)
-    spec = replace(plain, gateway=replace(plain.gateway, replicas=gateways))
-
-    async def all_of_it() -> None:
-        runtime = Processes(spec)
-        models = {pool.name: PoolModel(FAST) for pool in spec.pools}
-        serving = await serve(virtual(spec, models), runtime=runtime, door=Door)
-        try:
-            await told(serving, runtime)
-        finally:
-            for service in runtime.services.values():
-                service.thawed.set()
-            await serving.close()
-
-    run(all_of_it())
 
 
 def states(view: ClusterView) -> dict[str, GatewayState]:
@@ -169,7 +91,7 @@ def test_a_frozen_gateway_harms_no_worker_and_no_other_gateway_and_is_replaced()
         assert (other.restarts, other.silences) == (0, 0)
         assert not serving._closed.is_set()
 
-    story(told)
+    in_virtual_time(told, gateways=2)
 
 
 def test_a_gateway_that_comes_back_in_time_goes_on() -> None:
@@ -185,7 +107,7 @@ def test_a_gateway_that_comes_back_in_time_goes_on() -> None:
         (gateway,) = (await seen(runtime, "gateway-0")).served_gateways
         assert (gateway.state, gateway.restarts, gateway.silences) == (GatewayState.OPEN, 0, 1)
 
-    story(told, gateways=1)
+    in_virtual_time(told)
 
 
 @pytest.mark.parametrize("fault", [ModelError("the hub is away"), OSError("port in use"), KeyError("unforeseen")])
@@ -203,7 +125,7 @@ def test_whatever_keeps_a_doors_gateway_shut_the_cluster_lives_and_it_is_tried_a
         await asyncio.sleep(MOST_PAUSE_S + ASK_AGAIN_S + 3.0)
         assert set(states(await seen(runtime, "gateway-1")).values()) == {GatewayState.OPEN}
 
-    story(told)
+    in_virtual_time(told, gateways=2)
 
 
 def test_a_controller_that_fails_to_answer_is_called_again_and_again() -> None:
@@ -224,7 +146,7 @@ def test_a_controller_that_fails_to_answer_is_called_again_and_again() -> None:
         assert failed > 10 and not serving._closed.is_set()
         await serves(runtime, "gateway-0")
 
-    story(told, gateways=1)
+    in_virtual_time(told)
 
 
 def test_a_server_ends_when_its_controller_is_gone_for_good() -> None:
@@ -238,7 +160,7 @@ def test_a_server_ends_when_its_controller_is_gone_for_good() -> None:
             await serving.wait_closed()
         assert asyncio.get_running_loop().time() - began_s >= ORPHAN_AFTER_S - 3.0
 
-    story(told, gateways=1)
+    in_virtual_time(told)
 
 
 def test_a_cluster_whose_server_is_gone_ends_by_itself() -> None:
@@ -250,7 +172,7 @@ def test_a_cluster_whose_server_is_gone_ends_by_itself() -> None:
         await asyncio.sleep(8.0)
         assert not runtime.workers
 
-    story(told, gateways=1)
+    in_virtual_time(told)
 
 
 def test_status_tells_of_gateways_and_tasks_that_fared_ill() -> None:

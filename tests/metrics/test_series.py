@@ -182,13 +182,14 @@ TOLD = {
     "prefix_sought_tokens_total": 13, "prefix_found_tokens_total": 14, "expired_leases_total": 12,
     "transfers_total": 15, "failed_transfers_total": 16,
     "corrupt_transfers_total": 17, "transfer_bytes_total": 18, "transfer_descriptors_total": 19,
-    "transfer_seconds_total": 20.5, "restarts_total": 22, "role": 2,
+    "transfer_seconds_total": 20.5, "restarts_total": 45, "failures_in_a_row": 3, "role": 2,
 }  # fmt: skip
 
 
-def test_workers_are_told_by_their_statistics_and_the_dead_by_their_role_only() -> None:
+def test_workers_are_told_by_their_statistics_and_the_dead_by_their_role_and_failures() -> None:
     living = WorkerView("d0", "decode", Role.DECODE, WorkerState.READY, stats=STATS, memory_bytes=21, restarts=22)
-    dead = WorkerView("d1", "decode", Role.DECODE, WorkerState.DEAD, stats=STATS, memory_bytes=21, restarts=22)
+    counts = {"restarts": 23, "failures": 3}
+    dead = WorkerView("d1", "decode", Role.DECODE, WorkerState.DEAD, stats=STATS, memory_bytes=21, **counts)
     view = ClusterView(1, "c", None, (living, dead), pools=(PoolView("decode", Role.DECODE, 3, 1, 4),))
     text = exposition(Standing(), "gateway-0", view, compat="vllm")
     there = {sample.name for family in families(text) for sample in family.samples}

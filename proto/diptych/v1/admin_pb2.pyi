@@ -328,7 +328,7 @@ class Model(_message.Message):
     def __init__(self, name: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("name", "pool", "role", "state", "incarnation", "node", "pid", "restarts", "capacity_tokens", "age", "memory_bytes", "detail", "stats", "audit", "tensor", "pipeline", "waits_for")
+    __slots__ = ("name", "pool", "role", "state", "incarnation", "node", "pid", "restarts", "capacity_tokens", "age", "memory_bytes", "detail", "stats", "audit", "tensor", "pipeline", "waits_for", "failures")
     NAME_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -346,6 +346,7 @@ class Worker(_message.Message):
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_FIELD_NUMBER: _ClassVar[int]
     WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     name: str
     pool: str
     role: _common_pb2.PoolRole
@@ -363,7 +364,8 @@ class Worker(_message.Message):
     tensor: int
     pipeline: int
     waits_for: str
-    def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memory_bytes: _Optional[int] = ..., detail: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., audit: _Optional[str] = ..., tensor: _Optional[int] = ..., pipeline: _Optional[int] = ..., waits_for: _Optional[str] = ...) -> None: ...
+    failures: int
+    def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memory_bytes: _Optional[int] = ..., detail: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., audit: _Optional[str] = ..., tensor: _Optional[int] = ..., pipeline: _Optional[int] = ..., waits_for: _Optional[str] = ..., failures: _Optional[int] = ...) -> None: ...
 
 class Pool(_message.Message):
     __slots__ = ("name", "role", "wanted", "min_replicas", "max_replicas")

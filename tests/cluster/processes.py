@@ -1,0 +1,109 @@
+"""A whole cluster in virtual time whose services and workers behave like processes: they freeze, and starts fail."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from local import FAST, split_spec
+
+from cluster.runtime.interface import NoAnswer, ServiceHandle, WorkerHandle, WorkerOrder
+from cluster.runtime.local import LocalService
+from cluster.serving import GatewayContext, Serving, serve
+from cluster.sim.clock import run
+from cluster.sim.cluster import PoolModel, SimRuntime, Surroundings, virtual
+from cluster.spec import ClusterSpec
+from workers.worker import Worker
+
+
+def _raising(error: Exception) -> Any:
+    async def start() -> None:
+        raise error
+
+    return start
+
+
+class Service(LocalService):
+    """A service in a process: it can be frozen, and calls to it have deadlines, as under Ray."""
+
+    def __init__(self, target: Any, build: Callable[[], Any]) -> None:
+        super().__init__(target, build)
+        self.thawed = asyncio.Event()
+        self.thawed.set()
+        self.fault: Exception | None = None
+
+    async def call(self, method: str, *args: Any, timeout_s: float = 30.0) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.thawed.wait()
+                if self.fault is not None and method == "open":
+                    raise self.fault
+                return await super().call(method, *args, timeout_s=timeout_s)
+        except TimeoutError:
+            raise NoAnswer(f"no answer within {timeout_s} s") from None
+
+
+class Processes(SimRuntime):
+    """As under Ray, the cluster ends when its server has not called for a while."""
+
+    name = "ray"
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        super().__init__({pool.name: PoolModel(FAST) for pool in spec.pools}, Surroundings(), trace=False)
+        self.services: dict[str, Service] = {}
+        self.replaced: list[str] = []
+        self.faults: defaultdict[str, list[Exception]] = defaultdict(list)  # of the next starts, by worker
+        self.started_s: defaultdict[str, list[float]] = defaultdict(list)
+
+    async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
+        worker = await super().start_worker(order)
+        name = order.config.name
+        self.started_s[name].append(asyncio.get_running_loop().time())
+        if self.faults[name]:
+            assert isinstance(worker, Worker)
+            worker.start = _raising(self.faults[name].pop(0))  # type: ignore[method-assign]
+        return worker
+
+    async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
+        service = self.services[name] = Service(factory(*args), lambda: factory(*args))
+        return service
+
+    async def restart_service(self, handle: ServiceHandle) -> ServiceHandle:
+        assert isinstance(handle, Service)
+        self.replaced += [name for name, service in self.services.items() if service is handle]
+        await handle.target.close(0.0)
+        handle.thawed.set()
+        return await super().restart_service(handle)
+
+
+class Door:
+    http_url = ""
+
+    def __init__(self, context: GatewayContext) -> None:
+        self.context = context
+
+    async def open(self) -> str:
+        return "virtual:0"
+
+    async def close(self, grace_s: float) -> None:
+        """Nothing listens."""
+
+
+def in_virtual_time(told: Callable[[Serving, Processes], Awaitable[None]], gateways: int = 1) -> None:
+    """A cluster with gateways as processes of their own, in virtual time."""
+    plain = split_spec(1, 1)
+    spec = replace(plain, gateway=replace(plain.gateway, replicas=gateways))
+
+    async def all_of_it() -> None:
+        runtime = Processes(spec)
+        models = {pool.name: PoolModel(FAST) for pool in spec.pools}
+        serving = await serve(virtual(spec, models), runtime=runtime, door=Door)
+        try:
+            await told(serving, runtime)
+        finally:
+            for service in runtime.services.values():
+                service.thawed.set()
+            await serving.close()
+
+    run(all_of_it())
