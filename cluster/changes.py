@@ -15,6 +15,8 @@ from cluster.spec import Role
 from cluster.view import GatewayView
 from diptych.view import Taken as Taken
 
+LONGEST_DRAIN_S = 24 * 3600.0
+
 
 class ChangeError(Exception):
     """The cluster is as it was. Takes its message only: it crosses processes."""

@@ -10,7 +10,16 @@ import contextlib
 import logging
 from collections.abc import Collection
 
-from cluster.changes import ChangeRefused, Memory, Post, ServerReport, StaleRevision, Taken, UnknownMember
+from cluster.changes import (
+    LONGEST_DRAIN_S,
+    ChangeRefused,
+    Memory,
+    Post,
+    ServerReport,
+    StaleRevision,
+    Taken,
+    UnknownMember,
+)
 from cluster.members import Listeners, Member, Membership
 from cluster.policy.evidence import Report
 from cluster.policy.policy import open_policy
@@ -260,6 +269,8 @@ class Controller:
         """
         async with self._changing:
             self._check(revision)
+            if not 0.0 <= deadline_s <= LONGEST_DRAIN_S:
+                raise ChangeRefused(f"a drain takes at most {LONGEST_DRAIN_S:.0f} s; {deadline_s:g} s are asked for")
             keeper = self._find(worker)
             if keeper.is_leaving:
                 return self._revision

@@ -36,6 +36,7 @@ from cluster.view import ClusterView, ModelView
 from cluster.witness import Witness
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed
 from workers.logged import about
+from workers.measuring import check_shape
 from workers.request import FinishReason, Request, TokensOut
 from workers.shapes import Shape, Timings
 
@@ -468,6 +469,8 @@ class Dispatcher:
         if line is None or line.lost is not None:
             names = ", ".join(self.roster.lines) or "none"
             raise InvalidRequest("worker", f"{worker!r} is not ready here; ready are: {names}")
+        (pool,) = (pool for pool in self._spec.pools if pool.name == line.view.pool)
+        check_shape(pool.engine, shape, repeats)
         clock = asyncio.get_running_loop()
         begun_s = clock.time()
         try:

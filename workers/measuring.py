@@ -61,16 +61,22 @@ async def measure(
 ) -> Timings:
     """Time up to `repeats` steps of this shape, in `CALL_S` or the time of one step, and until `interrupted`.
 
-    Raises `InvalidRequest` for a shape that no step of this engine can have, `Overloaded` when the engine has work.
+    Raises `InvalidRequest` for a shape that no step of this engine can have, `Overloaded` when the engine has work,
+    `TimeoutError` when the device hangs.
     """
     begun_s = asyncio.get_running_loop().time()
+    check_shape(config, shape, repeats)
     swaps = -(-shape.swap_bytes // executor.facts.layout.block_bytes)
     wanted = num_blocks(shape, config.block_size, swaps)
-    _check(engine, config, shape, repeats, swaps, wanted)
+    for tokens, first in shape.runs:
+        _refuse_outside("the tokens before a chunk, or behind a decode", first, 0, engine.max_length - tokens)
+    _refuse_outside("the number of swapped blocks", swaps, 0, config.swap_blocks)
+    _refuse_outside("the number of blocks", wanted, 1, engine.pool.num_blocks)
     seconds: list[float] = []
     blocks = engine.borrow(wanted)
     try:
-        await _touch(executor, blocks)
+        async with asyncio.timeout(STEP_TIMEOUT_S):
+            await _touch(executor, blocks)
         plan = step_plan(shape, blocks, config.block_size, executor.facts.vocab_size, swaps)
         while len(seconds) < repeats and not interrupted():
             async with asyncio.timeout(STEP_TIMEOUT_S):
@@ -89,18 +95,16 @@ async def _touch(executor: Executor, blocks: Sequence[int]) -> None:
         await executor.execute(StepPlan(0, (), copies=tuple((blocks[0], target) for target in targets)))
 
 
-def _check(engine: Engine, config: EngineConfig, shape: Shape, repeats: int, swaps: int, wanted: int) -> None:
-    """Raises `InvalidRequest`."""
+def check_shape(config: EngineConfig, shape: Shape, repeats: int) -> None:
+    """What can be said without the engine, and before anything is made of the numbers. Raises `InvalidRequest`."""
+    _refuse_outside("repeats", repeats, 1, MOST_REPEATS)
+    _refuse_outside("the number of decodes", shape.batch, 0, config.max_running)
+    _refuse_outside("the number of chunks", len(shape.chunks), 0, config.max_batch_tokens)
+    _refuse_outside("the number of tokens in the step", shape.step_tokens, 1, config.max_batch_tokens)
+    for tokens, _ in shape.chunks:
+        _refuse_outside("the tokens of a chunk", tokens, 1, config.max_batch_tokens)
 
-    def refuse_above(what: str, value: int, least: int, most: int) -> None:
-        if not least <= value <= most:
-            raise InvalidRequest("shape", f"{what} is {value}; here it must lie between {least} and {most}")
 
-    refuse_above("repeats", repeats, 1, MOST_REPEATS)
-    refuse_above("the number of decodes", shape.batch, 0, config.max_running)
-    refuse_above("the number of tokens in the step", shape.step_tokens, 1, config.max_batch_tokens)
-    for tokens, first in shape.runs:
-        refuse_above("the tokens of a chunk", tokens, 1, config.max_batch_tokens)
-        refuse_above("the tokens before a chunk, or behind a decode", first, 0, engine.max_length - tokens)
-    refuse_above("the number of swapped blocks", swaps, 0, config.swap_blocks)
-    refuse_above("the number of blocks", wanted, 1, engine.pool.num_blocks)
+def _refuse_outside(what: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InvalidRequest("shape", f"{what} is {value}; here it must lie between {least} and {most}")

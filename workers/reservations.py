@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.engine.engine import Engine
-from workers.errors import Overloaded, UnknownSequence, WorkerError
+from workers.errors import Overloaded, UnknownSequence
 from workers.request import Request, Reservation
 
 
@@ -69,7 +69,7 @@ class Reservations:
                     self._granted(asked.request)
                 except Overloaded:
                     return
-                except WorkerError as error:
+                except Exception as error:  # of this request alone; the others are asked for all the same
                     asked.future.set_exception(error)
             self._waiting.remove(asked)
 

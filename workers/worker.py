@@ -334,8 +334,8 @@ class Worker:
 
     def _measured(self, task: "asyncio.Task[Timings]") -> None:
         self._measurements.discard(task)
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            return None if isinstance(error, WorkerError) else self._unfit(error)
+        if not task.cancelled() and isinstance(error := task.exception(), TimeoutError):
+            return self._unfit(error)
         self._changed()  # somebody may have waited for the blocks
 
     # ---- inside ----------------------------------------------------------------------------------------------

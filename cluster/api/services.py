@@ -19,13 +19,14 @@ from cluster.api.history_messages import pages, put_recent
 from cluster.api.messages import delta_message, event_message, prompt_from, sampling_from, slo_from
 from cluster.api.standing_messages import standing_message
 from cluster.api.statuses import status_of
-from cluster.changes import ControllerAway
+from cluster.changes import LONGEST_DRAIN_S, ControllerAway
 from cluster.events import Completed
 from cluster.gateway import Gateway, servable
 from cluster.guard import Guard
 from cluster.ledger import now_ns
 from cluster.metrics import exposition
 from cluster.serving import GatewayContext, Operator
+from cluster.spec import MOST_REPLICAS
 from cluster.text import TextDelta, TextEnd
 from cluster.trace_context import came_with
 from diptych.request_ids import made_id
@@ -37,6 +38,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 BATCH_AT_ONCE = 64  # answers of one batch in flight; the rest wait for these, so one batch cannot fill the gateway
 LONGEST_BATCH = 4096
+LONGEST_NAME = 256
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -156,6 +158,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.MeasureStepsRequest, context: Context
     ) -> admin_pb2.MeasureStepsResponse:
         try:
+            _check_name("worker", request.worker)
             timings = await self._context.dispatcher.measure(request.worker, shape_from(request), request.repeats)
         except Exception as error:
             await self._abort(context, error)
@@ -166,6 +169,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             role = ROLES_FROM.get(request.role)
             if role is None:
                 raise InvalidRequest("role", "is missing; give POOL_ROLE_PREFILL, POOL_ROLE_DECODE or POOL_ROLE_MIXED")
+            _check_name("worker", request.worker)
             revision = await self._operator().flip(request.worker, role, request.expected_revision)
         except Exception as error:
             await self._abort(context, error)
@@ -176,8 +180,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.DrainWorkerResponse:
         try:
             deadline_s = seconds(request.deadline) if request.HasField("deadline") else 0.0
-            if deadline_s < 0 or (request.HasField("deadline") and not deadline_s):
-                raise InvalidRequest("deadline", f"is {deadline_s:g} s; it must be above 0")
+            if request.HasField("deadline") and not 0.0 < deadline_s <= LONGEST_DRAIN_S:
+                rule = f"it must be above 0 and at most {LONGEST_DRAIN_S:.0f}"
+                raise InvalidRequest("deadline", f"is {deadline_s:g} s; {rule}")
+            _check_name("worker", request.worker)
             revision = await self._operator().drain(request.worker, request.expected_revision, deadline_s)
         except Exception as error:
             await self._abort(context, error)
@@ -185,6 +191,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def ScalePool(self, request: admin_pb2.ScalePoolRequest, context: Context) -> admin_pb2.ScalePoolResponse:
         try:
+            _check_name("pool", request.pool)
+            if request.replicas > MOST_REPLICAS:
+                raise InvalidRequest("replicas", f"is {request.replicas}; a pool has at most {MOST_REPLICAS} workers")
             revision = await self._operator().scale(request.pool, request.replicas, request.expected_revision)
         except Exception as error:
             await self._abort(context, error)
@@ -205,10 +214,18 @@ def _name(request: inference_pb2.GenerateRequest) -> None:
     request.request_id = request.request_id or made_id()
 
 
+def _check_name(field: str, name: str) -> None:
+    """Whether it could name anything: errors repeat it, and carry it to other processes."""
+    if len(name) > LONGEST_NAME:
+        raise InvalidRequest(field, f"has {len(name)} characters; no name here has more than {LONGEST_NAME}")
+
+
 def _stretch(request: admin_pb2.GetTraceRequest, current_ns: int, offset_ns: int) -> tuple[int, int]:
     """From when to when, on our clock."""
     if request.HasField("last"):
-        return current_ns - request.last.ToNanoseconds(), current_ns
+        if (last_ns := request.last.ToNanoseconds()) < 0:
+            raise InvalidRequest("last", f"is {last_ns / 1e9:g} s; give 0 or more")
+        return current_ns - last_ns, current_ns
     end_ns = request.end_unix_ns - offset_ns if request.end_unix_ns else current_ns
     begin_ns = request.begin_unix_ns - offset_ns
     if begin_ns > end_ns:

@@ -19,6 +19,7 @@ from cluster.spec import Role
 from cluster.view import PoolView, WorkerState
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
+from diptych.shapes import Shape
 from diptych.v1 import admin_pb2, admin_pb2_grpc
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 
@@ -133,6 +134,19 @@ async def test_bad_changes_are_named_before_anybody_is_asked(client: AsyncClient
     with pytest.raises(DiptychError) as caught:
         await client.drain("decode-0", deadline_s=-1.0)
     assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", "deadline")
+    for change, field in (
+        (client.drain("decode-0", deadline_s=1e11), "deadline"),
+        (client.scale("decode", 2**32 - 1), "replicas"),
+        (client.scale("x" * 100_000, 1), "pool"),
+        (client.drain("x" * 100_000), "worker"),
+        (client.flip("x" * 100_000, Role.MIXED), "worker"),
+        (client.measure("x" * 100_000, Shape((), 1, 4), 1), "worker"),
+        (client.trace(last_s=-1.0), "last"),
+    ):
+        with pytest.raises(DiptychError) as caught:
+            await change
+        assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", field)
+        assert len(caught.value.message) < 300
     async with grpc.aio.insecure_channel(client.endpoint, options=[("grpc.enable_http_proxy", 0)]) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await admin_pb2_grpc.AdminServiceStub(channel).FlipWorker(admin_pb2.FlipWorkerRequest(worker="decode-0"))

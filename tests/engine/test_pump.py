@@ -10,6 +10,7 @@ from driving import engine, next_token, request, result, tokens_of
 from workers.engine.engine import Engine, Told
 from workers.engine.pump import Pump
 from workers.engine.step import StepPlan, StepResult
+from workers.errors import RankLost
 from workers.request import TokensOut
 
 
@@ -62,7 +63,7 @@ async def test_as_many_plans_as_stages_are_in_flight_and_committed_in_order_whic
         assert tokens_of(told, f"r{index}/0") == [next_token(f"r{index}/0", 1 + n) for n in range(8)]
 
 
-async def test_an_error_ends_the_pump_once_however_many_plans_it_hits() -> None:
+async def test_a_lost_rank_ends_the_pump_once_however_many_plans_it_hits() -> None:
     subject, stages = engine(depth=3), Stages(3)
     for index in range(3):
         subject.add(request(f"r{index}", (1 + index,)), 0.0, hold=False)
@@ -74,9 +75,9 @@ async def test_an_error_ends_the_pump_once_however_many_plans_it_hits() -> None:
             if number == 1 and not ended.done():
                 ended.set_result(result(plan))  # all prompts; from here on each decodes in a plan of its own
             elif len(stages.running) == 3:
-                ended.set_exception(RuntimeError("rank 1 is gone"))
+                ended.set_exception(RankLost("rank 1 is gone"))
 
-    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+    with pytest.raises(RankLost, match="rank 1 is gone"):
         await pumped(subject, stages, end, 3)
     await asyncio.sleep(0)
     gc.collect()  # what nobody asked is complained of when it goes

@@ -15,7 +15,7 @@ from workers.costs import LinearCost
 from workers.engine.estimate import plan_seconds
 from workers.engine.executor import Executor
 from workers.engine.step import StepPlan, StepResult
-from workers.errors import InvalidRequest, Overloaded, WorkerClosed, WorkerError
+from workers.errors import InvalidRequest, Overloaded, WorkerClosed
 from workers.executor.gang import open_gang
 from workers.executor.modelled import modelled_facts, open_modelled
 from workers.executor.rank_server import RankTasks
@@ -180,20 +180,39 @@ async def test_what_no_step_can_be_is_refused(shape: Shape, repeats: int, what: 
             await worker.measure(shape, repeats)
 
 
-async def test_a_device_that_fails_in_a_measured_step_makes_its_worker_unfit() -> None:
-    async with running(Worker(config(), failing())) as worker:
-        with pytest.raises(RuntimeError, match="the device"):
+@pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError(), ValueError("no"), TypeError("no")])
+async def test_an_error_in_a_measurement_is_its_callers_and_the_worker_goes_on(error: Exception) -> None:
+    async with running(Worker(config(), failing(error, 1))) as worker:
+        with pytest.raises(type(error)):
             await worker.measure(SHAPES[0], 1)
-        with pytest.raises(WorkerError, match="the device"):
-            await worker.measure(SHAPES[0], 1)
+        assert (await worker.measure(SHAPES[0], 1)).seconds
 
 
-def failing() -> ExecutorFactory:
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape((), 4_000_000_000, 4_000_000_000),
+        Shape((), 1, 4_000_000_000),
+        Shape(((4_000_000_000, 4_000_000_000),)),
+        Shape(((1, 0),) * 100_000),
+        Shape((), 1, 4, swap_bytes=2**63),
+    ],
+)
+async def test_a_measurement_of_any_size_asked_for_is_refused_at_once(shape: Shape) -> None:
+    async with modelled() as worker:
+        with pytest.raises(InvalidRequest):
+            await worker.measure(shape, 1)
+
+
+def failing(error: Exception, times: int) -> ExecutorFactory:
     async def open_it(config: WorkerConfig, incarnation: str) -> Executor:
         executor = open_modelled(config, modelled_facts(8), COST, incarnation, SharedMemory())
+        well, left = executor.execute, iter(range(times))
 
         async def execute(plan: StepPlan) -> StepResult:
-            raise RuntimeError("the device is gone")
+            if next(left, None) is not None:
+                raise error
+            return await well(plan)
 
         executor.execute = execute  # type: ignore[method-assign]
         return executor

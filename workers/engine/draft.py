@@ -62,6 +62,8 @@ class StepDraft:
         self.swap_out, self.swap_in = self.moves.swap_out, self.moves.swap_in
         self.copies: list[tuple[int, int]] = []
         self.leaving: list[int] = []  # blocks to free when this step has ended
+        self.at_hand: Sequence | None = None  # the one that something is done for now
+        self.error: Exception | None = None  # that ended the making of it
         self.coming = 0  # blocks that come free with steps under way, and that nobody waits for yet
         self._rows = rows
         self._scheduler = scheduler
@@ -93,6 +95,7 @@ class StepDraft:
     def _take(self, sequence: Sequence, count: int) -> int:
         if count <= 0 or sequence.state is not State.RUNNING or sequence in self.stopped:
             return 0
+        self.at_hand = sequence
         if not self._scheduler.make_writable(sequence, self):
             return 0
         count = min(count, self._scheduler.room(sequence))

@@ -8,6 +8,7 @@ Up to `depth` plans may be in flight; they run, and are committed, in the order 
 Time is an argument. Touched only from its worker's event loop; knows no device, no I/O and no peer.
 """
 
+import logging
 import math
 from collections.abc import Sequence as Items
 
@@ -34,7 +35,17 @@ from workers.request import (
 )
 from workers.stats import NO_PULLS, Pulls, WorkerStats
 
+logger = logging.getLogger(__name__)
+
 Told = TokensOut | HeadOut | FailedOut | Lease  # a Lease: a held prompt got its blocks, its reader may start
+
+
+class BrokenStep(Exception):
+    """The next step could not be made. `plan` computes nothing and stands for it until `Engine.steps_failed`."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        super().__init__(plan)
+        self.plan = plan
 
 
 class Engine:
@@ -256,10 +267,13 @@ class Engine:
     # ---- stepping ----------------------------------------------------------------------------------------------
 
     def schedule(self, now_s: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute."""
+        """The next step, or None when there is nothing to compute. Raises `BrokenStep`."""
         draft = self._scheduler.schedule(now_s)
         if draft is None:
             return None
+        self._steps += 1
+        if draft.error is not None:
+            raise BrokenStep(StepPlan(self._steps, (), swap_out=tuple(draft.swap_out))) from draft.error
         for sequence in draft.admitted:
             if sequence.hold:
                 self._told.append(self.leases.hold(sequence, now_s))
@@ -267,11 +281,14 @@ class Engine:
         chunks: list[Chunk] = []
         digests: list[tuple[int, int]] = []
         for each in draft.slices:
-            chunks.append(self._chunk(each, now_s))
+            try:
+                chunks.append(self._chunk(each, now_s))
+            except Exception as error:
+                self._blame(each.sequence, error)
+                continue
             if len(self.leases):
                 most = max(0, self._digests_a_step - len(digests))
                 digests += self.leases.undigested(each.sequence.key, each.first + each.count, most)
-        self._steps += 1
         return StepPlan(
             self._steps,
             tuple(chunks),
@@ -307,17 +324,20 @@ class Engine:
             sequence.num_computed = chunk.first_position + num_tokens
             if sequence.doomed:
                 continue
-            if prompt:
-                sequence.prompt_logprobs += prompt
-            if sequence.num_computed >= (sequence.num_named + 1) * size or sequence.request.group:
-                self._name_blocks(sequence)
-            if len(self.leases):
-                self.leases.advance(sequence, digests)
-            if token is not None:
-                self._append(sequence, token, logprobs, now_s)
-            elif sequence.cut_tokens == sequence.num_computed:
-                self._told.append(HeadOut(sequence.key, sequence.timing(now_s), sequence.cached_tokens))
-                self._end_held(sequence)
+            try:
+                if prompt:
+                    sequence.prompt_logprobs += prompt
+                if sequence.num_computed >= (sequence.num_named + 1) * size or sequence.request.group:
+                    self._name_blocks(sequence)
+                if len(self.leases):
+                    self.leases.advance(sequence, digests)
+                if token is not None:
+                    self._append(sequence, token, logprobs, now_s)
+                elif sequence.cut_tokens == sequence.num_computed:
+                    self._told.append(HeadOut(sequence.key, sequence.timing(now_s), sequence.cached_tokens))
+                    self._end_held(sequence)
+            except Exception as error:
+                self._blame(sequence, error)
         for sequence in touched:
             if sequence.doomed and not sequence.in_flight:
                 self._end(sequence)
@@ -386,6 +406,28 @@ class Engine:
         if key in self._sequences:
             self._told.append(FailedOut(key, reason, corrupt))
         self.abort(key)
+
+    def _blame(self, sequence: Sequence, error: Exception) -> None:
+        """An error in what was done for this sequence alone is the end of it, and of nothing else."""
+        logger.error("%s fails by an error that was not foreseen", sequence.key, exc_info=error)
+        self.fail(sequence.key, f"unexpected {type(error).__name__}: {error}")
+
+    def steps_failed(self, plans: Items[StepPlan], reason: str) -> None:
+        """All steps in flight have ended, and the first by an error. Their requests fail; all others can go on.
+
+        What these steps were to compute, copy and save does not count. Cached prefixes are forgotten: some may be in
+        the blocks of a copy that did not happen.
+        """
+        touched: dict[Sequence, None] = {}
+        for plan in plans:
+            touched.update(dict.fromkeys(self._scheduler.land()))
+            self._scheduler.not_saved([host for _, host in plan.swap_out])
+        self.pool.clear_cache()
+        for sequence in touched:
+            if sequence.doomed:
+                self._end(sequence)
+            else:
+                self.fail(sequence.key, reason)
 
     def expire(self, now_s: float) -> None:
         """Reclaim leases whose reader has gone silent; a prompt still being computed for one of them fails."""

@@ -4,16 +4,21 @@ Knows the engine's three verbs and the executor's one; knows no request and no w
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from workers.alarm import Alarm
-from workers.engine.engine import Engine, Told
+from workers.engine.engine import BrokenStep, Engine, Told
 from workers.engine.executor import Executor
 from workers.engine.step import StepPlan, StepResult
+from workers.errors import RankLost
+
+logger = logging.getLogger(__name__)
 
 STEP_TIMEOUT_S = 120.0  # a device that hangs makes its worker unfit; no step of a sane budget takes so long
+MOST_FAILURES = 3  # so many failed steps with no good one between them: it is not the requests, it is the device
 
 
 class Pump:
@@ -31,6 +36,7 @@ class Pump:
         self._in_flight: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
         self._overdue = Alarm(self._give_up)
         self._gave_up = False
+        self._failures = 0  # since the last good step
 
     def wake(self) -> None:
         self._work.set()
@@ -41,7 +47,11 @@ class Pump:
         self._work.set()
 
     async def run(self) -> None:
-        """Until `stop`. An executor's error ends it: the worker is then unfit and must be replaced."""
+        """Until `stop`. A step that fails costs the requests in it.
+
+        Raises when the worker is unfit and must be replaced: the device hangs or fails again and again, a rank is lost,
+        or the engine's books do not balance.
+        """
         in_flight = self._in_flight
         try:
             while True:
@@ -60,14 +70,18 @@ class Pump:
 
     def _fill(self) -> None:
         while not self._closing and len(self._in_flight) < self._executor.depth:
-            plan = self._engine.schedule(self._now_s())
+            try:
+                plan = self._engine.schedule(self._now_s())
+            except BrokenStep as broken:
+                self._in_flight.append((broken.plan, asyncio.ensure_future(_fail(broken.__cause__ or broken))))
+                continue
             if plan is None:
                 break
             self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
         self._deliver(self._engine.drain())
 
     async def _oldest_or_work(self) -> None:
-        plan, step = self._in_flight[0]
+        step = self._in_flight[0][1]
         if len(self._in_flight) < self._executor.depth and not step.done():
             work = asyncio.ensure_future(self._work.wait())
             either: set[asyncio.Future[Any]] = {step, work}
@@ -75,18 +89,48 @@ class Pump:
             work.cancel()
             if not step.done():
                 return
+        plan, result = await self._oldest()
+        if isinstance(result, Exception):
+            await self._recover(plan, result)
+        else:
+            self._engine.commit(plan, result, self._now_s())
+            self._failures = 0
+        self._deliver(self._engine.drain())
+
+    async def _oldest(self) -> tuple[StepPlan, StepResult | Exception]:
+        """The oldest plan, no longer in flight, and what came of it."""
+        plan, step = self._in_flight[0]
         self._overdue.set(STEP_TIMEOUT_S)
         try:
-            result = await step
+            return plan, await step
         except asyncio.CancelledError:
             if self._gave_up:
                 raise RuntimeError(f"step {plan.number} has not ended within {STEP_TIMEOUT_S:.0f} s") from None
             raise
-        self._overdue.off()
-        self._in_flight.popleft()
-        self._engine.commit(plan, result, self._now_s())
-        self._deliver(self._engine.drain())
+        except RankLost:
+            raise
+        except Exception as error:
+            return plan, error
+        finally:
+            self._overdue.off()
+            self._in_flight.popleft()
+
+    async def _recover(self, plan: StepPlan, error: Exception) -> None:
+        """Go on without the requests of the failed step, and of those behind it: they may rest on what it copied."""
+        logger.error("step %d failed, with %d requests in it", plan.number, len(plan.chunks), exc_info=error)
+        plans = [plan]
+        while self._in_flight:
+            plans.append((await self._oldest())[0])
+        self._engine.steps_failed(plans, f"a step failed: {type(error).__name__}: {error}")
+        self._engine.check()
+        self._failures += 1
+        if self._failures >= MOST_FAILURES:
+            raise error
 
     def _give_up(self) -> None:
         self._gave_up = True
         self._in_flight[0][1].cancel()
+
+
+async def _fail(error: BaseException) -> StepResult:
+    raise error

@@ -74,7 +74,10 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self, now_s: float) -> StepDraft | None:
-        """What the next step computes and copies; None when that is nothing."""
+        """What the next step computes and copies; None when that is nothing.
+
+        With an `error` it computes nothing: it is in flight only so that whoever it has touched fails when it lands.
+        """
         if not self.running and not self.waiting:
             return None
         decodable, unfinished, ordered = self._sorted()
@@ -91,7 +94,15 @@ class Scheduler:
         )
         for flight in self._flights:
             draft.coming += len(flight.leaving) + len(flight.moves.saving)
-        self._policy.compose(draft)
+        try:
+            self._policy.compose(draft)
+        except Exception as error:
+            draft.error = error
+            if draft.at_hand is None:  # nobody to fail: it would come again for ever
+                raise
+            draft.admitted.append(draft.at_hand)
+            self._take_off(draft)
+            return draft
         if not (draft.slices or draft.swap_out or draft.admitted):
             return None
         self._tier.save(draft.moves)
@@ -162,6 +173,15 @@ class Scheduler:
         """Blocks that no sequence owns any more, but that steps in flight still read."""
         return [flight.leaving + flight.moves.saving for flight in self._flights]
 
+    def not_saved(self, host_blocks: Items[int]) -> None:
+        """The step that was to save these failed: those who count on them compute their tokens again."""
+        lost = set(host_blocks)
+        for each in self.waiting:
+            if each.state is State.SWAPPED and not lost.isdisjoint(each.host_blocks):
+                self.host.free(each.host_blocks)
+                each.host_blocks = []
+                each.restart()
+
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of whichever queue it is in, and give its blocks back, those on the host too."""
         if sequence.state is State.RUNNING:
@@ -212,6 +232,7 @@ class Scheduler:
         sequence = self._next(draft.now_s)
         if sequence is None or (most is not None and len(sequence.tokens) - sequence.num_computed > most):
             return None
+        draft.at_hand = sequence
         if not (self._swap_in(sequence, draft) if sequence.state is State.SWAPPED else self._place(sequence, draft)):
             return None
         self.waiting.remove(sequence)

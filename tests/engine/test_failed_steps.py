@@ -1,0 +1,206 @@
+"""Errors nobody foresaw: one request's is its own, a step's costs those in it, and everybody else goes on exactly."""
+
+import asyncio
+import random
+
+import pytest
+from driving import Device, engine, next_token, request, result, run_to_end, step, tokens_of
+
+from workers.costs import LinearCost
+from workers.engine.engine import Engine, Told
+from workers.engine.pump import MOST_FAILURES, Pump
+from workers.engine.sequence import Sequence
+from workers.engine.step import StepPlan, StepResult
+from workers.errors import InvalidRequest
+from workers.request import FailedOut
+from workers.reservations import Reservations
+
+COST = LinearCost(0.0, 0.001, 0.0, 0.001, 0.0, 0.0, 1e-9)
+
+
+def failed(told: list[Told]) -> set[str]:
+    return {each.key for each in told if isinstance(each, FailedOut)}
+
+
+def expected(key: str, length: int, count: int = 8) -> list[int]:
+    return [next_token(key, length + n) for n in range(count)]
+
+
+class Computes:
+    """An executor that fails the steps that `fails` says."""
+
+    def __init__(self, fails: object, depth: int = 1) -> None:
+        self.depth = depth
+        self.fails = fails
+        self.steps = 0
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        self.steps += 1
+        await asyncio.sleep(0)
+        if error := self.fails(plan):  # type: ignore[operator]
+            raise error
+        return result(plan)
+
+
+async def pumped(subject: Engine, executor: Computes) -> list[Told]:
+    """Until nothing is left to do."""
+    told: list[Told] = []
+    pump = Pump(subject, executor, told.extend, lambda: 0.0)  # type: ignore[arg-type]
+    pumping = asyncio.ensure_future(pump.run())
+    async with asyncio.timeout(20.0):
+        while subject.has_work and not pumping.done():
+            await asyncio.sleep(0)
+        pump.stop()
+        await pumping
+    subject.check()
+    return told
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("x"), TypeError("x"), RuntimeError("x")])
+async def test_a_failed_step_costs_those_in_it_and_the_others_go_on(depth: int, error: Exception) -> None:
+    subject = engine(depth=depth, max_running=2)
+    for name in "abcd":
+        subject.add(request(name, (1, 2, 3, 4, 5)), 0.0, hold=False)
+    told = await pumped(subject, Computes(lambda plan: error if plan.number == 4 else None, depth))
+    ended = failed(told)
+    assert ended and "d/0" not in ended
+    for name in "abcd":
+        if f"{name}/0" not in ended:
+            assert tokens_of(told, f"{name}/0") == expected(f"{name}/0", 5)
+    assert all(type(error).__name__ in each.reason for each in told if isinstance(each, FailedOut))
+
+
+async def test_a_device_that_fails_every_step_makes_its_worker_unfit() -> None:
+    subject, executor = engine(max_running=1), Computes(lambda plan: RuntimeError("it is broken"))
+    for index in range(2 * MOST_FAILURES):
+        subject.add(request(f"r{index}", (1, 2)), 0.0, hold=False)
+    with pytest.raises(RuntimeError, match="it is broken"):
+        await pumped(subject, executor)
+    assert executor.steps == MOST_FAILURES
+
+
+async def test_books_that_do_not_balance_after_a_failed_step_make_the_worker_unfit() -> None:
+    subject = engine()
+    subject.add(request("a", (1, 2)), 0.0, hold=False)
+
+    def lose_a_block(plan: StepPlan) -> Exception:
+        subject.pool.allocate(1)
+        return RuntimeError("x")
+
+    with pytest.raises(AssertionError, match="references"):
+        await pumped(subject, Computes(lose_a_block))
+
+
+async def test_an_error_over_one_sequence_while_a_step_is_made_costs_that_one(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    draw = Sequence.draw
+
+    def broken(self: Sequence, end_tokens: tuple[int, ...]):  # type: ignore[no-untyped-def]
+        if self.key == "b/0" and self.num_output == 3:
+            raise ValueError("no such draw")
+        return draw(self, end_tokens)
+
+    monkeypatch.setattr(Sequence, "draw", broken)
+    subject = engine()
+    for name in "abc":
+        subject.add(request(name, (1, 2, 3, 4, 5)), 0.0, hold=False)
+    told = await pumped(subject, Computes(lambda plan: None))
+    assert failed(told) == {"b/0"}
+    for key in ("a/0", "c/0"):
+        assert tokens_of(told, key) == expected(key, 5)
+
+
+async def test_an_error_over_one_sequence_when_its_token_comes_costs_that_one(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    finish_reason = Sequence.finish_reason
+
+    def broken(self: Sequence, end_tokens: tuple[int, ...]):  # type: ignore[no-untyped-def]
+        if self.key == "b/0" and self.num_output == 3:
+            raise MemoryError
+        return finish_reason(self, end_tokens)
+
+    monkeypatch.setattr(Sequence, "finish_reason", broken)
+    subject = engine(depth=2)
+    for name in "abc":
+        subject.add(request(name, (1, 2, 3, 4, 5)), 0.0, hold=False)
+    told = await pumped(subject, Computes(lambda plan: None, 2))
+    assert failed(told) == {"b/0"}
+    for key in ("a/0", "c/0"):
+        assert tokens_of(told, key) == expected(key, 5)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_an_error_while_a_prompt_is_let_in_costs_that_prompt(depth: int) -> None:
+    subject = engine(depth=depth)
+    subject.add(request("a", (1, 2, 3, 4, 5)), 0.0, hold=False)
+    step(subject)
+    subject.add(request("b", (1.5,) * 8), 0.0, hold=False)  # type: ignore[arg-type]
+    subject.add(request("c", (1, 2, 3, 4, 5)), 0.0, hold=False)
+    told = await pumped(subject, Computes(lambda plan: None, depth))
+    assert failed(told) - {"a/0"} == {"b/0"}, "a may be in the same step"
+    assert tokens_of(told, "c/0") == expected("c/0", 5)
+
+
+def test_a_step_that_cannot_be_made_and_touched_nobody_is_not_tried_for_ever(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    subject = engine()
+    subject.add(request("a", (1, 2)), 0.0, hold=False)
+
+    def broken(draft: object) -> None:
+        raise RuntimeError("the policy is broken")
+
+    monkeypatch.setattr(subject._scheduler._policy, "compose", broken)
+    with pytest.raises(RuntimeError, match="the policy is broken"):
+        subject.schedule(0.0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_whichever_steps_fail_the_survivors_attend_to_the_right_kv(seed: int, preemption: str) -> None:
+    """Swapped, shared, copied and cached blocks: nothing that a failed step was to copy is ever read."""
+    draw, device = random.Random(seed), Device()
+    sizes = {"kv_blocks": 18, "swap_blocks": 24, "host_cache_blocks": 24, "max_running": 6}
+    subject = engine(cost=COST, block_bytes=1, preemption=preemption, **sizes)
+    told: list[Told] = []
+    lengths, copied = {}, 0
+    for index in range(60):
+        prompt = (*range(1, 5 + draw.randrange(4) * 4), draw.randrange(1, 4))
+        wanted = device.know(request(f"r{index}", prompt, max_tokens=draw.randint(2, 14)))
+        lengths[wanted.key] = len(prompt), wanted.sampling.max_tokens or 0
+        subject.add(wanted, 0.0, hold=False)
+        while len(subject._scheduler.waiting) > 6 or index == 59:
+            plan = subject.schedule(0.0)
+            if plan is None:
+                break
+            copies = bool(plan.swap_out or plan.swap_in or plan.copies)
+            copied += copies
+            if draw.random() < (0.3 if copies else 0.02):
+                subject.steps_failed([plan], "a step failed: RuntimeError: x")
+            else:
+                device.execute(plan)
+                subject.commit(plan, result(plan), 0.0)
+            subject.check()
+            told += subject.drain()
+    assert not subject.has_work and failed(told) and copied
+    assert len(failed(told)) < len(lengths)
+    for key, (length, count) in lengths.items():
+        if key not in failed(told):
+            assert tokens_of(told, key) == expected(key, length, count)
+
+
+async def test_an_error_over_one_reservation_is_its_callers_and_the_next_is_granted() -> None:
+    subject = engine()
+    reservations = Reservations(subject, lambda request: None)
+    bad = request("a", ("x", "y"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        await reservations.ask(bad, 1.0)
+    assert (await reservations.ask(request("b", (1, 2)), 1.0)).num_blocks == 1
+
+
+def test_an_error_at_admission_leaves_nothing_behind() -> None:
+    subject = engine()
+    for prompt in (("x",), (None,), (2**70,)):
+        with pytest.raises((TypeError, InvalidRequest)):
+            subject.add(request("a", prompt), 0.0, hold=False)  # type: ignore[arg-type]
+        subject.check()
+    assert not subject.has_work
+    subject.add(request("a", (1, 2)), 0.0, hold=False)
+    assert tokens_of(run_to_end(subject), "a/0") == expected("a/0", 2)
