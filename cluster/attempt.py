@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from cluster.events import Unservable
+from cluster.events import NotComputable, Unservable
 from cluster.ledger import Stopwatch
 from cluster.leg import AttemptFailed, Background, Leg
 from cluster.line import Line, LineLost, Said
@@ -182,6 +182,8 @@ class Attempt:
         if isinstance(said, Exception):
             raise said
         if isinstance(said, FailedOut):
+            if said.final:
+                raise NotComputable(f"{leg.name}: {said.reason}")
             raise AttemptFailed(leg.name, said.reason, corrupt=said.corrupt)
         if isinstance(said, TicketOut):
             self._ticket_came, decode = True, self._decode

@@ -6,7 +6,8 @@ ClusterError
 ├── Rejected        admission refused or no worker in time (retry_after_s)
 ├── Unservable      the request can never work here (too long for the context or the pools)
 ├── DeadlinePassed  the caller's deadline; `phase` says where it passed
-└── AttemptsSpent   every attempt failed; the last reason is in the message
+├── AttemptsSpent   every attempt failed; the last reason is in the message
+└── NotComputable   the model gave no finite numbers for it; another attempt would end in the same way
 """
 
 from msgspec import Struct
@@ -60,6 +61,10 @@ class DeadlinePassed(ClusterError):
 
 class AttemptsSpent(ClusterError):
     """Workers kept failing under this request."""
+
+
+class NotComputable(ClusterError):
+    """The model's logits for this request are NaN or infinite."""
 
 
 class Delta(Struct, frozen=True, gc=False):

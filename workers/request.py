@@ -212,11 +212,12 @@ class FetchedOut:
 
 @dataclass(frozen=True, slots=True)
 class FailedOut:
-    """The leg ended without finishing; another attempt may succeed. `corrupt`: bytes were not as digested."""
+    """The leg ended without finishing; another attempt may succeed unless `final`. `corrupt`: bytes not as digested."""
 
     key: str
     reason: str
     corrupt: bool = False
+    final: bool = False
 
 
 Output = TokensOut | TicketOut | HeadOut | FetchedOut | FailedOut

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from cluster.changes import ChangeRefused, ControllerAway, StaleRevision, UnknownMember
-from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
+from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
 from cluster.gateway import DuplicateRequest, GatewayClosed, RequestCancelled, UnknownModel
 from cluster.guard import KeyRefused, TenantRefused
 from diptych.wire import duration_of
@@ -48,6 +48,9 @@ def status_of(error: Exception, ready: bool, request_id: str = "") -> status_pb2
             return _status(code.DEADLINE_EXCEEDED, "DEADLINE", error, phase=error.phase)
         case AttemptsSpent():
             return _status(code.UNAVAILABLE, "ATTEMPTS_SPENT", error, retry_s=ATTEMPTS_RETRY_S)
+        case NotComputable():
+            logger.error("%s", error, extra=about(key=request_id))
+            return _status(code.INTERNAL, "NOT_COMPUTABLE", error)
         case UnknownModel():
             return _status(code.NOT_FOUND, "UNKNOWN_MODEL", error)
         case DuplicateRequest():

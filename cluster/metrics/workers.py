@@ -35,6 +35,7 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("preemptions", "Sequences that gave up their blocks.", lambda worker: worker.stats.preemptions),
     ("prefix_sought_tokens", "Tokens looked up in the prefix cache.", lambda worker: worker.stats.sought_tokens),
     ("prefix_found_tokens", "Tokens that the prefix cache had.", lambda worker: worker.stats.found_tokens),
+    ("non_finite_requests", "Requests whose logits were not finite.", lambda worker: worker.stats.non_finite),
     ("expired_leases", "Leases whose reader went silent.", lambda worker: worker.stats.expired_leases),
     ("transfers", "Fetches of KV that arrived.", lambda worker: worker.stats.pulls.arrived),
     ("failed_transfers", "Fetches of KV that failed.", lambda worker: worker.stats.pulls.failed),

@@ -105,6 +105,7 @@ class WorkerStats(Struct, frozen=True, gc=False):
     sought_tokens: int = 0  # of prompts that were given blocks, and how many of them a cache had
     found_tokens: int = 0
     pulls: Pulls = NO_PULLS
+    non_finite: int = 0  # requests that ended because their logits were NaN or infinite
 
 
 class WorkerState(Enum):

@@ -12,8 +12,10 @@ import pytest
 
 from cluster.api.server import GrpcDoor
 from cluster.api.services import InferenceService, deadline_of
-from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
+from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
 from cluster.gateway import Gateway
+from cluster.guard import Guard
+from cluster.spec import GatewaySpec
 from cluster.view import WorkerState
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
@@ -115,6 +117,7 @@ async def test_a_full_gateway_says_when_to_come_back(open_client: OpenClient, di
         (Unservable("the prompt is too long"), "INVALID_ARGUMENT", "TOO_LONG", None),
         (AttemptsSpent("6 attempts failed; the last: worker gone"), "UNAVAILABLE", "ATTEMPTS_SPENT", 1.0),
         (DeadlinePassed("prefill"), "DEADLINE_EXCEEDED", "DEADLINE", None),
+        (NotComputable("decode-0: the logits are not finite"), "INTERNAL", "NOT_COMPUTABLE", None),
     ],
 )
 async def test_cluster_errors_have_their_code_and_details(
@@ -215,7 +218,7 @@ class Dropping(InferenceService):
 @asynccontextmanager
 async def dropping(dispatcher: FakeDispatcher, count: int) -> AsyncIterator[str]:
     server = grpc.aio.server()
-    service = Dropping(Gateway(gateway_context(dispatcher), ByteTokenizer()))
+    service = Dropping(Gateway(gateway_context(dispatcher), ByteTokenizer()), Guard(GatewaySpec()))
     service.left = count
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")

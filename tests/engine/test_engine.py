@@ -1,14 +1,17 @@
 """The engine: batching, hand-off, leases, preemption and endings, block for block."""
 
+from dataclasses import replace
+
 import pytest
 from driving import VOCAB, digest_of, engine, next_token, request, result, run_to_end, step, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvtransfer.errors import LeaseLost
 from workers.engine.sequence import Lease
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
-from workers.request import FailedOut, FinishReason, TokensOut
+from workers.request import FailedOut, FinishReason, TokenLogprobs, TokensOut
 
 
 def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
@@ -90,6 +93,40 @@ def test_a_lease_that_expires_under_its_prompt_fails_the_leg() -> None:
     assert [type(each) for each in subject.drain()] == [FailedOut]
     subject.check()
     assert subject.stats().free_blocks == subject.stats().total_blocks
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_request_without_finite_logits_fails_alone_and_nobody_finds_its_kv(hold: bool) -> None:
+    subject = engine()
+    subject.add(request("ill", tuple(range(1, 11))), 0.0, hold=hold)
+    subject.add(request("well", (1, 2, 3), max_tokens=1), 0.0, hold=False)
+    plan = subject.schedule(0.0)
+    assert plan is not None
+    made = result(plan)
+    tokens = tuple(
+        None if chunk.key == "ill/0" else token for chunk, token in zip(plan.chunks, made.tokens, strict=True)
+    )
+    subject.commit(plan, structs.replace(made, tokens=tokens), 0.0)
+    told = {each.key: each for each in subject.drain() if not isinstance(each, Lease)}
+    ill, well = told["ill/0"], told["well/0"]
+    assert isinstance(ill, FailedOut) and ill.final and "logits are not finite behind token 10" in ill.reason
+    assert isinstance(well, TokensOut) and well.finish is FinishReason.LENGTH
+    subject.check()
+    stats = subject.stats()
+    assert (stats.non_finite, stats.free_blocks, stats.cached_blocks) == (1, stats.total_blocks, 0)
+
+
+def test_prompt_logprobs_that_are_not_finite_fail_the_request() -> None:
+    subject = engine()
+    asked = request("a", (1, 2, 3))
+    subject.add(replace(asked, sampling=replace(asked.sampling, prompt_logprobs=0)), 0.0, hold=False)
+    plan = subject.schedule(0.0)
+    assert plan is not None
+    made = result(plan)
+    scored = ((TokenLogprobs(-1.0), TokenLogprobs(float("nan"))),)
+    subject.commit(plan, structs.replace(made, prompt_logprobs=scored), 0.0)
+    assert [type(each) for each in subject.drain()] == [FailedOut]
+    subject.check()
 
 
 def test_a_new_hold_of_the_same_key_fences_the_old_reader() -> None:

@@ -8,7 +8,7 @@ import httpx2
 import pytest
 from openai import APIError, RateLimitError
 
-from cluster.events import AttemptsSpent, DeadlinePassed, Rejected, Unservable
+from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
 from cluster.http import connection
 from cluster.view import WorkerState
 from tests.api.fake import FakeDispatcher, view
@@ -207,6 +207,7 @@ async def test_a_header_that_cannot_be_used_is_named(there: Clients, headers: di
         (Unservable("too long for the pools"), 400, "invalid_request_error", "context_length_exceeded", None),
         (DeadlinePassed("route"), 504, "timeout_error", "deadline", None),
         (AttemptsSpent("workers kept failing"), 503, "server_error", "attempts_spent", "1"),
+        (NotComputable("the logits are not finite"), 500, "server_error", "not_computable", None),
         (RuntimeError("nobody foresaw this"), 500, "server_error", "internal", None),
     ],
 )

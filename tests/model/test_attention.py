@@ -123,6 +123,17 @@ def test_write_touches_only_its_layer_and_slots(backend: Attention) -> None:
 
 
 @pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
+def test_what_exceeds_the_range_of_float16_is_written_as_its_largest_number(backend: Attention) -> None:
+    pool = torch.zeros(4, 1, 1, 2, 4, 8, device=DEVICE, dtype=torch.float16)
+    meta = on_device(ragged([[0, 1, 2]], [1], [10], 4))
+    numbers = torch.tensor([1e5, -1e9, torch.inf, -torch.inf, 65519.0, 65520.0, torch.nan, 3.0], device=DEVICE)
+    backend.write_kv(pool, numbers.view(1, 1, 8), -numbers.view(1, 1, 8), 0, meta)
+    written = torch.tensor([65504, -65504, 65504, -65504, 65504, 65504, torch.nan, 3], dtype=torch.float16)
+    for half, sign in ((0, 1), (1, -1)):
+        torch.testing.assert_close(pool[2, 0, 0, half, 1].cpu(), sign * written, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
 def test_views_of_a_fused_projection_are_read_by_their_strides(backend: Attention) -> None:
     fused = torch.randn(5, 4 + 2 * 2, 8, device=DEVICE)
     query, key, value = fused[:, :4], fused[:, 4:6], fused[:, 6:]

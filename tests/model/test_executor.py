@@ -2,6 +2,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvtransfer.digest import combine
 from kvtransfer.errors import TransferError
@@ -203,4 +204,17 @@ async def test_the_real_model_says_paris(smollm2: ModelFolder, tmp_path: Path) -
     assert first is not None
     tokens = await decode(executor, [*prompt, first], (5, 3), 7)
     assert tokens[5:] == [7042, 30, 198, 198, 504, 2988, 314, 42]
+    await executor.close()
+
+
+async def test_a_row_whose_logits_are_not_finite_draws_nothing_and_hurts_no_other(tiny: ModelFolder) -> None:
+    executor = await open_tiny(tiny)
+    well, ill = prompt_plan().chunks[0], Chunk("b/0", (5, 6, 7), 0, (7,), Draw(GREEDY, 0, 3))
+    (alone,) = (await executor.execute(StepPlan(1, (well,)))).tokens
+    model = executor._rank._part.model
+    embed = model.embedding
+    assert embed is not None
+    model.embedding = lambda tokens: torch.where((tokens == 6)[:, None], torch.nan, embed(tokens))
+    result = await executor.execute(StepPlan(2, (well, ill)))
+    assert alone is not None and result.tokens == (alone, None)
     await executor.close()

@@ -97,6 +97,7 @@ class Engine:
         self._told: list[Told] = []
         self._steps = 0
         self._step_s = 0.0
+        self._non_finite = 0
 
     # ---- taking requests ---------------------------------------------------------------------------------------
 
@@ -325,6 +326,9 @@ class Engine:
             if sequence.doomed:
                 continue
             try:
+                if (chunk.draw is not None and token is None) or not all(math.isfinite(each.chosen) for each in prompt):
+                    self._fail_not_finite(sequence)
+                    continue
                 if prompt:
                     sequence.prompt_logprobs += prompt
                 if sequence.num_computed >= (sequence.num_named + 1) * size or sequence.request.group:
@@ -401,10 +405,10 @@ class Engine:
             self._end(sequence)
         return True
 
-    def fail(self, key: str, reason: str, *, corrupt: bool = False) -> None:
-        """Abort, and tell the subscriber why."""
+    def fail(self, key: str, reason: str, *, corrupt: bool = False, final: bool = False) -> None:
+        """Abort, and tell the subscriber why. `final`: another attempt would end in the same way."""
         if key in self._sequences:
-            self._told.append(FailedOut(key, reason, corrupt))
+            self._told.append(FailedOut(key, reason, corrupt, final))
         self.abort(key)
 
     def _blame(self, sequence: Sequence, error: Exception) -> None:
@@ -428,6 +432,14 @@ class Engine:
                 self._end(sequence)
             else:
                 self.fail(sequence.key, reason)
+
+    def _fail_not_finite(self, sequence: Sequence) -> None:
+        """Nothing can be drawn for it; and nobody else is to attend to its KV."""
+        self._non_finite += 1
+        self.pool.forget(sequence.hashes)
+        where = f"behind token {sequence.num_computed}"
+        why = f"the model's logits are not finite {where}; the weights, or KV in {self._config.dtype}, may be at fault"
+        self.fail(sequence.key, why, final=True)
 
     def expire(self, now_s: float) -> None:
         """Reclaim leases whose reader has gone silent; a prompt still being computed for one of them fails."""
@@ -478,6 +490,7 @@ class Engine:
             cache_number=self.pool.log.number,
             sought_tokens=self.pool.sought_tokens,
             found_tokens=self.pool.found_tokens,
+            non_finite=self._non_finite,
             pulls=pulls,
         )
 

@@ -71,8 +71,9 @@ class StepPlan(Struct, frozen=True, gc=False):
 
 
 class StepResult(Struct, frozen=True, gc=False):
-    """`tokens[i]` belongs to the i-th chunk (None where nothing was drawn), `logprobs` likewise.
+    """`tokens[i]` belongs to the i-th chunk, `logprobs` likewise. None: the chunk draws nothing, or could not.
 
+    It could not where its logits are not finite.
     `prompt_logprobs[i]` has one entry for each of the i-th chunk's targets (all empty: nobody asked).
     `digests[rank][j]` are those of the cells of the plan's digest_blocks[j] there (see `kvtransfer.digest`). `seconds`
     is the device's time for the step, through all stages, without the waits for other plans.

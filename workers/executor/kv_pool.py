@@ -17,10 +17,10 @@ from workers.engine.step import StepPlan
 from workers.errors import ModelError
 from workers.ops.completion import Mark, mark_on, wait
 from workers.ops.memory import PAGES
+from workers.ops.narrow import narrowed
 
 # Left for activations, the interpreter's own growth and the rest of the machine.
 _SPARE = 0.1
-_SATURATING = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)  # whose range KV of a wider dtype may exceed
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class KVPool:
             start = 0
             for block, slot, count in places:
                 values = source[:, :, :, start : start + count]  # [kv_head, layer, k|v, slot, head_dim]
-                self.blocks[block, heads, layers, :, slot : slot + count] = _saturated(values, self.blocks.dtype)
+                self.blocks[block, heads, layers, :, slot : slot + count] = narrowed(values, self.blocks.dtype)
                 start += count
 
 
@@ -110,14 +110,6 @@ def allocate_pool(
         region = Region(layout, num_blocks, blocks.data_ptr(), blocks, f"cuda:{blocks.device.index}")
     host = torch.zeros((host_blocks, *layout.shape), dtype=dtype, pin_memory=device.type == "cuda" and host_blocks > 0)
     return KVPool(blocks, region, host, mark_on(device))
-
-
-def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Within the range of `dtype`: a conversion from beyond gives infinity or NaN, and one spoils a sequence."""
-    if values.dtype == dtype or dtype not in _SATURATING:
-        return values
-    most = torch.finfo(dtype).max
-    return values.float().clamp_(-most, most)
 
 
 def _available_bytes(device: torch.device) -> int:

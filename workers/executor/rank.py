@@ -182,10 +182,24 @@ def _forward(part: Part, pool: KVPool, plan: StepPlan, drawn: _Drawn) -> None:
         return
     logits = model.logits(hidden[:num_draws]) if num_draws else None
     if logits is not None:
-        for chunk, token, logprob in zip(inputs.drawn, *sample(logits, inputs.draws), strict=True):
-            drawn.tokens[chunk], drawn.logprobs[chunk] = token, logprob
+        finite = _finite_rows(logits)
+        for chunk, token, logprob, real in zip(inputs.drawn, *sample(logits, inputs.draws), finite, strict=True):
+            if real:
+                drawn.tokens[chunk], drawn.logprobs[chunk] = token, logprob
     if len(hidden) > num_draws:
         drawn.prompt_logprobs = _prompt_logprobs(model, hidden[num_draws:], plan)
+
+
+def _finite_rows(logits: torch.Tensor) -> list[bool]:
+    """Which rows of logits [rows, vocab] can be drawn from; the others become zeros, so that sampling them is harmless.
+
+    One NaN or infinity among them makes their sum one.
+    """
+    finite = logits.sum(-1, dtype=torch.float32).isfinite()
+    rows: list[bool] = finite.tolist()
+    if not all(rows):
+        logits[~finite] = 0
+    return rows
 
 
 def _target_rows(plan: StepPlan) -> torch.Tensor:

@@ -71,7 +71,10 @@ class Attention:
         self._attend_op = getattr(torch.ops.diptych, f"attend_{name}").default
 
     def write_kv(self, pool: Tensor, key: Tensor, value: Tensor, layer: int, batch: RaggedBatch) -> None:
-        """Store key and value [tokens, kv_heads, head_dim] of `layer` (the pool's own index) at their slots."""
+        """Store key and value [tokens, kv_heads, head_dim] of `layer` (the pool's own index) at their slots.
+
+        Rounded as `narrowed` does.
+        """
         write = self._write_op if torch.compiler.is_compiling() else self._write
         write(pool, key, value, layer, batch.slot_mapping)
 

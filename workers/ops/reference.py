@@ -4,14 +4,15 @@ import torch
 from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
+from workers.ops.narrow import narrowed
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
     """See `attention.Attention.write_kv`."""
     block_size = pool.shape[4]
     for token, slot in enumerate(slot_mapping.tolist()):
-        pool[slot // block_size, :, layer, 0, slot % block_size] = key[token].to(pool.dtype)
-        pool[slot // block_size, :, layer, 1, slot % block_size] = value[token].to(pool.dtype)
+        pool[slot // block_size, :, layer, 0, slot % block_size] = narrowed(key[token], pool.dtype)
+        pool[slot // block_size, :, layer, 1, slot % block_size] = narrowed(value[token], pool.dtype)
 
 
 def attend(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
+from workers.ops.narrow import narrowed
 
 _FLASH = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -24,8 +25,8 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
     rows = _first_rows(pool, layer, table[:, None]) * block_size + (slot_mapping % block_size)[:, None]
     rows = rows.flatten()  # [tokens * kv_heads]: the row of each K vector; its V lies block_size rows further
     slots = pool.view(-1, head_dim)
-    slots.index_copy_(0, rows, key.reshape(-1, head_dim).to(pool.dtype))
-    slots.index_copy_(0, rows + block_size, value.reshape(-1, head_dim).to(pool.dtype))
+    slots.index_copy_(0, rows, narrowed(key.reshape(-1, head_dim), pool.dtype))
+    slots.index_copy_(0, rows + block_size, narrowed(value.reshape(-1, head_dim), pool.dtype))
 
 
 def attend(

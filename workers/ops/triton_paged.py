@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
+from workers.ops.narrow import narrowed
 
 ROWS = 64  # (query, head of the group) pairs of one program
 KEYS = 64  # of one tile
@@ -20,7 +21,7 @@ KEYS = 64  # of one tile
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
     """See `attention.Attention.write_kv`."""
     _, kv_heads, layers, _, block_size, head_dim = pool.shape
-    key, value = (each.to(pool.dtype).contiguous() for each in (key, value))
+    key, value = (narrowed(each, pool.dtype).contiguous() for each in (key, value))
     _write[(key.shape[0], kv_heads)](
         pool, key, value, slot_mapping, layer, layers, block_size, head_dim, DIM=triton.next_power_of_2(head_dim)
     )

@@ -79,8 +79,8 @@ inline void narrow(float from, Float16* to) {
     uint32_t sign = as_bits(from) >> 16 & 0x8000, size = as_bits(from) & 0x7fffffff;
     if (size > 0x7f800000) {
         to->bits = sign | 0x7e00;
-    } else if (size >= 0x477ff000) {  // rounds to infinity
-        to->bits = sign | 0x7c00;
+    } else if (size >= 0x477ff000) {  // would round to infinity, which would spoil the sequence
+        to->bits = sign | 0x7bff;
     } else if (size < 0x38800000) {   // subnormal: adding 0.5 rounds at the right bit
         to->bits = sign | (as_bits(as_float(size) + 0.5f) - 0x3f000000);
     } else {
