@@ -40,6 +40,7 @@ STOP_GRACE_S = 0.5
 NOT_BEGUN = "the controller was restarted and has not begun"
 SILENT_S = 5.0  # a gateway that has its answer and does not ask again for so long is gone
 QUIET_S = 1.0  # a worker that leaves must have been empty for so long: what was on its way to it has come
+REVISIONS_APART = 1_000_000  # more than a controller made since it last told its revision: none is used twice
 NOTHING_REPORTED = ServerReport()
 FLOORED = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}
 
@@ -96,7 +97,7 @@ class Controller:
             pools = self._spec.pools
             posts = [Post(_name(pool, index), pool.name, pool.role) for pool in pools for index in range(pool.replicas)]
         else:
-            posts, self._revision = list(memory.posts), memory.revision
+            posts, self._revision = list(memory.posts), memory.revision + REVISIONS_APART
         for post in posts:
             keeper = self._hire(self._pools[post.pool], post.name, post.role, required=memory is None)
             if post.is_leaving:

@@ -21,6 +21,7 @@ from workers.errors import ModelError, WorkerError
 logger = logging.getLogger(__name__)
 
 RELINK_S = 5.0
+RELINKS_AT_ONCE = 64  # of two cut racks, each try takes its whole bound
 
 Pair = tuple[Keeper, Keeper]  # owner, reader
 
@@ -131,13 +132,24 @@ class Preflight:
             self._links.pop((other, name), None)
 
     async def tend(self) -> None:
-        """Try again, once in a while, to link pairs whose preflight failed though both live."""
-        await asyncio.sleep(RELINK_S)
-        for owner, reader in tuple(self._unlinked):
-            if not self._may_move(owner, reader):
-                self._unlinked.pop((owner, reader), None)
-            elif _is_ready(owner) and _is_ready(reader) and await self._link(owner, reader) is None:
+        """Try again, once in a while, to link pairs whose preflight failed though both live. No pair waits for one."""
+        trying: set[Pair] = set()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.sleep(RELINK_S)
+                for pair in tuple(self._unlinked):
+                    if not self._may_move(*pair):
+                        self._unlinked.pop(pair, None)
+                    elif pair not in trying and len(trying) < RELINKS_AT_ONCE and all(map(_is_ready, pair)):
+                        trying.add(pair)
+                        group.create_task(self._relink(pair, trying))
+
+    async def _relink(self, pair: Pair, trying: set[Pair]) -> None:
+        try:
+            if await self._link(*pair) is None:
                 self._changed()
+        finally:
+            trying.discard(pair)
 
     def _may_move(self, owner: Keeper, reader: Keeper) -> bool:
         """Whether KV may be sent that way: as roles say, or out of a worker that leaves."""
@@ -153,11 +165,14 @@ class Preflight:
         """None, or why there is no link."""
         assert owner.info is not None and reader.handle is not None, "only started workers are introduced"
         handle: WorkerHandle = reader.handle
+        proven = owner.info, reader.info
         try:
             async with asyncio.timeout(self._timeout_s):
                 link = await handle.connect(owner.info.peer)
             if owner.is_over or reader.is_over:
                 return WorkerGone("it has left")
+            if owner.info is not proven[0] or reader.info is not proven[1]:
+                return WorkerGone("it was restarted, and is linked when it is introduced")
             self._links[owner.name, reader.name] = replace(link, owner=owner.name, reader=reader.name)
             self._told = None
             self._unlinked.pop((owner, reader), None)
@@ -165,8 +180,9 @@ class Preflight:
         except (TransferError, WorkerGone, WorkerError, TimeoutError) as error:
             reason = str(error) or "preflight timed out"
             logger.error("no KV can move from %s to %s: %s", owner.name, reader.name, reason)
+            self._unlinked.pop((owner, reader), None)
             if self._may_move(owner, reader):
-                self._unlinked[owner, reader] = None
+                self._unlinked[owner, reader] = None  # behind all others
             return error
 
 

@@ -4,11 +4,14 @@ Opened by whoever needs them first, shared by all, dropped when the connection b
 """
 
 import asyncio
+import logging
 
 from kvtransfer.control import ControlClient
 from kvtransfer.ticket import LinkReport, PeerAddress
 from workers.config import WorkerConfig
 from workers.engine.executor import Executor
+
+logger = logging.getLogger(__name__)
 
 
 class Peers:
@@ -20,6 +23,7 @@ class Peers:
         self._executor = executor
         self._clients: dict[str, asyncio.Future[ControlClient]] = {}
         self._links: dict[str, asyncio.Future[LinkReport]] = {}
+        self._met: set[str] = set()  # incarnations that the executor may hold a link to, proven or not
         self._forgetting: set[asyncio.Future[None]] = set()
         self._closed = False
 
@@ -28,6 +32,7 @@ class Peers:
         client = await self._client(peer)
         linking = self._links.get(peer.incarnation)
         if linking is None or _failed(linking):
+            self._met.add(peer.incarnation)
             linking = asyncio.ensure_future(self._executor.connect(peer))
             linking.add_done_callback(_failed)  # those who asked may have left
             self._links[peer.incarnation] = linking
@@ -64,10 +69,21 @@ class Peers:
     def _lost(self, incarnation: str) -> None:
         """The control connection broke: that incarnation is dead to us, and so is its memory."""
         self._clients.pop(incarnation, None)
-        if self._links.pop(incarnation, None) is not None and not self._closed:
-            forgetting = asyncio.ensure_future(self._executor.forget(incarnation))
+        linking = self._links.pop(incarnation, None)
+        if incarnation in self._met and not self._closed:
+            self._met.discard(incarnation)
+            forgetting = asyncio.ensure_future(self._forget(incarnation, linking))
             self._forgetting.add(forgetting)
             forgetting.add_done_callback(self._forgetting.discard)
+
+    async def _forget(self, incarnation: str, linking: "asyncio.Future[LinkReport] | None") -> None:
+        """Let go of the transport's threads, handles and memory for this owner."""
+        if linking is not None:
+            await asyncio.wait([linking])  # what is being made would stay
+        try:
+            await self._executor.forget(incarnation)
+        except Exception:
+            logger.exception("the link to %s could not be let go of", incarnation)
 
 
 def _failed(future: "asyncio.Future[ControlClient] | asyncio.Future[LinkReport]") -> bool:

@@ -1,0 +1,136 @@
+"""Pairs that cannot be linked cost nobody else, and links to owners that are gone are let go of."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from local import cluster, completed, request, split_spec
+from processes import Processes, in_virtual_time
+
+from cluster.preflight import RELINK_S, RELINKS_AT_ONCE, Preflight
+from cluster.serving import Serving
+from cluster.sim.clock import run
+from cluster.spec import Role
+from cluster.view import WorkerState, WorkerView
+from kvtransfer.ticket import LinkReport
+
+PROOF_S = 30.0
+
+
+@dataclass
+class Info:
+    peer: str
+
+
+@dataclass(eq=False)
+class Post:
+    """As much of a keeper as preflight looks at; `connect` of the cut ones never ends."""
+
+    name: str
+    role: Role
+    cut: set[str]
+    tried: list[tuple[str, str, float]]
+    info: Info = field(init=False)
+    is_leaving = False
+    is_over = False
+    introduced = True
+
+    def __post_init__(self) -> None:
+        self.info, self.handle = Info(self.name), self
+        self.view = WorkerView(self.name, "pool", self.role, WorkerState.READY)
+
+    async def connect(self, peer: str) -> LinkReport:
+        loop = asyncio.get_running_loop()
+        self.tried.append((peer, self.name, loop.time()))
+        if peer in self.cut:
+            await loop.create_future()
+        return LinkReport(self.name, peer, "tcp", "path", 0.0, 1.0)
+
+
+def preflight(owners: int, readers: int, cut: set[str]) -> tuple[Preflight, list[Post], list[tuple[str, str, float]]]:
+    tried: list[tuple[str, str, float]] = []
+    made = Preflight(False, False, PROOF_S, lambda: None)
+    owning = [Post(f"prefill-{index}", Role.PREFILL, cut, tried) for index in range(owners)]
+    reading = [Post(f"decode-{index}", Role.DECODE, cut, tried) for index in range(readers)]
+    for owner in owning:
+        for reader in reading:
+            made._unlinked[owner, reader] = None  # type: ignore[index]
+    return made, owning + reading, tried
+
+
+async def tended(made: Preflight, seconds: float) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await made.tend()
+
+
+def test_a_pair_that_can_be_linked_waits_for_none_that_cannot() -> None:
+    cut = {f"prefill-{index}" for index in range(7)}
+    made, _, _ = preflight(8, 7, cut)
+    run(tended(made, RELINK_S + 0.1))
+    assert made.pairs == {("prefill-7", f"decode-{index}") for index in range(7)}
+
+
+def test_every_cut_pair_is_tried_again_within_its_bound_and_a_pause() -> None:
+    cut = {f"prefill-{index}" for index in range(8)}
+    made, _, tried = preflight(8, 8, cut)
+    run(tended(made, 200.0))
+    times = [at_s for owner, reader, at_s in tried if (owner, reader) == ("prefill-0", "decode-0")]
+    assert times[0] == RELINK_S and len(times) >= 6
+    assert all(later - sooner <= PROOF_S + RELINK_S for sooner, later in pairwise(times))
+
+
+def test_more_pairs_than_are_tried_at_once_have_their_turn() -> None:
+    made, _, tried = preflight(10, 10, {f"prefill-{index}" for index in range(10)})
+    run(tended(made, 2 * (PROOF_S + RELINK_S)))
+    assert len({(owner, reader) for owner, reader, _ in tried}) == 100
+    assert sum(at_s == RELINK_S for _, _, at_s in tried) == RELINKS_AT_ONCE
+
+
+def test_what_was_proven_of_an_owner_that_restarted_meanwhile_is_no_link() -> None:
+    made, (owner, reader), _ = preflight(1, 1, set())
+    proving = reader.connect
+
+    async def restarts_meanwhile(peer: str) -> LinkReport:
+        owner.info = Info("another incarnation")
+        return await proving(peer)
+
+    reader.connect = restarts_meanwhile  # type: ignore[method-assign]
+    run(tended(made, RELINK_S + 0.1))
+    assert not made.pairs
+
+
+async def test_a_dead_owners_link_is_let_go_of_whoever_notices_first() -> None:
+    async with cluster(split_spec(1, 1)) as subject:
+        assert completed(await subject.run(request("r"))).transfers
+        owner, reader = subject.workers["prefill-0"], subject.workers["decode-0"]
+        forgotten: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        executor: Any = reader._executor
+        forget = executor.forget
+
+        async def recorded(incarnation: str) -> None:
+            await forget(incarnation)
+            forgotten.set_result(incarnation)
+
+        executor.forget = recorded
+        reader._peers.unlink(owner.incarnation)  # a read found its memory gone
+        await owner._control.close()  # and only then its connection breaks
+        assert await asyncio.wait_for(forgotten, 5.0) == owner.incarnation
+
+
+def test_no_revision_is_used_twice_when_a_controller_is_restarted() -> None:
+    async def told(serving: Serving, runtime: Processes) -> None:
+        controller = runtime.services["controller"]
+        memory = await controller.call("keep_alive", 0, 0.0)
+        for _ in range(50):
+            controller.target._bump()  # nobody was told of these when it crashed
+        last = controller.target.view().revision
+        assert last > memory.revision
+        again = controller.build()  # type: ignore[misc]
+        await again.begin(replace(memory, posts=()))
+        assert again.view().revision > last
+        await again.stop()
+
+    in_virtual_time(told)
