@@ -76,7 +76,7 @@ class Dispatcher:
         self._tally = Tally(spec.gateway.classes, spec.transfer.backends)
         self.witness = Witness(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time())
         self._lobby = Lobby(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)
-        self._placing = Placing(spec.gateway, self._policy, self._lobby, self.roster, self._lives)
+        self._placing = Placing(spec, self._policy, self._lobby, self.roster, self._lives)
         verbs = self._contexts, self._move_attempt, self._place_anew
         self._moving = Moving(self._policy.mover, self._policy.requeue, self.roster.picture, self.roster.change, *verbs)
 
@@ -436,6 +436,7 @@ class Dispatcher:
             moved_bytes=self._moved_bytes,
             role_changes=self.roster.role_changes(),
             queued=len(self._lobby.room),
+            uncovered=tuple((role.value, count) for role, count in self._placing.uncovered.items()),
             tally=self._tally.told(),
         )
 

@@ -17,7 +17,7 @@ from cluster.policy.classes import Classes
 from cluster.policy.placement import Ask, Later, Placement, Refusal
 from cluster.policy.policy import Policy
 from cluster.roster import Roster
-from cluster.spec import GatewaySpec
+from cluster.spec import ClusterSpec, Role
 from kvtransfer.ticket import TransferReport
 from workers.logged import about
 from workers.request import FinishReason, Request
@@ -63,9 +63,10 @@ class Placing:
     """Owned by a Dispatcher, whose `lives` it reads."""
 
     def __init__(
-        self, gateway: GatewaySpec, policy: Policy, lobby: Lobby, roster: Roster, lives: Mapping[str, Life]
+        self, spec: ClusterSpec, policy: Policy, lobby: Lobby, roster: Roster, lives: Mapping[str, Life]
     ) -> None:
-        self._gateway = gateway
+        self._gateway = gateway = spec.gateway
+        self.uncovered = {pool.role: 0 for pool in spec.pools if pool.role is not Role.MIXED}  # requests
         self._classes = Classes(gateway)
         self._policy = policy
         self._lobby = lobby
@@ -129,11 +130,18 @@ class Placing:
         return self._placed(life, placement)
 
     def _placed(self, life: Life, placement: Placement) -> Placement:
+        self._count_uncovered(placement)
         life.placement, now_s = placement, asyncio.get_running_loop().time()
         life.course.placed(placement, now_s)
         if (waited_s := now_s - life.course.arrived_s) > WORTH_TELLING_S:
             life.request = replace(life.request, waited_s=waited_s)
         return placement
+
+    def _count_uncovered(self, placement: Placement) -> None:
+        """A request is served by workers of another role, since none of a pool's own is ready."""
+        if placement.colocated:
+            for role in self.uncovered:
+                self.uncovered[role] += not self._roster.has_ready(role, Role.MIXED)
 
     async def _turn(self, life: Life) -> Placement | Refusal | None:
         """The policy's answer, now or when its turn has come. A placement has begun; None: nobody is ready."""

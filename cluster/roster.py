@@ -23,7 +23,7 @@ from cluster.policy.placement import NOTHING_SENT, Sent
 from cluster.policy.prefix_index import PrefixIndex
 from cluster.pool import CRASH_LOOP, TAKEN_OUT
 from cluster.runtime.interface import WorkerGone, WorkerHandle
-from cluster.spec import ClusterSpec
+from cluster.spec import ClusterSpec, Role
 from cluster.supervised import Failures, supervised
 from cluster.view import ClusterView, ModelView, TaskFailures, WorkerState, WorkerView
 from workers.errors import WorkerError
@@ -116,6 +116,16 @@ class Roster:
         if line is None or line.view.incarnation != worker.incarnation:
             return worker
         return structs.replace(worker, age_s=now_s - line.heard_s)
+
+    def has_ready(self, *roles: Role) -> bool:
+        """Whether a worker of one of these roles can be sent work."""
+        return any(
+            member.view.role in roles
+            and member.view.state is WorkerState.READY
+            and (line := self.lines.get(member.view.name)) is not None
+            and line.lost is None
+            for member in self._membership.members
+        )
 
     def sent(self) -> dict[str, Sent]:
         """What went to each worker since its statistics were taken."""

@@ -292,7 +292,8 @@ class Serving:
             *(orphan_after_s, self._planner, self._decider),
         )
         await self._controller.call("begin", timeout_s=FIRST_CALL_S)
-        self._keep_alive = KeepAlive(self._controller, self._report, self._closed.set, self._failures)
+        again = self.runtime.restart_service
+        self._keep_alive = KeepAlive(self._controller, self._report, self._closed.set, again, self._failures)
         replicas = sum(pool.replicas for pool in spec.pools)
         for index in range(self._num_gateways):  # they start while the model is loaded
             name = f"gateway-{index}"

@@ -12,7 +12,7 @@ import msgspec
 
 from cluster.events import Accepted, Completed, Queued
 from cluster.ledger import PHASES, LatencyLedger
-from cluster.view import ClusterView, GatewayState, WorkerView
+from cluster.view import ClusterView, GatewayState, PoolView, WorkerState, WorkerView
 from kvtransfer.ticket import TransferReport
 
 if TYPE_CHECKING:  # rich costs a tenth of a second that --help must not pay
@@ -228,7 +228,11 @@ def links_table(view: ClusterView) -> "Table":
 
 def trouble_lines(view: ClusterView) -> list[str]:
     """What is or was wrong beside the workers; nothing where all is well."""
-    lines = []
+    lines = [
+        f"pool {pool.name} has no ready worker: others serve its requests"
+        for pool in view.pools
+        if _is_empty(pool, view)
+    ]
     for each in view.served_gateways:
         counts = ", ".join(
             f"{count} {word}{'s' * (count != 1)}"
@@ -242,6 +246,11 @@ def trouble_lines(view: ClusterView) -> list[str]:
         times = f"{failed.count} time{'s' * (failed.count != 1)}"
         lines.append(f"{failed.process}: {failed.task} failed {times} and went on; its log says why")
     return lines
+
+
+def _is_empty(pool: PoolView, view: ClusterView) -> bool:
+    staff = (worker for worker in view.workers if worker.pool == pool.name)
+    return pool.wanted > 0 and not any(worker.state is WorkerState.READY for worker in staff)
 
 
 def size(num_bytes: float) -> str:

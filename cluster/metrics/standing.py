@@ -34,6 +34,8 @@ def standing_families(standing: Standing, gateway: str, decisions: Counts | None
     yield from _calibration(standing, gateway)
     labels = ("gateway", "reason", "outcome")
     yield counter("diptych_moves", "Decodes moved, and prompts placed anew.", labels, pairs(MOVES, standing.moves))
+    text = "Requests that others served, since no worker of this role was ready."
+    yield counter("diptych_uncovered_requests", text, ("gateway", "role"), each(standing.uncovered))
     moved = [((gateway,), standing.moved_bytes)]
     yield counter("diptych_moved_bytes", "KV fetched for moves of decodes.", ("gateway",), moved)
     labels = ("gateway", "from", "to")

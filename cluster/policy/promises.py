@@ -84,6 +84,7 @@ class Standing(TravelledStanding):
     moves: tuple[tuple[str, str, int], ...] = ()  # of decodes, and of prompts (anew): why, what became of them, count
     moved_bytes: int = 0
     role_changes: tuple[tuple[str, str, int], ...] = ()  # of workers, from one role to another, as far as it was there
+    uncovered: tuple[tuple[str, int], ...] = ()  # requests that others served, since no worker of this role was ready
     tally: Tallied = field(default_factory=Tallied)
 
 

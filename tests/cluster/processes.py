@@ -8,6 +8,7 @@ from typing import Any
 
 from local import FAST, split_spec
 
+from cluster.controller import Controller
 from cluster.runtime.interface import NoAnswer, ServiceHandle, WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalService
 from cluster.serving import GatewayContext, Serving, serve
@@ -57,8 +58,10 @@ class Processes(SimRuntime):
         self.started_s: defaultdict[str, list[float]] = defaultdict(list)
 
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
-        worker = await super().start_worker(order)
         name = order.config.name
+        if name in self.workers:  # it outlived its controller
+            return self.workers[name]
+        worker = await super().start_worker(order)
         self.started_s[name].append(asyncio.get_running_loop().time())
         if self.faults[name]:
             assert isinstance(worker, Worker)
@@ -72,9 +75,24 @@ class Processes(SimRuntime):
     async def restart_service(self, handle: ServiceHandle) -> ServiceHandle:
         assert isinstance(handle, Service)
         self.replaced += [name for name, service in self.services.items() if service is handle]
-        await handle.target.close(0.0)
+        if isinstance(handle.target, Controller):
+            await crash(handle.target)
+        else:
+            await handle.target.close(0.0)
         handle.thawed.set()
         return await super().restart_service(handle)
+
+
+async def crash(controller: Controller) -> None:
+    """Its process is gone; its workers are not."""
+    assert controller._tending is not None
+    tasks = [controller._tending, *controller._leaving.values()]
+    tasks += [keeper._task for keeper in controller._keepers.values() if keeper._task is not None]
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    if controller._orphan_timer is not None:
+        controller._orphan_timer.close()
 
 
 class Door:

@@ -10,11 +10,13 @@ from local import FAST, cluster, completed, request, split_spec
 from processes import Processes, in_virtual_time
 
 import cluster.pool as cluster_pool
+from cluster.cli.screen import trouble_lines
 from cluster.metrics import exposition
 from cluster.policy.promises import Standing
 from cluster.pool import CRASH_LOOP, MOST_AGAIN_S, STEADY_S, pause_s
 from cluster.runtime.interface import WorkerOrder
 from cluster.serving import Serving
+from cluster.spec import Role
 from cluster.view import WorkerState, WorkerView
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory
@@ -143,3 +145,18 @@ async def test_what_holds_up_our_own_loop_is_nobodys_death() -> None:
 
 def block(seconds: float) -> None:
     time.sleep(seconds)
+
+
+async def test_requests_that_others_serve_for_an_empty_pool_are_counted_and_status_says_so() -> None:
+    async with cluster(split_spec(1, 1)) as subject:
+        assert completed(await subject.run(request("a"))).transfers
+        assert subject.dispatcher.standing().uncovered == (("prefill", 0), ("decode", 0))
+        assert trouble_lines(subject.dispatcher.view) == []
+        stays_away = asyncio.get_running_loop().create_future()
+        subject.runtime.restart_worker = lambda *told: stays_away  # type: ignore[assignment, method-assign]
+        subject.workers["prefill-0"]._unfit(RuntimeError("the device was lost"))
+        await subject.until(lambda view: not view.ready(Role.PREFILL))
+        assert not completed(await subject.run(request("b"))).transfers
+        assert subject.dispatcher.standing().uncovered == (("prefill", 1), ("decode", 0))
+        assert trouble_lines(subject.dispatcher.view) == ["pool prefill has no ready worker: others serve its requests"]
+        stays_away.cancel()

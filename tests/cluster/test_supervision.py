@@ -13,7 +13,7 @@ from cluster.api.admin_messages import view_message
 from cluster.cli.screen import trouble_lines
 from cluster.events import Completed
 from cluster.gateway_keeper import ANSWER_S, ASK_AGAIN_S, HUNG_S
-from cluster.keep_alive import ORPHAN_AFTER_S
+from cluster.keep_alive import CONTROLLER_HUNG_S, ORPHAN_AFTER_S
 from cluster.runtime.interface import WorkerGone
 from cluster.serving import Serving
 from cluster.sim.clock import run
@@ -144,6 +144,36 @@ def test_a_controller_that_fails_to_answer_is_called_again_and_again() -> None:
         controller.keep_alive = right
         await asyncio.sleep(6.0)
         assert failed > 10 and not serving._closed.is_set()
+        await serves(runtime, "gateway-0")
+
+    in_virtual_time(told)
+
+
+def test_a_frozen_controller_is_replaced_and_finds_the_living_workers() -> None:
+    async def told(serving: Serving, runtime: Processes) -> None:
+        await asyncio.sleep(5.0)
+        before = {name: worker.incarnation for name, worker in runtime.workers.items()}
+        runtime.services["controller"].thawed.clear()
+        await asyncio.sleep(CONTROLLER_HUNG_S - 1.0)
+        await serves(runtime, "gateway-0")
+        assert not runtime.replaced
+        await asyncio.sleep(2 * ORPHAN_AFTER_S)
+        assert runtime.replaced == ["controller"] and not serving._closed.is_set()
+        assert {name: worker.incarnation for name, worker in runtime.workers.items()} == before
+        await serves(runtime, "gateway-0")
+
+    in_virtual_time(told)
+
+
+def test_a_controller_that_comes_back_in_time_goes_on() -> None:
+    async def told(serving: Serving, runtime: Processes) -> None:
+        frozen = runtime.services["controller"]
+        before = frozen.target
+        frozen.thawed.clear()
+        await asyncio.sleep(CONTROLLER_HUNG_S - 4.0)
+        frozen.thawed.set()
+        await asyncio.sleep(2 * ORPHAN_AFTER_S)
+        assert frozen.target is before and not runtime.replaced
         await serves(runtime, "gateway-0")
 
     in_virtual_time(told)
