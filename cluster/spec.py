@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from cluster.yaml_lines import located
 from diptych.view import Role as Role
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
 from workers.costs import CostModel, LinearCost
@@ -510,7 +511,7 @@ def load_spec(path: str | Path) -> ClusterSpec:
     try:
         return parse_spec(document)
     except SpecError as error:
-        raise SpecError(f"{path}: {error}") from None
+        raise SpecError(located(str(path), text, str(error))) from None
 
 
 def parse_spec(document: object) -> ClusterSpec:

@@ -39,6 +39,7 @@ LAYERS = [
     ["workers.lease_desk", "workers.peers", "workers.measuring", "workers.fetching", "workers.reservations"],
     ["workers.executor", "workers.worker"],
     ["workers.build"],
+    ["cluster.yaml_lines"],
     ["cluster.spec"],
     [
         "cluster.runtime",
@@ -49,6 +50,7 @@ LAYERS = [
         "cluster.guard",
         "cluster.supervised",
         "cluster.trace_context",
+        "cluster.precheck",
     ],
     ["cluster.pool", "cluster.policy", "cluster.members", "cluster.events", "cluster.scoring", "cluster.changes"],
     ["cluster.replanning", "cluster.planner_process", "cluster.gateway_keeper", "cluster.keep_alive"],

@@ -1,5 +1,6 @@
 """The configuration of one worker: small frozen types, composed. Read once at the edge; knows no file format."""
 
+import re
 from dataclasses import dataclass, field
 
 from diptych.view import MAX_RANKS as MAX_RANKS
@@ -12,6 +13,7 @@ CHOICES = {
     "batching": BATCHING,
     "prompt_order": ("fcfs", "sjf", "ljf", "deadline"),
     "preemption": ("auto", "swap", "recompute"),
+    "dtype": ("float32", "bfloat16", "float16"),
     "weights": ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k", "gguf"),  # `model.load.FORMATS`
 }
 
@@ -73,6 +75,8 @@ class EngineConfig:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"engine.{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"engine.device {self.device!r} is not a device; write auto, cpu, cuda or cuda:0")
         for name in ("block_size", "kv_blocks", "max_batch_tokens", "max_running", "max_waiting", "prompt_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine.{name} is {getattr(self, name)}; it must be at least 1")

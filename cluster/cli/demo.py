@@ -6,7 +6,7 @@ import click
 
 from cluster.cli.lifetime import run, running_cluster, with_port
 from cluster.cli.screen import answer_json, console, ledger_table, print_json, say, way_lines, worker_json
-from cluster.cli.serve import fetch_model
+from cluster.cli.serve import check_pools
 
 if TYPE_CHECKING:
     from cluster.spec import ClusterSpec
@@ -33,7 +33,7 @@ def demo(prompt: str, model: str, max_tokens: int, runtime: str, as_json: bool) 
     from cluster.spec import laptop_spec
 
     spec = with_port(laptop_spec().with_model(model), 0)
-    fetch_model(spec)
+    check_pools(spec, None, runtime)
     try:
         run(_demo(spec, runtime, prompt, max_tokens, as_json))
     except KeyboardInterrupt:

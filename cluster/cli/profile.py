@@ -9,7 +9,7 @@ import click
 from cluster.cli.address import addressed
 from cluster.cli.lifetime import private, run, running_cluster
 from cluster.cli.screen import console, print_json, progress_bar, say
-from cluster.cli.serve import fetch_model
+from cluster.cli.serve import check_pools
 from diptych.access import Access
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _measure_file(file: str, runtime: str, rounds: int) -> "ClusterProfile":
     from cluster.spec import load_spec
 
     spec = private(load_spec(file))
-    fetch_model(spec)
+    check_pools(spec, file, runtime)
     found: list[ClusterProfile] = []
 
     async def measured(spec: "ClusterSpec") -> None:

@@ -1,6 +1,8 @@
 """`diptych serve`: a cluster from a YAML file, until it is told to stop."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -60,7 +62,7 @@ def serve(
     begin(spec.logs, "serve")
     if not no_gateways:
         check_doors(spec)
-    fetch_model(spec)
+    check_pools(spec, file, runtime)
     try:
         run(_serve(spec, runtime, gateways=not no_gateways))
     except KeyboardInterrupt:
@@ -77,14 +79,31 @@ def _described(file: str | None) -> "ClusterSpec":
     return load_spec(file)
 
 
-def fetch_model(spec: "ClusterSpec") -> None:
-    """Have the model here before workers start, with a bar to look at; on other hosts, workers fetch it themselves."""
+def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> None:
+    """Fetch the model, and raise now what can be known of the pools without a worker, with the line of the file."""
+    from cluster.precheck import check_devices, check_model
+    from cluster.spec import SpecError
+    from cluster.yaml_lines import located
+
     if spec.executor == "modelled":
         return
+    try:
+        if runtime == "local" or "RAY_ADDRESS" not in os.environ:
+            check_devices(spec)
+        check_model(spec, fetch_model(spec))
+    except SpecError as error:
+        raise SpecError(located(file, Path(file).read_text(), str(error)) if file else str(error)) from None
+
+
+def fetch_model(spec: "ClusterSpec") -> Path:
+    """Have the model here before workers start, with a bar to look at; on other hosts, workers fetch it themselves.
+
+    Answers its folder.
+    """
     from workers.model.store import resolve
 
     with progress_bar() as progress:
-        resolve(spec.model, progress)
+        return resolve(spec.model, progress).path
 
 
 async def _serve(spec: "ClusterSpec", runtime: str, *, gateways: bool) -> None:

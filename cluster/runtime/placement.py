@@ -102,6 +102,12 @@ def shortage(resources: Resources, parallel: ParallelConfig, nodes: Sequence[Nod
     return f"{needs}; {where}, if empty, would hold {held} ranks"
 
 
+def would_fit(resources: Resources, parallel: ParallelConfig, nodes: Sequence[Node]) -> bool:
+    """Whether a worker would have room on these nodes if they were empty."""
+    there = [node for node in nodes if has_labels(node.labels, resources.labels)]
+    return _fit([_room(node, bundle(resources)) for node in there], parallel.world_size, parallel.placement)
+
+
 def _fit(rooms: Sequence[int], count: int, strategy: str) -> bool:
     if strategy == "strict_spread":
         return sum(room > 0 for room in rooms) >= count

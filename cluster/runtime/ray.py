@@ -27,7 +27,7 @@ from cluster.runtime.interface import (
     WorkerHandle,
     WorkerOrder,
 )
-from cluster.runtime.placement import Node, bundle, listed, own_labels, own_resources, selectors, shortage
+from cluster.runtime.placement import Node, bundle, listed, own_labels, own_resources, selectors, shortage, would_fit
 from cluster.runtime.ray_metrics import WorkerMetrics
 from cluster.runtime.ray_ranks import RayRanks, on_this_node, rank_options
 from cluster.spec import ClusterSpec, LogSpec
@@ -240,6 +240,8 @@ class RayRuntime:
 
     async def _place(self, name: str, order: WorkerOrder) -> PlacementGroup:
         parallel, resources = order.config.parallel, order.resources
+        if self.owns_ray and not would_fit(resources, parallel, _nodes()):
+            raise _no_room(order)  # this machine is all there will be
         group = _standing(name) or placement_group(
             [bundle(resources)] * parallel.world_size,
             strategy=parallel.placement.upper(),
@@ -256,12 +258,7 @@ class RayRuntime:
             raise WorkerGone(str(error).strip().splitlines()[0]) from None
         except TimeoutError:
             remove_placement_group(group)
-            nodes = [Node(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
-            raise RuntimeUnavailable(
-                f"no room for {order.config.name}: {shortage(resources, parallel, nodes)}; free in the whole "
-                f"cluster are {{{listed(ray.available_resources())}}}; lower pools[].parallel or pools[].resources, or "
-                "add nodes (an autoscaler: look at its node types and max_workers, and at health.place_timeout_s)"
-            ) from None
+            raise _no_room(order) from None
         return group
 
     async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle, incarnation: str) -> WorkerHandle:
@@ -336,6 +333,18 @@ class RayRuntime:
         await self.end_all()
         if self.owns_ray:
             await asyncio.to_thread(ray.shutdown)
+
+
+def _nodes() -> list[Node]:
+    return [Node(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
+
+
+def _no_room(order: WorkerOrder) -> RuntimeUnavailable:
+    return RuntimeUnavailable(
+        f"no room for {order.config.name}: {shortage(order.resources, order.config.parallel, _nodes())}; free in the "
+        f"whole cluster are {{{listed(ray.available_resources())}}}; lower pools[].parallel or pools[].resources, or "
+        "add nodes (an autoscaler: look at its node types and max_workers, and at health.place_timeout_s)"
+    )
 
 
 def _standing(name: str) -> PlacementGroup | None:

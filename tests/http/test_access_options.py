@@ -175,7 +175,7 @@ def test_serve_gives_gateways_whole_paths_and_follows_no_link(served: Served, mo
         os.symlink("keys", "now")
     seen = []
     module = import_module("cluster.cli.serve")
-    monkeypatch.setattr(module, "fetch_model", lambda spec: None)
+    monkeypatch.setattr(module, "check_pools", lambda *_: None)
     monkeypatch.setattr(module, "_serve", lambda spec, runtime, **options: seen.append(spec))
     monkeypatch.setattr(module, "run", lambda work: None)
     files = "--tls-cert-file", "server.pem", "--tls-key-file", "./server-key.pem", "--api-keys-file", "now"

@@ -89,6 +89,16 @@ def test_phi_3s_earlier_names_of_longrope_are_understood(tmp_path: Path, old_nam
     assert read_model_config(folder) == now
 
 
+@pytest.mark.parametrize(
+    ("window", "kind"), [(7, "sliding_attention"), (None, "full_attention"), (None, "sliding_attention")]
+)
+def test_a_mistral_may_say_its_window_twice(tmp_path: Path, window: int | None, kind: str) -> None:
+    folder = change(write_family(tmp_path / "m", "mistral, window"), sliding_window=window)
+    once = read_model_config(folder)
+    twice = read_model_config(change(folder, layer_types=[kind] * once.num_layers))
+    assert twice == once and {layer.window for layer in twice.layers} == {window or 0}
+
+
 BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("llama 2", {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is unknown; known are LlamaForCausalLM"),
     ("llama 2", {"architectures": None}, "unnamed is unknown"),
@@ -108,6 +118,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("phi 3, long", {"head_dim": 12}, "long_factor must be 6 positive numbers"),
     ("llama 2", {"sliding_window": 128}, "sliding_window 128 is not supported; supported: none"),
     ("mistral, window", {"sliding_window": -1}, "sliding_window is -1; it must be a positive whole number"),
+    ("mistral, window", {"layer_types": ["full_attention"] * 3}, "though sliding_window is 7, which holds for all"),
     ("qwen 2, upper windows", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
     ("gemma 2", {"layer_types": ["linear_attention"] * 3}, "layer type 'linear_attention' is not supported"),
     ("gemma 3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),

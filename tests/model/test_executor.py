@@ -160,10 +160,13 @@ async def test_a_pool_that_does_not_fit_says_how_many_blocks_would(tiny: ModelFo
         await open_solo(config(kv_blocks=10**12), tiny, "w-1", SharedMemory())
 
 
-async def test_bad_devices_and_dtypes_are_named(tiny: ModelFolder) -> None:
-    for change, words in (({"device": "toaster"}, "'toaster' is not a device"), ({"dtype": "int4"}, "engine.dtype")):
-        with pytest.raises(ModelError, match=words):
-            await open_solo(config(**change), tiny, "w-1", SharedMemory())
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"device": "toaster"}, "'toaster' is not a device"), ({"dtype": "bf16"}, "'bf16' is not one of float32, bfloat")],
+)
+def test_bad_devices_and_dtypes_are_named_before_anything_is_loaded(change: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        config(**change)
 
 
 async def test_bfloat16_without_hardware_for_it_is_warned_about(

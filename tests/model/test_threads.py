@@ -47,7 +47,9 @@ async def test_a_pinned_thread_computes_on_its_cores_alone() -> None:
 
 async def test_two_workers_never_pin_the_same_core() -> None:
     first = ComputeThread("a", len(CORES), "auto")
-    with pytest.raises(ModelError, match=r"b: 1 compute threads wanted, 0 of cores .* are free; lower engine.threads"):
+    with pytest.raises(ModelError, match=r"b: 2 compute threads wanted, 0 of cores .* are free; lower engine.threads"):
+        ComputeThread("b", 2, "auto")
+    with pytest.raises(ModelError, match=r"b: 1 compute threads wanted, 0 .* are free; have fewer workers on this"):
         ComputeThread("b", 1, "auto")
     await first.close()
     second = ComputeThread("b", 1, "auto")

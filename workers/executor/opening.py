@@ -18,12 +18,11 @@ from kvtransfer.probe import SCRATCH_BLOCK
 from workers.config import EngineConfig, WorkerConfig
 from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan
-from workers.errors import ModelError
 from workers.executor.kv_pool import KVPool, allocate_pool
 from workers.executor.order import Seat
 from workers.executor.rank import Part, Rank
 from workers.executor.threads import ComputeThread, multiplies_bfloat16
-from workers.model.config import DTYPES, ModelConfig, read_model_config
+from workers.model.config import ModelConfig, read_model_config
 from workers.model.content import content_id
 from workers.model.folder import ModelFolder, count_parameters, tokenizer_id
 from workers.model.load import load_decoder
@@ -123,7 +122,7 @@ def _load_shard(
             "widened to float32 as they are read, which is no faster once many tokens share a step",
             config.name,
         )
-    dtype = kv_dtype(engine)
+    dtype: torch.dtype = getattr(torch, engine.dtype)
     model = load_decoder(
         folder,
         device,
@@ -168,23 +167,12 @@ def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig, d
     )
 
 
-def kv_dtype(engine: EngineConfig) -> torch.dtype:
-    """Of the KV. Raises `ModelError`."""
-    if engine.dtype not in DTYPES:
-        raise ModelError(f"engine.dtype {engine.dtype!r} is not one of {', '.join(DTYPES)}")
-    dtype: torch.dtype = getattr(torch, engine.dtype)
-    return dtype
-
-
 def choose_device(name: str, rank: int) -> torch.device:
-    """Of `engine.device`; "auto" gives the ranks of one process a GPU each, if it has any. Raises `ModelError`."""
+    """Of `engine.device`; "auto" gives the ranks of one process a GPU each, if it has any."""
     if name == "auto":
         visible = torch.cuda.device_count()
         return torch.device("cuda", rank % visible) if visible else torch.device("cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ModelError(f"engine.device {name!r} is not a device: {str(error).splitlines()[0]}") from error
+    return torch.device(name)
 
 
 def warm_up(block_size: int) -> tuple[StepPlan, StepPlan]:

@@ -101,10 +101,12 @@ class ComputeThread:
         claimed = self._claim.cores
         if len(claimed) < torch_threads:
             what = f"{name}: {torch_threads} compute threads wanted, {len(claimed)} of cores {usable_cores()} are free"
+            fewer = "have fewer workers on this machine (pools[].replicas)"
+            fewer = f"lower engine.threads, or {fewer}" if torch_threads > 1 else fewer
             if cores:
                 self._claim.release()
-                raise ModelError(f"{what}; lower engine.threads or the number of workers, or widen engine.cores")
-            logger.warning("%s: workers will slow each other down many times; lower engine.threads", what)
+                raise ModelError(f"{what}; {fewer}, or widen engine.cores")
+            logger.warning("%s: workers will slow each other down many times; %s", what, fewer)
         self._cores = claimed if cores else ()
         # OpenMP counts threads per calling thread: setting it anywhere else would not reach this one.
         self._pool = ThreadPoolExecutor(1, name, initializer=self._settle)

@@ -96,8 +96,16 @@ def _llama(fields: Fields) -> ModelConfig:
 
 
 def _mistral(fields: Fields) -> ModelConfig:
-    fields.only("layer_types", None)
-    return _plain(fields, _everywhere(fields, _window(fields, absent=4096)))
+    """A window everywhere or nowhere; `layer_types` may say the same again."""
+    window = _window(fields, absent=4096)
+    everywhere = _everywhere(fields, window)
+    kind = "sliding_attention" if window else "full_attention"
+    if _typed_windows(fields, [kind] * len(everywhere), window) != everywhere:
+        fields.refuse(
+            f"layer_types is not {kind} for every layer, though sliding_window is {window or None}, which holds for "
+            "all layers of a Mistral; make them say the same"
+        )
+    return _plain(fields, everywhere)
 
 
 def _mixtral(fields: Fields) -> ModelConfig:

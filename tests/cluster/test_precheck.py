@@ -1,0 +1,112 @@
+"""What a cluster file asks for in vain is said before anything starts, with the line and the pool."""
+
+import dataclasses
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cluster.cli import main
+from cluster.precheck import check_devices
+from cluster.spec import PoolSpec, Resources, Role, SpecError, laptop_spec, load_spec
+from tests.model.tiny import write_tiny_llama
+from workers.config import EngineConfig
+
+SERVE = import_module("cluster.cli.serve")  # the name in its package is the command
+FILE = """\
+model: {model}
+pools:
+  - name: first
+    role: prefill
+    {first}
+  - name: second
+    role: decode
+    engine:
+      kv_blocks: 64
+      {engine}
+    {second}
+{more}
+"""
+NOTHING = {"first": "# nothing", "engine": "# nothing", "second": "# nothing", "more": "# nothing"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two layers and four heads."""
+    return write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def written(folder: Path, model: Path, **lines: str) -> Path:
+    path = folder / "cluster.yaml"
+    path.write_text(FILE.format(model=model, **NOTHING | lines))
+    return path
+
+
+REFUSED = [
+    ({"engine": "dtype: bf16"}, 10, "second", "pools[1].engine: engine.dtype 'bf16' is not one of float32, bfloat16"),
+    ({"engine": "device: gpu"}, 10, "second", "pools[1].engine: engine.device 'gpu' is not a device; write auto, cpu"),
+    ({"engine": "dtyp: x"}, 10, "second", "pools[1].engine.dtyp: unknown key; did you mean 'dtype'?"),
+    ({"engine": "block_size: many"}, 10, "second", "pools[1].engine.block_size: Expected int, got str"),
+    ({"first": "replicas: {min: 1}"}, 5, "first", "pools[0].replicas: has only min"),
+    (
+        {"first": "parallel: {tensor: 10}"},
+        5,
+        "first",
+        "pools[0].parallel.tensor is 10, but the model has 4 attention h",
+    ),
+    ({"second": "parallel: {pipeline: 3}"}, 11, "second", "pools[1].parallel.pipeline is 3, but the model has 2 laye"),
+    ({"second": "resources: {gpu: 1}"}, 11, "second", "pools[1].resources.gpu is 1, but this machine has no GPU; lea"),
+    ({"engine": "device: cuda"}, 10, "second", "pools[1].engine.device is cuda, but this machine has no GPU; leave"),
+    ({"more": "gateway: {grpc_port: 99999}"}, 12, "", "gateway: grpc_port is 99999; it must lie between 0"),
+    ({"more": "elastic:\n  margin: -1"}, 13, "", "elastic: margin is -1.0; it must not be negative"),
+    ({"more": "name: A"}, 12, "", "name 'A' must be lower-case letters"),
+]
+
+
+@pytest.mark.parametrize(("lines", "line", "pool", "words"), REFUSED, ids=[each[3][:40] for each in REFUSED])
+def test_what_cannot_work_is_refused_with_its_line_and_pool_and_nothing_is_started(
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: dict[str, str],
+    line: int,
+    pool: str,
+    words: str,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("cluster.precheck._DEVICES", ())  # as on a machine without any
+    monkeypatch.setattr(SERVE, "run", lambda work: pytest.fail("it was to be refused before"))
+    path = written(tmp_path, model, **lines)
+    result = CliRunner().invoke(main, ["serve", "--port", "0", "-f", str(path)])
+    assert result.exit_code == 1
+    where = f"{path}:{line}: pool {pool}: " if pool else f"{path}:{line}: "
+    assert result.stderr.startswith(f"Error: {where}{words}") and result.stderr.count("\n") == 1
+
+
+def test_a_file_without_faults_is_only_read(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    begun: list[object] = []
+    monkeypatch.setattr(SERVE, "run", lambda work: (work.close(), begun.append(work)))
+    result = CliRunner().invoke(main, ["serve", "--port", "0", "-f", str(written(tmp_path, model))])
+    assert result.exit_code == 0, result.output
+    assert len(begun) == 1
+
+
+def test_gpus_elsewhere_or_here_are_no_ones_business_before_the_start(tmp_path: Path) -> None:
+    gpus = PoolSpec("gpus", Role.MIXED, resources=Resources(gpu=1))
+    spec = dataclasses.replace(laptop_spec(), pools=(gpus,))
+    with pytest.raises(SpecError, match=r"pools\[0\].resources.gpu is 1, but this machine has no GPU"):
+        check_devices(spec, tmp_path)
+    (tmp_path / "nvidia0").touch()
+    check_devices(spec, tmp_path)
+    empty = dataclasses.replace(gpus, replicas=0)
+    cpus = PoolSpec("cpus", Role.MIXED, engine=EngineConfig(device="cpu"))
+    check_devices(dataclasses.replace(spec, pools=(empty, cpus)), tmp_path / "none")
+
+
+def test_a_document_that_is_no_mapping_has_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text("- 1\n")
+    with pytest.raises(SpecError, match=r"list.yaml: is empty or not a mapping"):
+        load_spec(path)
