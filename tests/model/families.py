@@ -83,6 +83,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi 3, short": ("phi3", {"rope_parameters": LONGROPE, "sliding_window": 11}),
     "phi 3, long": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 4, "head_dim": 8}),
     "phi 3, partial rotary": ("phi3", {"rope_parameters": PARTIAL, "tie_word_embeddings": True}),
+    "phi 3, default rope": ("phi3", {"tie_word_embeddings": True}),
     "smollm 3": ("smollm3", {"num_hidden_layers": 5}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}),
     "qwen 2 moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),

@@ -1,5 +1,6 @@
 """Every family computes what transformers computes, however its prompts are cut, batched, paged or found again."""
 
+import json
 import random
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from workers.ops.attention import best_attention
 BLOCK = 4
 CPU = torch.device("cpu")
 LENGTHS = (37, 5, 64)
+DEFAULT_ROPE = (
+    *("llama 2", "mistral, window", "mixtral", "qwen 2", "qwen 2 moe", "qwen 3", "qwen 3 moe", "gemma 2", "gemma 3"),
+    *("gemma 3 with eyes", "smollm 3", "phi 3, default rope"),
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -65,6 +70,40 @@ def test_a_prefix_that_another_prompt_left_serves_as_its_own(folder: ModelFolder
     rows = torch.arange(41 - shared)
     logits = model.forward(torch.tensor(second[shared:]), positions, rows, batch, pool.blocks)
     torch.testing.assert_close(logits, expected(folder, [second])[0][shared:], rtol=1e-4, atol=1e-4)
+
+
+def turn_a_part(folder: Path) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.get("text_config", config)["rope_parameters"]
+    for each in [nested for nested in rope.values() if isinstance(nested, dict)] or [rope]:
+        each["partial_rotary_factor"] = 0.5
+    path.write_text(json.dumps(config))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", DEFAULT_ROPE)
+def test_only_a_family_that_turns_a_part_of_its_features_reads_how_large_it_is(tmp_path: Path, name: str) -> None:
+    """Hub configs may hold `partial_rotary_factor` for families whose code never looks at it."""
+    folder = ModelFolder(name, write_family(tmp_path / "m", name))
+    turn_a_part(folder.path)
+    prompts = drawn_prompts((20,))
+    model = load_decoder(folder, CPU, torch.float32)
+    tables = scattered_tables([20], num_blocks=40, block_size=BLOCK, rng=random.Random(2))
+    (logits,) = run_chunks(model, pool_for(model.config, 40), prompts, tables, [[(0, 20)]])
+    torch.testing.assert_close(logits, expected(folder, prompts)[0], rtol=1e-4, atol=1e-4)
+    assert any(layer.rope.rotary_dim < model.config.head_dim for layer in model.config.layers if layer.rope) == (
+        name == "phi 3, default rope"
+    )
+
+
+def test_a_scaled_rope_of_a_part_is_refused_where_the_family_has_none(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "m", "llama, yarn")
+    turn_a_part(folder)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        reference(folder)(torch.tensor([[5, 6, 7]]))
+    with pytest.raises(ModelError, match=r"partial_rotary_factor 0.5 with rope scaling 'yarn': LlamaForCausalLM turns"):
+        check_folder(ModelFolder("m", folder))
 
 
 def test_greedy_tokens_equal_generate(folder: ModelFolder, model: Decoder) -> None:

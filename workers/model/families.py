@@ -55,6 +55,7 @@ def _plain(
     tied: bool = False,
     activation: str = SILU,
     names: TensorNames | None = None,
+    turns_part: bool = False,
 ) -> ModelConfig:
     """What all families share. `windows` has one number for each layer; other arguments are the family's defaults."""
     num_layers = _num_layers(fields)
@@ -65,7 +66,7 @@ def _plain(
     context_length = fields.count("max_position_embeddings", 2048)
     fields.only("hidden_activation" if fields.has("hidden_activation") else "hidden_act", activation)
     fields.only("use_bidirectional_attention", False)
-    rope = read_rope(fields, head_dim, context_length, "full_attention")
+    rope = read_rope(fields, head_dim, context_length, "full_attention", turns_part=turns_part)
     attention_bias = fields.flag("attention_bias", False)
     return ModelConfig(
         architecture="",
@@ -191,7 +192,7 @@ def _gemma(
 
 
 def _phi3(fields: Fields) -> ModelConfig:
-    return _plain(fields, _everywhere(fields, _window(fields)), rms_eps=1e-5, names=_PHI3)
+    return _plain(fields, _everywhere(fields, _window(fields)), rms_eps=1e-5, names=_PHI3, turns_part=True)
 
 
 def _smollm3(fields: Fields) -> ModelConfig:

@@ -54,7 +54,10 @@ class Metadata:
 def hub_config(metadata: Metadata, factors: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
     """The config.json of the file's model; `factors` are the numbers of its rope tensors. Raises `ModelError`."""
     config = _plain(metadata, factors)
+    turned = config["rope_parameters"].get("partial_rotary_factor")
     config |= FAMILIES[metadata.architecture](metadata, config)
+    if turned and config["model_type"] != "phi3":
+        metadata.refuse(f"{turned:.0%} of a head's features turn, which is supported for architecture phi3 only")
     return config
 
 

@@ -12,14 +12,29 @@ from workers.model.fields import Fields
 
 
 def read_rope(
-    fields: Fields, head_dim: int, context_length: int, layer_type: str = "", theta: float = 10000.0
+    fields: Fields,
+    head_dim: int,
+    context_length: int,
+    layer_type: str = "",
+    theta: float = 10000.0,
+    turns_part: bool = False,
 ) -> RopeConfig:
-    """The embedding of layers of that type, or of all; `theta` is the family's default. Raises `ModelError`."""
+    """The embedding of layers of that type, or of all; `theta` is the family's default. Raises `ModelError`.
+
+    `turns_part`: whether the family has a `partial_rotary_factor`. The code of the others turns all features whatever
+    it says, as long as the embedding is not scaled; scaled, it does not run.
+    """
     rope = fields.inner("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
     if layer_type and rope.has(layer_type):
         rope = rope.inner(layer_type)
     theta = rope.number("rope_theta", fields.number("rope_theta", theta, above=1), above=1)
     part = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if part != 1 and not turns_part:
+        if (kind := _kind(rope)) != "default":
+            name = fields.items("architectures")[:1] or ["this family"]
+            why = f"{name[0]} turns all features, or none"
+            fields.refuse(f"partial_rotary_factor {part:g} with rope scaling {kind!r}: {why}; leave it out")
+        part = 1.0
     rotary_dim = int(head_dim * part)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         fields.refuse(f"{rotary_dim} of head_dim {head_dim} features turn; rotary embedding needs an even number")
@@ -31,7 +46,7 @@ def read_rope(
 
 def _stretched(plain: RopeConfig, rope: Fields, context_length: int) -> RopeConfig:
     """The embedding with the scaling that `rope` asks for."""
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = _kind(rope)
     if kind in ("su", "yarn") and rope.has("long_factor"):
         kind = "longrope"  # its earlier names
     if kind in ("default", "dynamic"):  # "dynamic" stretches only beyond the context length, where we never go
@@ -59,6 +74,10 @@ def _stretched(plain: RopeConfig, rope: Fields, context_length: int) -> RopeConf
     if kind == "longrope":
         return _longrope(plain, rope, context_length, stretch)
     rope.refuse(f"rope scaling {kind!r} is not supported; supported: default, linear, dynamic, llama3, yarn, longrope")
+
+
+def _kind(rope: Fields) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def _longrope(plain: RopeConfig, rope: Fields, context_length: int, stretch: float) -> RopeConfig:
