@@ -5,7 +5,7 @@ Pure but for the tokenizer it is handed; knows no cluster and no wire.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,8 @@ from diptych.events import TextDelta as TextDelta
 from diptych.events import TextEvent as TextEvent
 from workers.errors import InvalidRequest
 from workers.request import FinishReason, SamplingParams
+
+MOST_DEPTH = 64  # of what clients nest
 
 
 class Detokenizer(Protocol):
@@ -37,7 +39,11 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = ...,
     ) -> Sequence[int]: ...
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
@@ -87,14 +93,16 @@ class ChatPrompt:
     """(role, content) messages, rendered by the model's chat template, to be answered by the assistant.
 
     `tools` are JSON objects that describe functions, as the template wants them; it says how they are called.
+    `template_kwargs`: a JSON object of further variables of the template; empty is none.
     """
 
     messages: tuple[tuple[str, str], ...]
     tools: tuple[str, ...] = ()
+    template_kwargs: str = ""
 
     @property
     def num_bytes(self) -> int:
-        texts = (*(role + content for role, content in self.messages), *self.tools)
+        texts = (*(role + content for role, content in self.messages), *self.tools, self.template_kwargs)
         return sum(len(text.encode(errors="surrogatepass")) for text in texts)
 
     def encode(self, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -104,18 +112,42 @@ class ChatPrompt:
             if not role:
                 raise InvalidRequest(f"prompt.chat.messages[{index}].role", "is empty; say whose message it is")
         messages = [{"role": role, "content": content} for role, content in self.messages]
-        tools = [_tool(index, text) for index, text in enumerate(self.tools)]
-        return tuple(tokenizer.apply_chat_template(messages, tools=tools))
+        tools = [_json_object(f"prompt.chat.tools[{index}]", text) for index, text in enumerate(self.tools)]
+        variables = _json_object("chat_template_kwargs", self.template_kwargs or "{}")
+        return tuple(tokenizer.apply_chat_template(messages, tools=tools, template_kwargs=variables))
 
 
-def _tool(index: int, text: str) -> dict[str, Any]:
+def _json_object(field: str, text: str) -> dict[str, Any]:
     try:
-        tool = json.loads(text)
+        value = json.loads(text)
+    except RecursionError:
+        raise _too_deep(field) from None
     except ValueError as error:
-        raise InvalidRequest(f"prompt.chat.tools[{index}]", f"is not JSON ({error})") from None
-    if not isinstance(tool, dict):
-        raise InvalidRequest(f"prompt.chat.tools[{index}]", "is not a JSON object; give a function's description")
-    return tool
+        raise InvalidRequest(field, f"is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(field, "is not a JSON object")
+    check_depth(field, value)
+    return value
+
+
+def check_depth(field: str, value: object) -> None:
+    """Raises `InvalidRequest` for what is nested so deep that others would recurse into it too far."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [inner for each in level for inner in _inside(each)]
+        if not level:
+            return
+    raise _too_deep(field)
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _too_deep(field: str) -> InvalidRequest:
+    return InvalidRequest(field, f"is nested more than {MOST_DEPTH} levels deep; flatten it")
 
 
 GenerationInput = TextPrompt | TokenPrompt | ChatPrompt

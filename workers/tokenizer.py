@@ -5,16 +5,29 @@ torch out). The gateway owns one; workers see token ids only.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from transformers import PreTrainedTokenizerFast
 
 from workers.errors import InvalidRequest, ModelError
 from workers.model.config import read_model_config
 
+NOTHING: Mapping[str, Any] = {}
+# What transformers gives a template, and the names of its own arguments.
+OWN_VARIABLES = frozenset(
+    (
+        *("messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs", "raise_exception", "strftime_now"),
+        *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"),
+    )
+)
+# Of a template over what a client sent.
+REJECTIONS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 # What a decoder shows for bytes that are no character, or not yet one.
 _REPLACEMENT = "\ufffd"
 # A character has at most four bytes: an answer that shows none after this many tokens is not waiting for one.
@@ -35,6 +48,7 @@ class Tokenizer:
         self._backend = self._tokenizer.backend_tokenizer
         if self._tokenizer.chat_template is None:
             self._tokenizer.chat_template = _processor_template(folder)
+        self._variables = _variables(self._tokenizer.chat_template)
         self._check_end_tokens(folder)
 
     def _check_end_tokens(self, folder: Path) -> None:
@@ -75,12 +89,14 @@ class Tokenizer:
         messages: Sequence[Mapping[str, str]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = NOTHING,
         add_generation_prompt: bool = True,
     ) -> tuple[int, ...]:
         """Token ids of a conversation, each message with "role" and "content", up to where the answer begins.
 
         `tools` are handed to the template as they are; of several templates, "tool_use" is taken when there are any.
-        Raises `InvalidRequest`: no messages, a malformed one, no template, or one that the template rejects.
+        `template_kwargs` are further variables of the template. Raises `InvalidRequest`: no messages, a malformed one,
+        no template, or one that rejects them, ignores the tools or has no such variable.
         """
         if not self.has_chat_template:
             raise InvalidRequest("messages", "this model has no chat template; send a plain prompt instead")
@@ -89,17 +105,34 @@ class Tokenizer:
         for index, message in enumerate(messages):
             if not all(isinstance(message.get(part), str) for part in ("role", "content")):
                 raise InvalidRequest(f"messages[{index}]", "needs a text 'role' and a text 'content'")
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
-        assert isinstance(text, str)
+        self._check_variables(template_kwargs)
+        options = dict(template_kwargs) | {"add_generation_prompt": add_generation_prompt}
+        text = self._rendered(messages, tools, options)
+        if tools and text == self._rendered(messages, (), options):
+            raise InvalidRequest("tools", "are ignored by this model's chat template; describe them in a message")
         return self.encode(text, add_special_tokens=False)  # the template has written them already
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
+                    tokenize=False,
+                    **options,
+                )
+            )
+        except REJECTIONS as error:
+            raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
+
+    def _check_variables(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in OWN_VARIABLES or (self._variables is not None and name not in self._variables):
+                known = ", ".join(sorted((self._variables or frozenset()) - OWN_VARIABLES)) or "none"
+                why = f"is no variable of this model's chat template; it has {known}"
+                raise InvalidRequest(f"chat_template_kwargs.{name[:64]}", why)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all tokens at once. Ids outside the vocabulary give nothing."""
@@ -108,6 +141,17 @@ class Tokenizer:
     def detokenizer(self, *, skip_special_tokens: bool = True) -> "Detokenizer":
         """A fresh one for one answer."""
         return Detokenizer(self, skip_special_tokens)
+
+
+def _variables(templates: str | dict[str, str] | None) -> frozenset[str] | None:
+    """What chat templates look at; None: one has syntax that only transformers reads."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
+    each = templates.values() if isinstance(templates, dict) else [templates or ""]
+    try:
+        found = [jinja2.meta.find_undeclared_variables(environment.parse(template)) for template in each]
+    except jinja2.TemplateError:
+        return None
+    return frozenset().union(*found)
 
 
 def _processor_template(folder: Path) -> str | None:

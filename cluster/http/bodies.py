@@ -1,20 +1,19 @@
-"""What clients send: OpenAI's requests, as far as they are known here. Other fields are ignored, but for those of
-`cluster.http.unsupported`.
+"""What clients send: OpenAI's requests, as far as they are known here. `cluster.http.unsupported` has the other fields.
 
 Pure. What no type can say is `InvalidRequest`; ranges are the business of `SamplingParams` and the gateway.
 """
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FailFast, model_validator
 
-from cluster.http.unsupported import check_message, check_supported
-from cluster.text import ChatPrompt, GenerationInput, TextPrompt, TokenPrompt
+from cluster.http.unsupported import check_message, check_stream_options, check_supported
+from cluster.text import ChatPrompt, GenerationInput, TextPrompt, TokenPrompt, check_depth
 from workers.errors import InvalidRequest
 from workers.request import MOST_BIASES, SamplingParams
 
@@ -46,8 +45,12 @@ class Body(BaseModel):
     @classmethod
     def _supported(cls, given: Any) -> Any:
         if isinstance(given, dict):
-            check_supported(given)
+            check_supported(given, cls.known_fields())
         return given
+
+    @classmethod
+    def known_fields(cls) -> Collection[str]:
+        return cls.model_fields.keys()
 
     @property
     def sent(self) -> Mapping[str, str]:
@@ -64,7 +67,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -132,8 +135,10 @@ class Generation(Body):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 logit_bias=_biases(self.logit_bias),
             )
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options", "are for streams; set stream to true, or leave them out")
+        if self.stream_options is not None:
+            check_stream_options(self.stream_options.model_extra or {})
+            if not self.stream:
+                raise InvalidRequest("stream_options", "are for streams; set stream to true, or leave them out")
         if self.stream and sampling.num_answers > sampling.n:
             raise InvalidRequest("best_of", f"is {sampling.best_of}; the best are known at the end: leave out stream")
         kind = (self.response_format or {}).get("type", "text")
@@ -180,20 +185,20 @@ class CompletionBody(Generation):
 
 
 class TextPart(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
     type: str
     text: str | None = None
 
 
 class ChatMessage(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    """`name` is told to no template."""
+
+    model_config = ConfigDict(extra="allow")
 
     role: str
     content: str | Annotated[list[TextPart], _FirstError()] | None = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-    function_call: Any = None
+    name: str | None = None
 
 
 class ChatBody(Generation):
@@ -206,6 +211,7 @@ class ChatBody(Generation):
     tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
     tool_choice: Any = None
     add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def sent(self) -> Mapping[str, str]:
@@ -224,18 +230,29 @@ class ChatBody(Generation):
 
     def prompts(self) -> list[GenerationInput]:
         if self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice", "must be none or auto; calls cannot be enforced")
-        return [_chat_prompt(self, [] if self.tool_choice == "none" else self.tools)]
+            raise InvalidRequest("tool_choice", "is not supported; answers have no tool_calls, so none is possible")
+        if self.tools and self.tool_choice != "none":
+            why = "are not supported, for answers have no tool_calls; leave them out, or set tool_choice to none"
+            raise InvalidRequest("tools", why)
+        return [_chat_prompt(self, [])]
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or messages; the tokens are those that a generation would have."""
+    """POST /tokenize: a text, or messages; the tokens are those that a generation would have.
+
+    It takes the body of a generation too, whose other fields make no difference.
+    """
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], _FirstError()] | None = None
     tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @classmethod
+    def known_fields(cls) -> Collection[str]:
+        return {*cls.model_fields, *CompletionBody.model_fields, *ChatBody.model_fields}
 
     @property
     def sent(self) -> Mapping[str, str]:
@@ -259,11 +276,15 @@ def _chat_prompt(body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | No
     if body.add_special_tokens:
         raise InvalidRequest("add_special_tokens", "is not supported with messages; the chat template writes them")
     messages = tuple((each.role, _content(index, each)) for index, each in enumerate(body.messages or ()))
-    return ChatPrompt(messages, tuple(map(json.dumps, tools or ())))
+    for index, tool in enumerate(tools or ()):
+        check_depth(f"tools[{index}]", tool)
+    check_depth("chat_template_kwargs", body.chat_template_kwargs)
+    variables = json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else ""
+    return ChatPrompt(messages, tuple(map(json.dumps, tools or ())), variables)
 
 
 def _content(index: int, message: ChatMessage) -> str:
-    check_message(index, vars(message))
+    check_message(index, message.model_extra or {})
     where = f"messages[{index}].content"
     if message.content is None and message.role != "assistant":
         raise InvalidRequest(where, "is missing; give text, which may be empty")
@@ -272,6 +293,8 @@ def _content(index: int, message: ChatMessage) -> str:
     for part in message.content:
         if part.type != "text" or part.text is None:
             raise InvalidRequest(where, f"has a part of type {part.type[:40]!r}; only parts with text are supported")
+        if part.model_extra:
+            raise InvalidRequest(f"{where}.{next(iter(part.model_extra))[:64]}", "is unknown; leave it out")
     return "".join(part.text or "" for part in message.content)
 
 

@@ -1,38 +1,94 @@
-"""What others understand and would answer otherwise for: refused by name here, not dropped. Pure.
+"""Fields that are not done here. What would change the answer is refused by name, and so is what nobody knows. Pure.
 
-What asks for nothing passes: null, false, empty, and what is so anyway.
+A value that asks for nothing passes: null, false, empty, and what is so anyway. Fields that have no influence on the
+answer pass with any value: docs/http.md lists them.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 
 from workers.errors import InvalidRequest
 
+LONGEST_NAME = 64  # characters of a field's name that are told
 OFF: tuple[object, ...] = (None, False, "", [], {})
-# The values that pass, by field.
+IGNORED = frozenset(
+    (
+        *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+        *("service_tier", "prediction", "parallel_tool_calls"),
+    )
+)
+# OpenAI's fields, vLLM's and SGLang's, each with the values that pass.
 FIELDS: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("suffix", "prompt_logprobs", "truncate_prompt_tokens", "prompt_embeds"), OFF),
+    **dict.fromkeys(("suffix", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side", "prompt_embeds"), OFF),
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), OFF),
-    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors", "use_beam_search"), OFF),
-    **dict.fromkeys(("chat_template", "chat_template_kwargs", "continue_final_message", "functions"), OFF),
+    **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag", "guided_decoding_backend"), OFF),
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "logprob_token_ids", "logits_processors"), OFF),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "watermarking", "repetition_detection"), OFF),
+    **dict.fromkeys(
+        ("chat_template", "chat_template_kwargs", "continue_final_message", "documents", "functions", "echo"), OFF
+    ),
+    **dict.fromkeys(("audio", "web_search_options", "mm_processor_kwargs", "media_io_kwargs"), OFF),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "return_prompt_text"), OFF),
+    **dict.fromkeys(("return_token_offsets", "return_hidden_states", "cache_salt", "vllm_xargs"), OFF),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "request_id", "session_id", "stream_interval"), OFF),
     "function_call": (*OFF, "none", "auto"),
     "add_generation_prompt": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "include_reasoning": (None, True),
+    "reasoning_effort": (None, "none"),
+    "thinking_token_budget": (None, -1),
+    "verbosity": (None, "medium"),
+    "modalities": (None, [], ["text"]),
+    "length_penalty": (None, 1, 1.0),
+    "priority": (None, 0),
 }
-MESSAGE_FIELDS = ("tool_calls", "tool_call_id", "function_call")
+INSTEAD = {
+    "request_id": "the header x-request-id says it",
+    "session_id": "the header x-diptych-session says it",
+    "priority": "the header x-diptych-slo-class names a class, which has one",
+}
+MESSAGE_FIELDS = (
+    *("tool_calls", "tool_call_id", "function_call", "refusal", "annotations", "audio"),
+    *("reasoning", "reasoning_content"),
+)
+STREAM_FIELDS = ("include_obfuscation",)
 
 
-def check_supported(body: Mapping[object, object]) -> None:
-    """Raises `InvalidRequest` naming the first field that asks for what is not done here."""
-    for name, passing in FIELDS.items():
-        if name in body and not _is_one_of(body[name], passing):
-            raise InvalidRequest(name, "is not supported; leave it out")
+def check_supported(body: Mapping[object, object], known: Collection[str]) -> None:
+    """Raises `InvalidRequest` naming the first field that asks for what is not done here. `known` ones are."""
+    for name, value in body.items():
+        if name in known or name in IGNORED or value is None:
+            continue
+        if name not in FIELDS:
+            raise _unknown(str(name), (*known, *FIELDS, *IGNORED))
+        if not _is_one_of(value, FIELDS[str(name)]):
+            raise InvalidRequest(str(name), f"is not supported; {INSTEAD.get(str(name), 'leave it out')}")
 
 
 def check_message(index: int, message: Mapping[str, object]) -> None:
-    """As `check_supported`, for one message of a chat."""
-    for name in MESSAGE_FIELDS:
-        if not _is_one_of(message.get(name), OFF):
+    """As `check_supported`, for what one message of a chat has beside role, content and name."""
+    for name, value in message.items():
+        where = f"messages[{index}].{name[:LONGEST_NAME]}"
+        if name not in MESSAGE_FIELDS:
+            raise _unknown(where)
+        if not _is_one_of(value, OFF):
             why = "is not supported; a tool's call and its result can be told as content"
-            raise InvalidRequest(f"messages[{index}].{name}", why)
+            raise InvalidRequest(where, why)
+
+
+def check_stream_options(options: Mapping[str, object]) -> None:
+    """As `check_supported`, for what they have that is not known."""
+    for name, value in options.items():
+        if name not in STREAM_FIELDS:
+            raise _unknown(f"stream_options.{name}")
+        if not _is_one_of(value, OFF):
+            raise InvalidRequest(f"stream_options.{name}", "is not supported; leave it out")
+
+
+def _unknown(name: str, known: Collection[str] = ()) -> InvalidRequest:
+    shown = name[:LONGEST_NAME].encode(errors="replace").decode()
+    near = difflib.get_close_matches(shown, known, 1)
+    return InvalidRequest(shown, f"is unknown; {f'did you mean {near[0]!r}?' if near else 'leave it out'}")
 
 
 def _is_one_of(value: object, passing: tuple[object, ...]) -> bool:

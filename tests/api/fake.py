@@ -5,6 +5,7 @@ import codecs
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from cluster.events import Accepted, Completed, Delta, Event
@@ -44,7 +45,11 @@ class ByteTokenizer:
     has_chat_template = True
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[int, ...]:
         named = "".join(f"[{tool['name']}]" for tool in tools)
         return self.encode(named + "".join(f"<{message['role']}>{message['content']}\n" for message in messages))

@@ -260,6 +260,20 @@ async def test_tools_reach_the_template(client: AsyncClient, dispatcher: FakeDis
         client.chat([("user", "Hi")], tools=[{"name": object()}])
 
 
+@pytest.mark.parametrize("depth", [500, 100_000])
+async def test_a_tool_that_is_nested_too_deep_is_the_callers_mistake_and_no_word_in_the_log(
+    client: AsyncClient, caplog: pytest.LogCaptureFixture, depth: int
+) -> None:
+    deep = '{"a":' * depth + "1" + "}" * depth
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level("WARNING"):
+        patch.setattr("json.dumps", lambda tool: deep)
+        events = client.chat([("user", "Hi")], tools=[{}], max_tokens=1)
+        with pytest.raises(DiptychError, match="more than 64 levels deep") as failure:
+            _ = [event async for event in events]
+    assert (failure.value.code, failure.value.field) == ("INVALID_ARGUMENT", "prompt.chat.tools[0]")
+    assert not caplog.records
+
+
 async def test_every_later_sampling_field_arrives(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     await client.complete(
         "hello",

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from cluster import http
 from cluster.cli import main
 from cluster.doors import Doors, open_doors
-from cluster.http.unsupported import FIELDS
+from cluster.http.unsupported import FIELDS, IGNORED
 from cluster.runtime.interface import RuntimeUnavailable
 from cluster.spec import GatewaySpec, SpecError, parse_spec
 from cluster.view import WorkerState
@@ -114,8 +114,8 @@ async def test_a_stream_begins_once_workers_are_chosen(there: Clients, dispatche
 async def test_each_answer_s_end_is_told_when_it_ends(there: Clients, dispatcher: FakeDispatcher, path: str) -> None:
     dispatcher.script = lambda request: b"x" * (3 if request.id.endswith("#1") else 40)
     dispatcher.step_s = 0.01
-    asked = ASK | {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "n": 2, "stream": True}
-    answer = await there.http.post(path, json=asked)
+    prompt = ASK if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    answer = await there.http.post(path, json=prompt | {"max_tokens": 40, "n": 2, "stream": True})
     pieces = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     told = [(choice["index"], choice["finish_reason"]) for piece in pieces for choice in piece["choices"]]
     assert [index for index, finish in told if finish] == [1, 0]
@@ -124,9 +124,13 @@ async def test_each_answer_s_end_is_told_when_it_ends(there: Clients, dispatcher
         assert [finish for place, finish in told if place == index][-1] == "length", "nothing follows"
 
 
-async def test_unknown_fields_and_the_user_are_ignored(there: Clients) -> None:
-    answer = await there.http.post("/v1/completions", json=ASK | {"user": "u-1", "store": True, "metadata": {"a": 1}})
-    assert answer.json()["choices"][0]["text"] == "abcd"
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_fields_without_influence_on_the_answer_pass_and_the_page_lists_them(there: Clients, path: str) -> None:
+    prompt = {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    answer = await there.http.post(path, json=prompt | {"max_tokens": 4} | {name: {"a": 1} for name in IGNORED})
+    assert answer.status_code == 200, answer.text
+    page = (ROOT / "docs" / "http.md").read_text()
+    assert all(f"`{name}`" in page for name in IGNORED)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
@@ -145,9 +149,10 @@ async def test_what_asks_for_nothing_is_not_refused(there: Clients, path: str) -
 
 
 async def test_tokens_are_counted_with_the_tools(there: Clients, dispatcher: FakeDispatcher) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"name": "look"}]}
+    tools = [{"name": "look"}]
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
     counted = (await there.http.post("/tokenize", json=body)).json()["tokens"]
-    await there.http.post("/v1/chat/completions", json=body | {"max_tokens": 1})
+    _ = [event async for event in there.grpc.chat([("user", "hi")], tools=tools, max_tokens=1)]
     assert tuple(counted) == dispatcher.requests[0].prompt
 
 
@@ -178,11 +183,14 @@ async def test_a_message_may_be_empty_and_an_assistants_null(there: Clients, dis
     assert bytes(dispatcher.requests[0].prompt) == b"<system>\n<user>hi\n<assistant>\n<user>\n"
 
 
-async def test_tools_reach_the_template(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_tools_are_refused_unless_none_may_be_called(there: Clients, dispatcher: FakeDispatcher) -> None:
+    """Answers have no tool_calls yet: an agent would wait for what never comes."""
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"name": "look"}], "max_tokens": 1}
-    for choice, begins in (("auto", b"[look]<user>"), ("none", b"<user>")):
-        await there.http.post("/v1/chat/completions", json=body | {"tool_choice": choice})
-        assert bytes(dispatcher.requests[-1].prompt).startswith(begins)
+    for choice in (None, "auto"):
+        refused = await there.http.post("/v1/chat/completions", json=body | {"tool_choice": choice})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    assert (await there.http.post("/v1/chat/completions", json=body | {"tool_choice": "none"})).status_code == 200
+    assert bytes(dispatcher.requests[-1].prompt).startswith(b"<user>")
 
 
 @pytest.mark.parametrize("prompt", ["hello", ["hello", "there"]])

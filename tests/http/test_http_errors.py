@@ -84,12 +84,20 @@ async def test_what_is_wrong_is_named(there: Clients, change: dict[str, object],
         ("/v1/chat/completions", "functions", [{"name": "look"}]),
         ("/v1/chat/completions", "function_call", {"name": "look"}),
         ("/v1/chat/completions", "chat_template", "{{ messages }}"),
-        ("/v1/chat/completions", "chat_template_kwargs", {"enable_thinking": False}),
+        ("/v1/chat/completions", "reasoning_effort", "high"),
+        ("/v1/chat/completions", "verbosity", "low"),
+        ("/v1/chat/completions", "modalities", ["text", "audio"]),
+        ("/v1/chat/completions", "return_token_ids", True),
+        ("/v1/chat/completions", "cache_salt", "grain"),
+        ("/v1/chat/completions", "echo", True),
+        ("/v1/completions", "regex", "a+"),
+        ("/v1/completions", "priority", 3),
+        ("/v1/completions", "request_id", "mine"),
+        ("/v1/completions", "return_tokens_as_token_ids", True),
         ("/v1/chat/completions", "continue_final_message", True),
         ("/v1/chat/completions", "add_generation_prompt", False),
         ("/v1/chat/completions", "add_special_tokens", True),
         ("/tokenize", "add_generation_prompt", False),
-        ("/tokenize", "chat_template_kwargs", {"enable_thinking": False}),
         ("/tokenize", "add_special_tokens", True),
     ],
 )
@@ -163,7 +171,7 @@ async def test_what_does_not_fit_has_the_code_that_clients_look_for(
             "only parts with text",
         ),
         ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
-        ({"tool_choice": "required"}, "tool_choice", "none or auto"),
+        ({"tool_choice": "required"}, "tool_choice", "no tool_calls"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
@@ -177,6 +185,62 @@ async def test_what_is_wrong_in_a_chat_is_named(
     error = error_of(answer)
     assert (answer.status_code, error["param"]) == (400, param)
     assert words in str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param", "words"),
+    [
+        ("/v1/completions", {"max_token": 4}, "max_token", "did you mean 'max_tokens'?"),
+        ("/v1/completions", {"messages": []}, "messages", "is unknown"),
+        ("/v1/chat/completions", {"prompt": "hi"}, "prompt", "is unknown"),
+        ("/tokenize", {"nonsense" * 99: 1}, ("nonsense" * 99)[:64], "is unknown"),
+        (
+            "/v1/chat/completions",
+            {"stream": True, "stream_options": {"usage": 1}},
+            "stream_options.usage",
+            "is unknown",
+        ),
+        (
+            "/v1/chat/completions",
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            "not supported",
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "cost": 1}]}, "messages[0].cost", ""),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache": {}}]}]},
+            "messages[0].content.cache",
+            "is unknown",
+        ),
+    ],
+)
+async def test_unknown_fields_are_refused_by_name(
+    there: Clients, dispatcher: FakeDispatcher, path: str, change: dict[str, object], param: str, words: str
+) -> None:
+    answer = await there.http.post(path, json=(ASK if path == "/v1/completions" else CHAT) | change)
+    error = error_of(answer)
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert words in str(error["message"]) and not dispatcher.requests
+
+
+def nested(depth: int) -> dict[str, object]:
+    value: dict[str, object] = {}
+    for _ in range(depth):
+        value = {"properties": value}
+    return value
+
+
+@pytest.mark.parametrize("field", ["tools[0]", "chat_template_kwargs"])
+async def test_what_is_nested_too_deep_is_refused_without_a_word_in_the_log(
+    there: Clients, caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    value = [nested(500)] if field == "tools[0]" else nested(500)
+    body = {"messages": CHAT["messages"], field.partition("[")[0]: value}
+    with caplog.at_level("WARNING"):
+        answer = await there.http.post("/tokenize", json=body)
+    assert (answer.status_code, error_of(answer)["param"]) == (400, field)
+    assert "more than 64 levels deep" in answer.text and not caplog.records
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000])

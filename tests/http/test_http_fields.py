@@ -44,6 +44,7 @@ ASKED: dict[str, dict[str, object]] = {
 # Tested elsewhere, or no sampling.
 OTHERS = {
     *("model", "stream", "stream_options", "prompt", "messages", "tools", "tool_choice", "response_format"),
+    "chat_template_kwargs",
     *("n", "best_of", "add_special_tokens", "echo"),
 }
 

@@ -204,6 +204,31 @@ def test_of_several_templates_the_one_for_tools_is_taken_when_there_are_any(tmp_
         assert tokenizer.decode(tokenizer.apply_chat_template(TALK, tools=TOOLS)) == "<weather><time>[user]ab"
 
 
+def with_template(folder: Path, template: str) -> Tokenizer:
+    return Tokenizer(write_tokenizer(folder, "byte-level", chat_template=template))
+
+
+def test_tools_that_the_template_ignores_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="tools: are ignored by this model's chat template"):
+        with_template(tmp_path / "model", PLAIN).apply_chat_template(TALK, tools=TOOLS)
+
+
+def test_further_variables_reach_the_template_and_others_are_refused(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path / "model", "{% if enable_thinking %}<think>{% endif %}" + PLAIN)
+    for wanted, expected in ((True, "<think>[user]ab"), (False, "[user]ab")):
+        tokens = tokenizer.apply_chat_template(TALK, template_kwargs={"enable_thinking": wanted})
+        assert tokenizer.decode(tokens) == expected
+    for name in ("enable_thought", "messages", "tokenize", "bos_token"):
+        with pytest.raises(InvalidRequest, match=f"chat_template_kwargs.{name}: is no variable .* enable_thinking"):
+            tokenizer.apply_chat_template(TALK, template_kwargs={name: True})
+
+
+def test_a_template_that_recurses_into_what_a_client_sends_rejects_it(tmp_path: Path) -> None:
+    endless = "{% macro down(x) %}{{ down([x]) }}{% endmacro %}{{ down(messages) }}"
+    with pytest.raises(InvalidRequest, match="chat template rejects them"):
+        with_template(tmp_path / "model", endless).apply_chat_template(TALK)
+
+
 def test_a_damaged_template_file_is_named(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "model", "byte-level")
     (folder / "chat_template.json").write_text("[]")

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from cluster.api.server import GrpcDoor
@@ -26,7 +27,11 @@ class AnyTokenizer:
         return tuple(text.encode())
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[int, ...]:
         raise NotImplementedError
 
