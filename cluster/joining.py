@@ -48,6 +48,10 @@ class JoinedGateway:
         """Refuse new requests, let running ones end for `grace_s`, then cut them."""
         await self._service.close(grace_s)
 
+    async def cut(self) -> None:
+        """End the requests that a `close` lets run on."""
+        await self._service.cut()
+
 
 async def described(controller: ServiceHandle, timeout_s: float) -> tuple[ClusterSpec, ModelView]:
     """What is served, once a worker has loaded the model. Raises `RuntimeUnavailable`."""

@@ -219,6 +219,11 @@ class GatewayService:
         assert self._dispatcher is not None, "a gateway is asked for its view after it opened"
         return self._dispatcher.view
 
+    async def cut(self) -> None:
+        """End the requests that a `close` lets run on."""
+        if self._door is not None:
+            await self._door.close(0.0)
+
     async def close(self, grace_s: float) -> None:
         for task in self._tasks:
             task.cancel()
@@ -353,20 +358,30 @@ class Serving:
         return ServerReport(tuple(keeper.view for keeper in self._keepers), self._failures.told())
 
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
-        """Doors first, then workers, then the controller. What does not answer is killed."""
-        if self._keep_alive is not None:
-            self._keep_alive.close()
+        """Doors first, then workers, then the controller. What does not answer is killed.
+
+        Requests may run on for `grace_s`; `cut` ends that. The controller is kept alive meanwhile.
+        """
         for keeper in self._keepers:
             keeper.close()
-        await asyncio.gather(*(self._end(gateway, "close", grace_s) for gateway in self._gateways))
+        await asyncio.gather(*(self._end(gateway, "close", grace_s, grace_s=grace_s) for gateway in self._gateways))
+        if self._keep_alive is not None:
+            self._keep_alive.close()
         if self._controller is not None:
             await self._end(self._controller, "stop")
         await self.runtime.close()
         self._closed.set()
 
-    async def _end(self, service: ServiceHandle, method: str, *args: Any) -> None:
+    async def cut(self) -> None:
+        """End the requests that a `close` lets run on; their callers hear that the gateway was closed."""
+        asked = (gateway.call("cut", timeout_s=CLOSE_GRACE_S) for gateway in self._gateways)
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            if error is not None:
+                logger.debug("a gateway is gone already: %s", error)
+
+    async def _end(self, service: ServiceHandle, method: str, *args: Any, grace_s: float = 0.0) -> None:
         try:
-            await service.call(method, *args, timeout_s=3 * CLOSE_GRACE_S)
+            await service.call(method, *args, timeout_s=grace_s + 3 * CLOSE_GRACE_S)
         except WorkerGone as error:
             logger.warning("a service did not close in time: %s", error)
         await self.runtime.stop_service(service)
@@ -413,6 +428,7 @@ async def serve(
     try:
         await serving.open(door, progress)
     except BaseException:
+        progress("closing")
         await serving.close(0.0)
         raise
     return serving

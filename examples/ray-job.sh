@@ -4,4 +4,4 @@
 set -eu
 : "${RAY_ADDRESS:?set it to the dashboard of the Ray, such as http://127.0.0.1:8265}"
 exec ray job submit --no-wait --submission-id "${2:-diptych}" --working-dir . -- \
-    diptych serve -f "${1:-examples/laptop.yaml}"
+    diptych serve --grace 1 -f "${1:-examples/laptop.yaml}"

@@ -23,6 +23,8 @@ from cluster.text import Tokenizer
 from diptych.v1 import admin_pb2_grpc, inference_pb2_grpc
 from diptych.wire import ADMIN, INFERENCE, KEEPALIVE, MESSAGE_SIZES
 
+CUT_S = 0.5  # for the last words of requests that are cut
+
 
 class GrpcDoor:
     """A `Door`. Owned by its gateway process; `load_tokenizer` runs in a thread while the door opens.
@@ -36,6 +38,7 @@ class GrpcDoor:
         self._load_tokenizer = load_tokenizer
         self._server: grpc.aio.Server | None = None
         self._health: HealthService | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self._gateway: Gateway | None = None
 
     @property
@@ -68,18 +71,22 @@ class GrpcDoor:
         return _address(spec.host, port)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, let running ones end for `grace_s`, then cut them; the gateway stays."""
+        """Refuse new requests, and let running ones end for `grace_s`; `close` cuts what is left."""
         server, self._server = self._server, None
         if server is not None:
             assert self._health is not None
             self._health.close()
-            await server.stop(grace_s)
+            self._stopping = asyncio.ensure_future(server.stop(grace_s + CUT_S))
+        if self._stopping is not None:
+            await asyncio.wait([self._stopping], timeout=grace_s)
 
     async def close(self, grace_s: float) -> None:
-        """As `drain`, and the gateway closes too. Safe to call twice, or unopened."""
+        """As `drain`, then the gateway closes, and who was cut hears it. Safe to call twice, or unopened."""
         await self.drain(grace_s)
         if self._gateway is not None:
             await self._gateway.close()
+        if self._stopping is not None:
+            await self._stopping
 
 
 def open_door(context: GatewayContext) -> GrpcDoor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.address import filed
-from cluster.cli.lifetime import cancel_on_terminate, run, with_files, with_http, with_port
+from cluster.cli.lifetime import Interrupts, closing_words, run, with_files, with_http, with_port
 
 if TYPE_CHECKING:
     from cluster.joining import JoinedGateway
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--cluster", default="diptych", show_default=True, help="The name that it is served under.")
+@click.option("--cluster", help="The name that it is served under. [default: the one of this machine, else diptych]")
 @click.option("--port", type=click.IntRange(0, 65535), help="gRPC port; 0 takes any free one. [default: the cluster's]")
 @click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port. [default: the cluster's, or none]")
 @click.option(
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @filed
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="Logs go to standard error.")
 def gateway(
-    cluster: str,
+    cluster: str | None,
     port: int | None,
     http_port: int | None,
     grace_s: float,
@@ -46,8 +46,8 @@ def gateway(
 ) -> None:
     """Open one more gateway for a cluster that is served, and keep it until Ctrl-C.
 
-    It runs in this process, on a node of the Ray on which the cluster is served (RAY_ADDRESS, or the Ray of this
-    machine). Told to end it refuses new requests, lets running ones end, and goes.
+    It runs in this process, on a node of the Ray on which the cluster is served: that of RAY_ADDRESS, or the one that
+    your `diptych serve` started on this machine, or another Ray of this machine. Told to end it refuses new requests, lets running ones end, and goes.
 
     \b
     Example:
@@ -60,7 +60,7 @@ def gateway(
 
 
 async def _gateway(
-    cluster: str,
+    named: str | None,
     change: Callable[["ClusterSpec"], "ClusterSpec"],
     grace_s: float,
     wait_s: float,
@@ -69,23 +69,27 @@ async def _gateway(
     from cluster.doors import open_doors
     from cluster.joining import described, join
     from cluster.logs import begin
+    from cluster.runtime.sessions import settle_join
+
+    cluster = settle_join(named) or named or "diptych"
     from cluster.runtime.ray import join_ray
     from cluster.runtime.ray_nodes import await_controller
 
     name = f"gateway-{socket.gethostname()}"
     await join_ray()
-    cancel_on_terminate()  # again: Ray takes the signal for itself when it starts
+    Interrupts()  # again: Ray takes SIGTERM for itself when it starts
     controller = await await_controller(cluster, wait_s)
     click.echo(f"joining {cluster}")
     spec, model = await described(controller, wait_s)
     spec = change(spec)
     begin(replace(spec.logs, format=log_format or spec.logs.format), name)
     joined = await join(name, spec, model, controller, open_doors)
+    interrupts = Interrupts(serves=True)
     try:
         await _tell(joined, spec.gateway.grpc_scheme)
     finally:
-        click.echo(f"closing: running requests may end within {grace_s:g} s")
-        await joined.close(grace_s)
+        click.echo(closing_words(grace_s))
+        await interrupts.closed(joined.close(grace_s), joined.cut)
 
 
 def _changed(port: int | None, http_port: int | None, files: dict[str, str], spec: "ClusterSpec") -> "ClusterSpec":

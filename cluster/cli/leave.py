@@ -62,6 +62,9 @@ def _words(left: Left) -> str:
 
 async def _leave(named: str | None, deadline_s: float) -> Left:
     from cluster.runtime.interface import RuntimeUnavailable
+    from cluster.runtime.sessions import settle_join
+
+    settle_join()
     from cluster.runtime.ray import join_ray
     from cluster.runtime.ray_nodes import drain, find_node, served_from, this_node
 

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 @click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port, see docs/http.md; 0 takes any free one.")
 @filed
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="Of every process; logs go to standard error.")
+@click.option(
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long running requests may go on after Ctrl-C or SIGTERM; a second one cuts them.",
+)
 @click.option("--no-gateways", is_flag=True, help="Only the workers; `diptych gateway` brings the gateways.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True)
 def serve(
@@ -30,11 +39,12 @@ def serve(
     port: int | None,
     http_port: int | None,
     log_format: str | None,
+    grace_s: float,
     no_gateways: bool,
     runtime: str,
     files: dict[str, str],
 ) -> None:
-    """Bring a cluster up and keep it until Ctrl-C.
+    """Bring a cluster up and keep it until Ctrl-C. What runs then may end within --grace; a second Ctrl-C cuts it.
 
     Joins the Ray cluster of RAY_ADDRESS, or starts Ray on this machine. When everything is ready it says
     `ready: grpc://HOST:PORT`, and where HTTP is served as well `ready: http://HOST:PORT/v1`; with TLS it is grpcs and
@@ -64,7 +74,7 @@ def serve(
         check_doors(spec)
     check_pools(spec, file, runtime)
     try:
-        run(_serve(spec, runtime, gateways=not no_gateways))
+        run(_serve(spec, runtime, grace_s, gateways=not no_gateways))
     except KeyboardInterrupt:
         click.echo("closed")  # the ordinary end
 
@@ -106,8 +116,8 @@ def fetch_model(spec: "ClusterSpec") -> Path:
         return resolve(spec.model, progress).path
 
 
-async def _serve(spec: "ClusterSpec", runtime: str, *, gateways: bool) -> None:
-    async with running_cluster(spec, runtime, click.echo, gateways=gateways) as serving:
+async def _serve(spec: "ClusterSpec", runtime: str, grace_s: float, *, gateways: bool) -> None:
+    async with running_cluster(spec, runtime, click.echo, gateways=gateways, grace_s=grace_s) as serving:
         if not gateways:
             click.echo(f"ready: the workers of {spec.name}; `diptych gateway` opens its doors")
         for endpoint in serving.endpoints:

@@ -30,6 +30,7 @@ from cluster.runtime.interface import (
 from cluster.runtime.placement import Node, bundle, listed, own_labels, own_resources, selectors, shortage, would_fit
 from cluster.runtime.ray_metrics import WorkerMetrics
 from cluster.runtime.ray_ranks import RayRanks, on_this_node, rank_options
+from cluster.runtime.sessions import Session, announce, withdraw
 from cluster.spec import ClusterSpec, LogSpec
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from kvtransfer.watchdog import patient_timeout
@@ -47,6 +48,8 @@ CONNECT_TIMEOUT_S = 90.0
 REACH_TIMEOUT_S = 5.0
 UNFIT_TIMEOUT_S = 1.0
 NAMELESS_TIMEOUT_S, NAMELESS_LOOK_S = 5.0, 0.02  # Ray tells nobody when a name is free again
+OPEN_ADVICE = "check RAY_ADDRESS and RAY_AUTH_MODE, or unset RAY_ADDRESS"
+JOIN_ADVICE = "set RAY_ADDRESS to the Ray on which the cluster is served, and RAY_AUTH_TOKEN to its token"
 LOCAL_STORE_BYTES = 100 * 1024 * 1024  # KV and tokens never pass through the object store
 
 
@@ -214,12 +217,13 @@ class RayService:
 class RayRuntime:
     """Sends to other processes: holds names only. `owns_ray`: this process started the local Ray and ends it.
 
-    `logs`: how the actors log.
+    `logs`: how the actors log. `session_file`: by which other commands find this Ray; empty: there is none.
     """
 
     cluster: str
     owns_ray: bool = False
     logs: LogSpec = field(default_factory=LogSpec)
+    session_file: str = ""
     name: str = "ray"
 
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
@@ -332,6 +336,7 @@ class RayRuntime:
     async def close(self) -> None:
         await self.end_all()
         if self.owns_ray:
+            withdraw(self.session_file)
             await asyncio.to_thread(ray.shutdown)
 
 
@@ -403,28 +408,52 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
             "object_store_memory": LOCAL_STORE_BYTES,
             "_node_ip_address": "127.0.0.1",
         }
-    await _init(options, address)
-    return RayRuntime(spec.name, owns_ray=not address, logs=spec.logs)
+    await _init(options, address, OPEN_ADVICE, progress)
+    return RayRuntime(spec.name, owns_ray=not address, logs=spec.logs, session_file="" if address else _announced(spec))
+
+
+def _announced(spec: ClusterSpec) -> str:
+    """Empty, with a word in the log, where no file can be written: the cluster itself needs none."""
+    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    if os.environ.get("RAY_AUTH_MODE") == "token" and not token:
+        return ""  # it is in a file that the user named, and that whoever joins names as well
+    try:
+        return str(announce(Session(spec.name, ray.get_runtime_context().gcs_address, token, os.getpid())))
+    except OSError as error:
+        logger.warning("`diptych gateway` and `leave` will not find this Ray by themselves: %s", error)
+        return ""
 
 
 async def join_ray() -> None:
     """Join the Ray of RAY_ADDRESS, or the one that this machine is a node of. Raises `RuntimeUnavailable`."""
     address = os.environ.get("RAY_ADDRESS") or "auto"
     options = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR, "address": address}
-    await _init(options, address)
+    await _init(options, address, JOIN_ADVICE)
 
 
-async def _init(options: dict[str, Any], address: str | None) -> None:
+async def _init(
+    options: dict[str, Any], address: str | None, advice: str, progress: Callable[[str], None] = lambda line: None
+) -> None:
     try:
         if address:
             await _reachable(address)
-        await asyncio.wait_for(asyncio.to_thread(ray.init, **options), CONNECT_TIMEOUT_S)
+        await _started(options, progress)
     except (OSError, TimeoutError, RuntimeError, ValueError, RayError) as error:
         where = f"Ray at {address}" if address else "a local Ray"
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-        raise RuntimeUnavailable(
-            f"{where} cannot be reached: {reason}; check RAY_ADDRESS and RAY_AUTH_MODE, or unset RAY_ADDRESS"
-        ) from None
+        raise RuntimeUnavailable(f"{where} cannot be reached: {reason}; {advice}") from None
+
+
+async def _started(options: dict[str, Any], progress: Callable[[str], None]) -> None:
+    """Nothing can break `ray.init` off, so who is cancelled here waits for it, and ends that Ray again."""
+    starting = asyncio.ensure_future(asyncio.to_thread(ray.init, **options))
+    try:
+        await asyncio.wait_for(asyncio.shield(starting), CONNECT_TIMEOUT_S)
+    except asyncio.CancelledError:
+        progress("closing: Ray is still starting and ends after that")
+        await asyncio.wait([starting], timeout=CONNECT_TIMEOUT_S)
+        await asyncio.to_thread(ray.shutdown)
+        raise
 
 
 def _cpus(spec: ClusterSpec) -> int:

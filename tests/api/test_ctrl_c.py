@@ -1,0 +1,152 @@
+"""`diptych serve` as a process that is told to end: once, twice, and before it serves."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import yaml
+
+from cluster.runtime.ray import _started
+from diptych.client import AsyncClient, Completed, DiptychError, TextDelta
+from tests.model.tiny import write_tiny_llama
+
+TOKENS = 60
+START_S, STOP_S = 60.0, 20.0
+SLOW = {"step_s": 0.03, "prefill_token_s": 0.0, "prefill_pair_s": 0.0, "decode_row_s": 0.0, "decode_context_s": 0.0}
+
+
+class Server:
+    """`lines` is all it printed, standard error among it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, path: Path) -> None:
+        self.process = process
+        self._path = path
+
+    @property
+    def lines(self) -> list[str]:
+        return self._path.read_text().splitlines()
+
+    def press_ctrl_c(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    async def endpoint(self) -> str:
+        async with asyncio.timeout(START_S):
+            while True:
+                assert self.process.returncode is None, self.lines
+                for line in self.lines:
+                    if line.startswith("ready: grpc://"):
+                        return line.split("//")[1]
+                await asyncio.sleep(0.05)
+
+    async def end(self) -> None:
+        """It ended by itself, orderly, and "closed" is the last that it said."""
+        assert await asyncio.wait_for(self.process.wait(), STOP_S) == 0, self.lines
+        assert self.lines[-1] == "closed" and not any("Traceback" in line for line in self.lines), self.lines
+
+
+@asynccontextmanager
+async def server(folder: Path, *options: str) -> AsyncIterator[Server]:
+    """One worker of modelled steps of 30 ms, in a process group of its own, as in a shell."""
+    pool = {"name": "all", "role": "mixed", "cost": SLOW, "engine": {"kv_blocks": 512, "max_batch_tokens": 64}}
+    document = {"name": "ending", "model": str(write_tiny_llama(folder / "tiny")), "executor": "modelled"}
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(document | {"pools": [pool]}))
+    command = [sys.executable, "-u", "-m", "cluster.cli", "serve", "-f", str(folder / "cluster.yaml"), "--port", "0"]
+    with (folder / "said").open("w") as said:
+        process = await asyncio.create_subprocess_exec(
+            *command, "--runtime", "local", *options, stdout=said, stderr=said, start_new_session=True
+        )
+    try:
+        yield Server(process, folder / "said")
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+async def test_the_first_ctrl_c_takes_no_new_request_and_lets_the_running_one_end(tmp_path: Path) -> None:
+    async with server(tmp_path) as subject, AsyncClient(await subject.endpoint()) as client:
+        tokens, ended = 0, False
+        async for event in client.generate("the sea", max_tokens=TOKENS, ignore_eos=True):
+            if isinstance(event, TextDelta):
+                if not tokens:
+                    subject.press_ctrl_c()
+                tokens += len(event.tokens)
+            ended = isinstance(event, Completed)
+        assert (tokens, ended) == (TOKENS, True)
+        with pytest.raises(DiptychError) as refused:
+            await client.complete("the sea", max_tokens=1)
+        assert refused.value.code == "UNAVAILABLE"
+        await subject.end()
+    assert "closing: running requests may end within 10 s; Ctrl-C cuts them" in subject.lines
+
+
+async def test_the_second_ctrl_c_cuts_the_running_one_which_hears_why_and_later_ones_do_nothing(tmp_path: Path) -> None:
+    async with server(tmp_path, "--grace", "60") as subject, AsyncClient(await subject.endpoint()) as client:
+        with pytest.raises(DiptychError, match="the gateway was closed; ask again") as cut:
+            async for event in client.generate("the sea", max_tokens=2000, ignore_eos=True):
+                if isinstance(event, TextDelta) and event.first_position < 3:
+                    subject.press_ctrl_c()
+                    await asyncio.sleep(0.2)
+        assert (cut.value.code, cut.value.reason) == ("UNAVAILABLE", "GATEWAY_CLOSED")
+        while subject.process.returncode is None:
+            subject.press_ctrl_c()
+            await asyncio.sleep(0.05)
+        await subject.end()
+
+
+async def test_at_the_end_of_the_grace_a_stream_hears_why_it_is_cut(tmp_path: Path) -> None:
+    async with server(tmp_path, "--grace", "0.5") as subject, AsyncClient(await subject.endpoint()) as client:
+        with pytest.raises(DiptychError, match="the gateway was closed; ask again"):
+            async for event in client.generate("the sea", max_tokens=2000, ignore_eos=True):
+                if isinstance(event, TextDelta) and event.first_position == 0:
+                    subject.press_ctrl_c()
+        await subject.end()
+
+
+async def test_who_is_cancelled_while_ray_starts_ends_that_ray_before_anything_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(ray, "init", lambda **options: (time.sleep(0.3), told.append("started")))
+    monkeypatch.setattr(ray, "shutdown", lambda: told.append("ended"))
+    starting = asyncio.ensure_future(_started({}, told.append))
+    await asyncio.sleep(0.05)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert told == ["closing: Ray is still starting and ends after that", "started", "ended"]
+
+
+STUCK = """
+import asyncio, subprocess, sys, time
+from cluster.cli.lifetime import run
+async def work():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    print(child.pid, flush=True)
+    try:
+        await asyncio.to_thread(time.sleep, 60)  # as Ray's start
+    finally:
+        await asyncio.to_thread(time.sleep, 60)
+run(work())
+"""
+
+
+def test_before_anything_is_served_the_second_ctrl_c_ends_all_processes_at_once() -> None:
+    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert process.wait(STOP_S) == 130
+    assert process.stderr.read() == "closed\n"
+    child.wait(STOP_S)

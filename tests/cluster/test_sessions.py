@@ -1,0 +1,96 @@
+"""How other commands of the same user find the Ray that `serve` started, and are not led astray by what was left."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.runtime.interface import RuntimeUnavailable
+from cluster.runtime.sessions import Session, announce, folder, sessions, settle_join, withdraw
+
+NAMES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_NUM_REDIS_GET_RETRIES", "RAY_BACKEND_LOG_LEVEL")
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of its own, and an environment that says nothing of Ray."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that what the subject sets goes away after the test
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Where somebody listens, as a Ray would."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def said() -> dict[str, str]:
+    return {name: os.environ[name] for name in NAMES if name in os.environ}
+
+
+def test_the_environment_gets_the_address_and_the_token_of_the_one_that_is_served(address: str) -> None:
+    announce(Session("llm", address, "s3cret", os.getpid()))
+    assert settle_join() == "llm"
+    assert said() == {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "s3cret"}
+
+
+def test_an_address_that_is_given_gets_the_token_that_belongs_to_it(address: str) -> None:
+    announce(Session("llm", address, "s3cret", os.getpid()))
+    os.environ["RAY_ADDRESS"] = address
+    assert settle_join("llm") == "llm" and said()["RAY_AUTH_TOKEN"] == "s3cret"
+
+
+def test_what_the_environment_says_of_tokens_is_left_alone(address: str) -> None:
+    announce(Session("llm", address, "s3cret", os.getpid()))
+    os.environ["RAY_AUTH_TOKEN"] = "mine"
+    assert settle_join("llm") is None and said() == {"RAY_AUTH_TOKEN": "mine"}
+
+
+def test_only_its_owner_reads_a_token_and_it_goes_with_its_ray(address: str) -> None:
+    path = announce(Session("llm", address, "s3cret", os.getpid()))
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    withdraw(str(path))
+    assert list(sessions()) == [] and list(folder().iterdir()) == []
+
+
+@pytest.mark.parametrize("gone", ["process", "port"])
+def test_what_a_killed_process_left_behind_is_removed(address: str, gone: str) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        closed = f"127.0.0.1:{listening.getsockname()[1]}"
+    session = ("llm", address, "", ended.pid) if gone == "process" else ("llm", closed, "", os.getpid())
+    path = announce(Session(*session))
+    assert settle_join() is None and not path.exists()
+
+
+def test_a_file_that_is_no_session_is_passed_over(address: str) -> None:
+    announce(Session("llm", address, "", os.getpid()))
+    (folder() / "1.json").write_text("{")
+    assert [each.cluster for each in sessions()] == ["llm"]
+
+
+def test_of_several_one_has_to_be_named(address: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as second:
+        other = f"127.0.0.1:{second.getsockname()[1]}"
+        announce(Session("llm", address, "a", os.getpid()))
+        announce(Session("chat", other, "b", os.getppid()))
+        assert settle_join("chat") == "chat" and said()["RAY_ADDRESS"] == other
+        for name in NAMES:
+            os.environ.pop(name, None)
+        with pytest.raises(RuntimeUnavailable, match=r"several clusters are served .*; set RAY_ADDRESS"):
+            settle_join()
+
+
+def test_a_name_that_is_not_served_is_one_line_that_names_those_that_are(address: str) -> None:
+    announce(Session("llm", address, "a", os.getpid()))
+    with pytest.raises(RuntimeUnavailable, match=rf"no cluster called 'lm' is served .*; there is llm at {address}"):
+        settle_join("lm")
