@@ -365,6 +365,7 @@ class Serving:
         for keeper in self._keepers:
             keeper.close()
         await asyncio.gather(*(self._end(gateway, "close", grace_s, grace_s=grace_s) for gateway in self._gateways))
+        self._gateways = []  # a call by Ray after its end would start another Ray
         if self._keep_alive is not None:
             self._keep_alive.close()
         if self._controller is not None:

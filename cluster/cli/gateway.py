@@ -47,7 +47,8 @@ def gateway(
     """Open one more gateway for a cluster that is served, and keep it until Ctrl-C.
 
     It runs in this process, on a node of the Ray on which the cluster is served: that of RAY_ADDRESS, or the one that
-    your `diptych serve` started on this machine, or another Ray of this machine. Told to end it refuses new requests, lets running ones end, and goes.
+    your `diptych serve` started on this machine, or another Ray of this machine. Told to end it refuses new requests,
+    lets running ones end, and goes.
 
     \b
     Example:

@@ -88,3 +88,21 @@ async def test_a_gateway_ends_when_its_controller_is_gone_and_waits_for_one_no_l
             RuntimeUnavailable, match=r"does not answer \(it is dead\) within 0 s; see what `diptych serve`"
         ):
             await described(gone, 0.2)
+
+
+async def test_a_gateway_that_has_ended_is_not_asked_to_cut_anything() -> None:
+    asked: list[str] = []
+
+    class Counted(Door):
+        async def close(self, grace_s: float) -> None:
+            asked.append(f"{grace_s:g}")
+
+    shared = SharedMemory()
+    runtime = LocalRuntime(
+        lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=FAST)
+    )
+    serving = await serve(split_spec(1, 1), runtime=runtime, door=Counted)
+    await asyncio.gather(serving.close(5.0), serving.cut())
+    assert sorted(asked) == ["0", "5"]
+    await serving.cut()
+    assert len(asked) == 2
