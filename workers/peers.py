@@ -1,17 +1,38 @@
 """The owners that this worker reads from: one control connection and one proven link for each incarnation.
 
-Opened by whoever needs them first, shared by all, dropped when the connection breaks. Knows no sequence and no lease.
+Opened by whoever needs them first, shared by all, dropped when the connection breaks. A transport that is rebuilt, ours
+or the owner's, has another address; the next reader proves the link again before it reads. Knows no sequence and no
+lease.
 """
 
 import asyncio
 import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from kvtransfer.control import ControlClient
-from kvtransfer.ticket import LinkReport, PeerAddress
+from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from workers.config import WorkerConfig
 from workers.engine.executor import Executor
 
 logger = logging.getLogger(__name__)
+
+
+Addresses: TypeAlias = tuple[tuple[tuple[str, bytes], ...], ...]  # of each rank's transports
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """`proof` of the way from `ours` to `peer`; None when it does not hold any more.
+
+    `known` are all addresses that the peer has had: an older ticket names an older one, and means the same memory.
+    """
+
+    peer: PeerAddress
+    ours: Addresses
+    known: frozenset[Addresses]
+    proof: "asyncio.Future[LinkReport] | None"
 
 
 class Peers:
@@ -22,25 +43,33 @@ class Peers:
         self._deadline_s = config.transfer.read_timeout_s
         self._executor = executor
         self._clients: dict[str, asyncio.Future[ControlClient]] = {}
-        self._links: dict[str, asyncio.Future[LinkReport]] = {}
-        self._met: set[str] = set()  # incarnations that the executor may hold a link to, proven or not
+        self._links: dict[str, _Link] = {}  # of all incarnations that the executor may hold a link to, proven or not
         self._forgetting: set[asyncio.Future[None]] = set()
         self._closed = False
 
     async def meet(self, peer: PeerAddress) -> tuple[ControlClient, LinkReport]:
         """The connection to this incarnation and its link, as proven by preflight. Errors: `TransferError`."""
         client = await self._client(peer)
-        linking = self._links.get(peer.incarnation)
-        if linking is None or _failed(linking):
-            self._met.add(peer.incarnation)
-            linking = asyncio.ensure_future(self._executor.connect(peer))
-            linking.add_done_callback(_failed)  # those who asked may have left
-            self._links[peer.incarnation] = linking
-        return client, await asyncio.shield(linking)
+        return client, await asyncio.shield(self._proof(peer))
+
+    def _proof(self, peer: PeerAddress) -> "asyncio.Future[LinkReport]":
+        ours, theirs = _addresses(self._executor.shards()), _addresses(peer.shards)
+        link = self._links.get(peer.incarnation)
+        known = link.known if link else frozenset[Addresses]()
+        if link and theirs in known:
+            peer = link.peer  # the latest address
+            if link.ours == ours and link.proof and not _failed(link.proof):
+                return link.proof
+        proof = asyncio.ensure_future(self._executor.connect(peer))
+        proof.add_done_callback(_failed)  # those who asked may have left
+        self._links[peer.incarnation] = _Link(peer, ours, known | {theirs}, proof)
+        return proof
 
     def unlink(self, incarnation: str) -> None:
         """A read found the owner's memory gone: the next reader proves the link anew, if the owner lives."""
-        self._links.pop(incarnation, None)
+        link = self._links.get(incarnation)
+        if link and link.proof and link.proof.done():
+            self._links[incarnation] = replace(link, proof=None)
 
     async def close(self) -> None:
         self._closed = True
@@ -69,10 +98,9 @@ class Peers:
     def _lost(self, incarnation: str) -> None:
         """The control connection broke: that incarnation is dead to us, and so is its memory."""
         self._clients.pop(incarnation, None)
-        linking = self._links.pop(incarnation, None)
-        if incarnation in self._met and not self._closed:
-            self._met.discard(incarnation)
-            forgetting = asyncio.ensure_future(self._forget(incarnation, linking))
+        link = self._links.pop(incarnation, None)
+        if link is not None and not self._closed:
+            forgetting = asyncio.ensure_future(self._forget(incarnation, link.proof))
             self._forgetting.add(forgetting)
             forgetting.add_done_callback(self._forgetting.discard)
 
@@ -84,6 +112,10 @@ class Peers:
             await self._executor.forget(incarnation)
         except Exception:
             logger.exception("the link to %s could not be let go of", incarnation)
+
+
+def _addresses(shards: Iterable[ShardAddress]) -> Addresses:
+    return tuple(shard.transports for shard in shards)
 
 
 def _failed(future: "asyncio.Future[ControlClient] | asyncio.Future[LinkReport]") -> bool:
