@@ -9,17 +9,30 @@ from cluster.spec import ClusterSpec, PoolSpec, SpecError
 from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.description import ModelConfig
+from workers.model.gguf_origin import read_origin
 from workers.model.shard import check_parallel
 
-# Files of GPUs' drivers: NVIDIA, AMD, NVIDIA under WSL, Intel and others.
-_DEVICES = ("nvidia[0-9]*", "kfd", "dxg", "dri/renderD*", "accel*")
+# Files of GPUs' drivers: NVIDIA on PCs, boards and WSL, AMD, Intel and others.
+_DEVICES = ("nvidia[0-9]*", "nvhost*", "nvgpu*", "dxg", "kfd", "dri/renderD*", "accel*")
 
 
 def check_model(spec: ClusterSpec, folder: Path) -> None:
     """Raises `SpecError` for a pool whose settings the model in `folder` cannot fill, `ModelError` for the model."""
     model = read_model_config(folder)
     for index, pool in enumerate(spec.pools):
-        _check_parallel(pool, f"pools[{index}]", model)
+        path = f"pools[{index}]"
+        _check_parallel(pool, path, model)
+        if pool.engine.weights == "gguf" and read_origin(folder) is None:
+            raise SpecError(
+                f"{path}.engine.weights is gguf, but {folder} was not converted from a GGUF file; name a .gguf file as "
+                "the model, or take q8_0"
+            )
+        on_gpu = pool.engine.device.startswith("cuda") or (pool.resources.gpu and pool.engine.device != "cpu")
+        if pool.engine.weights != "float32" and on_gpu:
+            raise SpecError(
+                f"{path}.engine.weights is {pool.engine.weights}, which needs a CPU; on a GPU leave it out and set "
+                "engine.dtype"
+            )
 
 
 def check_devices(spec: ClusterSpec, devices: Path = Path("/dev")) -> None:
@@ -27,14 +40,14 @@ def check_devices(spec: ClusterSpec, devices: Path = Path("/dev")) -> None:
     if any(next(devices.glob(pattern), None) for pattern in _DEVICES):
         return
     for index, pool in enumerate(spec.pools):
-        wants = f"engine.device is {pool.engine.device}" if pool.engine.device.startswith("cuda") else ""
-        if pool.resources.gpu:
-            wants = f"resources.gpu is {pool.resources.gpu:g}"
-        if wants and pool.bounds[1]:
-            raise SpecError(
-                f"pools[{index}].{wants}, but this machine has no GPU; leave it out to serve on the CPU, or set "
-                "RAY_ADDRESS to join a Ray cluster whose nodes have GPUs"
-            )
+        on_gpu = pool.engine.device.startswith("cuda")
+        if not pool.bounds[1] or not (on_gpu or pool.resources.gpu):
+            continue
+        wants = f"resources.gpu is {pool.resources.gpu:g}" if pool.resources.gpu else "engine.device is cuda"
+        raise SpecError(
+            f"pools[{index}].{wants}, but this machine has no GPU; leave it out to serve on the CPU, or set "
+            "RAY_ADDRESS to join a Ray cluster whose nodes have GPUs"
+        )
 
 
 def _check_parallel(pool: PoolSpec, path: str, model: ModelConfig) -> None:

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from cluster.cli import main
-from cluster.precheck import check_devices
+from cluster.precheck import check_devices, check_model
 from cluster.spec import PoolSpec, Resources, Role, SpecError, laptop_spec, load_spec
 from tests.model.tiny import write_tiny_llama
 from workers.config import EngineConfig
@@ -58,6 +58,7 @@ REFUSED = [
     ({"second": "parallel: {pipeline: 3}"}, 11, "second", "pools[1].parallel.pipeline is 3, but the model has 2 laye"),
     ({"second": "resources: {gpu: 1}"}, 11, "second", "pools[1].resources.gpu is 1, but this machine has no GPU; lea"),
     ({"engine": "device: cuda"}, 10, "second", "pools[1].engine.device is cuda, but this machine has no GPU; leave"),
+    ({"engine": "weights: gguf"}, 10, "second", "pools[1].engine.weights is gguf, but"),
     ({"more": "gateway: {grpc_port: 99999}"}, 12, "", "gateway: grpc_port is 99999; it must lie between 0"),
     ({"more": "elastic:\n  margin: -1"}, 13, "", "elastic: margin is -1.0; it must not be negative"),
     ({"more": "name: A"}, 12, "", "name 'A' must be lower-case letters"),
@@ -91,6 +92,12 @@ def test_a_file_without_faults_is_only_read(tmp_path: Path, model: Path, monkeyp
     result = CliRunner().invoke(main, ["serve", "--port", "0", "-f", str(written(tmp_path, model))])
     assert result.exit_code == 0, result.output
     assert len(begun) == 1
+
+
+def test_quantised_weights_on_a_gpu_are_refused(tmp_path: Path, model: Path) -> None:
+    path = written(tmp_path, model, engine="weights: int8", second="resources: {gpu: 1}")
+    with pytest.raises(SpecError, match=r"pools\[1\].engine.weights is int8, which needs a CPU"):
+        check_model(load_spec(path), model)
 
 
 def test_gpus_elsewhere_or_here_are_no_ones_business_before_the_start(tmp_path: Path) -> None:
