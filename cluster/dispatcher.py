@@ -256,7 +256,10 @@ class Dispatcher:
         life.watch.lap("admission")
         while True:
             try:
-                return await self._attempt(life)
+                finish = await self._attempt(life)
+                if finish is not FinishReason.LENGTH or not self._placing.may_go_on(life):
+                    return finish
+                self._go_on_elsewhere(life)
             except PlacedAnew:
                 continue
             except AttemptFailed as failure:
@@ -276,6 +279,14 @@ class Dispatcher:
                 life.request = life.request.retry(tuple(life.sent), fresh=failure.corrupt)
                 life.phase = "recovery"
                 await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2**life.request.attempt))
+
+    def _go_on_elsewhere(self, life: Life) -> None:
+        """Its worker was full, its answer is not at its end: nothing failed, and a worker with more room goes on."""
+        told = about(self._name, life.request.id, worker=life.decode_workers[-1])
+        logger.info("request %s fills %s, and goes on elsewhere", life.request.id, life.decode_workers[-1], extra=told)
+        life.request = life.request.retry(tuple(life.sent), fresh=False)
+        life.num_anew += 1
+        life.phase = "recovery"
 
     async def _attempt(self, life: Life) -> FinishReason:
         placement = self._placing.placed_before(life) or await self._placing.place(life)

@@ -126,6 +126,12 @@ class Gateway:
             finally:  # whoever is cancelled here, too, gives its place back
                 del self._active[request_id]
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together that any request may have: the model's context, and what pools hold."""
+        told = (_longest_sequence(self.view, role) for role in (Role.PREFILL, Role.DECODE))
+        return min([self._context.model.context_length, *(longest for longest in told if longest is not None)])
+
     def check_model(self, model: str) -> None:
         """Raises `UnknownModel` for any but the served one; empty is whichever is served."""
         served = self._context.model.name

@@ -171,6 +171,13 @@ class Placing:
         placements = (each.placement for each in self._lives.values() if each.request.group == group)
         return next((placement.prefill for placement in placements if placement), "")
 
+    def may_go_on(self, life: Life) -> bool:
+        """Whether an answer that ended by its length reached its worker's bound only, and another one can hold more."""
+        most, num_tokens = life.request.sampling.max_tokens, len(life.request.prompt) + len(life.sent)
+        if most is not None and len(life.sent) >= most:
+            return False
+        return any(member.view.capacity_tokens > num_tokens for member in self._roster.membership.members)
+
     def _refuse_unservable(self, request: Request) -> None:
         capacities = [
             member.view.capacity_tokens for member in self._roster.membership.members if member.view.capacity_tokens

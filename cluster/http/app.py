@@ -116,7 +116,7 @@ class _Routes:
             tokens = await self._gateway.encode(given)
         told: dict[str, Any] = {
             "count": len(tokens),
-            "max_model_len": self._context.model.context_length,
+            "max_model_len": self._gateway.max_model_len,
             "tokens": tokens,
         }
         if body.return_token_strs:
@@ -166,7 +166,7 @@ class _Routes:
             "object": "model",
             "created": self._started_s,
             "owned_by": "diptych",
-            "max_model_len": model.context_length,
+            "max_model_len": self._gateway.max_model_len,
             "default_sampling_params": self._gateway.default_sampling,
         }
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from cluster.policy.outlook import DECODE, PREFILL, PromptSide
-from cluster.policy.picking import beside, fitting
+from cluster.policy.picking import beside, fitting, roomy
 from cluster.policy.placement import Ask
 from cluster.view import WorkerView
 from workers.request import SLO
@@ -34,9 +34,9 @@ class Everyone:
         return []  # they are among the others
 
     def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
-        yield [worker for worker in self._workers if worker.role is not PREFILL]
+        yield roomy(self._ask, [worker for worker in self._workers if worker.role is not PREFILL])
         if alone:
-            yield [worker for worker in self._workers if worker.role is PREFILL]
+            yield roomy(self._ask, [worker for worker in self._workers if worker.role is PREFILL])
 
     def lender(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
         owners = [

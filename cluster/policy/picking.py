@@ -46,13 +46,13 @@ class Picking(Router):
         while prefills and decodes:
             prefill = self.pick_prefill(ask, beside(ask, prefills))
             if linked := [worker for worker in decodes if ask.view.linked(prefill.name, worker.name)]:
-                return self.placed(ask, prefill, self.pick_decode(ask, linked), self.reason)
+                return self.placed(ask, prefill, self.pick_decode(ask, roomy(ask, linked)), self.reason)
             prefills.remove(prefill)
         if mixed:
-            worker = self.pick_whole(ask, beside(ask, mixed))
+            worker = self.pick_whole(ask, beside(ask, roomy(ask, mixed)))
             return self.placed(ask, worker, worker, f"{self.reason}: mixed worker")
         if ask.alone and (either := fitting(ask)):
-            worker = self.pick_whole(ask, either)
+            worker = self.pick_whole(ask, roomy(ask, either))
             return self.placed(ask, worker, worker, "no linked pair is ready: one worker does both")
         return None
 
@@ -89,6 +89,13 @@ def fitting(ask: Ask) -> list[WorkerView]:
         for worker in ask.view.workers
         if worker.state is ready and tokens < worker.capacity_tokens and worker.name not in avoid
     ]
+
+
+def roomy(ask: Ask, workers: Sequence[WorkerView]) -> list[WorkerView]:
+    """Of these, those with room for the longest answer it may get. Where nobody has, those with the most room."""
+    longest = max((worker.capacity_tokens for worker in workers), default=0)
+    needed = ask.needed_tokens(longest)
+    return [worker for worker in workers if worker.capacity_tokens >= needed]
 
 
 def beside(ask: Ask, workers: Workers) -> Workers:

@@ -54,6 +54,11 @@ class Ask:
         most = self.request.sampling.max_tokens
         return None if most is None else most - len(self.request.generated)
 
+    def needed_tokens(self, longest: int) -> int:
+        """Tokens of the request with the longest answer it may get, where nobody holds more than `longest`."""
+        left = self.tokens_left
+        return longest if left is None else min(longest, self.request.num_tokens + left)
+
 
 class Placement(Struct, frozen=True, gc=False):
     """`prefill` and `decode` name workers; the same name twice: one worker does both, and nothing moves.

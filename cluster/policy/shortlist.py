@@ -355,7 +355,7 @@ class Glance:
     def wholes(self, slo: SLO, early: float) -> list[WorkerView]:
         """Mixed workers to do both phases; the first token comes within so much of its promised time."""
         table = self._table
-        mixed = self._fits & table.is_mixed
+        mixed = self._roomy(self._fits & table.is_decode_home) & table.is_mixed
         if not np.count_nonzero(mixed):
             return []
         if (sibling := self._sibling()) is not None:
@@ -371,13 +371,19 @@ class Glance:
 
     def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
         """To decode: at home with room; away with room, if prefill workers may decode; without room."""
-        home = self._fits & self._table.is_decode_home
-        able = self._fits if alone else home
+        home = self._roomy(self._fits & self._table.is_decode_home)
+        able = home | self._roomy(self._fits & self._table.is_prefill) if alone else home
         tpot_s, room = self._tpot_s(), self._has_room()
         yield self._best(tpot_s, home & room, 2)
         yield self._best(tpot_s, able & self._table.is_prefill & room, 2) + self._best(tpot_s, home & ~room, 1)
         if not (able & room).any():
             yield self._best(tpot_s, able, 1)
+
+    def _roomy(self, who: Flags) -> Flags:
+        """As `picking.roomy`."""
+        capacity = self._table.capacity
+        roomy: Flags = who & (capacity >= self._ask.needed_tokens(int(capacity[who].max(initial=0))))
+        return roomy
 
     def lender(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
         """The prefill worker that has most of the prompt, more than so much, and is linked to the reader."""

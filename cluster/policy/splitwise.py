@@ -15,7 +15,7 @@ from cluster.policy.book import Book
 from cluster.policy.forecast import Forecast
 from cluster.policy.lengths import Lengths
 from cluster.policy.loads import LeastLoaded
-from cluster.policy.picking import fitting, queued_tokens
+from cluster.policy.picking import fitting, queued_tokens, roomy
 from cluster.policy.placement import Ask, Placement
 from cluster.spec import Role
 from cluster.view import WorkerView
@@ -42,13 +42,13 @@ class Splitwise(LeastLoaded):
         if ask.tokens_left == 1 or ask.beside or not (prompts or tokens):
             return super().choose(ask)
         prefill = self._shortest(ask, prompts) or self._shortest(ask, mixed)
-        decode = self._roomiest(ask, tokens) or self._roomiest(ask, mixed)
+        decode = self._roomiest(ask, roomy(ask, tokens)) or self._roomiest(ask, roomy(ask, mixed))
         if prefill is None and tokens:
             prefill = min(tokens, key=lambda worker: _pending(ask, worker))
         if decode is None and prompts:
-            decode = min(prompts, key=self._memory)
+            decode = min(roomy(ask, prompts), key=self._memory)
         if prefill is None or decode is None:
-            least = min(fitting(ask), key=lambda worker: _pending(ask, worker))
+            least = min(roomy(ask, fitting(ask)), key=lambda worker: _pending(ask, worker))
             return self.placed(ask, least, least, "all machines are full: the one with the fewest pending tokens")
         if prefill is not decode and not ask.view.linked(prefill.name, decode.name):
             return super().choose(ask)
