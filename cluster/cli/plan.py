@@ -180,8 +180,7 @@ def _place(said: dict[str, Any]) -> None:
     )
     verdict = judged(asked, searched.options, searched.complete) if searched.options else None
     if verdict is not None and said["out"] is not None:
-        write_plan(said["out"], asked, searched, verdict)
-        say(f"written to {said['out']}; start it with: diptych serve -f {said['out']}")
+        say(f"written to {said['out']}. {write_plan(said['out'], asked, searched, verdict)}")
     lines = described(asked, searched, verdict) if verdict else undecided(asked, searched)
     _tell(said, lines, {**as_json(asked, searched, verdict), "estimates": plain(first)}, ended_by)
     if verdict is None and said["out"] is not None:

@@ -14,6 +14,7 @@ from cluster.plan.verdict import Verdict
 from cluster.scoring.figures import promise
 from cluster.spec import ClusterSpec
 from workers.profiles.errors import ProfileError
+from workers.profiles.shapes import SHAPES, WEIGHTS, canonical
 from workers.profiles.sources import profile_of
 
 
@@ -144,15 +145,34 @@ def spec_yaml(spec: ClusterSpec, comments: list[str]) -> str:
     return f"{head}\n{body}"
 
 
-def write_plan(path: Path, asked: Asked, searched: Searched, verdict: Verdict) -> None:
-    """The chosen layout. Raises OSError."""
-    comments = [
-        "Written by `diptych plan`. Start it with `diptych serve -f` this file, once model is one that can be fetched:",
-        "a name of `diptych models list`, a folder, or owner/name.",
-        "",
-    ]
-    comments += described(asked, searched, verdict)
-    path.write_text(spec_yaml(spec_of(asked, verdict.chosen.layout), comments))
+def write_plan(path: Path, asked: Asked, searched: Searched, verdict: Verdict) -> str:
+    """The chosen layout; answers how it is started, which stands in the file too. Raises OSError."""
+    weights = weights_of(asked.model)
+    spec = spec_of(asked, verdict.chosen.layout)
+    how = started(path, asked.model, weights)
+    comments = [f"Written by `diptych plan`. {how}", "", *described(asked, searched, verdict)]
+    path.write_text(spec_yaml(spec.with_model(weights or asked.model), comments))
+    return how
+
+
+def weights_of(model: str) -> str | None:
+    """What `serve` takes for the model of a plan: a folder, a hub id or a short name. None: it has no such model."""
+    path = Path(model).expanduser()
+    if path.suffix == ".json":
+        return str(path.resolve().parent)
+    if path.is_dir():
+        return str(path.resolve())
+    shape = canonical(model)
+    if "/" in model and (shape in WEIGHTS or shape not in SHAPES):
+        return model  # of all that have this shape, this one
+    return WEIGHTS.get(shape)
+
+
+def started(path: Path, model: str, weights: str | None) -> str:
+    if weights is None:
+        return f"Diptych serves no {model}: `model` must name another one before `diptych serve -f {path}` can start"
+    fetched = f", which gets {weights} from the hub" if "/" in weights and not Path(weights).is_dir() else ""
+    return f"Start it on a Ray with these GPUs: RAY_ADDRESS=HOST:PORT diptych serve -f {path}{fetched}"
 
 
 def _differing(value: Any) -> dict[str, Any]:

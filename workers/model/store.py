@@ -28,6 +28,7 @@ from workers.model.fetch import PINNED, fetch_from_hub, fetch_pinned
 from workers.model.folder import ModelFolder, check_folder, count_parameters, read_header, weight_files
 from workers.model.gguf_file import CONVERTER_VERSION, Progress, convert_gguf
 from workers.model.gguf_origin import find_origin, moved, read_origin, write_origin
+from workers.profiles.shapes import SHAPES, WEIGHTS, canonical
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,12 @@ def resolve(name: str, progress: Progress = no_progress) -> ModelFolder:
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
         folder = ModelFolder(name, fetch_from_hub(name, progress))
     else:
+        shape = canonical(name)
+        if shape in SHAPES:
+            served = (
+                f"give its weights as {WEIGHTS[shape]}" if shape in WEIGHTS else "Diptych does not serve its family"
+            )
+            raise ModelError(f"{name!r} is a shape to plan and simulate with; {served}")
         raise ModelError(
             f"no model {name!r}: give a short name ({', '.join(PINNED)}), a .gguf file, "
             "a folder with config.json and safetensors, or a hub id like owner/name"

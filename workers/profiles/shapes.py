@@ -109,6 +109,20 @@ SHAPES = {
         _shape("smollm2-135m", 30, 576, 9, 3, 1536, 49152, tied=True),
     )
 }
+# What `serve` takes for those whose families Diptych serves: ids of the hub, where Meta's want a license accepted and a
+# token, and a short name. OPT and BLOOM it only plans and simulates.
+WEIGHTS = {
+    "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+    "llama-2-13b": "meta-llama/Llama-2-13b-hf",
+    "llama-2-70b": "meta-llama/Llama-2-70b-hf",
+    "llama-3-8b": "meta-llama/Meta-Llama-3-8B",
+    "llama-3-70b": "meta-llama/Meta-Llama-3-70B",
+    "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "smollm2-135m": "smollm2-135m",
+}
 _ENDINGS = ("-hf", "-instruct", "-chat", "-base", "-v0.1", "-v0.2", "-v0.3", "-it")
 _FIRST = {"meta-llama-": "llama-", "llama2-": "llama-2-", "llama3-": "llama-3-"}
 
