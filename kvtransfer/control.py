@@ -38,6 +38,7 @@ from kvtransfer.errors import (
     TransferError,
     TransferTimeout,
     TransportUnavailable,
+    unreachable,
 )
 from kvtransfer.ticket import PeerAddress, Piece, Progress
 from kvtransfer.unauthenticated import Unauthenticated, too_many_readers
@@ -238,7 +239,7 @@ class ControlClient:
             if isinstance(error, msgspec.MsgspecError):
                 raise PeerRefused(f"{where} does not speak the lease protocol: {error}") from error
             if isinstance(error, BROKEN):
-                raise PeerLost(f"{where} is gone: {error}") from error
+                raise unreachable(where, error) from error
             raise
         return cls(channel, peer, on_lost)
 

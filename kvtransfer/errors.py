@@ -11,6 +11,8 @@
 Every message says what happened, to which peer or lease, and what the reader may do.
 """
 
+import errno
+
 
 class TransferError(Exception):
     """A transfer did not deliver; the target blocks hold nothing usable."""
@@ -38,3 +40,15 @@ class TransferTimeout(TransferError):
 
 class TransportUnavailable(TransferError):
     """This backend cannot work in this process or for this pair."""
+
+
+_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def unreachable(where: str, error: Exception) -> TransferError:
+    """What a failed connection to `where` means: the owner is gone, unless it is this process that has run out."""
+    if isinstance(error, OSError) and error.errno in _OURS:
+        return TransportUnavailable(
+            f"this process cannot connect to {where}: {error.strerror}; raise the limit of open files (ulimit -n)"
+        )
+    return PeerLost(f"{where} is gone: {error}; compute the prompt again or ask another owner")

@@ -22,7 +22,7 @@ from kvtransfer.backends.flight import NO_COPIES, Flight, call_loop
 from kvtransfer.backends.tcp_owner import TcpOwner
 from kvtransfer.challenge import require_secret
 from kvtransfer.copies import refuse_outside
-from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout
+from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, unreachable
 from kvtransfer.ticket import ShardAddress
 from kvtransfer.transport import Copies, Read, Region
 
@@ -169,7 +169,7 @@ class _Link:
         except TimeoutError as error:
             return TransferTimeout(f"{where} did not answer within {flight.deadline_s} s: {error}")
         except OSError as error:
-            return PeerLost(f"{where} is gone: {error}; compute the prompt again or ask another owner")
+            return unreachable(where, error)
         except Exception as error:
             return error
         return None

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvtransfer.control import ControlClient, ControlServer
+from kvtransfer.control import HANDSHAKE_S, ControlClient, ControlServer
 from kvtransfer.errors import (
     LeaseLost,
     PeerLost,
@@ -21,7 +21,15 @@ from kvtransfer.host import host_identity
 from kvtransfer.leases import MemoryLeases
 from kvtransfer.ticket import PeerAddress, Progress, ShardAddress
 from kvtransfer.unauthenticated import MAX_UNAUTHENTICATED, Unauthenticated
-from tests.kvtransfer.peers import LAYOUT, SECRET, no_descriptors_left, whole_piece
+from tests.kvtransfer.peers import (
+    LAYOUT,
+    SECRET,
+    address_of,
+    make_region,
+    no_descriptors_left,
+    open_set,
+    whole_piece,
+)
 
 SHARD = ShardAddress(0, LAYOUT, 64, (("tcp", b"\x00\xff"),))
 PIECES = (whole_piece(),)
@@ -92,6 +100,19 @@ async def test_an_owner_that_cannot_prove_the_secret_is_refused() -> None:
 async def test_nobody_at_the_port_is_a_lost_peer() -> None:
     with pytest.raises(PeerLost):
         await ControlClient.connect("127.0.0.1", 1, SECRET)
+
+
+async def test_a_reader_without_descriptors_does_not_blame_the_owner(owner: Owner) -> None:
+    reader = open_set(make_region(), ("tcp",), "reader")
+    other = open_set(make_region(filled=True), ("tcp",), "other")
+    with no_descriptors_left():
+        with pytest.raises(TransportUnavailable, match=r"this process cannot connect to .*Too many open files.*ulimit"):
+            await owner.meet()
+        with pytest.raises(TransportUnavailable, match=r"this process cannot connect to other/0 at .*Too many open"):
+            await reader.connect(address_of(other, "other"))
+    assert (await owner.meet()).peer == PEER
+    await reader.connect(address_of(other, "other"))
+    await asyncio.gather(reader.close(), other.close())
 
 
 async def test_an_owner_that_says_nothing_times_out() -> None:
@@ -240,7 +261,7 @@ async def test_strangers_take_no_readers_place() -> None:
     port = await server.start("127.0.0.1")
     crowd = await silent(port, 3 * MAX_UNAUTHENTICATED)
     readers = [await ControlClient.connect("127.0.0.1", port, SECRET) for _ in range(2)]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANDSHAKE_S / 2):  # by the bound, not by their deadline
         while len(server._connections) > MAX_UNAUTHENTICATED + 2:
             await asyncio.sleep(0.01)
     with pytest.raises(TransportUnavailable, match=r"prefill-0 serves 2 readers already.*transfer.max_readers.*raise"):
