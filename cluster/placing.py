@@ -83,7 +83,7 @@ class Placing:
             limit_s += self._classes.of(life.request).patience_s
         try:
             async with asyncio.timeout(limit_s):
-                while (placement := await self._turn(life)) is None:
+                while (placement := await self._standing_turn(life)) is None:
                     if life.avoid:
                         life.avoid.clear()
                         continue
@@ -97,6 +97,17 @@ class Placing:
         if isinstance(placement, Refusal):
             raise Rejected(placement.reason, placement.retry_after_s, "admission")
         return self._placed(life, placement)
+
+    async def _standing_turn(self, life: Life) -> Placement | Refusal | None:
+        """As `_turn`. Workers may leave between a turn and its coroutine: then it is taken back, and asked for again."""
+        while isinstance(answer := await self._turn(life), Placement) and not self._is_there(answer):
+            self._policy.ended(life.request.key, asyncio.get_running_loop().time())
+            await asyncio.sleep(0)
+        return answer
+
+    def _is_there(self, placement: Placement) -> bool:
+        lines = [self._roster.lines.get(name) for name in (placement.prefill, placement.decode)]
+        return all(line is not None and line.lost is None for line in lines)
 
     def anew(self, key: str) -> bool:
         """Give up an attempt whose prompt waits, for one on other workers; False when it stays where it is."""
@@ -123,8 +134,7 @@ class Placing:
             return None
         (life.request, placement), life.anew = life.anew, None
         life.placed_anew.clear()
-        lines = [self._roster.lines.get(name) for name in (placement.prefill, placement.decode)]
-        if any(line is None or line.lost is not None for line in lines):
+        if not self._is_there(placement):
             self._policy.ended(life.request.key, asyncio.get_running_loop().time())
             return None
         return self._placed(life, placement)

@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.engine.engine import Engine
+from workers.engine.sequence import Sequence
 from workers.errors import Overloaded, UnknownSequence
 from workers.request import Request, Reservation
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Asked:
     """A reservation that somebody waits for."""
 
     request: Request
     future: "asyncio.Future[Reservation]"
     asked_s: float
+    wanted: Sequence | None = None  # made when it is first its turn: hashing a long prompt takes milliseconds
 
 
 class Reservations:
@@ -65,7 +67,9 @@ class Reservations:
                 if self._engine.waits_for_sibling(asked.request):
                     continue
                 try:
-                    asked.future.set_result(self._engine.reserve(asked.request, asked.asked_s))
+                    if asked.wanted is None:
+                        asked.wanted = self._engine.wanted(asked.request, asked.asked_s)
+                    asked.future.set_result(self._engine.grant(asked.wanted))
                     self._granted(asked.request)
                 except Overloaded:
                     return

@@ -452,6 +452,36 @@ def test_a_change_of_membership_asks_again_at_once() -> None:
     in_virtual_time(scene)
 
 
+def test_who_loses_its_worker_between_its_turn_and_its_start_is_asked_again() -> None:
+    async def scene() -> None:
+        async with opened(promising(colocated(2), rebalance=False)) as cluster:
+            (dispatcher,) = cluster.dispatchers
+            lobby, roster = dispatcher._lobby, dispatcher.roster
+            resolve, left = lobby._resolve, list[str]()
+
+            def resolved(guest, *, served=False):  # type: ignore[no-untyped-def]
+                turn = resolve(guest, served=served)
+                if served and not left:
+
+                    def news() -> None:  # the very next callback: before the coroutine of the turn
+                        known = roster.membership
+                        left.append(turn.result().prefill)
+                        stay = tuple(member for member in known.members if member.view.name != left[0])
+                        roster.take(replace(known, revision=known.revision + 1, members=stay))
+
+                    asyncio.get_running_loop().call_soon(news)
+                return turn
+
+            lobby._resolve = resolved  # type: ignore[method-assign]
+            seen = [Seen(dispatcher, request(f"r{n}", "batch", max_tokens=40)) for n in range(9)]
+            ends = await asyncio.gather(*(each.task for each in seen), return_exceptions=True)
+            assert left, "nobody was given a turn"
+            assert all(end is None or isinstance(end, Rejected) for end in ends), ends
+            assert sum(end is None for end in ends) >= 8
+
+    in_virtual_time(scene)
+
+
 def test_the_engines_order_knows_how_long_a_request_had_waited() -> None:
     spec = promising(colocated(engine=replace(ENGINE, prompt_order="deadline")))
 

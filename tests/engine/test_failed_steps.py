@@ -7,6 +7,7 @@ import pytest
 from driving import Device, engine, next_token, request, result, run_to_end, step, tokens_of
 
 from workers.costs import LinearCost
+from workers.engine.blocks import prefix_hashes
 from workers.engine.engine import Engine, Told
 from workers.engine.pump import MOST_FAILURES, Pump
 from workers.engine.sequence import Sequence
@@ -193,6 +194,27 @@ async def test_an_error_over_one_reservation_is_its_callers_and_the_next_is_gran
     with pytest.raises(TypeError):
         await reservations.ask(bad, 1.0)
     assert (await reservations.ask(request("b", (1, 2)), 1.0)).num_blocks == 1
+
+
+async def test_a_prompt_that_waits_for_room_is_hashed_once(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    hashed: list[int] = []
+
+    def counted(tokens, *args, **named):  # type: ignore[no-untyped-def]
+        hashed.append(len(tokens))
+        return prefix_hashes(tokens, *args, **named)
+
+    monkeypatch.setattr("workers.engine.engine.prefix_hashes", counted)
+    subject = engine()
+    reservations = Reservations(subject, lambda request: None)
+    taken = subject.pool.allocate(subject.pool.num_free - 2)
+    asking = asyncio.ensure_future(reservations.ask(request("a", tuple(range(1, 41))), 5.0))
+    for _ in range(20):
+        reservations.grant()
+        await asyncio.sleep(0)
+    assert not asking.done()
+    subject.pool.free(taken)
+    reservations.grant()
+    assert (await asking).num_blocks == 10 and hashed == [40]
 
 
 def test_an_error_at_admission_leaves_nothing_behind() -> None:

@@ -118,16 +118,28 @@ class Engine:
         self._scheduler.add(sequence)
 
     def reserve(self, request: Request, asked_s: float) -> Reservation:
-        """Promise blocks for a prompt that another worker computes. Raises `InvalidRequest` or `Overloaded`.
+        """`wanted` and `grant` in one. Raises `InvalidRequest` or `Overloaded`."""
+        return self.grant(self.wanted(request, asked_s))
+
+    def wanted(self, request: Request, asked_s: float) -> Sequence:
+        """A prompt that another worker computes, to be granted blocks, as often asked as it takes: it is hashed here.
 
         `asked_s` is when it was asked for: what prompts that have waited here for longer need is not given away.
+        Raises `InvalidRequest`.
         """
         self._admissible(request)
+        sequence = Sequence(request, asked_s, max_length=self.max_length, state=State.RESERVED)
+        sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size, salt=request.cache_salt)
+        return sequence
+
+    def grant(self, sequence: Sequence) -> Reservation:
+        """Promise blocks for a wanted prompt. Raises `Overloaded`, or `InvalidRequest` if its key came meanwhile."""
+        request, asked_s = sequence.request, sequence.arrival_s
+        self._refuse_known(request)
         if self.waits_for_sibling(request):
             raise Overloaded(
                 f"the KV of a sibling of {request.key} is on its way; it will be shared", retry_after_s=0.1
             )
-        sequence = Sequence(request, asked_s, max_length=self.max_length, state=State.RESERVED)
         total = -(-request.num_tokens // self.pool.block_size)
         staged = self._staged_blocks()
         # An empty staging area takes one prompt of any size: the budget is a brake, not a bound on length.
@@ -138,7 +150,6 @@ class Engine:
             raise Overloaded(f"all {self._config.max_running} decode slots are taken, or waited for", retry_after_s=0.1)
         if why := slot_refusal(self._estimate.cost, self._decoding(), request, self._depth):
             raise Overloaded(why, retry_after_s=0.1)
-        sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size, salt=request.cache_salt)
         if request.fresh:
             self.pool.forget(sequence.hashes)
         shared = self.loans.known(sequence.hashes)
@@ -154,9 +165,12 @@ class Engine:
         self._sequences[request.key] = sequence
         return Reservation(request.key, "", len(sequence.blocks), sequence.cached_tokens)
 
-    def _admissible(self, request: Request) -> None:
+    def _refuse_known(self, request: Request) -> None:
         if request.key in self._sequences:
             raise InvalidRequest("request.id", f"{request.key!r} is already running here")
+
+    def _admissible(self, request: Request) -> None:
+        self._refuse_known(request)
         if not request.prompt:
             raise InvalidRequest("prompt", "is empty; give at least one token")
         if request.num_tokens >= self.max_length:
