@@ -99,7 +99,7 @@ class Placing:
         return self._placed(life, placement)
 
     async def _standing_turn(self, life: Life) -> Placement | Refusal | None:
-        """As `_turn`. Workers may leave between a turn and its coroutine: then it is taken back, and asked for again."""
+        """As `_turn`. Workers may leave between a turn and its coroutine: then it is taken back and asked again."""
         while isinstance(answer := await self._turn(life), Placement) and not self._is_there(answer):
             self._policy.ended(life.request.key, asyncio.get_running_loop().time())
             await asyncio.sleep(0)
