@@ -3,11 +3,14 @@
 Every call has a bound. While the controller is away the gateway goes on; only changes are refused then.
 """
 
+from dataclasses import replace
+
 from cluster.changes import ControllerAway, Taken
 from cluster.members import Membership
 from cluster.policy.evidence import Report
 from cluster.runtime.interface import ServiceHandle, WorkerGone
 from cluster.spec import Role
+from kvtransfer.ticket import LinkReport
 
 GRACE_S = 5.0  # above what the controller itself may take
 LOOK_S = 2.0
@@ -23,13 +26,18 @@ class ControllerCalls:
         self._controller = controller
         self._gateway = gateway
         self._decides = decides
+        self._links: tuple[LinkReport, ...] = ()
+        self._links_id = ""  # what we have, so that it is not sent again
         self._change_s = 2 * proof_s + GRACE_S  # another change may be before it
 
     async def members(self, revision: int, timeout_s: float) -> Membership:
         """A long poll. Raises `WorkerGone`."""
         membership: Membership = await self._controller.call(
-            "members", revision, timeout_s, self._gateway, timeout_s=timeout_s + GRACE_S
+            "members", revision, timeout_s, self._gateway, self._links_id, timeout_s=timeout_s + GRACE_S
         )
+        if membership.links_id == self._links_id:
+            return replace(membership, links=self._links)
+        self._links, self._links_id = membership.links, membership.links_id
         return membership
 
     async def report(self, report: Report) -> None:

@@ -196,8 +196,10 @@ class Controller:
             raise WorkerGone(NOT_BEGUN)
         return None if model is None else (self._spec, model)
 
-    async def members(self, revision: int, timeout_s: float, gateway: str = "") -> Membership:
+    async def members(self, revision: int, timeout_s: float, gateway: str = "", links_id: str = "") -> Membership:
         """The membership once it is not of `revision`, or as it is after `timeout_s`. `gateway`: the one that asks.
+
+        Links come only if they are not of `links_id`: of many workers they are by far the most of it.
 
         Raises `WorkerGone` from a controller that was restarted and does not know yet who there is.
         """
@@ -209,8 +211,10 @@ class Controller:
             raise WorkerGone(NOT_BEGUN)
         members = tuple(Member(keeper.view, keeper.handle) for keeper in self._keepers.values())
         listeners = self._listeners.names(clock())
-        links, pools, served = self._preflight.links, self._pool_views(), self._server.gateways
-        return Membership(self._revision, members, links, pools, listeners, served, self._task_failures())
+        now_id = self._preflight.links_id
+        links = self._preflight.links if links_id != now_id else ()
+        more = self._pool_views(), listeners, self._server.gateways, self._task_failures()
+        return Membership(self._revision, members, links, *more, now_id)
 
     async def _news(self, revision: int, timeout_s: float) -> None:
         try:

@@ -17,7 +17,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """`revision` grows with every change. `gateways` are those that listen; they come and go without a revision."""
+    """`revision` grows with every change. `gateways` are those that listen; they come and go without a revision.
+
+    `links_id` names these links: who has them already gets none again.
+    """
 
     revision: int
     members: tuple[Member, ...] = ()
@@ -26,6 +29,7 @@ class Membership:
     gateways: tuple[str, ...] = ()
     served_gateways: tuple[GatewayView, ...] = ()
     failures: tuple[TaskFailures, ...] = ()
+    links_id: str = ""
 
     @property
     def pairs(self) -> frozenset[tuple[str, str]]:

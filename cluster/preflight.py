@@ -6,6 +6,7 @@ leaves to those that may take over what it decodes. Owns the links; knows worker
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -40,12 +41,19 @@ class Preflight:
         self._changed = changed
         self._links: dict[tuple[str, str], LinkReport] = {}  # (owner, reader)
         self._told: tuple[tuple[LinkReport, ...], frozenset[tuple[str, str]]] | None = None  # as they are now
+        self._born, self._number = uuid.uuid4().hex[:8], 0
         self._unlinked: dict[Pair, None] = {}  # whose preflight failed, oldest first
         self._introducing = asyncio.Lock()  # one at a time, or two newcomers would both miss each other
 
     @property
     def links(self) -> tuple[LinkReport, ...]:
         return self._published()[0]
+
+    @property
+    def links_id(self) -> str:
+        """Of the links as they are now; never used again for others, by another controller neither."""
+        self._published()
+        return f"{self._born}.{self._number}"
 
     @property
     def pairs(self) -> frozenset[tuple[str, str]]:
@@ -55,6 +63,7 @@ class Preflight:
     def _published(self) -> tuple[tuple[LinkReport, ...], frozenset[tuple[str, str]]]:
         if self._told is None:
             self._told = tuple(self._links.values()), frozenset(self._links)
+            self._number += 1
         return self._told
 
     async def introduce(self, new: Keeper, keepers: Callable[[], Iterable[Keeper]]) -> None:

@@ -152,8 +152,9 @@ class Roster:
 
     def take(self, membership: Membership) -> None:
         self._note_changes(membership)
+        if membership.links is not self._membership.links:
+            self._pairs = membership.pairs
         self._membership = membership
-        self._pairs = membership.pairs
         ready = {
             member.view.name: member
             for member in membership.members

@@ -73,9 +73,9 @@ async def answer_of(reference: Any, timeout_s: float, asked: str = "") -> Any:
 
 def _words(error: RayError) -> str:
     if isinstance(error, ActorUnavailableError):
-        return "its process died, or cannot be reached"
+        return "its process ended, or cannot be reached"
     if isinstance(error, RayActorError):
-        return "its process died"
+        return "its process ended"
     return str(error).strip().splitlines()[0]
 
 

@@ -9,6 +9,7 @@ import pytest
 from local import cluster, completed, request, split_spec
 from processes import Processes, in_virtual_time
 
+from cluster.members import Membership
 from cluster.preflight import RELINK_S, RELINKS_AT_ONCE, Preflight
 from cluster.serving import Serving
 from cluster.sim.clock import run
@@ -132,5 +133,30 @@ def test_no_revision_is_used_twice_when_a_controller_is_restarted() -> None:
         await again.begin(replace(memory, posts=()))
         assert again.view().revision > last
         await again.stop()
+
+    in_virtual_time(told)
+
+
+def test_links_are_sent_to_a_gateway_when_they_changed_and_not_with_every_revision() -> None:
+    async def told(serving: Serving, runtime: Processes) -> None:
+        controller, gateway = runtime.services["controller"], runtime.services["gateway-0"]
+        sent: list[int] = []
+        members = controller.target.members
+
+        async def recorded(*args: Any) -> Membership:
+            membership: Membership = await members(*args)
+            sent.append(len(membership.links))
+            return membership
+
+        controller.target.members = recorded
+        for _ in range(5):
+            controller.target._bump()
+            await asyncio.sleep(0.1)
+        assert sent[-4:] == [0] * 4
+        assert (await gateway.call("view")).linked("prefill-0", "decode-0")
+        runtime.workers["decode-0"]._unfit(RuntimeError("the device was lost"))
+        await asyncio.sleep(5.0)
+        assert 1 in sent[5:], "the links of its next incarnation are new"
+        assert (await gateway.call("view")).linked("prefill-0", "decode-0")
 
     in_virtual_time(told)
