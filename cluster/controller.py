@@ -8,7 +8,7 @@ it is away.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from cluster.changes import (
     LONGEST_DRAIN_S,
@@ -20,6 +20,7 @@ from cluster.changes import (
     Taken,
     UnknownMember,
 )
+from cluster.floors import index_of, is_ready, least_busy, refuse_below_floors, refuse_beyond_bounds
 from cluster.members import Listeners, Member, Membership
 from cluster.policy.evidence import Report
 from cluster.policy.policy import open_policy
@@ -27,7 +28,7 @@ from cluster.pool import Keeper, Keeping, order_of
 from cluster.preflight import Preflight
 from cluster.replanning import Aimed, Planner, Replanner
 from cluster.runtime.interface import Runtime, WorkerGone
-from cluster.spec import MOST_REPLICAS, ClusterSpec, PoolSpec, Role
+from cluster.spec import ClusterSpec, PoolSpec, Role
 from cluster.steward import Decider, Steward
 from cluster.supervised import Failures, supervised
 from cluster.view import ClusterView, ModelView, PoolView, TaskFailures, WorkerState
@@ -42,7 +43,6 @@ SILENT_S = 5.0  # a gateway that has its answer and does not ask again for so lo
 QUIET_S = 1.0  # a worker that leaves must have been empty for so long: what was on its way to it has come
 REVISIONS_APART = 1_000_000  # more than a controller made since it last told its revision: none is used twice
 NOTHING_REPORTED = ServerReport()
-FLOORED = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}
 
 
 class Controller:
@@ -166,7 +166,7 @@ class Controller:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while awaited := [each for each in self._keepers.values() if each.required and not _is_ready(each)]:
+                while awaited := [each for each in self._keepers.values() if each.required and not is_ready(each)]:
                     for keeper in awaited:
                         if keeper.fatal is not None:
                             raise keeper.fatal
@@ -258,7 +258,7 @@ class Controller:
                 raise ChangeRefused(f"{worker} is draining and takes no new work in any role")
             if keeper.role is role:
                 return self._revision
-            if not _is_ready(keeper):
+            if not is_ready(keeper):
                 state = keeper.view.state.value
                 raise ChangeRefused(f"{worker} is {state}, not ready; flip it when it is")
             self._refuse_below_floors({worker: role})
@@ -279,7 +279,8 @@ class Controller:
             keeper = self._find(worker)
             if keeper.is_leaving:
                 return self._revision
-            self._refuse_beyond_bounds(keeper.pool, len(self._staff(keeper.pool.name)) - 1)
+            now = len(self._staff(keeper.pool.name))
+            refuse_beyond_bounds(keeper.pool, now, now - 1)
             self._refuse_below_floors({worker: None})
             self._leave(keeper, deadline_s or self._spec.health.drain_s)
             return self._revision
@@ -294,8 +295,8 @@ class Controller:
             if pool not in self._pools:
                 raise UnknownMember(f"there is no pool {pool!r}; there are {', '.join(self._pools)}")
             spec, staff = self._pools[pool], self._staff(pool)
-            self._refuse_beyond_bounds(spec, replicas)
-            leaving = self._least_busy(staff, len(staff) - replicas)
+            refuse_beyond_bounds(spec, len(staff), replicas)
+            leaving = least_busy(staff, len(staff) - replicas, self._refuse_below_floors)
             for _ in range(replicas - len(staff)):
                 self._hire(spec, self._free_name(spec), spec.role, required=False)
             for keeper in leaving:
@@ -317,7 +318,7 @@ class Controller:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s / 2):
                 while self._going(workers) and any(
-                    not (_is_ready(each) or each.is_leaving or each.name in workers) for each in self._keepers.values()
+                    not (is_ready(each) or each.is_leaving or each.name in workers) for each in self._keepers.values()
                 ):
                     await self._changed.wait()
         async with self._changing:
@@ -366,44 +367,8 @@ class Controller:
         """The workers that a pool shall have."""
         return [each for each in self._keepers.values() if each.pool.name == pool and not each.is_leaving]
 
-    def _refuse_beyond_bounds(self, pool: PoolSpec, replicas: int) -> None:
-        has_bounds = pool.max_replicas is not None
-        least, most = pool.bounds if has_bounds else (0, MOST_REPLICAS)
-        if not least <= replicas <= most:
-            why = "its replicas" if has_bounds else "a pool"
-            raise ChangeRefused(
-                f"pool {pool.name} has {len(self._staff(pool.name))} workers and would have {replicas}; {why} must lie "
-                f"between {least} and {most}"
-            )
-
-    def _refuse_below_floors(self, becomes: dict[str, Role | None]) -> None:
-        """`becomes`: the new role of some workers, None for those that leave."""
-        now = [(each.name, each.role) for each in self._keepers.values() if _is_ready(each)]
-        then = [becomes.get(name, role) for name, role in now]
-        for phase, floor in self._spec.elastic.floors.items():
-            before = sum(role in FLOORED[phase] for _, role in now)
-            after = sum(role in FLOORED[phase] for role in then)
-            if after < floor and after < before:
-                raise ChangeRefused(
-                    f"{after} ready workers would {phase}, and elastic.floors.{phase} is {floor}; add another first"
-                )
-
-    def _least_busy(self, staff: Collection[Keeper], count: int) -> list[Keeper]:
-        """Those to let go of. Raises `ChangeRefused` when there are not so many above the floors."""
-        chosen: list[Keeper] = []
-        refusal: ChangeRefused | None = None
-        for keeper in sorted(staff, key=_work):
-            if len(chosen) >= count:
-                break
-            try:
-                self._refuse_below_floors({each.name: None for each in (*chosen, keeper)})
-            except ChangeRefused as error:
-                refusal = error
-                continue
-            chosen.append(keeper)
-        if refusal is not None and len(chosen) < count:
-            raise refusal
-        return chosen
+    def _refuse_below_floors(self, becomes: Mapping[str, Role | None]) -> None:
+        refuse_below_floors(self._spec.elastic.floors, self._keepers.values(), becomes)
 
     def _hire(self, pool: PoolSpec, name: str, role: Role, *, required: bool) -> Keeper:
         keeper = self._keepers[name] = Keeper(
@@ -415,7 +380,7 @@ class Controller:
     def _in_order(self) -> None:
         """Pools as in the specification, and their workers by number: what is published keeps its order."""
         places = {name: place for place, name in enumerate(self._pools)}
-        staff = sorted(self._keepers.values(), key=lambda each: (places[each.pool.name], _index(each.name)))
+        staff = sorted(self._keepers.values(), key=lambda each: (places[each.pool.name], index_of(each.name)))
         self._keepers = {each.name: each for each in staff}
 
     def _free_name(self, pool: PoolSpec) -> str:
@@ -457,20 +422,5 @@ class Controller:
         await self._preflight.introduce(new, self._keepers.values)
 
 
-def _is_ready(keeper: Keeper) -> bool:
-    return keeper.view.state is WorkerState.READY
-
-
 def _name(pool: PoolSpec, index: int) -> str:
     return f"{pool.name}-{index}"
-
-
-def _index(name: str) -> int:
-    return int(name.rpartition("-")[2])
-
-
-def _work(keeper: Keeper) -> tuple[bool, int, int, int]:
-    """Less of it, and the worker is missed less: those that are not ready first, the latest of equals before others."""
-    stats = keeper.view.stats
-    sequences = stats.running + stats.waiting + stats.reserved + stats.leases
-    return _is_ready(keeper), sequences, stats.queued_tokens, -_index(keeper.name)

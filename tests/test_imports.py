@@ -58,6 +58,7 @@ LAYERS = [
         "cluster.line",
         "cluster.cache_reader",
         "cluster.preflight",
+        "cluster.floors",
         "cluster.steward",
         "cluster.witness",
         "cluster.calls",

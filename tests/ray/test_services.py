@@ -142,6 +142,29 @@ async def test_a_killed_controller_finds_the_living_workers(subject: Served) -> 
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_controller_and_a_gateway_that_were_stopped_for_a_while_take_nobody_for_dead(subject: Served) -> None:
+    """For longer than `dead_after_s`, and shorter than workers wait for a gateway."""
+    assert await answers_again(subject.endpoint, 30.0) == 1
+    async with AsyncClient(subject.endpoint) as client:
+        before = {each.name: (each.incarnation, each.restarts) for each in (await client.status()).view.workers}
+        streaming = asyncio.ensure_future(streamed(subject.endpoint, began := asyncio.Event()))
+        await began.wait()
+        stopped = services(subject)
+        for each in stopped:
+            os.kill(each.pid, signal.SIGSTOP)
+        await asyncio.sleep(4.0)
+        for each in stopped:
+            os.kill(each.pid, signal.SIGCONT)
+        answered = await asyncio.wait_for(streaming, 60.0)
+        assert len(answered.output.tokens) == 400 and answered.completed.attempts == 1
+        assert "." not in answered.accepted.request_id
+        await asyncio.sleep(3.0)
+        view = (await client.status()).view
+    assert {each.name: (each.incarnation, each.restarts) for each in view.workers} == before
+    assert {each.pid for each in services(subject)} == {each.pid for each in stopped}
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_stopped_worker_is_given_up_and_replaced(subject: Served) -> None:
     async with AsyncClient(subject.endpoint) as client:
         stopped = next(each for each in (await client.status()).view.workers if each.name == "decode-0")
