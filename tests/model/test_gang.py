@@ -329,6 +329,27 @@ async def test_ranks_listen_at_their_host_only_and_the_door_is_shut(nine_heads: 
         await asyncio.gather(*(ended(process) for process in launcher.processes))
 
 
+async def test_strangers_at_the_door_keep_no_rank_out(nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gang_module, "MAX_UNAUTHENTICATED", 4)
+
+    class Crowded(RankTasks):
+        def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
+            self._tasks = [asyncio.ensure_future(self._behind_a_crowd(order)) for order in orders]
+            return self._tasks
+
+        async def _behind_a_crowd(self, order: RankOrder) -> None:
+            crowd = [await asyncio.open_connection(order.leader_host, order.leader_port) for _ in range(40)]
+            async with asyncio.timeout(gang_module.GREET_TIMEOUT_S / 2):  # by the bound, not by their deadline
+                for reader, _ in crowd[:-6]:
+                    await reader.read()
+            await serve_rank(order, self._find, self._shared)
+
+    shared = SharedMemory()
+    async with asyncio.timeout(SOON_S):
+        gang = await open_gang(config(2, 1), nine_heads, "w-1", Crowded(lambda _: nine_heads, shared), shared)
+        await gang.close()
+
+
 async def test_a_leader_without_the_secret_is_refused(nine_heads: ModelFolder) -> None:
     async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer)
