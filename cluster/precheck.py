@@ -5,7 +5,7 @@ Knows the description, the model's config.json and which devices this machine ha
 
 from pathlib import Path
 
-from cluster.spec import ClusterSpec, PoolSpec, SpecError
+from cluster.spec import ClusterSpec, PoolSpec, Role, SpecError
 from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.description import ModelConfig
@@ -33,6 +33,16 @@ def check_model(spec: ClusterSpec, folder: Path) -> None:
                 f"{path}.engine.weights is {pool.engine.weights}, which needs a CPU; on a GPU leave it out and set "
                 "engine.dtype"
             )
+
+
+def check_readers(spec: ClusterSpec) -> None:
+    """Raises `SpecError` where more workers may read from a prefill worker than it serves at once."""
+    readers = sum(pool.bounds[1] for pool in spec.pools if pool.role is not Role.PREFILL)
+    if readers > spec.transfer.max_readers and any(pool.role is Role.PREFILL for pool in spec.pools):
+        raise SpecError(
+            f"transfer: max_readers is {spec.transfer.max_readers}, but {readers} workers may read from each prefill "
+            "worker; raise it, and the limit of open files (ulimit -n) with it"
+        )
 
 
 def check_devices(spec: ClusterSpec, devices: Path = Path("/dev")) -> None:

@@ -91,7 +91,7 @@ def _described(file: str | None) -> "ClusterSpec":
 
 def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> None:
     """Fetch the model, and raise now what can be known of the pools without a worker, with the line of the file."""
-    from cluster.precheck import check_devices, check_model
+    from cluster.precheck import check_devices, check_model, check_readers
     from cluster.spec import SpecError
     from cluster.yaml_lines import located
 
@@ -100,6 +100,7 @@ def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> None:
     try:
         if runtime == "local" or "RAY_ADDRESS" not in os.environ:
             check_devices(spec)
+        check_readers(spec)
         check_model(spec, fetch_model(spec))
     except SpecError as error:
         raise SpecError(located(file, Path(file).read_text(), str(error)) if file else str(error)) from None

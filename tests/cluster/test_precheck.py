@@ -59,6 +59,12 @@ REFUSED = [
     ({"second": "resources: {gpu: 1}"}, 11, "second", "pools[1].resources.gpu is 1, but this machine has no GPU; lea"),
     ({"engine": "device: cuda"}, 10, "second", "pools[1].engine.device is cuda, but this machine has no GPU; leave"),
     ({"engine": "weights: gguf"}, 10, "second", "pools[1].engine.weights is gguf, but"),
+    (
+        {"second": "replicas: 9", "more": "transfer: {max_readers: 8}"},
+        12,
+        "",
+        "transfer: max_readers is 8, but 9 workers",
+    ),
     ({"more": "gateway: {grpc_port: 99999}"}, 12, "", "gateway: grpc_port is 99999; it must lie between 0"),
     ({"more": "elastic:\n  margin: -1"}, 13, "", "elastic: margin is -1.0; it must not be negative"),
     ({"more": "name: A"}, 12, "", "name 'A' must be lower-case letters"),
