@@ -1,10 +1,14 @@
 """`diptych models`: what can be served from here, and what is here already."""
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
 from cluster.cli.screen import print_json, progress_bar, size
+
+if TYPE_CHECKING:
+    from workers.model.store import ModelSummary
 
 
 @click.group()
@@ -67,10 +71,35 @@ def inspect(name: str, as_json: bool) -> None:
 
     with progress_bar() as progress:
         summary = inspect_model(name, progress)
-    told = asdict(summary) | {"path": str(summary.path)}
     if as_json:
-        print_json(told)
+        print_json(asdict(summary) | {"path": str(summary.path)})
         return
-    shape = told.pop("config")
-    for key, value in (told | shape).items():
+    for key, value in inspected(summary):
         click.echo(f"{key:18} {value}")
+
+
+def inspected(summary: "ModelSummary") -> list[tuple[str, str]]:
+    """What a person asks of a model, in words; --json has the rest."""
+    config = summary.config
+    windows = sum(layer.window > 0 for layer in config.layers)
+    layers = f"{len(config.layers)}{f', {windows} of them with a sliding window' if windows else ''}"
+    stated = {name: value for name, value in asdict(config.generation).items() if value is not None}
+    rows = [
+        ("name", summary.name),
+        ("folder", str(summary.path)),
+        ("content id", summary.content_id),
+        ("architecture", config.architecture),
+        ("parameters", f"{summary.num_parameters / 1e6:,.1f} M, {size(summary.weight_bytes)} as {config.dtype}"),
+        ("layers", layers),
+        ("hidden, ffn", f"{config.hidden_size}, {config.ffn_size}"),
+        ("heads", f"{config.num_heads}, {config.num_kv_heads} of KV, {config.head_dim} wide"),
+        (
+            "vocabulary",
+            f"{config.vocab_size:,} tokens; end tokens {', '.join(map(str, config.eos_token_ids)) or 'none'}",
+        ),
+        ("context", f"{config.context_length:,} tokens"),
+        ("sampling", ", ".join(f"{name} {value:g}" for name, value in stated.items()) or "the server's defaults"),
+    ]
+    if config.experts:
+        rows.insert(6, ("experts", f"{config.experts.per_token} of {config.experts.count} for a token"))
+    return rows

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 def pools_table(view: ClusterView) -> "Table":
+    """Bounds are those of the elastic policy; a pool whose size is fixed has none, and `scale` may give it any."""
     table = plain_table("pool", "role", ">ready", ">wanted", ">min", ">max")
     for pool in view.pools:
         staff = (worker for worker in view.workers if worker.pool == pool.name)
         ready = sum(worker.state is WorkerState.READY for worker in staff)
-        numbers = map(str, (ready, pool.wanted, pool.min_replicas, pool.max_replicas))
-        table.add_row(pool.name, pool.role.value, *numbers)
+        bounds = (pool.min_replicas, pool.max_replicas) if pool.min_replicas < pool.max_replicas else ("-", "-")
+        table.add_row(pool.name, pool.role.value, *map(str, (ready, pool.wanted, *bounds)))
     return table
 
 

@@ -268,6 +268,7 @@ def chat(endpoint: str, access: Access, system: str | None, **sampling: Any) -> 
     with asyncio.Runner() as runner:
         client = runner.run(_connect(endpoint, access))
         try:
+            runner.run(client.status())  # nobody should type a message to learn that there is no server
             while (line := _read(keyboard)) not in (None, "/quit"):
                 if line == "/reset":
                     messages = list(start)

@@ -75,4 +75,4 @@ def search(wanted: Wanted, drive: Drive, gpus: int, told: Callable[[str], object
 
     start = wanted.start
     bounds = Search(start, start / REACH, start * REACH, wanted.tolerance)
-    return goodput(Probes(attain), bounds, wanted.slo, target=wanted.target, seeds=wanted.seeds, gpus=gpus)
+    return goodput(Probes(attain), bounds, wanted.slo, target=wanted.target, seeds=wanted.seeds, gpus=gpus, unit="rank")

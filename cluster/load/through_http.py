@@ -64,7 +64,7 @@ class HttpEndpoint:
 
     async def drive(self, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
         run = await drive(self.ask, workload, load, ended)
-        return replace(run, notes=(*run.notes, f"{self.told}; counted as one GPU, the server does not say"))
+        return replace(run, notes=(*run.notes, f"{self.told}; counted as one rank, the server does not say"))
 
     async def ask(self, request: Request) -> AsyncGenerator[Chunk | Counted, None]:
         """Raises `RequestFailed` for whatever keeps the answer from coming whole."""

@@ -1,5 +1,6 @@
 """What there is to show of one system. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,3 +30,8 @@ class Compared:
             "goodputs": [goodput.as_json() for goodput in self.goodputs],
             "sweep": [figures.as_json() for figures in self.sweep],
         }
+
+
+def unit_of(systems: Sequence[Compared]) -> str:
+    """What is counted, in words that are right for all of them."""
+    return "GPU" if all(system.figures.unit == "GPU" for system in systems) else "rank"

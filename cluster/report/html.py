@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster.report.compared import Compared
+from cluster.report.compared import Compared, unit_of
 from cluster.report.gantt import pool_gantt, request_gantt
 from cluster.report.pictures import attainment_curves, goodput_bars, latency_curves, phase_bars, scatter
 from cluster.report.spans import typical
@@ -46,8 +46,10 @@ def pictures(systems: Sequence[Compared]) -> tuple[Picture, ...]:
 
 def _pictures(systems: Sequence[Compared]) -> Iterator[Picture]:
     if any(system.goodputs for system in systems):
-        yield Picture("goodput", "Goodput per GPU, by target.", partial(goodput_bars, systems))
-        curves = "Attainment over the rate per GPU: lines are means of all seeds, dots are single probes."
+        yield Picture("goodput", f"Goodput per {unit_of(systems)}, by target.", partial(goodput_bars, systems))
+        curves = (
+            f"Attainment over the rate per {unit_of(systems)}: lines are means of all seeds, dots are single probes."
+        )
         yield Picture("attainment", curves, partial(attainment_curves, systems))
     if any(system.sweep for system in systems):
         yield Picture("latency", "Latencies over the rate that was offered.", partial(latency_curves, systems))
@@ -69,7 +71,17 @@ def _pictures(systems: Sequence[Compared]) -> Iterator[Picture]:
 
 def ran(systems: Sequence[Compared]) -> Grid:
     """What was run, with which seeds, on how many GPUs, and by which clock."""
-    headers = ("system", "workload", "requests", "GPUs", "clock", "seed", "goodput seeds", "seconds", "wall seconds")
+    headers = (
+        "system",
+        "workload",
+        "requests",
+        f"{unit_of(systems)}s",
+        "clock",
+        "seed",
+        "goodput seeds",
+        "seconds",
+        "wall seconds",
+    )
     return Grid("", headers, tuple(_ran(system) for system in systems))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from cluster.report.compared import Compared
+from cluster.report.compared import Compared, unit_of
 from cluster.report.gantt import PHASE_COLOURS
 from cluster.report.style import BLUE, COLOURS, GREEN, GREY, RED, drawn, look, panels, plain
 from cluster.scoring.figures import Figures, Percentiles, attainment, promise
@@ -41,13 +41,16 @@ def goodput_bars(systems: Sequence[Compared]) -> Any:
                 label = f"at least {100 * target:g} % of requests"
                 panel.barh(at, goodput.per_gpu, height=0.9 * height, color=COLOURS[number], label=label)
                 _interval(panel, goodput, at)
-    panel.set_yticks(range(len(systems)), [f"{each.name}\n({each.figures.gpus} GPUs)" for each in systems])
+    panel.set_yticks(range(len(systems)), [f"{each.name}\n({each.figures.provisioned})" for each in systems])
     panel.set_ylim(len(systems) - 0.5, -0.5)
     panel.margins(x=0.15)
     panel.set_xlim(left=0.0)
     panel.grid(axis="y", visible=False)
     slo = next(goodput.slo for system in systems for goodput in system.goodputs)
-    panel.set(xlabel="goodput, requests/s per GPU (black: 95 % CI over seeds)", title=f"Goodput with {promise(slo)}")
+    panel.set(
+        xlabel=f"goodput, requests/s per {unit_of(systems)} (black: 95 % CI over seeds)",
+        title=f"Goodput with {promise(slo)}",
+    )
     _legend(picture, panel)
     return picture
 
@@ -73,7 +76,12 @@ def attainment_curves(systems: Sequence[Compared]) -> Any:
             style = look(number)
             curve = [(rate / goodput.gpus, 100 * attained.both) for rate, attained in goodput.curve]
             dots = [(probe.rate / goodput.gpus, 100 * probe.attained.both) for probe in goodput.probes]
-            panel.plot(*zip(*curve, strict=True), **style, markersize=5, label=f"{system.name} ({goodput.gpus} GPUs)")
+            panel.plot(
+                *zip(*curve, strict=True),
+                **style,
+                markersize=5,
+                label=f"{system.name} ({goodput.provisioned})",
+            )
             panel.plot(*zip(*dots, strict=True), ".", color=style["color"], alpha=0.35, markersize=4)
     for target in targets:
         panel.axhline(100 * target, color="black", linewidth=0.8, linestyle="--")
@@ -85,7 +93,7 @@ def attainment_curves(systems: Sequence[Compared]) -> Any:
     panel.set_ylim(-3, 103)
     slo = next(goodput.slo for system in systems for goodput in system.goodputs)
     panel.set(
-        xlabel="requests/s per GPU",
+        xlabel=f"requests/s per {unit_of(systems)}",
         ylabel="requests that keep both promises, %",
         title=f"Attainment of {promise(slo)}",
     )
@@ -159,7 +167,7 @@ def latency_curves(systems: Sequence[Compared]) -> Any:
                 panel.plot([x for x, _ in points], [y for _, y in points], **style, linestyle=line, markersize=4)
         if (bound := promised(swept[0].sweep[0].slo)) is not None:
             panel.axhline(factor * bound, color="black", linewidth=1.2, alpha=0.6)
-        panel.set(yscale="log", title=label, xlabel="offered requests/s per GPU")
+        panel.set(yscale="log", title=label, xlabel=f"offered requests/s per {unit_of(systems)}")
         plain(panel.yaxis)
     _line_legend(picture, swept)
     return picture
@@ -169,7 +177,10 @@ def _line_legend(picture: Any, systems: Sequence[Compared]) -> None:
     from matplotlib.lines import Line2D
 
     looks: list[dict[str, Any]] = [
-        *({**look(number), "label": f"{each.name} ({each.figures.gpus} GPUs)"} for number, each in enumerate(systems)),
+        *(
+            {**look(number), "label": f"{each.name} ({each.figures.provisioned})"}
+            for number, each in enumerate(systems)
+        ),
         *({"color": GREY, "linestyle": line, "label": name} for name, line in LINES.items()),
         {"color": "black", "alpha": 0.6, "linewidth": 1.2, "label": "promised"},
     ]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.report.compared import Compared
+from cluster.report.compared import Compared, unit_of
 from cluster.scoring.figures import Figures, Percentiles, PoolFigures
 from cluster.scoring.goodput import Goodput
 
@@ -24,8 +24,9 @@ class Grid:
 def comparison(systems: Sequence[Compared]) -> Grid:
     """One row a system: goodput by target, then what it did at the load that is shown."""
     targets = sorted({goodput.target for system in systems for goodput in system.goodputs})
+    unit = unit_of(systems)
     headers = (
-        *("system", "GPUs", *(f"goodput/GPU\nat {100 * target:g} %, req/s" for target in targets)),
+        *("system", f"{unit}s", *(f"goodput/{unit}\nat {100 * target:g} %, req/s" for target in targets)),
         *("kept\nboth", f"TTFT, ms\n{SPREAD}", f"TPOT, ms\n{SPREAD}", "rejected/\nfailed/\npreempted"),
     )
     return Grid(_title(systems), headers, tuple(_row(system, targets) for system in systems))
@@ -41,7 +42,7 @@ def _title(systems: Sequence[Compared]) -> str:
             (each.promise for each in figures),
         )
     )
-    sure = "Goodput counts all GPUs provisioned, with its 95 % CI over seeds. "
+    sure = f"Goodput counts all {unit_of(systems)}s provisioned, with its 95 % CI over seeds. "
     return (
         f"{workloads} at {rates} requests/s; {promises}. {sure if any(system.goodputs for system in systems) else ''}"
         "Percentiles are of finished requests, kept both is of all."
@@ -111,7 +112,7 @@ def _detail(figures: Figures) -> dict[str, str]:
     attained = figures.attainment
     return {
         "clock, seed": f"{figures.clock}, {figures.seed}",
-        "GPUs provisioned": str(figures.gpus),
+        f"{figures.unit}s provisioned": str(figures.gpus),
         "seconds": f"{figures.seconds:.4g}",
         "requests": str(figures.requests),
         "finished / rejected / failed / unfinished": (
@@ -136,7 +137,7 @@ def _detail(figures: Figures) -> dict[str, str]:
 def pools(systems: Sequence[Compared]) -> Grid:
     """One row a pool of each system."""
     headers = (
-        *("system", "pool", "role", "workers", "GPUs", "busy", "KV occupancy"),
+        *("system", "pool", "role", "workers", f"{unit_of(systems)}s", "busy", "KV occupancy"),
         *("steps", "prompt tokens", "output tokens", "preemptions", "swaps"),
     )
     rows = [(system.name, *_pool(pool)) for system in systems for pool in system.figures.pools]

@@ -136,6 +136,15 @@ class Figures:
     reasons: tuple[tuple[str, int], ...] = ()  # why requests did not finish, and how many, the most frequent first
 
     @property
+    def unit(self) -> str:
+        """What `gpus` counts: where time is real, processes that compute, on whatever device that is."""
+        return "GPU" if self.clock == "virtual" else "rank"
+
+    @property
+    def provisioned(self) -> str:
+        return f"{self.gpus} {self.unit}s"
+
+    @property
     def promise(self) -> str:
         return promise(self.slo)
 

@@ -63,7 +63,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Requests a second of the whole system on `gpus` GPUs, all that were provisioned.
+    """Requests a second of the whole system on `gpus` GPUs, or on as many ranks (`unit`), all that were provisioned.
 
     `rate` is the mean of `by_seed`, `low` to `high` its 95 % confidence interval (both the rate itself with one seed).
     `probes` are all that is known, by rate and seed; `target` is a share, 0 to 1. `seeds` are those of which something
@@ -83,6 +83,11 @@ class Goodput:
     probes: tuple[Probe, ...]
     complete: bool = True
     broke: tuple[float | None, ...] = ()
+    unit: str = "GPU"
+
+    @property
+    def provisioned(self) -> str:
+        return f"{self.gpus} {self.unit}s"
 
     @property
     def per_gpu(self) -> float:
@@ -129,7 +134,7 @@ class Goodput:
         if self.unattainable:
             near = self.closest
             return (
-                f"goodput 0 on {self.gpus} GPUs: {asked} is not attainable, not even at {self.search.floor:g} "
+                f"goodput 0 on {self.gpus} {self.unit}s: {asked} is not attainable, not even at {self.search.floor:g} "
                 f"requests/s; closest is {near.attained.both:.1%} at {near.rate:.4g} requests/s "
                 f"({_joined(self.limits)} missed)"
             )
@@ -140,7 +145,7 @@ class Goodput:
         limits = "the search's cap" if self.capped else _joined(self.limits)
         return (
             f"goodput {bound}{self.rate:.4g} requests/s ({sure if len(self.seeds) > 1 else 'one seed'}), "
-            f"{bound}{self.per_gpu:.4g} per GPU on {self.gpus} GPUs: {asked}; limited by {limits}"
+            f"{bound}{self.per_gpu:.4g} per {self.unit} on {self.gpus} {self.unit}s: {asked}; limited by {limits}"
         )
 
     def _told_so_far(self, asked: str) -> str:
@@ -150,7 +155,7 @@ class Goodput:
         low, bounds = min(self.by_seed), [each for each in self.broke if each is not None]
         below = f"below {max(bounds):.4g} requests/s" if bounds else ""
         held = " and ".join(filter(None, (f"at least {low:.4g} requests/s" if low else "", below)))
-        return f"goodput {held} on {self.gpus} GPUs: {asked}; the time was up after {tried}"
+        return f"goodput {held} on {self.gpus} {self.unit}s: {asked}; the time was up after {tried}"
 
     def as_json(self) -> dict[str, Any]:
         """Built of what JSON knows."""
@@ -219,6 +224,7 @@ def goodput(
     target: float,
     seeds: Sequence[int],
     gpus: int,
+    unit: str = "GPU",
     led: bool = False,
     told: Callable[[float, float], None] = lambda rate, held: None,
 ) -> Goodput:
@@ -256,7 +262,7 @@ def goodput(
     bounds = max(0.0, rate - off), rate + off
     broke = tuple(each.broke if each.broke < inf else None for each in known.values())
     return Goodput(
-        *(slo, target, gpus, tuple(known), by_seed, rate, *bounds, search, probes.all, complete), broke=broke
+        *(slo, target, gpus, tuple(known), by_seed, rate, *bounds, search, probes.all, complete), broke=broke, unit=unit
     )
 
 

@@ -10,6 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cluster.cli import main
+from cluster.cli.shape import pools_table
+from diptych.view import ClusterView, PoolView, Role
+from tests.model.tiny import write_tiny_llama
 
 COMMANDS = ["demo", "serve", "generate", "chat", "status", "models", "models list", "models pull", "doctor"]
 SPEC = """
@@ -172,6 +175,10 @@ def test_chat_from_a_pipe_fails_with_one_line() -> None:
     assert "nothing answers at" in refused(run("chat", "--endpoint", "127.0.0.1:1", stdin="hi\n"))
 
 
+def test_chat_tells_of_a_dead_server_before_the_first_message() -> None:
+    assert "nothing answers at" in refused(run("chat", "--endpoint", "127.0.0.1:1", stdin=""))
+
+
 def test_a_misspelt_key_names_its_place_and_its_neighbour(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(SPEC.format(folder="x", port=0).replace("grpc_port", "grcp_port"))
@@ -197,6 +204,21 @@ def test_a_port_in_use_is_told_before_anything_starts(tmp_path: Path, monkeypatc
 
 def test_an_unknown_model_is_one_line() -> None:
     assert "no model 'no-such-model'" in refused(run("models", "inspect", "no-such-model"))
+
+
+def test_a_model_is_inspected_in_words(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "tiny")
+    result = run("models", "inspect", str(folder))
+    assert result.exit_code == 0 and not any(letter in result.stdout for letter in "{}()[]"), result.output
+    assert "LlamaForCausalLM" in result.stdout and "of KV" in result.stdout and "float32" in result.stdout
+    assert json.loads(run("models", "inspect", str(folder), "--json").stdout)["config"]["layers"]
+
+
+def test_a_pool_of_a_fixed_size_has_no_bounds_to_contradict_it() -> None:
+    fixed, elastic = PoolView("decode", Role.DECODE, 2, 1, 1), PoolView("prefill", Role.PREFILL, 2, 1, 4)
+    view = ClusterView(1, "llm", None, (), pools=(fixed, elastic))
+    cells = [list(column.cells)[:2] for column in pools_table(view).columns][-3:]
+    assert cells == [["2", "2"], ["-", "1"], ["-", "4"]]
 
 
 def test_models_list_json() -> None:

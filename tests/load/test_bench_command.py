@@ -55,6 +55,7 @@ def test_a_folder_has_json_pictures_and_one_page(served: Served, tmp_path: Path)
         "--endpoint", served.http, "--workload", workload, "--rates", "40,80", "--ttft", "5", "-o", str(tmp_path)
     )
     assert result.exit_code == 0, result.output
+    assert "GPU" not in result.output and "ranks" in result.stdout, "what is measured here has none"
     document = json.loads((tmp_path / "figures.json").read_text())
     assert document["about"]["endpoints"][0].startswith(served.model)
     page = (tmp_path / "report.html").read_text()

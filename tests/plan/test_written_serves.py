@@ -1,6 +1,8 @@
 """Every file that is shipped or written for `serve` has a model that it takes, or says what to fill in."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,9 @@ def test_a_written_plan_names_weights_and_the_command_that_starts_it(tmp_path: P
 def test_a_shape_is_no_model_and_its_refusal_says_what_to_give(name: str, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         resolve(name)
+
+
+def test_an_example_that_wants_arguments_says_which() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "ask.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "endpoint, prompt, max_tokens" in done.stderr and "Traceback" not in done.stderr
