@@ -7,7 +7,7 @@ from typing import Any, Never
 
 import pytest
 from local import request
-from processes import Processes, in_virtual_time
+from processes import Door, Processes, in_virtual_time
 
 from cluster.api.admin_messages import view_message
 from cluster.cli.screen import trouble_lines
@@ -15,7 +15,7 @@ from cluster.events import Completed
 from cluster.gateway_keeper import ANSWER_S, ASK_AGAIN_S, HUNG_S
 from cluster.keep_alive import CONTROLLER_HUNG_S, ORPHAN_AFTER_S
 from cluster.runtime.interface import WorkerGone
-from cluster.serving import Serving
+from cluster.serving import GatewayContext, GatewayService, Serving
 from cluster.sim.clock import run
 from cluster.supervised import MOST_PAUSE_S, Failures, supervised
 from cluster.view import ClusterView, GatewayState, GatewayView, TaskFailures, WorkerState
@@ -215,3 +215,22 @@ def test_status_tells_of_gateways_and_tasks_that_fared_ill() -> None:
     ]
     assert view_from(view_message(view, admin_pb2.Gateway())).served_gateways == served
     assert trouble_lines(ClusterView(3, "llm", None, (), served_gateways=(OPEN,))) == []
+
+
+def test_a_gateway_that_is_asked_twice_to_open_opens_once() -> None:
+    """Whoever gave up waiting asks again, while the first call is still at work."""
+
+    async def told(serving: Serving, runtime: Processes) -> None:
+        made: list[Door] = []
+
+        def door(context: GatewayContext) -> Door:
+            made.append(Door(context))
+            return made[-1]
+
+        model = serving._keepers[0]._doors.model
+        service = GatewayService("gateway-9", serving.spec, runtime.services["controller"], door)
+        await asyncio.gather(service.open(model, 0), service.open(model, 0))
+        assert len(made) == 1
+        await service.close(0.0)
+
+    in_virtual_time(told)
