@@ -268,6 +268,43 @@ async def test_a_rank_that_raises_in_a_step_leaves_nobody_waiting(
         await gang.close()
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
+async def test_beats_tell_whether_a_step_gets_on_and_one_rank_that_hangs_stops_all(
+    nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+) -> None:
+    compute, hanging, go_on = rank_module.compute, threading.Event(), threading.Event()
+
+    def hangs(part: Part, pool: KVPool, plan: StepPlan) -> RankStep:
+        if plan.number == 2 and threading.current_thread().name.startswith("w/rank-1"):
+            hanging.set()
+            go_on.wait(SOON_S)
+        return compute(part, pool, plan)
+
+    monkeypatch.setattr(rank_module, "compute", hangs)
+    monkeypatch.setattr(wire, "BEAT_S", 0.02)
+    async with asyncio.timeout(SOON_S):
+        gang = await open_tasks(nine_heads, *shape)
+        first, second, _ = plans()
+        before = gang.ticks, gang._others[0].ticks
+        await gang.execute(first)
+        while gang._others[0].ticks == before[1]:
+            await asyncio.sleep(0.01)
+        assert gang.ticks > before[0]
+        step = asyncio.ensure_future(gang.execute(second))
+        while not hanging.is_set():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)  # rank 0 comes to where it waits for rank 1
+        still = gang.ticks
+        await asyncio.sleep(0.3)
+        assert gang.ticks == still
+        go_on.set()
+        await step
+        while gang._others[0].ticks <= before[1]:
+            await asyncio.sleep(0.01)
+        assert gang.ticks > still
+        await gang.close()
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("when", ["loading", "idle", "in a step"])
 async def test_ranks_end_when_their_leader_does(nine_heads: ModelFolder, how: signal.Signals, when: str) -> None:

@@ -39,6 +39,11 @@ class Executor(Protocol):
         """The stages' idle share of the time with a plan in flight, lately; 0.0 for one stage. See `bubble`."""
         ...
 
+    @property
+    def ticks(self) -> int:
+        """Another number whenever a step has got on by some part, on any rank. It need not be exact."""
+        ...
+
     def execute(self, plan: StepPlan) -> Awaitable[StepResult]:
         """Run one plan, in the order of the calls. Not cancellable: a step that began ends."""
         ...

@@ -18,6 +18,9 @@ from workers.errors import RankLost
 logger = logging.getLogger(__name__)
 
 STEP_TIMEOUT_S = 120.0  # a device that hangs makes its worker unfit; no step of a sane budget takes so long
+STALLED_S = 10.0  # a step that gets on by no part of a layer for so long, on no rank, hangs
+BEAT_S = 1.0  # stalls are counted in beats of our own: a process that was itself stopped suspects nobody
+FIRST_STEPS = 8  # these may compile, or load from disk: only `STEP_TIMEOUT_S` bounds them
 MOST_FAILURES = 3  # so many failed steps with no good one between them: it is not the requests, it is the device
 
 
@@ -34,8 +37,11 @@ class Pump:
         self._work = asyncio.Event()
         self._closing = False
         self._in_flight: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
-        self._overdue = Alarm(self._give_up)
-        self._gave_up = False
+        self._watch = Alarm(self._look)
+        self._begun_s = 0.0  # when the oldest step was first waited for
+        self._ticks, self._still = 0, 0  # as last seen, and for how many looks
+        self._good_steps = 0
+        self._gave_up = ""
         self._failures = 0  # since the last good step
 
     def wake(self) -> None:
@@ -64,7 +70,7 @@ class Pump:
                 else:
                     await self._work.wait()
         finally:
-            self._overdue.close()
+            self._watch.close()
             for _, step in in_flight:
                 step.cancel()
 
@@ -95,24 +101,26 @@ class Pump:
         else:
             self._engine.commit(plan, result, self._now_s())
             self._failures = 0
+            self._good_steps += 1
         self._deliver(self._engine.drain())
 
     async def _oldest(self) -> tuple[StepPlan, StepResult | Exception]:
         """The oldest plan, no longer in flight, and what came of it."""
         plan, step = self._in_flight[0]
-        self._overdue.set(STEP_TIMEOUT_S)
+        self._begun_s, self._still = self._now_s(), 0
+        self._watch.set(BEAT_S)
         try:
             return plan, await step
         except asyncio.CancelledError:
             if self._gave_up:
-                raise RuntimeError(f"step {plan.number} has not ended within {STEP_TIMEOUT_S:.0f} s") from None
+                raise RuntimeError(f"step {plan.number} {self._gave_up}") from None
             raise
         except RankLost:
             raise
         except Exception as error:
             return plan, error
         finally:
-            self._overdue.off()
+            self._watch.off()
             self._in_flight.popleft()
 
     async def _recover(self, plan: StepPlan, error: Exception) -> None:
@@ -127,8 +135,17 @@ class Pump:
         if self._failures >= MOST_FAILURES:
             raise error
 
-    def _give_up(self) -> None:
-        self._gave_up = True
+    def _look(self) -> None:
+        """Once in a beat, while a step is waited for."""
+        ticks = self._executor.ticks
+        self._still = self._still + 1 if ticks == self._ticks else 0
+        self._ticks = ticks
+        if self._now_s() - self._begun_s >= STEP_TIMEOUT_S:
+            self._gave_up = f"has not ended within {STEP_TIMEOUT_S:.0f} s"
+        elif self._still * BEAT_S >= STALLED_S and self._good_steps >= FIRST_STEPS:
+            self._gave_up = f"hangs: no rank got on for {STALLED_S:.0f} s"
+        else:
+            return self._watch.set(BEAT_S)
         self._in_flight[0][1].cancel()
 
 

@@ -94,6 +94,10 @@ class GangExecutor:
         digests = tuple(step.digests for step in steps)
         return StepResult(plan.number, drawn.tokens, drawn.logprobs, digests, sum(busy), drawn.prompt_logprobs)
 
+    @property
+    def ticks(self) -> int:
+        return self._own.ticks + sum(other.ticks for other in self._others)
+
     def shards(self) -> tuple[ShardAddress, ...]:
         others = (other.shard for other in self._others)
         return (self._own.shard(), *(shard for shard in others if shard is not None))

@@ -111,7 +111,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    pass
+    ticks: int = 0  # of a rank: see `Rank.ticks`
 
 
 ToRank = Hello | Welcome | Open | Execute | Connect | Pull | Forget | Close | Alive

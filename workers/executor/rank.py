@@ -81,6 +81,13 @@ class Rank:
 
         return await self._thread.run(step)
 
+    @property
+    def ticks(self) -> int:
+        """Grows while a step gets on. A GPU computes behind our back: there it says nothing, and always grows."""
+        if self._pool.region.device != "cpu":
+            return time.monotonic_ns()
+        return self._part.model.ticks
+
     def shard(self) -> ShardAddress:
         return self._transports.shard()
 
@@ -138,9 +145,11 @@ def compute(part: Part, pool: KVPool, plan: StepPlan) -> RankStep:
     """
     begun = time.perf_counter()
     pool.move(plan)
+    part.model.ticks += 1
     drawn = _Drawn(len(plan.chunks))
     if plan.chunks:
         _forward(part, pool, plan, drawn)
+    part.model.ticks += 1
     written = pool.mark()
     digests = _digests(pool, plan.digest_blocks)
     wait(written)
@@ -218,6 +227,7 @@ def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tu
     scored: list[TokenLogprobs] = []
     for start in range(0, len(targets), slice_rows):
         part = targets[start : start + slice_rows]
+        model.ticks += 1
         logits = model.logits(hidden[start : start + slice_rows])
         if logits is None:  # the first rank of the stage scores
             continue

@@ -117,8 +117,10 @@ class _Service:
 
     def _news(self) -> wire.Moved | wire.Alive:
         """What a beat says: a transport that was rebuilt has a new address."""
-        if self._shard is None or (shard := self._rank.shard()) == self._shard:
+        if self._shard is None:
             return wire.Alive()
+        if (shard := self._rank.shard()) == self._shard:
+            return wire.Alive(self._rank.ticks)
         self._shard = shard
         return wire.Moved(shard)
 

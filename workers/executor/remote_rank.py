@@ -29,6 +29,7 @@ class RemoteRank:
     def __init__(self, rank: int, channel: Channel, lost: Callable[[Exception], None]) -> None:
         self.rank = rank
         self.shard: ShardAddress | None = None  # from `open` on
+        self.ticks = 0  # as of its last beat
         self._channel = channel
         self._line = wire.Line(channel, OPEN_SILENT_S)
         self._lost = lost
@@ -139,6 +140,8 @@ class RemoteRank:
                 self._settling.pop(number).set_result(None)
             case wire.Moved(shard):
                 self.shard = shard
+            case wire.Alive(ticks):
+                self.ticks = ticks
 
     def _answer(self, number: int) -> "asyncio.Future[Any]":
         """The future of a call; another one if its caller has gone. KeyError for a call that nobody made."""

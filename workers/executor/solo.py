@@ -27,6 +27,10 @@ class SoloExecutor:
         step = await self._rank.execute(plan)
         return StepResult(plan.number, step.tokens, step.logprobs, (step.digests,), step.seconds, step.prompt_logprobs)
 
+    @property
+    def ticks(self) -> int:
+        return self._rank.ticks
+
     def shards(self) -> tuple[ShardAddress, ...]:
         return (self._rank.shard(),)
 

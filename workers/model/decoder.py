@@ -66,6 +66,7 @@ class Decoder:
         self.final_norm = final_norm
         self.head = head
         self.attention = attention
+        self.ticks = 0  # halves of layers computed so far: another thread sees by it that this one gets on
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self._frequencies = {rope: frequencies(rope).to(self.device) for rope in ropes}
 
@@ -125,11 +126,13 @@ class Decoder:
         normed = rms_norm(x, self.layers[0].attention_norm, self.config.rms_eps)
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             attended = self._attend(index, normed, turns, batch, pool)
+            self.ticks += 1
             if self.final_norm is not None and index == len(self.layers) - 1:  # all KV is written: only the rows go on
                 x, attended = x[rows], attended[rows]
             change = self._norm(layer.output(attended), layer.attention_post_norm)
             x, normed = add_rms_norm(x, change, layer.ffn_norm, self.config.rms_eps)
             change = self._norm(layer.feed_forward(normed), layer.ffn_post_norm)
+            self.ticks += 1
             if next_norm is None:
                 return x + change
             x, normed = add_rms_norm(x, change, next_norm, self.config.rms_eps)
