@@ -20,7 +20,17 @@ from cluster.leg import AttemptFailed, Background, Leg
 from cluster.line import Line, LineLost, Said
 from kvtransfer.ticket import TransferReport
 from workers.logged import about
-from workers.request import FailedOut, FetchedOut, FinishReason, HeadOut, LegTiming, Request, TicketOut, TokensOut
+from workers.request import (
+    MIXED_KV,
+    FailedOut,
+    FetchedOut,
+    FinishReason,
+    HeadOut,
+    LegTiming,
+    Request,
+    TicketOut,
+    TokensOut,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +69,20 @@ class Attempt:
         lender: Line | None = None,
         borrow_s: float = 0.0,
     ) -> None:
+        unlike = prefill.kv_dtype != decode.kv_dtype
+        if unlike and request.generated:  # the answer's KV is rounded as the first time: computed where it decodes
+            request = replace(request, group="")
+            cut_tokens = min(cut_tokens or len(request.prompt), len(request.prompt))
         self._request = request
         self._prefill = Leg(request, prefill)
-        self._decode = self._prefill if prefill is decode else Leg(request, decode)
+        fetching = replace(request, kv_dtype=prefill.kv_dtype) if unlike else request
+        self._decode = self._prefill if prefill is decode else Leg(fetching, decode)
         self._split = prefill is not decode
         self._cut_tokens = cut_tokens if self._split else 0
         self._watch = watch
         self._tokens = tokens
         self._background = background
-        self._lender = lender
+        self._lender = lender if lender is not None and lender.kv_dtype == prefill.kv_dtype else None
         self._borrow_s = borrow_s
         self._inbox: asyncio.Queue[tuple[Leg, Said | Exception | _Switch | _Look]] = (
             asyncio.Queue()
@@ -279,7 +294,15 @@ class Attempt:
         if moves or self.phase != "decode" or not self._decode.is_held or line is self._decode.line:
             return False
         self._num_moves += 1
-        request = replace(self._request, generated=tuple(self._known), group="", fresh=False, leg=self._num_moves)
+        unlike = self._decode.request.kv_dtype or self._decode.line.kv_dtype != line.kv_dtype
+        request = replace(
+            self._request,
+            generated=tuple(self._known),
+            group="",
+            fresh=False,
+            leg=self._num_moves,
+            kv_dtype=MIXED_KV if unlike else "",
+        )
         moving = self._moving = asyncio.ensure_future(self._move(Leg(request, line), timeout_s))
         await asyncio.wait({moving})
         return not moving.cancelled() and moving.result()

@@ -48,10 +48,12 @@ class Line:
         silence_s: float,
         changed: Callable[[], None],
         cache: CacheReader | None = None,
+        kv_dtype: str = "",
     ) -> None:
         self.view = view
         self.handle = handle.at(view.incarnation)
         self.subscriber = subscriber
+        self.kv_dtype = kv_dtype  # of the worker's pool
         self.heard = False
         self.stats: WorkerStats = view.stats
         self.sent = NOTHING_SENT

@@ -199,9 +199,12 @@ class Roster:
     def _dial(self, member: Member) -> Line:
         """A new line. Its subscriber's name is new too: what an older line of ours left there times out."""
         assert member.handle is not None, "only ready members are dialled"
+        dtypes = {pool.name: pool.engine.dtype for pool in self._spec.pools}
         subscriber = f"{self._name}-{uuid.uuid4().hex[:12]}"
         silence_s, reader = self._spec.health.dead_after_s, self._reader(member.view, member.handle)
-        line = Line(member.view, member.handle, subscriber, silence_s, self._pulse, reader)
+        line = Line(
+            member.view, member.handle, subscriber, silence_s, self._pulse, reader, dtypes.get(member.view.pool, "")
+        )
         line.ended.add_done_callback(lambda _: self._note_end(line.name, line.lost or ""))
         return line
 

@@ -19,7 +19,7 @@ from workers.engine.executor import Executor
 from workers.errors import UnknownSequence
 from workers.logged import about
 from workers.peers import Peers
-from workers.request import FetchedOut, Request
+from workers.request import MIXED_KV, FetchedOut, Request
 from workers.stats import NO_PULLS
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,8 @@ class Fetching:
             sequence, num_tokens, size = self._engine.reserved(key), ticket.num_tokens, self._config.engine.block_size
             if num_tokens > sequence.request.num_tokens:
                 raise TransferError(f"the ticket holds {num_tokens} tokens, {key} has {sequence.request.num_tokens}")
+            if self._is_rounded(ticket) and not sequence.kv_dtype:
+                sequence.kv_dtype = MIXED_KV  # nobody said so when it was reserved: its names would be wrong
             skip_tokens = min(sequence.cached_tokens, num_tokens)
             first, stop = covering(size, skip_tokens, num_tokens - skip_tokens)
             report = await self.pull(ticket, tuple(sequence.blocks[first:stop]), skip_tokens)
@@ -95,7 +97,8 @@ class Fetching:
     async def borrow(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
         """Bring the beginning that the ticket holds into our cache; answers how many tokens of it lie there.
 
-        0 when there is no room or it did not come: then the prompt is computed, and nothing is lost but time.
+        0 when there is no room, when it has another dtype or did not come: then the prompt is computed, and nothing is
+        lost but time.
         """
         task = asyncio.ensure_future(self._borrow(request, ticket, timeout_s))
         self._borrowing.add(task)
@@ -104,6 +107,8 @@ class Fetching:
 
     async def _borrow(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
         tokens = (*request.prompt, *request.generated)[: ticket.num_tokens]
+        if self._is_rounded(ticket):
+            return 0  # rounded on its way, it would not be what this worker computes
         try:
             loan = self._engine.loans.borrow(tokens, request.cache_salt)
         except OutOfBlocks:
@@ -128,6 +133,10 @@ class Fetching:
             task.cancel()
         if self._borrowing:
             await asyncio.wait(self._borrowing)
+
+    def _is_rounded(self, ticket: TransferTicket) -> bool:
+        """Whether what it holds is of another dtype than ours."""
+        return ticket.owner.shards[0].layout.dtype != self._executor.shards()[0].layout.dtype
 
     def _read(self, order: PullOrder) -> Read:
         read = self._executor.pull(order)

@@ -16,6 +16,7 @@ from workers.stats import WorkerStats
 
 MOST_BIASES = 1024
 MOST_ANSWERS = 64
+MIXED_KV = "mixed"  # of no one dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class Request:
     earlier attempt found it corrupt. `reply_to` names the subscriber (see `Worker.poll`) that gets the outputs.
     `tenant`: on whose behalf; tenants share what is scarce by their weights, and cached KV only with `shares_prefixes`.
     `leg`: how often the attempt had been moved to another decode worker when this one got it.
+    `kv_dtype`: of the worker that computes the KV which this one is to fetch, or `MIXED_KV`; empty: as this one's own.
     `origin`: the gateway process that sends it and its count of requests; clients choose `id`, so `id` is not unique.
     """
 
@@ -130,6 +132,7 @@ class Request:
     waited_s: float = 0.0
     leg: int = 0
     shares_prefixes: bool = False
+    kv_dtype: str = ""
     origin: str = ""
 
     @property

@@ -26,6 +26,7 @@ from workers.engine.sequence import Lease, Sequence, State
 from workers.engine.step import Chunk, StepPlan, StepResult
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import (
+    MIXED_KV,
     FailedOut,
     HeadOut,
     Request,
@@ -129,7 +130,10 @@ class Engine:
         """
         self._admissible(request)
         sequence = Sequence(request, asked_s, max_length=self.max_length, state=State.RESERVED)
-        sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size, salt=request.cache_salt)
+        if request.kv_dtype != self._config.dtype:
+            sequence.kv_dtype = request.kv_dtype
+        if sequence.kv_dtype != MIXED_KV:
+            sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size, salt=sequence.salt)
         return sequence
 
     def grant(self, sequence: Sequence) -> Reservation:
@@ -390,19 +394,24 @@ class Engine:
         self._end(sequence)
 
     def _name_blocks(self, sequence: Sequence) -> None:
-        """Offer newly full blocks to the prefix index."""
+        """Offer newly full blocks to the prefix index.
+
+        Of a sequence that came in another dtype only those that came: what is computed behind them attends to numbers
+        that were rounded on their way, and a sequence that is computed as a whole does not.
+        """
+        if sequence.kv_dtype and (sequence.kv_dtype == MIXED_KV or sequence.state is not State.RESERVED):
+            return
         full = sequence.num_computed // self.pool.block_size
         if full > sequence.num_named:
-            tokens, salt = sequence.tokens[: full * self.pool.block_size], sequence.request.cache_salt
+            tokens, salt = sequence.tokens[: full * self.pool.block_size], sequence.salt
             sequence.hashes = prefix_hashes(tokens, self.pool.block_size, sequence.hashes, salt)
             sequence.chain = chain(tokens, known=sequence.chain, salt=salt)
             for index in range(sequence.num_named, full):
-                told = name_of_block(sequence.chain, index, self.pool.block_size)
+                told = None if sequence.kv_dtype else name_of_block(sequence.chain, index, self.pool.block_size)
                 self.pool.name(sequence.blocks[index], sequence.hashes[index], told)
             sequence.num_named = full
         if sequence.request.group and sequence.num_output == 0 and sequence.num_computed == len(sequence.tokens):
-            salt = sequence.request.cache_salt
-            name = tail_hash(sequence.tokens, self.pool.block_size, sequence.hashes, salt)
+            name = tail_hash(sequence.tokens, self.pool.block_size, sequence.hashes, sequence.salt)
             self.pool.name(sequence.blocks[full - (full * self.pool.block_size == sequence.num_computed)], name)
 
     # ---- endings -----------------------------------------------------------------------------------------------

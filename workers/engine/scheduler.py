@@ -268,7 +268,7 @@ class Scheduler:
         A shared tail is copied at once: a lease of these blocks must name the one that will be written.
         """
         size = self._pool.block_size
-        sequence.hashes = prefix_hashes(sequence.tokens, size, sequence.hashes, sequence.request.cache_salt)
+        sequence.hashes = prefix_hashes(sequence.tokens, size, sequence.hashes, sequence.salt)
         if sequence.request.fresh:
             self._pool.forget(sequence.hashes)
         for share_tail in (True, False) if sequence.request.group else (False,):
@@ -299,8 +299,7 @@ class Scheduler:
         shared = self._pool.match(sequence.hashes[: most // size])
         if share_tail and most % size and len(shared) == most // size:
             # Siblings share the last block too, up to its last token.
-            salt = sequence.request.cache_salt
-            tail = self._pool.match([tail_hash(sequence.tokens, size, sequence.hashes, salt)])
+            tail = self._pool.match([tail_hash(sequence.tokens, size, sequence.hashes, sequence.salt)])
             if tail:
                 return shared + tail, most
         return shared, len(shared) * size
@@ -383,7 +382,9 @@ class Scheduler:
     def _should_swap(self, sequence: Sequence) -> bool:
         if self._config.preemption == "recompute" or len(sequence.blocks) > self.host.num_free:
             return False
-        if self._config.preemption == "swap":
+        if (
+            self._config.preemption == "swap" or sequence.kv_dtype
+        ):  # what was rounded on its way cannot be computed here
             return True
         cost = self._estimate.cost
         return cost.swap_seconds(len(sequence.blocks) * self._block_bytes) < cost.prefill_seconds(sequence.num_computed)

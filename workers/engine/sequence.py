@@ -36,6 +36,7 @@ class Sequence:
     request: Request
     arrival_s: float
     hold: bool = False  # stop after the first token and keep the KV for a reader
+    kv_dtype: str = ""  # in which others computed the KV it came with, where that is not ours, or MIXED_KV
     cut_tokens: int = 0  # held: only so many tokens are computed, and none is drawn (0: all of the prompt)
     leased: bool = False  # a lease holds its blocks too
     max_length: int = 0
@@ -75,6 +76,12 @@ class Sequence:
         self.num_given = len(self.tokens)
 
     @property
+    def salt(self) -> str:
+        """Part of its blocks' names: whose they are, and what was rounded on the way here. No tenant has a newline."""
+        salt = self.request.cache_salt
+        return f"{salt}\n{self.kv_dtype}" if self.kv_dtype else salt
+
+    @property
     def num_scheduled(self) -> int:
         """Tokens that have their KV once the steps in flight have ended."""
         return self.num_computed + self.num_ordered
@@ -107,7 +114,9 @@ class Sequence:
         return LegTiming(wait_s, self.first_step_s - began_s, now_s - self.first_step_s)
 
     def restart(self) -> None:
-        """Its KV is gone: all tokens are to be computed again."""
+        """Its KV is gone: all tokens are to be computed again, and here."""
+        if self.kv_dtype:
+            self.kv_dtype, self.hashes, self.chain = "", [], []
         self.state = State.WAITING
         self.num_computed = 0
         self.prompt_logprobs.clear()
