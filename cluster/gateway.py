@@ -24,6 +24,7 @@ from typing import Any
 from cluster.answers import Answer, give_out, one_end, siblings
 from cluster.events import ClusterError, Event, Rejected, Unservable
 from cluster.ledger import now_ns
+from cluster.metrics.responses import Responses
 from cluster.outbox import Outbox
 from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, Role
@@ -61,6 +62,7 @@ class Gateway:
         self._context = context
         self._tokenizer = tokenizer
         self._active: dict[str, _Running] = {}
+        self.responses = Responses()
 
     @property
     def active(self) -> int:

@@ -139,8 +139,15 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     ("at {{worker}}", by_worker("diptych_worker_waiting_requests")),
                 ),
             ),
-            Panel("Prompt length", "short", quantiles("diptych_request_prompt_tokens"), 12),
-            Panel("Answer length", "short", quantiles("diptych_request_generated_tokens"), 12),
+            Panel(
+                "Responses",
+                "reqps",
+                sums("diptych_responses_total", "code", f'{ALL}, method!="other"'),
+                words="Of the doors, by HTTP's and gRPC's codes: refusals too.",
+                stacked=True,
+            ),
+            Panel("Prompt length", "short", quantiles("diptych_request_prompt_tokens")),
+            Panel("Answer length", "short", quantiles("diptych_request_generated_tokens")),
         ),
     ),
     (

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from cluster.api.guarding import KeyInterceptor, credentials
 from cluster.api.health import HealthService
 from cluster.api.services import AdminService, InferenceService
+from cluster.api.watching import WatchInterceptor
 from cluster.gateway import Gateway
 from cluster.guard import Guard
 from cluster.serving import GatewayContext
@@ -57,7 +58,9 @@ class GrpcDoor:
         spec = self._context.spec.gateway
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
         gateway = self._gateway = Gateway(self._context, tokenizer)
-        interceptors = [KeyInterceptor(self.guard)] if self.guard.has_keys else None
+        interceptors: list[grpc.aio.ServerInterceptor] = [WatchInterceptor(gateway.responses)]
+        if self.guard.has_keys:
+            interceptors.append(KeyInterceptor(self.guard))
         server = grpc.aio.server(interceptors=interceptors, options=_options(spec.max_requests))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(gateway, self.guard), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._context, gateway), server)

@@ -18,7 +18,7 @@ from cluster.api.admin_messages import shape_from, timings_message, view_message
 from cluster.api.history_messages import pages, put_recent
 from cluster.api.messages import delta_message, event_message, prompt_from, sampling_from, slo_from
 from cluster.api.standing_messages import standing_message
-from cluster.api.statuses import status_of
+from cluster.api.statuses import code_name, status_of
 from cluster.changes import LONGEST_DRAIN_S, ControllerAway
 from cluster.events import Completed
 from cluster.gateway import Gateway, servable
@@ -106,8 +106,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 async with aclosing(responses(self._gateway, request, left_s)) as messages:
                     async for message in messages:
                         await write(index, response=message)
+                self._gateway.responses.count("grpc", "Generate", "OK")
             except Exception as error:
-                await write(index, error=status_of(error, servable(self._gateway.view), request.request_id))
+                status = status_of(error, servable(self._gateway.view), request.request_id)
+                self._gateway.responses.count("grpc", "Generate", code_name(status.code))
+                await write(index, error=status)
             finally:
                 for _ in range(wanted):
                     places.release()
@@ -238,7 +241,8 @@ async def metrics_text(context: GatewayContext, gateway: Gateway) -> str:
     operator = context.operator
     decided = None if operator is None else await operator.decision_counts()
     told, compat = context.dispatcher.standing(), context.spec.metrics.compat
-    made = partial(exposition, told, context.name, gateway.view, decided, active=gateway.active, compat=compat)
+    named = partial(exposition, active=gateway.active, compat=compat, responses=gateway.responses.rows())
+    made = partial(named, told, context.name, gateway.view, decided)
     return await asyncio.to_thread(made)  # some 15 ms for a thousand series, which tokens need not wait for
 
 

@@ -23,6 +23,7 @@ from workers.logged import about
 logger = logging.getLogger(__name__)
 
 DOMAIN = "diptych"
+NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 LONGEST_MESSAGE = 1000  # characters; statuses travel in HTTP/2 trailers, which end at 8 KB
 CONTROLLER_RETRY_S = 2.0  # about as long as it takes to come back
 GATEWAY_RETRY_S = 1.0
@@ -74,6 +75,11 @@ def status_of(error: Exception, ready: bool, request_id: str = "") -> status_pb2
     error_id = secrets.token_hex(4)
     logger.error("internal error %s", error_id, exc_info=error, extra=about(key=request_id))
     return _status(code.INTERNAL, "INTERNAL", f"an unexpected error; the server's log has it under {error_id}")
+
+
+def code_name(code: int) -> str:
+    """Of a status's number."""
+    return NAMES.get(code, grpc.StatusCode.UNKNOWN.name)
 
 
 def _status(

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.events import Accepted, Completed
 from cluster.gateway import Gateway, servable
+from cluster.http.counted import ENDING
 from cluster.http.failures import Failure, failure_of
 from cluster.http.shapes import Choice, Shape, Usage, finishes
 from cluster.http.terms import Terms
@@ -86,6 +87,7 @@ class Reply(Response):
             if not self._begun:
                 await failed(failure)(scope, receive, send)
                 return
+            scope[ENDING].status = failure.status
             await _more(send, b"event: error\ndata: " + failure.body + b"\n\n", last=True)
 
     async def _whole(self, events: AsyncGenerator[tuple[int, GatewayEvent], None], send: Send) -> None:

@@ -14,6 +14,7 @@ from cluster.gateway import Gateway
 from cluster.guard import Guard
 from cluster.http.app import make_app
 from cluster.http.connection import Connection
+from cluster.http.counted import Counted
 from cluster.http.guarded import Guarded, following
 from cluster.http.naming import Named
 from cluster.serving import GatewayContext
@@ -37,7 +38,7 @@ class HttpDoor:
         self._closing = False
         app = make_app(context, gateway, lambda: self._closing)
         self._requests = Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut)
-        named = Named(Guarded(self._requests, guard) if guard.has_keys else self._requests)
+        named = Counted(Named(Guarded(self._requests, guard) if guard.has_keys else self._requests), gateway.responses)
         origins = self._spec.http_allowed_origins
         config = uvicorn.Config(
             CORSMiddleware(named, origins, METHODS, ["*"], expose_headers=TOLD) if origins else named,

@@ -4,12 +4,14 @@ The registry is made for each reading and has one collector: nothing is global.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from cluster.metrics.families import Counts
+from cluster.metrics.families import Counts, Rows
 from cluster.metrics.requests import request_families
+from cluster.metrics.responses import response_families
 from cluster.metrics.standing import standing_families
 from cluster.metrics.supervision import supervision_families
 from cluster.metrics.vllm import vllm_families
@@ -28,14 +30,16 @@ def exposition(
     *,
     active: int = 0,
     compat: str | None = None,
+    responses: Rows = (),
 ) -> str:
     """The text that Prometheus reads. Every metric has the label `gateway`, but for those that `compat` adds.
 
     `decisions` of the elastic policy: kind, outcome, and how many; None: there is no policy, or it cannot be asked.
-    `active` are the answers under way.
+    `active` are the answers under way, `responses` those of the doors, by door, method and code.
     """
     registry = CollectorRegistry()
-    registry.register(_Collector(_families(standing, gateway, view, decisions, active, compat)))
+    ours = _families(standing, gateway, view, decisions, active, compat)
+    registry.register(_Collector(chain(ours, response_families(gateway, responses))))
     return generate_latest(registry).decode()
 
 

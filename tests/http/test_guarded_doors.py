@@ -376,13 +376,16 @@ async def test_a_client_s_certificate_needs_its_key(files: Files) -> None:
     assert "secret" not in repr(Access(api_key="secret"))
 
 
-async def test_an_unguarded_gateway_has_neither_interceptor_nor_middleware() -> None:
+async def test_an_unguarded_gateway_asks_for_nothing_on_the_way() -> None:
     doors = Doors(gateway_context(FakeDispatcher(), http_port=0), ByteTokenizer)
     endpoint = await doors.open()
     try:
         assert doors.http_url.startswith("http://") and not doors._grpc.guard.has_keys
-        outermost = doors._http._server.config.app  # type: ignore[union-attr]
-        assert type(outermost).__name__ == "Named" and type(outermost._app).__name__ == "Connection"  # type: ignore[union-attr]
+        app, layers = doors._http._server.config.app, []  # type: ignore[union-attr]
+        while app is not None:
+            layers.append(type(app).__name__)
+            app = getattr(app, "_app", None)
+        assert layers[:3] == ["Counted", "Named", "Connection"]
         async with AsyncClient(endpoint) as client:
             assert (await client.complete("abc", max_tokens=3)).text == "abc"
     finally:
