@@ -430,3 +430,13 @@ async def test_what_is_not_there_is_not_found(there: Clients) -> None:
 async def test_tokens_that_cannot_be_are_named(there: Clients, path: str, body: object, param: str) -> None:
     answer = await there.http.post(path, json=body)
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+
+
+async def test_the_length_that_is_told_is_the_one_that_holds(there: Clients) -> None:
+    """The model's context has 8192 tokens, the pools of the fake cluster hold 4096."""
+    told = (await there.http.get("/v1/models")).json()["data"][0]["max_model_len"]
+    assert told == 4096 == (await there.http.post("/tokenize", json={"prompt": "x"})).json()["max_model_len"]
+    fits = {"prompt": "x" * 100, "max_tokens": told - 100}
+    assert (await there.http.post("/v1/completions", json=fits)).status_code == 200
+    above = await there.http.post("/v1/completions", json=fits | {"max_tokens": told - 99})
+    assert above.status_code == 400 and f"is {told} tokens" in str(error_of(above)["message"])
