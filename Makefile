@@ -49,7 +49,7 @@ $(VENV)/.bench: $(READY)
 study: $(VENV)/.bench
 	@$(BIN)/python -m cluster.bench.study $(ARGS)
 
-# Loads that shift: ours against every system, every static split, colocated, and an oracle, all simulated; writes
+# Loads that shift: ours against every system, every static split, colocated, and the best per phase, all simulated; writes
 # docs/elastic-campaign.md and its pictures. ARGS=--quick, ARGS=--full, ARGS="bursts day", ARGS=--recorded.
 elastic: $(VENV)/.bench
 	@$(BIN)/python -m cluster.bench.elastic $(ARGS)

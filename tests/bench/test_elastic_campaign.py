@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cluster.bench.elastic import one, oracle, page, pictures, record, staleness
+from cluster.bench.elastic import one, page, per_phase, pictures, record, staleness
 from cluster.bench.elastic.__main__ import QUICK, contender, main
 from cluster.bench.elastic.campaign import measure
 from cluster.bench.elastic.contenders import (
@@ -24,7 +24,7 @@ from cluster.bench.elastic.contenders import (
     routed,
     splits,
 )
-from cluster.bench.elastic.oracle import Oracle
+from cluster.bench.elastic.per_phase import PerPhase
 from cluster.bench.elastic.probe import Probe
 from cluster.bench.elastic.record import KINDS, ROUTER, SYSTEM, Record
 from cluster.bench.elastic.scenarios import SCENARIOS, Phase, Scenario, Size
@@ -52,7 +52,7 @@ def test_a_scenario_has_its_rate_and_all_its_requests_in_phases(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["phases-h100", "bursts", "day"])
-def test_what_an_oracle_takes_one_by_one_covers_the_whole(name: str) -> None:
+def test_what_is_taken_phase_by_phase_covers_the_whole(name: str) -> None:
     load = made(name, Size())
     epochs = load.epochs or load.phases
     assert [each.begin_s for each in epochs] == pytest.approx([0.0, *(each.end_s for each in epochs[:-1])])
@@ -225,7 +225,9 @@ def test_a_contender_that_breaks_is_named_and_the_others_go_on(monkeypatch: pyte
     assert [each.kind for each in found.entries] == ["best split", "best colocated", "system"]
 
 
-def test_an_oracle_attains_the_mean_over_phases_of_what_suits_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_static_per_phase_attains_the_mean_over_phases_of_what_suits_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     good = {
         "prompts": Contender("distserve", 5, 2048, plain=True),
         "answers": Contender("distserve", 1, 2048, plain=True),
@@ -237,15 +239,15 @@ def test_an_oracle_attains_the_mean_over_phases_of_what_suits_each(monkeypatch: 
         return Attainment(share, share, share, share)
 
     monkeypatch.setattr(Probe, "run", lambda probe, scale, seed: (probe.scenario.phases[0], probe.contender))
-    monkeypatch.setattr(oracle, "attainment", attained)
+    monkeypatch.setattr(per_phase, "attainment", attained)
     load = made("phases-a100", Size())
-    knowing = Oracle(load, {name: (one, bad) for name, one in good.items()})
+    knowing = PerPhase(load, {name: (one, bad) for name, one in good.items()})
     assert knowing(0.5 * load.rate, 0).both == pytest.approx(1.0)
-    half = Oracle(load, {"prompts": (bad,), "answers": (good["answers"],)})
+    half = PerPhase(load, {"prompts": (bad,), "answers": (good["answers"],)})
     arrivals = load.draw(0.5, 0).arrivals
     prompts = sum(each.at_s % 120.0 < 60.0 for each in arrivals) / len(arrivals)
     assert half(0.5 * load.rate, 0).both == pytest.approx(0.9 * prompts + (1.0 - prompts))
-    neither = Oracle(load, {"prompts": (good["answers"],), "answers": (good["prompts"],)})
+    neither = PerPhase(load, {"prompts": (good["answers"],), "answers": (good["prompts"],)})
     assert neither(0.5 * load.rate, 0).both == pytest.approx(0.9)
 
 
@@ -279,7 +281,7 @@ def test_a_small_campaign_has_all_its_figures(tmp_path: Path) -> None:
     assert record.load(tmp_path / "record.json") == found
     page.write(tmp_path, found)
     text = (tmp_path / page.PAGE).read_text()
-    assert "## phases-a100" in text and "**ours**" in text and "oracle" in text
+    assert "## phases-a100" in text and "**ours**" in text and "best static per phase" in text
     if not pictures.missing():
         pictures.draw(tmp_path, found, "png")
         assert (tmp_path / "elastic-phases-a100.png").stat().st_size > 10_000

@@ -1,5 +1,6 @@
 """A campaign's record is completed by what is measured again, and the page says what is in it."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -7,12 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cluster.bench.elastic import campaign, one, oracle, page, record
+from cluster.bench.elastic import campaign, one, page, per_phase, record
 from cluster.bench.elastic.__main__ import main
 from cluster.bench.elastic.campaign import Unlike, measure
 from cluster.bench.elastic.contenders import Contender
 from cluster.bench.elastic.probe import Probe
-from cluster.bench.elastic.record import KINDS, ORACLE, ROUTER, SPLIT, SYSTEM, Entry, Phases, Record, Stale, ratio
+from cluster.bench.elastic.record import KINDS, PER_PHASE, ROUTER, SPLIT, SYSTEM, Entry, Phases, Record, Stale, ratio
 from cluster.bench.elastic.scenarios import SCENARIOS
 from cluster.bench.elastic.search import Effort
 from cluster.bench.elastic.timeline import Timeline
@@ -39,7 +40,7 @@ def test_who_is_ahead_of_ours_is_named() -> None:
         Entry(SYSTEM, "vllm", (4.0,), 4.0, 4.0, 4.0),
         Entry(ROUTER, "random on split 1, chunk 1024", (1.0,), 1.0, 1.0, 1.0, 1),
         Entry(ROUTER, "promise on split 1, chunk 1024", (3.0,), 3.0, 3.0, 3.0, 1),
-        Entry(ORACLE, "knows", (8.0,), 8.0, 8.0, 8.0),
+        Entry(PER_PHASE, "knows", (8.0,), 8.0, 8.0, 8.0),
     )
     nothing = Entry(SYSTEM, "static", (0.0,), 0.0, 0.0, 0.0)
     result = replace(_result(), entries=(*entries, nothing))
@@ -100,7 +101,7 @@ LITTLE = Effort((0, 1), (0,), 0.05, 0.2, 0.3, 1, ("vllm", "distserve"), ("random
 def recorded(monkeypatch: pytest.MonkeyPatch) -> record.Result:
     """A whole workload, with searches that pretend."""
     pretend(monkeypatch, lambda one: RATES.get(one.name, 1.0))
-    monkeypatch.setattr(oracle, "attainment", lambda run, slo: Attainment(1.0, 1.0, 1.0, 1.0))
+    monkeypatch.setattr(per_phase, "attainment", lambda run, slo: Attainment(1.0, 1.0, 1.0, 1.0))
     monkeypatch.setattr(
         campaign, "_shown", lambda who: (Phases(who.name, who.rate, ()), Timeline(who.name, who.rate, 1.0, (1.0,), {}))
     )
@@ -196,3 +197,12 @@ def _result() -> record.Result:
 def test_the_page_is_what_the_committed_record_gives() -> None:
     again = "run `make elastic ARGS=--recorded`"
     assert (DOCS / page.PAGE).read_text() == page.markdown(record.load()), again
+
+
+def test_the_comparison_has_no_figures_of_its_own() -> None:
+    """What it says of the campaign's goodputs is what the campaign's page says."""
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    goodput = re.compile(r"\b0\.\d{3}\s+\(0\.\d{3}\s+to\s+0\.\d{3}\)")
+    told = {" ".join(found.split()) for found in goodput.findall((docs / "comparison.md").read_text())}
+    assert len(told) >= 5
+    assert told <= set(goodput.findall((docs / "elastic-campaign.md").read_text()))

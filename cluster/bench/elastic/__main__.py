@@ -42,7 +42,7 @@ AGAIN = {
     "system": record.SYSTEM,
     "routers": record.ROUTER,
     "timetable": record.TIMETABLE,
-    "oracle": record.ORACLE,
+    "per-phase": record.PER_PHASE,
 }
 FULL = Effort(tolerance=0.03, rough=0.05, rung=0.04, finalists=2)
 EFFORTS = {
@@ -67,7 +67,7 @@ EFFORTS = {
     help="Measure only these anew, for workloads that the record has, and complete it; may be given several times.",
 )
 @click.option("--stale-only", is_flag=True, help="Only the study of old views, into the record.")
-@click.option("--seeds", type=click.IntRange(1, 16), help="So many for ours, the static ones and the oracle. [3]")
+@click.option("--seeds", type=click.IntRange(1, 16), help="So many for ours, the static ones and those per phase. [3]")
 @click.option("--processes", "count", type=click.IntRange(1, 64), default=2, show_default=True)
 @click.option("--one", "which", type=click.Choice(list(SCENARIOS)), help="One run of this workload, told in full.")
 @click.option(
@@ -118,7 +118,7 @@ def main(
     gateways: int,
     as_json: bool,
 ) -> None:
-    """Goodput under loads that shift: ours against every system, every static split, colocated, and an oracle.
+    """Goodput under loads that shift: ours against every system, every static split, colocated, and the best per phase.
 
     Without WORKLOADS, all of them: hours. Ours and the best static choices alone took about four minutes a workload on
     two cores. What is found goes into the committed record, workload by workload, and into docs/elastic-campaign.md;
@@ -202,7 +202,7 @@ class _Plan:
 
     @property
     def lines(self) -> int:
-        """That a workload tells of, about: begun, configurations left, each contender, the oracle."""
+        """That a workload tells of, about: begun, configurations left, each contender, the best static per phase."""
         return 4 if self.kinds else 30 + len(self.effort.systems or SYSTEMS) + len(self.effort.routers)
 
 

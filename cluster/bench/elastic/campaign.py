@@ -1,4 +1,4 @@
-"""One workload of the campaign: all its contenders, the oracle, and what became of ours over time."""
+"""One workload of the campaign: all its contenders, the best static per phase, and what became of ours over time."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from cluster.bench.elastic.contenders import OURS, called, case_of
 from cluster.bench.elastic.one import told
-from cluster.bench.elastic.oracle import oracle
+from cluster.bench.elastic.per_phase import per_phase
 from cluster.bench.elastic.probe import Probe
 from cluster.bench.elastic.record import (
     COLOCATED,
     KINDS,
-    ORACLE,
+    PER_PHASE,
     ROUTER,
     SPLIT,
     STATIC,
@@ -62,8 +62,8 @@ def measure(
     begun_s = time.perf_counter()
     found = _statics(scenario, effort, each, tell, kinds, known)
     jobs, twins = _twins(scenario, jobs_of(scenario, found, effort, kinds), found)
-    if ORACLE in kinds and len(scenario.phases) > 1:
-        jobs.insert(0, oracle(scenario, found, effort, each, tell))
+    if PER_PHASE in kinds and len(scenario.phases) > 1:
+        jobs.insert(0, per_phase(scenario, found, effort, each, tell))
     if TIMETABLE in kinds and scenario.shifts:
         ours = known.of(KIND_OURS) if known else None
         rate = ours.by_seed[0] if ours else FORESEEN * found.rate

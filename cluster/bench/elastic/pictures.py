@@ -5,8 +5,8 @@ from typing import Any
 
 from cluster.bench.elastic.record import (
     COLOCATED,
-    ORACLE,
     OURS,
+    PER_PHASE,
     ROUTER,
     SPLIT,
     SYSTEM,
@@ -26,7 +26,7 @@ LOOKS = {
     SYSTEM: style.GREY,
     ROUTER: style.SKY,
     TIMETABLE: "#555555",
-    ORACLE: "#000000",
+    PER_PHASE: "#000000",
 }
 LANES = {"steps with prompts": style.RED, "steps of decodes only": style.SKY}
 COLUMNS = 3
@@ -77,7 +77,7 @@ def _goodputs(found: Record) -> Any:
 def _label(entry: Entry) -> str:
     name = f"router {entry.name.partition(' on ')[0]}" if entry.kind == ROUTER else entry.name
     alone = "" if len(entry.by_seed) > 1 else " *"
-    return {OURS: "ours", TIMETABLE: "by timetable", ORACLE: "oracle"}.get(entry.kind, name) + alone
+    return {OURS: "ours", TIMETABLE: "by timetable", PER_PHASE: "best per phase"}.get(entry.kind, name) + alone
 
 
 @style.drawn

@@ -12,10 +12,11 @@ from cluster.scoring.goodput import T95
 from workers.request import SLO
 
 FILE = Path(__file__).with_name("measured.json")
-OURS, SYSTEM, SPLIT, COLOCATED, ORACLE = "ours", "system", "best split", "best colocated", "oracle"
+OURS, SYSTEM, SPLIT, COLOCATED = "ours", "system", "best split", "best colocated"
+PER_PHASE = "best static per phase"
 ROUTER, TIMETABLE = "router", "timetable"
 STATIC = (SPLIT, COLOCATED)
-KINDS = (OURS, SPLIT, COLOCATED, SYSTEM, ROUTER, TIMETABLE, ORACLE)
+KINDS = (OURS, SPLIT, COLOCATED, SYSTEM, ROUTER, TIMETABLE, PER_PHASE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,8 +74,8 @@ class Phase:
 class Scenario:
     """`draw(scale, seed)` gives its requests; see the module for the scale. `shifts`: its shape is made to change.
 
-    `epochs`: what an oracle of roles takes one by one, if not the phases: where only the rate changes and queues are
-    carried over, a phase alone says nothing.
+    `epochs`: what the best static per phase takes one by one, if not the phases: where only the rate changes and queues
+    are carried over, a phase alone says nothing.
     """
 
     name: str

@@ -37,8 +37,8 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """`seeds` for ours, the best static configurations, the oracle, the best named system and the best router; `few`
-    for the others.
+    """`seeds` for ours, the best static configurations, those per phase, the best named system and the best router;
+    `few` for the others.
 
     `rung`: of the ladder, relative. `finalists`: so many that held on the last rung are searched with all seeds.
     """
@@ -228,7 +228,7 @@ def statics(scenario: Scenario, effort: Effort, each: Map, tell: Tell, start: fl
 
 
 def jobs_of(scenario: Scenario, found: Statics, effort: Effort, kinds: Collection[str] = KINDS) -> list[Job]:
-    """Ours, the finalists, every named system and every router: those of these kinds. The oracle is not one of them."""
+    """Ours, the finalists, every named system and every router: those of these kinds. Those per phase are not."""
     made: list[Job] = []
 
     def fine(kind: str, one: Contender, start: float) -> None:

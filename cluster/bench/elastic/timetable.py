@@ -1,9 +1,9 @@
 """Our router with roles by timetable: what an elastic rule that knows the load beforehand could attain.
 
-Unlike the oracle of `oracle`, everything is carried over: queues and answers under way meet the next phase, and roles
-change as they do in a cluster, one worker after the other. For each kind of phase a number of prefill workers is
-searched, for all together how long before the boundary roles change: one after the other, each the best for the others
-as they are, until none becomes better.
+Unlike the best static per phase (`per_phase`), everything is carried over: queues and answers under way meet the next
+phase, and roles change as they do in a cluster, one worker after the other. For each kind of phase a number of prefill
+workers is searched, for all together how long before the boundary roles change: one after the other, each the best for
+the others as they are, until none becomes better.
 """
 
 from collections.abc import Mapping

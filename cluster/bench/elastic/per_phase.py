@@ -1,8 +1,8 @@
-"""What changes of roles alone could give at most, by an oracle that knows the phases.
+"""The best static configuration of each phase: a reference, not a bound.
 
 For each phase it has the static configuration that suits it best, switched in no time at the boundary, and nothing is
 carried over: every phase begins on an idle fleet. What it attains is the mean over phases, weighted by requests. A
-router that is better than least-loaded, or workers that take part in both phases, may still exceed it.
+router that is better than least-loaded, or workers that take part in both phases, can exceed it.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from cluster.bench.elastic.contenders import Contender
 from cluster.bench.elastic.probe import Probe
-from cluster.bench.elastic.record import ORACLE
+from cluster.bench.elastic.record import PER_PHASE
 from cluster.bench.elastic.scenarios import Phase, Scenario
 from cluster.bench.elastic.search import TARGET, Effort, Job, Statics, Tell, statics
 from cluster.scoring.figures import Attainment, attainment
@@ -20,7 +20,7 @@ NAMES = ("ttft", "tpot", "both", "served")
 
 
 @dataclass(frozen=True, slots=True)
-class Oracle:
+class PerPhase:
     """`chosen`: for phases of each name, the configurations that come into question; of these the better."""
 
     scenario: Scenario
@@ -49,7 +49,7 @@ class Oracle:
         return "; ".join(f"{name}: {' or '.join(one.name for one in ones)}" for name, ones in self.chosen.items())
 
 
-def foreseen(scenario: Scenario, start: float, effort: Effort, each: Map, tell: Tell) -> Oracle:
+def chosen_for(scenario: Scenario, start: float, effort: Effort, each: Map, tell: Tell) -> PerPhase:
     """The best configurations for each kind of phase, by the ladder on that phase alone."""
     chosen: dict[str, tuple[Contender, ...]] = {}
     for phase in scenario.epochs or scenario.phases:
@@ -58,12 +58,12 @@ def foreseen(scenario: Scenario, start: float, effort: Effort, each: Map, tell: 
             near = (1.0 - effort.rung) * found.rate
             bests = (best for best in (found.split, found.colocated) if best.rate >= near)
             chosen[phase.name] = tuple(one for best in bests for one in best.contenders)
-    return Oracle(scenario, chosen)
+    return PerPhase(scenario, chosen)
 
 
-def oracle(scenario: Scenario, found: Statics, effort: Effort, each: Map, tell: Tell) -> Job:
+def per_phase(scenario: Scenario, found: Statics, effort: Effort, each: Map, tell: Tell) -> Job:
     """Its goodput, to be searched. Steps of prompts are not tried again for each phase; they are those of the best
     static split."""
     chunks = tuple(dict.fromkeys(one.chunk for one in found.split.contenders if one.chunk)) or effort.prompt_chunks[:1]
-    knowing = foreseen(scenario, found.rate, replace(effort, prompt_chunks=chunks), each, tell)
-    return Job(ORACLE, knowing.told, knowing, scenario.slo, found.rate, effort.seeds, effort.tolerance)
+    knowing = chosen_for(scenario, found.rate, replace(effort, prompt_chunks=chunks), each, tell)
+    return Job(PER_PHASE, knowing.told, knowing, scenario.slo, found.rate, effort.seeds, effort.tolerance)
