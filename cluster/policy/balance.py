@@ -41,7 +41,8 @@ class Mix:
 
     `computed_tokens` of a prompt are not cached; `spread` is the squared coefficient of variation of a prompt's work.
     `backlog`: prompts that wait, as so many a second more to compute. `answers`: what decodes, where that is still
-    another load than what comes; None: the same.
+    another load than what comes; None: the same. `requests`: of how many it was seen; `is_known`: some of them
+    have ended, and said what of their prompts was cached.
     """
 
     rate: float
@@ -53,6 +54,13 @@ class Mix:
     spread: float = 1.0
     backlog: float = 0.0
     answers: "Answers | None" = None
+    requests: float = math.inf
+    is_known: bool = True
+
+    @property
+    def doubt(self) -> float:
+        """The share by which so few requests, come at random, are off: one standard deviation."""
+        return min(1.0, math.sqrt((1.0 + self.spread) / max(1.0, self.requests)))
 
     @property
     def decoded(self) -> "Answers":

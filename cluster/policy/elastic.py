@@ -4,7 +4,8 @@ Every period the roles are judged on the load of the last seconds, as gateways t
 further tokens and decode room could bear it is, by the worst of the three (`balance`). A step is one worker with
 another role. The best one, or the first on the way to a pool that is all split or all mixed, is taken when that makes
 the worst better by `margin`, has done so for `dwell_s` on end, and the last step is `cooldown_s` ago; a promise that
-breaks by a factor makes both times shorter by it. Where nothing is in danger, nothing changes: roles that swing cost
+breaks by a factor makes both times shorter by it. Where nothing is in danger, or what looks so may be the chance of few
+requests, nothing changes, but that workers of which some are mixed become so all: roles that swing cost
 more than roles that are not quite right (Mooncake and Splitwise say that ratios drift slowly, Narwhal that hysteresis
 is what keeps flips useful).
 
@@ -30,6 +31,7 @@ STEP_BACK = 1.1  # so much worse a step may make it that leads on to better role
 HELD = 0.25  # by so much a step must make the worst better to leave a plan that breaks promises
 ROOMY = 0.6  # of what could be borne without a worker that leaves
 PATIENCE = 20.0
+SETTLED = 10.0  # times `dwell_s` without a reason for another step
 _MOST_TARGETS = 256
 
 
@@ -80,15 +82,22 @@ class Elastic:
             self._wanted_since_s = {kind: since_s for kind, since_s in self._wanted_since_s.items() if kind == "shrink"}
             return self._shrink_idle(view, groups, now_s)
         now = shares(groups, mix)
-        flip = self._best_flip(groups, now, mix) if now.worst > CALM else None
+        surely = now.worst * (1.0 - mix.doubt)
+        in_danger = surely > CALM or (now.worst > 1.0 and mix.is_known)
+        flip = self._best_flip(groups, now, mix) if in_danger else None
         haste = max(1.0, now.worst)  # the more a promise breaks, the sooner the next step
         planned, margin = self._planned(groups, now, mix)
         if self._ripe("planned", planned is not None, now_s, 0.0, haste):
             assert planned is not None
             return self._flip(view, planned, now, mix, now_s)
+        is_settled = flip is None and self._aim is None and CALM < now.worst <= 1.0
+        half = self._halfway(groups, now, mix) if is_settled else None
+        if self._ripe("whole", half is not None, now_s, SETTLED * self._elastic.dwell_s):
+            assert half is not None
+            return self._flip(view, half, now, mix, now_s)
         is_better = flip is not None and flip.at_last <= now.worst * (1.0 - margin)
         flips = flip is not None and is_better and flip.at_last < math.inf  # endless is not better than endless
-        grows = now.worst > 1.0 and (flip is None or flip.at_last > 1.0)
+        grows = in_danger and now.worst > 1.0 and (flip is None or flip.at_last > 1.0)
         if self._ripe("flip", flips, now_s, self._elastic.dwell_s, haste):
             assert flip is not None
             self._aim = None
@@ -140,6 +149,24 @@ class Elastic:
             if first is not None and self._keeps_floors(there):
                 found.append(replace(first, at_last=shares(there, mix).worst))
         return self._best(found)
+
+    def _halfway(self, groups: Sequence[Group], now: Shares, mix: Mix) -> _Step | None:
+        """Where some of alike workers are mixed and others are not: the step to all mixed, if they bear as much so.
+
+        Closed forms do not know what mixed workers lose beside others: prompts go past them to those that have no
+        decodes, away from the prefixes that they have, and each hand-over waits for a step with prompts.
+        """
+        kinds = _alike(groups)
+        steps = [step for step in self._flips(groups, mix) if step.after.worst <= now.worst]
+        for kind in kinds:
+            roles = _by_role(kind)
+            if 0 < roles[Role.MIXED] < sum(roles.values()):
+                *_, mixed = _whole(kind)
+                there = [group for each in kinds for group in (mixed if each is kind else each)]
+                towards = [step for step in steps if step.source in kind and _to_mixed(step)]
+                if towards and self._keeps_floors(there) and shares(there, mix).worst <= now.worst:
+                    return self._best(towards)
+        return None
 
     def _planned(self, groups: Sequence[Group], now: Shares, mix: Mix) -> tuple[_Step | None, float]:
         """The best step towards the plan, if one can be borne, and the margin by which others must be better."""
@@ -285,6 +312,10 @@ def _leads(step: _Step, kinds: Sequence[list[Group]], targets: Sequence[list[Gro
             source, to = step.source.role, step.target.role
             return there[source] > wanted[source] and there[to] < wanted[to]
     return False
+
+
+def _to_mixed(step: _Step) -> bool:
+    return step.target is not None and step.target.role is Role.MIXED
 
 
 def _changed(groups: Sequence[Group], source: Group | None, target: Group | None) -> list[Group]:

@@ -81,6 +81,8 @@ class Offered:
             spread=spread,
             backlog=backlog / BACKLOG_S,
             answers=max(kinds, key=lambda each: each.rate * each.output_tokens),
+            requests=lately.requests,
+            is_known=len(samples) >= LEAST_REQUESTS,
         )
 
     def _lately(self, now_s: float) -> list[Report]:

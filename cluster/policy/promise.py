@@ -84,7 +84,8 @@ class Promise(CacheAware):
             return None
         if ask.tokens_left == 1:
             return _placed(first, None, "one token is wanted: nothing to hand over")
-        begin_s, is_free = ask.now_s + first.ttft_s, _is_free(first, slo)
+        begin_s = ask.now_s + first.ttft_s
+        is_free = _is_free(first, slo)
         wholes = [] if is_free else look.wholes(slo, EARLY)
         for worker in wholes:
             if worker.name not in sides:

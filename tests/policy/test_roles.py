@@ -421,3 +421,26 @@ def test_a_plan_for_workers_that_are_gone_is_reached_as_far_as_can_be() -> None:
     del cluster.workers["decode-0"], cluster.workers["prefill-0"]
     cluster.run(60, replace(PROMPTS, rate=1.0))
     assert cluster.roles() == (3, 1, 0)
+
+
+def test_what_may_be_the_chance_of_few_requests_moves_nobody() -> None:
+    """As much work in fewer, longer prompts is as much of what can be borne, and says less of what will come."""
+    many = Mix(6.0, 2100, 2100, 40, ttft_s=8.0, tpot_s=0.04, spread=0.0)
+    few = replace(many, rate=1.0, prompt_tokens=10_500, computed_tokens=10_500)
+    assert CALM < shares(split(3, 3), few).worst <= shares(split(3, 3), many).worst + 0.05 < 1.0
+    margins = {"window_s": 5.0, "dwell_s": 1.0}
+    assert Cluster(spec(**margins)).run(30, many)
+    assert not Cluster(spec(**margins)).run(30, few)
+
+
+@pytest.mark.parametrize(("rate", "then"), [(5.0, (0, 0, 6)), (2.0, (2, 0, 4))])
+def test_workers_of_which_some_are_mixed_become_so_all_where_that_is_borne_as_well(
+    rate: float, then: tuple[int, int, int]
+) -> None:
+    """What is borne is in doubt, so no step is looked for. A calm cluster is left as it is."""
+    cluster = Cluster(spec(window_s=6.0))
+    for number, worker in enumerate(list(cluster.workers.values())):
+        role = Role.PREFILL if number < 2 else Role.MIXED
+        cluster.workers[worker.name] = structs.replace(worker, role=role)
+    cluster.run(120, Mix(rate, 2333, 2333, 200, ttft_s=8.0, tpot_s=0.2, spread=0.0))
+    assert cluster.roles() == then

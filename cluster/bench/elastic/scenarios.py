@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from cluster.bench.elastic.conversations import BLOCK, conversations
 from cluster.plan.capacity import capacity
 from cluster.sim.cluster import PoolModel
 from cluster.sim.fleet import fleet, pool_model
@@ -218,16 +219,28 @@ def shared(path: str) -> Path:
 
 
 def _trace(name: str, path: str, options: str, machines: Machines, slo: SLO, size: Size, begin_s: float) -> Scenario:
-    """A window of a trace in its own time, at another density, told by quarters."""
+    """A window of a trace in its own time."""
     span = 240.0 * size.stretch
     whole = load_workload(f"{shared(path)}:{options}", seed=0)
     trace = replace(window(whole, begin_s, begin_s + span), name=name)
+    return _replayed(trace, span, Path(path).name.partition(".")[0], machines, slo, size)
+
+
+def _replayed(trace: Workload, span: float, what: str, machines: Machines, slo: SLO, size: Size) -> Scenario:
+    """At another density, told by quarters."""
     full = rate_of_all(list(trace.arrivals), machines, slo, size.workers)
     parts = [(f"quarter {number}", span / 4.0) for number in (1, 2, 3, 4)]
-    title = f"{span:g} s of {Path(path).name.partition('.')[0]}, made denser"
+    title = f"{span:g} s of {what}, made denser"
     factor = full * span / len(trace.arrivals)
-    told = Scenario(name, title, machines, slo, size.workers, full, _spans(parts), trace=trace, per_scale=factor)
+    told = Scenario(trace.name, title, machines, slo, size.workers, full, _spans(parts), trace=trace, per_scale=factor)
     return replace(told, shifts=False, epochs=_spans([("first half", span / 2.0), ("second half", span / 2.0)]))
+
+
+def _prefixes(size: Size) -> Scenario:
+    """Turns of conversations, which share what was said."""
+    span = 240.0 * size.stretch
+    trace = conversations("prefixes", span, 0.5, seed=0)
+    return _replayed(trace, span, "drawn conversations", Machines(H100, BLOCK), SLO(10.0, 0.1), size)
 
 
 SCENARIOS: Mapping[str, Callable[[Size], Scenario]] = {
@@ -239,6 +252,7 @@ SCENARIOS: Mapping[str, Callable[[Size], Scenario]] = {
     "mooncake": lambda size: _trace(
         "mooncake", MOONCAKE, "clip=32768", Machines(H100, 512), SLO(10.0, 0.1), size, 1200.0
     ),
+    "prefixes": _prefixes,
     "tight-tight": lambda size: _mix("tight-tight", SLO(3.0, 0.06), size),
     "tight-loose": lambda size: _mix("tight-loose", SLO(3.0, 0.2), size),
     "loose-tight": lambda size: _mix("loose-tight", SLO(12.0, 0.06), size),
