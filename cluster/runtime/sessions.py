@@ -91,7 +91,6 @@ def settle_join(cluster: str | None = None) -> str | None:
         return found[0].cluster
     if not address and not there:  # Ray may find one here, and asks it once a second for nothing if it has a token
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", AUTO_TRIES)
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
     elif there and not address:
         named = ", ".join(f"{each.cluster} at {each.address}" for each in found or there)
         if found:

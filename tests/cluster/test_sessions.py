@@ -12,7 +12,7 @@ import pytest
 from cluster.runtime.interface import RuntimeUnavailable
 from cluster.runtime.sessions import Session, announce, folder, sessions, settle_join, withdraw
 
-NAMES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_NUM_REDIS_GET_RETRIES", "RAY_BACKEND_LOG_LEVEL")
+NAMES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_NUM_REDIS_GET_RETRIES")
 
 
 @pytest.fixture(autouse=True)

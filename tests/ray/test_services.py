@@ -79,6 +79,38 @@ async def told_by_ray(subject: Served, name: str, workers: set[str]) -> dict[str
             await asyncio.sleep(0.2)
 
 
+async def command(*arguments: str) -> asyncio.subprocess.Process:
+    """From another shell of the same user, which says nothing of any Ray."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-u", "-m", "cluster.cli", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=env,
+        cwd=ROOT,
+    )
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_gateway_and_leave_find_the_ray_that_serve_started(subject: Served) -> None:
+    name = laptop()["name"]
+    joining = await command("gateway", "--cluster", name, "--port", "0", "--http-port", "0")
+    assert joining.stdout is not None
+    try:
+        async with asyncio.timeout(90.0):
+            while not (line := (await joining.stdout.readline()).decode()).startswith("ready: grpc://"):
+                assert line and "InvalidAuthToken" not in line, line
+        assert await answer(line.split("//")[1].strip()) == 1
+    finally:
+        joining.send_signal(signal.SIGINT)
+        told, _ = await joining.communicate()
+    assert (joining.returncode, told.decode().splitlines()[-1]) == (0, "closed")
+    leaving = await command("leave", "--deadline", "5")
+    told, _ = await leaving.communicate()
+    assert leaving.returncode == 1 and f"has the controller of {name}" in told.decode()
+    assert "end `diptych serve` there" in told.decode() and "InvalidAuthToken" not in told.decode()
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_workers_tell_ray_what_they_fetched(subject: Served) -> None:
     async with AsyncClient(subject.endpoint) as client:
