@@ -92,26 +92,6 @@ async def command(*arguments: str) -> asyncio.subprocess.Process:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_gateway_and_leave_find_the_ray_that_serve_started(subject: Served) -> None:
-    name = laptop()["name"]
-    joining = await command("gateway", "--cluster", name, "--port", "0", "--http-port", "0")
-    assert joining.stdout is not None
-    try:
-        async with asyncio.timeout(90.0):
-            while not (line := (await joining.stdout.readline()).decode()).startswith("ready: grpc://"):
-                assert line and "InvalidAuthToken" not in line, line
-        assert await answer(line.split("//")[1].strip()) == 1
-    finally:
-        joining.send_signal(signal.SIGINT)
-        told, _ = await joining.communicate()
-    assert (joining.returncode, told.decode().splitlines()[-1]) == (0, "closed")
-    leaving = await command("leave", "--deadline", "5")
-    told, _ = await leaving.communicate()
-    assert leaving.returncode == 1 and f"has the controller of {name}" in told.decode()
-    assert "end `diptych serve` there" in told.decode() and "InvalidAuthToken" not in told.decode()
-
-
-@pytest.mark.asyncio(loop_scope="module")
 async def test_workers_tell_ray_what_they_fetched(subject: Served) -> None:
     async with AsyncClient(subject.endpoint) as client:
         done = await client.complete([5, 6, 7] * 20, max_tokens=4, temperature=0.0)
@@ -131,6 +111,26 @@ async def streamed(endpoint: str, began: asyncio.Event) -> Answer:
             if len(events) == 5:
                 began.set()
     return answer_of(events)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_gateway_and_leave_find_the_ray_that_serve_started(subject: Served) -> None:
+    name = laptop()["name"]
+    joining = await command("gateway", "--cluster", name, "--port", "0", "--http-port", "0")
+    assert joining.stdout is not None
+    try:
+        async with asyncio.timeout(90.0):
+            while not (line := (await joining.stdout.readline()).decode()).startswith("ready: grpc://"):
+                assert line and "InvalidAuthToken" not in line, line
+        assert await answer(line.split("//")[1].strip()) == 1
+    finally:
+        joining.send_signal(signal.SIGINT)
+        told, _ = await joining.communicate()
+    assert (joining.returncode, told.decode().splitlines()[-1]) == (0, "closed")
+    leaving = await command("leave", "--deadline", "5")
+    told, _ = await leaving.communicate()
+    assert leaving.returncode == 1 and f"has the controller of {name}" in told.decode()
+    assert "end `diptych serve` there" in told.decode() and "InvalidAuthToken" not in told.decode()
 
 
 @pytest.mark.asyncio(loop_scope="module")
