@@ -4,7 +4,6 @@ The registry is made for each reading and has one collector: nothing is global.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -38,18 +37,24 @@ def exposition(
     `active` are the answers under way, `responses` those of the doors, by door, method and code.
     """
     registry = CollectorRegistry()
-    ours = _families(standing, gateway, view, decisions, active, compat)
-    registry.register(_Collector(chain(ours, response_families(gateway, responses))))
+    registry.register(_Collector(_families(standing, gateway, view, decisions, active, compat, responses)))
     return generate_latest(registry).decode()
 
 
 def _families(
-    standing: Standing, gateway: str, view: ClusterView, decisions: Counts | None, active: int, compat: str | None
+    standing: Standing,
+    gateway: str,
+    view: ClusterView,
+    decisions: Counts | None,
+    active: int,
+    compat: str | None,
+    responses: Rows,
 ) -> Iterator[Metric]:
     yield from standing_families(standing, gateway, decisions)
     yield from request_families(standing, gateway, view, active)
     yield from supervision_families(gateway, view)
     yield from worker_families(gateway, view)
+    yield from response_families(gateway, responses)
     if compat == "vllm":
         yield from vllm_families(standing, gateway, view)
 
