@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.api.server import GrpcDoor, model_tokenizer
@@ -16,11 +17,14 @@ if TYPE_CHECKING:  # what stands behind it is an extra
 class Doors:
     """A `Door` of both kinds. Owned by its gateway process."""
 
-    def __init__(self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer]) -> None:
+    def __init__(
+        self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer], *, eager: bool = False
+    ) -> None:
+        """As `GrpcDoor`."""
         if context.spec.gateway.http_port is not None:
             check_extra()
         self._context = context
-        self._grpc = GrpcDoor(context, load_tokenizer)
+        self._grpc = GrpcDoor(context, load_tokenizer, eager=eager)
         self._http: HttpDoor | None = None
         self._http_url = ""
 
@@ -59,4 +63,4 @@ class Doors:
 
 def open_doors(context: GatewayContext) -> Doors:
     """The `DoorFactory` of a served cluster. Module-level, so that it pickles by name."""
-    return Doors(context, lambda: model_tokenizer(context))
+    return Doors(context, partial(model_tokenizer, context.model), eager=True)

@@ -26,15 +26,25 @@ from cluster.events import ClusterError, Event, Rejected, Unservable
 from cluster.ledger import now_ns
 from cluster.metrics.responses import Responses
 from cluster.outbox import Outbox
+from cluster.preprocessing import LARGE_BYTES, Here, Preprocessing
 from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, Role
-from cluster.text import GatewayEvent, GenerationInput, TextStream, Tokenizer
+from cluster.text import (
+    EncodedPrompt,
+    GatewayEvent,
+    GenerationInput,
+    PromptBounds,
+    TextStream,
+    Tokenizer,
+    TokenPrompt,
+    encode_apart,
+    encode_prompt,
+)
 from cluster.view import ClusterView, WorkerState
 from diptych.request_ids import LONGEST_ID, is_usable, made_id
 from workers.errors import InvalidRequest
 from workers.request import SLO, Request, SamplingParams
 
-THREAD_ABOVE_BYTES = 4096  # about a millisecond of tokenising; longer prompts must not hold up the others' tokens
 LONGEST_STOP = 1024  # characters; looking for a held-back beginning costs the square of it
 RETRY_AFTER_S = 1.0
 
@@ -56,11 +66,16 @@ class GatewayClosed(ClusterError):
 
 
 class Gateway:
-    """One gateway's requests. Owned by its door."""
+    """One gateway's requests. Owned by its door. It owns where large inputs are read; left out, a thread of its own."""
 
-    def __init__(self, context: GatewayContext, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, context: GatewayContext, tokenizer: Tokenizer, preprocessing: Preprocessing | None = None
+    ) -> None:
         self._context = context
         self._tokenizer = tokenizer
+        self.preprocessing = preprocessing or Here(tokenizer)
+        model = context.model
+        self.bounds = PromptBounds(context.spec.gateway.max_prompt_bytes, model.context_length, model.vocab_size)
         self._active: dict[str, _Running] = {}
         self.responses = Responses()
 
@@ -141,19 +156,12 @@ class Gateway:
             raise UnknownModel(f"model {model!r} is not served here; leave it empty or ask for {served!r}")
 
     async def encode(self, prompt: GenerationInput) -> tuple[int, ...]:
-        """A prompt's token ids. Raises `InvalidRequest`."""
-        most = self._context.spec.gateway.max_prompt_bytes
-        num_bytes = prompt.num_bytes
-        if num_bytes > most:
-            raise InvalidRequest("prompt", f"has {num_bytes} bytes; this gateway takes at most {most}")
-        if num_bytes > THREAD_ABOVE_BYTES:
-            tokens = await asyncio.to_thread(prompt.encode, self._tokenizer)
-        else:
-            tokens = prompt.encode(self._tokenizer)
-        if not tokens:
-            raise InvalidRequest("prompt", "encodes to no token at all; give more text")
-        self._check_vocabulary("prompt.tokens", tokens)
-        return tokens
+        """A prompt's token ids; a large one's beside the event loop. Raises `InvalidRequest`, `Unservable`."""
+        if isinstance(prompt, EncodedPrompt):
+            return prompt.tokens
+        if isinstance(prompt, TokenPrompt) or prompt.num_bytes <= LARGE_BYTES:
+            return encode_prompt(self._tokenizer, prompt, self.bounds)
+        return (await self.preprocessing.call(prompt.num_bytes, encode_apart, prompt, self.bounds)).tokens
 
     def cancel(self, request_id: str) -> bool:
         """End the request of this id at once, or all that are called so; their iterators raise `RequestCancelled`.
@@ -170,6 +178,7 @@ class Gateway:
         running = list(self._active.values())
         for each in running:
             each.cancel(GatewayClosed("the gateway was closed; ask again, of this one or another"))
+        await self.preprocessing.aclose()
         await asyncio.gather(*(each.close() for each in running))
 
     def _check_answers(self, sampling: SamplingParams) -> None:
@@ -200,16 +209,10 @@ class Gateway:
         running = self._active[request_id] = _Running(called, num_answers)
         return running
 
-    def _check_vocabulary(self, field: str, tokens: tuple[int, ...]) -> None:
-        size = self._context.model.vocab_size
-        if tokens and (max(tokens) >= size or min(tokens) < 0):
-            index = next(index for index, token in enumerate(tokens) if not 0 <= token < size)
-            raise InvalidRequest(f"{field}[{index}]", f"is {tokens[index]}; this model's token ids end at {size - 1}")
-
     def _resolve(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
         """What the caller left open, decided: the seed, and max_tokens as far as the answer fits."""
-        self._check_vocabulary("sampling.stop_token_ids", sampling.stop_token_ids)
-        self._check_vocabulary("sampling.logit_bias", tuple(token for token, _ in sampling.logit_bias))
+        self.bounds.check_tokens("sampling.stop_token_ids", sampling.stop_token_ids)
+        self.bounds.check_tokens("sampling.logit_bias", tuple(token for token, _ in sampling.logit_bias))
         if any(len(stop) > LONGEST_STOP for stop in sampling.stop):
             raise InvalidRequest("sampling.stop", f"has a string of more than {LONGEST_STOP} characters; shorten it")
         max_tokens = sampling.max_tokens

@@ -5,14 +5,15 @@ Pure but for the tokenizer it is handed; knows no cluster and no wire.
 """
 
 import json
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.events import Delta
+from cluster.events import Delta, Unservable
 from diptych.events import TextDelta as TextDelta
 from diptych.events import TextEvent as TextEvent
-from workers.errors import InvalidRequest
+from workers.errors import InvalidRequest, PromptTooLong
 from workers.request import FinishReason, SamplingParams
 
 MOST_DEPTH = 64  # of what clients nest
@@ -31,7 +32,15 @@ class Detokenizer(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What a gateway needs of a model's tokenizer (`workers.tokenizer` has it). Raises `InvalidRequest`."""
+    """What a gateway needs of a model's tokenizer (`workers.tokenizer` has it).
+
+    Raises `InvalidRequest`, and `PromptTooLong` for a text that cannot fit into the model's context.
+    """
+
+    @property
+    def longest_text_bytes(self) -> int | None:
+        """A longer text cannot fit; None: nothing is certain."""
+        ...
 
     @property
     def has_chat_template(self) -> bool: ...
@@ -150,7 +159,71 @@ def _too_deep(field: str) -> InvalidRequest:
     return InvalidRequest(field, f"is nested more than {MOST_DEPTH} levels deep; flatten it")
 
 
-GenerationInput = TextPrompt | TokenPrompt | ChatPrompt
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt that was encoded, and checked, elsewhere. `text`: of a prompt that its answers repeat."""
+
+    packed: bytes  # token ids, four bytes each
+    text: str = ""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(array("I", self.packed))
+
+
+Unencoded = TextPrompt | TokenPrompt | ChatPrompt
+GenerationInput = Unencoded | EncodedPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBounds:
+    """What a prompt may be."""
+
+    most_bytes: int
+    context_length: int
+    vocab_size: int
+
+    def too_long(self, least_tokens: int) -> Unservable:
+        """The refusal of a prompt of so many tokens, or more, in the words of OpenAI's API."""
+        asked = f"you requested at least {least_tokens + 1} tokens ({least_tokens} in the prompt, 1 in the completion)"
+        limit = f"This model's maximum context length is {self.context_length} tokens"
+        return Unservable(f"{limit}. However, {asked}; shorten it")
+
+    def check_tokens(self, field: str, tokens: Sequence[int]) -> None:
+        """Raises `InvalidRequest` for what the model's vocabulary does not have."""
+        size = self.vocab_size
+        if tokens and (max(tokens) >= size or min(tokens) < 0):
+            index = next(index for index, token in enumerate(tokens) if not 0 <= token < size)
+            raise InvalidRequest(f"{field}[{index}]", f"is {tokens[index]}; this model's token ids end at {size - 1}")
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: Unencoded, bounds: PromptBounds) -> tuple[int, ...]:
+    """Its token ids. Raises `InvalidRequest`, and `Unservable` for what the model's context cannot hold."""
+    num_bytes = prompt.num_bytes
+    if num_bytes > bounds.most_bytes:
+        raise InvalidRequest("prompt", f"has {num_bytes} bytes; this gateway takes at most {bounds.most_bytes}")
+    try:
+        tokens = prompt.encode(tokenizer)
+    except PromptTooLong as error:
+        raise bounds.too_long(error.least_tokens) from None
+    if not tokens:
+        raise InvalidRequest("prompt", "encodes to no token at all; give more text")
+    bounds.check_tokens("prompt.tokens", tokens)
+    return tokens
+
+
+def encode_apart(tokenizer: Tokenizer, prompt: Unencoded, bounds: PromptBounds) -> EncodedPrompt:
+    """As `encode_prompt`, packed for the way between processes."""
+    tokens = encode_prompt(tokenizer, prompt, bounds)
+    if len(tokens) > bounds.context_length:
+        raise bounds.too_long(len(tokens))
+    return EncodedPrompt(array("I", tokens).tobytes())
+
+
+def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of tokens alone, special ones included."""
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+    return detokenizer.push(tokens) + detokenizer.flush()
 
 
 @dataclass(frozen=True, slots=True)

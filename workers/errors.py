@@ -2,6 +2,7 @@
 
     WorkerError
     ├── InvalidRequest          the request can never work as written (field, what to do)
+    ├── PromptTooLong           a text that certainly has more tokens than a context holds
     ├── ModelError              a model that is missing, truncated, or of an unknown architecture
     ├── Overloaded              no room now; try another worker or later (retry_after_s)
     ├── UnknownSequence         no such sequence here: finished, cancelled, or lost in a restart
@@ -27,6 +28,14 @@ class InvalidRequest(WorkerError):
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}"
+
+
+class PromptTooLong(WorkerError):
+    """A text has at least `least_tokens`, more than fit; how many exactly, nobody has counted."""
+
+    def __init__(self, least_tokens: int) -> None:
+        super().__init__(least_tokens)
+        self.least_tokens = least_tokens
 
 
 class ModelError(WorkerError):

@@ -13,8 +13,9 @@ import jinja2
 import jinja2.meta
 from transformers import PreTrainedTokenizerFast
 
-from workers.errors import InvalidRequest, ModelError
+from workers.errors import InvalidRequest, ModelError, PromptTooLong
 from workers.model.config import read_model_config
+from workers.token_bytes import token_bytes
 
 NOTHING: Mapping[str, Any] = {}
 # What transformers gives a template, and the names of its own arguments.
@@ -37,8 +38,11 @@ _PATIENCE_TOKENS = 16
 class Tokenizer:
     """Immutable after construction; safe to share between requests."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises `ModelError` when the folder has no usable tokenizer."""
+    def __init__(self, folder: Path, most_tokens: int | None = None) -> None:
+        """`most_tokens`: longer texts are of no use, and are refused unread where that is certain.
+
+        Raises `ModelError` when the folder has no usable tokenizer.
+        """
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
         try:
@@ -50,6 +54,8 @@ class Tokenizer:
             self._tokenizer.chat_template = _processor_template(folder)
         self._variables = _variables(self._tokenizer.chat_template)
         self._check_end_tokens(folder)
+        self._most_tokens = most_tokens
+        self._bytes = None if most_tokens is None else token_bytes(self._backend)
 
     def _check_end_tokens(self, folder: Path) -> None:
         """A tokenizer that lacks all the tokens that end an answer belongs to another model."""
@@ -62,6 +68,13 @@ class Tokenizer:
                 f"{folder} names end token {named}, which its tokenizer.json does not have ({self.vocab_size} tokens); "
                 "fetch config and tokenizer of the same model"
             )
+
+    @property
+    def longest_text_bytes(self) -> int | None:
+        """A longer text has more than `most_tokens` for certain; None: nothing is certain."""
+        if self._bytes is None or self._most_tokens is None:
+            return None
+        return int(self._bytes.most * self._most_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -78,8 +91,16 @@ class Tokenizer:
         return self._tokenizer.chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of plain text. Raises `InvalidRequest` for text that is no Unicode (lone surrogates)."""
+        """Token ids of plain text.
+
+        Raises `InvalidRequest` for text that is no Unicode (lone surrogates), `PromptTooLong` for one that is refused
+        by its length.
+        """
         try:
+            if self._bytes is not None and self._most_tokens is not None:
+                least_tokens = self._bytes.least_tokens(text.encode())
+                if least_tokens > self._most_tokens:
+                    raise PromptTooLong(least_tokens)
             return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (UnicodeError, TypeError) as error:
             raise InvalidRequest("prompt", f"is not valid Unicode text ({error}); send UTF-8") from error

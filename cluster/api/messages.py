@@ -6,7 +6,7 @@ Bad input is `InvalidRequest` naming the message's field. The client's side is `
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.text import ChatPrompt, GenerationInput, TextPrompt, TokenPrompt
+from cluster.text import ChatPrompt, TextPrompt, TokenPrompt, Unencoded
 from diptych.events import (
     Accepted,
     AnswerEnd,
@@ -34,7 +34,7 @@ SCALARS = (
 )
 
 
-def prompt_from(request: inference_pb2.GenerateRequest) -> GenerationInput:
+def prompt_from(request: inference_pb2.GenerateRequest) -> Unencoded:
     match request.WhichOneof("prompt"):
         case "text":
             return TextPrompt(request.text, apply_chat_template=request.apply_chat_template)

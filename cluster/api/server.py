@@ -8,6 +8,7 @@ import errno
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -15,25 +16,31 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster.api.guarding import KeyInterceptor, credentials
 from cluster.api.health import HealthService
-from cluster.api.services import AdminService, InferenceService
+from cluster.api.services import AdminService, InferenceService, add_inference_service
 from cluster.api.watching import WatchInterceptor
 from cluster.gateway import Gateway
 from cluster.guard import Guard
+from cluster.preprocessing import Processes
 from cluster.serving import GatewayContext
 from cluster.text import Tokenizer
-from diptych.v1 import admin_pb2_grpc, inference_pb2_grpc
+from cluster.view import ModelView
+from diptych.v1 import admin_pb2_grpc
 from diptych.wire import ADMIN, INFERENCE, KEEPALIVE, MESSAGE_SIZES
 
 CUT_S = 0.5  # for the last words of requests that are cut
 
 
 class GrpcDoor:
-    """A `Door`. Owned by its gateway process; `load_tokenizer` runs in a thread while the door opens.
+    """A `Door`. Owned by its gateway process; `load_tokenizer` runs in a thread while the door opens, and in the
+    process that reads large inputs, so it pickles. `eager`: that process starts with the door.
 
     Raises `SpecError` when a file of certificates or keys cannot be used.
     """
 
-    def __init__(self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer]) -> None:
+    def __init__(
+        self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer], *, eager: bool = False
+    ) -> None:
+        self._eager = eager
         self.guard = Guard(context.spec.gateway)  # another door may share it
         self._context = context
         self._load_tokenizer = load_tokenizer
@@ -57,12 +64,13 @@ class GrpcDoor:
         """Listen; answer "host:port". Raises OSError when the port cannot be had, ModelError without a tokenizer."""
         spec = self._context.spec.gateway
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
-        gateway = self._gateway = Gateway(self._context, tokenizer)
+        preprocessing = Processes(self._load_tokenizer)
+        gateway = self._gateway = Gateway(self._context, tokenizer, preprocessing)
         interceptors: list[grpc.aio.ServerInterceptor] = [WatchInterceptor(gateway.responses)]
         if self.guard.has_keys:
             interceptors.append(KeyInterceptor(self.guard))
         server = grpc.aio.server(interceptors=interceptors, options=_options(spec.max_requests))
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(gateway, self.guard), server)
+        add_inference_service(InferenceService(gateway, self.guard), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._context, gateway), server)
         self._health = HealthService(self._context.dispatcher, ("", INFERENCE), (ADMIN, health.SERVICE_NAME))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -70,6 +78,8 @@ class GrpcDoor:
         reflection.enable_server_reflection(names, server)
         port = _bind(server, spec.host, spec.grpc_port, credentials(self.guard))
         await server.start()
+        if self._eager:
+            preprocessing.start()
         self._server = server
         return _address(spec.host, port)
 
@@ -94,15 +104,15 @@ class GrpcDoor:
 
 def open_door(context: GatewayContext) -> GrpcDoor:
     """The `DoorFactory`: a door with the served model's own tokenizer. Module-level, so that it pickles by name."""
-    return GrpcDoor(context, lambda: model_tokenizer(context))
+    return GrpcDoor(context, partial(model_tokenizer, context.model), eager=True)
 
 
-def model_tokenizer(context: GatewayContext) -> Tokenizer:
+def model_tokenizer(model: ModelView) -> Tokenizer:
     """The served model's own."""
     from workers.model.store import resolve
     from workers.tokenizer import Tokenizer as ModelTokenizer
 
-    return ModelTokenizer(resolve(context.model.name).path)
+    return ModelTokenizer(resolve(model.name).path, model.context_length)
 
 
 def _options(max_requests: int) -> list[tuple[str, int]]:

@@ -6,7 +6,7 @@ the request's iterator is closed before the handler ends.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, NoReturn
@@ -16,6 +16,7 @@ from grpc_status import rpc_status
 
 from cluster.api.admin_messages import shape_from, timings_message, view_message
 from cluster.api.history_messages import pages, put_recent
+from cluster.api.large import read_batch, read_request, request_from, requests_from
 from cluster.api.messages import delta_message, event_message, prompt_from, sampling_from, slo_from
 from cluster.api.standing_messages import standing_message
 from cluster.api.statuses import code_name, status_of
@@ -25,19 +26,19 @@ from cluster.gateway import Gateway, servable
 from cluster.guard import Guard
 from cluster.ledger import now_ns
 from cluster.metrics import exposition
+from cluster.preprocessing import LARGE_BYTES
 from cluster.serving import GatewayContext, Operator
 from cluster.spec import MOST_REPLICAS
-from cluster.text import TextDelta, TextEnd
+from cluster.text import GenerationInput, TextDelta, TextEnd
 from cluster.trace_context import came_with
 from diptych.request_ids import made_id
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from diptych.wire import MAX_MESSAGE_BYTES, ROLES_FROM, seconds
+from diptych.wire import INFERENCE, MAX_MESSAGE_BYTES, ROLES_FROM, seconds
 from workers.errors import InvalidRequest
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 BATCH_AT_ONCE = 64  # answers of one batch in flight; the rest wait for these, so one batch cannot fill the gateway
-LONGEST_BATCH = 4096
 LONGEST_NAME = 256
 
 
@@ -48,26 +49,43 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._gateway = gateway
         self._guard = guard
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        _name(request)
+    async def Generate(self, raw: bytes, context: Context) -> None:
+        """`raw` is a `GenerateRequest`, which is read here: a large one beside the event loop."""
+        request_id = ""
         self._heed(context)
         try:
-            self._set_tenant(request, context)
-            async with aclosing(responses(self._gateway, request, deadline_of(context))) as messages:
+            request, prompt = await self._read(raw, context)
+            request_id = request.request_id
+            async with aclosing(responses(self._gateway, request, prompt, deadline_of(context))) as messages:
                 async for message in messages:
                     await context.write(message)
         except Exception as error:
-            await self._abort(context, error, request.request_id)
+            await self._abort(context, error, request_id)
 
-    async def GenerateBatch(self, request: inference_pb2.GenerateBatchRequest, context: Context) -> None:
+    async def GenerateBatch(self, raw: bytes, context: Context) -> None:
+        """`raw` is a `GenerateBatchRequest`."""
         try:
-            if not 0 < len(request.requests) <= LONGEST_BATCH:
-                rule = f"a batch has 1 to {LONGEST_BATCH}"
-                raise InvalidRequest("requests", f"has {len(request.requests)} requests; {rule}")
+            if len(raw) <= LARGE_BYTES:
+                requests = requests_from(raw)
+            else:
+                requests = await self._gateway.preprocessing.call(len(raw), read_batch, raw)
             self._heed(context)
-            await self._batch(request, context, deadline_of(context))
+            await self._batch(requests, context, deadline_of(context))
         except Exception as error:
             await self._abort(context, error)
+
+    async def _read(self, raw: bytes, context: Context) -> tuple[inference_pb2.GenerateRequest, GenerationInput]:
+        """A request, named, and its prompt. Raises `InvalidRequest`, and what a large one's prompt is refused with."""
+        if len(raw) <= LARGE_BYTES:
+            request = request_from(raw)
+            prompt: GenerationInput = prompt_from(request)
+        else:
+            call = self._gateway.preprocessing.call
+            without, prompt = await call(len(raw), read_request, raw, self._gateway.bounds)
+            request = request_from(without)
+        _name(request)
+        self._set_tenant(request, context)
+        return request, prompt
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         return inference_pb2.CancelResponse(was_running=self._gateway.cancel(request.request_id))
@@ -81,11 +99,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if self._gateway.traces:
             came_with(context.invocation_metadata() or ())
 
-    async def _batch(
-        self, batch: inference_pb2.GenerateBatchRequest, context: Context, deadline_s: float | None
-    ) -> None:
+    async def _batch(self, requests: Sequence[bytes], context: Context, deadline_s: float | None) -> None:
         places = asyncio.Semaphore(BATCH_AT_ONCE)
-        choosing = asyncio.Lock()  # one takes its places at a time, else two halves of two requests wait for ever
+        choosing = asyncio.Lock()  # one is read and takes its places at a time: halves of two would wait for ever
         writing = asyncio.Lock()  # one write at a time; meanwhile each request's deltas join in its outbox
         clock = asyncio.get_running_loop()
         started_s = clock.time()
@@ -94,34 +110,53 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             async with writing:
                 await context.write(inference_pb2.GenerateBatchResponse(index=index, **result))
 
-        async def one(index: int, request: inference_pb2.GenerateRequest) -> None:
-            _name(request)
-            wanted = min(BATCH_AT_ONCE, max(1, request.sampling.n, request.sampling.best_of))
-            async with choosing:
-                for _ in range(wanted):
-                    await places.acquire()
-            left_s = None if deadline_s is None else deadline_s - (clock.time() - started_s)
+        async def one(index: int, raw: bytes) -> None:
+            request_id, taken = "", 0
             try:
-                self._set_tenant(request, context)
-                async with aclosing(responses(self._gateway, request, left_s)) as messages:
+                async with choosing:
+                    request, prompt = await self._read(raw, context)
+                    request_id = request.request_id
+                    for _ in range(min(BATCH_AT_ONCE, max(1, request.sampling.n, request.sampling.best_of))):
+                        await places.acquire()
+                        taken += 1
+                left_s = None if deadline_s is None else deadline_s - (clock.time() - started_s)
+                async with aclosing(responses(self._gateway, request, prompt, left_s)) as messages:
                     async for message in messages:
                         await write(index, response=message)
                 self._gateway.responses.count("grpc", "Generate", "OK")
             except Exception as error:
-                status = status_of(error, servable(self._gateway.view), request.request_id)
+                status = status_of(error, servable(self._gateway.view), request_id)
                 self._gateway.responses.count("grpc", "Generate", code_name(status.code))
                 await write(index, error=status)
             finally:
-                for _ in range(wanted):
+                for _ in range(taken):
                     places.release()
 
         async with asyncio.TaskGroup() as group:
-            for index, request in enumerate(batch.requests):
+            for index, request in enumerate(requests):
                 group.create_task(one(index, request))
 
     async def _abort(self, context: Context, error: Exception, request_id: str = "") -> None:
         status = status_of(error, servable(self._gateway.view), request_id)
         await context.abort_with_status(rpc_status.to_status(status))
+
+
+def add_inference_service(service: InferenceService, server: grpc.aio.Server) -> None:
+    """As the generated function; but requests reach their handlers as bytes."""
+    methods = {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            service.Generate, response_serializer=inference_pb2.GenerateResponse.SerializeToString
+        ),
+        "GenerateBatch": grpc.unary_stream_rpc_method_handler(
+            service.GenerateBatch, response_serializer=inference_pb2.GenerateBatchResponse.SerializeToString
+        ),
+        "Cancel": grpc.unary_unary_rpc_method_handler(
+            service.Cancel,
+            request_deserializer=inference_pb2.CancelRequest.FromString,
+            response_serializer=inference_pb2.CancelResponse.SerializeToString,
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE, methods),))
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -247,7 +282,7 @@ async def metrics_text(context: GatewayContext, gateway: Gateway) -> str:
 
 
 async def responses(
-    gateway: Gateway, request: inference_pb2.GenerateRequest, deadline_s: float | None
+    gateway: Gateway, request: inference_pb2.GenerateRequest, prompt: GenerationInput, deadline_s: float | None
 ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
     """The messages of one request, in the mode it asks for. Closing the iterator cancels the request."""
     whole = _is_whole(request)
@@ -256,7 +291,7 @@ async def responses(
         rule = "the best are known at the end, so above n ask for RESPONSE_MODE_WHOLE"
         raise InvalidRequest("sampling.best_of", f"is {sampling.best_of} for {sampling.n} answers; {rule}")
     events = gateway.generate(
-        prompt_from(request),
+        prompt,
         sampling,
         slo=slo_from(request.slo),
         request_id=request.request_id,

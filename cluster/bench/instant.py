@@ -6,6 +6,7 @@ A program too, which opens both doors over such a dispatcher until its input end
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 
 from cluster.api.server import GrpcDoor, model_tokenizer
 from cluster.bench.ending import told_to_end
@@ -91,7 +92,7 @@ async def serve(period_s: float) -> None:
     gateway = GatewaySpec(grpc_port=0, http_port=0, max_requests=MOST)
     spec = ClusterSpec(MODEL, (PoolSpec("mixed", Role.MIXED),), "doors", gateway=gateway)
     context = GatewayContext("doors", spec, model, InstantDispatcher(model, period_s))
-    grpc = GrpcDoor(context, lambda: model_tokenizer(context))
+    grpc = GrpcDoor(context, partial(model_tokenizer, model))
     endpoint = await grpc.open()
     http = HttpDoor(context, grpc.gateway, grpc.guard)
     try:

@@ -3,16 +3,17 @@
 Knows paths and statuses; text, tokens, promises and cancellation are the gateway's business.
 """
 
-import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from email.message import Message
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -22,12 +23,14 @@ from cluster.events import ClusterError
 from cluster.gateway import Gateway, servable
 from cluster.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
 from cluster.http.failures import Failure, failure_of
+from cluster.http.large import Malformed, detokenized, read_detokenize, read_generation, read_tokenize, tokenized
 from cluster.http.naming import KEY
 from cluster.http.reply import JSON, Asked, Reply, failed
-from cluster.http.shapes import ChatShape, CompletionShape, Echo, text_of
+from cluster.http.shapes import ChatShape, CompletionShape, Echo
 from cluster.http.terms import terms_of
+from cluster.preprocessing import LARGE_BYTES
 from cluster.serving import GatewayContext
-from cluster.text import GenerationInput, TextPrompt, TokenPrompt
+from cluster.text import EncodedPrompt, GenerationInput, TextPrompt, TokenPrompt, text_of
 from cluster.trace_context import came_with
 from workers.errors import InvalidRequest
 from workers.logged import about
@@ -35,20 +38,23 @@ from workers.logged import about
 logger = logging.getLogger(__name__)
 
 READY_AGAIN_S = 1.0
+GENERATIONS: Mapping[str, type[Generation]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+READ = {"/tokenize": read_tokenize, "/detokenize": read_detokenize}
+LARGE = {"/tokenize": 1024, "/detokenize": 512}  # bytes that take as long as `LARGE_BYTES` of a prompt: 5 ms
 
 
 def make_app(context: GatewayContext, gateway: Gateway, is_closing: Callable[[], bool]) -> FastAPI:
     """The application of one gateway."""
     quiet = {"tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False}
     app = FastAPI(title="Diptych", docs_url=None, redoc_url=None, telemetry=quiet)  # type: ignore[arg-type]
-    routes = _Routes(context, gateway, is_closing)
+    app.state.routes = routes = _Routes(context, gateway, is_closing)
     for path, answer in (
         ("/v1/completions", routes.completions),
         ("/v1/chat/completions", routes.chat),
         ("/tokenize", routes.tokenize),
         ("/detokenize", routes.detokenize),
     ):
-        app.add_api_route(path, answer, methods=["POST"], response_model=None)
+        app.router.add_api_route(path, answer, methods=["POST"], response_model=None, route_class_override=_Bodied)
     for path, look in (
         ("/v1/models", routes.models),
         ("/v1/models/", routes.models),
@@ -60,10 +66,28 @@ def make_app(context: GatewayContext, gateway: Gateway, is_closing: Callable[[],
     ):
         app.add_api_route(path, look, methods=["GET"], response_model=None)
     app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(Malformed, _malformed_large)
     app.add_exception_handler(HTTPException, _no_route)
     for kind in (InvalidRequest, ClusterError, Exception):
         app.add_exception_handler(kind, routes.failed)
     return app
+
+
+class _Bodied(APIRoute):
+    """A route whose large bodies are read beside the event loop."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        small = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            raw = await request.body()
+            if len(raw) > LARGE.get(request.scope["path"], LARGE_BYTES) and _is_json(request.headers):
+                told: Response | None = await request.app.state.routes.large(request, raw)
+                if told is not None:
+                    return told
+            return await small(request)
+
+        return handle
 
 
 class _Routes:
@@ -76,7 +100,7 @@ class _Routes:
         self._started_s = int(time.time())
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
-        prompts, scored = body.prompts(), body.wanted_logprobs is not None
+        prompts, scored = _prompts(body, request), body.wanted_logprobs is not None
         if not body.echo:
             return self._reply(body, prompts, request, CompletionShape(self._gateway.tokenizer, scored))
         self._gateway.check_model(body.model or "")
@@ -86,13 +110,13 @@ class _Routes:
 
     async def _echo(self, prompt: GenerationInput) -> Echo:
         tokens = await self._gateway.encode(prompt)
-        if isinstance(prompt, TextPrompt):
+        if isinstance(prompt, TextPrompt | EncodedPrompt):
             return Echo(prompt.text, tokens)
-        return Echo(await asyncio.to_thread(text_of, self._gateway.tokenizer, tokens), tokens)
+        return Echo(text_of(self._gateway.tokenizer, tokens), tokens)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         shape = ChatShape(self._gateway.tokenizer, bool(body.logprobs))
-        return self._reply(body, body.prompts(), request, shape)
+        return self._reply(body, _prompts(body, request), request, shape)
 
     def _reply(
         self, body: Generation, prompts: Sequence[GenerationInput], request: Request, shape: CompletionShape | ChatShape
@@ -111,29 +135,23 @@ class _Routes:
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         self._gateway.check_model(body.model or "")
-        given = body.input()
-        with body.named():
-            tokens = await self._gateway.encode(given)
-        told: dict[str, Any] = {
-            "count": len(tokens),
-            "max_model_len": self._gateway.max_model_len,
-            "tokens": tokens,
-        }
-        if body.return_token_strs:
-            tokenizer = self._gateway.tokenizer
-            told["token_strs"] = await asyncio.to_thread(lambda: [text_of(tokenizer, (each,)) for each in tokens])
-        return _told(told)
+        return Response(tokenized(self._gateway.tokenizer, body, self._gateway.bounds), media_type=JSON)
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         self._gateway.check_model(body.model or "")
-        model = self._context.model
-        if len(body.tokens) > model.context_length:
-            rule = f"the model's context has {model.context_length}"
-            raise InvalidRequest("tokens", f"has {len(body.tokens)} token ids; {rule}")
-        wrong = next((token for token in body.tokens if not 0 <= token < model.vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequest("tokens", f"has {wrong}; this model's token ids end at {model.vocab_size - 1}")
-        return _told({"prompt": await asyncio.to_thread(text_of, self._gateway.tokenizer, body.tokens)})
+        return Response(detokenized(self._gateway.tokenizer, body, self._gateway.bounds), media_type=JSON)
+
+    async def large(self, request: Request, raw: bytes) -> Response | None:
+        """The answer to a large body; None: the request has what the route takes now, and its prompts."""
+        gateway, path = self._gateway, request.scope["path"]
+        calls = gateway.preprocessing.call
+        if path in READ:
+            model, told = await calls(len(raw), READ[path], raw, gateway.bounds)
+            gateway.check_model(model)
+            return Response(told, media_type=JSON)
+        read = await calls(len(raw), read_generation, GENERATIONS[path], raw, gateway.bounds, gateway.default_sampling)
+        request._json, request.state.prompts = read.fields, read.prompts
+        return None
 
     async def models(self) -> Response:
         return _told({"object": "list", "data": [self._model()]})
@@ -186,6 +204,27 @@ async def _malformed(request: Request, error: Exception) -> Response:
     else:
         failure = Failure(400, f"{place[0]}: {first['msg']} (at {'.'.join(place)[:80]})", "invalid_request", place[0])
     return failed(failure)
+
+
+async def _malformed_large(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Malformed)
+    where = ("body", *error.where)
+    told = {"type": error.kind, "loc": where, "msg": error.message, "ctx": {"error": error.message}}
+    return await _malformed(request, RequestValidationError([told]))
+
+
+def _prompts(body: Generation, request: Request) -> Sequence[GenerationInput]:
+    """Those of a large body are encoded already."""
+    encoded: Sequence[GenerationInput] | None = getattr(request.state, "prompts", None)
+    return body.prompts() if encoded is None else encoded
+
+
+def _is_json(headers: Mapping[str, str]) -> bool:
+    """As FastAPI decides it."""
+    kind = Message()
+    kind["content-type"] = headers.get("content-type", "")
+    subtype = kind.get_content_subtype()
+    return kind.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

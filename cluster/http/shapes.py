@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cluster.events import Completed
-from cluster.text import TextDelta, Tokenizer
+from cluster.text import TextDelta, Tokenizer, text_of
 from workers.request import FinishReason, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -180,12 +180,6 @@ class Usage:
 def finishes(end: Completed) -> list[FinishReason]:
     """How each answer to a prompt ended, by index."""
     return [each.finish for each in end.answers] or [end.finish]
-
-
-def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of tokens alone, special ones included."""
-    detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
-    return detokenizer.push(tokens) + detokenizer.flush()
 
 
 def _finite(logprob: float) -> float:

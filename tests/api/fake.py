@@ -39,6 +39,8 @@ class ByteDetokenizer:
 
 
 class ByteTokenizer:
+    longest_text_bytes: int | None = None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(text.encode())
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from cluster.api.server import GrpcDoor
-from cluster.api.services import InferenceService, deadline_of
+from cluster.api.services import InferenceService, add_inference_service, deadline_of
 from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
 from cluster.gateway import Gateway
 from cluster.guard import Guard
@@ -20,7 +20,6 @@ from cluster.view import WorkerState
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.retry import Retry
-from diptych.v1 import inference_pb2_grpc
 from tests.api.conftest import OpenClient
 from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 
@@ -220,7 +219,7 @@ async def dropping(dispatcher: FakeDispatcher, count: int) -> AsyncIterator[str]
     server = grpc.aio.server()
     service = Dropping(Gateway(gateway_context(dispatcher), ByteTokenizer()), Guard(GatewaySpec()))
     service.left = count
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+    add_inference_service(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

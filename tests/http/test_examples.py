@@ -8,6 +8,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run
     gateway = replace(made.gateway, grpc_port=0, http_port=0)
     spec = replace(made, model=model, executor="torch", pools=pools, gateway=gateway)
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
-    serving = await serve(spec, runtime=runtime, door=lambda context: Doors(context, lambda: Tokenizer(Path(model))))
+    serving = await serve(spec, runtime=runtime, door=lambda context: Doors(context, partial(Tokenizer, Path(model))))
     try:
         async with AsyncClient(serving.endpoint) as client:
             await client.wait_ready(20.0)

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,7 +111,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
     folder = write_tiny_llama(tmp_path_factory.mktemp("fuzz") / "tiny")
     with asyncio.Runner() as runner:
         dispatcher, stack = FakeDispatcher(), AsyncExitStack()
-        there, _ = runner.run(stack.enter_async_context(opened(dispatcher, lambda: Tokenizer(folder))))
+        there, _ = runner.run(stack.enter_async_context(opened(dispatcher, partial(Tokenizer, folder))))
         yield Fuzzed(runner, there, dispatcher)
         runner.run(stack.aclose())
 

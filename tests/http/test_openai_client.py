@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sub
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
 
     def door(context: object) -> Doors:
-        return Doors(context, lambda: Tokenizer(Path(model)))  # type: ignore[arg-type]
+        return Doors(context, partial(Tokenizer, Path(model)))  # type: ignore[arg-type]
 
     serving = await serve(spec(model), runtime=runtime, door=door)
     try:

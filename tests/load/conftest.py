@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ async def _serving(model: str) -> AsyncIterator[Served]:
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
 
     def door(context: object) -> Doors:
-        return Doors(context, lambda: Tokenizer(Path(model)))  # type: ignore[arg-type]
+        return Doors(context, partial(Tokenizer, Path(model)))  # type: ignore[arg-type]
 
     serving = await serve(tiny_spec(model), runtime=runtime, door=door)
     try:

@@ -22,6 +22,7 @@ class AnyTokenizer:
     """Text that says how many tokens came."""
 
     has_chat_template = False
+    longest_text_bytes: int | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(text.encode())

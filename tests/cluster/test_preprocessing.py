@@ -1,0 +1,137 @@
+"""Work on large inputs runs in a process of its own, which may die, take too long or be busy, and harms nobody else."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.events import Rejected
+from cluster.preprocessing import HUGE_BYTES, Processes
+from tests.api.fake import ByteTokenizer
+from workers.errors import InvalidRequest
+
+
+def process_id(tokenizer: ByteTokenizer) -> int:
+    return os.getpid()
+
+
+def refuse(tokenizer: ByteTokenizer) -> None:
+    raise InvalidRequest("prompt", "is not for us")
+
+
+def die(tokenizer: ByteTokenizer) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep(tokenizer: ByteTokenizer, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def note(tokenizer: ByteTokenizer, path: Path, name: str) -> None:
+    with path.open("a") as notes:
+        notes.write(name)
+
+
+def wait_in(tokenizer: ByteTokenizer, folder: Path) -> None:
+    """Until the folder has the file "go"."""
+    (folder / "begun").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.005)
+
+
+@pytest.fixture
+async def processes() -> AsyncIterator[Processes]:
+    made = Processes(ByteTokenizer)
+    yield made
+    await made.aclose()
+
+
+async def test_results_and_refusals_come_back(processes: Processes) -> None:
+    ours = await processes.call(1, process_id)
+    assert ours != os.getpid() and ours == await processes.call(1, process_id)
+    with pytest.raises(InvalidRequest, match="is not for us"):
+        await processes.call(1, refuse)
+    assert ours == await processes.call(1, process_id)  # a refusal ends no process
+
+
+async def test_a_process_that_dies_fails_its_work_and_comes_back(processes: Processes) -> None:
+    first = await processes.call(1, process_id)
+    with pytest.raises(Rejected, match="try again"):
+        await processes.call(1, die)
+    second = await processes.call(1, process_id)
+    psutil.Process(second).kill()  # while it has nothing to do
+    assert len({first, second, await processes.call(1, process_id)}) == 3
+
+
+async def test_work_that_takes_too_long_ends_its_process() -> None:
+    async with aclosing(Processes(ByteTokenizer, limit_s=3.0)) as processes:
+        first = await processes.call(1, process_id)
+        with pytest.raises(InvalidRequest, match="takes too long to tokenize"):
+            await processes.call(1, sleep, 30.0)
+        assert not psutil.pid_exists(first) and await processes.call(1, process_id) != first
+
+
+async def test_the_smallest_goes_first_and_who_has_left_is_left_out(processes: Processes, tmp_path: Path) -> None:
+    busy = asyncio.ensure_future(processes.call(1, wait_in, tmp_path))
+    await begun(tmp_path)
+    notes = tmp_path / "notes"
+    calls = [asyncio.ensure_future(processes.call(size, note, notes, str(size))) for size in (3, 1, 4, 2)]
+    await asyncio.sleep(0)
+    calls[1].cancel()
+    await asyncio.wait([calls[1]])
+    (tmp_path / "go").touch()
+    await asyncio.gather(busy, *(each for each in calls if not each.cancelled()))
+    assert notes.read_text() == "234"
+
+
+async def test_huge_work_holds_no_other_work_up(processes: Processes, tmp_path: Path) -> None:
+    huge = asyncio.ensure_future(processes.call(HUGE_BYTES + 1, wait_in, tmp_path))
+    assert await processes.call(HUGE_BYTES, process_id) and not huge.done()
+    (tmp_path / "go").touch()
+    await huge
+
+
+async def test_a_full_lane_refuses(tmp_path: Path) -> None:
+    async with aclosing(Processes(ByteTokenizer, most_waiting=1)) as processes:
+        busy = asyncio.ensure_future(processes.call(1, wait_in, tmp_path))
+        await begun(tmp_path)
+        waiting = asyncio.ensure_future(processes.call(1, process_id))
+        await asyncio.sleep(0)
+        with pytest.raises(Rejected, match="too many large prompts"):
+            await processes.call(1, process_id)
+        (tmp_path / "go").touch()
+        await asyncio.gather(busy, waiting)
+
+
+async def test_closing_ends_the_process_and_tells_who_waits(tmp_path: Path) -> None:
+    processes = Processes(ByteTokenizer)
+    theirs = await processes.call(1, process_id)
+    calls = [asyncio.ensure_future(processes.call(1, wait_in, tmp_path)) for _ in range(2)]
+    await begun(tmp_path)
+    await processes.aclose()
+    for call in calls:
+        with pytest.raises(Rejected, match="is closing"):
+            await call
+    assert not psutil.pid_exists(theirs)
+
+
+async def test_a_tokenizer_that_cannot_be_loaded_is_told_to_who_asks() -> None:
+    async with aclosing(Processes(broken)) as processes:
+        with pytest.raises(Rejected, match="the process that tokenizes ended"):
+            await processes.call(1, process_id)
+
+
+def broken() -> ByteTokenizer:
+    raise OSError("no such file")
+
+
+async def begun(folder: Path) -> None:
+    async with asyncio.timeout(20.0):
+        while not (folder / "begun").exists():
+            await asyncio.sleep(0.005)

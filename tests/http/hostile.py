@@ -1,0 +1,111 @@
+"""Inputs that take long to read or to tokenize, and a measure of how long each holds the event loop up."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+from diptych.v1 import common_pb2, inference_pb2
+
+MOST_S = 0.1  # that nobody's token may be late because of what another client sends
+SIZE = 2 << 20
+OK = b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":1'
+LAST = b'{"role":"user","content":"hi"}]}'
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass
+class Longest:
+    """The longest callback of the loop, in CPU time of its thread: what waited for others does not count."""
+
+    seconds: float = 0.0
+    name: str = ""
+
+
+@contextmanager
+def longest_callback() -> Iterator[Longest]:
+    """Of all callbacks that run meanwhile."""
+    longest, run = Longest(), asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        begun_s = time.thread_time()
+        try:
+            run(handle)
+        finally:
+            took_s = time.thread_time() - begun_s
+            if took_s > longest.seconds:
+                longest.seconds, longest.name = took_s, repr(handle)
+
+    with mock.patch.object(asyncio.Handle, "_run", timed):
+        yield longest
+
+
+def repeated(begin: bytes, piece: bytes, end: bytes, size: int = SIZE) -> bytes:
+    return begin + piece * ((size - len(begin) - len(end)) // len(piece)) + end
+
+
+def bodies() -> list[tuple[str, str, bytes]]:
+    """(name, path, body)."""
+    text = b'{"prompt":"'
+    return [
+        ("one text", COMPLETIONS, repeated(text, b"ab ", b'","max_tokens":1}')),
+        ("one text of escapes", COMPLETIONS, repeated(text, b"\\u00e9", b'","max_tokens":1}')),
+        ("an echo", COMPLETIONS, repeated(text, b"ab ", b'","max_tokens":1,"echo":true}')),
+        ("token ids", COMPLETIONS, repeated(b'{"prompt":[', b"1,", b"1]}")),
+        ("token ids out of range", COMPLETIONS, repeated(b'{"prompt":[', b"-1,", b"1]}")),
+        ("many prompts", COMPLETIONS, repeated(b'{"prompt":[', b'"a",', b'"a"]}')),
+        ("many lists", COMPLETIONS, repeated(b'{"prompt":[', b"[1],", b"[1]]}")),
+        ("many stops", COMPLETIONS, repeated(b'{"prompt":"a","stop":[', b'"a",', b'"a"]}')),
+        ("many stop ids", COMPLETIONS, repeated(b'{"prompt":"a","stop_token_ids":[', b"1,", b"1]}")),
+        ("a long stop", COMPLETIONS, repeated(b'{"prompt":"a","stop":["', b"ab", b'"]}')),
+        ("a long message", CHAT, OK.replace(b"hi", b"ab " * (SIZE // 3)) + b"}"),
+        ("many messages", CHAT, repeated(b'{"messages":[', b'{"role":"user","content":""},', LAST)),
+        ("many parts", CHAT, repeated(OK[:36] + b"[", b'{"type":"text","text":""},', b'{"type":"text","text":""}]}]}')),
+        ("many tools", CHAT, repeated(OK + b',"tools":[', b'{"name":"a"},', b'{"name":"a"}]}')),
+        ("an ignored list of lists", CHAT, repeated(OK + b',"foo":[', b"[[]],", b"1]}")),
+        ("an ignored list of objects", CHAT, repeated(OK + b',"foo":[', b"{},", b"{}]}")),
+        ("a deep list", CHAT, OK + b',"foo":' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2) + b"}"),
+        ("many biases", CHAT, OK + b',"logit_bias":{' + b",".join(b'"%d":1' % i for i in range(SIZE // 11)) + b"}}"),
+        ("a large format", CHAT, repeated(OK + b',"response_format":{"type":"text","a":[', b"[],", b"[]]}}")),
+        ("no JSON", CHAT, b"[" * SIZE),
+        ("a long number", CHAT, OK + b',"seed":1' + b"0" * SIZE + b"}"),
+        ("text to count", "/tokenize", repeated(text, b"ab ", b'","return_token_strs":true}')),
+        ("a context to count", "/tokenize", repeated(text, b"ab ", b'","return_token_strs":true}', 8000)),
+        (
+            "messages to count",
+            "/tokenize",
+            repeated(b'{"messages":[', b'{"role":"a","content":""},', LAST),
+        ),
+        ("tokens to show", "/detokenize", repeated(b'{"tokens":[', b"5,", b"5]}")),
+        ("a context to show", "/detokenize", repeated(b'{"tokens":[', b"5,", b"5]}", 16000)),
+    ]
+
+
+def messages() -> list[tuple[str, str, bytes]]:
+    """(name, method, message) for the inference service over gRPC."""
+    asked = inference_pb2.GenerateRequest
+    sampling = inference_pb2.Sampling
+    chat, turn = inference_pb2.ChatMessages, inference_pb2.ChatMessage
+    several = inference_pb2.GenerateBatchRequest
+    count = SIZE // 8
+    one = [
+        ("one text", asked(text="ab " * (SIZE // 3))),
+        ("token ids", asked(tokens=common_pb2.TokenIds(ids=[1] * SIZE))),
+        ("many messages", asked(chat=chat(messages=[turn(role="a")] * count))),
+        ("many tools", asked(chat=chat(messages=[turn(role="a", content="b")], tools=['{"name":"a"}'] * count))),
+        ("many stops", asked(text="a", sampling=sampling(stop=["a"] * count))),
+        ("many stop ids", asked(text="a", sampling=sampling(stop_token_ids=[1] * count))),
+        ("many biases", asked(text="a", sampling=sampling(logit_bias={i: 1.0 for i in range(count)}))),
+        ("a long name", asked(text="a", session_id="a" * SIZE)),
+    ]
+    batches = [
+        ("a batch of nothing", several(requests=[asked()] * count)),
+        ("a batch of texts", several(requests=[asked(text="a" * (SIZE // 4))] * 4)),
+    ]
+    return [
+        *((name, "Generate", message.SerializeToString()) for name, message in one),
+        *((name, "GenerateBatch", message.SerializeToString()) for name, message in batches),
+        ("no message", "Generate", b"\xff" * SIZE),
+    ]
