@@ -130,7 +130,7 @@ class Gateway:
         self._check_tenant(tenant)
         running = self._enter(request_id, called, sampling.num_answers, slo)
         try:
-            tokens = await self.encode(prompt)
+            tokens = await self.encode(prompt, sampling.max_tokens or 1)
             sampling = self._resolve(sampling, len(tokens))
             shares = self._context.spec.gateway.share_prefixes
             request = Request(request_id, tokens, sampling, slo, session=session, tenant=tenant, shares_prefixes=shares)
@@ -155,13 +155,20 @@ class Gateway:
         if model not in ("", served):
             raise UnknownModel(f"model {model!r} is not served here; leave it empty or ask for {served!r}")
 
-    async def encode(self, prompt: GenerationInput) -> tuple[int, ...]:
-        """A prompt's token ids; a large one's beside the event loop. Raises `InvalidRequest`, `Unservable`."""
+    async def encode(self, prompt: GenerationInput, num_output: int = 1) -> tuple[int, ...]:
+        """A prompt's token ids; a large one's beside the event loop. Raises `InvalidRequest`.
+
+        Raises `Unservable` for what the model's context cannot hold, whose message says `num_output`, too.
+        """
         if isinstance(prompt, EncodedPrompt):
-            return prompt.tokens
-        if isinstance(prompt, TokenPrompt) or prompt.num_bytes <= LARGE_BYTES:
+            encoded = prompt
+        elif isinstance(prompt, TokenPrompt) or prompt.num_bytes <= LARGE_BYTES:
             return encode_prompt(self._tokenizer, prompt, self.bounds)
-        return (await self.preprocessing.call(prompt.num_bytes, encode_apart, prompt, self.bounds)).tokens
+        else:
+            encoded = await self.preprocessing.call(prompt.num_bytes, encode_apart, prompt, self.bounds)
+        if encoded.num_tokens > self.bounds.context_length:
+            self._longest(encoded.num_tokens, num_output)
+        return encoded.tokens
 
     def cancel(self, request_id: str) -> bool:
         """End the request of this id at once, or all that are called so; their iterators raise `RequestCancelled`.

@@ -163,7 +163,8 @@ def _too_deep(field: str) -> InvalidRequest:
 class EncodedPrompt:
     """A prompt that was encoded, and checked, elsewhere. `text`: of a prompt that its answers repeat."""
 
-    packed: bytes  # token ids, four bytes each
+    packed: bytes  # token ids, four bytes each; empty where there are more than the model's context holds
+    num_tokens: int
     text: str = ""
 
     @property
@@ -215,9 +216,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Unencoded, bounds: PromptBounds)
 def encode_apart(tokenizer: Tokenizer, prompt: Unencoded, bounds: PromptBounds) -> EncodedPrompt:
     """As `encode_prompt`, packed for the way between processes."""
     tokens = encode_prompt(tokenizer, prompt, bounds)
-    if len(tokens) > bounds.context_length:
-        raise bounds.too_long(len(tokens))
-    return EncodedPrompt(array("I", tokens).tobytes())
+    fits = len(tokens) <= bounds.context_length
+    return EncodedPrompt(array("I", tokens).tobytes() if fits else b"", len(tokens))
 
 
 def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

@@ -131,6 +131,6 @@ def _named(body: Body) -> Iterator[None]:
 def _encoded(tokenizer: Tokenizer, prompt: GenerationInput, bounds: PromptBounds, echo: bool) -> EncodedPrompt:
     assert not isinstance(prompt, EncodedPrompt), "bodies have prompts that nobody has encoded"
     encoded = encode_apart(tokenizer, prompt, bounds)
-    if not echo:
+    if not echo or not encoded.packed:
         return encoded
     return replace(encoded, text=prompt.text if isinstance(prompt, TextPrompt) else text_of(tokenizer, encoded.tokens))

@@ -8,8 +8,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from cluster.api.wire import INFERENCE
 from cluster.preprocessing import LARGE_BYTES
+from diptych.wire import INFERENCE
 from tests.api.fake import ByteTokenizer, FakeDispatcher
 from tests.http.hostile import MOST_S, bodies, longest_callback, messages
 from tests.http.opened import Clients, opened
