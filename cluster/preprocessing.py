@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 4096  # of input: 5 ms of tokenizing at most, measured; what is larger is not done in the loop
 HUGE_BYTES = 256 << 10  # has a lane of its own, so that others wait for a fraction of a second at most
-LIMIT_S = 30.0  # for one piece of work
-WAIT_S = 60.0  # for its turn and its end
-START_S = 60.0  # until a process has its tokenizer
+PREPROCESS_S = 30.0  # for one piece of work
+PREPROCESS_WAIT_S = 60.0  # for its turn and its end
+PREPROCESS_START_S = 60.0  # until a process has its tokenizer
 MOST_WAITING = 256  # pieces of work in a lane
 MOST_WAITING_BYTES = 64 << 20
 RETRY_AFTER_S = 1.0
@@ -74,7 +74,7 @@ class Processes:
     `limit_s` is `InvalidRequest`, what died with its process or finds its lane full is `Rejected`.
     """
 
-    def __init__(self, load: Load, *, limit_s: float = LIMIT_S, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(self, load: Load, *, limit_s: float = PREPROCESS_S, most_waiting: int = MOST_WAITING) -> None:
         self._lanes = [_Lane(load, limit_s, most_waiting) for _ in range(2)]
 
     def start(self) -> None:
@@ -127,7 +127,7 @@ class _Lane:
         self._wake.set()
         self.start()
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(PREPROCESS_WAIT_S):
                 return await work.done
         except TimeoutError:
             raise Rejected("this gateway has too many prompts to tokenize; try again", RETRY_AFTER_S) from None
@@ -201,10 +201,10 @@ class _Lane:
             *(sys.executable, "-m", MODULE), stdin=pipe, stdout=pipe, limit=MOST_ANSWER_BYTES, env=_environment()
         )
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(PREPROCESS_START_S):
                 await self._exchange(pickle.dumps((self._load, self._limit_s)))
         except TimeoutError:
-            raise OSError(f"it had no tokenizer after {START_S:.0f} s") from None
+            raise OSError(f"it had no tokenizer after {PREPROCESS_START_S:.0f} s") from None
         except BaseException:
             await self._end()
             raise
