@@ -74,8 +74,6 @@ class Gateway:
         self._context = context
         self._tokenizer = tokenizer
         self.preprocessing = preprocessing or Here(tokenizer)
-        model = context.model
-        self.bounds = PromptBounds(context.spec.gateway.max_prompt_bytes, model.context_length, model.vocab_size)
         self._active: dict[str, _Running] = {}
         self.responses = Responses()
 
@@ -154,6 +152,12 @@ class Gateway:
         served = self._context.model.name
         if model not in ("", served):
             raise UnknownModel(f"model {model!r} is not served here; leave it empty or ask for {served!r}")
+
+    @property
+    def bounds(self) -> PromptBounds:
+        """Of prompts, as of now."""
+        model, most_bytes = self._context.model, self._context.spec.gateway.max_prompt_bytes
+        return PromptBounds(most_bytes, model.context_length, model.vocab_size, self.max_model_len)
 
     async def encode(self, prompt: GenerationInput, num_output: int = 1) -> tuple[int, ...]:
         """A prompt's token ids; a large one's beside the event loop. Raises `InvalidRequest`.

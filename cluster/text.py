@@ -183,6 +183,7 @@ class PromptBounds:
     most_bytes: int
     context_length: int
     vocab_size: int
+    max_model_len: int  # what the workers of now can hold of the context
 
     def too_long(self, least_tokens: int) -> Unservable:
         """The refusal of a prompt of so many tokens, or more, in the words of OpenAI's API."""

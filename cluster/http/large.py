@@ -80,7 +80,7 @@ def tokenized(tokenizer: Tokenizer, body: TokenizeBody, bounds: PromptBounds) ->
     assert not isinstance(given, EncodedPrompt), "bodies have prompts that nobody has encoded"
     with _named(body):
         tokens = encode_prompt(tokenizer, given, bounds)
-    told: dict[str, Any] = {"count": len(tokens), "max_model_len": bounds.context_length, "tokens": tokens}
+    told: dict[str, Any] = {"count": len(tokens), "max_model_len": bounds.max_model_len, "tokens": tokens}
     if body.return_token_strs:
         texts = {token: text_of(tokenizer, (token,)) for token in set(tokens)}
         told["token_strs"] = [texts[token] for token in tokens]
