@@ -18,6 +18,10 @@ from workers.model.config import read_model_config
 from workers.token_bytes import token_bytes
 
 NOTHING: Mapping[str, Any] = {}
+# The letters of byte-level vocabularies: a byte that can be seen is its own, the others follow from 256 on.
+SEEN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+UNSEEN = [byte for byte in range(256) if byte not in SEEN]
+BYTE_OF = {chr(byte): byte for byte in SEEN} | {chr(256 + index): byte for index, byte in enumerate(UNSEEN)}
 # What transformers gives a template, and the names of its own arguments.
 OWN_VARIABLES = frozenset(
     (
@@ -158,6 +162,17 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all tokens at once. Ids outside the vocabulary give nothing."""
         return str(self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token: int) -> bytes:
+        """What the token alone stands for; it may be a part of a character."""
+        text = self.decode((token,), skip_special_tokens=False)
+        if _REPLACEMENT not in text:
+            return text.encode()
+        piece = self._backend.id_to_token(token) or ""
+        if piece.startswith("<0x") and len(piece) == 6:  # a byte of a sentencepiece vocabulary
+            return bytes.fromhex(piece[3:5])
+        letters = [BYTE_OF.get(letter) for letter in piece]
+        return text.encode() if None in letters else bytes(byte for byte in letters if byte is not None)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> "Detokenizer":
         """A fresh one for one answer."""

@@ -3,6 +3,7 @@
 Pure but for the tokenizer; knows no connection. Owned by one reply: the shapes count what was already given.
 """
 
+import codecs
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,6 +57,9 @@ class CompletionShape:
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._offsets: defaultdict[int, int] = defaultdict(int)
+        self._characters: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(
+            lambda: codecs.getincrementaldecoder("utf-8")("replace")
+        )
         self._echoes = echoes
         self._n = n
         self._echoed: set[int] = set()
@@ -89,9 +93,9 @@ class CompletionShape:
         """Nothing is known of a prompt's first token."""
         pieces = [text_of(self._tokenizer, (token,)) for token in tokens]
         offsets = []
-        for piece in pieces:
+        for token in tokens:
             offsets.append(self._offsets[place])
-            self._offsets[place] += len(piece)
+            self._offsets[place] += len(self._characters[place].decode(self._tokenizer.token_bytes(token)))
         return {
             "tokens": pieces,
             "token_logprobs": [each and _finite(each.chosen) for each in scored],
@@ -151,7 +155,7 @@ class ChatShape:
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         text = text_of(self._tokenizer, (token,))
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(self._tokenizer.token_bytes(token))}
 
 
 @dataclass(slots=True)

@@ -56,6 +56,9 @@ class ByteTokenizer:
         named = "".join(f"[{tool['name']}]" for tool in tools)
         return self.encode(named + "".join(f"<{message['role']}>{message['content']}\n" for message in messages))
 
+    def token_bytes(self, token: int) -> bytes:
+        return bytes((token,))
+
     def detokenizer(self, *, skip_special_tokens: bool = True) -> ByteDetokenizer:
         return ByteDetokenizer()
 

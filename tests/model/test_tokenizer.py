@@ -229,6 +229,13 @@ def test_a_template_that_recurses_into_what_a_client_sends_rejects_it(tmp_path: 
         with_template(tmp_path / "model", endless).apply_chat_template(TALK)
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_the_bytes_of_a_characters_parts_make_the_character(by_kind: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = by_kind[kind] if kind in by_kind else next(iter(by_kind.values()))
+    tokens = tokenizer.encode("\U0001f41a", add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, tokens)).endswith("\U0001f41a".encode())
+
+
 def test_a_damaged_template_file_is_named(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "model", "byte-level")
     (folder / "chat_template.json").write_text("[]")

@@ -36,6 +36,9 @@ class AnyTokenizer:
     ) -> tuple[int, ...]:
         raise NotImplementedError
 
+    def token_bytes(self, token: int) -> bytes:
+        return b"."
+
     def detokenizer(self, *, skip_special_tokens: bool = True) -> "AnyTokenizer":
         return self
 
