@@ -3,6 +3,7 @@
 Knows no text (the gateway encodes and decodes), no device and no clock. Everything here crosses processes.
 """
 
+import json
 from dataclasses import dataclass, field, replace
 
 from msgspec import Struct
@@ -16,6 +17,7 @@ from workers.stats import WorkerStats
 
 MOST_BIASES = 1024
 MOST_ANSWERS = 64
+LONGEST_SHOWN = 80  # characters of a wrong list that a message repeats
 MIXED_KV = "mixed"  # of no one dtype
 
 
@@ -57,7 +59,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, rule: str) -> None:
             if not ok:
-                raise InvalidRequest(f"sampling.{name}", f"is {getattr(self, name)!r}; it must be {rule}")
+                raise InvalidRequest(f"sampling.{name}", f"is {_shown(getattr(self, name))}; it must be {rule}")
 
         # Comparisons are written so that NaN fails them.
         need(0.0 <= self.temperature <= 100.0, "temperature", "between 0 (greedy) and 100")
@@ -103,6 +105,14 @@ class SamplingParams:
     def num_answers(self) -> int:
         """How many answers are made, whether they are given out or not."""
         return self.best_of or self.n
+
+
+def _shown(value: object) -> str:
+    """As a client may have written it: a list rather than a tuple, and no more of it than a message needs."""
+    if not isinstance(value, tuple):
+        return repr(value)
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(value)} entries)"
 
 
 @dataclass(frozen=True, slots=True)

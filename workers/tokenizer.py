@@ -15,13 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from workers.errors import InvalidRequest, ModelError, PromptTooLong
 from workers.model.config import read_model_config
-from workers.token_bytes import token_bytes
+from workers.token_bytes import byte_letters, token_bytes
 
 NOTHING: Mapping[str, Any] = {}
-# The letters of byte-level vocabularies: a byte that can be seen is its own, the others follow from 256 on.
-SEEN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-UNSEEN = [byte for byte in range(256) if byte not in SEEN]
-BYTE_OF = {chr(byte): byte for byte in SEEN} | {chr(256 + index): byte for index, byte in enumerate(UNSEEN)}
+BYTE_OF = {letter: byte for byte, letter in enumerate(byte_letters())}
 # What transformers gives a template, and the names of its own arguments.
 OWN_VARIABLES = frozenset(
     (

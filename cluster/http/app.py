@@ -66,7 +66,7 @@ def make_app(context: GatewayContext, gateway: Gateway, is_closing: Callable[[],
     ):
         app.add_api_route(path, look, methods=["GET"], response_model=None)
     app.add_exception_handler(RequestValidationError, _malformed)
-    app.add_exception_handler(Malformed, _malformed_large)
+    app.add_exception_handler(Malformed, _malformed)
     app.add_exception_handler(HTTPException, _no_route)
     for kind in (InvalidRequest, ClusterError, Exception):
         app.add_exception_handler(kind, routes.failed)
@@ -194,23 +194,14 @@ class _Routes:
 
 async def _malformed(request: Request, error: Exception) -> Response:
     """The first of what is wrong with a body."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        failure = Failure(400, f"the body is not JSON: {first['ctx']['error']}", "invalid_request")
-    elif not place:
-        failure = Failure(400, "the body is no JSON object; send one as application/json", "invalid_request")
-    else:
-        failure = Failure(400, f"{place[0]}: {first['msg']} (at {'.'.join(place)[:80]})", "invalid_request", place[0])
-    return failed(failure)
-
-
-async def _malformed_large(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        first, *_ = errors = error.errors()
+        if first["type"] == "json_invalid":
+            error = Malformed.no_json(first["ctx"]["error"])
+        else:
+            error = Malformed.of([each | {"loc": each["loc"][1:]} for each in errors], error.body)  # after "body"
     assert isinstance(error, Malformed)
-    where = ("body", *error.where)
-    told = {"type": error.kind, "loc": where, "msg": error.message, "ctx": {"error": error.message}}
-    return await _malformed(request, RequestValidationError([told]))
+    return failed(Failure(400, error.message, "invalid_request", error.path or None))
 
 
 def _prompts(body: Generation, request: Request) -> Sequence[GenerationInput]:

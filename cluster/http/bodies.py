@@ -5,7 +5,7 @@ Pure. What no type can say is `InvalidRequest`; ranges are the business of `Samp
 
 import json
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ from workers.request import MOST_BIASES, SamplingParams
 MOST_PROMPTS = 64  # of one request, as many as answers of one gRPC batch are in flight
 # Fields that are one value and have the same meaning in `SamplingParams`.
 SAME = (
-    *("temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "n", "best_of", "skip_special_tokens"),
+    *("temperature", "top_p", "min_p", "min_tokens", "ignore_eos", "n", "best_of", "skip_special_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 NOTHING: Mapping[str, Any] = {}
@@ -129,6 +129,7 @@ class Generation(Body):
         with self.named():
             sampling = SamplingParams(
                 **given,
+                seed=_seed(self.seed),
                 max_tokens=self.wanted_tokens,
                 logprobs=self.wanted_logprobs,
                 stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
@@ -272,6 +273,29 @@ class DetokenizeBody(Body):
     tokens: Integers
 
 
+def _path(error: Mapping[str, Any], given: object) -> str:
+    """The place of what is wrong, such as `messages[0].content`.
+
+    pydantic's own has the names of a union's members in it too: those are not in what was given.
+    """
+    path, missing = "", error["type"] == "missing"
+    for part in error["loc"]:
+        if isinstance(given, dict) and isinstance(part, str) and (part in given or missing):
+            path += f".{part[:64]}" if path else part[:64]
+            given = given.get(part)
+        elif isinstance(given, list) and isinstance(part, int):
+            path += f"[{part}]"
+            given = given[part] if part < len(given) else None
+    return path
+
+
+def first_error(errors: Sequence[Any], given: object) -> tuple[str, str]:
+    """(path, message) of the first of pydantic's errors; where it is one of a union, the member that fits best."""
+    found = [(_path(each, given), str(each["msg"])) for each in errors]
+    first = found[0][0]
+    return max((each for each in found if each[0].startswith(first)), key=lambda each: len(each[0]))
+
+
 def _chat_prompt(body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> ChatPrompt:
     if body.add_special_tokens:
         raise InvalidRequest("add_special_tokens", "is not supported with messages; the chat template writes them")
@@ -304,6 +328,15 @@ def _one_prompt(value: object, special: bool) -> GenerationInput | None:
     if isinstance(value, list) and value and all(type(each) is int for each in value):
         return TokenPrompt(tuple(value))
     return None
+
+
+def _seed(value: int | None) -> int | None:
+    """-1 lets the gateway draw one, as vLLM does; another negative number stands for its 64 bits."""
+    if value is None or value == -1:
+        return None
+    if not -(2**63) <= value < 2**64:
+        raise InvalidRequest("seed", f"is {value}; it must be a number of 64 bits, or -1 for any")
+    return value % 2**64
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...]:

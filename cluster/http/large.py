@@ -5,7 +5,7 @@ Pure but for the tokenizer. What comes back is small: the fields of a body witho
 
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from cluster.events import Unservable
-from cluster.http.bodies import Body, CompletionBody, DetokenizeBody, Generation, TokenizeBody
+from cluster.http.bodies import Body, CompletionBody, DetokenizeBody, Generation, TokenizeBody, first_error
 from cluster.text import (
     EncodedPrompt,
     GenerationInput,
@@ -33,13 +33,24 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 class Malformed(Exception):
-    """A body of another form: the first thing that is wrong, as pydantic tells it."""
+    """A body of another form: the first thing that is wrong, and the field's path; empty: the whole body."""
 
-    def __init__(self, kind: str, where: tuple[str | int, ...], message: str) -> None:
-        super().__init__(kind, where, message)
-        self.kind = kind
-        self.where = where
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message, path)
         self.message = message
+        self.path = path
+
+    @classmethod
+    def no_json(cls, reason: str) -> "Malformed":
+        return cls(f"the body is not JSON: {reason}")
+
+    @classmethod
+    def of(cls, errors: Sequence[Any], given: object) -> "Malformed":
+        """From pydantic's errors about what was given."""
+        path, message = first_error(errors, given)
+        if not path:
+            return cls("the body is no JSON object; send one as application/json")
+        return cls(f"{path}: {message}", path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +119,14 @@ def _parsed(kind: type[AnyBody], raw: bytes) -> AnyBody:
     try:
         given = json.loads(raw)
     except json.JSONDecodeError as error:
-        raise Malformed("json_invalid", (error.pos,), error.msg) from None
+        raise Malformed.no_json(error.msg) from None
     except (ValueError, RecursionError):  # another coding, a number of too many digits, too deep
-        raise Malformed("json_invalid", (), "it cannot be read") from None
+        raise Malformed.no_json("it cannot be read") from None
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise Malformed(first["type"], first["loc"], first["msg"]) from None
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        raise Malformed.of(errors, given) from None
 
 
 @contextmanager

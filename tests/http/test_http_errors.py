@@ -39,12 +39,16 @@ def error_of(answer: httpx2.Response) -> dict[str, str | None]:
         ({"temperature": "warm"}, "temperature", "valid number"),
         ({"top_p": 0}, "top_p", "above 0 and at most 1"),
         ({"top_k": -2}, "top_k", "0 (off) or a positive number"),
-        ({"seed": -1}, "seed", "unsigned 64-bit"),
+        ({"seed": 2**64}, "seed", "a number of 64 bits"),
+        ({"seed": -(2**63) - 1}, "seed", "a number of 64 bits"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"n": 65}, "n", "between 1 and 64"),
         ({"logprobs": 21}, "logprobs", "between 0 and 20"),
-        ({"stop": [""]}, "stop", "none of them empty"),
-        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop": [""]}, "stop", 'is [""]; it must be at most 16 strings, none of them empty'),
+        ({"stop": ["a" * 9000] * 17}, "stop", "aaa... (17 entries); it must be at most 16"),
+        ({"stop": ["a", 3]}, "stop[1]", "valid string"),
+        ({"stop_token_ids": [-1, 2]}, "stop_token_ids", "is [-1, 2]; it must be token ids"),
+        ({"stop_token_ids": [1, "x"]}, "stop_token_ids[1]", "valid integer"),
         ({"stop": 3}, "stop", "valid"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids and numbers"),
         ({"logit_bias": {"1": 1000}}, "logit_bias", "between -100 and 100"),
@@ -64,6 +68,33 @@ async def test_what_is_wrong_is_named(there: Clients, change: dict[str, object],
     error = error_of(answer)
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert words in str(error["message"])
+
+
+LONG = "x" * 9000  # a body with it is read beside the event loop
+
+
+@pytest.mark.parametrize("more", ["", LONG], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user"}, "messages[1].content"),
+        ({"role": "user", "content": None}, "messages[1].content"),
+        ({"role": "user", "content": 3}, "messages[1].content"),
+        ({"role": "user", "content": {"text": "a"}}, "messages[1].content"),
+        ({"role": "user", "content": ["a"]}, "messages[1].content[0]"),
+        ({"role": "user", "content": [{"type": "text", "text": 3}]}, "messages[1].content[0].text"),
+        ({"role": "user", "content": [{"text": "a"}]}, "messages[1].content[0].type"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[1].content"),
+        ({"content": "a"}, "messages[1].role"),
+        ({"role": "", "content": "a"}, "messages[1].role"),
+        ({"role": 3, "content": "a"}, "messages[1].role"),
+        ("hello", "messages[1]"),
+    ],
+)
+async def test_what_is_wrong_with_a_message_has_its_path(there: Clients, message: object, param: str, more: str) -> None:
+    said = {"messages": [{"role": "user", "content": "a" + more}, message], "max_tokens": 4}
+    answer = await there.http.post("/v1/chat/completions", json=said)
+    assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(

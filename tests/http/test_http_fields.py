@@ -14,6 +14,8 @@ BOTH: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"top_k": -1}, {"top_k": 0}),  # off, to many clients
     ({"min_p": 0.25}, {"min_p": 0.25}),
     ({"seed": 2**64 - 1}, {"seed": 2**64 - 1}),
+    ({"seed": -2}, {"seed": 2**64 - 2}),  # its 64 bits
+    ({"seed": -(2**63)}, {"seed": 2**63}),
     ({"stop": "END"}, {"stop": ("END",)}),
     ({"stop": ["END", "FIN"]}, {"stop": ("END", "FIN")}),
     ({"stop_token_ids": [1, 2]}, {"stop_token_ids": (1, 2)}),
@@ -67,6 +69,15 @@ async def test_a_field_reaches_the_dispatcher(
     assert answer.status_code == 200, answer.text
     (request,) = dispatcher.requests
     assert {name: getattr(request.sampling, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_seed_minus_one_draws_another_each_time(there: Clients, dispatcher: FakeDispatcher, path: str) -> None:
+    for _ in range(2):
+        answer = await there.http.post(path, json=ASKED[path] | {"seed": -1})
+        assert answer.status_code == 200, answer.text
+    first, second = (request.sampling.seed for request in dispatcher.requests)
+    assert first != second
 
 
 @pytest.mark.parametrize("path", ASKED)
