@@ -91,7 +91,9 @@ LONG = "x" * 9000  # a body with it is read beside the event loop
         ("hello", "messages[1]"),
     ],
 )
-async def test_what_is_wrong_with_a_message_has_its_path(there: Clients, message: object, param: str, more: str) -> None:
+async def test_what_is_wrong_with_a_message_has_its_path(
+    there: Clients, message: object, param: str, more: str
+) -> None:
     said = {"messages": [{"role": "user", "content": "a" + more}, message], "max_tokens": 4}
     answer = await there.http.post("/v1/chat/completions", json=said)
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
