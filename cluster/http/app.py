@@ -104,12 +104,12 @@ class _Routes:
         if not body.echo:
             return self._reply(body, prompts, request, CompletionShape(self._gateway.tokenizer, scored))
         self._gateway.check_model(body.model or "")
-        echoes = [await self._echo(each) for each in prompts]
+        echoes = [await self._echo(each, body.wanted_tokens or 1) for each in prompts]
         shape = CompletionShape(self._gateway.tokenizer, scored, echoes, body.n or 1)
         return self._reply(body, [TokenPrompt(each.tokens) for each in echoes], request, shape)
 
-    async def _echo(self, prompt: GenerationInput) -> Echo:
-        tokens = await self._gateway.encode(prompt)
+    async def _echo(self, prompt: GenerationInput, num_output: int) -> Echo:
+        tokens = await self._gateway.encode(prompt, num_output)
         if isinstance(prompt, TextPrompt | EncodedPrompt):
             return Echo(prompt.text, tokens)
         return Echo(text_of(self._gateway.tokenizer, tokens), tokens)
@@ -128,9 +128,8 @@ class _Routes:
             more = about(self._context.name, terms.name.unique)
             logger.info("request %s came as x-request-id %.500r", terms.name.unique, terms.name.given, extra=more)
         wants = bool(body.stream), body.include_usage, body.usage_in_chunks
-        asked = Asked(
-            prompts, body.sampling(self._gateway.default_sampling), terms, body.model or "", body.sent, *wants
-        )
+        sampling, scores_only = body.sampling(self._gateway.default_sampling), body.scores_only
+        asked = Asked(prompts, sampling, terms, body.model or "", body.sent, *wants, scores_only)
         return Reply(self._gateway, asked, shape, self._context.model.name)
 
     async def tokenize(self, body: TokenizeBody) -> Response:

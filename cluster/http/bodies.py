@@ -17,7 +17,7 @@ from cluster.text import ChatPrompt, GenerationInput, TextPrompt, TokenPrompt, c
 from workers.errors import InvalidRequest
 from workers.request import MOST_BIASES, SamplingParams
 
-MOST_PROMPTS = 64  # of one request, as many as answers of one gRPC batch are in flight
+MOST_PROMPTS = 1024  # of one request; `cluster.http.reply` bounds how many of them run at once
 # Fields that are one value and have the same meaning in `SamplingParams`.
 SAME = (
     *("temperature", "top_p", "min_p", "min_tokens", "ignore_eos", "n", "best_of", "skip_special_tokens"),
@@ -108,6 +108,11 @@ class Generation(Body):
         """Alternatives to tell of with each token; None: no probabilities at all."""
 
     @property
+    def scores_only(self) -> bool:
+        """Only the prompt is wanted back, and what is known of its tokens."""
+        return False
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -157,10 +162,23 @@ class CompletionBody(Generation):
     add_special_tokens: bool | None = None
 
     @property
+    def scores_only(self) -> bool:
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """One token is the least that can be drawn; where only scores are wanted, it is dropped."""
+        return 1 if self.scores_only else self.max_tokens
+
+    @property
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
 
     def sampling(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens", "is 0; it must be at least 1, or 0 together with echo")
+        if self.scores_only and self.min_tokens:
+            raise InvalidRequest("min_tokens", f"is {self.min_tokens}; it must be at most max_tokens (0)")
         sampling = super().sampling(defaults)
         if not self.echo or self.logprobs is None:
             return sampling

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -23,10 +23,11 @@ from cluster.http.failures import Failure, failure_of
 from cluster.http.shapes import Choice, Shape, Usage, finishes
 from cluster.http.terms import Terms
 from cluster.text import GatewayEvent, GenerationInput, TextDelta, TextEnd
-from workers.request import SamplingParams
+from workers.request import FinishReason, SamplingParams
 
 JSON = "application/json"
 EVENTS = "text/event-stream; charset=utf-8"
+MOST_AT_ONCE = 64  # prompts of one request; the others wait here, and hold no place of the gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +43,31 @@ class Asked:
     include_usage: bool
     usage_in_chunks: bool = False
 
+    scores_only: bool = False  # the answers themselves are dropped
+
     def events(self, gateway: Gateway) -> list[AsyncGenerator[GatewayEvent, None]]:
         """One iterator for each prompt; closing it cancels it."""
-        terms, several = self.terms, len(self.prompts) > 1
-        return [
-            gateway.generate(
-                prompt,
-                self.sampling,
-                slo=terms.slo,
-                request_id=f"{terms.name.unique}.{index}" if several else terms.name.unique,
-                called=terms.name.given,
-                deadline_s=terms.deadline_s,
-                session=terms.session,
-                model=self.model,
-                tenant=terms.tenant,
-            )
-            for index, prompt in enumerate(self.prompts)
-        ]
+        arrived_s = time.monotonic()
+        return [self._events(gateway, index, arrived_s) for index in range(len(self.prompts))]
+
+    async def _events(self, gateway: Gateway, index: int, arrived_s: float) -> AsyncGenerator[GatewayEvent, None]:
+        """The deadline counts from the arrival of the whole request, however long this prompt waited for others."""
+        terms, unique = self.terms, self.terms.name.unique
+        waited_s = time.monotonic() - arrived_s
+        events = gateway.generate(
+            self.prompts[index],
+            self.sampling,
+            slo=terms.slo,
+            request_id=f"{unique}.{index}" if len(self.prompts) > 1 else unique,
+            called=terms.name.given,
+            deadline_s=None if terms.deadline_s is None else terms.deadline_s - waited_s,
+            session=terms.session,
+            model=self.model,
+            tenant=terms.tenant,
+        )
+        async with aclosing(events):
+            async for event in events:
+                yield scores_of(event) if self.scores_only else event
 
 
 class Reply(Response):
@@ -105,11 +114,13 @@ class Reply(Response):
                     ends[prompt] = event
                     usage.add(event)
         assert accepted is not None, "what is completed was accepted"
-        choices = [
-            self._shape.whole(place, TextDelta.join(heard[place]), finish)
-            for prompt, end in sorted(ends.items())
-            for place, finish in ((self._place(prompt, index), finish) for index, finish in enumerate(finishes(end)))
-        ]
+        choices = []
+        for prompt, end in sorted(ends.items()):
+            for index, finish in enumerate(finishes(end)):
+                place = self._place(prompt, index)
+                choice = self._shape.whole(place, TextDelta.join(heard.pop(place, ())), finish)
+                choices.append(msgspec.Raw(msgspec.json.encode(choice)))
+                await asyncio.sleep(0)  # many answers take long to write down, and others' tokens are due
         body = msgspec.json.encode(self._told | {"choices": choices, "usage": usage.told})
         await self._begin(accepted, {"content-type": JSON, "content-length": str(len(body))}, send)
         await _more(send, body, last=True)
@@ -128,7 +139,7 @@ class Reply(Response):
                     so_far.completion_tokens += len(event.tokens)
                     counted = self._counted(so_far)
                     # Text may still be held back: half a character, or of a stop.
-                    if event.text or event.logprobs or counted:
+                    if event.text or event.logprobs or event.prompt_logprobs or counted:
                         choices = [self._shape.part(self._place(prompt, event.index), event)]
                         await _more(send, self._chunk(choices, counted))
                 case TextEnd():
@@ -166,20 +177,37 @@ def failed(failure: Failure) -> Response:
     return Response(failure.body, failure.status, failure.headers, JSON)
 
 
+def scores_of(event: GatewayEvent) -> GatewayEvent:
+    """Without what was drawn: a prompt's own scores, and an answer of no token."""
+    match event:
+        case TextDelta():
+            return TextDelta("", (), 0, prompt_logprobs=event.prompt_logprobs, index=event.index)
+        case TextEnd():
+            return replace(event, finish=FinishReason.LENGTH)
+        case Completed():
+            answers = tuple(replace(each, finish=FinishReason.LENGTH) for each in event.answers)
+            return replace(event, finish=FinishReason.LENGTH, completion_tokens=0, answers=answers)
+    return event
+
+
 async def together(
     streams: Sequence[AsyncGenerator[GatewayEvent, None]],
 ) -> AsyncGenerator[tuple[int, GatewayEvent], None]:
-    """(which, event) of all streams as they come. The first error ends them all; closing the iterator does too."""
+    """(which, event) of all streams as they come, `MOST_AT_ONCE` at a time, in their order.
+
+    The first error ends them all; closing the iterator does too.
+    """
     if len(streams) == 1:
         async with aclosing(streams[0]) as events:
             async for event in events:
                 yield 0, event
         return
     queue: asyncio.Queue[tuple[int, GatewayEvent] | Exception | None] = asyncio.Queue(1)
+    room = asyncio.Semaphore(MOST_AT_ONCE)
 
     async def follow(index: int, stream: AsyncGenerator[GatewayEvent, None]) -> None:
         try:
-            async with aclosing(stream) as events:
+            async with room, aclosing(stream) as events:
                 async for event in events:
                     await queue.put((index, event))
             await queue.put(None)

@@ -97,3 +97,39 @@ async def test_what_is_wrong_is_named_as_without_it(there: Clients, change: dict
     without = await there.http.post("/v1/completions", json=ASK | change)
     assert with_echo.status_code == without.status_code >= 400
     assert with_echo.json() == without.json()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_no_tokens_at_all_is_the_prompt_and_its_scores(there: Clients, n: int) -> None:
+    asked = ASK | {"echo": True, "max_tokens": 0, "logprobs": 1, "n": n}
+    told = (await there.http.post("/v1/completions", json=asked)).json()
+    assert len(told["choices"]) == n
+    for choice in told["choices"]:
+        assert (choice["text"], choice["finish_reason"]) == (TEXT, "length")
+        assert choice["logprobs"]["tokens"] == list(TEXT)
+        assert choice["logprobs"]["token_logprobs"] == OF_PROMPT
+        assert choice["logprobs"]["text_offset"] == list(range(len(TOKENS)))
+    counts = told["usage"]
+    assert (counts["prompt_tokens"], counts["completion_tokens"]) == (len(TOKENS), 0)
+
+
+async def test_scores_alone_are_the_same_streamed_and_of_several_prompts(there: Clients) -> None:
+    whole = await choices(there, prompt=["one", "twofold"], echo=True, max_tokens=0, logprobs=0)
+    more = {"echo": True, "max_tokens": 0}
+    joined = await streamed(there, prompt=["one", "twofold"], logprobs=0, extra_body=more)
+    for place, choice in enumerate(whole):
+        assert joined[place]["text"] == choice["text"] == ["one", "twofold"][place]
+        assert joined[place]["token_logprobs"] == choice["logprobs"]["token_logprobs"]
+        assert joined[place]["ends"] == ["length"]
+
+
+async def test_scores_of_a_large_body_are_the_same(there: Clients) -> None:
+    text = "sea " * 1020  # its body is read beside the event loop
+    [choice] = await choices(there, prompt=text, echo=True, max_tokens=0, logprobs=0)
+    assert choice["text"] == text and len(choice["logprobs"]["tokens"]) == len(text)
+
+
+async def test_a_prompt_comes_back_alone_without_log_probabilities_too(there: Clients) -> None:
+    [choice] = await choices(there, echo=True, max_tokens=0)
+    assert (choice["text"], choice["logprobs"]) == (TEXT, None)
+    assert (await streamed(there, extra_body={"echo": True, "max_tokens": 0}))[0]["text"] == TEXT
