@@ -150,6 +150,7 @@ class _Routes:
             return Response(told, media_type=JSON)
         read = await calls(len(raw), read_generation, GENERATIONS[path], raw, gateway.bounds, gateway.default_sampling)
         request._json, request.state.prompts = read.fields, read.prompts
+        request._body = b"{}"  # not for as long as the answer takes; FastAPI looks whether there is one
         return None
 
     async def models(self) -> Response:

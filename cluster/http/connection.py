@@ -1,6 +1,6 @@
 """What every request with a body goes through before and around the application: its bounds and its end.
 
-    client ── body, at most MOST_BYTES within BODY_S ──> application ── replies, each taken within SEND_S ──> client
+    client ── whole body, see `Arriving` ──> application ──> client
     client gone ──> application cancelled, wherever it waits
 
 Knows ASGI; knows no request.
@@ -8,43 +8,38 @@ Knows ASGI; knows no request.
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.http.arriving import Arriving
 from cluster.http.failures import Failure
 from cluster.http.reply import failed
-from workers.alarm import Alarm
 
-logger = logging.getLogger(__name__)
-
-MOST_BYTES = 16 << 20
-BODY_S = 60.0
-SEND_S = 60.0  # a client that takes nothing for so long is let go
 RETRY_AFTER_S = 1.0
 
-TOO_LARGE = Failure(413, f"the body has more than {MOST_BYTES >> 20} MiB; send less", "body_too_large")
-TOO_SLOW = Failure(408, f"the body did not arrive within {BODY_S:.0f} s", "body_too_slow")
 FULL = Failure(
     429, "too many requests are in flight in this gateway; try again", "no_room", retry_after_s=RETRY_AFTER_S
+)
+TWO_LENGTHS = Failure(400, "Content-Length and Transfer-Encoding are both given; send one of them", "invalid_request")
+ENCODED = Failure(
+    415, "a Content-Encoding is not supported; send the body uncompressed", "unsupported_encoding", "content-encoding"
 )
 CLOSING = Failure(503, "this gateway is closing; try another one", "closing", retry_after_s=RETRY_AFTER_S)
 
 
 class Connection:
-    """An ASGI application around another. At most `most_requests` with a body are in it at once. Owned by the door.
+    """An ASGI application around another. At most `most_requests` whose body has arrived are in it at once.
 
-    `cut` ends a connection without a word, by its client's address: what a client does not take cannot be flushed.
+    Owned by the door.
     """
 
-    def __init__(
-        self, app: ASGIApp, most_requests: int, is_closing: Callable[[], bool], cut: Callable[[object], None]
-    ) -> None:
+    def __init__(self, app: ASGIApp, most_requests: int, is_closing: Callable[[], bool]) -> None:
         self._app = app
         self._most_requests = most_requests
         self._is_closing = is_closing
-        self._cut = cut
+        self._arriving = Arriving()
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -55,52 +50,55 @@ class Connection:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope["headers"]}
+        if {b"content-length", b"transfer-encoding"} <= names:  # a proxy may see other requests in these bytes
+            await _last(TWO_LENGTHS)(scope, receive, send)
+            return
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server leaves the body out
             await self._app({**scope, "method": method}, receive, send)
             return
-        if self._is_closing():
-            refusal = failed(CLOSING)
-            refusal.headers["connection"] = "close"  # the next one, perhaps through a balancer, goes elsewhere
+        refusal = self._refusal()
+        if refusal is None and _is_encoded(scope["headers"]):
+            refusal = failed(ENCODED)
+        if refusal is not None:
             await refusal(scope, receive, send)
             return
-        if self._running >= self._most_requests:
-            await failed(FULL)(scope, receive, send)
+        body = await self._arriving.read(scope, receive)
+        if body is None:
             return
+        refusal = failed(body) if isinstance(body, Failure) else self._refusal()
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        assert isinstance(body, bytes), "failures are refusals"
+        replayed = _Replayed(body)
+        del body  # large ones must not stay for as long as the answer takes
         self._running += 1
         self._idle.clear()
         try:
-            await self._converse(scope, receive, send)
+            await self._converse(scope, receive, send, replayed)
         finally:
             self._running -= 1
             if not self._running:
                 self._idle.set()
 
-    async def _converse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with asyncio.timeout(BODY_S):
-                body = await _read(scope, receive)
-        except TimeoutError:
-            body = TOO_SLOW
-        if body is None:
-            return
-        if isinstance(body, Failure):
-            await failed(body)(scope, receive, send)
-            return
-        patient = _Patient(send, lambda: working.cancel())
-        working = asyncio.create_task(self._answer(scope, _Replayed(body), patient))
+    def _refusal(self) -> Response | None:
+        """What a request hears that cannot begin now."""
+        if self._is_closing():
+            return _last(CLOSING)  # the next one, perhaps through a balancer, goes elsewhere
+        return failed(FULL) if self._running >= self._most_requests else None
+
+    async def _converse(self, scope: Scope, receive: Receive, send: Send, body: "_Replayed") -> None:
+        working = asyncio.create_task(self._answer(scope, body, send))
         leaving = asyncio.create_task(_until_gone(receive))
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            patient.close()
             for task in (working, leaving):
                 task.cancel()
             await asyncio.wait((working, leaving))
-        if patient.is_over:
-            logger.info("a client took nothing for %.0f s and was let go", SEND_S)
-            self._cut(scope["client"])
-        elif not working.cancelled():
+        if not working.cancelled():
             working.result()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,43 +118,15 @@ class _Replayed:
         return {"type": "http.request", "body": body, "more_body": False}
 
 
-class _Patient:
-    """A `Send` with an end to its patience: then it has whoever sends cancelled. To be closed."""
-
-    def __init__(self, send: Send, cancel: Callable[[], object]) -> None:
-        self.is_over = False
-        self._send = send
-        self._cancel = cancel
-        self._alarm = Alarm(self._lose)  # not a timer for each token
-
-    async def __call__(self, message: Message) -> None:
-        self._alarm.set(SEND_S)
-        await self._send(message)
-        self._alarm.off()
-
-    def _lose(self) -> None:
-        self.is_over = True
-        self._cancel()
-
-    def close(self) -> None:
-        self._alarm.close()
+def _is_encoded(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in headers)
 
 
-async def _read(scope: Scope, receive: Receive) -> bytes | Failure | None:
-    """The whole body, or why not; None when the client left before its end."""
-    declared = dict(scope["headers"]).get(b"content-length", b"0")
-    if int(declared) > MOST_BYTES:  # h11 has checked that it is a number
-        return TOO_LARGE
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body += message.get("body", b"")
-        if len(body) > MOST_BYTES:
-            return TOO_LARGE
-        if not message.get("more_body", False):
-            return bytes(body)
+def _last(failure: Failure) -> Response:
+    """The refusal after which the server closes the connection."""
+    refusal = failed(failure)
+    refusal.headers["connection"] = "close"
+    return refusal
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import os
+import logging
 import socket
 from collections.abc import Iterator
 
@@ -16,17 +16,20 @@ from cluster.http.app import make_app
 from cluster.http.connection import Connection
 from cluster.http.counted import Counted
 from cluster.http.guarded import Guarded, following
+from cluster.http.listening import listen
 from cluster.http.naming import Named
 from cluster.serving import GatewayContext
+
+logger = logging.getLogger(__name__)
 
 METHODS = ("GET", "HEAD", "POST")
 # What scripts of other origins may read.
 TOLD = ("x-request-id", "x-diptych-predicted-ttft-ms", "x-diptych-predicted-tpot-ms", "retry-after")
-KEEP_ALIVE_S = 30
+KEEP_ALIVE_S = 30  # between two requests
+HEADERS_S = 10.0  # from the first byte of headers, or from the connection, to their end; to the end of a refused body
+SEND_S = 60.0  # a client that takes nothing of its answer for so long is let go
 CUT_S = 0.5  # for the last words of requests that were cut
 LINGER_S = 2.0  # for the last word of a TLS client
-# A peer on a dead network is noticed, as over gRPC: after so many silent seconds it is asked, so often, so many times.
-PROBES = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 2))
 
 
 class HttpDoor:
@@ -37,12 +40,12 @@ class HttpDoor:
         self._scheme = "http" if guard.tls is None else "https"
         self._closing = False
         app = make_app(context, gateway, lambda: self._closing)
-        self._requests = Connection(app, self._spec.max_requests + 64, lambda: self._closing, self._cut)
+        self._requests = Connection(app, self._spec.max_requests + 64, lambda: self._closing)
         named = Counted(Named(Guarded(self._requests, guard) if guard.has_keys else self._requests), gateway.responses)
         origins = self._spec.http_allowed_origins
         config = uvicorn.Config(
             CORSMiddleware(named, origins, METHODS, ["*"], expose_headers=TOLD) if origins else named,
-            http="h11" if guard.tls is None else _Tls,
+            http=_Http if guard.tls is None else _Tls,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -57,7 +60,7 @@ class HttpDoor:
     async def open(self) -> str:
         """Listen; answer "http://host:port", or "https://..." with TLS. Raises OSError when the port cannot be had."""
         assert self._spec.http_port is not None, "a door is made for a port"
-        listener = _listen(self._spec.host, self._spec.http_port)
+        listener = listen(self._spec.host, self._spec.http_port)
         port = listener.getsockname()[1]
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         starting = asyncio.create_task(self._server.listening.wait())
@@ -83,19 +86,66 @@ class HttpDoor:
         if serving is None:
             return
         self._server.force_exit = True
-        self._cut()
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
         await asyncio.wait([serving], timeout=CUT_S)
         serving.cancel()
 
-    def _cut(self, client: object = None) -> None:
-        """End the connection of this client at once; None: all."""
-        for connection in list(self._server.server_state.connections):
-            peer = connection.transport.get_extra_info("peername") or ()
-            if client is None or peer[:2] == client:
-                connection.transport.abort()
+
+class _Http(H11Protocol):
+    """uvicorn's, which waits for its client without a bound except between requests."""
+
+    _late: asyncio.TimerHandle | None = None
+    _stuck: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._bound()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._bound()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._bound()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._bound()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stuck = self.loop.call_later(SEND_S, self._let_go)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stuck is not None:
+            self._stuck.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._late, self._stuck):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def _bound(self) -> None:
+        """While no request runs and uvicorn has no timer, whatever the client sends but whole headers gains no time."""
+        is_closing = self.transport.is_closing()
+        runs = self.cycle is not None and not self.cycle.response_complete
+        if not is_closing and (runs or self.timeout_keep_alive_task is not None):
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+        elif self._late is None:  # when closing, what is left of the answer may be waiting for the client
+            self._late = self.loop.call_later(SEND_S if is_closing else HEADERS_S, self.transport.abort)
+
+    def _let_go(self) -> None:
+        logger.info("a client took nothing for %.0f s and was let go", SEND_S)
+        self.transport.abort()
 
 
-class _Tls(H11Protocol):
+class _Tls(_Http):
     """uvicorn's; but a client at rest answers no last word of TLS, and is not waited for."""
 
     def on_response_complete(self) -> None:
@@ -125,22 +175,3 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit it
-        for option, value in PROBES:
-            listener.setsockopt(socket.IPPROTO_TCP, option, value)
-        listener.bind(address)
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        reason = error.strerror or os.strerror(error.errno or 0)
-        where = f"cannot listen on {host}:{port} ({reason})"
-        raise OSError(error.errno, f"{where}; choose another gateway.http_port") from None
-    listener.setblocking(False)
-    return listener

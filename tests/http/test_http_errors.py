@@ -9,7 +9,7 @@ import pytest
 from openai import APIError, RateLimitError
 
 from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
-from cluster.http import connection
+from cluster.http import arriving, server
 from cluster.view import WorkerState
 from tests.api.fake import FakeDispatcher, view
 from tests.http.opened import Clients, opened
@@ -383,7 +383,7 @@ async def test_a_cancelled_request_that_has_not_begun_to_answer_is_told_so(
 
 
 async def test_a_body_above_the_bound_is_refused(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MOST_BYTES", 1000)
+    monkeypatch.setattr(arriving, "MOST_BYTES", 1000)
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(50):
@@ -396,7 +396,7 @@ async def test_a_body_above_the_bound_is_refused(there: Clients, monkeypatch: py
 
 
 async def test_a_body_that_does_not_come_is_given_up(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "BODY_S", 0.05)
+    monkeypatch.setattr(arriving, "BODY_S", 0.05)
     url = there.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 10\r\n\r\n{")
@@ -408,7 +408,7 @@ async def test_a_body_that_does_not_come_is_given_up(there: Clients, monkeypatch
 async def test_a_client_that_takes_nothing_is_let_go(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connection, "SEND_S", 0.05)
+    monkeypatch.setattr(server, "SEND_S", 0.05)
     dispatcher.script = lambda request: b"x" * 3000
     async with opened(dispatcher) as (there, doors):
         url = there.http.base_url
