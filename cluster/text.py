@@ -45,6 +45,11 @@ class Tokenizer(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
 
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """Its class, size, special tokens and chat template, as JSON."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
 
     def apply_chat_template(

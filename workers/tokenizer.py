@@ -51,6 +51,7 @@ class Tokenizer:
         except Exception as error:  # the Rust side raises bare Exception for a damaged file
             raise ModelError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
         self._backend = self._tokenizer.backend_tokenizer
+        self._class_name = _class_name(folder)
         if self._tokenizer.chat_template is None:
             self._tokenizer.chat_template = _processor_template(folder)
         self._variables = _variables(self._tokenizer.chat_template)
@@ -90,6 +91,16 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._tokenizer.chat_template is not None
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """As JSON: `tokenizer_class`, `vocab_size`, the special tokens by their names, `chat_template` (null: none)."""
+        return {
+            "tokenizer_class": self._class_name,
+            "vocab_size": self.vocab_size,
+            **self._tokenizer.special_tokens_map,
+            "chat_template": self._tokenizer.chat_template,
+        }
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of plain text.
@@ -185,6 +196,13 @@ def _variables(templates: str | dict[str, str] | None) -> frozenset[str] | None:
     except jinja2.TemplateError:
         return None
     return frozenset().union(*found)
+
+
+def _class_name(folder: Path) -> str | None:
+    """As the folder has it; the class that transformers loads it with is one of its own."""
+    path = folder / "tokenizer_config.json"
+    name = json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class") if path.is_file() else None
+    return name if isinstance(name, str) else None
 
 
 def _processor_template(folder: Path) -> str | None:

@@ -12,10 +12,10 @@ from functools import partial
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from cluster.api.guarding import KeyInterceptor, credentials
 from cluster.api.health import HealthService
+from cluster.api.reflecting import add_reflection
 from cluster.api.services import AdminService, InferenceService, add_inference_service
 from cluster.api.watching import WatchInterceptor
 from cluster.gateway import Gateway
@@ -74,8 +74,7 @@ class GrpcDoor:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._context, gateway), server)
         self._health = HealthService(self._context.dispatcher, ("", INFERENCE), (ADMIN, health.SERVICE_NAME))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        add_reflection((INFERENCE, ADMIN, health.SERVICE_NAME), server)
         port = _bind(server, spec.host, spec.grpc_port, credentials(self.guard))
         await server.start()
         if self._eager:

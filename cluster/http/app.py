@@ -22,6 +22,7 @@ from cluster.api.services import metrics_text
 from cluster.events import ClusterError
 from cluster.gateway import Gateway, servable
 from cluster.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
+from cluster.http.described import described
 from cluster.http.failures import Failure, failure_of
 from cluster.http.large import Malformed, detokenized, read_detokenize, read_generation, read_tokenize, tokenized
 from cluster.http.naming import KEY
@@ -54,7 +55,7 @@ def make_app(context: GatewayContext, gateway: Gateway, is_closing: Callable[[],
         ("/tokenize", routes.tokenize),
         ("/detokenize", routes.detokenize),
     ):
-        app.router.add_api_route(path, answer, methods=["POST"], response_model=None, route_class_override=_Bodied)
+        app.router.add_api_route(path, answer, **described(path, "POST"), route_class_override=_Bodied)
     for path, look in (
         ("/v1/models", routes.models),
         ("/v1/models/", routes.models),
@@ -63,8 +64,9 @@ def make_app(context: GatewayContext, gateway: Gateway, is_closing: Callable[[],
         ("/ready", routes.ready),
         ("/metrics", routes.metrics),
         ("/version", routes.version),
+        ("/tokenizer_info", routes.tokenizer_info),
     ):
-        app.add_api_route(path, look, methods=["GET"], response_model=None)
+        app.add_api_route(path, look, **described(path, "GET"))
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(Malformed, _malformed)
     app.add_exception_handler(HTTPException, _no_route)
@@ -176,6 +178,9 @@ class _Routes:
 
     async def version(self) -> Response:
         return _told({"version": _version()})
+
+    async def tokenizer_info(self) -> Response:
+        return _told(dict(self._gateway.tokenizer.info))
 
     def _model(self) -> dict[str, Any]:
         model = self._context.model

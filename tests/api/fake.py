@@ -45,6 +45,7 @@ class ByteTokenizer:
         return tuple(text.encode())
 
     has_chat_template = True
+    info: Mapping[str, Any] = MappingProxyType({"tokenizer_class": "ByteTokenizer", "chat_template": None})
 
     def apply_chat_template(
         self,

@@ -236,6 +236,17 @@ def test_the_bytes_of_a_characters_parts_make_the_character(by_kind: dict[str, T
     assert b"".join(map(tokenizer.token_bytes, tokens)).endswith("\U0001f41a".encode())
 
 
+def test_what_others_need_to_tokenize_alike_is_told_as_json(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "model", "byte-level", chat_template="{{ messages }}", bos_token="<s>")
+    tokenizer = Tokenizer(folder)
+    assert json.loads(json.dumps(tokenizer.info)) == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "vocab_size": tokenizer.vocab_size,
+        **{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+        "chat_template": "{{ messages }}",
+    }
+
+
 def test_a_damaged_template_file_is_named(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "model", "byte-level")
     (folder / "chat_template.json").write_text("[]")

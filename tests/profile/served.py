@@ -23,6 +23,7 @@ class AnyTokenizer:
 
     has_chat_template = False
     longest_text_bytes: int | None = None
+    info: Mapping[str, Any] = MappingProxyType({})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(text.encode())
