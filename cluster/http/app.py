@@ -3,6 +3,7 @@
 Knows paths and statuses; text, tokens, promises and cancellation are the gateway's business.
 """
 
+import asyncio
 import json
 import logging
 import time
@@ -100,6 +101,7 @@ class _Routes:
         self._gateway = gateway
         self._is_closing = is_closing
         self._started_s = int(time.time())
+        self._writing = asyncio.Semaphore(1)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         prompts, scored = _prompts(body, request), body.wanted_logprobs is not None
@@ -132,7 +134,7 @@ class _Routes:
         wants = bool(body.stream), body.include_usage, body.usage_in_chunks
         sampling, scores_only = body.sampling(self._gateway.default_sampling), body.scores_only
         asked = Asked(prompts, sampling, terms, body.model or "", body.sent, *wants, scores_only)
-        return Reply(self._gateway, asked, shape, self._context.model.name)
+        return Reply(self._gateway, asked, shape, self._context.model.name, self._writing)
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         self._gateway.check_model(body.model or "")

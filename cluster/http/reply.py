@@ -7,9 +7,10 @@ status of its own, one that fails later an `error` event. A client that goes awa
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from workers.request import FinishReason, SamplingParams
 
 JSON = "application/json"
 EVENTS = "text/event-stream; charset=utf-8"
+MOST_HERE = 512  # log probabilities that are written in the event loop: 6 ms, measured
 MOST_AT_ONCE = 64  # prompts of one request; the others wait here, and hold no place of the gateway
 
 
@@ -71,10 +73,14 @@ class Asked:
 
 
 class Reply(Response):
-    """Runs the request while it is sent. Owned by its connection."""
+    """Runs the request while it is sent. Owned by its connection.
 
-    def __init__(self, gateway: Gateway, asked: Asked, shape: Shape, model: str) -> None:
+    `apart` lets one reply at a time write in a thread: each more would take from the event loop's share of the GIL.
+    """
+
+    def __init__(self, gateway: Gateway, asked: Asked, shape: Shape, model: str, apart: asyncio.Semaphore) -> None:
         super().__init__()
+        self._apart = apart
         self._gateway = gateway
         self._asked = asked
         self._shape = shape
@@ -114,13 +120,16 @@ class Reply(Response):
                     ends[prompt] = event
                     usage.add(event)
         assert accepted is not None, "what is completed was accepted"
+        answers = [
+            (place, TextDelta.join(heard.pop(place, ())), finish)
+            for prompt, end in sorted(ends.items())
+            for place, finish in ((self._place(prompt, index), finish) for index, finish in enumerate(finishes(end)))
+        ]
+        apart = any(_is_long(delta) for _, delta, _ in answers)  # all: they may repeat the scores of one prompt
         choices = []
-        for prompt, end in sorted(ends.items()):
-            for index, finish in enumerate(finishes(end)):
-                place = self._place(prompt, index)
-                choice = self._shape.whole(place, TextDelta.join(heard.pop(place, ())), finish)
-                choices.append(msgspec.Raw(msgspec.json.encode(choice)))
-                await asyncio.sleep(0)  # many answers take long to write down, and others' tokens are due
+        for answer in answers:
+            choices.append(await self._written(partial(self._shape.whole, *answer), apart))
+            await asyncio.sleep(0)  # many short ones take long, too
         body = msgspec.json.encode(self._told | {"choices": choices, "usage": usage.told})
         await self._begin(accepted, {"content-type": JSON, "content-length": str(len(body))}, send)
         await _more(send, body, last=True)
@@ -140,15 +149,28 @@ class Reply(Response):
                     counted = self._counted(so_far)
                     # Text may still be held back: half a character, or of a stop.
                     if event.text or event.logprobs or event.prompt_logprobs or counted:
-                        choices = [self._shape.part(self._place(prompt, event.index), event)]
+                        part = partial(self._shape.part, self._place(prompt, event.index), event)
+                        choices = [await self._written(part, _is_long(event))]
                         await _more(send, self._chunk(choices, counted))
                 case TextEnd():
-                    choices = [self._shape.end(self._place(prompt, event.index), event.finish)]
+                    end = partial(self._shape.end, self._place(prompt, event.index), event.finish)
+                    choices = [await self._written(end, apart=False)]
                     await _more(send, self._chunk(choices, self._counted(so_far)))
                 case Completed():
                     usage.add(event)
         counts = self._chunk([], usage.told) if self._asked.include_usage else b""
         await _more(send, counts + b"data: [DONE]\n\n", last=True)
+
+    async def _written(self, tell: Callable[[], Choice], apart: bool) -> msgspec.Raw:
+        """A choice as JSON. `apart`: in a thread, since others' tokens are due meanwhile."""
+
+        def written() -> msgspec.Raw:
+            return msgspec.Raw(msgspec.json.encode(tell()))
+
+        if not apart:
+            return written()
+        async with self._apart:
+            return await asyncio.to_thread(written)
 
     def _counted(self, so_far: Usage) -> dict[str, Any] | None:
         return so_far.told if self._asked.usage_in_chunks else None
@@ -156,7 +178,7 @@ class Reply(Response):
     def _place(self, prompt: int, index: int) -> int:
         return prompt * self._asked.sampling.n + index
 
-    def _chunk(self, choices: list[Choice], usage: dict[str, Any] | None = None) -> bytes:
+    def _chunk(self, choices: list[msgspec.Raw], usage: dict[str, Any] | None = None) -> bytes:
         told = self._told | {"choices": choices}
         if self._asked.include_usage:
             told["usage"] = usage
@@ -229,6 +251,10 @@ async def together(
         for task in following:
             task.cancel()
         await asyncio.wait(following)
+
+
+def _is_long(delta: TextDelta) -> bool:
+    return sum(1 + len(each.top) for each in (*delta.logprobs, *delta.prompt_logprobs)) > MOST_HERE
 
 
 async def _more(send: Send, body: bytes, *, last: bool = False) -> None:
