@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any, NoReturn
 
 import grpc
-from grpc_status import rpc_status
 
 from cluster.api.admin_messages import shape_from, timings_message, view_message
 from cluster.api.history_messages import pages, put_recent
 from cluster.api.large import read_batch, read_request, request_from, requests_from
 from cluster.api.messages import delta_message, event_message, prompt_from, sampling_from, slo_from
+from cluster.api.sending import Context, OutputNotTaken, Sender, abort
 from cluster.api.standing_messages import standing_message
 from cluster.api.statuses import code_name, status_of
 from cluster.changes import LONGEST_DRAIN_S, ControllerAway
@@ -36,8 +36,6 @@ from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_g
 from diptych.wire import INFERENCE, MAX_MESSAGE_BYTES, ROLES_FROM, seconds
 from workers.errors import InvalidRequest
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
 BATCH_AT_ONCE = 64  # answers of one batch in flight; the rest wait for these, so one batch cannot fill the gateway
 LONGEST_NAME = 256
 
@@ -52,13 +50,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, raw: bytes, context: Context) -> None:
         """`raw` is a `GenerateRequest`, which is read here: a large one beside the event loop."""
         request_id = ""
+        sender = Sender(context)
         self._heed(context)
         try:
             request, prompt = await self._read(raw, context)
             request_id = request.request_id
             async with aclosing(responses(self._gateway, request, prompt, deadline_of(context))) as messages:
                 async for message in messages:
-                    await context.write(message)
+                    await sender.send(message)
         except Exception as error:
             await self._abort(context, error, request_id)
 
@@ -71,6 +70,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 requests = await self._gateway.preprocessing.call(len(raw), read_batch, raw)
             self._heed(context)
             await self._batch(requests, context, deadline_of(context))
+        except ExceptionGroup as errors:
+            await self._abort(context, errors.exceptions[0])
         except Exception as error:
             await self._abort(context, error)
 
@@ -103,12 +104,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         places = asyncio.Semaphore(BATCH_AT_ONCE)
         choosing = asyncio.Lock()  # one is read and takes its places at a time: halves of two would wait for ever
         writing = asyncio.Lock()  # one write at a time; meanwhile each request's deltas join in its outbox
+        sender = Sender(context)
         clock = asyncio.get_running_loop()
         started_s = clock.time()
 
         async def write(index: int, **result: Any) -> None:
             async with writing:
-                await context.write(inference_pb2.GenerateBatchResponse(index=index, **result))
+                await sender.send(inference_pb2.GenerateBatchResponse(index=index, **result))
 
         async def one(index: int, raw: bytes) -> None:
             request_id, taken = "", 0
@@ -124,6 +126,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     async for message in messages:
                         await write(index, response=message)
                 self._gateway.responses.count("grpc", "Generate", "OK")
+            except OutputNotTaken:
+                raise  # which ends the whole batch
             except Exception as error:
                 status = status_of(error, servable(self._gateway.view), request_id)
                 self._gateway.responses.count("grpc", "Generate", code_name(status.code))
@@ -137,8 +141,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 group.create_task(one(index, request))
 
     async def _abort(self, context: Context, error: Exception, request_id: str = "") -> None:
-        status = status_of(error, servable(self._gateway.view), request_id)
-        await context.abort_with_status(rpc_status.to_status(status))
+        await abort(context, status_of(error, servable(self._gateway.view), request_id))
 
 
 def add_inference_service(service: InferenceService, server: grpc.aio.Server) -> None:
@@ -185,12 +188,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def GetTrace(self, request: admin_pb2.GetTraceRequest, context: Context) -> None:
         offset_ns = time.time_ns() - now_ns()
+        sender = Sender(context)
         try:
             begin_ns, end_ns = _stretch(request, now_ns(), offset_ns)
-        except InvalidRequest as error:
+            for page in pages(self._context.dispatcher.remembered(begin_ns, end_ns), self._context.name, offset_ns):
+                await sender.send(page)
+        except (InvalidRequest, OutputNotTaken) as error:
             await self._abort(context, error)
-        for page in pages(self._context.dispatcher.remembered(begin_ns, end_ns), self._context.name, offset_ns):
-            await context.write(page)
 
     async def MeasureSteps(
         self, request: admin_pb2.MeasureStepsRequest, context: Context
@@ -243,8 +247,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return self._context.operator
 
     async def _abort(self, context: Context, error: Exception) -> NoReturn:
-        await context.abort_with_status(rpc_status.to_status(status_of(error, servable(self._gateway.view))))
-        raise AssertionError("abort_with_status raises")
+        await abort(context, status_of(error, servable(self._gateway.view)))
 
 
 def _name(request: inference_pb2.GenerateRequest) -> None:

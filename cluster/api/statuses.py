@@ -12,6 +12,7 @@ from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from cluster.api.sending import OutputNotTaken
 from cluster.changes import ChangeRefused, ControllerAway, StaleRevision, UnknownMember
 from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
 from cluster.gateway import DuplicateRequest, GatewayClosed, RequestCancelled, UnknownModel
@@ -47,6 +48,8 @@ def status_of(error: Exception, ready: bool, request_id: str = "") -> status_pb2
             return _status(code.UNAVAILABLE, "NO_WORKERS", error, retry_s=error.retry_after_s)
         case DeadlinePassed():
             return _status(code.DEADLINE_EXCEEDED, "DEADLINE", error, phase=error.phase)
+        case OutputNotTaken():
+            return _status(code.DEADLINE_EXCEEDED, "OUTPUT_NOT_TAKEN", error)
         case AttemptsSpent():
             return _status(code.UNAVAILABLE, "ATTEMPTS_SPENT", error, retry_s=ATTEMPTS_RETRY_S)
         case NotComputable():
