@@ -36,7 +36,7 @@ def request_from(raw: bytes) -> inference_pb2.GenerateRequest:
     try:
         return inference_pb2.GenerateRequest.FromString(raw)
     except DecodeError:
-        raise InvalidRequest("request", "is no GenerateRequest; use the schema of this server") from None
+        raise InvalidRequest("request", "cannot be read as GenerateRequest; use the schema of this server") from None
 
 
 def requests_from(raw: bytes) -> list[bytes]:
@@ -44,7 +44,9 @@ def requests_from(raw: bytes) -> list[bytes]:
     try:
         batch = inference_pb2.GenerateBatchRequest.FromString(raw)
     except DecodeError:
-        raise InvalidRequest("request", "is no GenerateBatchRequest; use the schema of this server") from None
+        raise InvalidRequest(
+            "request", "cannot be read as GenerateBatchRequest; use the schema of this server"
+        ) from None
     if not 0 < len(batch.requests) <= LONGEST_BATCH:
         raise InvalidRequest("requests", f"has {len(batch.requests)} requests; a batch has 1 to {LONGEST_BATCH}")
     return [request.SerializeToString() for request in batch.requests]

@@ -176,7 +176,7 @@ def test_serve_gives_gateways_whole_paths_and_follows_no_link(served: Served, mo
     seen = []
     module = import_module("cluster.cli.serve")
     monkeypatch.setattr(module, "check_pools", lambda *_: None)
-    monkeypatch.setattr(module, "_serve", lambda spec, runtime, **options: seen.append(spec))
+    monkeypatch.setattr(module, "_serve", lambda spec, *_, **options: seen.append(spec))
     monkeypatch.setattr(module, "run", lambda work: None)
     files = "--tls-cert-file", "server.pem", "--tls-key-file", "./server-key.pem", "--api-keys-file", "now"
     result = run("serve", "--port", "0", *files)
