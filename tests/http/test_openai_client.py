@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -315,3 +316,15 @@ async def test_an_echoed_text_is_scored_as_it_was_drawn(subject: Subject) -> Non
     assert told.token_logprobs[len(tokens) : -1] == pytest.approx(made.token_logprobs, abs=1e-3)
     behind = zip(told.tokens[len(tokens) : -1], told.top_logprobs[len(tokens) : -1], strict=True)
     assert all(list(best) == [token] for token, best in behind)  # greedy: each was the likeliest
+
+
+async def test_a_prompt_scored_alone_has_the_scores_that_it_has_before_an_answer(subject: Subject) -> None:
+    ask: dict[str, Any] = {"model": subject.model, "prompt": PROMPT, "echo": True, "logprobs": 2, "temperature": 0}
+    alone = await subject.there.openai.completions.create(**ask, max_tokens=0)
+    before = await subject.there.openai.completions.create(**ask, max_tokens=1)
+    assert alone.usage is not None and alone.usage.completion_tokens == 0
+    told, expected = alone.choices[0].logprobs, before.choices[0].logprobs
+    assert alone.choices[0].text == PROMPT and told is not None and expected is not None
+    assert told.tokens == (expected.tokens or [])[:-1]
+    assert told.top_logprobs == (expected.top_logprobs or [])[:-1]
+    assert told.token_logprobs == pytest.approx((expected.token_logprobs or [])[:-1])
