@@ -198,7 +198,12 @@ class _Lane:
         await self._end()
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", MODULE), stdin=pipe, stdout=pipe, limit=MOST_ANSWER_BYTES, env=_environment()
+            *(sys.executable, "-m", MODULE),
+            stdin=pipe,
+            stdout=pipe,
+            limit=MOST_ANSWER_BYTES,
+            env=_environment(),
+            process_group=0,  # Ctrl-C is the server's, also before this process can ignore it
         )
         try:
             async with asyncio.timeout(PREPROCESS_START_S):

@@ -25,8 +25,11 @@ from cluster.serving import GatewayContext
 from cluster.text import Tokenizer
 from cluster.view import ModelView
 from diptych.v1 import admin_pb2_grpc
-from diptych.wire import ADMIN, INFERENCE, KEEPALIVE, MESSAGE_SIZES
+from diptych.wire import ADMIN, INFERENCE, KEEPALIVE, SERVER_SIZES
 
+OPENING_S = 10.0  # for TLS and the first frame of HTTP/2
+IDLE_S = 300.0  # a connection without a call; clients connect again by themselves
+MOST_CONNECTIONS = 4096
 CUT_S = 0.5  # for the last words of requests that are cut
 
 
@@ -116,9 +119,12 @@ def model_tokenizer(model: ModelView) -> Tokenizer:
 
 def _options(max_requests: int) -> list[tuple[str, int]]:
     return [
-        *MESSAGE_SIZES,
+        *SERVER_SIZES,
         *KEEPALIVE,
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # else a client's keepalive counts as an attack
+        ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", round(OPENING_S * 1000)),
+        ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
         ("grpc.max_concurrent_streams", max_requests + 64),  # on each connection; room for health, admin, refusals
         ("grpc.so_reuseport", 0),  # a second server on the port is a mistake to report, not a load balancer
     ]

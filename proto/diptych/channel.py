@@ -9,7 +9,7 @@ import grpc
 
 from diptych.access import Access
 from diptych.errors import DiptychError
-from diptych.wire import KEEPALIVE, MESSAGE_SIZES, RECONNECTING
+from diptych.wire import CLIENT_SIZES, KEEPALIVE, RECONNECTING
 
 PLAIN, SECURE = "grpc://", "grpcs://"
 
@@ -43,7 +43,7 @@ def open_channel(endpoint: str, access: Access, interceptors: Interceptors = ())
     if access.has_files and not secure:
         told = f"{endpoint} is without TLS, so neither a CA nor a certificate has an effect"
         raise DiptychError("INVALID_ARGUMENT", f"{told}; write {SECURE}{address}, or leave them out", field="endpoint")
-    options: list[tuple[str, Any]] = [*MESSAGE_SIZES, *KEEPALIVE, *RECONNECTING]
+    options: list[tuple[str, Any]] = [*CLIENT_SIZES, *KEEPALIVE, *RECONNECTING]
     if address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]"):
         options.append(("grpc.enable_http_proxy", 0))  # no proxy can reach this very machine
     channel = (

@@ -7,7 +7,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from diptych.errors import NO_HANDSHAKE, DiptychError
-from diptych.wire import seconds
+from diptych.wire import MAX_REQUEST_BYTES, seconds
 
 # What grpc says of a handshake that failed, and what it means for whoever asked. Waiting mends none of them.
 HANDSHAKES = (
@@ -43,6 +43,9 @@ def error_of_call(failure: grpc.aio.AioRpcError, endpoint: str) -> DiptychError:
     details = failure.details() or "no details"
     if failure.code() is grpc.StatusCode.CANCELLED:  # by no word of ours: a server or a proxy that ends drops its calls
         return DiptychError("UNAVAILABLE", f"{endpoint} dropped the call ({details}); it may be ending")
+    if "larger than max" in details:
+        rule = f"a request has at most {MAX_REQUEST_BYTES >> 20} MiB; send a shorter prompt, or a batch in parts"
+        return DiptychError(failure.code().name, f"{details}: {rule}")
     if failure.code() is not grpc.StatusCode.UNAVAILABLE:
         return DiptychError(failure.code().name, details)
     for pattern, words in HANDSHAKES:

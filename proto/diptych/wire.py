@@ -6,15 +6,20 @@ from diptych.events import FinishReason
 from diptych.v1 import admin_pb2, common_pb2, inference_pb2
 from diptych.view import GatewayState, Role, WorkerState
 
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_REQUEST_BYTES = 16 << 20  # as over HTTP; a prompt has half of it unless gateway.max_prompt_bytes says otherwise
+MAX_MESSAGE_BYTES = 64 << 20  # of a server
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
 RECONNECTING = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 5_000))
-MESSAGE_SIZES = (
+CLIENT_SIZES = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
+)
+SERVER_SIZES = (
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
