@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 
 RAY, LONGEST = "tests/ray/", "tests/ray/test_exactness.py"
 
+if os.environ.get("DIPTYCH_TEST_DEVICE", "cpu") == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is loaded, by whichever test comes first
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # teams that spin while they wait take the cores from the others
 
 CALM: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

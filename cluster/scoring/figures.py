@@ -16,6 +16,8 @@ from workers.request import SLO
 if TYPE_CHECKING:
     from cluster.scoring.latencies import Floats
 
+UNITS = {"virtual": "GPU"}  # what `Figures.gpus` counts, by clock; any other clock counts ranks
+
 DEFINITIONS = {
     "TTFT": "arrival to first output token, queueing included",
     "TPOT": "per request, (last token - first token) / (tokens - 1); answers of one token have none and miss none "
@@ -138,7 +140,7 @@ class Figures:
     @property
     def unit(self) -> str:
         """What `gpus` counts: where time is real, processes that compute, on whatever device that is."""
-        return "GPU" if self.clock == "virtual" else "rank"
+        return UNITS.get(self.clock, "rank")
 
     @property
     def provisioned(self) -> str:

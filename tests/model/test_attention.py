@@ -19,8 +19,6 @@ DEVICE = torch.device(os.environ.get("DIPTYCH_TEST_DEVICE", "cpu"))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BLOCKS = 260
 
-if DEVICE.type == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is loaded
 try:
     from workers.ops import triton_paged
 except ImportError:

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +46,15 @@ def test_a_search_in_time_has_all_results_in_order() -> None:
         assert not budget.ended_by
 
 
+@pytest.fixture
+def heard_ctrl_c() -> Iterator[None]:
+    """A shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard_ctrl_c")
 @pytest.mark.parametrize("by", [LIMIT, INTERRUPT])
 def test_what_ends_a_search_ends_its_processes(by: str, tmp_path: Path) -> None:
     path = tmp_path / "pid"

@@ -138,7 +138,7 @@ def refuse_to_lend(workers: dict[str, Worker]) -> None:
 
 
 def leave_no_room(workers: dict[str, Worker]) -> None:
-    def borrow(tokens: Sequence[int]) -> Loan:
+    def borrow(tokens: Sequence[int], salt: str = "") -> Loan:
         raise OutOfBlocks("none left")
 
     workers["prefill-1"].engine.loans.borrow = borrow  # type: ignore[method-assign]
