@@ -5,12 +5,16 @@ Knows ASGI; knows no request.
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass
 
 from starlette.types import Receive, Scope
 
 from cluster.http.failures import Failure
 
 MOST_BYTES = 16 << 20
+JSON_BYTES = 6  # that a byte of a prompt takes at most, as \u0000 does
+FIELDS_BYTES = 1 << 20  # of a body beside its prompt
+ONE_PROMPT = frozenset({"/v1/chat/completions", "/tokenize"})  # the other bodies may have many
 BODY_S = 60.0
 FREE_BYTES = 64 << 10  # of each body; they count nowhere, so that large bodies keep no small one out
 MOST_UNREAD_BYTES = 256 << 20  # of all bodies that have not arrived whole
@@ -24,24 +28,45 @@ CROWDED = Failure(
 )
 
 
-class Arriving:
-    """Reads bodies. Owned by its `Connection`."""
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """Of a body, and what its client is told beyond it."""
 
-    def __init__(self) -> None:
+    most_bytes: int
+    refusal: Failure
+
+
+def _bound_of_one_prompt(longest_text_bytes: int | None, context_length: int) -> _Bound:
+    if longest_text_bytes is None or JSON_BYTES * longest_text_bytes + FIELDS_BYTES >= MOST_BYTES:
+        return _Bound(MOST_BYTES, TOO_LARGE)
+    most = JSON_BYTES * longest_text_bytes + FIELDS_BYTES
+    words = f"This model's maximum context length is {context_length} tokens; a body of {most} bytes or more cannot fit"
+    return _Bound(most, Failure(400, f"{words}; shorten it", "context_length_exceeded"))
+
+
+class Arriving:
+    """Reads bodies. Owned by its `Connection`.
+
+    A prompt of more than `longest_text_bytes` cannot fit into `context_length` tokens; None: nothing is certain.
+    """
+
+    def __init__(self, longest_text_bytes: int | None, context_length: int) -> None:
+        self._of_one_prompt = _bound_of_one_prompt(longest_text_bytes, context_length)
         self._unread: Counter[str] = Counter()
 
     async def read(self, scope: Scope, receive: Receive) -> bytes | Failure | None:
         """The whole body, or why not; None when the client left before its end."""
         declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if int(declared) > MOST_BYTES:  # h11 has checked that it is a number
-            return TOO_LARGE
+        too_large = self._of_one_prompt if scope["path"] in ONE_PROMPT else _Bound(MOST_BYTES, TOO_LARGE)
+        if int(declared) > too_large.most_bytes:  # h11 has checked that it is a number
+            return too_large.refusal
         try:
             async with asyncio.timeout(BODY_S):
-                return await self._read(scope["client"][0] if scope["client"] else "", receive)
+                return await self._read(scope["client"][0] if scope["client"] else "", receive, too_large)
         except TimeoutError:
             return TOO_SLOW
 
-    async def _read(self, host: str, receive: Receive) -> bytes | Failure | None:
+    async def _read(self, host: str, receive: Receive, bound: "_Bound") -> bytes | Failure | None:
         body, counted = bytearray(), 0
         try:
             while True:
@@ -49,8 +74,8 @@ class Arriving:
                 if message["type"] == "http.disconnect":
                     return None
                 body += message.get("body", b"")
-                if len(body) > MOST_BYTES:
-                    return TOO_LARGE
+                if len(body) > bound.most_bytes:
+                    return bound.refusal
                 if not message.get("more_body", False):
                     return bytes(body)
                 more = max(len(body) - FREE_BYTES, 0) - counted

@@ -35,11 +35,11 @@ class Connection:
     Owned by the door.
     """
 
-    def __init__(self, app: ASGIApp, most_requests: int, is_closing: Callable[[], bool]) -> None:
+    def __init__(self, app: ASGIApp, arriving: Arriving, most_requests: int, is_closing: Callable[[], bool]) -> None:
         self._app = app
         self._most_requests = most_requests
         self._is_closing = is_closing
-        self._arriving = Arriving()
+        self._arriving = arriving
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()

@@ -5,7 +5,10 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any
 
+import h11
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -13,11 +16,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cluster.gateway import Gateway
 from cluster.guard import Guard
 from cluster.http.app import make_app
+from cluster.http.arriving import Arriving
 from cluster.http.connection import Connection
 from cluster.http.counted import Counted
 from cluster.http.guarded import Guarded, following
 from cluster.http.listening import listen
 from cluster.http.naming import Named
+from cluster.http.reply import EVENTS
 from cluster.serving import GatewayContext
 
 logger = logging.getLogger(__name__)
@@ -26,10 +31,13 @@ METHODS = ("GET", "HEAD", "POST")
 # What scripts of other origins may read.
 TOLD = ("x-request-id", "x-diptych-predicted-ttft-ms", "x-diptych-predicted-tpot-ms", "retry-after")
 KEEP_ALIVE_S = 30  # between two requests
+HEADERS_BYTES = 64 << 10
 HEADERS_S = 10.0  # from the first byte of headers, or from the connection, to their end; to the end of a refused body
 SEND_S = 60.0  # a client that takes nothing of its answer for so long is let go
 CUT_S = 0.5  # for the last words of requests that were cut
 LINGER_S = 2.0  # for the last word of a TLS client
+COMMENT = b":\n\n"  # in a stream of events; clients skip it
+INTERIM_S = (0.0, 0.1, 1.0, 5.0)  # after a client's half of the connection ended; clients in Go take at most five
 
 
 class HttpDoor:
@@ -40,7 +48,8 @@ class HttpDoor:
         self._scheme = "http" if guard.tls is None else "https"
         self._closing = False
         app = make_app(context, gateway, lambda: self._closing)
-        self._requests = Connection(app, self._spec.max_requests + 64, lambda: self._closing)
+        arriving = Arriving(gateway.tokenizer.longest_text_bytes, gateway.bounds.context_length)
+        self._requests = Connection(app, arriving, self._spec.max_requests + 64, lambda: self._closing)
         named = Counted(Named(Guarded(self._requests, guard) if guard.has_keys else self._requests), gateway.responses)
         origins = self._spec.http_allowed_origins
         config = uvicorn.Config(
@@ -92,11 +101,28 @@ class HttpDoor:
         serving.cancel()
 
 
+class _Wire(h11.Connection):
+    """h11's, which knows whether the response is a stream of events."""
+
+    streams = False
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
+        if isinstance(event, h11.Response):
+            self.streams = (b"content-type", EVENTS.encode()) in event.headers
+        return super().send(event)
+
+
 class _Http(H11Protocol):
     """uvicorn's, which waits for its client without a bound except between requests."""
 
+    conn: _Wire
     _late: asyncio.TimerHandle | None = None
     _stuck: asyncio.TimerHandle | None = None
+    _is_half_closed = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _Wire(h11.SERVER, HEADERS_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -106,8 +132,37 @@ class _Http(H11Protocol):
         super().data_received(data)
         self._bound()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection of a client that has sent its request whole and then closed its half: it may be waiting.
+
+        One that has left looks the same to TCP until something is written: interim responses, or comments in a stream.
+        """
+        if self._is_half_closed or not self._is_answering or self.cycle.scope["http_version"] == "1.0":
+            return self._is_half_closed
+        self._is_half_closed = True
+        for delay_s in INTERIM_S:
+            self.loop.call_later(delay_s, self._ask)
+        return True
+
+    def _ask(self) -> None:
+        """The write after the one that a client answers by a reset fails, which ends the connection."""
+        if self.transport.is_closing() or not self._is_answering:
+            return
+        if self.conn.our_state is h11.SEND_RESPONSE:
+            interim = h11.InformationalResponse(status_code=HTTPStatus.PROCESSING, headers=[])
+            self.transport.write(self.conn.send(interim) or b"")
+        elif self.conn.our_state is h11.SEND_BODY and self.conn.streams:
+            self.transport.write(self.conn.send(h11.Data(data=COMMENT)) or b"")
+
+    @property
+    def _is_answering(self) -> bool:
+        """A request has arrived whole, and its answer has not left whole."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._is_half_closed and not self._is_answering:  # the last of its requests
+            self.transport.close()
         self._bound()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -147,6 +202,9 @@ class _Http(H11Protocol):
 
 class _Tls(_Http):
     """uvicorn's; but a client at rest answers no last word of TLS, and is not waited for."""
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        return False  # a TLS connection ends as a whole
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

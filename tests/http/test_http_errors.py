@@ -11,7 +11,7 @@ from openai import APIError, RateLimitError
 from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
 from cluster.http import arriving, server
 from cluster.view import WorkerState
-from tests.api.fake import FakeDispatcher, view
+from tests.api.fake import ByteTokenizer, FakeDispatcher, view
 from tests.http.opened import Clients, opened
 
 ASK = {"prompt": "hello", "max_tokens": 4}
@@ -393,6 +393,21 @@ async def test_a_body_above_the_bound_is_refused(there: Clients, monkeypatch: py
         answer = await there.http.post("/v1/completions", content=content)
         assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
     assert (await there.http.post("/v1/completions", json=ASK)).status_code == 200
+
+
+async def test_a_body_that_cannot_fit_into_the_context_is_refused_unread(
+    dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arriving, "FIELDS_BYTES", 200)
+    monkeypatch.setattr(ByteTokenizer, "longest_text_bytes", 100)
+    fits, cannot = ({"messages": [{"role": "user", "content": "\0" * size}], "max_tokens": 4} for size in (100, 200))
+    async with opened(dispatcher) as (there, _):
+        assert (await there.http.post("/v1/chat/completions", json=fits)).status_code == 200
+        answer = await there.http.post("/v1/chat/completions", json=cannot)
+        assert (answer.status_code, error_of(answer)["code"]) == (400, "context_length_exceeded")
+        assert error_of(answer)["message"].startswith("This model's maximum context length is ")
+        many = {"prompt": ["\0" * 100] * 3, "max_tokens": 4}
+        assert (await there.http.post("/v1/completions", json=many)).status_code == 200, "each of them fits"
 
 
 async def test_a_body_that_does_not_come_is_given_up(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
