@@ -32,7 +32,7 @@ from cluster.spec import ClusterSpec, PoolSpec, Role
 from cluster.steward import Decider, Steward
 from cluster.supervised import Failures, supervised
 from cluster.view import ClusterView, ModelView, PoolView, TaskFailures, WorkerState
-from kvtransfer.watchdog import Watchdog
+from diptych.watchdog import Watchdog
 from workers.stats import WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Controller:
 
     def _called_in(self) -> None:
         if self._orphan_timer is not None:
-            self._orphan_timer.heard()
+            self._orphan_timer.reset()
         elif self._orphan_after_s is not None:
             self._orphan_timer = Watchdog(self._orphan_after_s, self._orphaned)
 

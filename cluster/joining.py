@@ -13,7 +13,7 @@ from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerG
 from cluster.serving import DoorFactory, GatewayService
 from cluster.spec import ClusterSpec
 from cluster.view import ModelView
-from kvtransfer.watchdog import patient_timeout
+from diptych.watchdog import patient_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +36,12 @@ class JoinedGateway:
                 while True:
                     try:
                         await self._controller.call("members", 0, 0.0)
-                        silence.heard()
+                        silence.reset()
                     except WorkerGone as error:
                         logger.debug("the controller does not answer: %s", error)
                     except Exception:  # an answer too, if a wrong one: the controller lives
                         logger.exception("the controller failed")
-                        silence.heard()
+                        silence.reset()
                     await asyncio.sleep(KEEP_ALIVE_S)
 
     async def close(self, grace_s: float) -> None:

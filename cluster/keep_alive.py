@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from cluster.changes import Memory, ServerReport
 from cluster.runtime.interface import NoAnswer, ServiceHandle, WorkerGone
 from cluster.supervised import Failures, supervised
-from kvtransfer.watchdog import Watchdog
+from diptych.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -68,17 +68,17 @@ class KeepAlive:
             logger.warning("the controller does not answer: %s", error)
             await asyncio.sleep(KEEP_ALIVE_S)
         except Exception:  # an answer too, if a wrong one: the controller lives
-            self._silence.heard()
+            self._silence.reset()
             raise
         else:
             self._silent_s, self._is_replaced = 0.0, False
-            self._silence.heard()
+            self._silence.reset()
 
     async def _replace_controller(self) -> None:
         """Once for each silence: the new one has all of ORPHAN_AFTER_S to answer."""
         logger.error("the controller hangs, and is killed and started again")
         self._is_replaced = True
-        self._silence.heard()
+        self._silence.reset()
         self._controller = await self._replace(self._controller)
 
     def _give_up(self) -> None:

@@ -15,7 +15,7 @@ from cluster.cache_reader import CacheReader
 from cluster.policy.placement import NOTHING_SENT, Sent
 from cluster.runtime.interface import WorkerGone, WorkerHandle
 from cluster.view import WorkerState, WorkerView
-from kvtransfer.watchdog import Watchdog
+from diptych.watchdog import Watchdog
 from workers.errors import WorkerError
 from workers.request import Bundle, Output
 from workers.stats import WorkerStats
@@ -111,7 +111,7 @@ class Line:
         try:
             while self.lost is None:
                 bundle = await self.handle.poll(self.subscriber, received)
-                self._silence.heard()
+                self._silence.reset()
                 if bundle.incarnation != self.view.incarnation:
                     return self.hang_up("it restarted")
                 self._take(bundle)

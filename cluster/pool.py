@@ -18,8 +18,8 @@ from cluster.runtime.interface import Runtime, RuntimeUnavailable, WorkerGone, W
 from cluster.runtime.placement import needed
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from cluster.view import WorkerState, WorkerView
+from diptych.watchdog import patient_timeout
 from kvtransfer.errors import TransferError, TransportUnavailable
-from kvtransfer.watchdog import patient_timeout
 from workers.config import WorkerConfig
 from workers.errors import ModelError, WorkerError
 from workers.stats import WorkerInfo, WorkerStats
@@ -229,7 +229,7 @@ class Keeper:
         async with patient_timeout(self.order.dead_after_s) as silence:
             while True:
                 bundle = await handle.poll("controller", 0)
-                silence.heard()
+                silence.reset()
                 if bundle.incarnation != self.view.incarnation:
                     raise WorkerGone("it restarted")
                 self.view = replace(self.view, stats=bundle.stats)  # statistics alone are no change of membership

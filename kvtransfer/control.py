@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from diptych.watchdog import patient_timeout
 from kvtransfer.challenge import nonce, proof, proves, require_secret
 from kvtransfer.control_wire import (
     BROKEN,
@@ -42,7 +43,6 @@ from kvtransfer.errors import (
 )
 from kvtransfer.ticket import PeerAddress, Piece, Progress
 from kvtransfer.unauthenticated import Unauthenticated, too_many_readers
-from kvtransfer.watchdog import patient_timeout
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from cluster.sim import clock
-from kvtransfer.watchdog import TICKS, Watchdog, patient_timeout
+from diptych.watchdog import TICKS, Watchdog, patient_timeout
 
 
 def block(seconds: float) -> None:
@@ -20,7 +20,7 @@ def test_silence_is_told_after_its_time_and_at_most_one_tick_more() -> None:
         watchdog = Watchdog(2.0, lambda: rung.append(loop.time()))
         for _ in range(50):
             await asyncio.sleep(0.33)
-            watchdog.heard()
+            watchdog.reset()
         heard_s = loop.time()
         await asyncio.sleep(10.0)
         return [each - heard_s for each in rung]
@@ -59,7 +59,7 @@ def test_heard_gives_a_timeout_all_its_time_again() -> None:
         async with patient_timeout(1.0) as silence:
             for _ in range(10):
                 await asyncio.sleep(0.9)
-                silence.heard()
+                silence.reset()
 
     clock.run(story())
 

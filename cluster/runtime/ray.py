@@ -32,8 +32,8 @@ from cluster.runtime.ray_metrics import WorkerMetrics
 from cluster.runtime.ray_ranks import RayRanks, on_this_node, rank_options
 from cluster.runtime.sessions import Session, announce, withdraw
 from cluster.spec import ClusterSpec, LogSpec
+from diptych.watchdog import patient_timeout
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
-from kvtransfer.watchdog import patient_timeout
 from workers.build import build_worker
 from workers.request import Bundle, Request, Reservation
 from workers.shapes import Shape, Timings

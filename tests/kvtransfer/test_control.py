@@ -18,9 +18,9 @@ from kvtransfer.errors import (
     TransportUnavailable,
 )
 from kvtransfer.host import host_identity
-from kvtransfer.leases import MemoryLeases
 from kvtransfer.ticket import PeerAddress, Progress, ShardAddress
 from kvtransfer.unauthenticated import MAX_UNAUTHENTICATED, Unauthenticated
+from tests.kvtransfer.leases import MemoryLeases
 from tests.kvtransfer.peers import (
     LAYOUT,
     SECRET,

@@ -11,11 +11,11 @@ from kvtransfer.control import ControlClient, ControlServer
 from kvtransfer.digest import digest_cells
 from kvtransfer.errors import DigestMismatch, LeaseLost, PeerLost, PeerRefused, TransferError
 from kvtransfer.layout import KVLayout
-from kvtransfer.leases import MemoryLeases
 from kvtransfer.pull import pull
 from kvtransfer.ticket import Piece, Progress, TransferReport, TransferTicket
 from kvtransfer.transport import PullOrder, Read, ReadStats, Region
 from tests.kvtransfer.grids import by_slots
+from tests.kvtransfer.leases import MemoryLeases
 from tests.kvtransfer.peers import (
     LAYOUT,
     SECRET,

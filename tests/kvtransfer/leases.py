@@ -1,6 +1,6 @@
-"""Leases in memory: a `LeaseSource` for tests and examples, driven by hand.
+"""Leases in memory: a `LeaseSource` that a test drives by hand.
 
-It has no clock: a lease ends when somebody releases it, or when its owner says that it expired.
+It has no clock: a lease ends when a reader releases it, or when the test expires it.
 """
 
 import asyncio

@@ -1,19 +1,19 @@
 """Deadlines that count only the time in which this event loop ran.
 
-A loop that was blocked, stopped or starved finds its own timers overdue and the messages of others unread, and a plain
-timer then blames the others. Here the time is cut into ticks, and a tick counts once however late it comes: between two
-ticks the loop reads what has arrived. Knows nothing but the loop.
+When a loop was blocked, stopped or starved, its own timers are overdue and the messages of its peers are unread, and a
+plain timer blames the peers. A watchdog splits the time into ticks. A tick counts once, however late it comes, and the
+loop reads what has arrived between two ticks. Shared by client, workers and cluster; needs nothing but the loop.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-TICKS = 8  # a message needs a few turns of the loop to be read; so many it gets, however slow each turn is
+TICKS = 8  # a message needs a few iterations of the loop to be read; it gets this many, however slow they are
 
 
 class Watchdog:
-    """Calls `expired` once, when `heard` was not called for `seconds` and at most one tick (an eighth) more.
+    """Calls `expired` once, when `reset` was not called for `seconds`; at most one tick (an eighth) late.
 
     Close it, or its timer keeps it alive.
     """
@@ -25,9 +25,9 @@ class Watchdog:
         self._left = TICKS
         self._timer: asyncio.TimerHandle | None = self._loop.call_later(self._tick_s, self._tick)
 
-    def heard(self) -> None:
-        """Start the count again. Costs an assignment."""
-        self._left = TICKS + 1  # the tick under way does not count
+    def reset(self) -> None:
+        """Start the count again. Costs one assignment."""
+        self._left = TICKS + 1  # the current tick does not count
 
     def close(self) -> None:
         if self._timer is not None:
@@ -45,7 +45,7 @@ class Watchdog:
 
 @asynccontextmanager
 async def patient_timeout(seconds: float) -> AsyncIterator[Watchdog]:
-    """`asyncio.timeout` by a watchdog: raises TimeoutError. `heard` of what it yields gives all the time again."""
+    """`asyncio.timeout` by a watchdog: raises TimeoutError. `reset` of what it yields restarts the time."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as bound:
         watchdog = Watchdog(seconds, lambda: bound.reschedule(loop.time()))
