@@ -19,7 +19,7 @@ from cluster.ledger import Stopwatch
 from cluster.leg import AttemptFailed, Background, Leg
 from cluster.line import Line, LineLost, Said
 from kvtransfer.ticket import TransferReport
-from workers.logged import about
+from workers.log_fields import log_fields
 from workers.request import (
     MIXED_KV,
     FailedOut,
@@ -149,7 +149,7 @@ class Attempt:
         try:
             ticket = await Leg(self._request, lender).call(lender.handle.lend(self._request))
         except AttemptFailed as failure:
-            told = about(key=self._request.id, worker=failure.worker)
+            told = log_fields(key=self._request.id, worker=failure.worker)
             logger.warning("request %s: nothing could be borrowed from %s", self._request.id, failure, extra=told)
             return
         if ticket is not None:
@@ -317,7 +317,7 @@ class Attempt:
             return await switch.done
         except (AttemptFailed, Unservable, TimeoutError) as error:
             reason = str(error) or f"it took longer than {timeout_s:.1f} s"
-            told = about(key=self._request.id, worker=owner.name)
+            told = log_fields(key=self._request.id, worker=owner.name)
             logger.warning("request %s stays at %s: %s", self._request.id, owner.name, reason, extra=told)
             return False
         finally:
@@ -352,7 +352,7 @@ class Attempt:
         try:
             await leg.call(leg.handle.decode(leg.key, drawn))
         except (AttemptFailed, Unservable) as error:
-            told = about(key=self._request.id, worker=self._decode.name)
+            told = log_fields(key=self._request.id, worker=self._decode.name)
             logger.warning("request %s stays at %s: %s", self._request.id, self._decode.name, error, extra=told)
             return False
         self.close_lap()

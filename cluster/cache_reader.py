@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from cluster.runtime.interface import WorkerGone, WorkerHandle
 from workers.errors import WorkerError
-from workers.stats import CacheNews
+from workers.kv_events import KVEvents
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +22,12 @@ CALL_S = 10.0
 class CacheReader:
     """Owned by a Line, for one incarnation. One call at a time, and `pause_s` between the beginnings of two rounds."""
 
-    def __init__(self, handle: WorkerHandle, take: Callable[[CacheNews], None], pause_s: float) -> None:
+    def __init__(self, handle: WorkerHandle, take: Callable[[KVEvents], None], pause_s: float) -> None:
         self._handle = handle
         self._take = take
         self._pause_s = pause_s
         self._number = 0  # the newest event that was heard of
-        self._last = self._reach = 0  # where we stand, as `CacheNews` has it
+        self._last = self._reach = 0  # where we stand, as `KVEvents` has it
         self._next_s = 0.0
         self._stopped = False
         self._reading: asyncio.Task[None] | None = None

@@ -34,11 +34,10 @@ from cluster.spec import ClusterSpec, Role
 from cluster.tally import Tally
 from cluster.view import ClusterView, ModelView
 from cluster.witness import Witness
+from diptych.shapes import Shape, Timings
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed
-from workers.logged import about
-from workers.measuring import check_shape
-from workers.request import FinishReason, Request, TokensOut
-from workers.shapes import Shape, Timings
+from workers.log_fields import log_fields
+from workers.request import FinishReason, Request, TokensOut, check_shape
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +263,7 @@ class Dispatcher:
                 continue
             except AttemptFailed as failure:
                 spent = life.request.attempt + 1 - life.num_anew
-                told = about(self._name, life.request.id, attempt=spent, worker=failure.worker)
+                told = log_fields(self._name, life.request.id, attempt=spent, worker=failure.worker)
                 logger.warning("request %s, attempt %d failed at %s", life.request.id, spent, failure, extra=told)
                 life.avoid.add(failure.worker)
                 # A full decode pool is no reason to decode on prefill workers; a dead one is.
@@ -282,7 +281,7 @@ class Dispatcher:
 
     def _go_on_elsewhere(self, life: Life) -> None:
         """Its worker was full, its answer is not at its end: nothing failed, and a worker with more room goes on."""
-        told = about(self._name, life.request.id, worker=life.decode_workers[-1])
+        told = log_fields(self._name, life.request.id, worker=life.decode_workers[-1])
         logger.info("request %s fills %s, and goes on elsewhere", life.request.id, life.decode_workers[-1], extra=told)
         life.request = life.request.retry(tuple(life.sent), fresh=False)
         life.num_anew += 1
@@ -335,7 +334,7 @@ class Dispatcher:
 
     def _log_accepted(self, request: Request, placement: Placement) -> None:
         prefill, decode, reason = placement.prefill, placement.decode, placement.reason
-        told = about(self._name, request.id, attempt=request.attempt, prefill_worker=prefill, decode_worker=decode)
+        told = log_fields(self._name, request.id, attempt=request.attempt, prefill_worker=prefill, decode_worker=decode)
         logger.info("request %s goes to %s and %s: %s", request.id, prefill, decode, reason, extra=told)
 
     def _log_ended(self, life: Life, outcome: str) -> None:
@@ -346,7 +345,7 @@ class Dispatcher:
             "class_name": life.request.slo.class_name,
         }
         times = {"ttft_ms": ledger.ttft_ns / 1e6 if tokens else None, "total_ms": ledger.total_ns / 1e6}
-        told = about(self._name, request_id, outcome=outcome, **figures, **times)
+        told = log_fields(self._name, request_id, outcome=outcome, **figures, **times)
         words = f": {life.error}" if isinstance(life.error, Exception) else ""
         logger.info("request %s %s after %d tokens%s", request_id, outcome, tokens, words, extra=told)
 

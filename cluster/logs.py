@@ -3,7 +3,8 @@
     2026-11-22T17:40:55.123Z INFO    prefill-0: request req-1: prefill of 12 tokens
     {"time": "2026-11-22T17:40:55.123Z", "level": "info", "component": "prefill-0", "request_id": "req-1", "event": ...}
 
-One process has one component, given at `begin`; where a process holds several, lines name theirs (`workers.logged`).
+One process has one component, given at `begin`; where a process holds several, each line names its own
+(`workers.log_fields`).
 """
 
 import json

@@ -12,7 +12,7 @@ from cluster.policy.moves import Move, Mover
 from cluster.policy.requeue import Requeue
 from cluster.supervised import Failures, supervised
 from cluster.view import ClusterView
-from workers.logged import about
+from workers.log_fields import log_fields
 
 logger = logging.getLogger(__name__)
 
@@ -105,12 +105,12 @@ class Moving:
         try:
             moved = await self._move(move.key, move.target)
         except Exception:
-            logger.exception("%s stays on %s", move.key, move.source, extra=about(key=move.key))
+            logger.exception("%s stays on %s", move.key, move.source, extra=log_fields(key=move.key))
         finally:
             self._mover.ended(move, asyncio.get_running_loop().time(), moved=moved)
             self._counts[move.kind, "moved" if moved else "stayed"] += 1
             outcome = "moved" if moved else "could not move"
-            told = about(key=move.key, source=move.source, target=move.target)
+            told = log_fields(key=move.key, source=move.source, target=move.target)
             words = move.key, outcome, move.source, move.target, move.reason
             logger.info("%s %s from %s to %s: %s", *words, extra=told)
 

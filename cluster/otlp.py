@@ -24,7 +24,7 @@ from cluster.spec import ClusterSpec, TracingSpec
 from cluster.tally import stages
 from cluster.trace_context import told
 from cluster.trails import stays
-from workers.logged import about
+from workers.log_fields import log_fields
 from workers.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Spans:
         try:
             self._write(trail, request, finish)
         except Exception:
-            logger.exception("no spans of this request", extra=about(self._gateway, trail.request_id))
+            logger.exception("no spans of this request", extra=log_fields(self._gateway, trail.request_id))
 
     def _write(self, trail: Trail, request: Request, finish: FinishReason | None) -> None:
         offset_ns = time.time_ns() - now_ns()

@@ -19,7 +19,7 @@ from cluster.policy.policy import Policy
 from cluster.roster import Roster
 from cluster.spec import ClusterSpec, Role
 from kvtransfer.ticket import TransferReport
-from workers.logged import about
+from workers.log_fields import log_fields
 from workers.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Placing:
         placement = self._policy.better(ask, key)
         if placement is None:
             return False
-        told = about(key=key, worker=placement.prefill)
+        told = log_fields(key=key, worker=placement.prefill)
         logger.info("%s has not begun, and goes to %s: %s", key, placement.prefill, placement.reason, extra=told)
         life.anew = ask.request, self._policy.again(ask, key, placement)
         life.num_anew += 1

@@ -7,10 +7,7 @@ from pathlib import Path
 
 from cluster.spec import ClusterSpec, PoolSpec, Role, SpecError
 from workers.errors import ModelError
-from workers.model.config import read_model_config
-from workers.model.description import ModelConfig
-from workers.model.gguf_origin import read_origin
-from workers.model.shard import check_parallel
+from workers.model.store import ModelConfig, check_parallel, read_model_config, read_origin
 
 # Files of GPUs' drivers: NVIDIA on PCs, boards and WSL, AMD, Intel and others.
 _DEVICES = ("nvidia[0-9]*", "nvhost*", "nvgpu*", "dxg", "kfd", "dri/renderD*", "accel*")

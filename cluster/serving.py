@@ -32,8 +32,8 @@ from cluster.spec import ClusterSpec, Role
 from cluster.steward import Decider
 from cluster.supervised import Failures, supervised
 from cluster.view import ClusterView, ModelView, WorkerState
+from diptych.shapes import Shape, Timings
 from workers.request import Request
-from workers.shapes import Shape, Timings
 
 if TYPE_CHECKING:
     from cluster.otlp import Spans

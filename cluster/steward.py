@@ -17,7 +17,7 @@ from cluster.policy.evidence import Decision, Report
 from cluster.spec import Role
 from cluster.supervised import Failures, supervised
 from cluster.view import ClusterView, WorkerState
-from workers.logged import about
+from workers.log_fields import log_fields
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ def _is_same(one: Decision, other: Decision) -> bool:
 def _about(decision: Decision) -> dict[str, Any]:
     role = decision.role.value if decision.role else None
     named = {"kind": decision.kind, "worker": decision.worker, "role": role, "pool": decision.pool}
-    return about("controller", **{name: value for name, value in named.items() if value})
+    return log_fields("controller", **{name: value for name, value in named.items() if value})
 
 
 def _words(decision: Decision) -> str:

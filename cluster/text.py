@@ -32,7 +32,7 @@ class Detokenizer(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What a gateway needs of a model's tokenizer (`workers.tokenizer` has it).
+    """What a gateway needs of a model's tokenizer (`workers.model.tokenizer` has it).
 
     Raises `InvalidRequest`, and `PromptTooLong` for a text that cannot fit into the model's context.
     """

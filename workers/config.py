@@ -8,6 +8,9 @@ from diptych.view import PLACEMENTS as PLACEMENTS
 from diptych.view import ParallelConfig as ParallelConfig
 from workers.costs import CostModel
 
+# What batching policies make of a TPOT SLO. Routers predict steps by the same numbers.
+ADAPTIVE_MARGIN = 0.97  # of the SLO that `adaptive` uses in a single step
+MISSED_SLO_SLOWDOWN = 2.0  # where even the smallest chunk misses it: times the decodes alone that a step may take
 BATCHING = ("chunked", "static", "orca", "prefill-first", "prefill-only", "adaptive")
 CHOICES = {
     "batching": BATCHING,

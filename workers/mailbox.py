@@ -8,7 +8,7 @@ import asyncio
 
 from msgspec.structs import replace
 
-from workers.alarm import Alarm
+from workers.engine.timer import Timer
 from workers.request import Output, TokensOut
 
 
@@ -22,7 +22,7 @@ class Mailbox:
         self._fresh: list[Output] = []
         self._sent: tuple[Output, ...] = ()
         self._arrived: asyncio.Future[None] | None = None  # while a poll waits
-        self._heartbeat = Alarm(self.pulse)
+        self._heartbeat = Timer(self.pulse)
         self._turn = asyncio.Lock()  # a poll given up by its caller may still be waiting when the next one comes
 
     def put(self, output: Output) -> None:
@@ -56,10 +56,10 @@ class Mailbox:
             return self.number, self._sent
 
     async def _wait(self, wait_s: float) -> None:
-        self._heartbeat.set(wait_s)  # when nothing comes, an empty bundle is the heartbeat
+        self._heartbeat.start(wait_s)  # when nothing comes, an empty bundle is the heartbeat
         self._arrived = asyncio.get_running_loop().create_future()
         await self._arrived
-        self._heartbeat.off()
+        self._heartbeat.stop()
 
 
 def _adjacent(last: TokensOut, new: TokensOut) -> bool:

@@ -11,12 +11,15 @@ from msgspec import Struct
 from diptych.events import FinishReason as FinishReason
 from diptych.events import TokenLogprobs as TokenLogprobs
 from diptych.options import SLO as SLO
+from diptych.shapes import Shape
 from kvtransfer.ticket import TransferReport, TransferTicket
+from workers.config import EngineConfig
 from workers.errors import InvalidRequest
 from workers.stats import WorkerStats
 
 MOST_BIASES = 1024
 MOST_ANSWERS = 64
+MOST_REPEATS = 256  # of a step that is timed
 LONGEST_SHOWN = 80  # characters of a wrong list that a message repeats
 MIXED_KV = "mixed"  # of no one dtype
 
@@ -257,3 +260,18 @@ class Reservation:
     incarnation: str
     num_blocks: int
     cached_tokens: int
+
+
+def check_shape(engine: EngineConfig, shape: Shape, repeats: int) -> None:
+    """Check a step that a worker is asked to time, as far as that needs no engine. Raises `InvalidRequest`."""
+    refuse_outside("repeats", repeats, 1, MOST_REPEATS)
+    refuse_outside("the number of decodes", shape.batch, 0, engine.max_running)
+    refuse_outside("the number of chunks", len(shape.chunks), 0, engine.max_batch_tokens)
+    refuse_outside("the number of tokens in the step", shape.step_tokens, 1, engine.max_batch_tokens)
+    for tokens, _ in shape.chunks:
+        refuse_outside("the tokens of a chunk", tokens, 1, engine.max_batch_tokens)
+
+
+def refuse_outside(what: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InvalidRequest("shape", f"{what} is {value}; here it must lie between {least} and {most}")

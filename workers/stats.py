@@ -2,35 +2,10 @@
 
 from dataclasses import dataclass
 
-from msgspec import Struct
-
 from diptych.view import NO_PULLS as NO_PULLS
 from diptych.view import Pulls as Pulls
 from diptych.view import WorkerStats as WorkerStats
 from kvtransfer.ticket import PeerAddress
-
-
-class NameChanges(Struct, frozen=True, gc=False):
-    """Names (see `workers.engine.cache_log`) that came to one tier of a cache, and those that went."""
-
-    added: tuple[int, ...] = ()
-    removed: tuple[int, ...] = ()
-
-
-class CacheNews(Struct, frozen=True, gc=False):
-    """How a cache changed behind event `first`, up to event `last`: take the removed names away, then add the others.
-
-    `whole`: forget what was known before, this begins anew. Names that came by events up to `reach` have been told;
-    where that is not `last` yet, there are more to ask for. Prefixes of multiples of `grain` tokens have names here.
-    """
-
-    first: int
-    last: int
-    reach: int
-    grain: int
-    whole: bool = False
-    device: NameChanges = NameChanges()
-    host: NameChanges = NameChanges()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 
 import psutil
 
+from diptych.shapes import Shape, Timings
 from kvtransfer.control import ControlServer
 from kvtransfer.open import RESERVED_BLOCKS, host_identity
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
@@ -25,18 +26,18 @@ from workers.config import WorkerConfig
 from workers.engine.engine import Engine, Told
 from workers.engine.executor import Executor
 from workers.engine.pump import Pump
+from workers.engine.reservations import Reservations
 from workers.engine.sequence import Lease
+from workers.engine.step_timing import measure
 from workers.errors import UnknownSequence, WorkerClosed, WorkerError
-from workers.fetching import Fetching
-from workers.lease_desk import LeaseDesk
-from workers.logged import about
+from workers.kv_events import KVEvents
+from workers.log_fields import log_fields
 from workers.mailbox import Mailbox
-from workers.measuring import measure
-from workers.peers import Peers
 from workers.request import Bundle, Output, Request, Reservation, TicketOut
-from workers.reservations import Reservations
-from workers.shapes import Shape, Timings
-from workers.stats import CacheNews, WorkerInfo, WorkerStats
+from workers.stats import WorkerInfo, WorkerStats
+from workers.transfer.kv_fetcher import Fetching
+from workers.transfer.lease_server import LeaseDesk
+from workers.transfer.peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -261,8 +262,8 @@ class Worker:
         self._accept(request)
         return await self._fetching.borrow(request, ticket, timeout_s)
 
-    async def cache_since(self, last: int, reach: int) -> CacheNews:
-        """What changed in our prefix cache for a reader who stands there; (0, 0): he knows nothing. See `CacheNews`."""
+    async def cache_since(self, last: int, reach: int) -> KVEvents:
+        """What changed in our prefix cache for a reader who stands there; (0, 0): he knows nothing. See `KVEvents`."""
         self._require_open()
         return self.engine.pool.log.since(last, reach)
 
@@ -318,7 +319,7 @@ class Worker:
         self.engine.check()
 
     async def measure(self, shape: Shape, repeats: int) -> Timings:
-        """Time steps of this shape while nothing else is to do; see `workers.measuring`. A caller may leave any time.
+        """Time steps of this shape on an idle worker (`workers.engine.step_timing`). A caller may leave at any time.
 
         Errors: `InvalidRequest`, `Overloaded`.
         """
@@ -343,7 +344,7 @@ class Worker:
     def _log(self, key: str, words: str, *args: object) -> None:
         """A request's way through this worker."""
         if logger.isEnabledFor(logging.INFO):
-            about_it = about(self.config.name, key)
+            about_it = log_fields(self.config.name, key)
             logger.info(f"request %s: {words}", about_it["request_id"], *args, extra=about_it)
 
     def _now_s(self) -> float:

@@ -112,7 +112,7 @@ def open_door(context: GatewayContext) -> GrpcDoor:
 def model_tokenizer(model: ModelView) -> Tokenizer:
     """The served model's own."""
     from workers.model.store import resolve
-    from workers.tokenizer import Tokenizer as ModelTokenizer
+    from workers.model.tokenizer import Tokenizer as ModelTokenizer
 
     return ModelTokenizer(resolve(model.name).path, model.context_length)
 

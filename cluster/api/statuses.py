@@ -19,7 +19,7 @@ from cluster.gateway import DuplicateRequest, GatewayClosed, RequestCancelled, U
 from cluster.guard import KeyRefused, TenantRefused
 from diptych.wire import duration_of
 from workers.errors import InvalidRequest
-from workers.logged import about
+from workers.log_fields import log_fields
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def status_of(error: Exception, ready: bool, request_id: str = "") -> status_pb2
         case AttemptsSpent():
             return _status(code.UNAVAILABLE, "ATTEMPTS_SPENT", error, retry_s=ATTEMPTS_RETRY_S)
         case NotComputable():
-            logger.error("%s", error, extra=about(key=request_id))
+            logger.error("%s", error, extra=log_fields(key=request_id))
             return _status(code.INTERNAL, "NOT_COMPUTABLE", error)
         case UnknownModel():
             return _status(code.NOT_FOUND, "UNKNOWN_MODEL", error)
@@ -76,7 +76,7 @@ def status_of(error: Exception, ready: bool, request_id: str = "") -> status_pb2
         case ControllerAway():
             return _status(code.UNAVAILABLE, "NO_CONTROLLER", error, retry_s=CONTROLLER_RETRY_S)
     error_id = secrets.token_hex(4)
-    logger.error("internal error %s", error_id, exc_info=error, extra=about(key=request_id))
+    logger.error("internal error %s", error_id, exc_info=error, extra=log_fields(key=request_id))
     return _status(code.INTERNAL, "INTERNAL", f"an unexpected error; the server's log has it under {error_id}")
 
 

@@ -15,7 +15,7 @@ from cluster.view import ClusterView
 from diptych.access import Access
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
-from workers.logged import about
+from workers.log_fields import log_fields
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Autoscaler:
         except ScaleError as error:
             logger.warning("%s stays as it is, not %s: %s", name, pods, error)
             return str(error)
-        facts = about(pool=change.pool, pods=change.after, before=change.before)
+        facts = log_fields(pool=change.pool, pods=change.after, before=change.before)
         logger.info("%s goes %s: %s", name, pods, change.why, extra=facts)
         return ""
 

@@ -17,9 +17,9 @@ from cluster.policy.promises import Standing
 from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
+from diptych.shapes import Shape, Timings
 from workers.errors import InvalidRequest
 from workers.request import FinishReason, Request
-from workers.shapes import Shape, Timings
 
 MODEL, VOCABULARY, CONTEXT, CAPACITY = "smollm2-135m", 49_152, 4096, 1 << 20
 MOST = 4096  # requests in flight

@@ -21,8 +21,9 @@ from cluster.spec import ADMISSION, ROUTING, ClusterSpec, GatewaySpec, PoolSpec,
 from cluster.view import ClusterView, WorkerState, WorkerView
 from workers.config import EngineConfig
 from workers.costs import LinearCost
+from workers.kv_events import KVEvents, NameChanges
 from workers.request import SLO, Request, SamplingParams
-from workers.stats import CacheNews, NameChanges, WorkerStats
+from workers.stats import WorkerStats
 
 WORKERS = (10, 100, 1000)
 PROMPT_TOKENS = 1000
@@ -94,7 +95,7 @@ def filled(num_workers: int) -> PrefixIndex:
         while len(names) < NAMES // 2:
             names += documents[draw.randrange(num_documents)]
         names += [draw.getrandbits(60) for _ in range(NAMES - len(names))]
-        news = CacheNews(0, NAMES, NAMES, GRAIN, whole=True, device=NameChanges(tuple(names)))
+        news = KVEvents(0, NAMES, NAMES, GRAIN, whole=True, device=NameChanges(tuple(names)))
         index.take(_name(number), "1", news)
     return index
 

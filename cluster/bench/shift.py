@@ -32,9 +32,9 @@ from cluster.text import TextDelta
 from cluster.workload.arrivals import Workload
 from cluster.workload.load import load_workload
 from diptych.client import AsyncClient
+from diptych.shapes import Shape
 from workers.costs import LinearCost
 from workers.request import SLO, Request
-from workers.shapes import Shape
 
 NAME, WORKERS = "shift", ("prefill-0", "decode-0")
 FIXED, ELASTIC = "fixed roles", "elastic roles"

@@ -35,7 +35,7 @@ from cluster.serving import GatewayContext
 from cluster.text import EncodedPrompt, GenerationInput, TextPrompt, TokenPrompt, text_of
 from cluster.trace_context import came_with
 from workers.errors import InvalidRequest
-from workers.logged import about
+from workers.log_fields import log_fields
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class _Routes:
         if self._gateway.traces:
             came_with(request.headers.items())
         if not terms.name.is_kept:
-            more = about(self._context.name, terms.name.unique)
+            more = log_fields(self._context.name, terms.name.unique)
             logger.info("request %s came as x-request-id %.500r", terms.name.unique, terms.name.given, extra=more)
         wants = bool(body.stream), body.include_usage, body.usage_in_chunks
         sampling, scores_only = body.sampling(self._gateway.default_sampling), body.scores_only

@@ -169,7 +169,7 @@ async def open_http(target: Target) -> AsyncIterator[HttpEndpoint]:
 def _tokenizer(target: Target) -> Any:
     if target.tokenizer is None:
         return None
-    from workers.tokenizer import Tokenizer
+    from workers.model.tokenizer import Tokenizer
 
     return Tokenizer(target.tokenizer)
 

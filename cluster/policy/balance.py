@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.spec import Role
+from workers.config import ADAPTIVE_MARGIN
 from workers.costs import CostModel
-from workers.engine.batching import Adaptive
 
 _SATURATED = 0.95  # of what workers can do: from there on the wait is not a matter of chance any more
 _ALL = 2.0  # so much more does a share count by which steps are too long: not for some, but for all
@@ -227,7 +227,7 @@ def _pace(group: Group, mix: Mix, context: float, step_s: float) -> _Pace:
         return _Pace(1.0)
     batch = max(1, round(_batch(group, step_s, context)))
     tokens = max(1, round(mix.computed_tokens))
-    took_s = mix.tpot_s * Adaptive.MARGIN if mix.tpot_s is not None else 2 * step_s
+    took_s = mix.tpot_s * ADAPTIVE_MARGIN if mix.tpot_s is not None else 2 * step_s
     chunk = min(tokens, group.cost.prompt_tokens_within(took_s, 0, (), batch, round(batch * context)))
     step_share, least = 1.0, min(_LEAST_CHUNK, tokens)
     if chunk < least:

@@ -12,9 +12,8 @@ from cluster.policy.picking import num_sequences
 from cluster.policy.placement import Ask
 from cluster.spec import ClusterSpec
 from cluster.view import WorkerView
-from workers.config import EngineConfig
+from workers.config import ADAPTIVE_MARGIN, MISSED_SLO_SLOWDOWN, EngineConfig
 from workers.costs import CostModel, LinearCost
-from workers.engine.batching import BROKEN_PROMISE, Adaptive
 
 _MOSTLY_WAITED = 2.0  # times what the worker computed
 _BESIDE = 0.3  # of the time that an answer took: with more of it spent on prompts, it says nothing of decode steps
@@ -50,7 +49,7 @@ class _Pool(Struct, frozen=True):
     @classmethod
     def of(cls, engine: EngineConfig, cost: CostModel | None) -> "_Pool":
         batching = engine.batching
-        margin = Adaptive.MARGIN if batching == "adaptive" else 1.0
+        margin = ADAPTIVE_MARGIN if batching == "adaptive" else 1.0
         is_cutting, is_apart = batching not in WHOLE_PROMPTS, batching in APART
         return cls(engine, cost or LinearCost(), cost is not None, is_apart, is_cutting, margin)
 
@@ -272,7 +271,7 @@ def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, de
         within = each.prompt_tokens_within(bound_s * pool.margin, midway, (), batch, context_tokens)
         if within >= min(LEAST_CHUNK, num_tokens):
             return min(budget, max(1, within)), True
-    loose_s = BROKEN_PROMISE * cost.decode_seconds(batch, context_tokens)
+    loose_s = MISSED_SLO_SLOWDOWN * cost.decode_seconds(batch, context_tokens)
     within = cost.prompt_tokens_within(loose_s, midway, (), batch, context_tokens)
     return min(budget, max(LEAST_CHUNK, within)), False
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
 
-from workers.engine.cache_log import GRAIN, chain
-from workers.stats import CacheNews, NameChanges
+from workers.kv_events import GRAIN, KVEvents, NameChanges, chain
 
 __all__ = ["GRAIN", "Match", "PrefixIndex", "chain"]
 
@@ -221,7 +220,7 @@ class PrefixIndex:
 
     # ---- what workers say ------------------------------------------------------------------------------------
 
-    def take(self, worker: str, incarnation: str, news: CacheNews) -> None:
+    def take(self, worker: str, incarnation: str, news: KVEvents) -> None:
         """What this incarnation says of its cache; of another one, all is forgotten."""
         bit = self._bit(worker, incarnation)
         self._set_step(bit, max(1, news.grain // self.grain))

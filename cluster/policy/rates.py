@@ -9,9 +9,8 @@ import numpy.typing as npt
 
 from cluster.policy.forecast import APART, LEAST_CHUNK, WHOLE_PROMPTS
 from cluster.policy.outlook import MOST_FULL
-from workers.config import EngineConfig
+from workers.config import ADAPTIVE_MARGIN, MISSED_SLO_SLOWDOWN, EngineConfig
 from workers.costs import CostModel
-from workers.engine.batching import BROKEN_PROMISE, Adaptive
 
 Floats = npt.NDArray[np.float64]
 
@@ -82,7 +81,7 @@ class Rates:
         if not self.is_cutting:
             return math.inf
         bounds = [each for each in (tpot_slo_s, self._engine.tpot_slo_s) if each is not None]
-        return min(bounds, default=math.inf) * (Adaptive.MARGIN if self._engine.batching == "adaptive" else 1.0)
+        return min(bounds, default=math.inf) * (ADAPTIVE_MARGIN if self._engine.batching == "adaptive" else 1.0)
 
     def prompts_seconds(self, num_tokens: Floats) -> Floats:
         """Computing so many tokens of prompts, in one step each."""
@@ -122,7 +121,7 @@ class Rates:
             if chunk < least:
                 chunk = (bound_s * ratio - step_s) / token_s  # costs as given
             if chunk < least:
-                chunk = max((BROKEN_PROMISE - 1) * step_s / token_s, LEAST_CHUNK)
+                chunk = max((MISSED_SLO_SLOWDOWN - 1) * step_s / token_s, LEAST_CHUNK)
             most = min(most, chunk)
         return work_s + math.ceil(tokens / min(most, tokens)) * each_s
 

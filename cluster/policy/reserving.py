@@ -3,8 +3,8 @@
     asked ──(slot, blocks, credits)──> staged ──first token──> decodes ──its last token──> gone
             in order of arrival              holds credits           holds its blocks, and more
 
-Plays forward what `workers.engine.Engine.reserve` and `workers.reservations` would do: those who asked before go first,
-answers end when they are expected to. Of other gateways only what the worker's statistics show is known. Pure.
+Plays forward what `workers.engine.Engine.reserve` and `workers.engine.reservations` would do: those who asked before go
+first, answers end when they are expected to. Of other gateways only what the worker's statistics show is known. Pure.
 """
 
 import heapq

@@ -22,7 +22,7 @@ from cluster.policy.prefix_index import Depth, PrefixIndex
 from cluster.policy.rates import TOP_BATCH, Noted, Rates, Told
 from cluster.spec import Role
 from cluster.view import WorkerState, WorkerView
-from workers.engine.batching import BROKEN_PROMISE
+from workers.config import MISSED_SLO_SLOWDOWN
 from workers.request import SLO
 
 Floats = npt.NDArray[np.float64]
@@ -251,7 +251,7 @@ class Shortlist:
         chunk = (bound_s - step_s) / token_s
         chunk = np.where(chunk >= least, chunk, (bound_s * self.ratio[rows] - step_s) / token_s)  # costs as given
         is_able = ~is_busy | (chunk >= least)
-        chunk = np.where(is_able, chunk, np.maximum((BROKEN_PROMISE - 1) * step_s / token_s, LEAST_CHUNK))
+        chunk = np.where(is_able, chunk, np.maximum((MISSED_SLO_SLOWDOWN - 1) * step_s / token_s, LEAST_CHUNK))
         chunk = np.where(is_busy, chunk, np.inf)
         chunk = np.minimum(np.minimum(chunk, np.maximum(self._most_tokens[pool] - self.batch[rows], 1.0)), tokens)
         each_s = np.where(is_busy, step_s, self.empty_s[pool] * self.ratio[rows])

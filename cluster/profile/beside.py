@@ -17,9 +17,9 @@ from cluster.spec import Role
 from cluster.text import TextDelta
 from cluster.view import WorkerView
 from diptych.client import AsyncClient
-from workers.measuring import MOST_REPEATS as AS_MANY_AS_FIT
+from diptych.shapes import Shape
 from workers.profiles.errors import ProfileError
-from workers.shapes import Shape
+from workers.request import MOST_REPEATS as AS_MANY_AS_FIT
 
 ANSWERS, ANSWER_TOKENS = 4, 240
 FIRST_TOKENS, QUIET_TOKENS = 8, 48  # of each answer: while others begin; and before the neighbour does

@@ -12,8 +12,8 @@ from cluster.profile.steps import Steps, measure_steps
 from cluster.spec import Role
 from cluster.view import ClusterView, WorkerView
 from diptych.client import AsyncClient
-from workers.fit import fit
 from workers.profiles.errors import ProfileError
+from workers.profiles.fit import fit
 from workers.profiles.measured import ClusterProfile, LinkProfile, Neighbours, PoolProfile
 
 ROUNDS = 3

@@ -13,8 +13,8 @@ from cluster.events import Completed
 from cluster.profile.steps import measured
 from cluster.text import TextDelta
 from diptych.client import AsyncClient
+from diptych.shapes import Shape
 from workers.profiles.errors import ProfileError
-from workers.shapes import Shape
 
 FIRST_TOKEN = 3  # the tokens below often end a text
 PROMPT_TOKENS, ANSWER_TOKENS = 64, 48

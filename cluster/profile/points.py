@@ -6,7 +6,7 @@ An engine refuses those beyond its budgets, so the lists hold small and large on
 from collections.abc import Iterable
 from itertools import product
 
-from workers.shapes import Shape
+from diptych.shapes import Shape
 
 CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

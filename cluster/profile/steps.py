@@ -12,9 +12,9 @@ from statistics import median
 from cluster.profile.points import HELD_OUT, SEEN
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
-from workers.fit import COEFFICIENTS, Point
+from diptych.shapes import Shape, Timings
 from workers.profiles.errors import ProfileError
-from workers.shapes import Shape, Timings
+from workers.profiles.fit import COEFFICIENTS, Point
 
 SHORT_S = 0.25  # steps are repeated for so long in a round
 MOST_REPEATS = 8

@@ -32,12 +32,13 @@ from cluster.runtime.ray_metrics import WorkerMetrics
 from cluster.runtime.ray_ranks import RayRanks, on_this_node, rank_options
 from cluster.runtime.sessions import Session, announce, withdraw
 from cluster.spec import ClusterSpec, LogSpec
+from diptych.shapes import Shape, Timings
 from diptych.watchdog import patient_timeout
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.build import build_worker
+from workers.kv_events import KVEvents
 from workers.request import Bundle, Request, Reservation
-from workers.shapes import Shape, Timings
-from workers.stats import CacheNews, WorkerInfo
+from workers.stats import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -179,8 +180,8 @@ class RayWorker:
         num_tokens: int = await self._call("borrow", *args, timeout_s=timeout_s + CALL_TIMEOUT_S)
         return num_tokens
 
-    async def cache_since(self, last: int, reach: int) -> CacheNews:
-        news: CacheNews = await self._call("cache_since", last, reach)
+    async def cache_since(self, last: int, reach: int) -> KVEvents:
+        news: KVEvents = await self._call("cache_since", last, reach)
         return news
 
     async def cancel(self, key: str) -> None:

@@ -101,7 +101,7 @@ class WorkerStats(Struct, frozen=True, gc=False):
     swapped_blocks: int = 0
     expired_leases: int = 0
     bubble_share: float = 0.0  # idle share of the stages' time while anything was in flight, lately
-    cache_number: int = 0  # the newest event of its cache; see `CacheNews`
+    cache_number: int = 0  # the newest event of its cache; see `KVEvents`
     sought_tokens: int = 0  # of prompts that were given blocks, and how many of them a cache had
     found_tokens: int = 0
     pulls: Pulls = NO_PULLS

@@ -16,10 +16,10 @@ from cluster.policy.promises import Ended, Promises, Standing
 from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from cluster.view import ClusterView, ModelView, WorkerState, WorkerView
+from diptych.shapes import Shape, Timings
 from kvtransfer.ticket import LinkReport, TransferReport
 from workers.config import EngineConfig, ParallelConfig
 from workers.request import FinishReason, Request, TokenLogprobs
-from workers.shapes import Shape, Timings
 from workers.stats import WorkerStats
 
 MODEL = ModelView("bytes", context_length=8192, vocab_size=256)

@@ -10,7 +10,7 @@ from cluster.history import Window
 from cluster.text import TextDelta
 from diptych.client import AsyncClient, Client
 from diptych.errors import DiptychError
-from workers.shapes import Shape
+from diptych.shapes import Shape
 
 
 def test_every_call_answers(endpoint: str) -> None:

@@ -31,12 +31,11 @@ from cluster.bench.study.virtual import Arrival, replay
 from cluster.bench.study.workload import MIXES, Asked, asked
 from cluster.workload.lengths import LONG_PROMPT, SHORT_ANSWER
 from workers.config import EngineConfig
-from workers.costs import CostModel, LinearCost
+from workers.costs import CostModel, LinearCost, step_seconds
 from workers.engine.engine import Engine
 from workers.engine.estimate import plan_seconds
 from workers.executor.modelled import Modelled, modelled_facts, open_modelled
-from workers.fit import COEFFICIENTS, Point, fit, relative_error
-from workers.shapes import step_seconds
+from workers.profiles.fit import COEFFICIENTS, Point, fit, relative_error
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MEASURED = record.load()

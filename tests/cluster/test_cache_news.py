@@ -18,7 +18,7 @@ from cluster.sim.clock import run as run_virtually
 from cluster.spec import Role
 from workers.engine.cache_log import CacheLog, Tier
 from workers.errors import WorkerClosed
-from workers.stats import CacheNews
+from workers.kv_events import KVEvents
 
 PAUSE_S = 0.25
 CALL_S = 0.01
@@ -34,7 +34,7 @@ class Source:
         self.trouble: list[str] = []  # of the next calls
         self.closed = False
 
-    async def cache_since(self, last: int, reach: int) -> CacheNews:
+    async def cache_since(self, last: int, reach: int) -> KVEvents:
         assert not self.under_way, "two calls at once"
         self.calls.append(asyncio.get_running_loop().time())
         self.under_way += 1
@@ -49,7 +49,7 @@ class Source:
             raise WorkerClosed("gone")
         if trouble == "lost":
             raise WorkerGone("the answer was lost")
-        return CacheNews(last + 1, news.last, news.reach, news.grain) if trouble == "gap" else news
+        return KVEvents(last + 1, news.last, news.reach, news.grain) if trouble == "gap" else news
 
 
 class Gateway:

@@ -6,12 +6,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool
-from workers.engine.cache_log import GRAIN, CacheLog, Tier, chain, name_of_block
+from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.engine import Engine
 from workers.engine.sequence import Lease
 from workers.engine.step import StepPlan, StepResult
+from workers.kv_events import GRAIN, KVEvents, chain, name_of_block
 from workers.request import Request, SamplingParams
-from workers.stats import CacheNews
 
 TIERS = st.sampled_from(list(Tier))
 NAMES = st.integers(1, 12)
@@ -24,7 +24,7 @@ class Reader:
         self.last = self.reach = 0
         self.names: dict[Tier, set[int]] = {tier: set() for tier in Tier}
 
-    def take(self, news: CacheNews) -> None:
+    def take(self, news: KVEvents) -> None:
         assert news.whole or news.first == self.last
         for tier, changes in ((Tier.DEVICE, news.device), (Tier.HOST, news.host)):
             if news.whole:

@@ -10,11 +10,11 @@ from workers.costs import LinearCost
 from workers.engine.blocks import prefix_hashes
 from workers.engine.engine import Engine, Told
 from workers.engine.pump import MOST_FAILURES, Pump
+from workers.engine.reservations import Reservations
 from workers.engine.sequence import Sequence
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import InvalidRequest
 from workers.request import FailedOut
-from workers.reservations import Reservations
 
 COST = LinearCost(0.0, 0.001, 0.0, 0.001, 0.0, 0.0, 1e-9)
 

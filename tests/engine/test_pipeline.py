@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from workers.config import BATCHING
 from workers.costs import LinearCost
-from workers.engine.bubble import BubbleMeter
 from workers.engine.engine import Engine
 from workers.engine.estimate import prompt_share
 from workers.engine.sequence import Lease
 from workers.engine.step import StepPlan
 from workers.errors import InvalidRequest, Overloaded
+from workers.executor.bubble import BubbleMeter
 from workers.request import SLO, Request, SamplingParams, TokensOut
 
 COST = LinearCost(step_s=0.010, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.001, decode_context_s=0.0)

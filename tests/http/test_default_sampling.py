@@ -15,8 +15,8 @@ from tests.http.opened import clients, opened
 from tests.http.test_openai_client import spec
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
+from workers.model.tokenizer import Tokenizer
 from workers.request import SamplingParams
-from workers.tokenizer import Tokenizer
 
 RECOMMENDED = {"temperature": 0.2, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
 LEARNED = replace(MODEL, default_sampling=tuple(RECOMMENDED.items()))

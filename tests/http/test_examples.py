@@ -32,7 +32,7 @@ from tests.cluster.local import split_spec
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
 from workers.config import EngineConfig
-from workers.tokenizer import Tokenizer
+from workers.model.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.api.fake import FakeDispatcher
 from tests.http.opened import Clients, opened
 from tests.model.tiny import write_tiny_llama
-from workers.tokenizer import Tokenizer
+from workers.model.tokenizer import Tokenizer
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 FIELDS = (

@@ -23,7 +23,7 @@ from tests.http.opened import Clients, clients
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
 from workers.config import EngineConfig
-from workers.tokenizer import Tokenizer
+from workers.model.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = "The sea is"

@@ -13,10 +13,10 @@ from cluster.scoring.records import Run
 from cluster.sim.run import simulate
 from cluster.workload.arrivals import Arrival, Workload
 from cluster.workload.load import load_workload
+from tests.literature.closed_forms import crossover_load, single_ttft_s, tensor_ttft_s, two_stage_ttft_s
 from tests.sim.cases import colocated, models
 from workers.config import EngineConfig, ParallelConfig
 from workers.costs import LinearCost
-from workers.profiles.closed_forms import crossover_load, single_ttft_s, tensor_ttft_s, two_stage_ttft_s
 
 D_S = 0.1  # a prompt on one device
 PROMPT = 64

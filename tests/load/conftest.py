@@ -20,7 +20,7 @@ from tests.load.made_up import MadeUp, made_up
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
 from workers.config import EngineConfig
-from workers.tokenizer import Tokenizer
+from workers.model.tokenizer import Tokenizer
 
 ENGINE = EngineConfig(block_size=8, kv_blocks=96, max_batch_tokens=64, max_running=8, threads=1)
 

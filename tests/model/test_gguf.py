@@ -14,8 +14,8 @@ from tests.model.families import FAMILIES, write_family
 from tests.model.family_gguf import write_family_gguf
 from tests.model.paging import pool_for, run_chunks, scattered_tables
 from workers.errors import ModelError
-from workers.model import gguf_file
 from workers.model.folder import ModelFolder, check_folder
+from workers.model.gguf import file as gguf_file
 from workers.model.load import load_decoder
 
 # What GGUF cannot say of a model: its file would mean another one.

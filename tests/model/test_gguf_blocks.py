@@ -20,8 +20,8 @@ from workers.model import gguf_file, load, store
 from workers.model.config import read_model_config
 from workers.model.decoder import Decoder
 from workers.model.folder import ModelFolder
-from workers.model.gguf_blocks import GGUFBlocks
-from workers.model.gguf_origin import read_origin
+from workers.model.gguf.blocks import GGUFBlocks
+from workers.model.gguf.origin import read_origin
 from workers.model.load import load_decoder
 from workers.model.shard import shard_of
 from workers.model.weights import Part

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.counts import TokenCounts
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import Sequence, TokenCounts
 from workers.engine.step import Draw
 from workers.executor import race
 from workers.executor.race import Race, numbers_of, numbers_of_all, weigh, winner, winners

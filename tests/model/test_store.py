@@ -20,7 +20,7 @@ from workers.model.content import content_id, file_id
 from workers.model.description import GenerationDefaults
 from workers.model.fetch import PINNED, PinnedModel
 from workers.model.folder import ModelFolder
-from workers.tokenizer import Tokenizer
+from workers.model.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

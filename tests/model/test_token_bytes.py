@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from tests.model.vocabularies import KINDS, write_tokenizer
-from workers import tokenizer as gateways
 from workers.errors import PromptTooLong
-from workers.token_bytes import SHRINK, TokenBytes, byte_letters, token_bytes
+from workers.model import tokenizer as gateways
+from workers.model.token_bytes import SHRINK, TokenBytes, byte_letters, token_bytes
 
 NORMALIZERS = {
     "none": None,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.model.vocabularies import KINDS, write_tokenizer
 from workers.errors import InvalidRequest, ModelError
 from workers.model.folder import ModelFolder
-from workers.tokenizer import Tokenizer
+from workers.model.tokenizer import Tokenizer
 
 TEXT = "Plain words, naïve café, 漢字かな, العربية, code_{x};\n\t 👩‍👩‍👧 🏳️‍🌈 🇨🇭"
 
@@ -106,7 +106,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_importing_the_tokenizer_leaves_torch_out() -> None:
-    code = "import sys, workers.tokenizer; sys.exit('torch' in sys.modules)"
+    code = "import sys, workers.model.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
 
 

@@ -8,7 +8,7 @@ from views import SIMPLE, Story, changed, request, view, worker
 from cluster.policy.placement import Placement
 from cluster.policy.prefix_index import chain
 from cluster.view import ClusterView
-from workers.stats import CacheNews, NameChanges
+from workers.kv_events import KVEvents, NameChanges
 
 TWO = view(worker("p0"), worker("p1"), worker("d0"))
 
@@ -28,10 +28,10 @@ def test_what_a_worker_says_it_has_counts_and_what_it_lost_does_not() -> None:
     story, wanted = Story("mooncake-local"), request("a", length=1000, first=5)
     assert story.policy.wants_caches
     names = tuple(chain(wanted.prompt))
-    story.policy.index.take("p1", "1", CacheNews(0, 7, 7, 128, whole=True, device=NameChanges(names)))
+    story.policy.index.take("p1", "1", KVEvents(0, 7, 7, 128, whole=True, device=NameChanges(names)))
     found = story.choose(TWO, wanted)
     assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p1", 7 * 128)
-    story.policy.index.take("p1", "1", CacheNews(7, 9, 9, 128, device=NameChanges(removed=names[2:])))
+    story.policy.index.take("p1", "1", KVEvents(7, 9, 9, 128, device=NameChanges(removed=names[2:])))
     story.now_s += 1.0
     found = story.choose(TWO, wanted)
     assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p1", 2 * 128)
@@ -40,7 +40,7 @@ def test_what_a_worker_says_it_has_counts_and_what_it_lost_does_not() -> None:
 def test_of_a_worker_that_restarted_nothing_is_believed() -> None:
     story, wanted = Story("mooncake-local"), request("a", length=1000, first=5)
     story.policy.index.take(
-        "p1", "0", CacheNews(0, 7, 7, 128, whole=True, device=NameChanges(tuple(chain(wanted.prompt))))
+        "p1", "0", KVEvents(0, 7, 7, 128, whole=True, device=NameChanges(tuple(chain(wanted.prompt))))
     )
     found = story.choose(TWO, wanted)
     assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p0", 0)
@@ -50,7 +50,7 @@ def test_an_answer_that_the_client_has_is_looked_up_too() -> None:
     story, wanted = Story("mooncake-local"), request("a", length=200)
     again = replace(wanted, generated=tuple(range(200, 300)))
     names = chain((*again.prompt, *again.generated))
-    story.policy.index.take("p1", "1", CacheNews(0, 2, 2, 128, whole=True, device=NameChanges(tuple(names))))
+    story.policy.index.take("p1", "1", KVEvents(0, 2, 2, 128, whole=True, device=NameChanges(tuple(names))))
     found = story.choose(TWO, again)
     assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p1", 256)
 
@@ -125,7 +125,7 @@ def test_mooncake_does_not_fetch_from_host_memory() -> None:
     story, wanted = Story("mooncake"), request("a", length=1000)
     names = tuple(chain(wanted.prompt))
     device, host = NameChanges(names[:2]), NameChanges(names[2:])
-    story.policy.index.take("p0", "1", CacheNews(0, 7, 7, 128, whole=True, device=device, host=host))
+    story.policy.index.take("p0", "1", KVEvents(0, 7, 7, 128, whole=True, device=device, host=host))
     at_home = story.choose(TWO, wanted)
     assert isinstance(at_home, Placement) and (at_home.prefill, at_home.cached_tokens) == ("p0", 896)
     busy = story.choose(waits("p0", 9000), wanted)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cluster.policy.prefix_index import Guesses, Match, PrefixIndex, chain
-from workers.stats import CacheNews, NameChanges
+from workers.kv_events import KVEvents, NameChanges
 
 WORKERS = [f"w{number}" for number in range(20)]
 who = st.sampled_from(WORKERS[:4])
@@ -17,9 +17,9 @@ some = st.lists(st.integers(1, 6), max_size=6, unique=True)
 
 def news(
     added: list[int], removed: Sequence[int] = (), *, host: bool = False, whole: bool = False, grain: int = 1
-) -> CacheNews:
+) -> KVEvents:
     changes = NameChanges(tuple(added), tuple(removed))
-    return CacheNews(0, 1, 1, grain, whole, *((NameChanges(), changes) if host else (changes, NameChanges())))
+    return KVEvents(0, 1, 1, grain, whole, *((NameChanges(), changes) if host else (changes, NameChanges())))
 
 
 def test_chains_are_equal_as_far_as_tokens_are() -> None:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.profile.points import HELD_OUT, SEEN
-from workers.costs import LinearCost
-from workers.fit import COEFFICIENTS, FitError, Point, error_of, fit, non_negative
-from workers.shapes import Shape, step_seconds
+from diptych.shapes import Shape
+from workers.costs import LinearCost, step_seconds
+from workers.profiles.fit import COEFFICIENTS, FitError, Point, error_of, fit, non_negative
 
 costs = st.builds(
     LinearCost,

@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych.shapes import Shape
 from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
 from workers.build import build_worker
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
-from workers.costs import LinearCost
+from workers.costs import LinearCost, step_seconds
 from workers.engine.estimate import plan_seconds
 from workers.engine.executor import Executor
 from workers.engine.step import StepPlan, StepResult
+from workers.engine.step_timing import num_blocks, step_plan
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed
 from workers.executor.gang import open_gang
 from workers.executor.modelled import modelled_facts, open_modelled
 from workers.executor.rank_server import RankTasks
 from workers.executor.solo import open_solo
-from workers.measuring import num_blocks, step_plan
 from workers.model.folder import ModelFolder
 from workers.request import Request, SamplingParams
-from workers.shapes import Shape, step_seconds
 from workers.worker import ExecutorFactory, Worker
 
 COST = LinearCost(1e-4, 1e-5, 1e-8, 2e-5, 1e-7)

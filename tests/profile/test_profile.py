@@ -16,12 +16,12 @@ from cluster.profile.path import measure_path
 from cluster.profile.points import HELD_OUT, SEEN
 from cluster.profile.steps import measure_steps
 from diptych.errors import DiptychError
+from diptych.shapes import Shape
 from tests.profile.served import COST, served, spec
 from workers.costs import LinearCost
-from workers.fit import COEFFICIENTS, Point
 from workers.profiles.errors import ProfileError
+from workers.profiles.fit import COEFFICIENTS, Point
 from workers.profiles.measured import ClusterProfile, LinkProfile, Neighbours, PoolProfile, load, save
-from workers.shapes import Shape
 
 POINTS = (Point(Shape(((64, 0),)), 0.2, False), Point(Shape((), 4, 100), 0.05, True))
 POOLS = (

@@ -14,8 +14,8 @@ from diptych.client import AsyncClient
 from workers.build import build_worker
 from workers.errors import ModelError
 from workers.model.store import resolve
+from workers.model.tokenizer import Tokenizer
 from workers.request import Request, SamplingParams
-from workers.tokenizer import Tokenizer
 
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 from local import cluster, completed, mixed_spec, tokens_of

@@ -23,8 +23,8 @@ from workers.build import build_worker
 from workers.config import EngineConfig
 from workers.errors import ModelError
 from workers.model.store import resolve
+from workers.model.tokenizer import Tokenizer
 from workers.request import Request, SamplingParams
-from workers.tokenizer import Tokenizer
 
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 from local import cluster, mixed_spec, tokens_of

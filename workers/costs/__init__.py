@@ -13,7 +13,7 @@ The router predicts with a `CostModel`, the modelled executor and the simulator 
 from workers.costs.curve import Curve
 from workers.costs.linear import LinearCost
 from workers.costs.phased import PhasedCost
-from workers.costs.port import MOST_TOKENS, CostModel
+from workers.costs.port import MOST_TOKENS, CostModel, step_seconds
 from workers.costs.roofline import RooflineCost
 from workers.costs.table import LayeredCost, TableCost
 
@@ -26,4 +26,5 @@ __all__ = [
     "PhasedCost",
     "RooflineCost",
     "TableCost",
+    "step_seconds",
 ]

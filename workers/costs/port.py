@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, Self
 
+from diptych.shapes import Shape
+
 MOST_TOKENS = 1 << 40  # more than any prompt has: what no step time bounds
 
 
@@ -74,6 +76,12 @@ class CostModel(ABC):
     def swap_seconds(self, num_bytes: int) -> float:
         """Saving `num_bytes` of KV in host memory and bringing them back later."""
         return 2 * num_bytes * self.swap_byte_s
+
+
+def step_seconds(shape: Shape, cost: CostModel) -> float:
+    """What the cost model says of a step of this shape."""
+    step_s = cost.mixed_seconds(shape.chunks, shape.batch, shape.batch * shape.context)
+    return step_s + cost.swap_seconds(shape.swap_bytes)
 
 
 def refuse_nonsense(cost: Any) -> None:

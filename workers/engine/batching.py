@@ -22,6 +22,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Protocol
 
+from workers.config import ADAPTIVE_MARGIN, MISSED_SLO_SLOWDOWN
 from workers.costs import CostModel
 from workers.engine.sequence import Sequence, State
 
@@ -120,9 +121,6 @@ class PrefillFirst:
                 step.decode(sequence)
 
 
-BROKEN_PROMISE = 2.0
-
-
 class Chunked:
     """`tpot_slo_s` bounds a step that has a decode in it or beside it; so does the tightest `SLO.tpot_s` of them.
 
@@ -152,7 +150,7 @@ class Chunked:
                 within = cost.prompt_tokens_within(bound_s, first, chunks, len(decoding), context_tokens)
                 if not chunks and within < self._least_chunk:
                     # However tight the promise, a prompt moves on, and not by crumbs: each pays for a whole step.
-                    loose_s = BROKEN_PROMISE * cost.decode_seconds(len(decoding), context_tokens)
+                    loose_s = MISSED_SLO_SLOWDOWN * cost.decode_seconds(len(decoding), context_tokens)
                     within = cost.prompt_tokens_within(loose_s, first, chunks, len(decoding), context_tokens)
                     most = min(most, max(within, self._least_chunk))
                 else:
@@ -182,7 +180,6 @@ class Adaptive(Chunked):
     short as believed, could hardly make it up again.
     """
 
-    MARGIN = 0.97
     AHEAD = 0.92
     PAUSE = 4.0
 
@@ -205,7 +202,7 @@ class Adaptive(Chunked):
             promise_s = super()._bound_s([sequence], now_s)
             if promise_s is not None:
                 ahead_s = sequence.next_due_s(self.AHEAD * promise_s) - now_s
-                bounds.append(min(max(self.MARGIN * promise_s, ahead_s), self.PAUSE * promise_s))
+                bounds.append(min(max(ADAPTIVE_MARGIN * promise_s, ahead_s), self.PAUSE * promise_s))
         return min(bounds, default=None)
 
     @staticmethod

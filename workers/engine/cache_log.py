@@ -1,28 +1,20 @@
-"""What a cache has, for those who route by it: names at a fixed grain, and which of them came and went.
+"""What a worker's prefix cache has, for routers: a numbered log of the names that came and went.
 
-A name stands for all tokens of a prompt up to a multiple of `GRAIN`. It depends on the tokens and their tenant, not on
-block sizes or the process, so one chain of a prompt finds its prefixes on every worker. Pure, and bounded: names that
-are there are as many as the blocks have, names that went are remembered for a while.
+Pure, and bounded: the names that are present are at most as many as the blocks, and names that went are remembered
+for a while. How prefixes are named: `workers.kv_events`.
 
     log     ── 1 2 3 ... ──>          every name that comes or goes has a number
     reader  ── since(last, reach) ──> what changed; or, if too much was forgotten, everything
 """
 
 import math
-import struct
 from collections import deque
-from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import cache
 from itertools import takewhile
 
-from xxhash import xxh3_64_intdigest
+from workers.kv_events import GRAIN, KVEvents, NameChanges
 
-from workers.stats import CacheNews, NameChanges
-
-GRAIN = 128  # tokens
 MOST_NAMES = 4096  # in one answer come, and gone: more are asked for again
-_NAME_BITS = 60  # two digits of a Python integer, which takes a third less memory than 64 bits do
 
 
 class Tier(Enum):
@@ -30,36 +22,6 @@ class Tier(Enum):
 
     DEVICE = "device"
     HOST = "host"
-
-
-def chain(tokens: Sequence[int], grain: int = GRAIN, known: Sequence[int] = (), salt: str = "") -> list[int]:
-    """A name for each full `grain` of tokens: equal names mean, but for a collision, equal tokens from position 0 on,
-    and an equal salt (`Request.cache_salt`).
-
-    `known` are the names of the first ones, as computed before. A collision costs a wrong guess about a cache, never a
-    wrong token. Behind a token that no worker would take, nothing is named.
-    """
-    names = list(known)
-    name = names[-1] if names else xxh3_64_intdigest(salt.encode()) if salt else 0
-    pack = _packer(grain)
-    try:
-        for start in range(len(names) * grain, len(tokens) - grain + 1, grain):
-            name = xxh3_64_intdigest(pack(*tokens[start : start + grain]), name) >> (64 - _NAME_BITS)
-            names.append(name)
-    except struct.error:
-        pass
-    return names
-
-
-@cache
-def _packer(grain: int) -> Callable[..., bytes]:
-    return struct.Struct(f"<{grain}I").pack
-
-
-def name_of_block(names: Sequence[int], index: int, block_size: int) -> int | None:
-    """The name, of this chain, of all tokens up to the end of this block; None: none ends there."""
-    end = (index + 1) * block_size
-    return None if end % GRAIN else names[end // GRAIN - 1]
 
 
 class CacheLog:
@@ -92,8 +54,8 @@ class CacheLog:
         """What is there now."""
         return frozenset(self._there[tier])
 
-    def since(self, last: int, reach: int, most: int = MOST_NAMES) -> CacheNews:
-        """What a reader who stands at `last` and `reach` (see `CacheNews`) does not know; (0, 0): it knows nothing."""
+    def since(self, last: int, reach: int, most: int = MOST_NAMES) -> KVEvents:
+        """What a reader who stands at `last` and `reach` (see `KVEvents`) does not know; (0, 0): it knows nothing."""
         whole = not last or not reach <= last <= self.number or last < self._forgotten
         if whole:
             last = reach = 0
@@ -108,7 +70,7 @@ class CacheLog:
             )
             for tier in Tier
         }
-        return CacheNews(last, self.number, end, self.grain, whole, changes[Tier.DEVICE], changes[Tier.HOST])
+        return KVEvents(last, self.number, end, self.grain, whole, changes[Tier.DEVICE], changes[Tier.HOST])
 
     def _newer(self, tier: Tier, reach: int) -> list[tuple[int, int]]:
         """(event, name) of what came behind event `reach` and is there."""

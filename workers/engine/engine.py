@@ -15,7 +15,6 @@ from collections.abc import Sequence as Items
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.blocks import BlockPool, prefix_hashes, tail_hash
-from workers.engine.cache_log import chain, name_of_block
 from workers.engine.draft import Slice
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
@@ -25,6 +24,7 @@ from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Lease, Sequence, State
 from workers.engine.step import Chunk, StepPlan, StepResult
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
+from workers.kv_events import chain, name_of_block
 from workers.request import (
     MIXED_KV,
     FailedOut,

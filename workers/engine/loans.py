@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes
-from workers.engine.cache_log import chain, name_of_block
 from workers.engine.leases import LeaseBook
 from workers.engine.sequence import Lease
+from workers.kv_events import chain, name_of_block
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from workers.alarm import Alarm
 from workers.engine.engine import BrokenStep, Engine, Told
 from workers.engine.executor import Executor
 from workers.engine.step import StepPlan, StepResult
+from workers.engine.timer import Timer
 from workers.errors import RankLost
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Pump:
         self._work = asyncio.Event()
         self._closing = False
         self._in_flight: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
-        self._watch = Alarm(self._look)
+        self._watch = Timer(self._look)
         self._begun_s = 0.0  # when the oldest step was first waited for
         self._ticks, self._still = 0, 0  # as last seen, and for how many looks
         self._good_steps = 0
@@ -108,7 +108,7 @@ class Pump:
         """The oldest plan, no longer in flight, and what came of it."""
         plan, step = self._in_flight[0]
         self._begun_s, self._still = self._now_s(), 0
-        self._watch.set(BEAT_S)
+        self._watch.start(BEAT_S)
         try:
             return plan, await step
         except asyncio.CancelledError:
@@ -120,7 +120,7 @@ class Pump:
         except Exception as error:
             return plan, error
         finally:
-            self._watch.off()
+            self._watch.stop()
             self._in_flight.popleft()
 
     async def _recover(self, plan: StepPlan, error: Exception) -> None:
@@ -145,7 +145,7 @@ class Pump:
         elif self._still * BEAT_S >= STALLED_S and self._good_steps >= FIRST_STEPS:
             self._gave_up = f"hangs: no rank got on for {STALLED_S:.0f} s"
         else:
-            return self._watch.set(BEAT_S)
+            return self._watch.start(BEAT_S)
         self._in_flight[0][1].cancel()
 
 

@@ -1,12 +1,15 @@
 """One attempt at one request inside an engine, and the lease under which its KV is kept for a reader."""
 
 import math
+from array import array
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
 
-from workers.engine.counts import TokenCounts
 from workers.engine.step import Draw
 from workers.request import FinishReason, LegTiming, Request, TokenLogprobs
+
+INT32 = next(code for code in "il" if array(code).itemsize == 4)
 
 
 class State(Enum):
@@ -23,6 +26,39 @@ class State(Enum):
     RESERVED = "reserved"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class TokenCounts:
+    """Which tokens a sequence has, and how often its answer has each: what penalties ask for at every draw.
+
+    Only new tokens are counted, so a draw costs two copies and no walk over the history. Owned by its Sequence, whose
+    tokens only ever grow.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+        self._seen = array(INT32)
+        self._counts = array(INT32)
+        self._num_read = 0
+
+    def read(self, tokens: Items[int], num_prompt: int, *, with_prompt: bool) -> tuple[bytes, bytes]:
+        """(each distinct token, how often it stands behind the prompt) as int32, up to the newest token.
+
+        Without the prompt, tokens that stand there alone are left out.
+        """
+        start = max(self._num_read, 0 if with_prompt else num_prompt)
+        assert start <= len(tokens), f"{self._num_read} tokens were counted, {len(tokens)} are left"
+        for position in range(start, len(tokens)):
+            self._counts[self._place(tokens[position])] += position >= num_prompt
+        self._num_read = len(tokens)
+        return self._seen.tobytes(), self._counts.tobytes()
+
+    def _place(self, token: int) -> int:
+        place = self._places.setdefault(token, len(self._seen))
+        if place == len(self._seen):
+            self._seen.append(token)
+            self._counts.append(0)
+        return place
 
 
 @dataclass(slots=True, eq=False)

@@ -28,11 +28,11 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read, ReadStats, summed
 from kvtransfer.unauthenticated import MAX_UNAUTHENTICATED, Unauthenticated
 from workers.config import WorkerConfig
-from workers.engine.bubble import BubbleMeter
 from workers.engine.executor import ModelFacts
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import ModelError, RankLost
 from workers.executor import gang_wire as wire
+from workers.executor.bubble import BubbleMeter
 from workers.executor.opening import MEET_TIMEOUT_S, open_rank, warm_up
 from workers.executor.order import RankLauncher, RankOrder, Seat
 from workers.executor.rank import Rank, RankStep

@@ -23,10 +23,10 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read, Region
 from workers.config import WorkerConfig
 from workers.costs import CostModel
-from workers.engine.bubble import BubbleMeter
 from workers.engine.estimate import plan_seconds
 from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan, StepResult
+from workers.executor.bubble import BubbleMeter
 from workers.request import TokenLogprobs
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from workers.errors import ModelError
 from workers.model.description import GenerationDefaults
-from workers.model.gguf_file import Progress
+from workers.model.gguf.file import Progress
 
 NO_OPINION = GenerationDefaults()
 _HUB_FILES = ["config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json"]

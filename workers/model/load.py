@@ -17,7 +17,7 @@ from workers.model.decoder import Decoder, Layer, Transform
 from workers.model.description import LayerConfig, ModelConfig
 from workers.model.feed_forward import Experts, FeedForward, SharedExpert
 from workers.model.folder import ModelFolder, check_tensors
-from workers.model.gguf_blocks import GGUFBlocks
+from workers.model.gguf.blocks import GGUFBlocks
 from workers.model.parallel import Embedding, Gathered, PartialEmbedding, Reduced
 from workers.model.shard import ModelShard, Range, shard_of, split_units
 from workers.model.weights import Part, Weights, fuse

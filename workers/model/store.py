@@ -22,12 +22,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workers.errors import ModelError
-from workers.model.config import ModelConfig, read_model_config
+from workers.model.config import ModelConfig as ModelConfig
+from workers.model.config import read_model_config as read_model_config
 from workers.model.content import cache_folder, content_id
 from workers.model.fetch import PINNED, fetch_from_hub, fetch_pinned
 from workers.model.folder import ModelFolder, check_folder, count_parameters, read_header, weight_files
-from workers.model.gguf_file import CONVERTER_VERSION, Progress, convert_gguf
-from workers.model.gguf_origin import find_origin, moved, read_origin, write_origin
+from workers.model.gguf.file import CONVERTER_VERSION, Progress, convert_gguf
+from workers.model.gguf.origin import find_origin, moved, write_origin
+from workers.model.gguf.origin import read_origin as read_origin
+from workers.model.shard import check_parallel as check_parallel
 from workers.profiles.shapes import SHAPES, WEIGHTS, canonical
 
 logger = logging.getLogger(__name__)

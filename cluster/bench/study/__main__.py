@@ -13,7 +13,7 @@ from cluster.bench.study import page, pictures, real, record, steps
 from cluster.bench.study.cells import grid
 from cluster.bench.study.record import Measured
 from workers.costs import LinearCost
-from workers.fit import fit
+from workers.profiles.fit import fit
 
 MODEL = "smollm2-135m"
 PARTS = ("steps", "naive", "real")

@@ -28,7 +28,7 @@ from cluster.bench.study.cells import (
 from cluster.bench.study.real import NAIVE_ANSWER, Naive, Real, naive_config, naive_requests, requests
 from cluster.bench.study.record import Measured
 from cluster.bench.study.workload import MIXES, asked, mean_lengths
-from workers.fit import COEFFICIENTS, Point, relative_error
+from workers.profiles.fit import COEFFICIENTS, Point, relative_error
 
 PAGE, TABLE = "batching.md", "batching.csv"
 TEMPLATE = Path(__file__).with_name("page.md.jinja")

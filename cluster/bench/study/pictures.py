@@ -23,7 +23,7 @@ from cluster.bench.study.page import LOAD
 from cluster.bench.study.real import NAIVE_ANSWER
 from cluster.bench.study.record import Measured
 from cluster.bench.study.workload import MIXES
-from workers.fit import relative_error
+from workers.profiles.fit import relative_error
 
 COLOURS = {
     "static": "#8d99ae",

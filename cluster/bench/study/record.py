@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cluster.bench.study.real import Naive, Real
 from workers.costs import LinearCost
-from workers.fit import Point
+from workers.profiles.fit import Point
 
 FILE = Path(__file__).with_name("measured.json")
 

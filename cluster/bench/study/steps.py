@@ -6,12 +6,12 @@ Every sequence of a plan has blocks of its own, as in service: what a decode rea
 from collections.abc import Callable
 from statistics import median
 
+from diptych.shapes import Shape
 from kvtransfer.open import RESERVED_BLOCKS
 from workers.engine.executor import Executor
 from workers.engine.step import StepPlan
-from workers.fit import Point
-from workers.measuring import num_blocks, step_plan
-from workers.shapes import Shape
+from workers.engine.step_timing import num_blocks, step_plan
+from workers.profiles.fit import Point
 
 ROUNDS = 3
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from workers.errors import ModelError
 from workers.model.config import read_model_config
-from workers.model.gguf_config import Metadata, hub_config
-from workers.model.gguf_tensors import ROPE_FACTORS, Source, plan
+from workers.model.gguf.config import Metadata, hub_config
+from workers.model.gguf.tensors import ROPE_FACTORS, Source, plan
 
 CONVERTER_VERSION = 1  # part of the cache key: raise it whenever the output changes
 Progress = Callable[[str, int, int | None], None]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.profiles.closed_forms import (
+from tests.literature.closed_forms import (
     break_even_byte_s,
     crossover_load,
     exposed_transfer_s,

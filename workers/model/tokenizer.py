@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from workers.errors import InvalidRequest, ModelError, PromptTooLong
 from workers.model.config import read_model_config
-from workers.token_bytes import byte_letters, token_bytes
+from workers.model.token_bytes import byte_letters, token_bytes
 
 NOTHING: Mapping[str, Any] = {}
 BYTE_OF = {letter: byte for byte, letter in enumerate(byte_letters())}

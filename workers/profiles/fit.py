@@ -12,8 +12,8 @@ from statistics import median
 
 import numpy as np
 
-from workers.costs import CostModel, LinearCost
-from workers.shapes import Shape, step_seconds
+from diptych.shapes import Shape
+from workers.costs import CostModel, LinearCost, step_seconds
 
 COEFFICIENTS = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "decode_context_s")
 DIGITS = 5  # of a coefficient; the fit is good for two

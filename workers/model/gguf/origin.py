@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from workers.model.config import read_model_config
-from workers.model.gguf_file import open_gguf
-from workers.model.gguf_tensors import plan
+from workers.model.gguf.file import open_gguf
+from workers.model.gguf.tensors import plan
 
 _RECORD = "gguf.json"
 

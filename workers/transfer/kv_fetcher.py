@@ -17,10 +17,10 @@ from workers.engine.blocks import OutOfBlocks
 from workers.engine.engine import Engine
 from workers.engine.executor import Executor
 from workers.errors import UnknownSequence
-from workers.logged import about
-from workers.peers import Peers
+from workers.log_fields import log_fields
 from workers.request import MIXED_KV, FetchedOut, Request
 from workers.stats import NO_PULLS
+from workers.transfer.peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Fetching:
             corrupt = isinstance(error, DigestMismatch)
             self._engine.fail(key, f"{type(error).__name__}: {error}", corrupt=corrupt)
         except Exception as error:
-            told = about(self._config.name, key)
+            told = log_fields(self._config.name, key)
             logger.exception("worker %s: fetch of %s", self._config.name, key, extra=told)
             self._engine.fail(key, f"unexpected {type(error).__name__}: {error}")
         return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workers.errors import ModelError
-from workers.model.gguf_origin import Stored, read_origin
+from workers.model.gguf.origin import Stored, read_origin
 from workers.model.weights import Part, Range
 from workers.ops.linear import BLOCK_FORMATS
 from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, dequantise

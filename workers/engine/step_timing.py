@@ -7,16 +7,14 @@ plans; knows no cost model.
 import asyncio
 from collections.abc import Callable, Sequence
 
+from diptych.shapes import Shape, Timings
 from workers.config import EngineConfig
 from workers.engine.engine import Engine
 from workers.engine.executor import Executor
 from workers.engine.pump import STEP_TIMEOUT_S
 from workers.engine.step import Chunk, Draw, StepPlan
-from workers.errors import InvalidRequest
-from workers.request import SamplingParams
-from workers.shapes import Shape, Timings
+from workers.request import SamplingParams, check_shape, refuse_outside
 
-MOST_REPEATS = 256
 CALL_S = 5.0  # no step begins later than this after the call
 TOUCH_BLOCKS = 32  # copied at once: the pool gathers copies in memory of its own
 STRIDE = 7919  # token ids that differ, lest the experts of a layer are all the same
@@ -69,9 +67,9 @@ async def measure(
     swaps = -(-shape.swap_bytes // executor.facts.layout.block_bytes)
     wanted = num_blocks(shape, config.block_size, swaps)
     for tokens, first in shape.runs:
-        _refuse_outside("the tokens before a chunk, or behind a decode", first, 0, engine.max_length - tokens)
-    _refuse_outside("the number of swapped blocks", swaps, 0, config.swap_blocks)
-    _refuse_outside("the number of blocks", wanted, 1, engine.pool.num_blocks)
+        refuse_outside("the tokens before a chunk, or behind a decode", first, 0, engine.max_length - tokens)
+    refuse_outside("the number of swapped blocks", swaps, 0, config.swap_blocks)
+    refuse_outside("the number of blocks", wanted, 1, engine.pool.num_blocks)
     seconds: list[float] = []
     blocks = engine.borrow(wanted)
     try:
@@ -93,18 +91,3 @@ async def _touch(executor: Executor, blocks: Sequence[int]) -> None:
     for start in range(1, len(blocks), TOUCH_BLOCKS):
         targets = blocks[start : start + TOUCH_BLOCKS]
         await executor.execute(StepPlan(0, (), copies=tuple((blocks[0], target) for target in targets)))
-
-
-def check_shape(config: EngineConfig, shape: Shape, repeats: int) -> None:
-    """What can be said without the engine, and before anything is made of the numbers. Raises `InvalidRequest`."""
-    _refuse_outside("repeats", repeats, 1, MOST_REPEATS)
-    _refuse_outside("the number of decodes", shape.batch, 0, config.max_running)
-    _refuse_outside("the number of chunks", len(shape.chunks), 0, config.max_batch_tokens)
-    _refuse_outside("the number of tokens in the step", shape.step_tokens, 1, config.max_batch_tokens)
-    for tokens, _ in shape.chunks:
-        _refuse_outside("the tokens of a chunk", tokens, 1, config.max_batch_tokens)
-
-
-def _refuse_outside(what: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise InvalidRequest("shape", f"{what} is {value}; here it must lie between {least} and {most}")

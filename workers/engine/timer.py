@@ -1,7 +1,7 @@
-"""A deadline that moves: setting it again costs an assignment, not a timer.
+"""A timer that is cheap to restart: a restart costs an assignment, not a new timer of the event loop.
 
-What is nearly always called off (the bound of a step, the silence of a worker, a heartbeat) is one timer of the loop
-that, when it comes too early, is set anew for what is left. Knows nothing but the loop's clock.
+For what is nearly always stopped in time: the bound of a step, a heartbeat. One timer of the loop stands behind it and
+goes on for the rest when it fires too early. Knows nothing but the loop's clock.
 
 Source of the idea: Varghese and Lauck, Hashed and hierarchical timing wheels (SOSP'87): stopping must be cheap.
 """
@@ -11,18 +11,18 @@ import math
 from collections.abc import Callable
 
 
-class Alarm:
-    """Calls `ring` once when the time is over. Close it, or its timer keeps it alive."""
+class Timer:
+    """Calls `expired` once when the time is over. Close it, or its timer keeps it alive."""
 
-    def __init__(self, ring: Callable[[], object]) -> None:
-        self._ring = ring
+    def __init__(self, expired: Callable[[], object]) -> None:
+        self._expired = expired
         self._loop = asyncio.get_running_loop()
         self._due_s = math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = math.inf  # when it comes
 
-    def set(self, seconds: float) -> None:
-        """Ring in so many seconds, and not when it was set to before."""
+    def start(self, seconds: float) -> None:
+        """Fire in `seconds`, whatever was set before."""
         self._due_s = self._loop.time() + seconds
         if self._timer is None:
             self._arm()
@@ -30,12 +30,12 @@ class Alarm:
             self._timer.cancel()
             self._arm()
 
-    def off(self) -> None:
-        """Do not ring until it is set again."""
+    def stop(self) -> None:
+        """Do not fire until the next `start`."""
         self._due_s = math.inf
 
     def close(self) -> None:
-        """Off, and no timer is left."""
+        """Stop, and leave no timer behind."""
         self._due_s = math.inf
         if self._timer is not None:
             self._timer.cancel()
@@ -52,4 +52,4 @@ class Alarm:
                 self._arm()
         else:
             self._due_s = math.inf
-            self._ring()
+            self._expired()

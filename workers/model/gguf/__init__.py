@@ -1,0 +1,1 @@
+"""GGUF files: read, and converted into a model folder in hub layout."""
