@@ -35,11 +35,11 @@ check: $(READY)
 	@$(BIN)/python -m pytest -q tests/test_imports.py
 
 bench: $(READY)
-	@$(BIN)/python -m cluster.bench
+	@$(BIN)/python -m benchmarks
 
-# The engine beside its peers (once: bin/python -m cluster.bench peer-install), with a chart in bench-results/.
+# The engine beside its peers (once: bin/python -m benchmarks peer-install), with a chart in bench-results/.
 bench-engine: $(VENV)/.bench
-	@$(BIN)/python -m cluster.bench engine step --out bench-results
+	@$(BIN)/python -m benchmarks engine step --out bench-results
 
 $(VENV)/.bench: $(READY)
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[bench]'
@@ -47,20 +47,20 @@ $(VENV)/.bench: $(READY)
 
 # The batching policies compared: docs/batching.md and its pictures. ARGS=--fitted: from the committed measurements.
 study: $(VENV)/.bench
-	@$(BIN)/python -m cluster.bench.study $(ARGS)
+	@$(BIN)/python -m benchmarks.study $(ARGS)
 
 # Loads that shift: ours against every system, every static split, colocated, and the best per phase, all simulated; writes
 # docs/elastic-campaign.md and its pictures. ARGS=--quick, ARGS=--full, ARGS="bursts day", ARGS=--recorded.
 elastic: $(VENV)/.bench
-	@$(BIN)/python -m cluster.bench.elastic $(ARGS)
+	@$(BIN)/python -m benchmarks.elastic $(ARGS)
 
 # A small load on the real cluster and in the simulator: docs/simulator.md. ARGS=--recorded: simulate the same runs again.
 sim-vs-real: $(READY)
-	@$(BIN)/python -m cluster.bench.sim_vs_real $(ARGS)
+	@$(BIN)/python -m benchmarks.sim_vs_real $(ARGS)
 
 # Roles follow a load that shifts, on the real cluster, token for token: four minutes. ARGS=--modelled: four workers that sleep.
 shift: $(READY)
-	@$(BIN)/python -m cluster.bench.shift $(ARGS)
+	@$(BIN)/python -m benchmarks.shift $(ARGS)
 
 # A pool grows and shrinks by load alone, and Ray's autoscaler brings the nodes: a minute.
 autoscaler: $(READY)
@@ -89,7 +89,7 @@ compare: $(VENV)/.bench
 
 # guidellm and aiperf as they are, against our HTTP server; makes an environment for each at the first time (minutes).
 bench-outside: $(VENV)/.bench
-	@$(BIN)/python -m cluster.bench.outside $(ARGS)
+	@$(BIN)/python -m benchmarks.outside $(ARGS)
 
 chaos: $(READY)
 	@DIPTYCH_CHAOS_ROUNDS=$(or $(ROUNDS),10) $(BIN)/python -m pytest -q tests/ray/test_death.py
@@ -99,7 +99,7 @@ pairs: $(READY)
 
 # Placements of the literature, searched in full; minutes to a quarter of an hour.
 plan-acceptance: $(READY)
-	@DIPTYCH_PLAN_ACCEPTANCE=1 $(BIN)/python -m pytest -q -s -o timeout=3600 tests/plan/test_acceptance.py
+	@DIPTYCH_PLAN_ACCEPTANCE=1 $(BIN)/python -m pytest -q -s -o timeout=3600 tests/offline/plan/test_acceptance.py
 
 fuzz: $(READY)
 	@for round in $$(seq $(or $(ROUNDS),3)); do \
@@ -111,7 +111,7 @@ literature: $(READY)
 	@DIPTYCH_LITERATURE=1 $(BIN)/python -m pytest -q -s tests/literature
 
 proto: $(READY)
-	@$(BIN)/python -m cluster.api.generate_stubs
+	@$(BIN)/python -m cluster.frontend.grpc.generate_stubs
 
 # torch first and pinned: anything else that asks for torch then finds it, instead of the largest build there is.
 $(READY): pyproject.toml constraints.txt

@@ -13,30 +13,30 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cluster.calls import ControllerCalls
-from cluster.changes import ServerReport, Taken
-from cluster.controller import Controller
-from cluster.dispatcher import Dispatcher
+from cluster.control.changes import ServerReport, Taken
+from cluster.control.client import ControllerCalls
+from cluster.control.controller import Controller
+from cluster.control.gateway_manager import Doors, GatewayKeeper
+from cluster.control.keep_alive import ORPHAN_AFTER_S, KeepAlive
+from cluster.control.membership import Membership
+from cluster.control.planner_process import ChildPlanner
+from cluster.control.replanning import Planner, limit_s
+from cluster.control.scaling_loop import Decider
+from cluster.control.supervised import Failures, supervised
+from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Event
-from cluster.gateway_keeper import Doors, GatewayKeeper
-from cluster.guard import Guard
-from cluster.history import Recent, Window
-from cluster.keep_alive import ORPHAN_AFTER_S, KeepAlive
-from cluster.members import Membership
-from cluster.planner_process import ChildPlanner
-from cluster.policy.elastic import Elastic
-from cluster.policy.promises import Standing
-from cluster.replanning import Planner, limit_s
+from cluster.frontend.auth import Guard
+from cluster.observe.history import Recent, Window
+from cluster.policy.scaling.elastic import Elastic
+from cluster.policy.slo_attainment import Standing
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
 from cluster.spec import ClusterSpec, Role
-from cluster.steward import Decider
-from cluster.supervised import Failures, supervised
-from cluster.view import ClusterView, ModelView, WorkerState
 from diptych.shapes import Shape, Timings
+from diptych.view import ClusterView, ModelView, WorkerState
 from workers.request import Request
 
 if TYPE_CHECKING:
-    from cluster.otlp import Spans
+    from cluster.observe.otlp import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class RequestDispatcher(Protocol):
     ) -> None:
         """Run one request; `emit` gets each event at the moment it happens. Cancelling cancels it on both workers.
 
-        `deadline_s` counts from now. `arrived_ns` (of `cluster.ledger.now_ns`) is when the gateway took the request:
+        `deadline_s` counts from now. `arrived_ns` (of `cluster.observe.ledger.now_ns`) is when the gateway took the request:
         there the ledger begins. Errors: `cluster.events`.
         """
         ...
@@ -90,7 +90,7 @@ class RequestDispatcher(Protocol):
         ...
 
     def turned_away(self, class_name: str, cause: str) -> None:
-        """The door refused a request of this class, for one of `cluster.policy.promises.REASONS`."""
+        """The door refused a request of this class, for one of `cluster.policy.slo_attainment.REASONS`."""
         ...
 
     def recent(self) -> Recent:
@@ -98,7 +98,7 @@ class RequestDispatcher(Protocol):
         ...
 
     def remembered(self, begin_ns: int, end_ns: int) -> Window:
-        """What is known of a stretch of time, of `cluster.ledger.now_ns`."""
+        """What is known of a stretch of time, of `cluster.observe.ledger.now_ns`."""
         ...
 
     def view_change(self) -> Awaitable[object]:
@@ -107,7 +107,7 @@ class RequestDispatcher(Protocol):
 
 
 class Operator(Protocol):
-    """What a door needs to have the cluster changed: see `cluster.controller.Controller`. Errors: `ChangeError`."""
+    """What a door needs to have the cluster changed: see `cluster.control.controller.Controller`. Errors: `ChangeError`."""
 
     async def flip(self, worker: str, role: Role, revision: int) -> int: ...
     async def drain(self, worker: str, revision: int, deadline_s: float) -> int: ...
@@ -239,7 +239,7 @@ async def _spans(spec: ClusterSpec, gateway: str) -> "Spans | None":
     """Half a second of imports, where spans are wanted."""
     if spec.tracing.otlp_endpoint is None:
         return None
-    otlp = await asyncio.to_thread(import_module, "cluster.otlp")
+    otlp = await asyncio.to_thread(import_module, "cluster.observe.otlp")
     spans: Spans = otlp.Spans(spec, gateway)
     return spans
 
@@ -276,7 +276,7 @@ class Serving:
 
     @property
     def controller(self) -> ServiceHandle:
-        """Where changes are asked for (`cluster.controller.Controller`)."""
+        """Where changes are asked for (`cluster.control.controller.Controller`)."""
         assert self._controller is not None, "a cluster is changed after it opened"
         return self._controller
 
@@ -421,7 +421,7 @@ async def serve(
 ) -> Serving:
     """Bring a cluster up. On any error everything that was started is taken down again. `planner`, for
     `elastic.replan`: None is a process of its own for each question. `decider`, where `elastic` is on: None is the rule
-    of `cluster.policy.elastic`. Without `gateways` others bring them (`cluster.joining`).
+    of `cluster.policy.scaling.elastic`. Without `gateways` others bring them (`cluster.join`).
 
     Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
     """

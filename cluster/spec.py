@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from cluster.yaml_lines import located
+from cluster.spec_lines import located
 from diptych.view import Role as Role
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
 from workers.costs import CostModel, LinearCost
@@ -327,7 +327,7 @@ ELASTIC = ("off", "advise", "act")
 
 @dataclass(frozen=True, slots=True)
 class ElasticSpec:
-    """Workers change their roles as the load does (see `cluster.policy.elastic`, `cluster.replanning`)."""
+    """Workers change their roles as the load does (see `cluster.policy.scaling.elastic`, `cluster.control.replanning`)."""
 
     mode: str = "off"
     """`advise` logs which role should change, `act` changes it."""
@@ -389,7 +389,7 @@ OTLP_PROTOCOLS = ("grpc", "http/protobuf")
 
 @dataclass(frozen=True, slots=True)
 class TracingSpec:
-    """Spans of requests, as OpenTelemetry has them (see `cluster.otlp`)."""
+    """Spans of requests, as OpenTelemetry has them (see `cluster.observe.otlp`)."""
 
     otlp_endpoint: str | None = None
     """Where gateways send them, such as `http://collector:4317`; `https` is with TLS. Left out: nowhere. Headers and
@@ -415,7 +415,7 @@ LOG_FORMATS, LOG_LEVELS = ("text", "json"), ("debug", "info", "warning", "error"
 
 @dataclass(frozen=True, slots=True)
 class LogSpec:
-    """How every process of the cluster logs (see `cluster.logs`)."""
+    """How every process of the cluster logs (see `cluster.runtime.logs`)."""
 
     format: str = "text"
     """`json` is one object a line: docs/observing.md."""

@@ -138,7 +138,7 @@ def test_the_layers_of_the_design_are_those_that_are_held() -> None:
 
 
 def test_the_ledger_of_the_design_is_complete() -> None:
-    from cluster.ledger import PHASES
+    from cluster.observe.ledger import PHASES
 
     section = (ROOT / "docs" / "design.md").read_text().partition("## The ledger")[2].partition("\n## ")[0]
     assert tuple(re.findall(r"^\| `(\w+)` \|", section, re.M)) == PHASES

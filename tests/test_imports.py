@@ -45,58 +45,70 @@ LAYERS = [
     ["workers.mailbox", "workers.transfer"],
     ["workers.executor", "workers.worker"],
     ["workers.build"],
-    ["cluster.yaml_lines"],
+    ["cluster.spec_lines"],
     ["cluster.spec"],
     [
         "cluster.runtime",
-        "cluster.view",
-        "cluster.ledger",
-        "cluster.workload",
-        "cluster.logs",
-        "cluster.guard",
-        "cluster.supervised",
-        "cluster.trace_context",
+        "diptych.view",
+        "cluster.observe.ledger",
+        "cluster.offline.workload",
+        "cluster.runtime.logs",
+        "cluster.frontend.auth",
+        "cluster.control.supervised",
+        "cluster.observe.trace_context",
         "cluster.precheck",
     ],
-    ["cluster.pool", "cluster.policy", "cluster.members", "cluster.events", "cluster.scoring", "cluster.changes"],
-    ["cluster.replanning", "cluster.planner_process", "cluster.gateway_keeper", "cluster.keep_alive"],
     [
-        "cluster.line",
-        "cluster.cache_reader",
-        "cluster.preflight",
-        "cluster.floors",
-        "cluster.steward",
-        "cluster.witness",
-        "cluster.calls",
-        "cluster.history",
+        "cluster.control.replicas",
+        "cluster.policy",
+        "cluster.control.membership",
+        "cluster.events",
+        "cluster.offline.scoring",
+        "cluster.control.changes",
     ],
-    ["cluster.leg", "cluster.trails"],
     [
-        "cluster.attempt",
-        "cluster.lobby",
-        "cluster.moving",
-        "cluster.roster",
-        "cluster.course",
-        "cluster.metrics",
-        "cluster.tally",
+        "cluster.control.replanning",
+        "cluster.control.planner_process",
+        "cluster.control.gateway_manager",
+        "cluster.control.keep_alive",
     ],
-    ["cluster.placing", "cluster.otlp"],
-    ["cluster.dispatcher", "cluster.controller"],
+    [
+        "cluster.dispatch.worker_client",
+        "cluster.dispatch.cache_reader",
+        "cluster.control.preflight",
+        "cluster.control.floors",
+        "cluster.control.scaling_loop",
+        "cluster.observe.load_reporter",
+        "cluster.control.client",
+        "cluster.observe.history",
+    ],
+    ["cluster.dispatch.worker_call", "cluster.observe.request_trace"],
+    [
+        "cluster.dispatch.attempt",
+        "cluster.dispatch.admission_queue",
+        "cluster.dispatch.migration",
+        "cluster.dispatch.discovery",
+        "cluster.observe.request_timing",
+        "cluster.observe.metrics",
+        "cluster.observe.request_metrics",
+    ],
+    ["cluster.dispatch.placement", "cluster.observe.otlp"],
+    ["cluster.dispatch.dispatcher", "cluster.control.controller"],
     ["cluster.serving"],
     [
-        "cluster.text",
-        "cluster.preprocessing",
-        "cluster.preprocessing_process",
-        "cluster.outbox",
-        "cluster.answers",
+        "cluster.frontend.text",
+        "cluster.frontend.preprocessing",
+        "cluster.frontend.preprocessing_process",
+        "cluster.frontend.output_collector",
+        "cluster.frontend.parallel_sampling",
         "cluster.gateway",
-        "cluster.joining",
+        "cluster.join",
     ],
-    ["cluster.sim"],
-    ["cluster.plan", "cluster.report"],
-    ["cluster.api", "cluster.http", "cluster.bench", "cluster.load", "cluster.profile"],
-    ["cluster.autoscaler"],
-    ["cluster.doors"],
+    ["cluster.offline.sim"],
+    ["cluster.offline.plan", "cluster.offline.report"],
+    ["cluster.frontend.grpc", "cluster.frontend.http", "benchmarks", "cluster.offline.load", "cluster.offline.profile"],
+    ["cluster.control.autoscaler"],
+    ["cluster.frontend.servers"],
     ["cluster.cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -104,19 +116,19 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 HEAVY = {
     "torch": (
         *("workers.ops", "workers.model", "workers.executor", "kvtransfer.backends"),
-        *("cluster.cli.doctor", "cluster.bench.engine.drivers", "cluster.bench.gang.ways", "cluster.bench.sampling"),
+        *("cluster.cli.doctor", "benchmarks.engine.drivers", "benchmarks.gang.ways", "benchmarks.sampling"),
     ),
     "ray": (
         *("cluster.runtime.ray", "cluster.runtime.ray_ranks", "cluster.runtime.ray_metrics"),
         "cluster.runtime.ray_nodes",
-        *("cluster.bench.gang.ways", "cluster.cli"),
+        *("benchmarks.gang.ways", "cluster.cli"),
     ),
-    "grpc": ("cluster.api", "cluster.bench.bare", "diptych.channel", "diptych.failures", "diptych.aio"),
-    "fastapi": ("cluster.http", "cluster.bench.bare"),
-    "starlette": ("cluster.http", "cluster.bench.bare"),
-    "uvicorn": ("cluster.http", "cluster.bench.bare"),
-    "pydantic": ("cluster.http",),
-    "opentelemetry": ("cluster.otlp",),
+    "grpc": ("cluster.frontend.grpc", "benchmarks.bare", "diptych.channel", "diptych.failures", "diptych.aio"),
+    "fastapi": ("cluster.frontend.http", "benchmarks.bare"),
+    "starlette": ("cluster.frontend.http", "benchmarks.bare"),
+    "uvicorn": ("cluster.frontend.http", "benchmarks.bare"),
+    "pydantic": ("cluster.frontend.http",),
+    "opentelemetry": ("cluster.observe.otlp",),
     "nixl_cu12": ("kvtransfer.backends",),
 }
 CLIENT = {"diptych", "grpc", "grpc_health", "grpc_status", "google", "msgspec"}  # all that `diptych` may import
@@ -134,7 +146,7 @@ WAIST = (
     "workers.stats",
 )
 # Those who put workers together see the parts, too.
-COMPOSERS = ("cluster.runtime", "cluster.sim")
+COMPOSERS = ("cluster.runtime", "cluster.offline.sim")
 PARTS = (
     "workers.build",
     "workers.engine.step",
@@ -143,10 +155,10 @@ PARTS = (
     "workers.worker",
 )
 VALUES = ("diptych.errors", "diptych.watchdog", "diptych.events", "diptych.view", "diptych.options", "diptych.shapes")
-PURE = ("workers.engine", "cluster.policy", "cluster.autoscaler.pods")
+PURE = ("workers.engine", "cluster.policy", "cluster.control.autoscaler.pods")
 IMPURE = {"time", "random", "secrets", "socket", "threading", "torch", "numpy"}
 # Arithmetic on columns, a row for each of a thousand workers, which plain Python has no time for. No randomness.
-COLUMNS = ("cluster.policy.shortlist", "cluster.policy.rates")
+COLUMNS = ("cluster.policy.routing.slo.shortlist", "cluster.policy.routing.slo.cost_tables")
 
 
 def modules() -> list[tuple[str, ast.Module]]:
@@ -213,7 +225,7 @@ def test_heavy_libraries_stay_in_their_rooms(name: str, tree: ast.Module) -> Non
 
 @pytest.mark.parametrize(("name", "tree"), MODULES, ids=[name for name, _ in MODULES])
 def test_cluster_imports_only_the_ticket_and_the_errors_of_kvtransfer(name: str, tree: ast.Module) -> None:
-    if not name.startswith("cluster.") or below(name, ("cluster.cli", "cluster.bench")):
+    if not name.startswith("cluster.") or below(name, ("cluster.cli", "benchmarks")):
         return
     allowed = ("kvtransfer.ticket", "kvtransfer.errors")
     for imported in imports(tree):
@@ -222,7 +234,7 @@ def test_cluster_imports_only_the_ticket_and_the_errors_of_kvtransfer(name: str,
 
 @pytest.mark.parametrize(("name", "tree"), MODULES, ids=[name for name, _ in MODULES])
 def test_cluster_sees_of_workers_a_short_list(name: str, tree: ast.Module) -> None:
-    if not name.startswith("cluster.") or below(name, ("cluster.bench",)):
+    if not name.startswith("cluster.") or below(name, ("benchmarks",)):
         return
     allowed = (*WAIST, *PARTS) if below(name, COMPOSERS) else WAIST
     for imported in imports(tree):
@@ -245,7 +257,7 @@ def test_proto_is_not_a_package() -> None:
 
 def test_importing_cluster_loads_nothing_heavy() -> None:
     probe = (
-        "import sys, cluster, cluster.spec, cluster.view, cluster.policy.placement;"
+        "import sys, cluster, cluster.spec, diptych.view, cluster.policy.routing.router;"
         "print([name for name in ('torch', 'ray', 'grpc', 'numpy', 'transformers') if name in sys.modules])"
     )
     paths = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'proto'}"}

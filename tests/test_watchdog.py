@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from cluster.sim import clock
+from cluster.offline.sim import clock
 from diptych.watchdog import TICKS, Watchdog, patient_timeout
 
 

@@ -96,6 +96,6 @@ def _access(ca: str | None, cert: str | None, cert_key: str | None, key_file: st
 
 
 def _first_key(path: str) -> str:
-    from cluster.guard import read_keys
+    from cluster.frontend.auth import read_keys
 
     return next(iter(read_keys(path)))

@@ -11,8 +11,8 @@ from cluster.cli.lifetime import run
 from diptych.access import Access
 
 if TYPE_CHECKING:
-    from cluster.autoscaler.kubernetes import ApiServer
-    from cluster.autoscaler.pods import Pods
+    from cluster.control.autoscaler.kubernetes import ApiServer
+    from cluster.control.autoscaler.pods import Pods
 
 SECONDS = click.FloatRange(min=0, min_open=True)
 
@@ -66,9 +66,9 @@ def autoscaler(
     """
     from dataclasses import replace
 
-    from cluster.autoscaler.kubernetes import ACCOUNT, ScaleError, api_server
-    from cluster.autoscaler.pods import Pods, scaled
-    from cluster.logs import begin
+    from cluster.control.autoscaler.kubernetes import ACCOUNT, ScaleError, api_server
+    from cluster.control.autoscaler.pods import Pods, scaled
+    from cluster.runtime.logs import begin
     from cluster.spec import load_spec
 
     spec = load_spec(file)
@@ -97,8 +97,8 @@ async def _autoscaler(
 ) -> None:
     from contextlib import AsyncExitStack
 
-    from cluster.autoscaler.loop import Autoscaler
-    from cluster.autoscaler.probes import probed
+    from cluster.control.autoscaler.loop import Autoscaler
+    from cluster.control.autoscaler.probes import probed
 
     running = Autoscaler(pods, server, endpoint, access, prefix, period_s)
     async with AsyncExitStack() as stack:

@@ -93,7 +93,7 @@ def bench(
     """
     from cluster.cli import benching
     from cluster.cli.simulate import rates_of
-    from cluster.load.endpoint import Target
+    from cluster.offline.load.endpoint import Target
 
     _check_modes(configurations, compare, batches, source, concurrency, count, lengths, wants_goodput, rates)
     if seeds is not None and not (compare or wants_goodput):
@@ -122,7 +122,7 @@ def bench(
         access=access,
     )
     if compare:
-        from cluster.load.trials import kind_of
+        from cluster.offline.load.trials import kind_of
 
         servers = {each: kind_of(each)[1] for each in configurations if "://" in each}
         others = {each: Target(address, model, api_key, tokenizer, access) for each, address in servers.items()}

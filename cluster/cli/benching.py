@@ -19,18 +19,18 @@ from diptych.access import Access
 
 if TYPE_CHECKING:
     from cluster.cli.screen import PullProgress
-    from cluster.load.about import About
-    from cluster.load.batches import Sweep
-    from cluster.load.endpoint import Endpoint, Target
-    from cluster.load.searching import Wanted
-    from cluster.load.sending import Ended, Load
-    from cluster.report.compared import Compared
-    from cluster.report.html import More
-    from cluster.scoring.batches import BatchFigures
-    from cluster.scoring.goodput import Goodput
-    from cluster.scoring.records import Run
-    from cluster.scoring.trials import Trial, Trials
-    from cluster.workload.arrivals import Workload
+    from cluster.offline.load.about import About
+    from cluster.offline.load.batches import Sweep
+    from cluster.offline.load.endpoint import Endpoint, Target
+    from cluster.offline.load.searching import Wanted
+    from cluster.offline.load.sending import Ended, Load
+    from cluster.offline.report.compared import Compared
+    from cluster.offline.report.html import More
+    from cluster.offline.scoring.batches import BatchFigures
+    from cluster.offline.scoring.goodput import Goodput
+    from cluster.offline.scoring.records import Run
+    from cluster.offline.scoring.trials import Trial, Trials
+    from cluster.offline.workload.arrivals import Workload
     from workers.request import SLO
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Asked:
     access: Access
 
     def load(self, endpoint: "Endpoint", seed: int) -> "Load":
-        from cluster.load.sending import Load
+        from cluster.offline.load.sending import Load
 
         return Load(
             endpoint.vocab_size, self.deadline_s, self.in_flight, seed, self.slo, endpoint.name, self.concurrency
@@ -90,7 +90,7 @@ class _Driver:
         return self._runner.run(self.endpoint.drive(workload, self._asked.load(self.endpoint, seed), one_more))
 
     def sweep(self, wanted: "Sweep") -> "tuple[BatchFigures, ...]":
-        from cluster.load.batches import sweep
+        from cluster.offline.load.batches import sweep
 
         total = len(wanted.turns)
         self._bar("batches ended", 0, total)
@@ -101,8 +101,8 @@ class _Driver:
 
 @contextmanager
 def _driver(asked: Asked) -> "Iterator[tuple[_Driver, About]]":
-    from cluster.load.about import about
-    from cluster.load.opening import open_endpoint
+    from cluster.offline.load.about import about
+    from cluster.offline.load.opening import open_endpoint
 
     assert asked.target is not None
     with asyncio.Runner() as runner, progress_bar() as bar:
@@ -117,11 +117,11 @@ def _driver(asked: Asked) -> "Iterator[tuple[_Driver, About]]":
 
 def load(asked: Asked, goal: Goal | None) -> None:
     """One workload, perhaps at further rates, perhaps with a search for goodput behind it."""
-    from cluster.load.searching import Wanted
-    from cluster.report.compared import Compared
-    from cluster.report.html import More
-    from cluster.report.table import probes
-    from cluster.scoring.figures import figures
+    from cluster.offline.load.searching import Wanted
+    from cluster.offline.report.compared import Compared
+    from cluster.offline.report.html import More
+    from cluster.offline.report.table import probes
+    from cluster.offline.scoring.figures import figures
 
     seed = asked.seeds[0]
     wanted = Wanted(asked.source, asked.slo, goal.target if goal else 1.0, asked.seeds, goal.tolerance if goal else 1.0)
@@ -140,7 +140,7 @@ def load(asked: Asked, goal: Goal | None) -> None:
 
 
 def _search(wanted: "Wanted", drive: _Driver, shown: "Run") -> "Goodput":
-    from cluster.load.searching import search
+    from cluster.offline.load.searching import search
 
     tolerance = f"until seeds' rates are known within {wanted.tolerance:.0%}"
     say(f"searching goodput with seeds {', '.join(map(str, wanted.seeds))} {tolerance}")
@@ -149,10 +149,10 @@ def _search(wanted: "Wanted", drive: _Driver, shown: "Run") -> "Goodput":
 
 def batches(asked: Asked, sizes: str, repeats: int) -> None:
     """Static batches of rising size."""
-    from cluster.load.batches import Sweep, sizes_of
-    from cluster.report.batches import batch_curves, batch_table
-    from cluster.report.html import More, Picture
-    from cluster.report.table import terminal
+    from cluster.offline.load.batches import Sweep, sizes_of
+    from cluster.offline.report.batches import batch_curves, batch_table
+    from cluster.offline.report.html import More, Picture
+    from cluster.offline.report.table import terminal
 
     wanted = Sweep(sizes_of(sizes), repeats, asked.lengths, asked.seeds[0])
     wanted.workload(1, 0)  # before anything is sent
@@ -169,13 +169,13 @@ def batches(asked: Asked, sizes: str, repeats: int) -> None:
 
 def compare(asked: Asked, configurations: Sequence[str], endpoints: "Mapping[str, Target]", runtime: str) -> None:
     """The same load on several configurations, each started here in turn."""
-    from cluster.load.about import about
-    from cluster.load.trials import Plan, beside, configuration_of, run_trials
-    from cluster.report.compared import Compared
-    from cluster.report.table import terminal
-    from cluster.report.trials import told, trial_tables
-    from cluster.scoring.figures import figures
-    from cluster.scoring.trials import Trials
+    from cluster.offline.load.about import about
+    from cluster.offline.load.trials import Plan, beside, configuration_of, run_trials
+    from cluster.offline.report.compared import Compared
+    from cluster.offline.report.table import terminal
+    from cluster.offline.report.trials import told, trial_tables
+    from cluster.offline.scoring.figures import figures
+    from cluster.offline.scoring.trials import Trials
 
     made = [beside(each, endpoints[each]) if each in endpoints else configuration_of(each) for each in configurations]
     if len({each.name for each in made}) != len(made):
@@ -256,8 +256,8 @@ class _Bars:
 
 
 def _more(found: "Trials") -> "More":
-    from cluster.report.html import More, Picture
-    from cluster.report.trials import has_verdicts, told, trial_intervals, trial_tables, verdict_map
+    from cluster.offline.report.html import More, Picture
+    from cluster.offline.report.trials import has_verdicts, told, trial_intervals, trial_tables, verdict_map
 
     pictures = [Picture("compared", "Means and 95 % confidence intervals.", partial(trial_intervals, found))]
     if has_verdicts(found):
@@ -268,7 +268,7 @@ def _more(found: "Trials") -> "More":
 
 def _trials_json(found: "Trials") -> dict[str, Any]:
     """Every run's figures, and the lines that sum them up."""
-    from cluster.report.trials import told
+    from cluster.offline.report.trials import told
 
     return {"runs": [_run_json(each) for each in found.all], "told": list(told(found))}
 

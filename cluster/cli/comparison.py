@@ -10,8 +10,8 @@ import click
 from cluster.cli.screen import console, print_json, say
 
 if TYPE_CHECKING:
-    from cluster.report.compared import Compared
-    from cluster.report.html import More
+    from cluster.offline.report.compared import Compared
+    from cluster.offline.report.html import More
     from workers.request import SLO
 
 
@@ -27,7 +27,7 @@ def positive_slo(ttft_s: float | None, tpot_s: float | None) -> "SLO":
 
 def tell(compared: "Sequence[Compared]", as_json: bool) -> None:
     """Tables, or one JSON list."""
-    from cluster.report.table import comparison, pools, terminal
+    from cluster.offline.report.table import comparison, pools, terminal
 
     if as_json:
         print_json([system_json(each) for each in compared])
@@ -70,9 +70,9 @@ def write(
     """
     import json
 
-    from cluster.report import perfetto
-    from cluster.report.html import NO_MORE, page, pictures
-    from cluster.report.style import png
+    from cluster.offline.report import perfetto
+    from cluster.offline.report.html import NO_MORE, page, pictures
+    from cluster.offline.report.style import png
 
     more = more or NO_MORE
     out.mkdir(parents=True, exist_ok=True)

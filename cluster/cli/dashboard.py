@@ -6,13 +6,13 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal
 
-from cluster.changes import Taken
 from cluster.cli.rates import Looks, Rates, WorkerRates
 from cluster.cli.screen import size, view_json
 from cluster.cli.shape import decision_json, decision_words
-from cluster.history import Happening, Traffic
-from cluster.policy.promises import Kept
-from cluster.view import ClusterView, WorkerState, WorkerView
+from cluster.control.changes import Taken
+from cluster.observe.history import Happening, Traffic
+from cluster.policy.slo_attainment import Kept
+from diptych.view import ClusterView, WorkerState, WorkerView
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -61,7 +61,7 @@ async def _demo(spec: "ClusterSpec", runtime: str, prompt: str, max_tokens: int,
 
 
 async def _ask(client: "AsyncClient", prompt: str, max_tokens: int, quiet: bool) -> "Answer":
-    from cluster.text import TextDelta
+    from cluster.frontend.text import TextDelta
     from diptych.client import answer_of
 
     if not quiet:

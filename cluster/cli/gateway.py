@@ -12,7 +12,7 @@ from cluster.cli.address import filed
 from cluster.cli.lifetime import Interrupts, closing_words, run, with_files, with_http, with_port
 
 if TYPE_CHECKING:
-    from cluster.joining import JoinedGateway
+    from cluster.join import JoinedGateway
     from cluster.spec import ClusterSpec
 
 
@@ -67,9 +67,9 @@ async def _gateway(
     wait_s: float,
     log_format: str | None,
 ) -> None:
-    from cluster.doors import open_doors
-    from cluster.joining import described, join
-    from cluster.logs import begin
+    from cluster.frontend.servers import open_doors
+    from cluster.join import described, join
+    from cluster.runtime.logs import begin
     from cluster.runtime.sessions import settle_join
 
     cluster = settle_join(named) or named or "diptych"

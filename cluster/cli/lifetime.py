@@ -83,7 +83,7 @@ async def running_cluster(
 
     What runs then may go on for `grace_s`, unless there is a second signal.
     """
-    from cluster.doors import open_doors
+    from cluster.frontend.servers import open_doors
     from cluster.serving import serve
 
     serving = await serve(spec, runtime=runtime, door=open_doors, progress=progress, gateways=gateways)
@@ -121,14 +121,14 @@ def check_doors(spec: "ClusterSpec") -> None:
     """Raise now if a gateway's port is taken here (OSError), a file of certificates or keys cannot be used (SpecError)
     or HTTP is not installed, rather than after the model is loaded. In a Ray of others, all this is elsewhere."""
     if spec.gateway.http_port is not None:
-        from cluster.http import check_extra
+        from cluster.frontend.http import check_extra
 
         check_extra()
     for port, option in ((spec.gateway.grpc_port, "--port"), (spec.gateway.http_port, "--http-port")):
         if port and "RAY_ADDRESS" not in os.environ:
             _check_free(spec.gateway.host, port, option)
     if "RAY_ADDRESS" not in os.environ:
-        from cluster.guard import Guard
+        from cluster.frontend.auth import Guard
 
         Guard(spec.gateway)
 

@@ -12,9 +12,9 @@ from cluster.cli.searching import INTERRUPTED, cut_short, search
 
 if TYPE_CHECKING:
     from cluster.cli.searching import Shown
-    from cluster.plan.asked import Asked
-    from cluster.plan.budget import Budget
-    from cluster.plan.load import Load
+    from cluster.offline.plan.asked import Asked
+    from cluster.offline.plan.budget import Budget
+    from cluster.offline.plan.load import Load
     from workers.request import SLO
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ def plan(**said: Any) -> None:
       diptych plan --what-if a.yaml b.yaml --workload poisson:rate=4,lengths=mixed,count=500 --ttft 1 --tpot 0.1
       diptych plan --model llama-3-8b --hardware h100-80gb,l4 --prompt 1500-2000 --output 500
     """
-    from cluster.plan.asked import PlanError
+    from cluster.offline.plan.asked import PlanError
 
     modes = {
         "--what-if": bool(said["pair"]),
@@ -117,14 +117,14 @@ def _slo(said: dict[str, Any]) -> "SLO":
 
 
 def _load(said: dict[str, Any]) -> "Load":
-    from cluster.plan.load import Load
-    from cluster.workload.load import load_workload
+    from cluster.offline.plan.load import Load
+    from cluster.offline.workload.load import load_workload
 
     return Load.of(load_workload(said["source"]), said["own_times"])
 
 
 def _asked(said: dict[str, Any], load: "Load", gpus: int) -> "Asked":
-    from cluster.plan.asked import Asked
+    from cluster.offline.plan.asked import Asked
 
     return Asked(
         model=said["model"],
@@ -166,10 +166,10 @@ def _search(said: dict[str, Any], usual_s: float, work: "Callable[[Budget, Shown
 
 
 def _place(said: dict[str, Any]) -> None:
-    from cluster.plan.estimate import outline
-    from cluster.plan.placement import Placement
-    from cluster.plan.verdict import judged
-    from cluster.plan.written import as_json, described, outlined, plain, undecided, write_plan
+    from cluster.offline.plan.estimate import outline
+    from cluster.offline.plan.placement import Placement
+    from cluster.offline.plan.verdict import judged
+    from cluster.offline.plan.written import as_json, described, outlined, plain, undecided, write_plan
 
     _need(said, "model", "hardware", "gpus", "source", "ttft_s", "tpot_s")
     asked = _asked(said, _load(said), said["gpus"])
@@ -188,11 +188,11 @@ def _place(said: dict[str, Any]) -> None:
 
 
 def _compare(said: dict[str, Any]) -> None:
-    from cluster.plan.estimate import CAVEAT
-    from cluster.plan.whatif import Terms, against, as_json, estimates, told
-    from cluster.plan.written import plain
-    from cluster.sim.compare import Case
-    from cluster.sim.fleet import models_of
+    from cluster.offline.plan.estimate import CAVEAT
+    from cluster.offline.plan.whatif import Terms, against, as_json, estimates, told
+    from cluster.offline.plan.written import plain
+    from cluster.offline.sim.compare import Case
+    from cluster.offline.sim.fleet import models_of
     from cluster.spec import load_spec
 
     _need(said, "source", "ttft_s", "tpot_s")
@@ -217,10 +217,10 @@ def _compare(said: dict[str, Any]) -> None:
 
 
 def _buy(said: dict[str, Any]) -> None:
-    from cluster.plan.asked import PlanError
-    from cluster.plan.bought import as_json, estimated, told
-    from cluster.plan.buyer import Instance, Lengths, answers, instances_of, least, span
-    from cluster.plan.load import Load
+    from cluster.offline.plan.asked import PlanError
+    from cluster.offline.plan.bought import as_json, estimated, told
+    from cluster.offline.plan.buyer import Instance, Lengths, answers, instances_of, least, span
+    from cluster.offline.plan.load import Load
 
     _need(said, "model", "hardware", "prompt", "output")
     lengths = Lengths(span(said["prompt"], "--prompt"), span(said["output"], "--output"))
@@ -256,8 +256,8 @@ def _users(text: str) -> list[int]:
 
 
 def _provision(said: dict[str, Any]) -> None:
-    from cluster.plan.provision import as_json, estimates, provision, told_of
-    from cluster.plan.written import outlined, plain
+    from cluster.offline.plan.provision import as_json, estimates, provision, told_of
+    from cluster.offline.plan.written import outlined, plain
 
     _need(said, "model", "hardware", "source")
     machines = said["machines"]

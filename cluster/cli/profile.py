@@ -68,7 +68,7 @@ def _measure_file(file: str, runtime: str, rounds: int) -> "ClusterProfile":
 
 
 async def _measure(endpoint: str, access: Access, rounds: int) -> "ClusterProfile":
-    from cluster.profile.measure import measure
+    from cluster.offline.profile.measure import measure
     from diptych.client import AsyncClient
 
     with progress_bar() as tell:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.history import Traffic
-from cluster.policy.promises import ClassScore, Kept
+from cluster.observe.history import Traffic
+from cluster.policy.slo_attainment import ClassScore, Kept
 
 if TYPE_CHECKING:  # what stands behind it is heavy
     from diptych.client import ClusterStatus

@@ -11,8 +11,8 @@ import click
 import msgspec
 
 from cluster.events import Accepted, Completed, Queued
-from cluster.ledger import PHASES, LatencyLedger
-from cluster.view import ClusterView, GatewayState, PoolView, WorkerState, WorkerView
+from cluster.observe.ledger import PHASES, LatencyLedger
+from diptych.view import ClusterView, GatewayState, PoolView, WorkerState, WorkerView
 from kvtransfer.ticket import TransferReport
 
 if TYPE_CHECKING:  # rich costs a tenth of a second that --help must not pay

@@ -11,7 +11,7 @@ from cluster.cli.screen import console, say
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from cluster.plan.budget import Budget
+    from cluster.offline.plan.budget import Budget
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ def cores() -> int:
 
 def search(limit_s: float, processes: int | None, work: "Callable[[Budget, Shown], T]") -> tuple[T, str]:
     """What `work` finds in the time, and what ended it: empty when it came to its own end."""
-    from cluster.plan.budget import Budget
+    from cluster.offline.plan.budget import Budget
 
     with shown(limit_s) as progress, Budget(limit_s, processes or cores()) as budget:
         found = budget.run(lambda: work(budget, progress), progress.tick)

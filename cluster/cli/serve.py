@@ -55,7 +55,7 @@ def serve(
       diptych serve -f examples/laptop.yaml --port 50051
       diptych serve --tls-cert-file cert.pem --tls-key-file key.pem --api-keys-file keys
     """
-    from cluster.logs import begin
+    from cluster.runtime.logs import begin
 
     if no_gateways and runtime == "local":
         raise click.UsageError("--no-gateways: gateways join through Ray; leave --runtime local out")
@@ -93,7 +93,7 @@ def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> None:
     """Fetch the model, and raise now what can be known of the pools without a worker, with the line of the file."""
     from cluster.precheck import check_devices, check_model, check_readers
     from cluster.spec import SpecError
-    from cluster.yaml_lines import located
+    from cluster.spec_lines import located
 
     if spec.executor == "modelled":
         return

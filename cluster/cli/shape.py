@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cluster.changes import Taken
 from cluster.cli.screen import plain_table
-from cluster.policy.evidence import Decision
-from cluster.view import ClusterView, WorkerState
+from cluster.control.changes import Taken
+from cluster.policy.scaling.evidence import Decision
+from diptych.view import ClusterView, WorkerState
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -12,11 +12,11 @@ from cluster.cli.comparison import positive_slo, tell, write
 from cluster.cli.screen import progress_bar
 
 if TYPE_CHECKING:
-    from cluster.report.compared import Compared
-    from cluster.scoring.goodput import Map
-    from cluster.sim.cluster import Surroundings
-    from cluster.sim.compare import Case, Question
-    from cluster.workload.arrivals import Workload
+    from cluster.offline.report.compared import Compared
+    from cluster.offline.scoring.goodput import Map
+    from cluster.offline.sim.cluster import Surroundings
+    from cluster.offline.sim.compare import Case, Question
+    from cluster.offline.workload.arrivals import Workload
     from workers.request import SLO
 
 
@@ -97,7 +97,7 @@ def simulate(
       diptych simulate --compare sarathi,distserve,ours --model llama-2-70b --hardware h100-80gb --tensor 8 \\
           --workers 8 --workload AzureLLMInferenceTrace_conv.csv.gz:first=2000 --ttft 1 --tpot 0.1 --goodput -o out
     """
-    from cluster.workload.load import load_workload
+    from cluster.offline.workload.load import load_workload
 
     workload = load_workload(source, seed=seed)
     slo = positive_slo(ttft_s, tpot_s)
@@ -133,10 +133,10 @@ def _cores() -> int:
 def _from_file(
     path: str, hardware: str | None, network: str, profile: Path | None
 ) -> "tuple[Case, Surroundings | None]":
-    from cluster.sim.compare import Case
-    from cluster.sim.fleet import models_of
-    from cluster.sim.measured import models_of as measured_models
-    from cluster.sim.measured import surroundings_of
+    from cluster.offline.sim.compare import Case
+    from cluster.offline.sim.fleet import models_of
+    from cluster.offline.sim.measured import models_of as measured_models
+    from cluster.offline.sim.measured import surroundings_of
     from cluster.spec import load_spec
     from workers.profiles.measured import load
 
@@ -162,9 +162,9 @@ class _Fleet:
     workload: "Workload"
 
     def case(self, name: str) -> "Case":
-        from cluster.sim.compare import Case
-        from cluster.sim.fleet import fleet, pool_model
-        from cluster.sim.systems import arrange, balanced
+        from cluster.offline.sim.compare import Case
+        from cluster.offline.sim.fleet import fleet, pool_model
+        from cluster.offline.sim.systems import arrange, balanced
         from workers.config import ParallelConfig
 
         parallel = ParallelConfig(tensor=self.tensor, pipeline=self.pipeline)
@@ -184,8 +184,8 @@ def _question(
     seeds: int,
     around: "Surroundings | None",
 ) -> "Question":
-    from cluster.sim.cluster import ALONE
-    from cluster.sim.compare import Question
+    from cluster.offline.sim.cluster import ALONE
+    from cluster.offline.sim.compare import Question
 
     for target in targets:
         if not 0.0 < target <= 1.0:
@@ -207,7 +207,7 @@ def rates_of(text: str | None) -> tuple[float, ...]:
 
 
 def _run(wanted: Wanted, processes: int) -> "list[Compared]":
-    from cluster.sim.compare import processes as opened
+    from cluster.offline.sim.compare import processes as opened
 
     with opened(processes) as each, progress_bar() as tell:
         total = len(wanted.cases) * (1 + bool(wanted.rates) + bool(wanted.question))
@@ -217,11 +217,11 @@ def _run(wanted: Wanted, processes: int) -> "list[Compared]":
 
 
 def _compared(wanted: Wanted, each: "Map", done: Callable[[int], None]) -> "list[Compared]":
-    from cluster.report.compared import Compared
-    from cluster.scoring.figures import figures
-    from cluster.sim.cluster import ALONE
-    from cluster.sim.compare import capacity, goodputs, run_all, run_at
-    from cluster.sim.run import Options
+    from cluster.offline.report.compared import Compared
+    from cluster.offline.scoring.figures import figures
+    from cluster.offline.sim.cluster import ALONE
+    from cluster.offline.sim.compare import capacity, goodputs, run_all, run_at
+    from cluster.offline.sim.run import Options
 
     options = Options(seed=wanted.seed, slo=wanted.slo, trace=wanted.trace, around=wanted.around or ALONE)
     made: list[Compared] = []

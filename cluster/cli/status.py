@@ -12,8 +12,8 @@ from cluster.cli.standing import calibration_line, promises_table, refusals_line
 from diptych.access import Access
 
 if TYPE_CHECKING:
-    from cluster.view import ClusterView
     from diptych.client import ClusterStatus
+    from diptych.view import ClusterView
 
 
 @click.command()

@@ -16,7 +16,7 @@ from diptych.errors import DiptychError
 from workers.request import SLO
 
 if TYPE_CHECKING:
-    from cluster.text import TextDelta, TextEvent
+    from cluster.frontend.text import TextDelta, TextEvent
     from diptych.client import Answer, AsyncClient
 
 
@@ -222,7 +222,7 @@ def _json(answer: "Answer") -> dict[str, Any]:
 async def show(events: Any) -> "Answer":
     """Write the text as it comes. Closing on the way out cancels the request."""
     from cluster.events import Queued
-    from cluster.text import TextDelta
+    from cluster.frontend.text import TextDelta
     from diptych.client import answer_of
 
     heard: list[TextEvent] = []

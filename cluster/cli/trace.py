@@ -13,7 +13,7 @@ from cluster.cli.screen import say
 from diptych.access import Access
 
 if TYPE_CHECKING:
-    from cluster.history import Window
+    from cluster.observe.history import Window
 
 SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|)")
 SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -113,8 +113,8 @@ async def _ask(
 
 
 def _write(told: dict[str, "Window"], out: Path) -> None:
-    from cluster.report.perfetto import write_events
-    from cluster.report.window import events
+    from cluster.offline.report.perfetto import write_events
+    from cluster.offline.report.window import events
 
     about: dict[str, Any] = {"gateways": list(told), "written": datetime.now(UTC).isoformat(timespec="seconds")}
     cut = {gateway: _second(window.whole_ns) for gateway, window in told.items() if window.whole_ns}

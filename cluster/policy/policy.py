@@ -13,25 +13,25 @@ from functools import partial
 
 from msgspec import structs
 
-from cluster.policy.admission import Admission, Early, Late, Predictive
-from cluster.policy.book import Book, Work
-from cluster.policy.caches import Mooncake, MooncakeLocal, Product
+from cluster.policy.active_requests import Book, Work
+from cluster.policy.admission.early_rejection import Admission, Early, Late, Predictive
+from cluster.policy.admission.slo import Promised
 from cluster.policy.draws import Draws
-from cluster.policy.forecast import Forecast
-from cluster.policy.lengths import Learned, Predictor, asked_length, expected_tokens
-from cluster.policy.loads import DistServe, LeastLoaded, PowerOfTwo, Random, RoundRobin
-from cluster.policy.moves import Mover
-from cluster.policy.picking import Finder
-from cluster.policy.placement import Ask, Later, Placement, Refusal, Router
-from cluster.policy.prefix_index import HOPE_S, PrefixIndex
-from cluster.policy.promise import Promise
-from cluster.policy.promised import Promised
-from cluster.policy.requeue import Requeue
-from cluster.policy.reserving import Reserving
-from cluster.policy.splitwise import Splitwise
-from cluster.policy.tetri import Tetri
+from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.lengths import Learned, Predictor, asked_length, expected_tokens
+from cluster.policy.estimate.reservation_wait import Reserving
+from cluster.policy.routing.baselines.load_based import DistServe, LeastLoaded, PowerOfTwo, Random, RoundRobin
+from cluster.policy.routing.baselines.splitwise import Splitwise
+from cluster.policy.routing.baselines.tetri import Tetri
+from cluster.policy.routing.cache_aware import Mooncake, MooncakeLocal, Product
+from cluster.policy.routing.picking import Finder
+from cluster.policy.routing.prefix_index import HOPE_S, PrefixIndex
+from cluster.policy.routing.router import Ask, Later, Placement, Refusal, Router
+from cluster.policy.routing.slo.router import Promise
+from cluster.policy.scaling.migrations import Mover
+from cluster.policy.scaling.requeue import Requeue
 from cluster.spec import ADMISSION, ROUTING, ClusterSpec, SpecError
-from cluster.view import WorkerView
+from diptych.view import WorkerView
 from workers.request import SLO, FinishReason, Request
 
 

@@ -18,7 +18,6 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.logs import begin as begin_logs
 from cluster.runtime.interface import (
     NoAnswer,
     RuntimeUnavailable,
@@ -27,6 +26,7 @@ from cluster.runtime.interface import (
     WorkerHandle,
     WorkerOrder,
 )
+from cluster.runtime.logs import begin as begin_logs
 from cluster.runtime.placement import Node, bundle, listed, own_labels, own_resources, selectors, shortage, would_fit
 from cluster.runtime.ray_metrics import WorkerMetrics
 from cluster.runtime.ray_ranks import RayRanks, on_this_node, rank_options

@@ -12,8 +12,8 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.logs import begin as begin_logs
 from cluster.runtime.interface import WorkerOrder
+from cluster.runtime.logs import begin as begin_logs
 from cluster.spec import LogSpec
 from workers.build import serve_rank
 from workers.config import WorkerConfig

@@ -5,15 +5,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from cluster.controller import Controller
-from cluster.dispatcher import Dispatcher
+from cluster.control.controller import Controller
+from cluster.control.replanning import Planner
+from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Completed, Delta, Event
-from cluster.replanning import Planner
 from cluster.runtime.interface import WorkerOrder
 from cluster.runtime.local import LocalRuntime, LocalService
 from cluster.serving import GatewayContext, serve
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
-from cluster.view import ClusterView
+from diptych.view import ClusterView
 from kvtransfer.open import SharedMemory
 from workers.build import build_worker
 from workers.config import EngineConfig, TransferConfig

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local import Cluster, cluster, completed, request, split_spec
 
-from cluster.cache_reader import CacheReader
-from cluster.policy.prefix_index import Match, PrefixIndex, chain
+from cluster.dispatch.cache_reader import CacheReader
+from cluster.offline.sim.clock import run as run_virtually
+from cluster.policy.routing.prefix_index import Match, PrefixIndex, chain
 from cluster.runtime.interface import WorkerGone, WorkerHandle
-from cluster.sim.clock import run as run_virtually
 from cluster.spec import Role
 from workers.engine.cache_log import CacheLog, Tier
 from workers.errors import WorkerClosed

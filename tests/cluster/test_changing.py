@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local import FAST, Cluster, cluster, completed, request, split_spec, tokens_of
 
-from cluster.changes import ChangeError
+from cluster.control.changes import ChangeError
 from cluster.events import Event
-from cluster.sim.clock import run
+from cluster.offline.sim.clock import run
 from cluster.spec import ClusterSpec, Role
-from cluster.view import WorkerState
+from diptych.view import WorkerState
 from workers.request import SLO, Request
 
 pytestmark = pytest.mark.hypothesis

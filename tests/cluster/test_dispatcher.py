@@ -12,7 +12,7 @@ from msgspec import structs
 
 from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Delta, Rejected, Unservable
 from cluster.spec import Role
-from cluster.view import WorkerState
+from diptych.view import WorkerState
 from kvtransfer.transport import Read
 from workers.costs import LinearCost
 from workers.errors import UnknownSequence, WorkerError

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from local import Cluster, cluster, completed, mixed_spec, request, split_spec, tokens_of
 
-from cluster.changes import ChangeRefused, StaleRevision, UnknownMember
+from cluster.control.changes import ChangeRefused, StaleRevision, UnknownMember
 from cluster.events import Accepted, Event
 from cluster.spec import ElasticSpec, Role
-from cluster.view import WorkerState
+from diptych.view import WorkerState
 from kvtransfer.errors import PeerLost
 from workers.request import Request
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.guard import LOOK_S, Guard, KeyRefused, TenantRefused, Watched, digested, read_keys
+from cluster.frontend.auth import LOOK_S, Guard, KeyRefused, TenantRefused, Watched, digested, read_keys
 from cluster.spec import GatewaySpec, SpecError
 
 KEYS = ("one-key-of-many-letters", "another.key~with+signs/and==")

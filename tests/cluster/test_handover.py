@@ -12,8 +12,8 @@ from local import Cluster, cluster, completed, request, split_spec, tokens_of
 from msgspec import structs
 
 from cluster.events import Accepted, Completed, Delta, Event
-from cluster.policy.placement import Ask, Placement
-from cluster.sim import clock
+from cluster.offline.sim import clock
+from cluster.policy.routing.router import Ask, Placement
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from workers.costs import LinearCost
 from workers.engine.step import StepPlan, StepResult

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from local import Cluster, cluster, completed, tokens_of
 
 from cluster.events import Delta, Event
-from cluster.policy.placement import Ask, Placement
+from cluster.policy.routing.router import Ask, Placement
 from cluster.runtime.interface import WorkerOrder
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from kvtransfer.open import SharedMemory

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from local import FAST, split_spec
 
-import cluster.joining as cluster_joining
-from cluster.dispatcher import Dispatcher
-from cluster.joining import described, join
+import cluster.join as cluster_joining
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.join import described, join
 from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import GatewayContext, serve

@@ -9,15 +9,15 @@ import pytest
 from local import FAST, cluster, completed, request, split_spec
 from processes import Processes, in_virtual_time
 
-import cluster.pool as cluster_pool
+import cluster.control.replicas as cluster_pool
 from cluster.cli.screen import trouble_lines
-from cluster.metrics import exposition
-from cluster.policy.promises import Standing
-from cluster.pool import CRASH_LOOP, MOST_AGAIN_S, STEADY_S, pause_s
+from cluster.control.replicas import CRASH_LOOP, MOST_AGAIN_S, STEADY_S, pause_s
+from cluster.observe.metrics import exposition
+from cluster.policy.slo_attainment import Standing
 from cluster.runtime.interface import WorkerOrder
 from cluster.serving import Serving
 from cluster.spec import Role
-from cluster.view import WorkerState, WorkerView
+from diptych.view import WorkerState, WorkerView
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory
 from workers.build import build_worker

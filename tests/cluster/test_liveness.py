@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.attempt import LIVENESS_S
+from cluster.dispatch.attempt import LIVENESS_S
 from cluster.events import Event, Unservable
-from cluster.sim import clock
-from cluster.sim.cluster import PoolModel, SimCluster, open_cluster
+from cluster.offline.sim import clock
+from cluster.offline.sim.cluster import PoolModel, SimCluster, open_cluster
 from cluster.spec import HealthSpec
 from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
-from tests.sim.cases import split
+from tests.offline.sim.cases import split
 from workers.costs import LinearCost
 from workers.errors import InvalidRequest, WorkerError
 from workers.executor.modelled import modelled_token

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.moving import Moving
-from cluster.policy.moves import Move
-from cluster.supervised import Failures
-from cluster.view import ClusterView
+from cluster.control.supervised import Failures
+from cluster.dispatch.migration import Moving
+from cluster.policy.scaling.migrations import Move
+from diptych.view import ClusterView
 
 VIEW = ClusterView(1, "c", None, ())
 

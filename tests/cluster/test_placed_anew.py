@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.dispatch.placement import MOST_ANEW
 from cluster.events import Accepted, Completed, Delta, Event
-from cluster.placing import MOST_ANEW
-from cluster.policy.placement import Placement
-from cluster.sim import clock
+from cluster.offline.sim import clock
+from cluster.policy.routing.router import Placement
 from cluster.spec import PoolSpec, Role
 from tests.cluster.local import Cluster, cluster, request, split_spec, tokens_of
 from workers.costs import LinearCost

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from cluster.events import Rejected
-from cluster.preprocessing import HUGE_BYTES, Processes
-from tests.api.fake import ByteTokenizer
+from cluster.frontend.preprocessing import HUGE_BYTES, Processes
+from tests.frontend.grpc.fake import ByteTokenizer
 from workers.errors import InvalidRequest
 
 

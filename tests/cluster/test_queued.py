@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.dispatcher import Dispatcher
+from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Accepted, Completed, DeadlinePassed, Delta, Event, Queued, Rejected
-from cluster.policy.placement import Ask, Later, Placement
-from cluster.sim.clock import run
-from cluster.sim.cluster import SimCluster, open_cluster
+from cluster.offline.sim.clock import run
+from cluster.offline.sim.cluster import SimCluster, open_cluster
+from cluster.policy.routing.router import Ask, Later, Placement
 from cluster.spec import ClassSpec, ClusterSpec
-from tests.sim.cases import ENGINE, colocated, models, split
+from tests.offline.sim.cases import ENGINE, colocated, models, split
 from workers.costs import LinearCost
 from workers.request import SLO, Request, SamplingParams
 

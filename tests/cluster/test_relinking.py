@@ -9,12 +9,12 @@ import pytest
 from local import cluster, completed, request, split_spec
 from processes import Processes, in_virtual_time
 
-from cluster.members import Membership
-from cluster.preflight import RELINK_S, RELINKS_AT_ONCE, Preflight
+from cluster.control.membership import Membership
+from cluster.control.preflight import RELINK_S, RELINKS_AT_ONCE, Preflight
+from cluster.offline.sim.clock import run
 from cluster.serving import Serving
-from cluster.sim.clock import run
 from cluster.spec import Role
-from cluster.view import WorkerState, WorkerView
+from diptych.view import WorkerState, WorkerView
 from kvtransfer.ticket import LinkReport
 
 PROOF_S = 30.0

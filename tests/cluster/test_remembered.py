@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from cluster.events import ClusterError, Delta
-from cluster.ledger import now_ns
+from cluster.observe.ledger import now_ns
 from cluster.spec import Role
 from tests.cluster.local import Cluster, cluster, completed, request, split_spec
 

@@ -7,22 +7,22 @@ from dataclasses import replace
 import pytest
 from local import Cluster, cluster, request, split_spec
 
-from cluster.api.admin_messages import view_message
-from cluster.changes import Taken
 from cluster.cli.shape import decision_words
-from cluster.plan.inline import Inline
-from cluster.planner_process import ChildPlanner
-from cluster.policy.evidence import Decision, Report, Sample
-from cluster.replanning import PlanFailed, Planned, Planner, Question, Replanner, counted, told
-from cluster.sim.clock import run
-from cluster.sim.cluster import NoPlanner, PoolModel, Surroundings
-from cluster.sim.run import Options, simulate
+from cluster.control.changes import Taken
+from cluster.control.planner_process import ChildPlanner
+from cluster.control.replanning import PlanFailed, Planned, Planner, Question, Replanner, counted, told
+from cluster.control.supervised import Failures
+from cluster.frontend.grpc.admin_messages import view_message
+from cluster.offline.plan.inline import Inline
+from cluster.offline.sim.clock import run
+from cluster.offline.sim.cluster import NoPlanner, PoolModel, Surroundings
+from cluster.offline.sim.run import Options, simulate
+from cluster.offline.workload.arrivals import Arrival, Workload
+from cluster.policy.scaling.evidence import Decision, Report, Sample
 from cluster.spec import ClusterSpec, ElasticSpec, Role, SpecError, parse_spec
-from cluster.supervised import Failures
-from cluster.view import ClusterView, WorkerState, WorkerView
-from cluster.workload.arrivals import Arrival, Workload
 from diptych.status import decisions_from
 from diptych.v1 import admin_pb2
+from diptych.view import ClusterView, WorkerState, WorkerView
 from workers.costs import LinearCost
 from workers.request import SLO
 
@@ -100,7 +100,7 @@ WANTED = Planned({PREFILL: 1, LENT: 2, DECODE: 1}, 0.94, 0.71, 1000)
 
 
 def test_roles_end_where_the_planner_wants_them_and_it_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "cluster.replanning")
+    caplog.set_level(logging.INFO, "cluster.control.replanning")
     planner = Scripted(WANTED, fleet="fewer GPUs would do: 3 instead of 4")
     counts, taken = run(shifted(planner))
     assert counts == WANTED.counts
@@ -116,7 +116,7 @@ def test_roles_end_where_the_planner_wants_them_and_it_is_asked_once(caplog: pyt
     assert "would keep 94% instead of 71%" in plan.decision.reason
     flips = [each for each in taken if each.decision.kind == "flip"]
     assert len(flips) == 2 and all("as planned" in each.decision.reason for each in flips)
-    said = [record.message for record in caplog.records if record.name == "cluster.replanning"]
+    said = [record.message for record in caplog.records if record.name == "cluster.control.replanning"]
     assert [line.partition(":")[0] for line in said] == [
         "the load has changed, and the planner is asked",
         "planned",
@@ -210,10 +210,10 @@ class Silent(Scripted):
 def test_without_a_plan_there_is_no_aim_but_one_line(
     planner: Scripted, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "cluster.replanning")
+    caplog.set_level(logging.WARNING, "cluster.control.replanning")
     given, (outcome,) = run(alone(planner, (30, SHORT), (45 if isinstance(planner, Silent) else 38, LONG)))
     assert given == [None] and outcome.startswith("failed: ") and line in outcome
-    (said,) = [record for record in caplog.records if record.name == "cluster.replanning"]
+    (said,) = [record for record in caplog.records if record.name == "cluster.control.replanning"]
     assert line in said.message and not said.exc_info and "\n" not in said.message
 
 
@@ -345,7 +345,7 @@ async def test_a_process_that_cannot_says_why(question: Question) -> None:
 
 async def test_a_process_that_dies_is_a_plan_that_failed(question: Question) -> None:
     with pytest.raises(PlanFailed, match="ended with status 1 and without an answer"):
-        await ChildPlanner(module="cluster.plan.nowhere").roles(question)
+        await ChildPlanner(module="cluster.offline.plan.nowhere").roles(question)
     with pytest.raises(PlanFailed) as failed:
         await ChildPlanner(memory_bytes=64 << 20, limit_s=600.0, niceness=0).roles(question)
     assert "\n" not in str(failed.value) and len(str(failed.value)) < 400

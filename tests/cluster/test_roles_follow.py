@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from local import Cluster, cluster, completed, request, split_spec, tokens_of
 
-from cluster.changes import Taken
+from cluster.control.changes import Taken
 from cluster.events import Event
-from cluster.sim.clock import run
+from cluster.offline.sim.clock import run
 from cluster.spec import ClusterSpec, ElasticSpec, Role
 from workers.costs import LinearCost
 from workers.request import SLO

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.events import Accepted, Event
-from cluster.policy.placement import Ask, Placement
-from cluster.sim import clock
+from cluster.offline.sim import clock
+from cluster.policy.routing.router import Ask, Placement
 from cluster.spec import PoolSpec, Role
 from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
 from workers.config import EngineConfig

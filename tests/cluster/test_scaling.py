@@ -8,16 +8,16 @@ from itertools import pairwise
 import pytest
 from local import FAST, Cluster, cluster, completed, request, split_spec, tokens_of
 
-import cluster.pool as cluster_pool
-from cluster.changes import ChangeRefused, Memory, StaleRevision, UnknownMember
-from cluster.controller import Controller
+import cluster.control.replicas as cluster_pool
+from cluster.control.changes import ChangeRefused, Memory, StaleRevision, UnknownMember
+from cluster.control.controller import Controller
+from cluster.control.replicas import Keeper, Keeping, is_empty
 from cluster.events import Event
-from cluster.pool import Keeper, Keeping, is_empty
+from cluster.offline.sim.clock import run
 from cluster.runtime.interface import RuntimeUnavailable, WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime
-from cluster.sim.clock import run
 from cluster.spec import PoolSpec, Resources, Role, SpecError, parse_spec
-from cluster.view import ClusterView, WorkerState
+from diptych.view import ClusterView, WorkerState
 from kvtransfer.errors import PeerLost
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import PeerAddress

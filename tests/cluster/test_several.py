@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from local import Cluster, cluster, mixed_spec, split_spec
 
-from cluster.answers import answer_seed
 from cluster.events import Completed
-from cluster.gateway import Gateway, RequestCancelled
+from cluster.frontend.gateway import Gateway, RequestCancelled
+from cluster.frontend.parallel_sampling import answer_seed
+from cluster.frontend.text import GatewayEvent, TextDelta, TokenPrompt
 from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec
-from cluster.text import GatewayEvent, TextDelta, TokenPrompt
-from tests.api.fake import ByteDetokenizer, ByteTokenizer
+from tests.frontend.grpc.fake import ByteDetokenizer, ByteTokenizer
 from tests.model.tiny import write_tiny_llama
 from workers.costs import LinearCost
 from workers.executor.modelled import modelled_token

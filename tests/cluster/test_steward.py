@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 from local import cluster, completed, request, split_spec
 
-from cluster.changes import Taken
-from cluster.policy.evidence import Decision, Report
+from cluster.control.changes import Taken
+from cluster.control.scaling_loop import REMEMBERED, Changer, Steward
+from cluster.control.supervised import Failures
+from cluster.offline.sim.clock import run
+from cluster.policy.scaling.evidence import Decision, Report
 from cluster.runtime.interface import RuntimeUnavailable, WorkerHandle, WorkerOrder
-from cluster.sim.clock import run
 from cluster.spec import ClusterSpec, Role
-from cluster.steward import REMEMBERED, Changer, Steward
-from cluster.supervised import Failures
-from cluster.view import ClusterView, PoolView, WorkerState, WorkerView
+from diptych.view import ClusterView, PoolView, WorkerState, WorkerView
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -135,7 +135,7 @@ async def test_decisions_are_carried_out_one_after_the_other(caplog: pytest.LogC
         newcomer = next(each for each in asked_at_shrink.workers if each.name == "decode-2")
         assert newcomer.state is WorkerState.READY, "nothing else is decided while a worker starts"
         assert completed(await subject.run(request("after"))).attempts == 1
-    said = [record.message for record in caplog.records if record.name == "cluster.steward"]
+    said = [record.message for record in caplog.records if record.name == "cluster.control.scaling_loop"]
     assert "decided: decode-1 becomes a prefill worker, TTFT is 3.0 of its promise" in said
     assert "decided: pool decode grows by one worker, both are over" in said
     assert "decided: pool decode lets decode-0 go, nobody needs it" in said

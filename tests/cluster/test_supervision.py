@@ -9,18 +9,18 @@ import pytest
 from local import request
 from processes import Door, Processes, in_virtual_time
 
-from cluster.api.admin_messages import view_message
 from cluster.cli.screen import trouble_lines
+from cluster.control.gateway_manager import ANSWER_S, ASK_AGAIN_S, HUNG_S
+from cluster.control.keep_alive import CONTROLLER_HUNG_S, ORPHAN_AFTER_S
+from cluster.control.supervised import MOST_PAUSE_S, Failures, supervised
 from cluster.events import Completed
-from cluster.gateway_keeper import ANSWER_S, ASK_AGAIN_S, HUNG_S
-from cluster.keep_alive import CONTROLLER_HUNG_S, ORPHAN_AFTER_S
+from cluster.frontend.grpc.admin_messages import view_message
+from cluster.offline.sim.clock import run
 from cluster.runtime.interface import WorkerGone
 from cluster.serving import GatewayContext, GatewayService, Serving
-from cluster.sim.clock import run
-from cluster.supervised import MOST_PAUSE_S, Failures, supervised
-from cluster.view import ClusterView, GatewayState, GatewayView, TaskFailures, WorkerState
 from diptych.status import view_from
 from diptych.v1 import admin_pb2
+from diptych.view import ClusterView, GatewayState, GatewayView, TaskFailures, WorkerState
 from workers.errors import ModelError
 
 

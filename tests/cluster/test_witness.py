@@ -7,9 +7,9 @@ import pytest
 from local import cluster, completed, request, split_spec, tokens_of
 
 from cluster.events import Accepted, Delta, Event, Rejected
-from cluster.policy.evidence import Report
+from cluster.observe.load_reporter import MOST_SAMPLES, Witness
+from cluster.policy.scaling.evidence import Report
 from cluster.spec import ElasticSpec, GatewaySpec
-from cluster.witness import MOST_SAMPLES, Witness
 from workers.request import SLO, Request
 
 

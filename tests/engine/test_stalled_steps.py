@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from driving import engine, request, result
 
-from cluster.sim import clock
+from cluster.offline.sim import clock
 from workers.engine.pump import BEAT_S, FIRST_STEPS, STALLED_S, STEP_TIMEOUT_S, Pump
 from workers.engine.step import StepPlan, StepResult
 

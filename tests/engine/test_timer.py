@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.sim import clock
+from cluster.offline.sim import clock
 from workers.engine.timer import Timer
 
 ACTS = st.lists(

@@ -24,7 +24,7 @@ from pod import Pod
 from pod_network import Place, PodNetwork, pod_network
 from service_accounts import Accounts, door_for_pods
 
-from tests.http.certificates import Authority
+from tests.frontend.http.certificates import Authority
 
 LOOK_S = 0.2
 NAMESPACE, API_PORT = "llm", 6443

@@ -15,7 +15,7 @@ from socket import socket
 
 from api_server import Handler, Kind, Refused, Store
 
-from tests.http.certificates import Authority, Pair
+from tests.frontend.http.certificates import Authority, Pair
 
 VERBS = {"GET": "get", "PATCH": "patch", "PUT": "update", "POST": "create", "DELETE": "delete"}
 

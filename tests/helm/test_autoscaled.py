@@ -8,8 +8,8 @@ from chart import CHART, Object, mounted, of_kind, rendered, values
 from programs import run
 from test_access import secret_of
 
-from cluster.autoscaler.pods import scaled
 from cluster.cli import main
+from cluster.control.autoscaler.pods import scaled
 
 
 def autoscaler(objects: tuple[Object, ...]) -> Object:

@@ -15,7 +15,7 @@ from pod_network import why_not
 from programs import run
 from test_lifecycle import connected
 
-from tests.http.certificates import Authority
+from tests.frontend.http.certificates import Authority
 from workers.errors import ModelError
 from workers.model.store import resolve
 

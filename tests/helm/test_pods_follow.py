@@ -21,24 +21,24 @@ from api_server import BUILT_IN, Store
 from chart import ROOT, of_kind, rendered, values
 from service_accounts import Accounts, PodsHandler, door_for_pods
 
-from cluster.api.server import GrpcDoor
-from cluster.autoscaler import loop
-from cluster.autoscaler.kubernetes import ApiServer, ScaleError, api_server
-from cluster.autoscaler.loop import Autoscaler
-from cluster.autoscaler.pods import Pods, Scaled
-from cluster.autoscaler.probes import probed
 from cluster.cli.address import _access
-from cluster.doors import Doors
+from cluster.control.autoscaler import loop
+from cluster.control.autoscaler.kubernetes import ApiServer, ScaleError, api_server
+from cluster.control.autoscaler.loop import Autoscaler
+from cluster.control.autoscaler.pods import Pods, Scaled
+from cluster.control.autoscaler.probes import probed
+from cluster.frontend.grpc.server import GrpcDoor
+from cluster.frontend.servers import Doors
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
 from cluster.spec import ClusterSpec
 from diptych.access import Access
 from diptych.client import AsyncClient
 from kvtransfer.open import SharedMemory
-from tests.api.fake import ByteTokenizer, FakeDispatcher, gateway_context
 from tests.cluster.local import FAST, split_spec
-from tests.http.certificates import Authority
-from tests.http.guarded import KEY, Files
+from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
+from tests.frontend.http.certificates import Authority
+from tests.frontend.http.guarded import KEY, Files
 from workers.build import build_worker
 
 DECODE, PREFILL = Scaled("decode", 1, 1, 1, 3), Scaled("prefill", 1, 1, 1, 2)

@@ -24,7 +24,7 @@ from pod_network import Place, why_not
 from programs import run
 from test_lifecycle import Kubernetes, connected
 
-from cluster.api.server import open_door
+from cluster.frontend.grpc.server import open_door
 from cluster.serving import serve
 from cluster.spec import parse_spec
 from diptych.client import AsyncClient

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.sim import clock
+from cluster.offline.sim import clock
 from kvtransfer.errors import PeerLost, TransferTimeout
 from kvtransfer.links import TransportSet
 from kvtransfer.open import LinkModel

@@ -12,17 +12,17 @@ from statistics import fmean
 
 import pytest
 
-from cluster.scoring.records import Ending, Run
-from cluster.sim.cluster import PoolModel
-from cluster.sim.fleet import fleet, pool_model
-from cluster.sim.run import Options, simulate
-from cluster.sim.systems import arrange
+from cluster.offline.scoring.records import Ending, Run
+from cluster.offline.sim.cluster import PoolModel
+from cluster.offline.sim.fleet import fleet, pool_model
+from cluster.offline.sim.run import Options, simulate
+from cluster.offline.sim.systems import arrange
+from cluster.offline.workload.arrivals import Arrival, Workload
+from cluster.offline.workload.load import load_workload
+from cluster.offline.workload.summary import prefix_reuse
 from cluster.spec import ClusterSpec
-from cluster.workload.arrivals import Arrival, Workload
-from cluster.workload.load import load_workload
-from cluster.workload.summary import prefix_reuse
+from tests.offline.sim.cases import ENGINE, colocated, models
 from tests.shared import shared
-from tests.sim.cases import ENGINE, colocated, models
 from workers.config import ParallelConfig
 from workers.request import SLO
 

@@ -9,12 +9,12 @@ from statistics import fmean
 
 import pytest
 
-from cluster.scoring.records import Run
-from cluster.sim.run import simulate
-from cluster.workload.arrivals import Arrival, Workload
-from cluster.workload.load import load_workload
+from cluster.offline.scoring.records import Run
+from cluster.offline.sim.run import simulate
+from cluster.offline.workload.arrivals import Arrival, Workload
+from cluster.offline.workload.load import load_workload
 from tests.literature.closed_forms import crossover_load, single_ttft_s, tensor_ttft_s, two_stage_ttft_s
-from tests.sim.cases import colocated, models
+from tests.offline.sim.cases import colocated, models
 from workers.config import EngineConfig, ParallelConfig
 from workers.costs import LinearCost
 

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from cluster.sim.clock import run
+from cluster.offline.sim.clock import run
 from kvtransfer.digest import combine
 from kvtransfer.open import SharedMemory, host_identity
 from kvtransfer.ticket import PeerAddress, Piece

@@ -5,8 +5,8 @@ from statistics import fmean, pstdev
 import pytest
 from views import Story, changed, request, view, worker
 
-from cluster.policy.placement import Placement, Refusal
-from cluster.view import ClusterView
+from cluster.policy.routing.router import Placement, Refusal
+from diptych.view import ClusterView
 from workers.costs import LinearCost
 from workers.request import SLO
 

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from views import BLOCK, BLOCKS, SIMPLE, Story, request, view, worker
 
-from cluster import dispatcher as dispatcher_module
-from cluster.dispatcher import Dispatcher
-from cluster.policy.book import Book
-from cluster.policy.forecast import Decodes, Forecast
-from cluster.policy.placement import Placement
-from cluster.policy.waiting import WaitingRoom
-from cluster.sim.run import simulate
+from cluster.dispatch import dispatcher as dispatcher_module
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.offline.sim.run import simulate
+from cluster.offline.workload.load import load_workload
+from cluster.policy.active_requests import Book
+from cluster.policy.admission.queue import WaitingRoom
+from cluster.policy.estimate.latency import Decodes, Forecast
+from cluster.policy.routing.router import Placement
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
-from cluster.workload.load import load_workload
-from tests.sim.cases import COST, ENGINE, colocated, models
+from tests.offline.sim.cases import COST, ENGINE, colocated, models
 from workers.config import EngineConfig
 from workers.request import SLO, FinishReason
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cluster import dispatcher as dispatcher_module
-from cluster.dispatcher import Dispatcher
-from cluster.policy.lengths import BUCKET_TOKENS, Calibration, Learned, asked_length, expected_tokens
+from cluster.dispatch import dispatcher as dispatcher_module
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.offline.sim.clock import run
+from cluster.policy.estimate.lengths import BUCKET_TOKENS, Calibration, Learned, asked_length, expected_tokens
+from cluster.policy.estimate.survival import Histogram
 from cluster.policy.policy import open_policy
-from cluster.policy.survival import Histogram
-from cluster.sim.clock import run
 from tests.cluster.local import Cluster, cluster, request, split_spec, tokens_of
 from tests.policy.test_routed import books_are_empty, expected, routed
 from workers.request import FinishReason, Request, SamplingParams

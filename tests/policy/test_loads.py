@@ -7,8 +7,8 @@ import pytest
 from views import BLOCKS, Story, request, view, worker
 
 from cluster.policy.draws import Draws
-from cluster.policy.placement import Placement, Sent
-from cluster.view import ClusterView
+from cluster.policy.routing.router import Placement, Sent
+from diptych.view import ClusterView
 
 SPLIT = view(worker("p0", queued_tokens=50), worker("p1", queued_tokens=10), worker("d0"), worker("d1"))
 

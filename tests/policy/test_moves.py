@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from views import BLOCKS, Story, request, view, worker
 
-from cluster.policy.moves import A_LOOK, AT_ONCE, AT_ONCE_ROLE, PRESSED_S, REST_S, RETRY_S, Move, Mover
-from cluster.policy.placement import Placement
+from cluster.policy.routing.router import Placement
+from cluster.policy.scaling.migrations import A_LOOK, AT_ONCE, AT_ONCE_ROLE, PRESSED_S, REST_S, RETRY_S, Move, Mover
 from cluster.spec import Role
-from cluster.view import ClusterView, WorkerState, WorkerView
+from diptych.view import ClusterView, WorkerState, WorkerView
 from workers.request import SLO
 
 TIGHT = SLO(tpot_s=0.045)  # four sequences and a half, at ten milliseconds for each

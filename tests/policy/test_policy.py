@@ -9,10 +9,10 @@ from msgspec import structs
 from views import BLOCK, BLOCKS, SIMPLE, Story, request, spec, view, worker
 
 from cluster.policy import policy as policy_module
-from cluster.policy.placement import Ask, Later, Placement, Refusal, Sent
 from cluster.policy.policy import open_policy
+from cluster.policy.routing.router import Ask, Later, Placement, Refusal, Sent
 from cluster.spec import ADMISSION, ROUTING, SpecError, parse_spec
-from cluster.view import ClusterView, WorkerState, WorkerView
+from diptych.view import ClusterView, WorkerState, WorkerView
 from workers.request import SLO, Request
 
 SLOW_TO_COME = SLO(ttft_s=0.2, tpot_s=0.05)

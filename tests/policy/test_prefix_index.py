@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cluster.policy.prefix_index import Guesses, Match, PrefixIndex, chain
+from cluster.policy.routing.prefix_index import Guesses, Match, PrefixIndex, chain
 from workers.kv_events import KVEvents, NameChanges
 
 WORKERS = [f"w{number}" for number in range(20)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from msgspec import structs
 from views import BLOCKS, Story, changed, request, view, worker
 
-from cluster.policy.placement import Placement
+from cluster.policy.routing.router import Placement
 from workers.costs import LinearCost
 from workers.request import SLO
 

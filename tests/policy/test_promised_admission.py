@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from views import SIMPLE, changed, spec, view, worker
 
-from cluster.policy.placement import Ask, Later, Placement, Refusal
 from cluster.policy.policy import Policy, open_policy
+from cluster.policy.routing.router import Ask, Later, Placement, Refusal
 from cluster.spec import ClassSpec
-from cluster.view import ClusterView
+from diptych.view import ClusterView
 from workers.costs import CostModel
 from workers.request import SLO, Request, SamplingParams
 

@@ -11,22 +11,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from views import Story, request, view, worker
 
-from cluster import dispatcher as dispatcher_module
-from cluster.course import Course
-from cluster.dispatcher import Dispatcher
+from cluster.dispatch import dispatcher as dispatcher_module
+from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Rejected, Unservable
-from cluster.metrics import exposition
-from cluster.policy.correction import Correction, Corrections
-from cluster.policy.lengths import Calibration
-from cluster.policy.placement import Placement
+from cluster.observe.metrics import exposition
+from cluster.observe.request_timing import Course
+from cluster.offline.sim.run import simulate
+from cluster.offline.workload.load import load_workload
+from cluster.policy.estimate.correction import Correction, Corrections
+from cluster.policy.estimate.lengths import Calibration
 from cluster.policy.policy import open_policy
-from cluster.policy.promises import MOST_CLASSES, OTHER, OUTCOMES, REASONS, Ended, Errors, Kept, Promises, Standing
-from cluster.sim.run import simulate
+from cluster.policy.routing.router import Placement
+from cluster.policy.slo_attainment import (
+    MOST_CLASSES,
+    OTHER,
+    OUTCOMES,
+    REASONS,
+    Ended,
+    Errors,
+    Kept,
+    Promises,
+    Standing,
+)
 from cluster.spec import ClusterSpec
-from cluster.workload.load import load_workload
 from tests.cluster.local import cluster, split_spec
 from tests.cluster.local import request as asked
-from tests.sim.cases import COST, colocated, models, split
+from tests.offline.sim.cases import COST, colocated, models, split
 from workers.costs import CostModel
 from workers.request import SLO
 

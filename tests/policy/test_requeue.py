@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from views import Story, request, view, worker
 
-from cluster.policy.placement import Placement
-from cluster.policy.requeue import GAIN, Requeue
+from cluster.policy.routing.router import Placement
+from cluster.policy.scaling.requeue import GAIN, Requeue
 from cluster.spec import Role
-from cluster.view import ClusterView
+from diptych.view import ClusterView
 from workers.request import SLO, Request
 
 PROMISED = SLO(ttft_s=2.0, tpot_s=0.1)

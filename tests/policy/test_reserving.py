@@ -11,12 +11,12 @@ from msgspec.structs import replace as with_stats
 from views import BLOCK, SIMPLE, Story, request, view, worker
 
 from cluster.events import Accepted, Delta
-from cluster.policy.placement import Placement
-from cluster.policy.reserving import Reserving
-from cluster.sim.clock import run
-from cluster.sim.cluster import open_cluster
-from cluster.view import ClusterView
-from tests.sim.cases import ENGINE, models, split
+from cluster.offline.sim.clock import run
+from cluster.offline.sim.cluster import open_cluster
+from cluster.policy.estimate.reservation_wait import Reserving
+from cluster.policy.routing.router import Placement
+from diptych.view import ClusterView
+from tests.offline.sim.cases import ENGINE, models, split
 from workers.config import EngineConfig
 from workers.costs import LinearCost
 from workers.engine.engine import Engine

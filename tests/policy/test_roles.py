@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from cluster.policy.balance import Group, Mix, shares
-from cluster.policy.elastic import CALM, PATIENCE, STEP_BACK, Elastic
-from cluster.policy.evidence import Decision, Report, Sample
-from cluster.policy.offered import LATELY_S
+from cluster.policy.scaling.balance import Group, Mix, shares
+from cluster.policy.scaling.elastic import CALM, PATIENCE, STEP_BACK, Elastic
+from cluster.policy.scaling.evidence import Decision, Report, Sample
+from cluster.policy.scaling.offered_load import LATELY_S
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
-from cluster.view import ClusterView, PoolView, WorkerState, WorkerView
+from diptych.view import ClusterView, PoolView, WorkerState, WorkerView
 from workers.config import EngineConfig
 from workers.costs import LinearCost
 from workers.request import SLO

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.dispatcher import Dispatcher
+from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Accepted, Delta, Event, Rejected
 from cluster.spec import ROUTING, ClusterSpec, Role
 from kvtransfer.ticket import TransferTicket

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.policy.evidence import Report, Sample
-from cluster.policy.shape import (
+from cluster.policy.scaling.evidence import Report, Sample
+from cluster.policy.scaling.load_shift import (
     LEAST_SAMPLES,
     MOST_REPORTS,
     MOST_SAMPLES,

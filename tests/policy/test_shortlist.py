@@ -11,19 +11,19 @@ from msgspec import structs
 from test_policy import steps
 from views import BLOCKS, SIMPLE, request, spec, worker
 
-from cluster.policy.admission import Admission
-from cluster.policy.book import Book, Work
-from cluster.policy.forecast import Forecast
-from cluster.policy.lengths import Learned, expected_tokens
-from cluster.policy.moves import Mover
-from cluster.policy.placement import Ask, Placement, Sent
+from cluster.policy.active_requests import Book, Work
+from cluster.policy.admission.early_rejection import Admission
+from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.lengths import Learned, expected_tokens
 from cluster.policy.policy import Policy
-from cluster.policy.prefix_index import PrefixIndex
-from cluster.policy.promise import FEW, Promise
-from cluster.policy.requeue import Requeue
-from cluster.policy.shortlist import Shortlist
+from cluster.policy.routing.prefix_index import PrefixIndex
+from cluster.policy.routing.router import Ask, Placement, Sent
+from cluster.policy.routing.slo.router import FEW, Promise
+from cluster.policy.routing.slo.shortlist import Shortlist
+from cluster.policy.scaling.migrations import Mover
+from cluster.policy.scaling.requeue import Requeue
 from cluster.spec import Role
-from cluster.view import ClusterView, WorkerState, WorkerView
+from diptych.view import ClusterView, WorkerState, WorkerView
 from workers.costs import CostModel, LinearCost
 from workers.profiles.computed import roofline
 from workers.profiles.hardware import hardware_of

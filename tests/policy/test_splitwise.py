@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from views import Story, changed, request, view, worker
 
-from cluster.policy.placement import Placement
+from cluster.policy.routing.router import Placement
 
 PAIRS = view(worker("p0", queued_tokens=30), worker("p1"), worker("d0"), worker("d1", used=100))
 FULL = 995  # blocks

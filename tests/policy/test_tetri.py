@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 from views import Story, changed, request, view, worker
 
-from cluster.policy.lengths import Buckets, asked_length
-from cluster.policy.tetri import IDLE_S
-from cluster.view import ClusterView
+from cluster.policy.estimate.lengths import Buckets, asked_length
+from cluster.policy.routing.baselines.tetri import IDLE_S
+from diptych.view import ClusterView
 
 LONG = 1000  # tokens of a heavy answer
 

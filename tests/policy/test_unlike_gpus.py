@@ -12,24 +12,24 @@ from msgspec import structs
 from test_roles import Answering, report
 from views import BLOCK, BLOCKS, view
 
-from cluster.bench.unlike import ARRANGED, ELASTIC, FIXED, Kind, cluster_of, run, told
-from cluster.bench.unlike import PROMPTS as LONG_PROMPTS
-from cluster.policy.admission import Admission
-from cluster.policy.balance import Group, Mix, shares
-from cluster.policy.book import Book
-from cluster.policy.elastic import Elastic, _targets
-from cluster.policy.forecast import Forecast
-from cluster.policy.lengths import Learned, expected_tokens
-from cluster.policy.moves import Mover
-from cluster.policy.placement import Ask, Placement
+from benchmarks.unlike import ARRANGED, ELASTIC, FIXED, Kind, cluster_of, run, told
+from benchmarks.unlike import PROMPTS as LONG_PROMPTS
+from cluster.offline.scoring.records import Ending
+from cluster.offline.sim.fleet import models_of
+from cluster.policy.active_requests import Book
+from cluster.policy.admission.early_rejection import Admission
+from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.lengths import Learned, expected_tokens
 from cluster.policy.policy import Policy
-from cluster.policy.prefix_index import PrefixIndex
-from cluster.policy.promise import FEW, Promise
-from cluster.policy.requeue import Requeue
-from cluster.scoring.records import Ending
-from cluster.sim.fleet import models_of
+from cluster.policy.routing.prefix_index import PrefixIndex
+from cluster.policy.routing.router import Ask, Placement
+from cluster.policy.routing.slo.router import FEW, Promise
+from cluster.policy.scaling.balance import Group, Mix, shares
+from cluster.policy.scaling.elastic import Elastic, _targets
+from cluster.policy.scaling.migrations import Mover
+from cluster.policy.scaling.requeue import Requeue
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
-from cluster.view import ClusterView, WorkerState, WorkerView
+from diptych.view import ClusterView, WorkerState, WorkerView
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.request import SLO, Request, SamplingParams

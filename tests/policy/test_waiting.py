@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.policy.classes import Classes
-from cluster.policy.waiting import Seat, WaitingRoom
+from cluster.policy.admission.classes import Classes
+from cluster.policy.admission.queue import Seat, WaitingRoom
 from cluster.spec import ClassSpec, GatewaySpec
 from workers.errors import InvalidRequest
 from workers.request import SLO, Request, SamplingParams

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from cluster.policy.placement import Ask, Later, Placement, Refusal, Sent
 from cluster.policy.policy import Policy, open_policy
+from cluster.policy.routing.router import Ask, Later, Placement, Refusal, Sent
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
-from cluster.view import ClusterView, WorkerState, WorkerView
+from diptych.view import ClusterView, WorkerState, WorkerView
 from kvtransfer.ticket import LinkReport
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost

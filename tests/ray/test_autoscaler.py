@@ -13,8 +13,8 @@ from autoscaled import STORE_BYTES, Autoscaled, autoscaled
 from served import Served, laptop, served
 
 from cluster.events import Accepted
-from cluster.view import WorkerState, WorkerView
 from diptych.client import AsyncClient, ClusterStatus
+from diptych.view import WorkerState, WorkerView
 from workers.executor.modelled import modelled_token
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]

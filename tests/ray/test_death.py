@@ -15,9 +15,9 @@ import pytest_asyncio
 from served import laptop, served
 
 from cluster.events import Accepted, Completed
-from cluster.text import TextDelta, TextEvent
-from cluster.view import ClusterView, WorkerState, WorkerView
+from cluster.frontend.text import TextDelta, TextEvent
 from diptych.client import AsyncClient
+from diptych.view import ClusterView, WorkerState, WorkerView
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900)]
 

@@ -12,9 +12,9 @@ import pytest_asyncio
 from served import Served, laptop, served
 
 from cluster.spec import Role
-from cluster.view import ClusterView, WorkerState
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
+from diptych.view import ClusterView, WorkerState
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 

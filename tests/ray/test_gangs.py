@@ -20,7 +20,7 @@ from test_death import at_rest, tokens_of, until, worker
 from test_exactness import first_difference, prompts, reference_flips
 
 from cluster.events import Completed
-from cluster.text import TextEvent
+from cluster.frontend.text import TextEvent
 from diptych.client import AsyncClient
 
 pytestmark = [

@@ -16,7 +16,7 @@ import yaml
 from ray.cluster_utils import Cluster
 from served import ROOT, laptop
 
-from cluster.text import TextDelta
+from cluster.frontend.text import TextDelta
 from diptych.client import Answer, AsyncClient, answer_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]

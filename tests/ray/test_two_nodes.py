@@ -15,9 +15,9 @@ from namespaces import BURST_BYTES, LEFT, Link, linked_nodes, served_on, why_not
 from served import ROOT, laptop
 
 from cluster.events import Accepted, Completed
-from cluster.text import TextDelta, TextEvent
-from cluster.view import ClusterView, WorkerState, WorkerView
+from cluster.frontend.text import TextDelta, TextEvent
 from diptych.client import Answer, AsyncClient
+from diptych.view import ClusterView, WorkerState, WorkerView
 from kvtransfer.probe import BANDWIDTH_BYTES
 from workers.build import build_worker
 from workers.config import EngineConfig

@@ -1,0 +1,166 @@
+"""The benchmark's command line: runs parts one after another, shows each, and writes what came out."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from benchmarks import doors, handoff, machine, overhead, peer, simulator, startup, transfer
+from benchmarks.engine import chart, compare, step
+from benchmarks.environments import PEERS, VLLM
+from benchmarks.figures import Part, Report, report_json
+from benchmarks.gang import bubble, delivery, reshard, steps
+from benchmarks.hosted import refuse_foreign_ray
+from benchmarks.screen import markdown, show, summary
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One part: (rounds, quick, tell) -> what came out; its rounds unless told otherwise, and when quick."""
+
+    measure: Callable[[int, bool, Tell], Part]
+    rounds: int
+    quick_rounds: int = 1
+
+
+PARTS = {
+    "handoff": Measurement(handoff.measure, handoff.ROUNDS),
+    "transfer": Measurement(transfer.measure, transfer.ROUNDS, 3),
+    "overhead": Measurement(overhead.measure, overhead.ROUNDS),
+    "doors": Measurement(doors.measure, doors.ROUNDS),
+    "startup": Measurement(startup.measure, startup.ROUNDS),
+    "peer": Measurement(peer.measure, peer.ROUNDS),
+    "engine": Measurement(compare.measure, compare.ROUNDS),
+    "step": Measurement(step.measure, step.ROUNDS),
+    "gang-delivery": Measurement(delivery.measure, delivery.ROUNDS),
+    "gang-reshard": Measurement(reshard.measure, reshard.ROUNDS),
+    "gang-step": Measurement(steps.measure, steps.ROUNDS),
+    "gang-bubble": Measurement(bubble.measure, bubble.ROUNDS),
+    "simulator": Measurement(simulator.measure, simulator.ROUNDS),
+}
+GROUPS = {"all": tuple(PARTS), "gang": tuple(name for name in PARTS if name.startswith("gang-"))}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.argument("parts", nargs=-1, type=click.Choice([*GROUPS, *PARTS, "peer-install"]))
+@click.option("--rounds", type=click.IntRange(1, 100), help="Interleaved rounds; each part has its own number.")
+@click.option("--quick", is_flag=True, help="Few and short rounds: to see that it works, not to quote.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write JSON, Markdown and a chart here.")
+@click.option("--peer-venv", type=click.Path(path_type=Path), help="vLLM's environment (DIPTYCH_PEER_VENV).")
+@click.option("--debug", is_flag=True, help="Let a part's error through with its traceback.")
+def main(
+    parts: tuple[str, ...],
+    rounds: int | None,
+    quick: bool,
+    json_file: Path | None,
+    out: Path | None,
+    peer_venv: Path | None,
+    debug: bool,
+) -> None:
+    """Measure Diptych on this machine, every figure beside a peer or a limit of the same run.
+
+    Without PARTS, all of them. The peers, vLLM and llama.cpp, live in environments of their own, which
+    `peer-install` makes; what needs an absent one is skipped or left out. DIPTYCH_PEER_VENV and
+    DIPTYCH_LLAMA_VENV name other places for them.
+
+    \b
+    Example:
+      python -m benchmarks handoff transfer --rounds 5 --json figures.json
+    """
+    from rich.console import Console
+
+    if peer_venv is not None:
+        os.environ[VLLM.variable] = str(peer_venv)
+    if "peer-install" in parts:
+        for each in PEERS:
+            each.install(click.echo)
+        parts = tuple(part for part in parts if part != "peer-install")
+        if not parts:
+            return
+    try:
+        refuse_foreign_ray(dict(os.environ))
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is ended
+    named = {name for part in parts or ("all",) for name in GROUPS.get(part, (part,))}
+    wanted = [name for name in PARTS if name in named]
+    console = Console(highlight=False, width=None if os.isatty(1) else 200)
+    report = _begun(rounds, quick)
+    for name in wanted:
+        part = _run(name, rounds, quick, debug)
+        show(part, console)
+        report = replace(report, parts=(*report.parts, part), load_after=machine.load())
+        _write(report, json_file, out)  # after each part: a later one may fail
+    if out is not None:
+        _draw(report, out)
+    console.print(f"\n{summary(report)}")
+    if any(part.failed for part in report.parts):
+        raise SystemExit(1)
+
+
+def _begun(rounds: int | None, quick: bool) -> Report:
+    load = machine.load()
+    return Report(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=machine.system_name(),
+        cores=len(machine.allowed_cores()),
+        cpus=machine.cpu_name(),
+        memory_bytes=machine.memory_bytes(),
+        load_before=load,
+        load_after=load,
+        versions=machine.versions(),
+        rounds=rounds or 0,
+        quick=quick,
+        parts=(),
+    )
+
+
+def _run(name: str, rounds: int | None, quick: bool, debug: bool) -> Part:
+    """One part; its error is its outcome, and the others go on."""
+    measurement = PARTS[name]
+    number = rounds or (measurement.quick_rounds if quick else measurement.rounds)
+    begun = time.monotonic()
+    try:
+        part = measurement.measure(number, quick, lambda line: click.echo(f"{name}: {line}", err=True))
+    except Exception as error:
+        if debug:
+            raise
+        part = Part(name, failed=f"{type(error).__name__}: {error}")
+    return replace(part, seconds=time.monotonic() - begun)
+
+
+def _write(report: Report, json_file: Path | None, out: Path | None) -> None:
+    if json_file is not None:
+        json_file.write_bytes(report_json(report))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{_stem(report)}.json").write_bytes(report_json(report))
+        (out / f"{_stem(report)}.md").write_text(markdown(report))
+
+
+def _stem(report: Report) -> str:
+    return f"bench-{report.date[:19].replace(':', '')}"
+
+
+def _draw(report: Report, out: Path) -> None:
+    """A picture of what the engine and its peers reached, beside the tables."""
+    for part in report.parts:
+        if part.name != "engine" or not part.figures:
+            continue
+        if reason := chart.missing():
+            click.echo(reason, err=True)
+            return
+        for suffix in ("png", "svg"):
+            chart.draw(report, part, out / f"{_stem(report)}-engine.{suffix}")
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks")

@@ -1,0 +1,74 @@
+"""One request, with the time of each of its tokens as the client saw it. Knows the client; knows no cluster."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from cluster.events import Completed
+from cluster.frontend.text import TextDelta
+from diptych.client import AsyncClient
+
+FIRST_ID, LAST_ID = 1000, 40_000  # ordinary tokens of the measured model's vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """When the tokens of one answer came, in seconds since it was asked for. At least three of them."""
+
+    token_s: tuple[float, ...]
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_s[0]
+
+    @property
+    def second_s(self) -> float:
+        """From the first token to the second: what a hand-off may delay."""
+        return self.token_s[1] - self.token_s[0]
+
+    @property
+    def step_s(self) -> float:
+        """A steady decode step: the median gap after the second token."""
+        return median(later - sooner for sooner, later in zip(self.token_s[1:], self.token_s[2:], strict=False))
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An answer's times and what the server says about it."""
+
+    timed: Timed
+    completed: Completed
+    messages: int  # deltas; fewer than tokens when the client did not keep up
+
+    def booked_s(self, phase: str) -> float:
+        """What the ledger counts under a phase, before and after the first token."""
+        ledger = self.completed.ledger
+        return sum(ns for name, ns in ledger.first + ledger.rest if name == phase) / 1e9
+
+
+def fresh_prompt(draw: random.Random, num_tokens: int) -> tuple[int, ...]:
+    """Token ids that no earlier prompt shares a block with."""
+    return tuple(draw.choices(range(FIRST_ID, LAST_ID), k=num_tokens))
+
+
+async def ask(client: AsyncClient, prompt: Sequence[int], num_tokens: int, timeout_s: float = 300.0) -> Asked:
+    """Exactly `num_tokens` greedy tokens. Raises `DiptychError`."""
+    token_s: list[float] = []
+    completed: Completed | None = None
+    messages = 0
+    begun = time.perf_counter()
+    options = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
+    async for event in client.generate(prompt, timeout_s=timeout_s, **options):  # type: ignore[arg-type]
+        if isinstance(event, TextDelta) and event.tokens:
+            messages += 1
+            token_s += [time.perf_counter() - begun] * len(event.tokens)
+        elif isinstance(event, Completed):
+            completed = event
+    assert completed is not None and len(token_s) == num_tokens, f"{len(token_s)} tokens instead of {num_tokens}"
+    return Asked(Timed(tuple(token_s)), completed, messages)

@@ -1,0 +1,196 @@
+"""One workload of the campaign: all its contenders, the best static per phase, and what became of ours over time."""
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.elastic.contenders import OURS, called, case_of
+from benchmarks.elastic.one import told
+from benchmarks.elastic.per_phase import per_phase
+from benchmarks.elastic.probe import Probe
+from benchmarks.elastic.record import (
+    COLOCATED,
+    KINDS,
+    PER_PHASE,
+    ROUTER,
+    SPLIT,
+    STATIC,
+    SYSTEM,
+    TIMETABLE,
+    Entry,
+    Phases,
+    Result,
+)
+from benchmarks.elastic.record import OURS as KIND_OURS
+from benchmarks.elastic.scenarios import Scenario
+from benchmarks.elastic.search import (
+    REACH,
+    Best,
+    Effort,
+    Job,
+    Statics,
+    Tell,
+    best_colocated,
+    best_split,
+    jobs_of,
+    searched,
+)
+from benchmarks.elastic.timeline import Timeline, timeline
+from benchmarks.elastic.timetable import timetabled
+from cluster.offline.scoring.goodput import Map
+
+SHOWN = (KIND_OURS, *STATIC)
+FORESEEN = 1.3  # of the best static choice's rate: there timetables are compared
+
+
+class Unlike(ValueError):
+    """A record cannot be completed: the message says what it lacks, or in what it differs."""
+
+
+def measure(
+    scenario: Scenario,
+    effort: Effort,
+    each: Map,
+    tell: Tell,
+    kinds: Collection[str] = KINDS,
+    known: Result | None = None,
+) -> Result:
+    """Contenders of these kinds; all others are those that are `known`. Minutes for a workload.
+
+    Raises `Unlike`, and what simulations raise.
+    """
+    begun_s = time.perf_counter()
+    found = _statics(scenario, effort, each, tell, kinds, known)
+    jobs, twins = _twins(scenario, jobs_of(scenario, found, effort, kinds), found)
+    if PER_PHASE in kinds and len(scenario.phases) > 1:
+        jobs.insert(0, per_phase(scenario, found, effort, each, tell))
+    if TIMETABLE in kinds and scenario.shifts:
+        ours = known.of(KIND_OURS) if known else None
+        rate = ours.by_seed[0] if ours else FORESEEN * found.rate
+        jobs.insert(0, timetabled(scenario, rate, effort, each, tell))
+    new = searched(jobs, effort, each, tell)
+    entries = _entries(new.entries, twins, kinds, known)
+    if known is not None and not set(SHOWN) & set(kinds):
+        shown = list(zip(known.phases, known.timelines, strict=True))
+    else:
+        shown = list(each(_shown, _shown_ones(scenario, entries, effort)))
+    return Result(
+        scenario=scenario.name,
+        title=scenario.title,
+        hardware=scenario.machines.hardware,
+        gpus=case_of(OURS, scenario).gpus,
+        workers=scenario.workers,
+        slo=scenario.slo,
+        shifts=scenario.shifts,
+        seconds=scenario.seconds,
+        boundaries=tuple((phase.name, phase.begin_s) for phase in scenario.phases),
+        full_rate=scenario.rate,
+        seeds=effort.seeds,
+        tolerance=effort.tolerance,
+        entries=entries,
+        phases=tuple(phases for phases, _ in shown),
+        timelines=tuple(line for _, line in shown),
+        wall_s=round(time.perf_counter() - begun_s + (known.wall_s if known else 0.0), 1),
+        failed=(*new.failed, *_failed_before(known, jobs)),
+    )
+
+
+# ---- who is measured, and who is known ---------------------------------------------------------------------------
+
+
+def _statics(
+    scenario: Scenario, effort: Effort, each: Map, tell: Tell, kinds: Collection[str], known: Result | None
+) -> Statics:
+    """By the ladder, or who they are in the record."""
+    if known is not None:
+        _check_alike(scenario, known)
+    split = best_split(scenario, effort, each, tell) if SPLIT in kinds else _known(scenario, known, SPLIT)
+    if COLOCATED in kinds:
+        return Statics(split, best_colocated(scenario, effort, each, tell, split.rate))
+    return Statics(split, _known(scenario, known, COLOCATED))
+
+
+def _check_alike(scenario: Scenario, known: Result) -> None:
+    now = {"workers": scenario.workers, "seconds": scenario.seconds, "slo": scenario.slo, "full_rate": scenario.rate}
+    for name, value in now.items():
+        if (before := getattr(known, name)) != value:
+            raise Unlike(
+                f"{scenario.name}: {name} is {before} in the record and would be {value}; give the same --workers and "
+                "--stretch, or measure the whole workload, without --again"
+            )
+
+
+def _known(scenario: Scenario, known: Result | None, kind: str) -> Best:
+    entry = known.of(kind) if known else None
+    if entry is None:
+        raise Unlike(f"{scenario.name}: the record has no {kind}; measure it too, with another --again")
+    return Best((called(entry.name),), entry.by_seed[0] or entry.rate or scenario.rate / REACH)
+
+
+@dataclass(frozen=True, slots=True)
+class _Twin:
+    """A job that would measure one of the best static configurations under another name."""
+
+    job: Job
+    static: str
+
+
+def _twins(scenario: Scenario, jobs: Sequence[Job], found: Statics) -> tuple[list[Job], list[_Twin]]:
+    """What is left to measure, and who is known already."""
+    statics = (*found.split.contenders, *found.colocated.contenders)
+    specs = [(one.name, case_of(one, scenario).spec) for one in statics]
+    left, twins = [], []
+    for job in jobs:
+        spec = case_of(called(job.name), scenario).spec
+        static = next((name for name, each in specs if each == spec), "")
+        if static and job.kind in (SYSTEM, ROUTER):
+            twins.append(_Twin(job, static))
+        else:
+            left.append(job)
+    return left, twins
+
+
+def _entries(
+    new: Sequence[Entry], twins: Sequence[_Twin], kinds: Collection[str], known: Result | None
+) -> tuple[Entry, ...]:
+    """By kind. Of the finalists of one kind only the better is kept."""
+    kept = [each for each in known.entries if each.kind not in kinds] if known else []
+    entries = [*new, *kept]
+    statics = {each.name: each for each in entries if each.kind in STATIC}
+    for twin in twins:
+        if (static := statics.get(twin.static)) is not None:
+            entries.append(replace(static, kind=twin.job.kind, name=twin.job.name))
+    made: list[Entry] = []
+    for kind in KINDS:
+        alike = [each for each in entries if each.kind == kind]
+        made += sorted(alike, key=lambda each: -each.rate)[:1] if kind in SHOWN else alike
+    return tuple(made)
+
+
+def _failed_before(known: Result | None, jobs: Sequence[Job]) -> list[str]:
+    names = {job.name for job in jobs}
+    return [line for line in known.failed if line.partition(": ")[0] not in names] if known else []
+
+
+# ---- what became of the requests ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    name: str
+    scenario: Scenario
+    rate: float
+    seed: int
+
+
+def _shown_ones(scenario: Scenario, entries: Sequence[Entry], effort: Effort) -> list[_Shown]:
+    """Ours and the best static configurations, all at the rate of the best of them."""
+    shown = [each for each in entries if each.kind in SHOWN]
+    rate = max((each.rate for each in shown), default=0.0) or scenario.rate / REACH
+    return [_Shown(each.name, scenario, rate, effort.seeds[0]) for each in shown]
+
+
+def _shown(wanted: _Shown) -> tuple[Phases, Timeline]:
+    scenario, rate = wanted.scenario, wanted.rate
+    run = Probe(called(wanted.name), scenario, None).run(rate / scenario.rate, wanted.seed, trace=True)
+    return Phases(run.system, rate, told(run, scenario)), timeline(run, scenario, rate)

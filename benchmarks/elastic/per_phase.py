@@ -1,0 +1,69 @@
+"""The best static configuration of each phase: a reference, not a bound.
+
+For each phase it has the static configuration that suits it best, switched in no time at the boundary, and nothing is
+carried over: every phase begins on an idle fleet. What it attains is the mean over phases, weighted by requests. A
+router that is better than least-loaded, or workers that take part in both phases, can exceed it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from benchmarks.elastic.contenders import Contender
+from benchmarks.elastic.probe import Probe
+from benchmarks.elastic.record import PER_PHASE
+from benchmarks.elastic.scenarios import Phase, Scenario
+from benchmarks.elastic.search import TARGET, Effort, Job, Statics, Tell, statics
+from cluster.offline.scoring.figures import Attainment, attainment
+from cluster.offline.scoring.goodput import Map
+
+NAMES = ("ttft", "tpot", "both", "served")
+
+
+@dataclass(frozen=True, slots=True)
+class PerPhase:
+    """`chosen`: for phases of each name, the configurations that come into question; of these the better."""
+
+    scenario: Scenario
+    chosen: Mapping[str, tuple[Contender, ...]]
+
+    def __call__(self, rate: float, seed: int) -> Attainment:
+        """Ends as soon as more requests than allowed have missed; those of later phases then count as missed."""
+        scale = rate / self.scenario.rate
+        arrivals = self.scenario.draw(scale, seed).arrivals
+        left, kept = (1.0 - TARGET) * len(arrivals), dict.fromkeys(NAMES, 0.0)
+        for phase in self.scenario.epochs or self.scenario.phases:
+            came = sum(phase.begin_s <= each.at_s < phase.end_s for each in arrivals)
+            if came and left >= 0.0:
+                found = self._best(phase, scale, seed, give_up=1.0 - left / came)
+                left -= (1.0 - found.both) * came
+                kept = {name: kept[name] + came * getattr(found, name) for name in NAMES}
+        return Attainment(*(kept[name] / len(arrivals) for name in NAMES))
+
+    def _best(self, phase: Phase, scale: float, seed: int, give_up: float) -> Attainment:
+        alone = self.scenario.only(phase)
+        runs = (Probe(one, alone, max(0.0, give_up)).run(scale, seed) for one in self.chosen[phase.name])
+        return max((attainment(run, alone.slo) for run in runs), key=lambda found: found.both)
+
+    @property
+    def told(self) -> str:
+        return "; ".join(f"{name}: {' or '.join(one.name for one in ones)}" for name, ones in self.chosen.items())
+
+
+def chosen_for(scenario: Scenario, start: float, effort: Effort, each: Map, tell: Tell) -> PerPhase:
+    """The best configurations for each kind of phase, by the ladder on that phase alone."""
+    chosen: dict[str, tuple[Contender, ...]] = {}
+    for phase in scenario.epochs or scenario.phases:
+        if phase.name not in chosen:
+            found = statics(scenario.only(phase), replace(effort, finalists=1), each, tell, start)
+            near = (1.0 - effort.rung) * found.rate
+            bests = (best for best in (found.split, found.colocated) if best.rate >= near)
+            chosen[phase.name] = tuple(one for best in bests for one in best.contenders)
+    return PerPhase(scenario, chosen)
+
+
+def per_phase(scenario: Scenario, found: Statics, effort: Effort, each: Map, tell: Tell) -> Job:
+    """Its goodput, to be searched. Steps of prompts are not tried again for each phase; they are those of the best
+    static split."""
+    chunks = tuple(dict.fromkeys(one.chunk for one in found.split.contenders if one.chunk)) or effort.prompt_chunks[:1]
+    knowing = chosen_for(scenario, found.rate, replace(effort, prompt_chunks=chunks), each, tell)
+    return Job(PER_PHASE, knowing.told, knowing, scenario.slo, found.rate, effort.seeds, effort.tolerance)

@@ -1,0 +1,51 @@
+"""One contender under a scenario's load at one scale: a whole run, or only what it attains."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from benchmarks.elastic.contenders import FRESH, Contender, View, case_of
+from benchmarks.elastic.scenarios import Scenario
+from cluster.offline.plan.trial import promised_end_s
+from cluster.offline.scoring.figures import Attainment, attainment
+from cluster.offline.scoring.records import Run
+from cluster.offline.sim.cluster import Surroundings
+from cluster.offline.sim.run import Options, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Its argument is the mean rate in requests a second, as `cluster.offline.scoring.goodput` asks; `run` is told a scale.
+
+    `give_up`: a run ends once it cannot attain this share any more. A value, so it can go to another process.
+    """
+
+    contender: Contender
+    scenario: Scenario
+    give_up: float | None = 0.9
+    view: View = FRESH
+
+    def __call__(self, rate: float, seed: int) -> Attainment:
+        return attainment(self.run(rate / self.scenario.rate, seed), self.scenario.slo)
+
+    def run(self, scale: float, seed: int, *, trace: bool = False) -> Run:
+        scenario, case = self.scenario, case_of(self.contender, self.scenario, self.view)
+        workload, slo = scenario.draw(scale, seed), scenario.slo
+        missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals) + 1e-6)
+        until_s = promised_end_s(workload, slo)
+        around = Surroundings(stale_s=self.view.stale_s)
+        options = Options(seed, slo, trace, until_s, missed, self.contender.name, around)
+        with quietly():
+            return simulate(case.spec, case.models, replace(workload, name=scenario.name), options)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Requests that miss and are cut off are what a search looks for, and nothing to warn of."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

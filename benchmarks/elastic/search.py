@@ -1,0 +1,250 @@
+"""Who sustains how much: the best of the static configurations by a ladder, and goodput by bisection.
+
+The ladder: a middling configuration's goodput is searched first; all others are tried at that rate, who holds is tried
+a rung higher, and so on until nobody does: two, four and more rungs at once while somebody holds, and half as many
+after. A configuration that is not the best is thus given up after one run, which is cut as soon as it cannot attain the
+target.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.elastic.contenders import (
+    CHUNKS,
+    OURS,
+    PROMPT_CHUNKS,
+    ROUTERS,
+    Contender,
+    called,
+    colocated,
+    named,
+    routed,
+    splits,
+)
+from benchmarks.elastic.probe import Probe
+from benchmarks.elastic.record import COLOCATED, KINDS, ROUTER, SPLIT, SYSTEM, Entry
+from benchmarks.elastic.record import OURS as KIND_OURS
+from benchmarks.elastic.scenarios import Scenario
+from cluster.offline.scoring.goodput import Attain, Map, Probes, Search, goodput
+from workers.request import SLO
+
+TARGET = 0.9
+REACH = 16.0  # nothing below 1/16 or above 16 times the start is tried
+STRIDE = 1.1  # by which a search first leaves a start that should be near, or its tolerance
+LEAP = 1.5  # rungs that are taken at once are no more than this
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """`seeds` for ours, the best static configurations, those per phase, the best named system and the best router;
+    `few` for the others.
+
+    `rung`: of the ladder, relative. `finalists`: so many that held on the last rung are searched with all seeds.
+    """
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    few: tuple[int, ...] = (0,)
+    tolerance: float = 0.05
+    rough: float = 0.1  # tolerance for named systems and routers
+    rung: float = 0.05
+    finalists: int = 2
+    systems: tuple[str, ...] = ()  # none: all
+    routers: tuple[str, ...] = ROUTERS
+    prompt_chunks: tuple[int, ...] = PROMPT_CHUNKS
+    chunks: tuple[int, ...] = CHUNKS
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A goodput to search; a value, so that it can go to another process. Requests a second of the whole fleet."""
+
+    kind: str
+    name: str
+    attain: Attain
+    slo: SLO
+    start: float
+    seeds: tuple[int, ...]
+    tolerance: float
+    prefills: int = 0
+
+    @classmethod
+    def of(cls, kind: str, probe: Probe, start: float, seeds: tuple[int, ...], tolerance: float) -> "Job":
+        one = probe.contender
+        return cls(kind, one.name, probe, probe.scenario.slo, start, seeds, tolerance, one.prefills)
+
+    def held(self, seed: int, start: float, stride: float) -> float:
+        """The greatest rate at which this seed attained the target, 0 when none did."""
+        low, high = self.start / REACH, self.start * REACH
+        search = Search(min(max(low, start), high), low, high, self.tolerance, stride)
+        return goodput(Probes(self.attain), search, self.slo, target=TARGET, seeds=(seed,), gpus=1).rate
+
+
+def _held(job: Job, seed: int, start: float, stride: float) -> float | str:
+    """Or why it could not be found: one contender that breaks does not end a campaign of hours."""
+    try:
+        return job.held(seed, start, stride)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`failed`: contenders that broke, each with the reason."""
+
+    entries: tuple[Entry, ...]
+    failed: tuple[str, ...]
+
+
+def searched(jobs: Sequence[Job], effort: Effort, each: Map, tell: Tell) -> Found:
+    """The first seed of all, then the others from what it held; all seeds of the best system and the best router."""
+    strides = [max(STRIDE, 1.0 + job.tolerance) for job in jobs]
+    firsts = []
+    for job, first in zip(jobs, each(_held, jobs, *_begun(jobs), strides), strict=True):
+        firsts.append(first)
+        tell(f"{job.kind}, {job.name}: {first if isinstance(first, str) else f'{first:.3g} requests/s'}, first seed")
+    later = list(jobs)
+    asked = [(number, seed) for number, job in enumerate(jobs) for seed in job.seeds[1:]]
+    outcomes: list[list[float | str]] = [[first] for first in firsts]
+    for number in _finalists(jobs, firsts, effort):
+        later[number] = replace(jobs[number], seeds=effort.seeds, tolerance=effort.tolerance)
+        outcomes[number] = []
+        asked += [(number, seed) for seed in effort.seeds]
+    starts = [first if isinstance(first, float) and first > 0.0 else jobs[n].start for n, first in enumerate(firsts)]
+    more = each(
+        _held,
+        [later[number] for number, _ in asked],
+        [seed for _, seed in asked],
+        [starts[number] for number, _ in asked],
+        [1.0 + later[number].tolerance for number, _ in asked],
+    )
+    for (number, _), outcome in zip(asked, more, strict=True):
+        outcomes[number].append(outcome)
+    made, failed = [], []
+    for job, found in zip(jobs, outcomes, strict=True):
+        broke = next((outcome for outcome in found if isinstance(outcome, str)), None)
+        if broke is not None:
+            failed.append(f"{job.name}: {broke}")
+            tell(failed[-1])
+            continue
+        made.append(Entry.of(job.kind, job.name, [each for each in found if isinstance(each, float)], job.prefills))
+        tell(f"{job.kind}, {job.name}: {made[-1].rate:.3f} requests/s")
+    return Found(tuple(made), tuple(failed))
+
+
+def _begun(jobs: Sequence[Job]) -> tuple[list[int], list[float]]:
+    return [job.seeds[0] for job in jobs], [job.start for job in jobs]
+
+
+def _finalists(jobs: Sequence[Job], firsts: Sequence[float | str], effort: Effort) -> Iterator[int]:
+    """The best named system and the best router that is not ours: those that are not known closely yet."""
+    for kind in (SYSTEM, ROUTER):
+        known = [
+            (first, number)
+            for number, (job, first) in enumerate(zip(jobs, firsts, strict=True))
+            if job.kind == kind and isinstance(first, float) and not called(job.name).is_ours_in_part
+        ]
+        if known and (effort.seeds, effort.tolerance) != (effort.few, effort.rough):
+            yield max(known)[1]
+
+
+# ---- the best static configurations ------------------------------------------------------------------------------
+
+
+def _holds(contender: Contender, scenario: Scenario, rate: float, seed: int) -> bool:
+    return Probe(contender, scenario, TARGET)(rate, seed).both >= TARGET
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Those that held on the last rung, and its rate in requests a second."""
+
+    contenders: tuple[Contender, ...]
+    rate: float
+
+
+def pilot(scenario: Scenario, contender: Contender, start: float, effort: Effort) -> Best:
+    """Where a ladder begins: one configuration's goodput, to a rung."""
+    job = Job.of(SPLIT, Probe(contender, scenario), start, effort.seeds[:1], effort.rung)
+    return Best((contender,), job.held(effort.seeds[0], start, 2.0) or start / REACH)
+
+
+def ladder(scenario: Scenario, best: Best, others: Sequence[Contender], effort: Effort, each: Map, tell: Tell) -> Best:
+    """`others` may take the place of the best so far, who did not hold a rung higher."""
+    alive, leap, rising = [one for one in others if one not in best.contenders], 1.0, True
+    while alive:
+        count, rate = len(alive), best.rate * leap
+        keeps = each(_holds, alive, [scenario] * count, [rate] * count, [effort.seeds[0]] * count)
+        held = [one for one, keep in zip(alive, keeps, strict=True) if keep]
+        told = ", ".join(one.name for one in held[:4]) or "nobody else"
+        tell(f"{scenario.name}: of {count}, {len(held)} hold at {rate:.3g} requests/s: {told}")
+        if held:
+            alive, best = held, Best(tuple(held[: effort.finalists]), rate)
+        rising = rising and bool(held)
+        if not rising and leap < 1.0 + 1.01 * effort.rung:
+            break
+        leap = leap**0.5 if not rising else 1.0 + effort.rung if leap == 1.0 else min(leap**2, LEAP)
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Statics:
+    """The static configurations that come into question."""
+
+    split: Best
+    colocated: Best
+
+    @property
+    def rate(self) -> float:
+        return max(self.split.rate, self.colocated.rate)
+
+    @property
+    def better(self) -> Contender:
+        return max((self.split, self.colocated), key=lambda best: best.rate).contenders[0]
+
+
+def best_split(scenario: Scenario, effort: Effort, each: Map, tell: Tell, start: float | None = None) -> Best:
+    """Of all numbers of prefill workers at a middling step; then, beside the best, with other steps."""
+    middle, workers = effort.prompt_chunks[len(effort.prompt_chunks) // 2], scenario.workers
+    candidates = tuple(splits(workers, (middle,)))
+    best = pilot(scenario, candidates[len(candidates) // 2], start or 0.4 * scenario.rate, effort)
+    best = ladder(scenario, best, candidates, effort, each, tell)
+    near = {k for one in best.contenders for k in (one.prefills - 1, one.prefills, one.prefills + 1)}
+    others = [one for one in splits(workers, effort.prompt_chunks) if one.prefills in near and one not in candidates]
+    return ladder(scenario, best, others, effort, each, tell)
+
+
+def best_colocated(scenario: Scenario, effort: Effort, each: Map, tell: Tell, start: float) -> Best:
+    mixed = tuple(colocated(effort.chunks))
+    return ladder(scenario, pilot(scenario, mixed[len(mixed) // 2], start, effort), mixed, effort, each, tell)
+
+
+def statics(scenario: Scenario, effort: Effort, each: Map, tell: Tell, start: float | None = None) -> Statics:
+    split = best_split(scenario, effort, each, tell, start)
+    return Statics(split, best_colocated(scenario, effort, each, tell, split.rate))
+
+
+# ---- everybody ---------------------------------------------------------------------------------------------------
+
+
+def jobs_of(scenario: Scenario, found: Statics, effort: Effort, kinds: Collection[str] = KINDS) -> list[Job]:
+    """Ours, the finalists, every named system and every router: those of these kinds. Those per phase are not."""
+    made: list[Job] = []
+
+    def fine(kind: str, one: Contender, start: float) -> None:
+        made.append(Job.of(kind, Probe(one, scenario), start, effort.seeds, effort.tolerance))
+
+    def rough(kind: str, one: Contender, start: float) -> None:
+        made.append(Job.of(kind, Probe(one, scenario), start, effort.few, effort.rough))
+
+    fine(KIND_OURS, OURS, found.rate)
+    for kind, best in ((SPLIT, found.split), (COLOCATED, found.colocated)):
+        for one in best.contenders:
+            fine(kind, one, best.rate)
+    split, better = found.split.contenders[0], found.better
+    for one in named(split.prefills):
+        if not effort.systems or one.system in effort.systems:
+            rough(SYSTEM, one, 0.8 * found.rate)
+    for one in routed(split, better, effort.routers):
+        rough(ROUTER, one, found.rate if one.prefills == better.prefills else found.split.rate)
+    return [job for job in made if job.kind in kinds]

@@ -1,0 +1,56 @@
+"""How routers bear a view that is old: the same load for each, statistics that come later and later, more gateways."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from benchmarks.elastic.contenders import OURS, SPLIT, Contender, View
+from benchmarks.elastic.probe import Probe
+from benchmarks.elastic.record import Stale
+from benchmarks.elastic.scenarios import Scenario, Size, scenario
+from benchmarks.elastic.search import Tell
+from cluster.offline.scoring.goodput import Map
+from cluster.offline.sim.systems import balanced
+
+WORKLOAD = "day"
+SCALE = 0.5  # near what a good split just keeps
+SHORTER = 3.0  # than in the campaign: nothing is searched, so runs are whole
+CHUNK = 2048
+SEEDS = (0, 1, 2)
+AGES_S = (0.0, 0.25, 1.0, 4.0)
+GATEWAYS = {"least-loaded": (1, 2, 4), "promise": (1, 2, 4), "": (1, 4)}  # by router; of ours, whose runs take longest
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    contender: Contender
+    scenario: Scenario
+    view: View
+    seed: int
+
+
+def study(size: Size, each: Map, tell: Tell) -> tuple[Stale, ...]:
+    """Two routers on one split, and ours as it is, at one rate that all gateways share. Minutes."""
+    load = scenario(WORKLOAD, replace(size, stretch=size.stretch / SHORTER))
+    prefills = balanced(load.workers, load.machines.model().cost, load.draw(1.0, 0), load.fleet.engine)
+    split = Contender(SPLIT, prefills, CHUNK, plain=True)
+    cells = [
+        (replace(split, routing=name) if name else OURS, View(stale_s, number))
+        for name, numbers in GATEWAYS.items()
+        for number in numbers
+        for stale_s in AGES_S
+    ]
+    jobs = [_Job(one, load, view, seed) for one, view in cells for seed in SEEDS]
+    kept = iter(each(_attained, jobs))
+    made = [
+        Stale(load.name, one.name, view.stale_s, view.gateways, SCALE * load.rate, _shares(kept)) for one, view in cells
+    ]
+    tell(f"old views: {len(jobs)} runs")
+    return tuple(made)
+
+
+def _shares(kept: Iterator[float]) -> tuple[float, ...]:
+    return tuple(round(next(kept), 4) for _ in SEEDS)
+
+
+def _attained(job: _Job) -> float:
+    return Probe(job.contender, job.scenario, None, job.view)(SCALE * job.scenario.rate, job.seed).both

@@ -1,0 +1,81 @@
+"""The part `engine` as a picture: a panel for each column, a bar for each contender, a mark at what the machine allows.
+
+Drawn from figures alone, so a recorded report can be drawn again. Needs matplotlib, which is an extra of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine.compare import SHARE, WALL
+from benchmarks.figures import Figure, Part, Report, Spread
+
+OURS, OPT_IN, PEER, LIMIT = "#0b6e4f", "#7cc4a4", "#b9bec6", "#c1292e"
+MISSING = "no chart: matplotlib is missing; install it with `pip install 'diptych[bench]'`"
+
+
+def missing() -> str:
+    """Why nothing can be drawn; empty when it can."""
+    from importlib.util import find_spec
+
+    return "" if find_spec("matplotlib") else MISSING
+
+
+def draw(report: Report, part: Part, file: Path) -> None:
+    """Write the picture; the file's suffix (.png, .svg) says as what. Raises ImportError without matplotlib."""
+    from matplotlib.figure import Figure as Picture
+
+    speeds, shares = _cells(part, WALL), _cells(part, SHARE)
+    names = list(dict.fromkeys(name for name, _ in speeds))
+    columns = list(dict.fromkeys(column for _, column in speeds))
+    picture = Picture(figsize=(3.0 * len(columns) + 2.0, 0.34 * len(names) + 1.9), layout="constrained")
+    panels: Any = picture.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    for panel, column in zip(panels, columns, strict=True):
+        _panel(panel, column, names, speeds, shares)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].invert_yaxis()
+    picture.suptitle(f"Tokens a second, more is better: SmolLM2-135M on {report.cores} cores of {report.cpus}")
+    picture.supxlabel(
+        "bars: median of the rounds, thin lines from the least to the greatest; red: what the machine allows with "
+        "these weights, or in figures the share of it",
+        fontsize=8,
+    )
+    picture.savefig(file, dpi=130)
+
+
+def _panel(
+    panel: Any,
+    column: str,
+    names: Sequence[str],
+    speeds: Mapping[tuple[str, str], Spread],
+    shares: Mapping[tuple[str, str], Spread],
+) -> None:
+    """One column; a limit far beyond all bars is told in figures at the edge instead of squeezing them."""
+    panel.set_title(column, fontsize=10)
+    fastest = max(speeds[name, column].high for name in names)
+    edge = 1.8 * fastest
+    for row, name in enumerate(names):
+        speed, share = speeds[name, column], shares[name, column].median
+        panel.barh(row, speed.median, height=0.72, color=_colour(name))
+        panel.hlines(row, speed.low, speed.high, color="black", linewidth=0.8)
+        panel.text(speed.high + 0.015 * edge, row, f"{speed.median:.0f}", va="center", fontsize=7.5)
+        limit = speed.median / share
+        if limit < edge:
+            panel.vlines(limit, row - 0.4, row + 0.4, color=LIMIT, linewidth=2)
+        else:
+            panel.text(edge, row, f"{share:.0%} ▸", va="center", ha="right", fontsize=7, color=LIMIT)
+    panel.set_xlim(0, edge)
+    panel.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+
+
+def _colour(name: str) -> str:
+    if not name.startswith("diptych "):
+        return PEER
+    return OURS if name.startswith("diptych float32") else OPT_IN
+
+
+def _cells(part: Part, table: str) -> dict[tuple[str, str], Spread]:
+    figures: Sequence[Figure] = part.figures
+    return {(figure.row, figure.column): figure.spread for figure in figures if figure.table == table}

@@ -1,0 +1,127 @@
+"""Drives Diptych: one whole worker in this process, from `generate` to the bundles that a poll gives.
+
+So a step holds all that a served one does, but for the door and the dispatcher. Its prefix cache makes the untimed
+prompts of a decode cheap; timed prompts may not use it.
+"""
+
+import asyncio
+import itertools
+from collections import Counter
+from dataclasses import fields
+from typing import Any
+
+from benchmarks.engine.drivers.lines import Order, Task, Watch, order, serve
+from workers.build import build_worker
+from workers.config import EngineConfig, TransferConfig, WorkerConfig
+from workers.request import Bundle, FailedOut, Request, SamplingParams, TokensOut
+from workers.worker import Worker
+
+SUBSCRIBER = "bench"
+UNTIMED_STEPS = 2  # of a decode, once all sequences decode
+
+
+def worker_config(order: Order, executor: str = "torch") -> WorkerConfig:
+    """A worker whose step takes a whole timed prompt. Options are fields of `EngineConfig`."""
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    options = {name: _read(value, defaults[name]) for name, value in order.options}
+    engine = EngineConfig(**{"kv_blocks": 1024, "max_batch_tokens": 1024, "threads": order.threads} | options)
+    backend = "tcp" if executor == "torch" else executor
+    transfer = TransferConfig(backends=(backend,), host="127.0.0.1")
+    return WorkerConfig("bench", "bench", order.model, engine, transfer=transfer, executor=executor, secret="bench")
+
+
+def _read(value: str, default: object) -> Any:
+    """An option's text as the kind of value that the field has."""
+    if isinstance(default, bool):
+        return value == "true"
+    return type(default)(value) if isinstance(default, int | float) else value
+
+
+class Ours:
+    """A started worker and the loop that it lives on, which stands still between calls."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.worker: Worker = build_worker(config)
+        self._runner = asyncio.Runner()
+        self._runner.run(self.worker.start())
+        self._numbers = itertools.count()
+        self._received = 0
+
+    def measure(self, task: Task) -> list[tuple[float, float]]:
+        if not task.steps:
+            return self._runner.run(self._prefill(task.prompts[0]))
+        keys = self.begin(task)
+        laps = self.steps(task)
+        self.end(keys)
+        return laps
+
+    def begin(self, task: Task) -> list[str]:
+        """All sequences are past their first decode steps when it returns."""
+        return self._runner.run(self._begin(task))
+
+    def steps(self, task: Task) -> list[tuple[float, float]]:
+        return self._runner.run(self._steps(task))
+
+    def end(self, keys: list[str]) -> None:
+        self._runner.run(self._end(keys))
+
+    async def _prefill(self, prompt: tuple[int, ...]) -> list[tuple[float, float]]:
+        watch = Watch()
+        await self._ask(prompt, 1, fresh=True)
+        await self._tokens()
+        watch.lap()
+        await self._idle()
+        return watch.laps
+
+    async def _begin(self, task: Task) -> list[str]:
+        # The first to decode do so while the last are still prompts: there is room for those steps too.
+        most = task.steps + UNTIMED_STEPS + 2 * len(task.prompts) + 8
+        keys = [await self._ask(prompt, most) for prompt in task.prompts]
+        given = Counter({key: 0 for key in keys})
+        while min(given.values()) <= UNTIMED_STEPS:
+            given.update(await self._tokens())
+        return keys
+
+    async def _steps(self, task: Task) -> list[tuple[float, float]]:
+        watch = Watch()
+        while len(watch.laps) < task.steps:
+            given = await self._tokens()
+            steps = set(given.values())
+            assert len(given) == len(task.prompts) and len(steps) == 1, f"not all sequences decode: {given}"
+            watch.lap(steps.pop())
+        return watch.laps
+
+    async def _end(self, keys: list[str]) -> None:
+        for key in keys:
+            await self.worker.cancel(key)
+        await self._idle()
+
+    async def _ask(self, prompt: tuple[int, ...], num_tokens: int, *, fresh: bool = False) -> str:
+        sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=num_tokens, ignore_eos=True)
+        request = Request(str(next(self._numbers)), prompt, sampling, fresh=fresh, reply_to=SUBSCRIBER)
+        await self.worker.generate(request)
+        return request.key
+
+    async def _tokens(self) -> Counter[str]:
+        """How many tokens each sequence got, from the next bundle that has any."""
+        while True:
+            given: Counter[str] = Counter()
+            for output in (await self._bundle()).outputs:
+                assert not isinstance(output, FailedOut), output.reason
+                if isinstance(output, TokensOut):
+                    given[output.key] += len(output.tokens)
+            if given:
+                return given
+
+    async def _idle(self) -> None:
+        while (await self._bundle()).stats.running:
+            continue  # a step that began ends; every poll waits for news or a heartbeat
+
+    async def _bundle(self) -> Bundle:
+        bundle = await self.worker.poll(SUBSCRIBER, self._received)
+        self._received = bundle.number
+        return bundle
+
+
+if __name__ == "__main__":
+    serve(Ours(worker_config(order())).measure)

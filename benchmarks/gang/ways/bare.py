@@ -1,0 +1,71 @@
+"""The limit: the plan's bytes and the answer's over one blocking socket, without event loops, threads or typed frames.
+
+Its leader blocks the event loop, which no worker could.
+"""
+
+import socket
+import tempfile
+from pathlib import Path
+
+from benchmarks.gang.ways import DEADLINE_S, Compute, Start
+
+
+class Bare:
+    def __init__(self, pid: int, connection: socket.socket, listener: socket.socket) -> None:
+        self.pid = pid
+        self._connection = connection
+        self._listener = listener
+
+    async def deliver(self, plan: bytes) -> bytes:
+        _send(self._connection, plan)
+        return _receive(self._connection)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._listener.close()
+
+
+async def lead(way: str, start: Start) -> Bare:
+    with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.settimeout(DEADLINE_S * 10)
+        listener.bind(str(Path(folder) / "socket"))
+        listener.listen(1)
+        pid = start(str(Path(folder) / "socket"))
+        connection, _ = listener.accept()
+    connection.settimeout(DEADLINE_S)
+    return Bare(pid, connection, listener)
+
+
+def serve(way: str, address: str, compute: Compute) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        converse(connection, compute)
+
+
+def converse(connection: socket.socket, compute: Compute) -> None:
+    """Answer frame by frame, blocking, until the leader hangs up."""
+    while True:
+        try:
+            data = _receive(connection)
+        except EOFError:
+            return
+        _send(connection, compute(data))
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    connection.sendall(len(data).to_bytes(4, "big") + data)
+
+
+def _receive(connection: socket.socket) -> bytes:
+    return _exactly(connection, int.from_bytes(_exactly(connection, 4), "big"))
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    data = connection.recv(num_bytes)
+    while len(data) < num_bytes:
+        more = connection.recv(num_bytes - len(data))
+        if not more:
+            raise EOFError("the other end hung up")
+        data += more
+    return data

@@ -1,0 +1,108 @@
+"""Doors with no cluster behind them: a dispatcher that answers from memory, at once or at a pace.
+
+A program too, which opens both doors over such a dispatcher until its input ends: `... benchmarks.instant PERIOD_S`.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+
+from benchmarks.ending import told_to_end
+from cluster.events import Accepted, Completed, Delta, Event
+from cluster.frontend.grpc.server import GrpcDoor, model_tokenizer
+from cluster.observe.history import Recent, Window
+from cluster.observe.ledger import Stopwatch, now_ns
+from cluster.policy.slo_attainment import Standing
+from cluster.serving import GatewayContext
+from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
+from diptych.shapes import Shape, Timings
+from diptych.view import ClusterView, ModelView, WorkerState, WorkerView
+from workers.errors import InvalidRequest
+from workers.request import FinishReason, Request
+
+MODEL, VOCABULARY, CONTEXT, CAPACITY = "smollm2-135m", 49_152, 4096, 1 << 20
+MOST = 4096  # requests in flight
+TOKEN, TEXT = 970, " way"  # an ordinary one of the vocabulary
+
+
+class InstantDispatcher:
+    """A `RequestDispatcher` with no cluster behind it: each token in an event of its own, `period_s` apart."""
+
+    def __init__(self, model: ModelView, period_s: float = 0.0) -> None:
+        worker = WorkerView("none", "none", Role.MIXED, WorkerState.READY, capacity_tokens=CAPACITY)
+        self.view = ClusterView(1, "door", model, (worker,))
+        self._tokens = (TOKEN,)
+        self._period_s = period_s
+
+    async def run(
+        self,
+        request: Request,
+        emit: Callable[[Event], None],
+        *,
+        deadline_s: float | None = None,
+        arrived_ns: int | None = None,
+    ) -> None:
+        watch = Stopwatch(now_ns, arrived_ns)
+        count = request.sampling.max_tokens or 1
+        emit(Accepted(request.id, 0, len(request.prompt), "none", "none", "no cluster behind this door"))
+        async for position in paced(count, self._period_s):
+            emit(Delta(self._tokens, position))
+        watch.lap("admission")
+        emit(Completed(FinishReason.LENGTH, len(request.prompt), count, 0, 1, watch.ledger(), ()))
+
+    def finish(self, request_id: str) -> None:
+        """Answers end by their length."""
+
+    async def audit(self) -> ClusterView:
+        return self.view
+
+    async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
+        raise InvalidRequest("worker", "there is none behind this door")
+
+    def standing(self) -> Standing:
+        return Standing()
+
+    def turned_away(self, class_name: str, cause: str) -> None:
+        """Nobody keeps scores here."""
+
+    def recent(self) -> Recent:
+        return Recent()
+
+    def remembered(self, begin_ns: int, end_ns: int) -> Window:
+        return Window()
+
+    def view_change(self) -> Awaitable[object]:
+        return asyncio.get_running_loop().create_future()
+
+
+async def paced(count: int, period_s: float) -> AsyncGenerator[int, None]:
+    """0, 1, ... below `count`, the first at once and each of the others when it is due, in a turn of its own."""
+    loop = asyncio.get_running_loop()
+    begun_s = loop.time()
+    for position in range(count):
+        await asyncio.sleep(max(0.0, begun_s + position * period_s - loop.time()))
+        yield position
+
+
+async def serve(period_s: float) -> None:
+    from cluster.frontend.http.server import HttpDoor  # an extra, which other users of the dispatcher do without
+
+    model = ModelView(MODEL, CONTEXT, VOCABULARY)
+    gateway = GatewaySpec(grpc_port=0, http_port=0, max_requests=MOST)
+    spec = ClusterSpec(MODEL, (PoolSpec("mixed", Role.MIXED),), "doors", gateway=gateway)
+    context = GatewayContext("doors", spec, model, InstantDispatcher(model, period_s))
+    grpc = GrpcDoor(context, partial(model_tokenizer, model))
+    endpoint = await grpc.open()
+    http = HttpDoor(context, grpc.gateway, grpc.guard)
+    try:
+        print(f"open {endpoint} {await http.open()}", flush=True)
+        await told_to_end()
+    finally:
+        await http.drain(0.0)
+        await grpc.close(0.0)
+        await http.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(float(sys.argv[1])))

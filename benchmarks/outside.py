@@ -1,0 +1,350 @@
+"""`make bench-outside`: guidellm and aiperf, unmodified, against our HTTP server; their counts and times beside ours.
+
+Each lives in an environment of its own, which is made on first use; vLLM's `bench serve` joins them where
+`python -m benchmarks peer-install` has made vLLM's. Every tool sends the same number of requests of the
+same lengths with the same concurrency, one tool after another. What the server counts of each is read from /metrics.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.environments import AIPERF, GUIDELLM, VLLM, PeerEnvironment
+from benchmarks.hosted import refuse_foreign_ray
+from cluster.offline.load import machine
+from cluster.offline.load.endpoint import Target
+from cluster.offline.load.opening import open_endpoint
+from cluster.offline.load.processes import Child
+from cluster.offline.load.sending import Load, nothing
+from cluster.offline.scoring.figures import figures
+from cluster.offline.workload.changes import told_apart
+from cluster.offline.workload.load import load_workload
+from workers.request import SLO
+
+START_S, TOOL_S = 300.0, 900.0
+READY = "ready: http://"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What each tool is to send, and where. `tokenizer`: a folder."""
+
+    url: str
+    model: str
+    tokenizer: Path
+    requests: int
+    concurrency: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Completed requests, and the tokens of their usage."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+    def since(self, before: "Counts") -> "Counts":
+        return Counts(
+            self.requests - before.requests,
+            self.prompt_tokens - before.prompt_tokens,
+            self.output_tokens - before.output_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one tool says of its run, and what the server counted meanwhile. `retokenised`: output tokens, counted from
+    the text that came, where the tool does."""
+
+    tool: str
+    server: Counts
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    ttft_mean_ms: float
+    ttft_p50_ms: float
+    itl_mean_ms: float
+    itl_p50_ms: float
+    seconds: float
+    retokenised: int | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether tool and server count the same tokens a request: all have the same lengths, and a tool may leave
+        out of its report what ends while it stops itself."""
+        pairs = (self.prompt_tokens, self.server.prompt_tokens), (self.output_tokens, self.server.output_tokens)
+        return self.requests > 0 and all(
+            theirs * self.server.requests == counted * self.requests for theirs, counted in pairs
+        )
+
+
+Read = dict[str, Any]
+
+
+def guidellm(asked: Asked, folder: Path) -> Read:
+    """Chats, so the model's template adds to its prompts. Raises `subprocess.CalledProcessError`."""
+    data = f"kind=synthetic_text,prompt_tokens={asked.prompt_tokens},output_tokens={asked.output_tokens}"
+    command = [
+        *(str(GUIDELLM.path / "bin" / "guidellm"), "run"),
+        *("--backend", f"kind=openai_http,target={asked.url},model={asked.model}"),
+        *("--profile", f"kind=concurrent,streams={asked.concurrency}"),
+        *("--constraint", f"kind=max_requests,count={asked.requests}"),
+        *("--tokenizer", f"kind=hf_auto,model={asked.tokenizer}", "--data", data),
+    ]
+    _run(command, folder, HF_HUB_OFFLINE="1")
+    return guidellm_read(json.loads((folder / "benchmarks.json").read_text()))
+
+
+def guidellm_read(report: Any) -> Read:
+    """Its ITL: every gap between tokens."""
+    told = report["benchmarks"][0]["metrics"]
+
+    def of(name: str) -> Any:
+        return told[name]["successful"]
+
+    tokens = {name: round(of(f"{name}_token_count")["mean"] * of(f"{name}_token_count")["count"]) for name in _KINDS}
+    ttft, itl = of("time_to_first_token_ms"), of("inter_token_latency_ms")
+    return {
+        "requests": told["request_totals"]["successful"],
+        **{f"{name}_tokens": count for name, count in tokens.items()},
+        **{"ttft_mean_ms": ttft["mean"], "ttft_p50_ms": ttft["median"]},
+        **{"itl_mean_ms": itl["mean"], "itl_p50_ms": itl["median"]},
+    }
+
+
+_KINDS = ("prompt", "output")
+
+
+def aiperf(asked: Asked, folder: Path) -> Read:
+    """Completions. Raises `subprocess.CalledProcessError`."""
+    command = [
+        *(str(AIPERF.path / "bin" / "aiperf"), "profile", "--model", asked.model, "--url", asked.url),
+        *("--endpoint-type", "completions", "--streaming", "--concurrency", str(asked.concurrency)),
+        *("--request-count", str(asked.requests), "--isl", str(asked.prompt_tokens)),
+        *("--osl", str(asked.output_tokens), "--extra-inputs", "ignore_eos:true", "--tokenizer", str(asked.tokenizer)),
+        *("--ui", "simple", "--no-gpu-telemetry", "--no-server-metrics", "--artifact-dir", str(folder)),
+    ]
+    _run(command, folder)
+    return aiperf_read(json.loads((folder / "profile_export_aiperf.json").read_text()))
+
+
+def aiperf_read(report: Any) -> Read:
+    """Its ITL: each request's mean gap."""
+    ttft, itl = report["time_to_first_token"], report["inter_token_latency"]
+    return {
+        "requests": round(report["request_count"]["avg"]),
+        "prompt_tokens": round(report["total_usage_prompt_tokens"]["avg"]),
+        "output_tokens": round(report["total_usage_completion_tokens"]["avg"]),
+        **{
+            "ttft_mean_ms": ttft["avg"],
+            "ttft_p50_ms": ttft["p50"],
+            "itl_mean_ms": itl["avg"],
+            "itl_p50_ms": itl["p50"],
+        },
+        "retokenised": round(report["total_osl"]["avg"]),
+    }
+
+
+VLLM_BENCH = """
+from vllm.benchmarks import serve
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+serve.add_cli_args(parser)
+serve.main(parser.parse_args())
+"""  # as its command does, which does not start from the package for CPUs
+
+
+def vllm(asked: Asked, folder: Path) -> Read:
+    """Completions. Raises `subprocess.CalledProcessError`."""
+    command = [
+        *(str(VLLM.python), "-c", VLLM_BENCH, "--backend", "openai", "--base-url", asked.url),
+        *("--model", asked.model, "--tokenizer", str(asked.tokenizer), "--dataset-name", "random", "--ignore-eos"),
+        *("--random-input-len", str(asked.prompt_tokens), "--random-output-len", str(asked.output_tokens)),
+        *("--num-prompts", str(asked.requests), "--max-concurrency", str(asked.concurrency)),
+        *("--ready-check-timeout-sec", "0", "--save-result", "--result-dir", str(folder)),
+        *("--result-filename", "vllm.json"),
+    ]
+    _run(command, folder, HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    return vllm_read(json.loads((folder / "vllm.json").read_text()))
+
+
+def vllm_read(report: Any) -> Read:
+    """Its ITL: every gap between tokens. Its counts of prompts are its tokenizer's, those of answers our usage's."""
+    return {
+        "requests": report["completed"],
+        "prompt_tokens": report["total_input_tokens"],
+        "output_tokens": report["total_output_tokens"],
+        **{"ttft_mean_ms": report["mean_ttft_ms"], "ttft_p50_ms": report["median_ttft_ms"]},
+        **{"itl_mean_ms": report["mean_itl_ms"], "itl_p50_ms": report["median_itl_ms"]},
+    }
+
+
+def ours(asked: Asked, folder: Path) -> Read:
+    """`diptych bench` over HTTP, as it would do it. Its ITL: every gap between tokens."""
+
+    async def drive() -> Read:
+        lengths = f"{asked.prompt_tokens}/{asked.output_tokens}"
+        workload = told_apart(load_workload(f"burst:count={asked.requests},lengths={lengths}", seed=0), 1)
+        async with open_endpoint(Target(asked.url, asked.model)) as endpoint:
+            before = counted(asked.url)
+            run = await endpoint.drive(workload, Load(endpoint.vocab_size, concurrency=asked.concurrency), nothing)
+        told = figures(run, SLO())
+        assert told.ttft_s is not None and told.tbt_s is not None, f"no request was answered: {told.reasons}"
+        return {
+            "requests": told.finished,
+            "prompt_tokens": sum(each.prompt_tokens for each in run.served),
+            "output_tokens": sum(len(each.token_s) for each in run.served),
+            **{"ttft_mean_ms": 1e3 * told.ttft_s.mean, "ttft_p50_ms": 1e3 * told.ttft_s.p50},
+            **{"itl_mean_ms": 1e3 * told.tbt_s.mean, "itl_p50_ms": 1e3 * told.tbt_s.p50},
+            "before": before,
+        }
+
+    return asyncio.run(drive())
+
+
+TOOLS: dict[str, Callable[[Asked, Path], Read]] = {
+    "guidellm": guidellm,
+    "aiperf": aiperf,
+    "vllm bench serve": vllm,
+    "diptych bench": ours,
+}
+
+
+def _run(command: list[str], folder: Path, **environment: str) -> None:
+    """With its output in a file; of a tool that fails, the end of it."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")}
+    log = folder / "output.log"
+    with log.open("w") as out:
+        done = subprocess.run(command, cwd=folder, env=env | environment, stdout=out, stderr=out, timeout=TOOL_S)
+    if done.returncode:
+        last = " | ".join(log.read_text(errors="replace").strip().splitlines()[-6:])
+        raise click.ClickException(f"{Path(command[0]).name} ended with {done.returncode}: {last}")
+
+
+def counted(url: str) -> Counts:
+    """Of all requests that this server has completed."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(f"{url}/metrics", timeout=10.0) as answer:
+        return counts_of(answer.read().decode())
+
+
+def counts_of(metrics: str) -> Counts:
+    """From Prometheus' text."""
+
+    def total(name: str, label: str = "") -> int:
+        lines = (line for line in metrics.splitlines() if line.startswith(f"{name}{{") and label in line)
+        return int(sum(float(line.split()[-1]) for line in lines))
+
+    requests = total("diptych_requests_total", 'outcome="completed"')
+    return Counts(requests, total("diptych_prompt_tokens_total"), total("diptych_generated_tokens_total"))
+
+
+def measured(tool: str, asked: Asked, folder: Path) -> Found:
+    folder.mkdir(parents=True)
+    before, begun_s = counted(asked.url), time.monotonic()
+    read = TOOLS[tool](asked, folder)
+    before = read.pop("before", before)
+    after = counted(asked.url)
+    return Found(
+        tool=tool,
+        server=after.since(before),
+        seconds=time.monotonic() - begun_s,
+        **read,
+    )
+
+
+def table(found: list[Found]) -> str:
+    """As Markdown."""
+    counts = "prompt tokens, tool / server | output tokens, tool / server | counted in its text"
+    head = f"| | requests, tool / server | {counts} | TTFT mean / p50 ms | ITL mean / p50 ms |"
+    rows = [
+        f"| {each.tool} | {each.requests} / {each.server.requests} | "
+        f"{each.prompt_tokens} / {each.server.prompt_tokens} | {each.output_tokens} / {each.server.output_tokens} | "
+        f"{each.retokenised or '-'} | "
+        f"{each.ttft_mean_ms:.0f} / {each.ttft_p50_ms:.0f} | {each.itl_mean_ms:.1f} / {each.itl_p50_ms:.1f} |"
+        for each in found
+    ]
+    return "\n".join((head, "|---|---|---|---|---|---|---|", *rows))
+
+
+def write_tokenizer(model: str, folder: Path) -> None:
+    """As the tools' libraries read it."""
+    from transformers import PreTrainedTokenizerFast
+
+    from workers.model.store import resolve
+
+    PreTrainedTokenizerFast.from_pretrained(str(resolve(model).path), local_files_only=True).save_pretrained(
+        str(folder)
+    )
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option(
+    "-f", "--file", "path", default="examples/laptop.yaml", show_default=True, help="The cluster that is asked."
+)
+@click.option("--model", default="smollm2-135m", show_default=True)
+@click.option("--requests", type=click.IntRange(1), default=24, show_default=True, help="Of each tool.")
+@click.option("--concurrency", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--prompt-tokens", type=click.IntRange(1), default=50, show_default=True)
+@click.option("--output-tokens", type=click.IntRange(2), default=16, show_default=True)
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="JSON and the tools' own reports go here."
+)
+def main(
+    path: str, model: str, requests: int, concurrency: int, prompt_tokens: int, output_tokens: int, out: Path | None
+) -> None:
+    """Run guidellm and aiperf, as they are, against a cluster of ours; compare their tokens with what it counted."""
+    for each in (GUIDELLM, AIPERF):
+        _have(each)
+    tools = [tool for tool in TOOLS if tool != "vllm bench serve" or not VLLM.missing()]
+    refuse_foreign_ray(dict(os.environ))
+    command = [sys.executable, "-m", "cluster.cli", "serve", "-f", path, "--model", model, "--port", "0"]
+    with tempfile.TemporaryDirectory(prefix="diptych-outside-") as temporary:
+        folder = out.resolve() / datetime.now(UTC).strftime("%Y%m%dT%H%M%S") if out else Path(temporary)
+        write_tokenizer(model, folder / "tokenizer")
+        with Child([*command, "--http-port", "0"], {"PYTHONUNBUFFERED": "1"}) as child:
+            line = child.wait_line(READY, START_S).text
+            url = "http://" + line.partition(READY)[2].removesuffix("/v1")
+            asked = Asked(url, model, folder / "tokenizer", requests, concurrency, prompt_tokens, output_tokens)
+            found = []
+            for tool in tools:
+                click.echo(f"{tool}: {requests} requests, {concurrency} at once", err=True)
+                found.append(measured(tool, asked, folder / tool.replace(" ", "-")))
+        load = "/".join(f"{each:.1f}" for each in machine.load())
+        here = f"{machine.cpu_name()}, {len(machine.allowed_cores())} cores; load after {load}; {_versions()}"
+        if out is not None:
+            document: Read = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": here}
+            document |= {"found": [asdict(each) for each in found]}
+            (folder / "outside.json").write_text(json.dumps(document, indent=2))
+            click.echo(f"written to {folder}", err=True)
+    click.echo(f"{here}\n\n{table(found)}")
+    if wrong := [each.tool for each in found if not each.agrees or each.server.requests != requests]:
+        raise click.ClickException(f"tokens or requests of {', '.join(wrong)} are not those that the server counted")
+
+
+def _have(environment: PeerEnvironment) -> None:
+    if environment.missing():
+        environment.install(lambda line: click.echo(line, err=True))
+
+
+def _versions() -> str:
+    return ", ".join(each.versions() for each in (GUIDELLM, AIPERF, VLLM) if not each.missing())
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks.outside")

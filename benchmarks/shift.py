@@ -1,0 +1,218 @@
+"""A load that shifts on a real cluster, once with fixed roles and once with roles that follow it.
+
+python -m benchmarks.shift
+python -m benchmarks.shift --modelled
+
+Two workers of SmolLM2 on this machine, one of them there to prefill, with a thread each; more of them than cores would
+slow each other down, which no roles can mend. Or four, modelled: all is real but for the steps, which sleep as long as
+a device would compute. First come short prompts with long answers, then long prompts with short answers, then the first
+kind again. Printed are the promises kept before and after each shift, the decisions of the controller, and whether
+every answer has the same tokens in both runs: they are computed by different workers, so `deterministic: true` makes
+equality a matter of bits, not of luck. Modelled workers draw tokens by a request's id.
+"""
+
+import asyncio
+import os
+from collections import defaultdict
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from statistics import median
+
+import click
+
+from benchmarks.hosted import ENGINE, MODEL, PATIENT, SHARE, hosted, refuse_foreign_ray
+from cluster.events import Delta
+from cluster.frontend.text import TextDelta
+from cluster.offline.load.sending import Ask, Heard, Load, drive
+from cluster.offline.load.through_grpc import through
+from cluster.offline.scoring.figures import attainment
+from cluster.offline.scoring.records import Ending, Run
+from cluster.offline.workload.arrivals import Workload
+from cluster.offline.workload.load import load_workload
+from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
+from diptych.client import AsyncClient
+from diptych.shapes import Shape
+from workers.costs import LinearCost
+from workers.request import SLO, Request
+
+NAME, WORKERS = "shift", ("prefill-0", "decode-0")
+FIXED, ELASTIC = "fixed roles", "elastic roles"
+ANSWERS, PROMPTS = "64-128/64-96", "700-900/6-10"
+DEADLINE_S = 300.0
+TIGHT = 2.0  # a promise is so many times what the phase takes alone
+PROBE_TOKENS, PROBE_BATCH, PROBE_CONTEXT = 256, 8, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    name: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run: what each request saw, the tokens of each answer, and what the controller decided."""
+
+    run: Run
+    tokens: dict[int, tuple[int, ...]]
+    decisions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Half of the `workers` are there to prefill. `cost`: what steps take; None: it is to be timed."""
+
+    workers: int
+    executor: str
+    cost: LinearCost | None
+
+    def spec(self, slo: SLO, mode: str) -> ClusterSpec:
+        engine = replace(ENGINE, kv_blocks=768, batching="adaptive", deterministic=True)
+        engine = replace(engine, prompt_order="deadline", prompt_window=64)
+        pools = tuple(
+            PoolSpec(role.value, role, self.workers // 2, engine=engine, resources=SHARE, cost=self.cost)
+            for role in (Role.PREFILL, Role.DECODE)
+        )
+        elastic = ElasticSpec(mode=mode, window_s=10.0, margin=0.1, dwell_s=2.0, cooldown_s=5.0)
+        gateway = GatewaySpec(grpc_port=0, routing="promise", rebalance=True, slo=slo)
+        return ClusterSpec(MODEL, pools, NAME, gateway=gateway, health=PATIENT, elastic=elastic, executor=self.executor)
+
+
+REAL = Fleet(2, "torch", None)
+MODELLED = Fleet(4, "modelled", LinearCost(0.02, 0.0005, 0.0, 0.002, 0.0, 0.0, 0.0, 0.0))
+
+
+async def calibrated(endpoint: str) -> LinearCost:
+    """The default costs, corrected by prompts and decode steps timed on both workers, while the other works too."""
+    guess = LinearCost()
+    prompt, decode = Shape(((PROBE_TOKENS, 0),), 0, 0), Shape((), PROBE_BATCH, PROBE_CONTEXT)
+    async with AsyncClient(endpoint) as client:
+        prompts = await asyncio.gather(*(client.measure(name, prompt, 5) for name in WORKERS))
+        decodes = await asyncio.gather(*(client.measure(name, decode, 10) for name in WORKERS))
+    prompt_s = median(second for each in prompts for second in each.seconds)
+    decode_s = median(second for each in decodes for second in each.seconds)
+    of_prompts = guess.scaled(prompt_s / guess.prefill_seconds(PROBE_TOKENS))
+    of_decodes = guess.scaled(decode_s / guess.decode_seconds(PROBE_BATCH, PROBE_BATCH * PROBE_CONTEXT))
+    return replace(of_decodes, prefill_token_s=of_prompts.prefill_token_s, prefill_pair_s=of_prompts.prefill_pair_s)
+
+
+def promised(cost: LinearCost) -> SLO:
+    """What a long prompt takes behind two others, and what a step of eight takes, each `TIGHT` times."""
+    return SLO(round(TIGHT * 3 * cost.prefill_seconds(900), 2), round(TIGHT * cost.decode_seconds(8, 8 * 160), 3))
+
+
+def shifting(
+    cost: LinearCost, workers: int, phase_s: float, load: float, seed: int
+) -> tuple[Workload, tuple[Phase, ...]]:
+    """`load`: of what all workers together could do for the phase that is in demand."""
+    answers = load * workers * 16 / (80 * cost.decode_seconds(16, 16 * 140))
+    prompts = load * workers / cost.prefill_seconds(800)
+    parts = [(answers, ANSWERS), (prompts, PROMPTS), (answers, ANSWERS)]
+    line = " + ".join(f"poisson:rate={rate:.3f},duration={phase_s:g},lengths={lengths}" for rate, lengths in parts)
+    names = ("long answers", "long prompts", "long answers")
+    phases = tuple(Phase(name, index * phase_s, (index + 1) * phase_s) for index, name in enumerate(names))
+    return load_workload(line, seed=seed), phases
+
+
+def remembering(ask: Ask, tokens: dict[str, list[int]]) -> Ask:
+    """The same, with every answer's tokens kept by the request's id."""
+
+    async def asked(request: Request) -> AsyncGenerator[Heard, None]:
+        async with aclosing(ask(request)) as events:
+            async for event in events:
+                if isinstance(event, Delta | TextDelta):
+                    tokens[request.id].extend(event.tokens)
+                yield event
+
+    return asked
+
+
+async def drive_it(endpoint: str, workload: Workload, slo: SLO, seed: int) -> Outcome:
+    tokens: dict[str, list[int]] = defaultdict(list)
+    async with AsyncClient(endpoint) as client:
+        status = await client.status()
+        assert status.view.model is not None, "a served cluster knows its model"
+        load = Load(status.view.model.vocab_size, DEADLINE_S, len(workload.arrivals), seed=seed, slo=slo)
+        run = await drive(remembering(through(client, DEADLINE_S, keep_ids=True), tokens), workload, load)
+        taken = (await client.status()).decisions
+    told = tuple(
+        f"{each.decision.worker or each.decision.pool}: {each.decision.reason} ({each.outcome})" for each in taken
+    )
+    by_index = {int(name.partition("-")[2]): tuple(answer) for name, answer in tokens.items()}
+    return Outcome(run, by_index, told)
+
+
+def table(outcomes: dict[str, Outcome], phases: tuple[Phase, ...], slo: SLO) -> str:
+    lines = [f"TTFT <= {slo.ttft_s:g} s and TPOT <= {slo.tpot_s:g} s", ""]
+    lines.append(f"{'kept by those who came':<34}" + "".join(f"{name:>16}" for name in outcomes))
+    for number, phase in enumerate(phases):
+        half_s = (phase.begin_s + phase.end_s) / 2
+        for begin_s, end_s, part in ((phase.begin_s, half_s, "first half"), (half_s, phase.end_s, "second half")):
+            cells = ""
+            for outcome in outcomes.values():
+                served = tuple(each for each in outcome.run.served if begin_s <= each.arrival_s < end_s)
+                cells += (
+                    f"{attainment(replace(outcome.run, served=served), slo).both:>15.0%} " if served else f"{'-':>16}"
+                )
+            lines.append(f"{number + 1}. {phase.name + ', ' + part:<31}{cells}")
+    cells = "".join(f"{attainment(outcome.run, slo).both:>15.0%} " for outcome in outcomes.values())
+    lines.append(f"{'all':<34}{cells}")
+    return "\n".join(lines)
+
+
+def lost(outcome: Outcome, workload: Workload) -> int:
+    """Requests without an end, or without all of their tokens."""
+    return sum(
+        each.ending is not Ending.FINISHED or len(outcome.tokens[each.index]) != arrival.output_tokens
+        for each, arrival in zip(outcome.run.served, workload.arrivals, strict=True)
+    )
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--phase", "phase_s", type=click.FloatRange(5.0, 600.0), default=30.0, show_default=True, help="Seconds.")
+@click.option("--load", type=click.FloatRange(0.1, 2.0), default=0.4, show_default=True, help="Of all workers.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--modelled", is_flag=True, help="Four workers that sleep as long as a device would compute.")
+def main(phase_s: float, load: float, seed: int, modelled: bool) -> None:
+    """About five minutes on two cores."""
+    refuse_foreign_ray(dict(os.environ))
+    fleet = MODELLED if modelled else timed(REAL)
+    assert fleet.cost is not None, "it was given, or has been timed"
+    slo = promised(fleet.cost)
+    workload, phases = shifting(fleet.cost, fleet.workers, phase_s, load, seed)
+    click.echo(
+        f"{len(workload.arrivals)} requests in {workload.duration_s:.0f} s; a prompt token takes "
+        f"{fleet.cost.prefill_token_s * 1e3:.2f} ms, a step of eight {fleet.cost.decode_seconds(8, 1280) * 1e3:.0f} ms"
+    )
+    outcomes = {}
+    for mode, name in (("off", FIXED), ("act", ELASTIC)):
+        with hosted([fleet.spec(slo, mode)]) as system:
+            outcomes[name] = asyncio.run(drive_it(system.endpoints[NAME], workload, slo, seed))
+    click.echo(table(outcomes, phases, slo))
+    for line in outcomes[ELASTIC].decisions:
+        click.echo(line)
+    judge(outcomes[FIXED], outcomes[ELASTIC], workload)
+
+
+def timed(fleet: Fleet) -> Fleet:
+    """With the costs of its own workers."""
+    with hosted([fleet.spec(SLO(), "off")]) as system:
+        return replace(fleet, cost=asyncio.run(calibrated(system.endpoints[NAME])))
+
+
+def judge(fixed: Outcome, elastic: Outcome, workload: Workload) -> None:
+    """Raises `ClickException` when the roles cost an answer, or a token of one."""
+    differ = sum(fixed.tokens[index] != answer for index, answer in elastic.tokens.items())
+    gone = lost(elastic, workload)
+    click.echo(
+        f"lost: {lost(fixed, workload)} with fixed roles, {gone} with elastic ones; "
+        f"{differ} of {len(elastic.tokens)} answers differ"
+    )
+    if differ or gone:
+        raise click.ClickException("an answer was lost or has other tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""`make sim-vs-real`: profile a real cluster, run a small load on it, and hold the simulator against what came out."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import click
+
+from benchmarks.hosted import hosted, refuse_foreign_ray
+from benchmarks.sim_vs_real import page, record
+from benchmarks.sim_vs_real.compare import compare
+from benchmarks.sim_vs_real.systems import SYSTEMS, capacity, promise, workload
+from cluster.offline.load.sending import Load
+from cluster.offline.load.through_grpc import drive_cluster
+from cluster.offline.profile.measure import ROUNDS, measure
+from cluster.offline.scoring.figures import figures
+from cluster.offline.workload.arrivals import Workload
+from cluster.spec import ClusterSpec
+from diptych.client import AsyncClient
+from workers.profiles.measured import ClusterProfile
+
+LOADS = (0.4, 0.8)
+REQUESTS = 40
+DEADLINE_S = 240.0
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.argument("systems", nargs=-1, type=click.Choice(tuple(SYSTEMS)))
+@click.option("--load", "loads", type=click.FloatRange(0.05, 2.0), multiple=True, help="Shares of capacity (0.4, 0.8).")
+@click.option("--requests", type=click.IntRange(5, 1000), default=REQUESTS, show_default=True)
+@click.option("--rounds", type=click.IntRange(1, 20), default=ROUNDS, show_default=True, help="Of the profile.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--keep-profile", is_flag=True, help="Take the recorded profile instead of measuring.")
+@click.option("--recorded", is_flag=True, help="Run nothing: simulate the recorded runs again.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=DOCS, help="Write here (docs/).")
+@click.option("--record", "file", type=click.Path(dir_okay=False, path_type=Path), default=record.FILE)
+def main(
+    systems: tuple[str, ...],
+    loads: tuple[float, ...],
+    requests: int,
+    rounds: int,
+    seed: int,
+    keep_profile: bool,
+    recorded: bool,
+    out: Path,
+    file: Path,
+) -> None:
+    """Run the same requests on the real cluster and in the simulator. About ten minutes for each system on two cores.
+
+    Runs of other systems and loads stay as they were recorded.
+    """
+    if recorded and (systems or keep_profile):
+        raise click.UsageError("--recorded runs nothing; leave the systems and --keep-profile away")
+    found = record.load(file) if file.exists() else record.Recorded({}, ())
+    if not recorded:
+        refuse_foreign_ray(dict(os.environ))
+        for name in systems or tuple(SYSTEMS):
+            known = found.profiles.get(name) if keep_profile else None
+            if keep_profile and known is None:
+                raise click.UsageError(f"{name} has no recorded profile; leave --keep-profile away")
+            profile, runs = _run(SYSTEMS[name], known, loads or LOADS, requests, rounds, seed)
+            found = _merged(found, name, profile, runs, fresh=known is None)
+            record.save(found, file)
+    comparisons = [compare(real, found.profiles[real.system]) for real in found.runs]
+    text = page.section(found, comparisons)
+    click.echo(text)
+    click.echo(f"written: {page.write(text, out)}, {file}", err=True)
+
+
+def _merged(
+    found: record.Recorded, name: str, profile: ClusterProfile, runs: Sequence[record.Real], *, fresh: bool
+) -> record.Recorded:
+    """With a new profile, the system's older runs go: they were made on another day."""
+    again = {run.load for run in runs}
+    kept = [run for run in found.runs if run.system != name or (not fresh and run.load not in again)]
+    order = sorted([*kept, *runs], key=lambda run: (tuple(SYSTEMS).index(run.system), run.load))
+    return record.Recorded(found.profiles | {name: profile}, tuple(order))
+
+
+def _run(
+    spec: ClusterSpec, known: ClusterProfile | None, loads: Sequence[float], requests: int, rounds: int, seed: int
+) -> tuple[ClusterProfile, list[record.Real]]:
+    """Raises `ProcessFailed`, `DiptychError`, `ProfileError`."""
+    _tell(f"starting {spec.name}")
+    with hosted([spec]) as system:
+        endpoint = system.endpoints[spec.name]
+        profile = known or asyncio.run(_profile(endpoint, rounds))
+        # The simulator has the virtual loop to itself, so it runs between the real ones.
+        rate = capacity(profile, spec, requests, seed)
+        _tell(f"{spec.name} serves at most {rate:.2f} requests a second, by simulation")
+        runs = [
+            asyncio.run(_real(endpoint, spec, profile, load, workload(spec.name, requests, load * rate, seed, number)))
+            for number, load in enumerate(loads, 1)
+        ]
+    return profile, runs
+
+
+async def _profile(endpoint: str, rounds: int) -> ClusterProfile:
+    async with AsyncClient(endpoint) as client:
+        return await measure(client, lambda what, done, total: _tell(what) if done <= 1 else None, rounds)
+
+
+async def _real(endpoint: str, spec: ClusterSpec, profile: ClusterProfile, load: float, asked: Workload) -> record.Real:
+    requests = len(asked.arrivals)
+    _tell(f"{spec.name} at {load:.0%}: {requests} requests in {asked.duration_s:.0f} s and a while longer")
+    slo = promise(profile, spec)
+    sent = Load(profile.vocab_size, DEADLINE_S, requests, system=spec.name)
+    async with AsyncClient(endpoint) as client:
+        run = await drive_cluster(client, asked, sent)
+    return record.recorded(run, dict(figures(run, slo).phases_s), load, slo)
+
+
+_tell = partial(click.echo, err=True)
+
+
+if __name__ == "__main__":
+    main()

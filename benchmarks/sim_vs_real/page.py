@@ -1,0 +1,79 @@
+"""The comparison as a table for a terminal and for docs/simulator.md, between two marks. Knows no measurement."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.sim_vs_real.compare import Comparison, Row
+from benchmarks.sim_vs_real.record import Recorded
+from cluster.offline.scoring.figures import promise
+from workers.profiles.measured import ClusterProfile
+
+PAGE = "simulator.md"
+BEGIN, END = "<!-- sim-vs-real: begin -->", "<!-- sim-vs-real: end -->"
+
+
+def rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """(figure, real, simulated, error, aim)."""
+    return [
+        (row.metric, _figure(row, row.real), _figure(row, row.simulated), _error(row), f"{row.aim:.0%}")
+        for row in comparison.rows
+    ]
+
+
+def _figure(row: Row, value: float | None) -> str:
+    if value is None:
+        return "none"
+    if row.metric == "goodput":
+        return f"{value:.3f} req/s"
+    return f"{value:.3f} s" if row.metric.startswith("TTFT") else f"{value * 1e3:.1f} ms"
+
+
+def _error(row: Row) -> str:
+    if row.error is None:
+        return "none"
+    return f"{row.error:+.1%}" if row.met else f"**{row.error:+.1%}**"
+
+
+def section(found: Recorded, comparisons: Sequence[Comparison]) -> str:
+    """Markdown: what was run, the table of each run, and what the profiles said."""
+    blocks = [_where(found.profiles)]
+    for real, comparison in zip(found.runs, comparisons, strict=True):
+        head = (
+            f"**{comparison.name} of its capacity**: {len(real.seen)} requests, {real.workload.rate:.2f} a second, "
+            f"promise {promise(real.slo)}, kept by {comparison.real.attainment.both:.0%} really and "
+            f"{comparison.simulated.attainment.both:.0%} simulated. Error of the median single request: TTFT "
+            f"{comparison.each_ttft:.1%}, TPOT {comparison.each_tpot:.1%}."
+        )
+        table = ["| figure | real | simulated | error | aim |", "|---|---|---|---|---|"]
+        table += [f"| {' | '.join(row)} |" for row in rows(comparison)]
+        blocks += [head, "\n".join(table)]
+    return "\n\n".join(blocks)
+
+
+def _where(profiles: Mapping[str, ClusterProfile]) -> str:
+    lines = []
+    for name, profile in profiles.items():
+        fits = ", ".join(
+            f"{pool.pool} {pool.error.median:.1%} (greatest {pool.error.greatest:.1%})" for pool in profile.pools
+        )
+        ways = ", ".join(f"{each.pool} beside {each.other} {each.ratio:.2f}" for each in profile.neighbours) or "none"
+        lines.append(
+            f"- {name}: {profile.model}, profiled {profile.date[:10]} on {profile.machine} ({profile.versions}); "
+            f"median error of the fit on steps that it did not see: {fits}; slowdown by neighbours: {ways}; "
+            f"between steps {profile.pools[-1].gap_s * 1e3:.1f} ms, a call {profile.pools[-1].call_s * 1e3:.1f} ms, "
+            f"the door {profile.door_s * 1e3:.1f} ms."
+        )
+    return "\n".join(lines)
+
+
+def write(text: str, folder: Path) -> Path:
+    """Put the section between the marks of the page; a page without marks gets them at its end. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / PAGE
+    page = file.read_text() if file.exists() else "# The simulator\n"
+    before, begin, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not begin:
+        before, after = page.rstrip("\n") + "\n\n## Against the real cluster\n\n", "\n"
+    file.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+    return file

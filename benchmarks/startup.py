@@ -1,0 +1,219 @@
+"""How long `diptych serve` takes to be ready, and what its idle processes hold and use.
+
+All of it beside the least that Ray and torch allow.
+
+The floor starts Ray the same way and as many actors, which import torch and do nothing else.
+"""
+
+import asyncio
+import json
+import re
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from benchmarks.figures import Figure, Part, ratios, spread
+from benchmarks.hosted import ENGINE, MODEL, START_TIMEOUT_S, model_folder, split_spec
+from cluster.offline.load.processes import Child, Line, cpu_seconds
+from diptych.client import AsyncClient
+from kvtransfer.layout import KVLayout
+
+ROUNDS = 3
+SETTLE_S = 2.0  # what was just started still tidies up
+IDLE_S, QUICK_IDLE_S = 10.0, 2.0
+# A program of its own: here, Ray belongs to `cluster.runtime` alone.
+FLOOR = """
+from cluster.runtime.auth import settle_auth
+settle_auth()
+import ray
+ray.init(include_dashboard=False, log_to_driver=False, num_cpus=2, object_store_memory=100 << 20,
+         _node_ip_address="127.0.0.1")
+@ray.remote
+class Actor:
+    def load(self):
+        import torch
+        return torch.__version__
+actors = [Actor.remote() for _ in range(2)]
+ray.get([actor.load.remote() for actor in actors])
+print("floor: ready", flush=True)
+input()
+"""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What a process holds: alone (USS), and with what it shares (RSS). `idle`: its share of a core, unasked."""
+
+    uss: int
+    rss: int
+    idle: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One start of ours and one of the floor's."""
+
+    phases_s: Mapping[str, float]
+    floor_s: float
+    weights: Mapping[str, Weight]
+    floor: Weight
+
+
+def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+    """Raises `ProcessFailed` or `DiptychError`."""
+    folder = model_folder()  # a first conversion is not part of a start
+    samples = []
+    for number in range(rounds):
+        phases_s, weights = _ours(QUICK_IDLE_S if quick else IDLE_S)
+        floor_s, floor = _floor(QUICK_IDLE_S if quick else IDLE_S)
+        samples.append(Sample(phases_s, floor_s, weights, floor))
+        tell(f"round {number + 1} of {rounds}: ours {sum(phases_s.values()):.1f} s, the floor {floor_s:.1f} s")
+    return Part("startup", figures(samples, least_bytes(folder)), (), NOTES)
+
+
+def _ours(idle_s: float) -> tuple[dict[str, float], dict[str, Weight]]:
+    with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
+        file = Path(folder) / "cluster.yaml"
+        file.write_bytes(msgspec.json.encode(split_spec()))  # JSON is YAML
+        with Child([sys.executable, "-m", "cluster.cli", "serve", "-f", str(file), "--port", "0"]) as child:
+            ready = child.wait_line("ready: grpc://", START_TIMEOUT_S)
+            endpoint = ready.text.rpartition("//")[2]
+            workers = asyncio.run(_worker_pids(endpoint))
+            port = int(endpoint.rpartition(":")[2])
+            return phases(child.said, child.started_s), _weights(child, idle_s, workers, port)
+
+
+def _floor(idle_s: float) -> tuple[float, Weight]:
+    with Child([sys.executable, "-c", FLOOR]) as child:
+        ready = child.wait_line("floor: ready", START_TIMEOUT_S)
+        return ready.at_s - child.started_s, added(weight for _, weight in _weighed(child, idle_s))
+
+
+async def _worker_pids(endpoint: str) -> dict[int, str]:
+    async with AsyncClient(endpoint) as client:
+        return {worker.pid: worker.pool for worker in (await client.status()).view.workers}
+
+
+# What `diptych serve` says as it comes up: the phase that ends there, and the words it ends with.
+MARKS = (
+    ("command and imports", re.compile(r"starting Ray ")),
+    ("Ray up", re.compile(r"starting \d+ worker")),
+    ("workers ready", re.compile(r"[-\w]+: ready\b")),
+    ("doors open", re.compile(r"ready: grpc://")),
+)
+
+
+def phases(said: Sequence[Line], started_s: float) -> dict[str, float]:
+    """Seconds of each phase; the last line that fits a mark ends it. Raises ValueError when one was not said."""
+    lasted: dict[str, float] = {}
+    before_s = started_s
+    for name, pattern in MARKS:
+        ends = [line.at_s for line in said if pattern.match(line.text)]
+        if not ends:
+            raise ValueError(f"`diptych serve` did not say when it had done: {name} ({pattern.pattern!r})")
+        lasted[name] = ends[-1] - before_s
+        before_s = ends[-1]
+    return lasted
+
+
+def _weights(child: Child, idle_s: float, workers: Mapping[int, str], port: int) -> dict[str, Weight]:
+    """By what each process is; several of one kind are added up."""
+    found: dict[str, list[Weight]] = defaultdict(list)
+    for process, weight in _weighed(child, idle_s):
+        found[_kind(process, child.pid, workers, port)].append(weight)
+    return {kind: added(weights) for kind, weights in found.items()}
+
+
+def _weighed(child: Child, idle_s: float) -> list[tuple[psutil.Process, Weight]]:
+    """Every process of the family, after it was left alone for `idle_s`."""
+    time.sleep(SETTLE_S)
+    before = {process: cpu_seconds(process) for process in child.family()}
+    time.sleep(idle_s)
+    weighed = []
+    for process, used_s in before.items():
+        try:
+            memory = process.memory_full_info()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        idle = max(0.0, cpu_seconds(process) - used_s) / idle_s
+        weighed.append((process, Weight(memory.uss, memory.rss, idle)))
+    return weighed
+
+
+def added(weights: Iterable[Weight]) -> Weight:
+    """RSS counts shared pages once for each process."""
+    each = list(weights)
+    return Weight(sum(one.uss for one in each), sum(one.rss for one in each), sum(one.idle for one in each))
+
+
+def _kind(process: psutil.Process, root: int, workers: Mapping[int, str], port: int) -> str:
+    if process.pid == root:
+        return "diptych serve"
+    if process.pid in workers:
+        return f"worker {workers[process.pid]}"
+    try:
+        listening = {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+        command = " ".join(process.cmdline()[:1])
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return "Ray"
+    if port in listening:
+        return "gateway"
+    if command.startswith("ray::") and "IDLE" not in command:
+        return "controller"
+    return "Ray"
+
+
+def least_bytes(folder: Path) -> dict[str, int]:
+    """What each worker cannot do without: the model's weights as they lie on disk, and its KV pool."""
+    config = json.loads((folder / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    layout = KVLayout(
+        MODEL,
+        config["num_hidden_layers"],
+        config.get("num_key_value_heads", heads),
+        config.get("head_dim") or config["hidden_size"] // heads,
+        ENGINE.block_size,
+    )
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return {f"worker {pool.name}": weights + pool.engine.kv_blocks * layout.block_bytes for pool in split_spec().pools}
+
+
+def figures(samples: Sequence[Sample], least: Mapping[str, int]) -> tuple[Figure, ...]:
+    made: list[Figure] = []
+    title = "From `diptych serve` to ready"
+    totals = [sum(each.phases_s.values()) for each in samples]
+    floors = [each.floor_s for each in samples]
+    for name in samples[0].phases_s:
+        made.append(Figure(title, name, "time", "s", spread(each.phases_s[name] for each in samples)))
+    made.append(Figure(title, "together", "time", "s", spread(totals)))
+    made.append(Figure(title, "floor: Ray and 2 actors with torch", "time", "s", spread(floors)))
+    made.append(Figure(title, "together", "/ floor", "x", ratios(totals, floors)))
+    title = "Memory and idle CPU when ready"
+    for kind in sorted({kind for each in samples for kind in each.weights}):
+        there = [each.weights[kind] for each in samples if kind in each.weights]
+        made.append(Figure(title, kind, "USS", "MiB", spread(weight.uss for weight in there)))
+        made.append(Figure(title, kind, "RSS", "MiB", spread(weight.rss for weight in there)))
+        made.append(Figure(title, kind, "idle, of a core", "%", spread(weight.idle for weight in there)))
+        if kind in least:
+            share = spread(weight.uss / least[kind] for weight in there)
+            made.append(Figure(title, kind, "USS / (weights + KV pool)", "x", share))
+    ours = [added(each.weights.values()) for each in samples]
+    theirs = [each.floor for each in samples]
+    for row, weights in (("together", ours), ("floor: Ray and 2 actors with torch", theirs)):
+        made.append(Figure(title, row, "USS", "MiB", spread(weight.uss for weight in weights)))
+        made.append(Figure(title, row, "idle, of a core", "%", spread(weight.idle for weight in weights)))
+    held = ratios([weight.uss for weight in ours], [weight.uss for weight in theirs])
+    made.append(Figure(title, "together", "USS / floor", "x", held))
+    return tuple(made)
+
+
+NOTES = ("Each start is a new process on a machine that has the model converted and its files in the page cache.",)

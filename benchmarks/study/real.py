@@ -1,0 +1,177 @@
+"""The same engine with a real executor, on the wall clock: the naive sweep, and cells to hold virtual time against."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from benchmarks.study.answers import Figures, Run, figures, run
+from benchmarks.study.cells import CHUNKED, KV_BLOCKS, PREFILL_FIRST, YARDSTICK, capacity, rate
+from benchmarks.study.workload import Asked, asked
+from kvtransfer.open import RESERVED_BLOCKS
+from workers.config import EngineConfig, TransferConfig, WorkerConfig
+from workers.costs import CostModel
+from workers.engine.engine import Engine, Told
+from workers.engine.estimate import plan_seconds
+from workers.engine.executor import Executor, ModelFacts
+from workers.engine.pump import Pump
+from workers.engine.step import StepPlan, StepResult
+from workers.request import TokensOut
+
+THREADS = 2
+ARRIVALS_S = 25.0  # how long requests come in a real cell; they take a while longer to end
+LOAD, SEED = 0.7, 0
+REAL_CELLS = ((PREFILL_FIRST, "long/short"), (CHUNKED[1], "long/short"), (YARDSTICK, "short/short"))
+NAIVE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+NAIVE_ROUNDS = 2
+NAIVE_PROMPT, NAIVE_ANSWER = 64, 32
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Naive:
+    """One static batch whose requests are all there at once."""
+
+    batch: int
+    duration_s: float
+    latency_s: float  # mean over requests, from arrival to last token
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    """A cell that ran for real: its first `count` requests at `rate`.
+
+    Of its own steps, measured over predicted: `steps_ratio` of all their seconds, `step_ratio` of the median step.
+    """
+
+    contender: str
+    mix: str
+    rate: float
+    count: int
+    figures: Figures
+    steps_ratio: float
+    step_ratio: float
+
+
+class Watched(Engine):
+    """Remembers what it was told of its steps."""
+
+    def __init__(self, config: EngineConfig, facts: ModelFacts) -> None:
+        super().__init__(
+            config,
+            context_length=facts.context_length,
+            eos_token_ids=facts.eos_token_ids,
+            vocab_size=facts.vocab_size,
+            lease_s=10.0,
+            reserved=RESERVED_BLOCKS,
+        )
+        self.steps: list[tuple[StepPlan, float]] = []  # with seconds
+
+    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
+        self.steps.append((plan, result.seconds))
+        super().commit(plan, result, now_s)
+
+
+def worker_config(model: str) -> WorkerConfig:
+    """For an executor as large as the cells' engines; it moves nothing."""
+    engine = EngineConfig(kv_blocks=KV_BLOCKS, threads=THREADS)
+    transfer = TransferConfig(backends=("tcp",), host="127.0.0.1")
+    return WorkerConfig("study", "study", model, engine, transfer=transfer, secret="study", cpus=THREADS)
+
+
+async def real_run(engine: Watched, executor: Executor, requests: Sequence[Asked]) -> Run:
+    """A fresh engine over these requests, as they come."""
+    token_s = await _serve(engine, executor, requests)
+    engine.check()
+    return run(requests, token_s, engine.stats().preemptions)
+
+
+async def _serve(engine: Engine, executor: Executor, requests: Sequence[Asked]) -> Mapping[str, Sequence[float]]:
+    token_s: dict[str, list[float]] = defaultdict(list)
+    unfinished = {each.request_key for each in requests}
+    done = asyncio.Event()
+    prepared = [(each.at_s, each.request()) for each in requests]
+    begun_s = time.perf_counter()
+
+    def now_s() -> float:
+        return time.perf_counter() - begun_s
+
+    def deliver(told: list[Told]) -> None:
+        for each in told:
+            assert isinstance(each, TokensOut), each
+            token_s[each.key].append(now_s())
+            if each.finish is not None:
+                unfinished.remove(each.key)
+        if not unfinished:
+            done.set()
+
+    pump = Pump(engine, executor, deliver, now_s)
+    pumping = asyncio.ensure_future(pump.run())
+    for at_s, request in prepared:
+        if at_s > now_s():
+            await asyncio.sleep(at_s - now_s())
+        engine.add(request, at_s, hold=False)
+        pump.wake()
+    waiting = asyncio.ensure_future(done.wait())
+    await asyncio.wait({pumping, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    pump.stop()
+    await pumping
+    return token_s
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------
+
+
+async def measure_cells(executor: Executor, cost: CostModel, tell: Tell) -> tuple[Real, ...]:
+    found = []
+    for who, mix in REAL_CELLS:
+        arrivals_rate = rate(capacity(cost, mix), LOAD)
+        count = max(2, round(arrivals_rate * ARRIVALS_S))
+        engine = Watched(who.config(cost), executor.facts)
+        ran = await real_run(engine, executor, asked(mix, count, SEED, arrivals_rate))
+        found.append(Real(who.name, mix, arrivals_rate, count, figures([ran]), *_step_ratios(cost, engine)))
+        tell(f"real: {who.name} on {mix}")
+    return tuple(found)
+
+
+def _step_ratios(cost: CostModel, engine: Watched) -> tuple[float, float]:
+    predicted = [plan_seconds(cost, plan) for plan, _ in engine.steps]
+    measured = [seconds for _, seconds in engine.steps]
+    of_steps = (one / other for one, other in zip(measured, predicted, strict=True))
+    return round(sum(measured) / sum(predicted), 3), round(median(of_steps), 3)
+
+
+def requests(real: Real) -> tuple[Asked, ...]:
+    return asked(real.mix, real.count, SEED, real.rate)
+
+
+# ---- the naive sweep ---------------------------------------------------------------------------------------------
+
+
+def naive_requests(batch: int) -> tuple[Asked, ...]:
+    return tuple(Asked(f"naive-{number}", 0.0, NAIVE_PROMPT, NAIVE_ANSWER) for number in range(batch))
+
+
+def naive_config(batch: int) -> EngineConfig:
+    return EngineConfig(kv_blocks=KV_BLOCKS, batching="static", max_running=batch)
+
+
+async def measure_naive(executor: Executor, tell: Tell) -> tuple[Naive, ...]:
+    runs: dict[int, list[Run]] = {batch: [] for batch in NAIVE_BATCHES}
+    for number in range(NAIVE_ROUNDS):
+        for batch in NAIVE_BATCHES:
+            engine = Watched(naive_config(batch), executor.facts)
+            runs[batch].append(await real_run(engine, executor, naive_requests(batch)))
+        tell(f"naive sweep: round {number + 1} of {NAIVE_ROUNDS}")
+    return tuple(_naive(batch, of_batch) for batch, of_batch in runs.items())
+
+
+def _naive(batch: int, runs: Sequence[Run]) -> Naive:
+    """The fastest of the runs: a static batch only ever gets slower by what else goes on."""
+    best = min(runs, key=lambda each: each.seconds)
+    latency_s = fmean(answer.token_s[-1] for answer in best.answers)
+    return Naive(batch, round(best.seconds, 4), round(latency_s, 4))

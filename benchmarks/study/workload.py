@@ -1,0 +1,57 @@
+"""What is asked and when: five mixes of lengths, Poisson arrivals, all from seeds. Knows no engine and no machine.
+
+The same seed gives the same lengths and the same order at every rate.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.offline.workload.changes import synthetic
+from cluster.offline.workload.lengths import KINDS, LONG_ANSWER, Mix
+from cluster.offline.workload.processes import Burst, Poisson
+from workers.request import Request, SamplingParams
+
+FIRST_TOKEN, LAST_TOKEN = 1000, 40_000  # ordinary tokens of the measured model's vocabulary
+
+MIXES = KINDS
+LONGEST_ANSWER = LONG_ANSWER.most
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request: when it comes, and how many tokens it has and gets."""
+
+    key: str
+    at_s: float
+    prompt_tokens: int
+    answer_tokens: int
+
+    @property
+    def request_key(self) -> str:
+        """Under which the engine tells of it."""
+        return f"{self.key}/0"
+
+    def request(self, told: int | None = None) -> Request:
+        """`told`: the longest answer as the engine is told, when that is not the true length: an end token ends it."""
+        source = random.Random(self.key)
+        prompt = tuple(source.choices(range(FIRST_TOKEN, LAST_TOKEN), k=self.prompt_tokens))
+        most = told or self.answer_tokens
+        sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=most, ignore_eos=told is None)
+        return Request(self.key, prompt, sampling, reply_to="study")
+
+
+def asked(mix: str, count: int, seed: int, rate: float | None) -> tuple[Asked, ...]:
+    """`count` requests, `rate` a second from time 0 on; rate None: all of them are there at time 0."""
+    process = Burst() if rate is None else Poisson(rate)
+    made = synthetic(mix, process, Mix(MIXES[mix]), key=mix, seed=seed, count=count).arrivals
+    return tuple(
+        Asked(f"{mix}-{seed}-{number}", each.at_s, each.prompt_tokens, each.output_tokens)
+        for number, each in enumerate(made)
+    )
+
+
+def mean_lengths(requests: Sequence[Asked]) -> tuple[float, float]:
+    """Of prompt and answer."""
+    prompts, answers = (sum(each.prompt_tokens for each in requests), sum(each.answer_tokens for each in requests))
+    return prompts / len(requests), answers / len(requests)

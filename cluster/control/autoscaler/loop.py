@@ -1,0 +1,108 @@
+"""The autoscaler's shell: asks a gateway what is wanted and the API server what is asked for, and writes what differs.
+
+Nothing that fails ends it: it is one line in the log and tried again, later each time.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from cluster.control.autoscaler.kubernetes import ApiServer, ScaleError, Scales
+from cluster.control.autoscaler.pods import Change, Pods
+from cluster.spec import SpecError
+from diptych.access import Access
+from diptych.client import AsyncClient
+from diptych.errors import DiptychError
+from diptych.view import ClusterView
+from workers.log_fields import log_fields
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+MOST_WAIT_S = 60.0
+
+
+class Autoscaler:
+    """`access` is asked for every look: keys and certificates are renewed. `prefix`: PREFIX-POOL is a StatefulSet.
+
+    `trouble`: what of Kubernetes failed in the last round; None before the first one. `looked_s`: when that ended.
+    """
+
+    def __init__(
+        self, pods: Pods, server: ApiServer, endpoint: str, access: Callable[[], Access], prefix: str, period_s: float
+    ) -> None:
+        self._pods = pods
+        self._server = server
+        self._endpoint = endpoint
+        self._access = access
+        self._prefix = prefix
+        self._period_s = period_s
+        self._is_told: bool | None = None  # whether a gateway said something last time
+        self.trouble: str | None = None
+        self.looked_s = time.monotonic()
+
+    async def run(self) -> None:
+        failed = 0
+        while True:
+            try:
+                self.trouble = await self.round()
+            except Exception as error:  # whatever it is, pods follow again when it is over
+                logger.exception("a round failed")
+                self.trouble = f"{type(error).__name__}: {error}"
+            self.looked_s = time.monotonic()
+            failed = failed + 1 if self.trouble else 0
+            await asyncio.sleep(min(self._period_s * 2 ** min(failed, 10), max(self._period_s, MOST_WAIT_S)))
+
+    async def round(self) -> str:
+        """Bring every pool to what it shall have. Answers what failed, empty when nothing did."""
+        view = await self._look()
+        try:
+            async with self._server.session() as scales:
+                pools = self._pods.pools
+                read = await asyncio.gather(*(self._read(scales, pool.name) for pool in pools))
+                asked_for = {pool.name: pods for pool, (pods, _) in zip(pools, read, strict=True) if pods is not None}
+                changes = self._pods.judge(view, asked_for, time.monotonic())
+                failures = [failure for _, failure in read]
+                failures += await asyncio.gather(*(self._write(scales, change) for change in changes))
+        except ScaleError as error:
+            logger.warning("%s", error)
+            return str(error)
+        return next(filter(None, failures), "")
+
+    async def _look(self) -> ClusterView | None:
+        try:
+            async with AsyncClient(self._endpoint, access=self._access()) as client:
+                view = (await client.status(timeout_s=LOOK_S)).view
+        except (DiptychError, SpecError, OSError) as error:
+            if self._is_told is not False:
+                logger.warning("no gateway says what is wanted, so nothing shrinks: %s", error)
+            self._is_told = False
+            return None
+        if not self._is_told:
+            wanted = ", ".join(f"{pool.name} {pool.wanted}" for pool in view.pools)
+            logger.info("the gateway at %s says how many workers there shall be: %s", self._endpoint, wanted)
+        self._is_told = True
+        return view
+
+    async def _read(self, scales: Scales, pool: str) -> tuple[int | None, str]:
+        """Pods, and what failed."""
+        try:
+            return await scales.read(self._named(pool)), ""
+        except ScaleError as error:
+            logger.warning("%s", error)
+            return None, str(error)
+
+    async def _write(self, scales: Scales, change: Change) -> str:
+        name, pods = self._named(change.pool), f"from {change.before} to {change.after} pods"
+        try:
+            await scales.write(name, change.after)
+        except ScaleError as error:
+            logger.warning("%s stays as it is, not %s: %s", name, pods, error)
+            return str(error)
+        facts = log_fields(pool=change.pool, pods=change.after, before=change.before)
+        logger.info("%s goes %s: %s", name, pods, change.why, extra=facts)
+        return ""
+
+    def _named(self, pool: str) -> str:
+        return f"{self._prefix}-{pool}"

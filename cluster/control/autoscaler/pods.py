@@ -1,0 +1,90 @@
+"""How many pods each pool shall have. Pure: the cluster's view, the pods that are asked for now, and time come in.
+
+More at once; fewer only when every worker that the pool shall have is ready and no other is left, and when that and the
+number have been so for a while. A pod that goes takes its node along: whoever looks for one then must not lose it.
+Without a view nothing shrinks, and there is room for the workers with which a cluster begins.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster.spec import ClusterSpec, PoolSpec
+from diptych.view import ClusterView, PoolView, WorkerState
+
+SPREAD = ("spread", "strict_spread")
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A pool whose pods come and go. `each`: pods of one worker; the other numbers are of workers."""
+
+    name: str
+    each: int
+    first: int
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """From so many pods to so many."""
+
+    pool: str
+    before: int
+    after: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Fewer:
+    """So many pods have been enough since then."""
+
+    pods: int
+    since_s: float
+
+
+def scaled(spec: ClusterSpec) -> tuple[Scaled, ...]:
+    """The pools that may grow and shrink. A pod holds all ranks of a worker, or one where they are spread."""
+    found = (Scaled(each.name, _pods_of_one(each), each.replicas, *each.bounds) for each in spec.pools)
+    return tuple(each for each in found if each.least < each.most)
+
+
+def _pods_of_one(pool: PoolSpec) -> int:
+    return pool.parallel.world_size if pool.parallel.placement in SPREAD else 1
+
+
+class Pods:
+    """Owned by the loop. `window_s`: for how long fewer must have been enough."""
+
+    def __init__(self, pools: tuple[Scaled, ...], window_s: float) -> None:
+        self.pools = pools
+        self._window_s = window_s
+        self._fewer: dict[str, _Fewer] = {}
+
+    def judge(self, view: ClusterView | None, asked_for: Mapping[str, int], now_s: float) -> list[Change]:
+        """What to change. `asked_for`: pods by pool, as far as known; `view`: None while no gateway tells one."""
+        there = {} if view is None else {pool.name: pool for pool in view.pools}
+        changes = []
+        for pool in self.pools:
+            fewer = self._fewer.pop(pool.name, None)
+            if (before := asked_for.get(pool.name)) is None:
+                continue
+            told = there.get(pool.name)
+            workers = pool.first if told is None else min(max(told.wanted, pool.least), pool.most)
+            after = workers * pool.each
+            if after > before:
+                why = "the cluster begins with them" if told is None else f"the pool shall have {workers} workers"
+                changes.append(Change(pool.name, before, after, why))
+            elif after < before and view is not None and told is not None and _is_settled(view, told):
+                since_s = fewer.since_s if fewer and fewer.pods == after else now_s
+                if now_s - since_s >= self._window_s:
+                    why = f"the pool has had no more than {workers} workers for {now_s - since_s:.0f} s"
+                    changes.append(Change(pool.name, before, after, why))
+                self._fewer[pool.name] = _Fewer(after, since_s)
+        return changes
+
+
+def _is_settled(view: ClusterView, pool: PoolView) -> bool:
+    """Whether it has the workers that it shall have, all of them ready, and none that leaves."""
+    states = [worker.state for worker in view.workers if worker.pool == pool.name]
+    return len(states) == pool.wanted and all(state is WorkerState.READY for state in states)

@@ -1,0 +1,86 @@
+"""What one gateway process asks of the controller, wherever it runs: members, reports, changes, decisions.
+
+Every call has a bound. While the controller is away the gateway goes on; only changes are refused then.
+"""
+
+from dataclasses import replace
+
+from cluster.control.changes import ControllerAway, Taken
+from cluster.control.membership import Membership
+from cluster.policy.scaling.evidence import Report
+from cluster.runtime.interface import ServiceHandle, WorkerGone
+from cluster.spec import Role
+from kvtransfer.ticket import LinkReport
+
+GRACE_S = 5.0  # above what the controller itself may take
+LOOK_S = 2.0
+
+
+class ControllerCalls:
+    """Owned by the GatewayService of this name. `decides`: there is an elastic policy, which can be asked what it did.
+
+    `proof_s` bounds the preflight of one pair, which a flip may have to wait for.
+    """
+
+    def __init__(self, controller: ServiceHandle, gateway: str, proof_s: float, *, decides: bool) -> None:
+        self._controller = controller
+        self._gateway = gateway
+        self._decides = decides
+        self._links: tuple[LinkReport, ...] = ()
+        self._links_id = ""  # what we have, so that it is not sent again
+        self._change_s = 2 * proof_s + GRACE_S  # another change may be before it
+
+    async def members(self, revision: int, timeout_s: float) -> Membership:
+        """A long poll. Raises `WorkerGone`."""
+        membership: Membership = await self._controller.call(
+            "members", revision, timeout_s, self._gateway, self._links_id, timeout_s=timeout_s + GRACE_S
+        )
+        if membership.links_id == self._links_id:
+            return replace(membership, links=self._links)
+        self._links, self._links_id = membership.links, membership.links_id
+        return membership
+
+    async def report(self, report: Report) -> None:
+        """Raises `WorkerGone`."""
+        await self._controller.call("report", report, timeout_s=GRACE_S)
+
+    async def decisions(self) -> tuple[Taken, ...]:
+        """The latest of the elastic policy, the last one last; none while the controller is away."""
+        if not self._decides:
+            return ()
+        try:
+            taken: tuple[Taken, ...] = await self._controller.call("decisions", timeout_s=LOOK_S)
+        except WorkerGone:
+            return ()
+        return taken
+
+    async def decision_counts(self) -> tuple[tuple[str, str, int], ...] | None:
+        """How many decisions of each kind the elastic policy has taken, by outcome; None while nobody can say."""
+        if not self._decides:
+            return None
+        try:
+            counts: tuple[tuple[str, str, int], ...] = await self._controller.call("decision_counts", timeout_s=LOOK_S)
+        except WorkerGone:
+            return None
+        return counts
+
+    async def flip(self, worker: str, role: Role, revision: int) -> int:
+        """Give a worker another role; answers the new revision. Errors, of all changes: `ChangeError`."""
+        return await self._change("flip", worker, role, revision)
+
+    async def drain(self, worker: str, revision: int, deadline_s: float) -> int:
+        """Let a worker go. `deadline_s` 0: the specification's."""
+        return await self._change("drain", worker, revision, deadline_s)
+
+    async def scale(self, pool: str, replicas: int, revision: int) -> int:
+        """Let a pool have so many workers."""
+        return await self._change("scale", pool, replicas, revision)
+
+    async def _change(self, verb: str, *args: object) -> int:
+        try:
+            revision: int = await self._controller.call(verb, *args, timeout_s=self._change_s)
+        except WorkerGone as error:
+            raise ControllerAway(
+                f"the controller does not answer ({error}); it may still have done it: look, and try again"
+            ) from None
+        return revision

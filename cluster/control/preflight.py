@@ -1,0 +1,221 @@
+"""Which pairs of workers may move KV: each is proven by moving one block before traffic does.
+
+A new worker is introduced to its peers, a worker that changes its role to those that the new role meets, and one that
+leaves to those that may take over what it decodes. Owns the links; knows workers as keepers, and no gateway.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from cluster.control.changes import ChangeRefused
+from cluster.control.replicas import Keeper
+from cluster.runtime.interface import WorkerGone, WorkerHandle
+from cluster.spec import Role
+from diptych.view import WorkerState
+from kvtransfer.errors import PeerRefused, TransferError
+from kvtransfer.ticket import LinkReport, ShardAddress
+from workers.errors import ModelError, WorkerError
+
+logger = logging.getLogger(__name__)
+
+RELINK_S = 5.0
+RELINKS_AT_ONCE = 64  # of two cut racks, each try takes its whole bound
+
+Pair = tuple[Keeper, Keeper]  # owner, reader
+
+
+class Preflight:
+    """Owned by the Controller. `links_all`: any two workers are linked, whatever their roles; `moves`: so are any two
+    that decode, since decodes may move from one to the other.
+
+    `timeout_s` bounds one pair's proof; `changed` is called when links were made outside of an introduction.
+    """
+
+    def __init__(self, links_all: bool, moves: bool, timeout_s: float, changed: Callable[[], None]) -> None:
+        self._links_all = links_all
+        self._moves = moves
+        self._timeout_s = timeout_s
+        self._changed = changed
+        self._links: dict[tuple[str, str], LinkReport] = {}  # (owner, reader)
+        self._told: tuple[tuple[LinkReport, ...], frozenset[tuple[str, str]]] | None = None  # as they are now
+        self._born, self._number = uuid.uuid4().hex[:8], 0
+        self._unlinked: dict[Pair, None] = {}  # whose preflight failed, oldest first
+        self._introducing = asyncio.Lock()  # one at a time, or two newcomers would both miss each other
+
+    @property
+    def links(self) -> tuple[LinkReport, ...]:
+        return self._published()[0]
+
+    @property
+    def links_id(self) -> str:
+        """Of the links as they are now; never used again for others, by another controller neither."""
+        self._published()
+        return f"{self._born}.{self._number}"
+
+    @property
+    def pairs(self) -> frozenset[tuple[str, str]]:
+        """Owner and reader of each link."""
+        return self._published()[1]
+
+    def _published(self) -> tuple[tuple[LinkReport, ...], frozenset[tuple[str, str]]]:
+        if self._told is None:
+            self._told = tuple(self._links.values()), frozenset(self._links)
+            self._number += 1
+        return self._told
+
+    async def introduce(self, new: Keeper, keepers: Callable[[], Iterable[Keeper]]) -> None:
+        """Let the new worker and every ready peer of the other phase move one block before traffic does.
+
+        Raises `ModelError` for a worker that can never work with one that is here.
+        """
+        async with self._introducing:
+            self._unlink(new.name, (keeper.name for keeper in keepers()))
+            peers = [peer for peer in keepers() if peer is not new and peer.introduced]
+            for peer in peers:
+                _refuse_misfit(new, peer, moving=self._may_move(new, peer) or self._may_move(peer, new))
+            pairs = [(new, peer) for peer in peers] + [(peer, new) for peer in peers]
+            movable = [(owner, reader) for owner, reader in pairs if self._may_move(owner, reader)]
+            for error in await asyncio.gather(*(self._link(*pair) for pair in movable)):
+                # One that ran before is let in all the same: it can still do both phases alone.
+                if isinstance(error, PeerRefused) and not new.view.incarnation:
+                    raise ModelError(f"{new.name} cannot exchange KV: {error}") from error
+            new.introduced = True
+
+    async def flip(self, keeper: Keeper, role: Role, keepers: Callable[[], Iterable[Keeper]]) -> None:
+        """Give a ready worker another role, once every pair that the role needs has been proven.
+
+        Raises `ChangeRefused`, and the role is the old one, when one of them has not.
+        """
+        async with self._introducing:
+            peers = [peer for peer in keepers() if peer is not keeper and _is_ready(peer)]
+            ways = [((keeper, peer), (role, peer.role)) for peer in peers]
+            ways += [((peer, keeper), (peer.role, role)) for peer in peers]
+            pairs = [
+                (owner, reader)
+                for (owner, reader), roles in ways
+                if self._is_used(*roles) and (owner.name, reader.name) not in self._links
+            ]
+            refused = f"{keeper.name} stays a {keeper.role.value} worker"
+            for pair in pairs:
+                try:
+                    _refuse_misfit(*pair, moving=True)
+                except ModelError as error:
+                    raise ChangeRefused(f"{refused}: {error}") from None
+            for (owner, reader), failure in zip(
+                pairs, await asyncio.gather(*(self._link(*pair) for pair in pairs)), strict=True
+            ):
+                if failure is not None:
+                    why = str(failure) or "preflight timed out"
+                    raise ChangeRefused(f"{refused}: no KV can move from {owner.name} to {reader.name}: {why}")
+            if not _is_ready(keeper):
+                raise ChangeRefused(f"{refused}: it is {keeper.view.state.value}; try again when it is ready")
+            keeper.assign(role)
+
+    async def lead_out(self, leaving: Keeper, keepers: Callable[[], Iterable[Keeper]]) -> None:
+        """Link a worker that leaves to those that may take over what it decodes. Those that fail are logged."""
+        async with self._introducing:
+            if leaving.info is None:
+                return
+            pairs = [
+                (leaving, peer)
+                for peer in keepers()
+                if _is_ready(peer) and self._may_move(leaving, peer) and (leaving.name, peer.name) not in self._links
+            ]
+            made = [error is None for error in await asyncio.gather(*(self._link(*pair) for pair in pairs))]
+        if any(made):
+            self._changed()
+
+    def forget(self, name: str) -> None:
+        """This worker is no more."""
+        self._unlink(name, {end for names in self._links for end in names})
+        for pair in [pair for pair in self._unlinked if name in (pair[0].name, pair[1].name)]:
+            del self._unlinked[pair]
+
+    def _unlink(self, name: str, others: Iterable[str]) -> None:
+        self._told = None
+        for other in others:
+            self._links.pop((name, other), None)
+            self._links.pop((other, name), None)
+
+    async def tend(self) -> None:
+        """Try again, once in a while, to link pairs whose preflight failed though both live. No pair waits for one."""
+        trying: set[Pair] = set()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.sleep(RELINK_S)
+                for pair in tuple(self._unlinked):
+                    if not self._may_move(*pair):
+                        self._unlinked.pop(pair, None)
+                    elif pair not in trying and len(trying) < RELINKS_AT_ONCE and all(map(_is_ready, pair)):
+                        trying.add(pair)
+                        group.create_task(self._relink(pair, trying))
+
+    async def _relink(self, pair: Pair, trying: set[Pair]) -> None:
+        try:
+            if await self._link(*pair) is None:
+                self._changed()
+        finally:
+            trying.discard(pair)
+
+    def _may_move(self, owner: Keeper, reader: Keeper) -> bool:
+        """Whether KV may be sent that way: as roles say, or out of a worker that leaves."""
+        if owner.is_leaving:
+            return reader.role is not Role.PREFILL and not reader.is_leaving
+        return not reader.is_leaving and self._is_used(owner.role, reader.role)
+
+    def _is_used(self, owner: Role, reader: Role) -> bool:
+        """Whether the policy may send KV between such workers: any way, or from who prefills to who decodes."""
+        return self._links_all or (reader is not Role.PREFILL and (self._moves or owner is not Role.DECODE))
+
+    async def _link(self, owner: Keeper, reader: Keeper) -> Exception | None:
+        """None, or why there is no link."""
+        assert owner.info is not None and reader.handle is not None, "only started workers are introduced"
+        handle: WorkerHandle = reader.handle
+        proven = owner.info, reader.info
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                link = await handle.connect(owner.info.peer)
+            if owner.is_over or reader.is_over:
+                return WorkerGone("it has left")
+            if owner.info is not proven[0] or reader.info is not proven[1]:
+                return WorkerGone("it was restarted, and is linked when it is introduced")
+            self._links[owner.name, reader.name] = replace(link, owner=owner.name, reader=reader.name)
+            self._told = None
+            self._unlinked.pop((owner, reader), None)
+            return None
+        except (TransferError, WorkerGone, WorkerError, TimeoutError) as error:
+            reason = str(error) or "preflight timed out"
+            logger.error("no KV can move from %s to %s: %s", owner.name, reader.name, reason)
+            self._unlinked.pop((owner, reader), None)
+            if self._may_move(owner, reader):
+                self._unlinked[owner, reader] = None  # behind all others
+            return error
+
+
+def _is_ready(keeper: Keeper) -> bool:
+    return keeper.introduced and keeper.view.state is WorkerState.READY
+
+
+def _refuse_misfit(new: Keeper, peer: Keeper, *, moving: bool) -> None:
+    """Raise `ModelError` when two workers could not serve one request together. `moving`: KV may move between them."""
+    assert new.info is not None and peer.info is not None
+    ours, theirs = new.info, peer.info
+    if ours.tokenizer != theirs.tokenizer:
+        raise ModelError(
+            f"{new.name} on {ours.node} has tokenizer {ours.tokenizer}, {peer.name} on {theirs.node} has "
+            f"{theirs.tokenizer}: one token would mean two things; give all pools the same model folder"
+        )
+    kv, other = ours.peer.shards[0], theirs.peer.shards[0]
+    if moving and kv.layout.fingerprint != other.layout.fingerprint:
+        raise ModelError(
+            f"the KV of {new.name} ({_kv_words(kv)}) is not that of {peer.name} ({_kv_words(other)}), and no request "
+            "could move between them: give both pools the same model and the same engine.weights"
+        )
+
+
+def _kv_words(shard: ShardAddress) -> str:
+    layout = shard.layout
+    return f"model {layout.model}, {layout.num_layers} layers, {layout.num_kv_heads} KV heads of {layout.head_dim}"

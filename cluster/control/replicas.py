@@ -1,0 +1,291 @@
+"""Keeping one replica of a pool alive: start it, introduce it to its peers, listen to it, replace it when it fails.
+
+    start ──ready──> introduce ──> READY ──silent, gone or unfit──> DEAD ──restart──> start ...
+                                     └──leave──> DRAINING ──empty, late or dead──> the end
+
+One `Keeper` for each replica, one task for each keeper. Knows one worker; the controller knows all.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from cluster.runtime.interface import Runtime, RuntimeUnavailable, WorkerGone, WorkerHandle, WorkerOrder
+from cluster.runtime.placement import needed
+from cluster.spec import ClusterSpec, PoolSpec, Role
+from diptych.view import WorkerState, WorkerView
+from diptych.watchdog import patient_timeout
+from kvtransfer.errors import TransferError, TransportUnavailable
+from workers.config import WorkerConfig
+from workers.errors import ModelError, WorkerError
+from workers.stats import WorkerInfo, WorkerStats
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S = 1.0  # before the second start after a death; the first one follows at once
+START_AGAIN_S = 5.0  # before the next start of one that could not start, rather than died
+MOST_AGAIN_S = 300.0  # each further failure in a row doubles the pause up to this
+STEADY_S = 10.0  # a worker that was ready for so long ends the row
+TAKEN_OUT = "the controller took it out"
+CRASH_LOOP = 3  # failures in a row that are called so
+RETRY_S = 0.2  # between calls to a process that is coming up
+IMPOSSIBLE = (ModelError, RuntimeUnavailable, TransportUnavailable)  # the specification's fault, at a first start
+FORESEEN = (*IMPOSSIBLE, WorkerGone, WorkerError, TransferError, TimeoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What all keepers of a controller share. `changed` is called after every change of a keeper's `view`."""
+
+    runtime: Runtime
+    start_timeout_s: float
+    introduce: Callable[["Keeper"], Awaitable[None]]
+    changed: Callable[[], None]
+
+
+class Keeper:
+    """Owned by the Controller. One that is not `required` came later: whatever is wrong with it, it is tried again."""
+
+    def __init__(
+        self, pool: PoolSpec, order: WorkerOrder, keeping: Keeping, *, role: Role | None = None, required: bool = True
+    ) -> None:
+        self.pool = pool
+        self.order = order
+        self.handle: WorkerHandle | None = None
+        self.info: WorkerInfo | None = None
+        state = WorkerState.STARTING
+        self.view = WorkerView(
+            order.config.name,
+            pool.name,
+            role or pool.role,
+            state,
+            waits_for=needed(order.resources, pool.parallel),
+            parallel=pool.parallel,
+        )
+        self.required = required
+        self.introduced = False  # its peers know this incarnation
+        self.is_leaving = False
+        self.is_over = False
+        self.fatal: Exception | None = None  # the specification's fault: trying again cannot help
+        self._keeping = keeping
+        self._in_a_row = 0  # failures
+        self._ready_s: float | None = None  # since when it is ready
+        self._died_s: float | None = None  # since when it is not, though it was
+        self._told = ""  # what was wrong last, until it is ready again
+        self._task: asyncio.Task[None] | None = None
+        self._heard = asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        return self.order.config.name
+
+    @property
+    def role(self) -> Role:
+        return self.view.role
+
+    def begin(self) -> None:
+        self._task = asyncio.ensure_future(self._keep())
+
+    async def end(self, grace_s: float) -> None:
+        """Stop keeping, tell everybody that it is dead, and stop the worker."""
+        self.is_over = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._show(WorkerState.DEAD, detail=TAKEN_OUT, waits_for="")
+        if self.handle is not None:
+            await self._keeping.runtime.stop_worker(self.handle, grace_s)
+
+    def assign(self, role: Role) -> None:
+        """From now on it is published with this role; what runs there goes on."""
+        self._publish(replace(self.view, role=role))
+
+    def leave(self) -> None:
+        """From now on nobody sends it work. When it dies, it stays dead."""
+        self.is_leaving = True
+        if self.view.state is WorkerState.READY:
+            self._show(WorkerState.DRAINING)
+
+    async def emptied(self, quiet_s: float) -> None:
+        """Return when it has had no work for `quiet_s` on end, or is dead; while it starts, it is waited for.
+
+        What gateways sent before they heard that it leaves may come within that time.
+        """
+        clock = asyncio.get_running_loop()
+        empty_since_s: float | None = None
+        while self.view.state in (WorkerState.DRAINING, WorkerState.STARTING):
+            if not is_empty(self.view.stats):
+                empty_since_s = None
+            elif empty_since_s is None:
+                empty_since_s = clock.time()
+            elif clock.time() - empty_since_s >= quiet_s:
+                return
+            await self._heard.wait()
+
+    async def _keep(self) -> None:
+        """Run it again and again, whatever ends it, until it shall be no more or can never be."""
+        while True:
+            try:
+                await self._run_once()
+            except Exception as error:
+                wait_s = self._failed(error)
+                if wait_s is None:
+                    return
+                await asyncio.sleep(wait_s)
+
+    def _failed(self, error: Exception) -> float | None:
+        """Show what happened. Answers how long to wait before the next start; None: there is none."""
+        reason = self._words(error)
+        self.introduced = False
+        if self.is_leaving:
+            logger.warning("worker %s died while it was leaving: %s", self.name, reason)
+            self._show(WorkerState.DEAD, detail=reason)
+            return None
+        died = _is_death(error) or self.view.state is WorkerState.READY
+        unforeseen = not isinstance(error, FORESEEN)
+        logger.log(logging.ERROR, "worker %s failed: %s", self.name, reason, exc_info=error if unforeseen else None)
+        if self.required and not self.view.incarnation and (unforeseen or isinstance(error, IMPOSSIBLE)):
+            self.fatal = error
+            self._show(WorkerState.DEAD, detail=reason)
+            return None
+        self._in_a_row = 1 if self._is_steady() else self._in_a_row + 1
+        self._ready_s = None
+        if self._died_s is None and self.view.incarnation:
+            self._died_s = asyncio.get_running_loop().time()
+        wait_s = pause_s(self._in_a_row, died=died)
+        if self.handle is None:  # it has no place: nothing of it ran, and nothing is to be restarted
+            self._show(WorkerState.STARTING, detail=reason)
+            return wait_s
+        self._told = f"died: {reason}" if died else f"cannot start: {reason}"
+        if self._in_a_row >= CRASH_LOOP:
+            self._told = f"crash loop, {self._in_a_row} failures in a row, the last: {self._told}"
+        again = f"next start in {wait_s:.0f} s" if wait_s else "restarting"
+        restarts = self.view.restarts + 1
+        self._show(WorkerState.DEAD, detail=f"{self._told}; {again}", restarts=restarts, failures=self._in_a_row)
+        return wait_s
+
+    def _words(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            if self.view.state in (WorkerState.READY, WorkerState.DRAINING):
+                return f"it was silent for {self.order.dead_after_s:.1f} s"
+            return f"it did not start within {self._keeping.start_timeout_s:.0f} s"
+        return str(error) if isinstance(error, FORESEEN) and str(error) else f"{type(error).__name__}: {error}"
+
+    def _is_steady(self) -> bool:
+        """Whether it has run for so long that its next failure begins a new row."""
+        return self._ready_s is not None and asyncio.get_running_loop().time() - self._ready_s >= STEADY_S
+
+    async def _run_once(self) -> None:
+        """From start to death; always ends with an error."""
+        if self.handle is None:
+            self.handle = await self._keeping.runtime.start_worker(self.order)
+            self._show(WorkerState.STARTING, detail="", waits_for="")
+        elif self.view.state is WorkerState.DEAD:
+            runtime = self._keeping.runtime
+            self.handle = await runtime.restart_worker(self.order, self.handle, self.view.incarnation)
+        self.introduced = False
+        self._show(WorkerState.STARTING, detail=f"{self._told}; restarting" if self._told else "")
+        self.info = await self._started(self.handle)
+        await self._keeping.introduce(self)
+        self._ready_s = asyncio.get_running_loop().time()
+        self._show(
+            WorkerState.DRAINING if self.is_leaving else WorkerState.READY,
+            incarnation=self.info.incarnation,
+            node=self.info.node,
+            pid=self.info.pid,
+            capacity_tokens=self.info.capacity_tokens,
+            memory_bytes=self.info.memory_bytes,
+            kv_token_bytes=sum(each.layout.block_bytes // each.layout.block_size for each in self.info.peer.shards),
+            detail=self._back(),
+        )
+        await self._listen(self.handle)
+
+    def _back(self) -> str:
+        """What to say of a worker that is ready: nothing, or that it is ready again."""
+        told, self._told = self._told, ""
+        if self._died_s is None:
+            return ""
+        away_s = asyncio.get_running_loop().time() - self._died_s
+        self._died_s = None
+        logger.warning("worker %s is back after %.1f s", self.name, away_s)
+        return f"back after {away_s:.0f} s ({told})"
+
+    async def _started(self, handle: WorkerHandle) -> WorkerInfo:
+        """A process that is being restarted refuses calls for a while: ask again until the bound."""
+        async with asyncio.timeout(self._keeping.start_timeout_s):
+            while True:
+                try:
+                    return await handle.start()
+                except WorkerGone as error:
+                    logger.debug("worker %s is not up yet: %s", self.name, error)
+                    await asyncio.sleep(RETRY_S)
+
+    async def _listen(self, handle: WorkerHandle) -> None:
+        """Until it dies. We have no requests there, so there is nothing to acknowledge, however long we were away."""
+        async with patient_timeout(self.order.dead_after_s) as silence:
+            while True:
+                bundle = await handle.poll("controller", 0)
+                silence.reset()
+                if bundle.incarnation != self.view.incarnation:
+                    raise WorkerGone("it restarted")
+                self.view = replace(self.view, stats=bundle.stats)  # statistics alone are no change of membership
+                self._pulse()
+                if (self.view.detail or self.view.failures) and self._is_steady():
+                    self._in_a_row = 0
+                    self._show(self.view.state, detail="", failures=0)
+
+    def _show(self, state: WorkerState, **facts: str | int) -> None:
+        self._publish(replace(self.view, state=state, **facts))
+
+    def _publish(self, view: WorkerView) -> None:
+        self.view = view
+        self._pulse()
+        self._keeping.changed()
+
+    def _pulse(self) -> None:
+        self._heard.set()
+        self._heard = asyncio.Event()
+
+
+def order_of(spec: ClusterSpec, pool: PoolSpec, name: str, secret: str) -> WorkerOrder:
+    """What one replica of a pool is to be. `secret`: of this cluster's workers, for each other."""
+    forms = {(each.engine.block_size, each.engine.dtype) for each in spec.pools}
+    config = WorkerConfig(
+        name=name,
+        pool=pool.name,
+        model=pool.model or spec.model,
+        engine=pool.engine,
+        parallel=pool.parallel,
+        transfer=spec.transfer,
+        executor=spec.executor,
+        secret=secret,
+        cpus=max(1, int(pool.resources.cpu)),
+        prefix_tokens=math.lcm(*(block_size for block_size, _ in forms)),
+        staging_bytes=spec.transfer.staging_bytes if len(forms) > 1 else 0,
+        cost=pool.cost,
+    )
+    health = spec.health
+    return WorkerOrder(config, pool.resources, health.heartbeat_s, health.dead_after_s, health.place_timeout_s)
+
+
+def pause_s(failures: int, *, died: bool) -> float:
+    """How long to wait after so many failures in a row. A first death is followed by a start at once."""
+    if not died:
+        return float(min(MOST_AGAIN_S, START_AGAIN_S * 2 ** min(failures - 1, 16)))
+    return 0.0 if failures == 1 else float(min(MOST_AGAIN_S, AGAIN_S * 2 ** min(failures - 2, 16)))
+
+
+def _is_death(error: Exception) -> bool:
+    """Rather than a start that was refused: then the process lives, and could only say so again."""
+    return isinstance(error, WorkerGone | TransferError | TimeoutError) and not isinstance(error, TransportUnavailable)
+
+
+def is_empty(stats: WorkerStats) -> bool:
+    """Whether a worker has nothing to do, and holds nothing that somebody may come for."""
+    return 0 < stats.total_blocks == stats.free_blocks and not (
+        stats.waiting or stats.running or stats.reserved or stats.leases or stats.swapped_blocks
+    )

@@ -1,0 +1,215 @@
+"""The elastic decision's shell: hears gateways, asks the decider every period, and carries out what it decides.
+
+One change at a time: the next question comes when the last change is over; only a worker that waits for a node keeps
+nobody waiting. A pool whose new worker does not come is as it was, and does not grow again for a while, twice as long
+each time. Knows no rule; knows time from the loop.
+"""
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from cluster.control.changes import ChangeError, Taken
+from cluster.control.supervised import Failures, supervised
+from cluster.policy.scaling.evidence import Decision, Report
+from cluster.spec import Role
+from diptych.view import ClusterView, WorkerState
+from workers.log_fields import log_fields
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED = 64
+GROW_AGAIN_S, MOST_GROW_AGAIN_S = 30.0, 600.0
+ADVISED, UNDER_WAY, DONE = "advised", "under way", "done"
+
+
+class Decider(Protocol):
+    """Pure: time is an argument."""
+
+    def told(self, report: Report, now_s: float) -> None: ...
+    def decide(self, view: ClusterView, now_s: float) -> Decision | None: ...
+
+
+class Changer(Protocol):
+    """Who can change the cluster. Errors: `ChangeError`."""
+
+    def view(self) -> ClusterView: ...
+    async def flip(self, worker: str, role: Role, revision: int = 0) -> int: ...
+    async def drain(self, worker: str, revision: int = 0, deadline_s: float = 0.0) -> int: ...
+    async def scale(self, pool: str, replicas: int, revision: int = 0) -> int: ...
+
+
+@dataclass(slots=True)
+class _Entry:
+    decision: Decision
+    at_s: float
+    outcome: str
+    newcomers: frozenset[str] = frozenset()  # of a pool that grows
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """A pool that could not grow. `pause_s`: how long it is left alone, until `until_s`."""
+
+    pause_s: float
+    until_s: float
+
+
+class Steward:
+    """Owned by the Controller. `acts`: carry decisions out; else they are advice. `limit_s` bounds one change."""
+
+    def __init__(self, decider: Decider, changer: Changer, period_s: float, limit_s: float, *, acts: bool) -> None:
+        self._decider = decider
+        self._changer = changer
+        self._period_s = period_s
+        self._limit_s = limit_s
+        self._acts = acts
+        self._entries: deque[_Entry] = deque(maxlen=REMEMBERED)
+        self._under_way: list[_Entry] = []
+        self._refusals: dict[str, _Refusal] = {}  # by pool
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._task: asyncio.Task[None] | None = None
+
+    def counts(self) -> tuple[tuple[str, str, int], ...]:
+        """How many decisions of each kind were advised, done, or failed."""
+        return tuple((kind, outcome, count) for (kind, outcome), count in sorted(self._counts.items()))
+
+    def begin(self, failures: Failures) -> None:
+        self._task = asyncio.ensure_future(supervised("judging the roles", self._round, failures))
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def told(self, report: Report) -> None:
+        """What one gateway saw lately."""
+        self._decider.told(report, asyncio.get_running_loop().time())
+
+    def taken(self) -> tuple[Taken, ...]:
+        """The latest decisions, the last one last."""
+        now_s = asyncio.get_running_loop().time()
+        return tuple(Taken(each.decision, now_s - each.at_s, each.outcome) for each in self._entries)
+
+    async def _round(self) -> None:
+        await asyncio.sleep(self._period_s)
+        await self._step(asyncio.get_running_loop().time())
+
+    async def _step(self, now_s: float) -> None:
+        last = self._entries[-1] if self._entries else None
+        view = self._changer.view()
+        under_way = list(self._under_way)
+        for each in under_way:
+            await self._follow(each, view, now_s)
+        if not all(_waits_for_a_node(each, view) for each in under_way) or under_way != self._under_way:
+            return
+        decision = self._decider.decide(self._limited(view, now_s), now_s)
+        if decision is None:
+            return
+        if not self._acts:
+            if last is None or not _is_same(last.decision, decision):
+                logger.info("advised: %s, %s", _words(decision), decision.reason, extra=_about(decision))
+                self._entries.append(_Entry(decision, now_s, ADVISED))
+                self._counts[decision.kind, ADVISED] += 1
+            return
+        logger.info("decided: %s, %s", _words(decision), decision.reason, extra=_about(decision))
+        entry = _Entry(decision, now_s, UNDER_WAY)
+        self._entries.append(entry)
+        self._under_way.append(entry)
+        try:
+            await self._carry_out(entry, view)
+        except ChangeError as error:
+            self._close(entry, f"failed: {error}")
+        except BaseException as error:
+            self._close(entry, f"failed: {type(error).__name__}: {error}")
+            raise
+
+    async def _carry_out(self, entry: _Entry, view: ClusterView) -> None:
+        decision = entry.decision
+        if decision.kind == "flip":
+            assert decision.role is not None, "a flip names a role"
+            await self._changer.flip(decision.worker, decision.role, view.revision)
+            self._close(entry, DONE)
+        elif decision.kind == "shrink":
+            await self._changer.drain(decision.worker, view.revision)
+        else:
+            wanted = next((pool.wanted for pool in view.pools if pool.name == decision.pool), 0)
+            await self._changer.scale(decision.pool, wanted + 1, view.revision)
+            there = {worker.name for worker in view.workers}
+            entry.newcomers = frozenset(worker.name for worker in self._changer.view().workers) - there
+
+    def _limited(self, view: ClusterView, now_s: float) -> ClusterView:
+        """Pools that wait for a node, or could not grow lately, have no room to grow."""
+        full = {entry.decision.pool for entry in self._under_way}
+        full |= {pool for pool, refusal in self._refusals.items() if now_s < refusal.until_s}
+        pools = (replace(pool, max_replicas=pool.wanted) if pool.name in full else pool for pool in view.pools)
+        return replace(view, pools=tuple(pools)) if full else view
+
+    async def _follow(self, entry: _Entry, view: ClusterView, now_s: float) -> None:
+        """Whether the change under way is over, as far as can be seen."""
+        workers = {worker.name: worker for worker in view.workers}
+        if entry.decision.kind == "shrink":
+            outcome = "" if entry.decision.worker in workers else DONE
+        else:
+            new = [workers[name] for name in entry.newcomers if name in workers]
+            told = next((worker.detail for worker in new if worker.detail), "")
+            if all(worker.state is WorkerState.READY for worker in new):
+                outcome = DONE if new else "failed: it was taken out again"
+            else:
+                outcome = f"failed: {told}" if told else ""
+        if not outcome and now_s - entry.at_s > self._limit_s:
+            outcome = f"failed: it was not over after {self._limit_s:.0f} s"
+        if outcome == DONE:
+            self._refusals.pop(entry.decision.pool, None)
+            self._close(entry, outcome)
+        elif outcome and entry.decision.kind == "grow":
+            pause_s = self._refused(entry.decision.pool, now_s)
+            self._close(entry, f"{outcome}; the pool does not grow by itself for {pause_s:.0f} s")
+            await self._take_back(entry.newcomers & workers.keys())
+        elif outcome:
+            self._close(entry, outcome)
+
+    def _refused(self, pool: str, now_s: float) -> float:
+        before = self._refusals.get(pool)
+        pause_s = GROW_AGAIN_S if before is None else min(2 * before.pause_s, MOST_GROW_AGAIN_S)
+        self._refusals[pool] = _Refusal(pause_s, now_s + pause_s)
+        return pause_s
+
+    async def _take_back(self, newcomers: Collection[str]) -> None:
+        for name in sorted(newcomers):
+            try:
+                await self._changer.drain(name)
+            except ChangeError as error:
+                logger.warning("%s is not taken back: %s", name, error)
+
+    def _close(self, entry: _Entry, outcome: str) -> None:
+        entry.outcome = outcome
+        self._counts[entry.decision.kind, DONE if outcome == DONE else "failed"] += 1
+        self._under_way.remove(entry)
+        level = logging.INFO if outcome == DONE else logging.WARNING
+        logger.log(level, "%s: %s", _words(entry.decision), outcome, extra=_about(entry.decision))
+
+
+def _waits_for_a_node(entry: _Entry, view: ClusterView) -> bool:
+    return any(worker.name in entry.newcomers and worker.waits_for for worker in view.workers)
+
+
+def _is_same(one: Decision, other: Decision) -> bool:
+    """But for the figures in the reason."""
+    return (one.kind, one.worker, one.role, one.pool) == (other.kind, other.worker, other.role, other.pool)
+
+
+def _about(decision: Decision) -> dict[str, Any]:
+    role = decision.role.value if decision.role else None
+    named = {"kind": decision.kind, "worker": decision.worker, "role": role, "pool": decision.pool}
+    return log_fields("controller", **{name: value for name, value in named.items() if value})
+
+
+def _words(decision: Decision) -> str:
+    if decision.kind == "flip":
+        return f"{decision.worker} becomes a {decision.role.value if decision.role else 'nameless'} worker"
+    if decision.kind == "grow":
+        return f"pool {decision.pool} grows by one worker"
+    return f"pool {decision.pool} lets {decision.worker} go"

@@ -1,0 +1,271 @@
+"""Who is there, as one gateway knows it: a line to every ready worker, the membership, and the view made of both.
+
+Follows the controller, dials again what it lost, and goes on with the last membership while the controller is away.
+Knows no request and no policy.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from msgspec import structs
+
+from cluster.control.membership import Member, Membership
+from cluster.control.replicas import CRASH_LOOP, TAKEN_OUT
+from cluster.control.supervised import Failures, supervised
+from cluster.dispatch.cache_reader import CacheReader
+from cluster.dispatch.worker_client import Line
+from cluster.observe.history import History
+from cluster.policy.routing.prefix_index import PrefixIndex
+from cluster.policy.routing.router import NOTHING_SENT, Sent
+from cluster.runtime.interface import WorkerGone, WorkerHandle
+from cluster.spec import ClusterSpec, Role
+from diptych.view import ClusterView, ModelView, TaskFailures, WorkerState, WorkerView
+from workers.errors import WorkerError
+
+logger = logging.getLogger(__name__)
+
+WatchMembers = Callable[[int, float], Awaitable[Membership]]  # (known revision, timeout_s), a long poll
+WATCH_S = 10.0
+REDIAL_S = 1.0
+
+
+class Roster:
+    """Owned by a Dispatcher. `start` before use, `close` after. `caches` is told what workers have cached, `history`
+    who has another role or is lost."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        model: ModelView,
+        watch_members: WatchMembers,
+        name: str,
+        caches: PrefixIndex | None = None,
+        history: History | None = None,
+        failures: Failures | None = None,
+    ) -> None:
+        self._spec = spec
+        self._model = model
+        self._watch_members = watch_members
+        self._name = name
+        self._caches = caches
+        self._history = history
+        self.failures = failures or Failures()
+        self._membership = Membership(0)
+        self._pairs = self._membership.pairs
+        self._changed = asyncio.Event()
+        self._background: set[asyncio.Task[None]] = set()
+        self._following: list[asyncio.Task[None]] = []
+        self.lines: dict[str, Line] = {}
+        self._role_changes: Counter[tuple[str, str]] = Counter()
+
+    async def start(self) -> None:
+        """Learn the members, and follow them from now on."""
+        self.take(await self._watch_members(0, WATCH_S))
+        for task, work in (("following the members", self._follow), ("dialing lost workers", self._redial)):
+            self._following.append(asyncio.ensure_future(supervised(task, work, self.failures)))
+        while any(not line.heard and line.lost is None for line in self.lines.values()):
+            await self._changed.wait()  # each line is heard, or lost, within its own bound
+
+    async def close(self) -> None:
+        for task in self._following:
+            task.cancel()
+        await asyncio.gather(*(line.close() for line in self.lines.values()), *self._background)
+
+    def change(self) -> Awaitable[object]:
+        """Done after the next change of membership or state; statistics alone are none."""
+        return self._changed.wait()
+
+    def role_changes(self) -> tuple[tuple[str, str, int], ...]:
+        """From which role to which, and how often, since this gateway began."""
+        return tuple((before, after, count) for (before, after), count in sorted(self._role_changes.items()))
+
+    @property
+    def membership(self) -> Membership:
+        return self._membership
+
+    # ---- the view --------------------------------------------------------------------------------------------
+
+    def picture(self) -> ClusterView:
+        """Membership as published, statistics as last heard; what has not changed is not made anew. Ages are 0."""
+        lines = self.lines
+        workers = tuple(
+            line.seen(member.view) if (line := lines.get(member.view.name)) is not None else member.view
+            for member in self._membership.members
+        )
+        known = self._membership
+        more = known.links, self._pairs, known.pools, known.gateways, known.served_gateways, self._all_failures()
+        return ClusterView(known.revision, self._spec.name, self._model, workers, *more)
+
+    def _all_failures(self) -> tuple[TaskFailures, ...]:
+        own = self.failures.told()
+        return (*self._membership.failures, *(TaskFailures(self._name, task, count) for task, count in own))
+
+    def view(self) -> ClusterView:
+        """The picture with ages; a worker whose line is lost counts as dead."""
+        picture, now_s = self.picture(), asyncio.get_running_loop().time()
+        return replace(picture, workers=tuple(self._aged(worker, now_s) for worker in picture.workers))
+
+    def _aged(self, worker: WorkerView, now_s: float) -> WorkerView:
+        line = self.lines.get(worker.name)
+        if line is None or line.view.incarnation != worker.incarnation:
+            return worker
+        return structs.replace(worker, age_s=now_s - line.heard_s)
+
+    def has_ready(self, *roles: Role) -> bool:
+        """Whether a worker of one of these roles can be sent work."""
+        return any(
+            member.view.role in roles
+            and member.view.state is WorkerState.READY
+            and (line := self.lines.get(member.view.name)) is not None
+            and line.lost is None
+            for member in self._membership.members
+        )
+
+    def sent(self) -> dict[str, Sent]:
+        """What went to each worker since its statistics were taken."""
+        return {name: line.sent for name, line in self.lines.items() if line.sent is not NOTHING_SENT}
+
+    async def audit(self) -> ClusterView:
+        """The view, with every ready worker's proof that its blocks are accounted for."""
+        view = self.view()
+        lines = [self.lines.get(worker.name) for worker in view.workers]
+        audits = await asyncio.gather(*(_audit(line) for line in lines))
+        return replace(
+            view, workers=tuple(structs.replace(w, audit=audit) for w, audit in zip(view.workers, audits, strict=True))
+        )
+
+    # ---- following -------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        """Keep the membership fresh. Without a controller the last known one stays in force."""
+        try:
+            self.take(await self._watch_members(self._membership.revision, WATCH_S))
+        except WorkerGone as error:
+            logger.warning("the controller does not answer (%s); keeping the last membership", error)
+            await asyncio.sleep(REDIAL_S)
+
+    def take(self, membership: Membership) -> None:
+        self._note_changes(membership)
+        if membership.links is not self._membership.links:
+            self._pairs = membership.pairs
+        self._membership = membership
+        ready = {
+            member.view.name: member
+            for member in membership.members
+            if member.handle is not None and member.view.state is WorkerState.READY
+        }
+        known = {member.view.name: member.view for member in membership.members}
+        for name, line in list(self.lines.items()):
+            if _departed(line, view := known.get(name)):
+                if line.lost is None:
+                    line.hang_up(_why(line, view))
+                self._in_background(line.close())
+                del self.lines[name]
+                if self._caches is not None:
+                    self._caches.forget(name)
+        for name, member in ready.items():
+            if name not in self.lines:
+                self.lines[name] = self._dial(member)
+        self._pulse()
+
+    def _note_changes(self, membership: Membership) -> None:
+        before = {member.view.name: member.view for member in self._membership.members}
+        for now in (member.view for member in membership.members):
+            old = before.get(now.name)
+            if old is None:
+                continue
+            if old.role is not now.role:
+                self._role_changes[old.role.value, now.role.value] += 1
+                self._note("flip", now.name, f"{old.role.value} -> {now.role.value}")
+            if old.failures < CRASH_LOOP <= now.failures:
+                self._note("crash loop", now.name, now.detail)
+            if (
+                now.state is WorkerState.READY
+                and now.restarts
+                and (old.state, old.incarnation)
+                != (
+                    now.state,
+                    now.incarnation,
+                )
+            ):
+                self._note("back", now.name, now.detail)
+
+    def _dial(self, member: Member) -> Line:
+        """A new line. Its subscriber's name is new too: what an older line of ours left there times out."""
+        assert member.handle is not None, "only ready members are dialled"
+        dtypes = {pool.name: pool.engine.dtype for pool in self._spec.pools}
+        subscriber = f"{self._name}-{uuid.uuid4().hex[:12]}"
+        silence_s, reader = self._spec.health.dead_after_s, self._reader(member.view, member.handle)
+        line = Line(
+            member.view, member.handle, subscriber, silence_s, self._pulse, reader, dtypes.get(member.view.pool, "")
+        )
+        line.ended.add_done_callback(lambda _: self._note_end(line.name, line.lost or ""))
+        return line
+
+    def _note_end(self, worker: str, reason: str) -> None:
+        self._note("left" if reason == TAKEN_OUT else "lost", worker, reason)
+
+    def _note(self, kind: str, worker: str, text: str) -> None:
+        if self._history is not None:
+            self._history.happened(kind, worker, text)
+
+    def _reader(self, view: WorkerView, handle: WorkerHandle) -> CacheReader | None:
+        if self._caches is None:
+            return None
+        take = partial(self._caches.take, view.name, view.incarnation)
+        return CacheReader(handle.at(view.incarnation), take, self._spec.gateway.cache_news_s)
+
+    async def _redial(self) -> None:
+        """A worker that the controller holds ready but that we lost gets a new line, once in a while."""
+        await asyncio.sleep(REDIAL_S)
+        for member in self._membership.members:
+            line, view = self.lines.get(member.view.name), member.view
+            if line is None or line.lost is None:
+                continue
+            if view.state is WorkerState.READY and view.incarnation == line.view.incarnation:
+                self._in_background(line.close())
+                self.lines[view.name] = self._dial(member)
+
+    def _pulse(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _departed(line: Line, view: WorkerView | None) -> bool:
+    """Whether the controller says that the worker of this line is no more.
+
+    STARTING alone does not: a controller that was itself restarted says so of living workers until it has met them.
+    """
+    if view is None or view.state is WorkerState.DEAD:
+        return True
+    return view.state is WorkerState.READY and view.incarnation != line.view.incarnation
+
+
+def _why(line: Line, view: WorkerView | None) -> str:
+    """What became of the worker of this line, as the controller says."""
+    if view is None or view.state is not WorkerState.DEAD:
+        return TAKEN_OUT if view is None else "it was restarted"
+    return view.detail or "it died"
+
+
+async def _audit(line: Line | None) -> str:
+    if line is None or line.lost is not None:
+        return "not ready"
+    try:
+        await line.handle.check()
+    except AssertionError as error:
+        return f"blocks do not balance: {error}"
+    except (WorkerGone, WorkerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "clean"

@@ -1,0 +1,156 @@
+"""One gateway's line to one incarnation of one worker: polls its bundles, sorts outputs to attempts, notices its death.
+
+A worker that is silent for `dead_after_s` of time in which this process ran, or whose process is gone, ends the line:
+every attempt on it gets `LineLost` at once, and nobody places on it again. Knows no policy and no request.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from cluster.dispatch.cache_reader import CacheReader
+from cluster.policy.routing.router import NOTHING_SENT, Sent
+from cluster.runtime.interface import WorkerGone, WorkerHandle
+from diptych.view import WorkerState, WorkerView
+from diptych.watchdog import Watchdog
+from workers.errors import WorkerError
+from workers.request import Bundle, Output
+from workers.stats import WorkerStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LineLost:
+    """The worker at the other end of a line is gone."""
+
+    reason: str
+
+
+Said = Output | LineLost
+Hear = Callable[[str, Said], None]  # the worker's name, and what it said
+
+
+class Line:
+    """Owned by a Roster. `changed` is called when it first hears the worker, and when it ends.
+
+    `cache` is told when there is news of what the worker has cached, and ends with the line.
+    """
+
+    def __init__(
+        self,
+        view: WorkerView,
+        handle: WorkerHandle,
+        subscriber: str,
+        silence_s: float,
+        changed: Callable[[], None],
+        cache: CacheReader | None = None,
+        kv_dtype: str = "",
+    ) -> None:
+        self.view = view
+        self.handle = handle.at(view.incarnation)
+        self.subscriber = subscriber
+        self.kv_dtype = kv_dtype  # of the worker's pool
+        self.heard = False
+        self.stats: WorkerStats = view.stats
+        self.sent = NOTHING_SENT
+        self.lost: str | None = None
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._silence_s = silence_s
+        self._changed = changed
+        self._cache = cache
+        self._attempts: dict[str, Hear] = {}
+        self._seen: tuple[tuple[WorkerView, WorkerStats, bool, str | None], WorkerView] | None = None
+        self._loop = asyncio.get_running_loop()
+        self.heard_s = self._loop.time()
+        self._silence = Watchdog(silence_s, self._fall_silent)
+        self._listening = asyncio.ensure_future(self._listen())
+
+    @property
+    def name(self) -> str:
+        return self.view.name
+
+    def seen(self, published: WorkerView) -> WorkerView:
+        """The published view with what this line knows of the worker; the same object while nothing changes."""
+        if (last := self._seen) is not None:  # asked of each worker for each request
+            view, stats, heard, lost = last[0]
+            if published is view and self.stats is stats and self.heard is heard and self.lost is lost:
+                return last[1]
+        if published.incarnation != self.view.incarnation:
+            return published
+        seen = replace(published, stats=self.stats)
+        if published.state is WorkerState.READY and self.lost is not None:
+            seen = replace(seen, state=WorkerState.DEAD, detail=self.lost)
+        elif published.state is WorkerState.READY and not self.heard:
+            seen = replace(seen, state=WorkerState.STARTING, detail="not heard yet")
+        self._seen = (published, self.stats, self.heard, self.lost), seen
+        return seen
+
+    def join(self, key: str, hear: Hear, prompt_tokens: int) -> None:
+        """From now on, outputs for `key` go to `hear`."""
+        self._attempts[key] = hear
+        self.sent = Sent(self.sent.prompt_tokens + prompt_tokens, self.sent.sequences + 1)
+        if self.lost is not None:
+            hear(self.name, LineLost(self.lost))
+
+    def leave(self, key: str) -> None:
+        self._attempts.pop(key, None)
+
+    async def close(self) -> None:
+        self._silence.close()
+        self._listening.cancel()
+        await asyncio.wait([self._listening])
+        if self._cache is not None:
+            await self._cache.close()
+
+    async def _listen(self) -> None:
+        received = 0
+        try:
+            while self.lost is None:
+                bundle = await self.handle.poll(self.subscriber, received)
+                self._silence.reset()
+                if bundle.incarnation != self.view.incarnation:
+                    return self.hang_up("it restarted")
+                self._take(bundle)
+                received = bundle.number
+        except (WorkerGone, WorkerError) as error:
+            self.hang_up(f"{type(error).__name__}: {error}")
+        except Exception as error:
+            logger.exception("polling worker %s", self.name)
+            self.hang_up(f"unexpected {type(error).__name__}: {error}")
+        finally:
+            self._silence.close()
+
+    def _take(self, bundle: Bundle) -> None:
+        self.heard_s = self._loop.time()
+        if not self.heard:
+            self.heard = True
+            self._changed()
+        self.stats = bundle.stats
+        self.sent = NOTHING_SENT
+        if self._cache is not None:
+            self._cache.heard(bundle.stats.cache_number)
+        for output in bundle.outputs:
+            hear = self._attempts.get(output.key)
+            if hear is not None:
+                hear(self.view.name, output)
+
+    def _fall_silent(self) -> None:
+        self.hang_up(f"it was silent for {self._silence_s:.1f} s")
+        self._listening.cancel()
+
+    def hang_up(self, reason: str) -> None:
+        """End the line; every attempt on it learns why. Only the first reason counts."""
+        if self.lost is not None:
+            return
+        logger.warning("worker %s is lost: %s", self.name, reason)
+        self.lost = reason
+        if self._cache is not None:
+            self._cache.stop()
+        self.ended.set_result(None)
+        for hear in tuple(self._attempts.values()):
+            hear(self.name, LineLost(reason))
+        self._changed()

@@ -1,0 +1,61 @@
+"""The standard health service (grpc.health.v1), answered from the cluster's view.
+
+The server as a whole and the inference service serve when a worker is ready; the admin service as
+long as the door is open.
+"""
+
+import asyncio
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.frontend.gateway import servable
+from cluster.serving import RequestDispatcher
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Response = health_pb2.HealthCheckResponse
+
+
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Owned by the door. `following` are the names that follow the workers, `steady` those that do not."""
+
+    def __init__(self, dispatcher: RequestDispatcher, following: tuple[str, ...], steady: tuple[str, ...]) -> None:
+        self._dispatcher = dispatcher
+        self._following = following
+        self._steady = steady
+        self._closing = asyncio.Event()
+
+    def close(self) -> None:
+        """Nothing serves from here on; watchers are told so and let go."""
+        self._closing.set()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> Any:
+        status = self._status(request.service)
+        if status == Response.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
+        return Response(status=status)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        told: int | None = None
+        closing = asyncio.ensure_future(self._closing.wait())
+        while True:
+            change = asyncio.ensure_future(self._dispatcher.view_change())  # before the look: nothing falls in between
+            try:
+                status = self._status(request.service)
+                if status != told:
+                    await context.write(Response(status=status))
+                    told = status
+                if self._closing.is_set():
+                    return
+                await asyncio.wait((change, closing), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                change.cancel()
+
+    def _status(self, service: str) -> int:
+        if service not in self._following + self._steady:
+            return int(Response.SERVICE_UNKNOWN)
+        serving = service in self._steady or servable(self._dispatcher.view)
+        if serving and not self._closing.is_set():
+            return int(Response.SERVING)
+        return int(Response.NOT_SERVING)

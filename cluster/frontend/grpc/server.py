@@ -1,0 +1,159 @@
+"""The gRPC door: a server with the inference, admin, health and reflection services over one gateway.
+
+Knows ports and server options; knows no request.
+"""
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+
+from cluster.frontend.auth import Guard
+from cluster.frontend.gateway import Gateway
+from cluster.frontend.grpc.guarding import KeyInterceptor, credentials
+from cluster.frontend.grpc.health import HealthService
+from cluster.frontend.grpc.reflecting import add_reflection
+from cluster.frontend.grpc.services import AdminService, InferenceService, add_inference_service
+from cluster.frontend.grpc.watching import WatchInterceptor
+from cluster.frontend.preprocessing import Processes
+from cluster.frontend.text import Tokenizer
+from cluster.serving import GatewayContext
+from diptych.v1 import admin_pb2_grpc
+from diptych.view import ModelView
+from diptych.wire import ADMIN, INFERENCE, KEEPALIVE, SERVER_SIZES
+
+OPENING_S = 10.0  # for TLS and the first frame of HTTP/2
+IDLE_S = 300.0  # a connection without a call; clients connect again by themselves
+MOST_CONNECTIONS = 4096
+CUT_S = 0.5  # for the last words of requests that are cut
+
+
+class GrpcDoor:
+    """A `Door`. Owned by its gateway process; `load_tokenizer` runs in a thread while the door opens, and in the
+    process that reads large inputs, so it pickles. `eager`: that process starts with the door.
+
+    Raises `SpecError` when a file of certificates or keys cannot be used.
+    """
+
+    def __init__(
+        self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer], *, eager: bool = False
+    ) -> None:
+        self._eager = eager
+        self.guard = Guard(context.spec.gateway)  # another door may share it
+        self._context = context
+        self._load_tokenizer = load_tokenizer
+        self._server: grpc.aio.Server | None = None
+        self._health: HealthService | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._gateway: Gateway | None = None
+
+    @property
+    def http_url(self) -> str:
+        """It answers no HTTP of its own; `cluster.frontend.servers` puts another door beside it."""
+        return ""
+
+    @property
+    def gateway(self) -> Gateway:
+        """Of an open door: another door may share it."""
+        assert self._gateway is not None, "the door makes its gateway when it opens"
+        return self._gateway
+
+    async def open(self) -> str:
+        """Listen; answer "host:port". Raises OSError when the port cannot be had, ModelError without a tokenizer."""
+        spec = self._context.spec.gateway
+        tokenizer = await asyncio.to_thread(self._load_tokenizer)
+        preprocessing = Processes(self._load_tokenizer)
+        gateway = self._gateway = Gateway(self._context, tokenizer, preprocessing)
+        interceptors: list[grpc.aio.ServerInterceptor] = [WatchInterceptor(gateway.responses)]
+        if self.guard.has_keys:
+            interceptors.append(KeyInterceptor(self.guard))
+        server = grpc.aio.server(interceptors=interceptors, options=_options(spec.max_requests))
+        add_inference_service(InferenceService(gateway, self.guard), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._context, gateway), server)
+        self._health = HealthService(self._context.dispatcher, ("", INFERENCE), (ADMIN, health.SERVICE_NAME))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        add_reflection((INFERENCE, ADMIN, health.SERVICE_NAME), server)
+        port = _bind(server, spec.host, spec.grpc_port, credentials(self.guard))
+        await server.start()
+        if self._eager:
+            preprocessing.start()
+        self._server = server
+        return _address(spec.host, port)
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, and let running ones end for `grace_s`; `close` cuts what is left."""
+        server, self._server = self._server, None
+        if server is not None:
+            assert self._health is not None
+            self._health.close()
+            self._stopping = asyncio.ensure_future(server.stop(grace_s + CUT_S))
+        if self._stopping is not None:
+            await asyncio.wait([self._stopping], timeout=grace_s)
+
+    async def close(self, grace_s: float) -> None:
+        """As `drain`, then the gateway closes, and who was cut hears it. Safe to call twice, or unopened."""
+        await self.drain(grace_s)
+        if self._gateway is not None:
+            await self._gateway.close()
+        if self._stopping is not None:
+            await self._stopping
+
+
+def open_door(context: GatewayContext) -> GrpcDoor:
+    """The `DoorFactory`: a door with the served model's own tokenizer. Module-level, so that it pickles by name."""
+    return GrpcDoor(context, partial(model_tokenizer, context.model), eager=True)
+
+
+def model_tokenizer(model: ModelView) -> Tokenizer:
+    """The served model's own."""
+    from workers.model.store import resolve
+    from workers.model.tokenizer import Tokenizer as ModelTokenizer
+
+    return ModelTokenizer(resolve(model.name).path, model.context_length)
+
+
+def _options(max_requests: int) -> list[tuple[str, int]]:
+    return [
+        *SERVER_SIZES,
+        *KEEPALIVE,
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # else a client's keepalive counts as an attack
+        ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", round(OPENING_S * 1000)),
+        ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
+        ("grpc.max_concurrent_streams", max_requests + 64),  # on each connection; room for health, admin, refusals
+        ("grpc.so_reuseport", 0),  # a second server on the port is a mistake to report, not a load balancer
+    ]
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+    address = _address(host, port)
+    try:
+        bound = (
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        )
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        number, reason = _why_not(host, port)
+        raise OSError(number, f"cannot listen on {address} ({reason}); choose another gateway.grpc_port")
+    return bound
+
+
+def _why_not(host: str, port: int) -> tuple[int, str]:
+    """grpc does not tell why a bind failed; the same bind on a plain socket does."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError as error:
+        return error.errno or errno.EADDRNOTAVAIL, error.strerror or str(error)
+    return errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

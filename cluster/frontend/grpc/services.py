@@ -1,0 +1,338 @@
+"""The two gRPC services over a gateway: messages in, messages out, errors as statuses.
+
+A handler is a plain coroutine that writes, not a generator: a client that goes away cancels it wherever it waits, and
+the request's iterator is closed before the handler ends.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, NoReturn
+
+import grpc
+
+from cluster.control.changes import LONGEST_DRAIN_S, ControllerAway
+from cluster.events import Completed
+from cluster.frontend.auth import Guard
+from cluster.frontend.gateway import Gateway, servable
+from cluster.frontend.grpc.admin_messages import shape_from, timings_message, view_message
+from cluster.frontend.grpc.history_messages import pages, put_recent
+from cluster.frontend.grpc.large import read_batch, read_request, request_from, requests_from
+from cluster.frontend.grpc.messages import delta_message, event_message, prompt_from, sampling_from, slo_from
+from cluster.frontend.grpc.sending import Context, OutputNotTaken, Sender, abort
+from cluster.frontend.grpc.standing_messages import standing_message
+from cluster.frontend.grpc.statuses import code_name, status_of
+from cluster.frontend.preprocessing import LARGE_BYTES
+from cluster.frontend.text import GenerationInput, TextDelta, TextEnd
+from cluster.observe.ledger import now_ns
+from cluster.observe.metrics import exposition
+from cluster.observe.trace_context import came_with
+from cluster.serving import GatewayContext, Operator
+from cluster.spec import MOST_REPLICAS
+from diptych.request_ids import made_id
+from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from diptych.wire import INFERENCE, MAX_MESSAGE_BYTES, ROLES_FROM, seconds
+from workers.errors import InvalidRequest
+
+BATCH_AT_ONCE = 64  # answers of one batch in flight; the rest wait for these, so one batch cannot fill the gateway
+LONGEST_NAME = 256
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """Owned by the door."""
+
+    def __init__(self, gateway: Gateway, guard: Guard) -> None:
+        self._gateway = gateway
+        self._guard = guard
+
+    async def Generate(self, raw: bytes, context: Context) -> None:
+        """`raw` is a `GenerateRequest`, which is read here: a large one beside the event loop."""
+        request_id = ""
+        sender = Sender(context)
+        self._heed(context)
+        try:
+            request, prompt = await self._read(raw, context)
+            request_id = request.request_id
+            async with aclosing(responses(self._gateway, request, prompt, deadline_of(context))) as messages:
+                async for message in messages:
+                    await sender.send(message)
+        except Exception as error:
+            await self._abort(context, error, request_id)
+
+    async def GenerateBatch(self, raw: bytes, context: Context) -> None:
+        """`raw` is a `GenerateBatchRequest`."""
+        try:
+            if len(raw) <= LARGE_BYTES:
+                requests = requests_from(raw)
+            else:
+                requests = await self._gateway.preprocessing.call(len(raw), read_batch, raw)
+            self._heed(context)
+            await self._batch(requests, context, deadline_of(context))
+        except ExceptionGroup as errors:
+            await self._abort(context, errors.exceptions[0])
+        except Exception as error:
+            await self._abort(context, error)
+
+    async def _read(self, raw: bytes, context: Context) -> tuple[inference_pb2.GenerateRequest, GenerationInput]:
+        """A request, named, and its prompt. Raises `InvalidRequest`, and what a large one's prompt is refused with."""
+        if len(raw) <= LARGE_BYTES:
+            request = request_from(raw)
+            prompt: GenerationInput = prompt_from(request)
+        else:
+            call = self._gateway.preprocessing.call
+            without, prompt = await call(len(raw), read_request, raw, self._gateway.bounds)
+            request = request_from(without)
+        _name(request)
+        self._set_tenant(request, context)
+        return request, prompt
+
+    async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
+        return inference_pb2.CancelResponse(was_running=self._gateway.cancel(request.request_id))
+
+    def _set_tenant(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        """The one for whom the call's key speaks. Raises `KeyRefused`, `TenantRefused`."""
+        metadata: Any = context.invocation_metadata() or ()
+        request.tenant = self._guard.tenant(dict(metadata).get("authorization"), request.tenant)
+
+    def _heed(self, context: Context) -> None:
+        if self._gateway.traces:
+            came_with(context.invocation_metadata() or ())
+
+    async def _batch(self, requests: Sequence[bytes], context: Context, deadline_s: float | None) -> None:
+        places = asyncio.Semaphore(BATCH_AT_ONCE)
+        choosing = asyncio.Lock()  # one is read and takes its places at a time: halves of two would wait for ever
+        writing = asyncio.Lock()  # one write at a time; meanwhile each request's deltas join in its outbox
+        sender = Sender(context)
+        clock = asyncio.get_running_loop()
+        started_s = clock.time()
+
+        async def write(index: int, **result: Any) -> None:
+            async with writing:
+                await sender.send(inference_pb2.GenerateBatchResponse(index=index, **result))
+
+        async def one(index: int, raw: bytes) -> None:
+            request_id, taken = "", 0
+            try:
+                async with choosing:
+                    request, prompt = await self._read(raw, context)
+                    request_id = request.request_id
+                    for _ in range(min(BATCH_AT_ONCE, max(1, request.sampling.n, request.sampling.best_of))):
+                        await places.acquire()
+                        taken += 1
+                left_s = None if deadline_s is None else deadline_s - (clock.time() - started_s)
+                async with aclosing(responses(self._gateway, request, prompt, left_s)) as messages:
+                    async for message in messages:
+                        await write(index, response=message)
+                self._gateway.responses.count("grpc", "Generate", "OK")
+            except OutputNotTaken:
+                raise  # which ends the whole batch
+            except Exception as error:
+                status = status_of(error, servable(self._gateway.view), request_id)
+                self._gateway.responses.count("grpc", "Generate", code_name(status.code))
+                await write(index, error=status)
+            finally:
+                for _ in range(taken):
+                    places.release()
+
+        async with asyncio.TaskGroup() as group:
+            for index, request in enumerate(requests):
+                group.create_task(one(index, request))
+
+    async def _abort(self, context: Context, error: Exception, request_id: str = "") -> None:
+        await abort(context, status_of(error, servable(self._gateway.view), request_id))
+
+
+def add_inference_service(service: InferenceService, server: grpc.aio.Server) -> None:
+    """As the generated function; but requests reach their handlers as bytes."""
+    methods = {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            service.Generate, response_serializer=inference_pb2.GenerateResponse.SerializeToString
+        ),
+        "GenerateBatch": grpc.unary_stream_rpc_method_handler(
+            service.GenerateBatch, response_serializer=inference_pb2.GenerateBatchResponse.SerializeToString
+        ),
+        "Cancel": grpc.unary_unary_rpc_method_handler(
+            service.Cancel,
+            request_deserializer=inference_pb2.CancelRequest.FromString,
+            response_serializer=inference_pb2.CancelResponse.SerializeToString,
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE, methods),))
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """Owned by the door."""
+
+    def __init__(self, context: GatewayContext, gateway: Gateway) -> None:
+        self._context = context
+        self._gateway = gateway
+
+    async def GetCluster(self, request: admin_pb2.GetClusterRequest, context: Context) -> admin_pb2.GetClusterResponse:
+        gateway = admin_pb2.Gateway(
+            name=self._context.name,
+            active_requests=self._gateway.active,
+            max_requests=self._context.spec.gateway.max_requests,
+        )
+        view = await self._context.dispatcher.audit() if request.audit else self._gateway.view
+        operator = self._context.operator
+        decisions = () if operator is None else await operator.decisions()
+        message = view_message(view, gateway, decisions)
+        message.standing.CopyFrom(standing_message(self._context.dispatcher.standing()))
+        put_recent(self._context.dispatcher.recent(), message)
+        return message
+
+    async def GetMetrics(self, request: admin_pb2.GetMetricsRequest, context: Context) -> admin_pb2.GetMetricsResponse:
+        return admin_pb2.GetMetricsResponse(text=await metrics_text(self._context, self._gateway))
+
+    async def GetTrace(self, request: admin_pb2.GetTraceRequest, context: Context) -> None:
+        offset_ns = time.time_ns() - now_ns()
+        sender = Sender(context)
+        try:
+            begin_ns, end_ns = _stretch(request, now_ns(), offset_ns)
+            for page in pages(self._context.dispatcher.remembered(begin_ns, end_ns), self._context.name, offset_ns):
+                await sender.send(page)
+        except (InvalidRequest, OutputNotTaken) as error:
+            await self._abort(context, error)
+
+    async def MeasureSteps(
+        self, request: admin_pb2.MeasureStepsRequest, context: Context
+    ) -> admin_pb2.MeasureStepsResponse:
+        try:
+            _check_name("worker", request.worker)
+            timings = await self._context.dispatcher.measure(request.worker, shape_from(request), request.repeats)
+        except Exception as error:
+            await self._abort(context, error)
+        return timings_message(timings)
+
+    async def FlipWorker(self, request: admin_pb2.FlipWorkerRequest, context: Context) -> admin_pb2.FlipWorkerResponse:
+        try:
+            role = ROLES_FROM.get(request.role)
+            if role is None:
+                raise InvalidRequest("role", "is missing; give POOL_ROLE_PREFILL, POOL_ROLE_DECODE or POOL_ROLE_MIXED")
+            _check_name("worker", request.worker)
+            revision = await self._operator().flip(request.worker, role, request.expected_revision)
+        except Exception as error:
+            await self._abort(context, error)
+        return admin_pb2.FlipWorkerResponse(revision=revision)
+
+    async def DrainWorker(
+        self, request: admin_pb2.DrainWorkerRequest, context: Context
+    ) -> admin_pb2.DrainWorkerResponse:
+        try:
+            deadline_s = seconds(request.deadline) if request.HasField("deadline") else 0.0
+            if request.HasField("deadline") and not 0.0 < deadline_s <= LONGEST_DRAIN_S:
+                rule = f"it must be above 0 and at most {LONGEST_DRAIN_S:.0f}"
+                raise InvalidRequest("deadline", f"is {deadline_s:g} s; {rule}")
+            _check_name("worker", request.worker)
+            revision = await self._operator().drain(request.worker, request.expected_revision, deadline_s)
+        except Exception as error:
+            await self._abort(context, error)
+        return admin_pb2.DrainWorkerResponse(revision=revision)
+
+    async def ScalePool(self, request: admin_pb2.ScalePoolRequest, context: Context) -> admin_pb2.ScalePoolResponse:
+        try:
+            _check_name("pool", request.pool)
+            if request.replicas > MOST_REPLICAS:
+                raise InvalidRequest("replicas", f"is {request.replicas}; a pool has at most {MOST_REPLICAS} workers")
+            revision = await self._operator().scale(request.pool, request.replicas, request.expected_revision)
+        except Exception as error:
+            await self._abort(context, error)
+        return admin_pb2.ScalePoolResponse(revision=revision)
+
+    def _operator(self) -> Operator:
+        if self._context.operator is None:
+            raise ControllerAway("this gateway has no controller; ask another one")
+        return self._context.operator
+
+    async def _abort(self, context: Context, error: Exception) -> NoReturn:
+        await abort(context, status_of(error, servable(self._gateway.view)))
+
+
+def _name(request: inference_pb2.GenerateRequest) -> None:
+    """An id for a request without one: what goes wrong with it is logged under its id, wherever that is."""
+    request.request_id = request.request_id or made_id()
+
+
+def _check_name(field: str, name: str) -> None:
+    """Whether it could name anything: errors repeat it, and carry it to other processes."""
+    if len(name) > LONGEST_NAME:
+        raise InvalidRequest(field, f"has {len(name)} characters; no name here has more than {LONGEST_NAME}")
+
+
+def _stretch(request: admin_pb2.GetTraceRequest, current_ns: int, offset_ns: int) -> tuple[int, int]:
+    """From when to when, on our clock."""
+    if request.HasField("last"):
+        if (last_ns := request.last.ToNanoseconds()) < 0:
+            raise InvalidRequest("last", f"is {last_ns / 1e9:g} s; give 0 or more")
+        return current_ns - last_ns, current_ns
+    end_ns = request.end_unix_ns - offset_ns if request.end_unix_ns else current_ns
+    begin_ns = request.begin_unix_ns - offset_ns
+    if begin_ns > end_ns:
+        raise InvalidRequest("begin_unix_ns", "lies behind the end; give a time that lies before it")
+    return begin_ns, end_ns
+
+
+async def metrics_text(context: GatewayContext, gateway: Gateway) -> str:
+    """What Prometheus reads of this gateway."""
+    operator = context.operator
+    decided = None if operator is None else await operator.decision_counts()
+    told, compat = context.dispatcher.standing(), context.spec.metrics.compat
+    named = partial(exposition, active=gateway.active, compat=compat, responses=gateway.responses.rows())
+    made = partial(named, told, context.name, gateway.view, decided)
+    return await asyncio.to_thread(made)  # some 15 ms for a thousand series, which tokens need not wait for
+
+
+async def responses(
+    gateway: Gateway, request: inference_pb2.GenerateRequest, prompt: GenerationInput, deadline_s: float | None
+) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    """The messages of one request, in the mode it asks for. Closing the iterator cancels the request."""
+    whole = _is_whole(request)
+    sampling = sampling_from(request.sampling, gateway.default_sampling)
+    if sampling.num_answers > sampling.n and not whole:
+        rule = "the best are known at the end, so above n ask for RESPONSE_MODE_WHOLE"
+        raise InvalidRequest("sampling.best_of", f"is {sampling.best_of} for {sampling.n} answers; {rule}")
+    events = gateway.generate(
+        prompt,
+        sampling,
+        slo=slo_from(request.slo),
+        request_id=request.request_id,
+        deadline_s=deadline_s,
+        session=request.session_id,
+        model=request.model,
+        tenant=request.tenant,
+    )
+    deltas: list[TextDelta] = []
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, TextEnd):
+                continue  # Completed has all ends
+            if whole and isinstance(event, TextDelta):
+                deltas.append(event)
+                continue
+            message = event_message(event)
+            if whole and isinstance(event, Completed):
+                message.completed.outputs.extend(map(delta_message, TextDelta.join_each(deltas)))
+                if message.ByteSize() > MAX_MESSAGE_BYTES:
+                    rule = (
+                        f"more than one message can carry ({MAX_MESSAGE_BYTES >> 20} MiB); ask for RESPONSE_MODE_DELTAS"
+                    )
+                    raise InvalidRequest(
+                        "response_mode", f"the whole output has {message.ByteSize() >> 20} MiB, {rule}"
+                    )
+            yield message
+
+
+def _is_whole(request: inference_pb2.GenerateRequest) -> bool:
+    mode = request.response_mode
+    if mode not in inference_pb2.ResponseMode.values():
+        raise InvalidRequest("response_mode", f"{mode} is unknown; give RESPONSE_MODE_DELTAS or RESPONSE_MODE_WHOLE")
+    return mode == inference_pb2.RESPONSE_MODE_WHOLE
+
+
+def deadline_of(context: Context) -> float | None:
+    """Seconds until this request must end; a little before the call's own deadline, so that the answer which names
+    the phase still reaches the client. None: the client set no deadline."""
+    left_s = context.time_remaining()
+    return None if left_s is None else left_s - min(0.05, 0.1 * left_s)

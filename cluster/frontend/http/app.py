@@ -1,0 +1,256 @@
+"""The routes: what is asked over HTTP, and which part of the gateway answers it.
+
+Knows paths and statuses; text, tokens, promises and cancellation are the gateway's business.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from email.message import Message
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from cluster.events import ClusterError
+from cluster.frontend.gateway import Gateway, servable
+from cluster.frontend.grpc.services import metrics_text
+from cluster.frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
+from cluster.frontend.http.described import described
+from cluster.frontend.http.failures import Failure, failure_of
+from cluster.frontend.http.large import (
+    Malformed,
+    detokenized,
+    read_detokenize,
+    read_generation,
+    read_tokenize,
+    tokenized,
+)
+from cluster.frontend.http.naming import KEY
+from cluster.frontend.http.reply import JSON, Asked, Reply, failed
+from cluster.frontend.http.shapes import ChatShape, CompletionShape, Echo
+from cluster.frontend.http.terms import terms_of
+from cluster.frontend.preprocessing import LARGE_BYTES
+from cluster.frontend.text import EncodedPrompt, GenerationInput, TextPrompt, TokenPrompt, text_of
+from cluster.observe.trace_context import came_with
+from cluster.serving import GatewayContext
+from workers.errors import InvalidRequest
+from workers.log_fields import log_fields
+
+logger = logging.getLogger(__name__)
+
+READY_AGAIN_S = 1.0
+GENERATIONS: Mapping[str, type[Generation]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+READ = {"/tokenize": read_tokenize, "/detokenize": read_detokenize}
+LARGE = {"/tokenize": 1024, "/detokenize": 512}  # bytes that take as long as `LARGE_BYTES` of a prompt: 5 ms
+
+
+def make_app(context: GatewayContext, gateway: Gateway, is_closing: Callable[[], bool]) -> FastAPI:
+    """The application of one gateway."""
+    quiet = {"tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False}
+    app = FastAPI(title="Diptych", docs_url=None, redoc_url=None, telemetry=quiet)  # type: ignore[arg-type]
+    app.state.routes = routes = _Routes(context, gateway, is_closing)
+    for path, answer in (
+        ("/v1/completions", routes.completions),
+        ("/v1/chat/completions", routes.chat),
+        ("/tokenize", routes.tokenize),
+        ("/detokenize", routes.detokenize),
+    ):
+        app.router.add_api_route(path, answer, **described(path, "POST"), route_class_override=_Bodied)
+    for path, look in (
+        ("/v1/models", routes.models),
+        ("/v1/models/", routes.models),
+        ("/v1/models/{name:path}", routes.model),
+        ("/health", routes.health),
+        ("/ready", routes.ready),
+        ("/metrics", routes.metrics),
+        ("/version", routes.version),
+        ("/tokenizer_info", routes.tokenizer_info),
+    ):
+        app.add_api_route(path, look, **described(path, "GET"))
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(Malformed, _malformed)
+    app.add_exception_handler(HTTPException, _no_route)
+    for kind in (InvalidRequest, ClusterError, Exception):
+        app.add_exception_handler(kind, routes.failed)
+    return app
+
+
+class _Bodied(APIRoute):
+    """A route whose large bodies are read beside the event loop."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        small = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            raw = await request.body()
+            if len(raw) > LARGE.get(request.scope["path"], LARGE_BYTES) and _is_json(request.headers):
+                told: Response | None = await request.app.state.routes.large(request, raw)
+                if told is not None:
+                    return told
+            return await small(request)
+
+        return handle
+
+
+class _Routes:
+    """Owned by the application."""
+
+    def __init__(self, context: GatewayContext, gateway: Gateway, is_closing: Callable[[], bool]) -> None:
+        self._context = context
+        self._gateway = gateway
+        self._is_closing = is_closing
+        self._started_s = int(time.time())
+        self._writing = asyncio.Semaphore(1)
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        prompts, scored = _prompts(body, request), body.wanted_logprobs is not None
+        if not body.echo:
+            return self._reply(body, prompts, request, CompletionShape(self._gateway.tokenizer, scored))
+        self._gateway.check_model(body.model or "")
+        echoes = [await self._echo(each, body.wanted_tokens or 1) for each in prompts]
+        shape = CompletionShape(self._gateway.tokenizer, scored, echoes, body.n or 1)
+        return self._reply(body, [TokenPrompt(each.tokens) for each in echoes], request, shape)
+
+    async def _echo(self, prompt: GenerationInput, num_output: int) -> Echo:
+        tokens = await self._gateway.encode(prompt, num_output)
+        if isinstance(prompt, TextPrompt | EncodedPrompt):
+            return Echo(prompt.text, tokens)
+        return Echo(text_of(self._gateway.tokenizer, tokens), tokens)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        shape = ChatShape(self._gateway.tokenizer, bool(body.logprobs))
+        return self._reply(body, _prompts(body, request), request, shape)
+
+    def _reply(
+        self, body: Generation, prompts: Sequence[GenerationInput], request: Request, shape: CompletionShape | ChatShape
+    ) -> Response:
+        terms = terms_of(request.headers, request.scope[KEY])
+        if self._gateway.traces:
+            came_with(request.headers.items())
+        if not terms.name.is_kept:
+            more = log_fields(self._context.name, terms.name.unique)
+            logger.info("request %s came as x-request-id %.500r", terms.name.unique, terms.name.given, extra=more)
+        wants = bool(body.stream), body.include_usage, body.usage_in_chunks
+        sampling, scores_only = body.sampling(self._gateway.default_sampling), body.scores_only
+        asked = Asked(prompts, sampling, terms, body.model or "", body.sent, *wants, scores_only)
+        return Reply(self._gateway, asked, shape, self._context.model.name, self._writing)
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        self._gateway.check_model(body.model or "")
+        return Response(tokenized(self._gateway.tokenizer, body, self._gateway.bounds), media_type=JSON)
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        self._gateway.check_model(body.model or "")
+        return Response(detokenized(self._gateway.tokenizer, body, self._gateway.bounds), media_type=JSON)
+
+    async def large(self, request: Request, raw: bytes) -> Response | None:
+        """The answer to a large body; None: the request has what the route takes now, and its prompts."""
+        gateway, path = self._gateway, request.scope["path"]
+        calls = gateway.preprocessing.call
+        if path in READ:
+            model, told = await calls(len(raw), READ[path], raw, gateway.bounds)
+            gateway.check_model(model)
+            return Response(told, media_type=JSON)
+        read = await calls(len(raw), read_generation, GENERATIONS[path], raw, gateway.bounds, gateway.default_sampling)
+        request._json, request.state.prompts = read.fields, read.prompts
+        request._body = b"{}"  # not for as long as the answer takes; FastAPI looks whether there is one
+        return None
+
+    async def models(self) -> Response:
+        return _told({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> Response:
+        self._gateway.check_model(name)
+        return _told(self._model())
+
+    async def health(self) -> Response:
+        """Up: the process answers."""
+        return _told({"status": "up"})
+
+    async def ready(self) -> Response:
+        """Ready: a worker is there, and the door is not closing."""
+        if self._is_closing() or not servable(self._gateway.view):
+            why = "this gateway is closing" if self._is_closing() else "there is no worker yet"
+            return failed(Failure(503, why, "not_ready", retry_after_s=READY_AGAIN_S))
+        return _told({"status": "ready"})
+
+    async def metrics(self) -> Response:
+        return Response(await metrics_text(self._context, self._gateway), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(self) -> Response:
+        return _told({"version": _version()})
+
+    async def tokenizer_info(self) -> Response:
+        return _told(dict(self._gateway.tokenizer.info))
+
+    def _model(self) -> dict[str, Any]:
+        model = self._context.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "diptych",
+            "max_model_len": self._gateway.max_model_len,
+            "default_sampling_params": self._gateway.default_sampling,
+        }
+
+    async def failed(self, request: Request, error: Exception) -> Response:
+        return failed(failure_of(error, servable(self._gateway.view), request.scope[KEY].unique))
+
+
+async def _malformed(request: Request, error: Exception) -> Response:
+    """The first of what is wrong with a body."""
+    if isinstance(error, RequestValidationError):
+        first, *_ = errors = error.errors()
+        if first["type"] == "json_invalid":
+            error = Malformed.no_json(first["ctx"]["error"])
+        else:
+            error = Malformed.of([each | {"loc": each["loc"][1:]} for each in errors], error.body)  # after "body"
+    assert isinstance(error, Malformed)
+    return failed(Failure(400, error.message, "invalid_request", error.path or None))
+
+
+def _prompts(body: Generation, request: Request) -> Sequence[GenerationInput]:
+    """Those of a large body are encoded already."""
+    encoded: Sequence[GenerationInput] | None = getattr(request.state, "prompts", None)
+    return body.prompts() if encoded is None else encoded
+
+
+def _is_json(headers: Mapping[str, str]) -> bool:
+    """As FastAPI decides it."""
+    kind = Message()
+    kind["content-type"] = headers.get("content-type", "")
+    subtype = kind.get_content_subtype()
+    return kind.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    words = {
+        400: "the body cannot be read as JSON",
+        404: f"there is nothing at {request.url.path[:80]}",
+        405: f"{request.method} is not possible here",
+    }
+    failure = Failure(error.status_code, words.get(error.status_code, str(error.detail)), "invalid_request")
+    refusal = failed(failure)
+    refusal.headers.update(error.headers or {})  # Allow
+    return refusal
+
+
+def _version() -> str:
+    try:
+        return version("diptych")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _told(value: dict[str, Any]) -> Response:
+    return Response(json.dumps(value), media_type=JSON)

@@ -1,0 +1,368 @@
+"""What clients send: OpenAI's requests, as far as they are known here. `cluster.frontend.http.unsupported` has the other fields.
+
+Pure. What no type can say is `InvalidRequest`; ranges are the business of `SamplingParams` and the gateway.
+"""
+
+import json
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, FailFast, model_validator
+
+from cluster.frontend.http.unsupported import check_message, check_stream_options, check_supported
+from cluster.frontend.text import ChatPrompt, GenerationInput, TextPrompt, TokenPrompt, check_depth
+from workers.errors import InvalidRequest
+from workers.request import MOST_BIASES, SamplingParams
+
+MOST_PROMPTS = 1024  # of one request; `cluster.frontend.http.reply` bounds how many of them run at once
+# Fields that are one value and have the same meaning in `SamplingParams`.
+SAME = (
+    *("temperature", "top_p", "min_p", "min_tokens", "ignore_eos", "n", "best_of", "skip_special_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+NOTHING: Mapping[str, Any] = {}
+
+
+class _FirstError(FailFast):
+    """A long list of wrong things is one error. Unlike its base it can stand in a union."""
+
+    __hash__ = object.__hash__
+
+
+Strings = Annotated[list[str], _FirstError()]
+Integers = Annotated[list[int], _FirstError()]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            check_supported(given, cls.known_fields())
+        return given
+
+    @classmethod
+    def known_fields(cls) -> Collection[str]:
+        return cls.model_fields.keys()
+
+    @property
+    def sent(self) -> Mapping[str, str]:
+        """Names under which fields of the gateway were sent, where they are not its own."""
+        return {}
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Bad input that is found in it has the name that was sent."""
+        try:
+            yield
+        except InvalidRequest as error:
+            raise InvalidRequest(self.sent.get(error.field, error.field), error.message) from None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Generation(Body):
+    """What both kinds of generation have in common. None: the gateway's choice."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | Strings | None = None
+    n: int | None = None
+    best_of: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Any = None
+    min_tokens: int | None = None
+    stop_token_ids: Integers | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    response_format: dict[str, Any] | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    @abstractmethod
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives to tell of with each token; None: no probabilities at all."""
+
+    @property
+    def scores_only(self) -> bool:
+        """Only the prompt is wanted back, and what is known of its tokens."""
+        return False
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @abstractmethod
+    def prompts(self) -> list[GenerationInput]:
+        """What to go on from."""
+
+    def sampling(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
+        """`defaults` stand for what is not said."""
+        given = {**defaults, **{name: value for name in SAME if (value := getattr(self, name)) is not None}}
+        if self.top_k is not None:
+            given["top_k"] = max(0, self.top_k) if self.top_k >= -1 else self.top_k  # -1: off, to many clients
+        if self.include_stop_str_in_output is not None:
+            given["include_stop_in_output"] = self.include_stop_str_in_output
+        with self.named():
+            sampling = SamplingParams(
+                **given,
+                seed=_seed(self.seed),
+                max_tokens=self.wanted_tokens,
+                logprobs=self.wanted_logprobs,
+                stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                logit_bias=_biases(self.logit_bias),
+            )
+        if self.stream_options is not None:
+            check_stream_options(self.stream_options.model_extra or {})
+            if not self.stream:
+                raise InvalidRequest("stream_options", "are for streams; set stream to true, or leave them out")
+        if self.stream and sampling.num_answers > sampling.n:
+            raise InvalidRequest("best_of", f"is {sampling.best_of}; the best are known at the end: leave out stream")
+        kind = (self.response_format or {}).get("type", "text")
+        if kind != "text":
+            raise InvalidRequest("response_format", f"{str(kind)[:40]!r} is not supported; only text is")
+        return sampling
+
+
+class CompletionBody(Generation):
+    """POST /v1/completions."""
+
+    prompt: Any = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def scores_only(self) -> bool:
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """One token is the least that can be drawn; where only scores are wanted, it is dropped."""
+        return 1 if self.scores_only else self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def sampling(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens", "is 0; it must be at least 1, or 0 together with echo")
+        if self.scores_only and self.min_tokens:
+            raise InvalidRequest("min_tokens", f"is {self.min_tokens}; it must be at most max_tokens (0)")
+        sampling = super().sampling(defaults)
+        if not self.echo or self.logprobs is None:
+            return sampling
+        if self.stream and sampling.n > 1:
+            raise InvalidRequest("echo", "with logprobs is for one answer, or for a whole one; leave out stream or n")
+        return replace(sampling, prompt_logprobs=self.logprobs)
+
+    def prompts(self) -> list[GenerationInput]:
+        """Text, token ids, or a list of either."""
+        special = self.add_special_tokens is not False
+        single = _one_prompt(self.prompt, special)
+        if single is not None:
+            return [single]
+        if not isinstance(self.prompt, list) or not self.prompt:
+            raise InvalidRequest("prompt", "is missing; give text, a list of token ids, or a list of such prompts")
+        if len(self.prompt) > MOST_PROMPTS:
+            raise InvalidRequest("prompt", f"has {len(self.prompt)} prompts; a request has at most {MOST_PROMPTS}")
+        found = [_one_prompt(each, special) for each in self.prompt]
+        if None in found:
+            wrong = f"prompt[{found.index(None)}]"
+            raise InvalidRequest(wrong, "is neither text nor a list of token ids")
+        return [each for each in found if each is not None]
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(BaseModel):
+    """`name` is told to no template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | Annotated[list[TextPart], _FirstError()] | None = None
+    name: str | None = None
+
+
+class ChatBody(Generation):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], _FirstError()]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
+    tool_choice: Any = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def sent(self) -> Mapping[str, str]:
+        tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {"prompt": "messages", "sampling.max_tokens": tokens, "sampling.logprobs": "top_logprobs"}
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "is given without logprobs; set logprobs to true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def prompts(self) -> list[GenerationInput]:
+        if self.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice", "is not supported; answers have no tool_calls, so none is possible")
+        if self.tools and self.tool_choice != "none":
+            why = "are not supported, for answers have no tool_calls; leave them out, or set tool_choice to none"
+            raise InvalidRequest("tools", why)
+        return [_chat_prompt(self, [])]
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or messages; the tokens are those that a generation would have.
+
+    It takes the body of a generation too, whose other fields make no difference.
+    """
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], _FirstError()] | None = None
+    tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @classmethod
+    def known_fields(cls) -> Collection[str]:
+        return {*cls.model_fields, *CompletionBody.model_fields, *ChatBody.model_fields}
+
+    @property
+    def sent(self) -> Mapping[str, str]:
+        return {} if self.messages is None else {"prompt": "messages"}
+
+    def input(self) -> GenerationInput:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("prompt", "or messages is needed, and not both")
+        if self.prompt is not None:
+            return TextPrompt(self.prompt, self.add_special_tokens is not False)
+        return _chat_prompt(self, self.tools)
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: Integers
+
+
+def _path(error: Mapping[str, Any], given: object) -> str:
+    """The place of what is wrong, such as `messages[0].content`.
+
+    pydantic's own has the names of a union's members in it too: those are not in what was given.
+    """
+    path, missing = "", error["type"] == "missing"
+    for part in error["loc"]:
+        if isinstance(given, dict) and isinstance(part, str) and (part in given or missing):
+            path += f".{part[:64]}" if path else part[:64]
+            given = given.get(part)
+        elif isinstance(given, list) and isinstance(part, int):
+            path += f"[{part}]"
+            given = given[part] if part < len(given) else None
+    return path
+
+
+def first_error(errors: Sequence[Any], given: object) -> tuple[str, str]:
+    """(path, message) of the first of pydantic's errors; where it is one of a union, the member that fits best."""
+    found = [(_path(each, given), str(each["msg"])) for each in errors]
+    first = found[0][0]
+    return max((each for each in found if each[0].startswith(first)), key=lambda each: len(each[0]))
+
+
+def _chat_prompt(body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> ChatPrompt:
+    if body.add_special_tokens:
+        raise InvalidRequest("add_special_tokens", "is not supported with messages; the chat template writes them")
+    messages = tuple((each.role, _content(index, each)) for index, each in enumerate(body.messages or ()))
+    for index, tool in enumerate(tools or ()):
+        check_depth(f"tools[{index}]", tool)
+    check_depth("chat_template_kwargs", body.chat_template_kwargs)
+    variables = json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else ""
+    return ChatPrompt(messages, tuple(map(json.dumps, tools or ())), variables)
+
+
+def _content(index: int, message: ChatMessage) -> str:
+    check_message(index, message.model_extra or {})
+    where = f"messages[{index}].content"
+    if message.content is None and message.role != "assistant":
+        raise InvalidRequest(where, "is missing; give text, which may be empty")
+    if not isinstance(message.content, list):
+        return message.content or ""
+    for part in message.content:
+        if part.type != "text" or part.text is None:
+            raise InvalidRequest(where, f"has a part of type {part.type[:40]!r}; only parts with text are supported")
+        if part.model_extra:
+            raise InvalidRequest(f"{where}.{next(iter(part.model_extra))[:64]}", "is unknown; leave it out")
+    return "".join(part.text or "" for part in message.content)
+
+
+def _one_prompt(value: object, special: bool) -> GenerationInput | None:
+    if isinstance(value, str):
+        return TextPrompt(value, special)
+    if isinstance(value, list) and value and all(type(each) is int for each in value):
+        return TokenPrompt(tuple(value))
+    return None
+
+
+def _seed(value: int | None) -> int | None:
+    """-1 lets the gateway draw one, as vLLM does; another negative number stands for its 64 bits."""
+    if value is None or value == -1:
+        return None
+    if not -(2**63) <= value < 2**64:
+        raise InvalidRequest("seed", f"is {value}; it must be a number of 64 bits, or -1 for any")
+    return value % 2**64
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, dict) or len(value) > MOST_BIASES:
+        raise InvalidRequest("logit_bias", f"must be an object of at most {MOST_BIASES} token ids and biases")
+    try:
+        return tuple(sorted((int(token), float(bias)) for token, bias in value.items()))
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequest("logit_bias", 'must have token ids and numbers, such as {"42": -100}') from None

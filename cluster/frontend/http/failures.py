@@ -1,0 +1,92 @@
+"""Errors as OpenAI writes them, with an HTTP status. Which error is which code is said in `cluster.frontend.grpc.statuses`.
+
+Pure; knows no connection.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster.events import Unservable
+from cluster.frontend.grpc.statuses import status_of
+from diptych.failures import error_from
+from workers.errors import InvalidRequest
+
+STATUSES = {
+    "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "ALREADY_EXISTS": 409,
+    "RESOURCE_EXHAUSTED": 429,
+    "CANCELLED": 499,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+TYPES = {429: "rate_limit_error", 499: "cancelled_error", 504: "timeout_error"}
+CODES = {"UNKNOWN_MODEL": "model_not_found", "TOO_LONG": "context_length_exceeded"}
+# Fields of the gateway under the names that HTTP clients know; the first that fits counts.
+FIELDS = (
+    *(("sampling.include_stop_in_output", "include_stop_str_in_output"), ("sampling.", "")),
+    *(("prompt.chat.tools", "tools"), ("prompt.chat.messages", "messages"), ("prompt.chat", "messages")),
+    *(("prompt.text", "prompt"), ("prompt.tokens", "prompt")),
+    ("tenant", "x-diptych-tenant"),
+)
+NOTHING: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a client is told. `retry_after_s`: when trying again makes sense."""
+
+    status: int
+    message: str
+    code: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+    @property
+    def body(self) -> bytes:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
+        if self.retry_after_s is None:
+            return {}
+        wait_ms = math.ceil(self.retry_after_s * 1000)
+        return {"retry-after": str(max(1, math.ceil(wait_ms / 1000))), "retry-after-ms": str(max(1, wait_ms))}
+
+
+def failure_of(error: Exception, ready: bool, request_id: str = "", sent: Mapping[str, str] = NOTHING) -> Failure:
+    """The failure for an error of the gateway; `ready` and `request_id` as for `status_of`.
+
+    `sent`: fields that came by another name.
+    """
+    match error:
+        case InvalidRequest():
+            error = InvalidRequest(_param(error.field, sent), error.message)
+        case Unservable():
+            error = Unservable(error.message, _param(error.field, sent))
+    told = error_from(status_of(error, ready, request_id))
+    reason = told.reason or told.code
+    return Failure(
+        STATUSES.get(told.code, 500),
+        told.message,
+        CODES.get(reason, reason.lower()),
+        told.field,
+        told.retry_after_s,
+    )
+
+
+def _param(field: str, sent: Mapping[str, str]) -> str:
+    if field in sent:
+        return sent[field]
+    for ours, theirs in FIELDS:
+        if field.startswith(ours):
+            return theirs + field.removeprefix(ours)
+    return field

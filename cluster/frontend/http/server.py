@@ -1,0 +1,235 @@
+"""The HTTP server: one port, uvicorn in the gateway's own event loop. Knows sockets; knows no request."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from cluster.frontend.auth import Guard
+from cluster.frontend.gateway import Gateway
+from cluster.frontend.http.app import make_app
+from cluster.frontend.http.arriving import Arriving
+from cluster.frontend.http.connection import Connection
+from cluster.frontend.http.counted import Counted
+from cluster.frontend.http.guarded import Guarded, following
+from cluster.frontend.http.listening import listen
+from cluster.frontend.http.naming import Named
+from cluster.frontend.http.reply import EVENTS
+from cluster.serving import GatewayContext
+
+logger = logging.getLogger(__name__)
+
+METHODS = ("GET", "HEAD", "POST")
+# What scripts of other origins may read.
+TOLD = ("x-request-id", "x-diptych-predicted-ttft-ms", "x-diptych-predicted-tpot-ms", "retry-after")
+KEEP_ALIVE_S = 30  # between two requests
+HEADERS_BYTES = 64 << 10
+HEADERS_S = 10.0  # from the first byte of headers, or from the connection, to their end; to the end of a refused body
+SEND_S = 60.0  # a client that takes nothing of its answer for so long is let go
+CUT_S = 0.5  # for the last words of requests that were cut
+LINGER_S = 2.0  # for the last word of a TLS client
+COMMENT = b":\n\n"  # in a stream of events; clients skip it
+INTERIM_S = (0.0, 0.1, 1.0, 5.0)  # after a client's half of the connection ended; clients in Go take at most five
+
+
+class HttpDoor:
+    """HTTP for one gateway, which stays its owner's: `drain`, then close the gateway, then `close`."""
+
+    def __init__(self, context: GatewayContext, gateway: Gateway, guard: Guard) -> None:
+        self._spec = context.spec.gateway
+        self._scheme = "http" if guard.tls is None else "https"
+        self._closing = False
+        app = make_app(context, gateway, lambda: self._closing)
+        arriving = Arriving(gateway.tokenizer.longest_text_bytes, gateway.bounds.context_length)
+        self._requests = Connection(app, arriving, self._spec.max_requests + 64, lambda: self._closing)
+        named = Counted(Named(Guarded(self._requests, guard) if guard.has_keys else self._requests), gateway.responses)
+        origins = self._spec.http_allowed_origins
+        config = uvicorn.Config(
+            CORSMiddleware(named, origins, METHODS, ["*"], expose_headers=TOLD) if origins else named,
+            http=_Http if guard.tls is None else _Tls,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_context_factory=None if guard.tls is None else lambda config, default: following(guard),
+        )
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def open(self) -> str:
+        """Listen; answer "http://host:port", or "https://..." with TLS. Raises OSError when the port cannot be had."""
+        assert self._spec.http_port is not None, "a door is made for a port"
+        listener = listen(self._spec.host, self._spec.http_port)
+        port = listener.getsockname()[1]
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        starting = asyncio.create_task(self._server.listening.wait())
+        await asyncio.wait((self._serving, starting), return_when=asyncio.FIRST_COMPLETED)
+        starting.cancel()
+        if self._serving.done():
+            self._serving.result()
+        host = f"[{self._spec.host}]" if ":" in self._spec.host else self._spec.host
+        return f"{self._scheme}://{host}:{port}"
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, and let running ones end for `grace_s`. Until they have it listens: /ready says no."""
+        self._closing = True
+        await self._requests.ended(grace_s)
+        self._server.should_exit = True
+        if self._serving is not None:
+            await asyncio.wait([self._serving], timeout=CUT_S)
+
+    async def close(self) -> None:
+        """Cut what still runs. Safe to call twice, or unopened."""
+        await self.drain(0.0)
+        serving, self._serving = self._serving, None
+        if serving is None:
+            return
+        self._server.force_exit = True
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        await asyncio.wait([serving], timeout=CUT_S)
+        serving.cancel()
+
+
+class _Wire(h11.Connection):
+    """h11's, which knows whether the response is a stream of events."""
+
+    streams = False
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
+        if isinstance(event, h11.Response):
+            self.streams = (b"content-type", EVENTS.encode()) in event.headers
+        return super().send(event)
+
+
+class _Http(H11Protocol):
+    """uvicorn's, which waits for its client without a bound except between requests."""
+
+    conn: _Wire
+    _late: asyncio.TimerHandle | None = None
+    _stuck: asyncio.TimerHandle | None = None
+    _is_half_closed = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _Wire(h11.SERVER, HEADERS_BYTES)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._bound()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._bound()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection of a client that has sent its request whole and then closed its half: it may be waiting.
+
+        One that has left looks the same to TCP until something is written: interim responses, or comments in a stream.
+        """
+        if self._is_half_closed or not self._is_answering or self.cycle.scope["http_version"] == "1.0":
+            return self._is_half_closed
+        self._is_half_closed = True
+        for delay_s in INTERIM_S:
+            self.loop.call_later(delay_s, self._ask)
+        return True
+
+    def _ask(self) -> None:
+        """The write after the one that a client answers by a reset fails, which ends the connection."""
+        if self.transport.is_closing() or not self._is_answering:
+            return
+        if self.conn.our_state is h11.SEND_RESPONSE:
+            interim = h11.InformationalResponse(status_code=HTTPStatus.PROCESSING, headers=[])
+            self.transport.write(self.conn.send(interim) or b"")
+        elif self.conn.our_state is h11.SEND_BODY and self.conn.streams:
+            self.transport.write(self.conn.send(h11.Data(data=COMMENT)) or b"")
+
+    @property
+    def _is_answering(self) -> bool:
+        """A request has arrived whole, and its answer has not left whole."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_half_closed and not self._is_answering:  # the last of its requests
+            self.transport.close()
+        self._bound()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._bound()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stuck = self.loop.call_later(SEND_S, self._let_go)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stuck is not None:
+            self._stuck.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._late, self._stuck):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def _bound(self) -> None:
+        """While no request runs and uvicorn has no timer, whatever the client sends but whole headers gains no time."""
+        is_closing = self.transport.is_closing()
+        runs = self.cycle is not None and not self.cycle.response_complete
+        if not is_closing and (runs or self.timeout_keep_alive_task is not None):
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+        elif self._late is None:  # when closing, what is left of the answer may be waiting for the client
+            self._late = self.loop.call_later(SEND_S if is_closing else HEADERS_S, self.transport.abort)
+
+    def _let_go(self) -> None:
+        logger.info("a client took nothing for %.0f s and was let go", SEND_S)
+        self.transport.abort()
+
+
+class _Tls(_Http):
+    """uvicorn's; but a client at rest answers no last word of TLS, and is not waited for."""
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        return False  # a TLS connection ends as a whole
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._linger()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._linger()
+
+    def _linger(self) -> None:
+        if self.transport.is_closing():
+            self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn as a guest: signals are the process's own, and whoever opens the door waits for its start."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()

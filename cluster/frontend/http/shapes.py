@@ -1,0 +1,190 @@
+"""Answers as OpenAI writes them: whole, or as the chunks of a stream. A choice is one answer to one prompt.
+
+Pure but for the tokenizer; knows no connection. Owned by one reply: the shapes count what was already given.
+"""
+
+import codecs
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cluster.events import Completed
+from cluster.frontend.text import TextDelta, Tokenizer, text_of
+from workers.request import FinishReason, TokenLogprobs
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+FINISH = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+Choice = dict[str, Any]
+
+
+class Shape(Protocol):
+    """What one of the two endpoints answers with."""
+
+    prefix: str  # of ids
+    whole_kind: str
+    chunk_kind: str
+
+    def whole(self, place: int, answer: TextDelta, finish: FinishReason) -> Choice:
+        """A whole answer."""
+        ...
+
+    def part(self, place: int, delta: TextDelta) -> Choice:
+        """What is new of an answer."""
+        ...
+
+    def end(self, place: int, finish: FinishReason) -> Choice:
+        """The last of an answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that its answers repeat."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+class CompletionShape:
+    """`echoes`, where answers begin with their prompt: of each one, with `n` answers to it."""
+
+    prefix = "cmpl"
+    whole_kind = chunk_kind = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, logprobs: bool, echoes: Sequence[Echo] = (), n: int = 1) -> None:
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._offsets: defaultdict[int, int] = defaultdict(int)
+        self._characters: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(
+            lambda: codecs.getincrementaldecoder("utf-8")("replace")
+        )
+        self._echoes = echoes
+        self._n = n
+        self._echoed: set[int] = set()
+        self._scores: dict[int, tuple[TokenLogprobs, ...]] = {}  # of prompts; they come with the first answer
+
+    def whole(self, place: int, answer: TextDelta, finish: FinishReason) -> Choice:
+        return self.part(place, answer) | {"finish_reason": FINISH[finish]}
+
+    def part(self, place: int, delta: TextDelta) -> Choice:
+        echo, scores = self._echo(place, delta)
+        logprobs = None
+        if self._logprobs:
+            tokens, scored = (*echo.tokens, *delta.tokens), (*scores, *delta.logprobs)
+            logprobs = self._told(place, tokens, scored)
+        return {"index": place, "text": echo.text + delta.text, "logprobs": logprobs, "finish_reason": None}
+
+    def end(self, place: int, finish: FinishReason) -> Choice:
+        echo, _ = self._echo(place, TextDelta("", (), 0))
+        return {"index": place, "text": echo.text, "logprobs": None, "finish_reason": FINISH[finish]}
+
+    def _echo(self, place: int, delta: TextDelta) -> tuple[Echo, Sequence[TokenLogprobs | None]]:
+        """What stands before an answer's first words: its prompt, and what is known of each of its tokens."""
+        if not self._echoes or place in self._echoed:
+            return NOTHING, ()
+        self._echoed.add(place)
+        prompt = place // self._n
+        scores = self._scores.setdefault(prompt, delta.prompt_logprobs)
+        return self._echoes[prompt], (None, *scores)
+
+    def _told(self, place: int, tokens: Sequence[int], scored: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """Nothing is known of a prompt's first token."""
+        pieces = [text_of(self._tokenizer, (token,)) for token in tokens]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[place])
+            self._offsets[place] += len(self._characters[place].decode(self._tokenizer.token_bytes(token)))
+        return {
+            "tokens": pieces,
+            "token_logprobs": [each and _finite(each.chosen) for each in scored],
+            "top_logprobs": [
+                each and {text_of(self._tokenizer, (token,)): _finite(value) for token, value in each.top}
+                for each in scored
+            ],
+            "text_offset": offsets,
+        }
+
+
+NOTHING = Echo("", ())
+
+
+class ChatShape:
+    prefix = "chatcmpl"
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer, logprobs: bool) -> None:
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._begun: set[int] = set()
+
+    def whole(self, place: int, answer: TextDelta, finish: FinishReason) -> Choice:
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        told = self._told(answer)
+        return {"index": place, "message": message, "logprobs": told, "finish_reason": FINISH[finish]}
+
+    def part(self, place: int, delta: TextDelta) -> Choice:
+        new = self._opening(place) | {"content": delta.text}
+        return {"index": place, "delta": new, "logprobs": self._told(delta), "finish_reason": None}
+
+    def end(self, place: int, finish: FinishReason) -> Choice:
+        return {"index": place, "delta": self._opening(place), "logprobs": None, "finish_reason": FINISH[finish]}
+
+    def _opening(self, place: int) -> dict[str, str]:
+        """The role, said once for each answer, with its first token and not before."""
+        if place in self._begun:
+            return {}
+        self._begun.add(place)
+        return {"role": "assistant", "content": ""}
+
+    def _told(self, delta: TextDelta) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        return {
+            "content": [
+                self._one(token, each.chosen) | {"top_logprobs": self._top(each)}
+                for token, each in zip(delta.tokens, delta.logprobs, strict=True)
+            ],
+            "refusal": None,
+        }
+
+    def _top(self, logprobs: TokenLogprobs) -> list[dict[str, Any]]:
+        return [self._one(token, value) for token, value in logprobs.top]
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        text = text_of(self._tokenizer, (token,))
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(self._tokenizer.token_bytes(token))}
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a request, over all its prompts."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, end: Completed) -> None:
+        self.prompt_tokens += end.prompt_tokens
+        self.completion_tokens += end.completion_tokens
+        self.cached_tokens += end.cached_tokens
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+def finishes(end: Completed) -> list[FinishReason]:
+    """How each answer to a prompt ended, by index."""
+    return [each.finish for each in end.answers] or [end.finish]
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

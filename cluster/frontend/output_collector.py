@@ -1,0 +1,68 @@
+"""Events on their way from a request to its door.
+
+Knows that a door may be slow; knows no request and no wire.
+"""
+
+import asyncio
+from collections import deque
+
+from cluster.frontend.text import GatewayEvent, TextDelta
+
+
+class Outbox:
+    """Events between a request's pump and its door. `put` never waits; the door's lag shows as longer deltas.
+
+    Bounded by the request itself: at most max_tokens tokens with their text, and one Accepted for each attempt.
+    Owned by the request's `Gateway.generate`.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[GatewayEvent] = deque()
+        self._over: Exception | bool = False
+        self._wake = asyncio.Event()
+
+    def put(self, event: GatewayEvent) -> None:
+        self._events.append(event)
+        self._wake.set()
+
+    def end(self) -> None:
+        """Nothing more will come."""
+        self._over = self._over or True
+        self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        """`take` raises this once it has given out what came before. The first error counts."""
+        if self._over is False:
+            self._over = error
+        self._wake.set()
+
+    async def take(self) -> GatewayEvent | None:
+        """The next event, deltas joined; None at the end."""
+        while not self._events:
+            if isinstance(self._over, Exception):
+                raise self._over
+            if self._over:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        event = self._events.popleft()
+        if not isinstance(event, TextDelta) or not (self._events and isinstance(self._events[0], TextDelta)):
+            return event
+        return self._joined(event)
+
+    def _joined(self, first: TextDelta) -> TextDelta:
+        """`first` with the deltas of its answer among those that follow it, up to the next event of another kind."""
+        mine: list[TextDelta] = [first]
+        others: list[TextDelta] = []
+        while self._events and isinstance(self._events[0], TextDelta):
+            delta = self._events.popleft()
+            assert isinstance(delta, TextDelta)
+            (mine if delta.index == first.index else others).append(delta)
+        self._events.extendleft(reversed(others))
+        return TextDelta.join(mine)
+
+    def clear(self) -> list[GatewayEvent]:
+        """All that is in it, as it came."""
+        events = list(self._events)
+        self._events.clear()
+        return events

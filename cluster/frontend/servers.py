@@ -1,0 +1,66 @@
+"""Composition: the doors of one gateway process, over one gateway: gRPC, and HTTP where the spec has a port for it."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cluster.frontend.grpc.server import GrpcDoor, model_tokenizer
+from cluster.frontend.http import check_extra
+from cluster.frontend.text import Tokenizer
+from cluster.serving import GatewayContext
+
+if TYPE_CHECKING:  # what stands behind it is an extra
+    from cluster.frontend.http.server import HttpDoor
+
+
+class Doors:
+    """A `Door` of both kinds. Owned by its gateway process."""
+
+    def __init__(
+        self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer], *, eager: bool = False
+    ) -> None:
+        """As `GrpcDoor`."""
+        if context.spec.gateway.http_port is not None:
+            check_extra()
+        self._context = context
+        self._grpc = GrpcDoor(context, load_tokenizer, eager=eager)
+        self._http: HttpDoor | None = None
+        self._http_url = ""
+
+    @property
+    def http_url(self) -> str:
+        """Where HTTP is answered, once open; empty without it."""
+        return self._http_url
+
+    async def open(self) -> str:
+        """Listen; answer the gRPC endpoint. Errors as `GrpcDoor.open`, for either port."""
+        endpoint = await self._grpc.open()
+        if self._context.spec.gateway.http_port is not None:
+            try:
+                await self._open_http()
+            except BaseException:
+                await self._grpc.close(0.0)
+                raise
+        return endpoint
+
+    async def _open_http(self) -> None:
+        from cluster.frontend.http.server import HttpDoor
+
+        http = HttpDoor(self._context, self._grpc.gateway, self._grpc.guard)
+        self._http_url = await http.open()
+        self._http = http
+
+    async def close(self, grace_s: float) -> None:
+        """Refuse new requests, let running ones end for `grace_s`, then cut them. Safe to call twice, or unopened."""
+        if self._http is None:
+            await self._grpc.close(grace_s)
+            return
+        await asyncio.gather(self._grpc.drain(grace_s), self._http.drain(grace_s))
+        await self._grpc.close(0.0)
+        await self._http.close()
+
+
+def open_doors(context: GatewayContext) -> Doors:
+    """The `DoorFactory` of a served cluster. Module-level, so that it pickles by name."""
+    return Doors(context, partial(model_tokenizer, context.model), eager=True)

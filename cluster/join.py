@@ -1,0 +1,77 @@
+"""One more gateway for a cluster that is served already, in the process that asks for it.
+
+It learns what it must know from the controller, and ends when the controller does: the next cluster of this name may be
+another one. Knows no runtime; whoever calls finds the controller.
+"""
+
+import asyncio
+import contextlib
+import logging
+
+from cluster.control.keep_alive import KEEP_ALIVE_S, ORPHAN_AFTER_S
+from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone
+from cluster.serving import DoorFactory, GatewayService
+from cluster.spec import ClusterSpec
+from diptych.view import ModelView
+from diptych.watchdog import patient_timeout
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+
+
+class JoinedGateway:
+    """Owned by whoever called `join`."""
+
+    def __init__(self, service: GatewayService, controller: ServiceHandle, endpoint: str, http_url: str) -> None:
+        self.endpoint = endpoint
+        self.http_url = http_url
+        self._service = service
+        self._controller = controller
+
+    async def wait_orphaned(self) -> None:
+        """Until the controller is gone for good; one that is restarted comes back in time."""
+        with contextlib.suppress(TimeoutError):
+            async with patient_timeout(ORPHAN_AFTER_S) as silence:
+                while True:
+                    try:
+                        await self._controller.call("members", 0, 0.0)
+                        silence.reset()
+                    except WorkerGone as error:
+                        logger.debug("the controller does not answer: %s", error)
+                    except Exception:  # an answer too, if a wrong one: the controller lives
+                        logger.exception("the controller failed")
+                        silence.reset()
+                    await asyncio.sleep(KEEP_ALIVE_S)
+
+    async def close(self, grace_s: float) -> None:
+        """Refuse new requests, let running ones end for `grace_s`, then cut them."""
+        await self._service.close(grace_s)
+
+    async def cut(self) -> None:
+        """End the requests that a `close` lets run on."""
+        await self._service.cut()
+
+
+async def described(controller: ServiceHandle, timeout_s: float) -> tuple[ClusterSpec, ModelView]:
+    """What is served, once a worker has loaded the model. Raises `RuntimeUnavailable`."""
+    clock = asyncio.get_running_loop().time
+    deadline_s, told = clock() + timeout_s, "no worker has loaded the model"
+    while (left_s := deadline_s - clock()) > 0:
+        try:
+            found: tuple[ClusterSpec, ModelView] | None = await controller.call("described", min(LOOK_S, left_s))
+            if found is not None:
+                return found
+        except WorkerGone as error:
+            told = f"the controller does not answer ({error})"
+            await asyncio.sleep(min(1.0, left_s))
+    raise RuntimeUnavailable(f"{told} within {timeout_s:.0f} s; see what `diptych serve` says")
+
+
+async def join(
+    name: str, spec: ClusterSpec, model: ModelView, controller: ServiceHandle, door: DoorFactory
+) -> JoinedGateway:
+    """A gateway of this name, with its doors open on the ports of the spec. Raises OSError for a port in use."""
+    service = GatewayService(name, spec, controller, door)
+    endpoint = await service.open(model, spec.gateway.grpc_port, spec.gateway.http_port)
+    return JoinedGateway(service, controller, endpoint, await service.http_url())

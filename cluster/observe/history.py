@@ -1,0 +1,124 @@
+"""What a gateway remembers of the last while: how requests went, what happened beside them, how full the workers were.
+
+Keeps what is made anyway, bounded by count and by age; counters of what went through each worker never end, for rates.
+Knows no wire and no clock. Never sees a prompt or a token.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from heapq import merge
+from operator import attrgetter
+from typing import Any
+
+from diptych.history import Happening as Happening
+from diptych.history import Load as Load
+from diptych.history import Recent as Recent
+from diptych.history import Traffic as Traffic
+from diptych.history import Trail as Trail
+from diptych.history import Window as Window
+from diptych.view import ClusterView
+
+MOST_HAPPENINGS = 1024
+MOST_POINTS = 65_536  # of all samples together, one for each worker
+RECENT = 32
+LONGEST_TEXT = 300
+CHANGES = ("flip", "move", "lost", "back", "crash loop")  # of a worker that is there
+END_NS, AT_NS = attrgetter("end_ns"), attrgetter("at_ns")
+
+
+class History:
+    """Owned by a Dispatcher. At most `most` ended requests, of the last `age_s` seconds; 0: no requests, no loads."""
+
+    def __init__(self, most: int, age_s: float, now_ns: Callable[[], int]) -> None:
+        self.keeps_trails = most > 0
+        self._age_ns = round(age_s * 1e9)
+        self._now_ns = now_ns
+        self._began_ns = now_ns()
+        self._whole_ns = self._began_ns  # the newest of what was forgotten
+        self._traffic: dict[str, Traffic] = {}
+        self._trails: deque[Trail] = deque(maxlen=most)
+        self._happenings: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)
+        self._refusals: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)  # apart: they come in floods
+        self._loads: deque[Load] = deque(maxlen=MOST_POINTS if most else 0)
+
+    def of(self, worker: str) -> Traffic:
+        """This worker's counters, to be counted up."""
+        known = self._traffic.get(worker)
+        if known is None:
+            known = self._traffic[worker] = Traffic()
+        return known
+
+    def happened(self, kind: str, worker: str, text: str, request_id: str = "") -> None:
+        now_ns = self._now_ns()
+        among = self._refusals if kind == "refused" else self._happenings
+        self._keep(among, Happening(now_ns, kind, worker, text[:LONGEST_TEXT], request_id), AT_NS)
+        if kind == "left":
+            self._traffic.pop(worker, None)  # names of workers that come and go are without number
+        elif kind in CHANGES:
+            known = self.of(worker)
+            known.change, known.changed_ns = f"{kind} {text[:LONGEST_TEXT]}", now_ns
+
+    def ended(self, trail: Trail) -> None:
+        """A request is over; its trail is kept for a while."""
+        self._keep(self._trails, trail, END_NS)
+        self._forget()
+
+    def sample(self, view: ClusterView) -> None:
+        """How full the workers are now."""
+        now_ns = self._now_ns()
+        for worker in view.workers:
+            told = worker.stats
+            queue = told.running, told.waiting, told.queued_tokens
+            load = Load(now_ns, worker.name, *queue, told.total_blocks - told.free_blocks)
+            self._keep(self._loads, load, AT_NS)
+        self._forget()
+
+    def recent(self, workers: Iterable[str]) -> Recent:
+        """Of these workers."""
+        now_ns = self._now_ns()
+        known = {name: self._traffic[name] for name in workers if name in self._traffic}
+        traffic = (
+            (name, replace(each, changed_ns=now_ns - each.changed_ns if each.change else 0))
+            for name, each in known.items()
+        )
+        latest = _merged(list(self._happenings)[-RECENT:], list(self._refusals)[-RECENT:])
+        happenings = tuple(((now_ns - each.at_ns) / 1e9, each) for each in latest)
+        return Recent((now_ns - self._began_ns) / 1e9, tuple(traffic), happenings)
+
+    def window(self, begin_ns: int, end_ns: int, under_way: Iterable[Trail] = ()) -> Window:
+        """What overlaps with this stretch of time; with what is under way, as far as it was then there."""
+        self._forget()
+        trails = (*self._trails, *under_way)
+        whole_ns = self._whole_ns if self.keeps_trails else self._now_ns()
+        return Window(
+            tuple(each for each in trails if each.end_ns >= begin_ns and each.arrived_ns <= end_ns),
+            _merged(*([each for each in among if begin_ns <= each.at_ns <= end_ns] for among in self._both)),
+            tuple(each for each in self._loads if begin_ns <= each.at_ns <= end_ns),
+            whole_ns if whole_ns > begin_ns else 0,
+        )
+
+    def _forget(self) -> None:
+        oldest_ns = self._now_ns() - self._age_ns
+        self._forget_to(oldest_ns, self._trails, END_NS)
+        for among in (self._loads, *self._both):
+            self._forget_to(oldest_ns, among, AT_NS)
+
+    def _forget_to(self, oldest_ns: int, among: deque[Any], when: Callable[[Any], int]) -> None:
+        while among and (gone_ns := when(among[0])) < oldest_ns:
+            among.popleft()
+            self._whole_ns = max(self._whole_ns, gone_ns)
+
+    def _keep(self, among: deque[Any], new: object, when: Callable[[Any], int]) -> None:
+        """The oldest is forgotten where there is no more room."""
+        if among and len(among) == among.maxlen:
+            self._whole_ns = max(self._whole_ns, when(among[0]))
+        among.append(new)
+
+    @property
+    def _both(self) -> tuple[deque[Happening], deque[Happening]]:
+        return self._happenings, self._refusals
+
+
+def _merged(one: Iterable[Happening], other: Iterable[Happening]) -> tuple[Happening, ...]:
+    return tuple(merge(one, other, key=lambda each: each.at_ns))

@@ -1,0 +1,91 @@
+"""The series of vLLM that public dashboards draw, by its names and labels, with what they mean here.
+
+The engine of a request is its gateway, that of a worker is itself. Of several gateways only the first in the view tells
+of workers: sums over engines count each once. What waits in a gateway waits at no worker yet.
+"""
+
+from collections.abc import Iterator
+from itertools import chain
+
+from prometheus_client.metrics_core import Metric
+
+from cluster.observe.metrics.families import Rows, counter, gauge, histogram
+from cluster.observe.metrics.workers import Value, speaking_workers
+from cluster.policy.slo_attainment import Standing
+from diptych.view import ClusterView
+from workers.request import FinishReason
+
+LABELS = ("model_name", "engine")
+REASONS = {FinishReason.EOS.value: "stop", FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "length"}
+
+WAITING = "Requests that wait: in the gateway for their turn, at a worker for blocks or a slot."
+GAUGES: tuple[tuple[str, str, Value], ...] = (
+    ("num_requests_running", "Sequences that are computed.", lambda worker: worker.stats.running),
+    (
+        "kv_cache_usage_perc",
+        "Share of the KV blocks in use: 1 is all.",
+        lambda worker: 1.0 - worker.stats.free_blocks / max(1, worker.stats.total_blocks),
+    ),
+)
+COUNTERS: tuple[tuple[str, str, Value], ...] = (
+    ("prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda worker: worker.stats.sought_tokens),
+    ("prefix_cache_hits", "Tokens that the prefix cache had.", lambda worker: worker.stats.found_tokens),
+    ("num_preemptions", "Sequences that gave up their blocks.", lambda worker: worker.stats.preemptions),
+    ("nixl_num_failed_transfers", "Fetches of KV that failed.", lambda worker: worker.stats.pulls.failed),
+    ("nixl_num_kv_expired_reqs", "Leases whose reader went silent.", lambda worker: worker.stats.expired_leases),
+)
+
+
+def vllm_families(standing: Standing, gateway: str, view: ClusterView) -> Iterator[Metric]:
+    told, model = standing.tally, "" if view.model is None else view.model.name
+    own = (model, gateway)
+    for name, text, tokens in (
+        ("prompt_tokens", "Prompt tokens.", told.prompt_tokens),
+        ("generation_tokens", "Tokens sent.", told.generated_tokens),
+    ):
+        yield counter(f"vllm:{name}", text, LABELS, [(own, tokens)])
+    finishes = dict.fromkeys(REASONS.values(), 0)
+    for reason, count in told.finishes:
+        finishes[REASONS[reason]] += count
+    ended = (((*own, reason), count) for reason, count in finishes.items())
+    yield counter("vllm:request_success", "Complete answers.", (*LABELS, "finished_reason"), ended)
+    for name, text, histograms in (
+        ("time_to_first_token_seconds", "From arrival to the first token.", told.ttft),
+        ("inter_token_latency_seconds", "Between two tokens.", told.gaps),
+        ("time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", told.gaps),
+        (
+            "e2e_request_latency_seconds",
+            "From arrival to the end of complete answers.",
+            told.requests.ending("completed"),
+        ),
+        ("request_queue_time_seconds", "From arrival to the first step of the prompt.", told.stages.summed("queue")),
+        (
+            "request_prefill_time_seconds",
+            "From the first step of the prompt to the first token.",
+            told.stages.summed("prefill"),
+        ),
+        ("request_decode_time_seconds", "From the first token to the last.", told.stages.summed("decode")),
+        (
+            "request_inference_time_seconds",
+            "From the first step of the prompt to the last token.",
+            told.stages.summed("inference"),
+        ),
+        ("request_prompt_tokens", "Prompt tokens of an answer.", told.prompts),
+        ("request_generation_tokens", "Tokens of an answer.", told.answers),
+        ("request_max_num_generation_tokens", "Tokens of an answer.", told.answers),
+        ("nixl_xfer_time_seconds", "A hand-off of KV.", told.transfer_seconds),
+        ("nixl_bytes_transferred", "Bytes of a hand-off.", told.transfer_bytes),
+        ("nixl_num_descriptors", "Ranges of a hand-off.", told.transfer_ranges),
+    ):
+        yield histogram(f"vllm:{name}", text, LABELS, own, histograms.summed())
+    speaking = speaking_workers(view) if view.gateways[:1] in ((), (gateway,)) else ()
+
+    def rows(value: Value) -> Rows:
+        return (((model, worker.name), value(worker)) for worker in speaking)
+
+    waiting = chain([(own, standing.queued)], rows(lambda worker: worker.stats.waiting))
+    yield gauge("vllm:num_requests_waiting", WAITING, LABELS, waiting)
+    for name, text, value in GAUGES:
+        yield gauge(f"vllm:{name}", text, LABELS, rows(value))
+    for name, text, value in COUNTERS:
+        yield counter(f"vllm:{name}", text, LABELS, rows(value))

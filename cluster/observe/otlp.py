@@ -1,0 +1,152 @@
+"""Spans of requests for an OpenTelemetry collector: one for each request, with a child for each part of its ledger.
+
+They are made when a request has ended, out of its trail, and sent by a thread of the library's, whose queue is bounded:
+what a collector that is slow or away does not take is dropped, and no request waits for it.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from urllib.parse import urlsplit, urlunsplit
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from cluster.observe.history import Trail
+from cluster.observe.ledger import handed, is_noticed, now_ns
+from cluster.observe.request_metrics import stages
+from cluster.observe.request_trace import stays
+from cluster.observe.trace_context import told
+from cluster.spec import ClusterSpec, TracingSpec
+from workers.log_fields import log_fields
+from workers.request import FinishReason, Request
+
+logger = logging.getLogger(__name__)
+
+EXPORT_S = 5.0  # for one batch, trying again included
+FLUSH_S = 2.0  # for all that is left, at the end
+REQUEST = "llm_request"
+# Ends that are nobody's fault.
+FINE = ("completed", "cancelled")
+
+
+class Spans:
+    """Owned by a gateway. Takes what its dispatcher tells of requests that have ended."""
+
+    def __init__(self, spec: ClusterSpec, gateway: str) -> None:
+        known = {
+            "service.name": os.environ.get("OTEL_SERVICE_NAME", "diptych"),
+            "service.instance.id": gateway,
+            "diptych.cluster": spec.name,
+        }
+        self._gateway = gateway
+        self._model = spec.model
+        self._exporter = exporter(spec.tracing)
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(spec.tracing.sample_ratio)),
+            resource=Resource.create(known),
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._tracer = self._provider.get_tracer("diptych")
+
+    def ended(self, trail: Trail, request: Request, finish: FinishReason | None) -> None:
+        """Of a request that this task serves. Never raises: whatever is wrong here, the request has its end."""
+        try:
+            self._write(trail, request, finish)
+        except Exception:
+            logger.exception("no spans of this request", extra=log_fields(self._gateway, trail.request_id))
+
+    def _write(self, trail: Trail, request: Request, finish: FinishReason | None) -> None:
+        offset_ns = time.time_ns() - now_ns()
+        span = self._tracer.start_span(
+            REQUEST,
+            context=TraceContextTextMapPropagator().extract(told()),
+            kind=SpanKind.SERVER,
+            start_time=trail.arrived_ns + offset_ns,
+        )
+        if not span.is_recording():
+            return
+        span.set_attributes(_attributes(trail, request, self._model, finish))
+        for at_ns, worker in trail.moves:
+            span.add_event("move", {"diptych.worker": worker}, at_ns + offset_ns)
+        if trail.outcome not in FINE:
+            span.set_status(Status(StatusCode.ERROR, trail.detail))
+            span.set_attribute("error.type", trail.outcome)
+        self._parts(span, trail, offset_ns)
+        span.end(trail.end_ns + offset_ns)
+
+    def _parts(self, parent: Span, trail: Trail, offset_ns: int) -> None:
+        moved = None if trail.moves else handed(trail.ledger, trail.arrived_ns, trail.transfer_ns)
+        spans = [*stays(trail, self._gateway), *([(trail.decode_worker, moved)] if moved else [])]
+        within = set_span_in_context(parent)
+        for place, each in spans:
+            if is_noticed(each):
+                attributes = {"diptych.worker": place} if place != self._gateway else None
+                begin_ns, end_ns = each.begin_ns + offset_ns, each.end_ns + offset_ns
+                self._tracer.start_span(each.name, within, attributes=attributes, start_time=begin_ns).end(end_ns)
+
+    async def close(self) -> None:
+        """Send what is left, as far as there is time for it."""
+        flushing = asyncio.ensure_future(asyncio.to_thread(self._provider.force_flush))
+        await asyncio.wait([flushing], timeout=FLUSH_S)
+        if not flushing.done():
+            self._exporter.shutdown()  # what still tries ends
+        await asyncio.to_thread(self._provider.shutdown)
+
+
+def exporter(spec: TracingSpec) -> SpanExporter:
+    """For this collector. Headers, certificates and compression come from OpenTelemetry's own variables."""
+    assert spec.otlp_endpoint is not None, "spans are made for a collector"
+    if spec.otlp_protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as OverGrpc
+
+        plain = spec.otlp_endpoint.startswith("http://")
+        return OverGrpc(endpoint=spec.otlp_endpoint, insecure=plain, timeout=EXPORT_S)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as OverHttp
+
+    url = urlsplit(spec.otlp_endpoint)
+    path = url.path if url.path.strip("/") else "/v1/traces"
+    return OverHttp(endpoint=urlunsplit(url._replace(path=path)), timeout=EXPORT_S)
+
+
+def _attributes(trail: Trail, request: Request, model: str, finish: FinishReason | None) -> dict[str, AttributeValue]:
+    """By OpenTelemetry's names for generative AI; where it has none, those that vLLM gives; else our own."""
+    sampling, ledger = request.sampling, trail.ledger
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.request.id": trail.request_id,
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.usage.prompt_tokens": trail.prompt_tokens,
+        "gen_ai.usage.completion_tokens": trail.output_tokens,
+        "gen_ai.usage.input_tokens": trail.prompt_tokens,
+        "gen_ai.usage.output_tokens": trail.output_tokens,
+        "gen_ai.latency.e2e": (trail.end_ns - trail.arrived_ns) / 1e9,
+        "diptych.outcome": trail.outcome,
+        "diptych.slo_class": trail.class_name,
+        "diptych.cached_tokens": trail.cached_tokens,
+        "diptych.attempts": trail.attempts,
+        "diptych.prefill_worker": trail.prefill_worker,
+        "diptych.decode_worker": trail.decode_worker,
+        "diptych.transfer_bytes": trail.transfer_bytes,
+    }
+    if sampling.max_tokens is not None:
+        attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
+    if finish is not None:
+        attributes["gen_ai.response.finish_reasons"] = [finish.value]
+    if trail.output_tokens:
+        attributes["gen_ai.latency.time_to_first_token"] = ledger.ttft_ns / 1e9
+    if trail.outcome == "completed":
+        spent = stages(ledger)
+        attributes["gen_ai.latency.time_in_queue"] = spent["queue"]
+        for stage in ("prefill", "decode", "inference"):
+            attributes[f"gen_ai.latency.time_in_model_{stage}"] = spent[stage]
+    return attributes

@@ -1,0 +1,109 @@
+"""Counts a gateway's requests for metrics: how long they took and what of, how many tokens, how much KV moved.
+
+Knows no name of a metric. What is counted under is bounded by the specification: its classes, outcomes, ledger parts.
+"""
+
+from collections.abc import Iterable
+
+from cluster.events import Completed
+from cluster.observe.ledger import PHASES, LatencyLedger
+from cluster.policy.estimate.histograms import BYTES, RANGES, SECONDS, TOKEN_SECONDS, TOKENS, Counting, Tallied
+from cluster.policy.slo_attainment import OTHER, Ended
+from kvtransfer.ticket import TransferReport
+from workers.request import FinishReason
+
+PLAIN = "default"  # the class of requests that name none
+STAGES = ("queue", "prefill", "decode", "inference")
+QUEUEING = ("admission", "route", "reserve", "prefill_queue")
+
+
+class Tally:
+    """Owned by a Dispatcher. `classes` are those of the specification; requests of any other count as `other`.
+
+    What it names is told from the start, `transports` too.
+    """
+
+    def __init__(self, classes: Iterable[str], transports: Iterable[str] = ()) -> None:
+        named = dict.fromkeys((PLAIN, *classes))
+        self._classes = {name: (name,) for name in named}
+        by_class = [(name,) for name in named]
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._finishes = dict.fromkeys((reason.value for reason in FinishReason), 0)
+        self._ttft = Counting(SECONDS, by_class)
+        self._requests = Counting(SECONDS, [(name, "completed") for name in named])
+        self._tpot, self._gaps = Counting(TOKEN_SECONDS, by_class), Counting(TOKEN_SECONDS, by_class)
+        self._prompts, self._answers = Counting(TOKENS, by_class), Counting(TOKENS, by_class)
+        self._parts = Counting(SECONDS, [(part,) for part in PHASES])
+        self._stages = Counting(SECONDS, [(stage,) for stage in STAGES])
+        by_transport = [(name,) for name in transports]
+        self._transfers = tuple(Counting(bounds, by_transport) for bounds in (SECONDS, BYTES, RANGES))
+
+    def came(self, class_name: str, num_tokens: int, gap_s: float | None) -> None:
+        """Tokens of an answer, so long after the ones before; None: they are its first."""
+        self._generated_tokens += num_tokens
+        if gap_s is not None and num_tokens:
+            self._gaps.add(self._label(class_name), gap_s / num_tokens, num_tokens)
+
+    def ended(self, ended: Ended, completed: Completed | None, transfers: Iterable[TransferReport]) -> None:
+        """A request is over, and did or did not complete. Each is told once."""
+        label = self._label(ended.class_name)
+        self._requests.add((*label, ended.outcome), ended.waited_s)
+        if ended.ttft_s is not None:
+            self._ttft.add(label, ended.ttft_s)
+        if ended.tpot_s is not None:
+            self._tpot.add(label, ended.tpot_s)
+        for report in transfers:
+            values = report.elapsed_s, report.num_bytes, report.num_descriptors
+            for counting, value in zip(self._transfers, values, strict=True):
+                counting.add((report.transport,), value)
+        if completed is not None:
+            self._completed(label, completed)
+
+    def _completed(self, label: tuple[str, ...], completed: Completed) -> None:
+        self._finishes[completed.finish.value] += 1
+        self._prompt_tokens += completed.prompt_tokens
+        self._cached_tokens += completed.cached_tokens
+        self._prompts.add(label, completed.prompt_tokens)
+        self._answers.add(label, completed.completion_tokens)
+        parts = _parts(completed.ledger)
+        for part, seconds in parts.items():
+            self._parts.add((part,), seconds)
+        for stage, seconds in stages(completed.ledger).items():
+            self._stages.add((stage,), seconds)
+
+    def told(self) -> Tallied:
+        seconds, num_bytes, ranges = (each.told() for each in self._transfers)
+        return Tallied(
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated_tokens,
+            finishes=tuple(self._finishes.items()),
+            ttft=self._ttft.told(),
+            tpot=self._tpot.told(),
+            gaps=self._gaps.told(),
+            requests=self._requests.told(),
+            prompts=self._prompts.told(),
+            answers=self._answers.told(),
+            parts=self._parts.told(),
+            stages=self._stages.told(),
+            transfer_seconds=seconds,
+            transfer_bytes=num_bytes,
+            transfer_ranges=ranges,
+        )
+
+    def _label(self, class_name: str) -> tuple[str, ...]:
+        return self._classes.get(class_name, (OTHER,))
+
+
+def _parts(ledger: LatencyLedger) -> dict[str, float]:
+    parts: dict[str, float] = {}
+    for part, ns in ledger.first + ledger.rest:
+        parts[part] = parts.get(part, 0.0) + ns / 1e9
+    return parts
+
+
+def stages(ledger: LatencyLedger) -> dict[str, float]:
+    """Seconds of a whole request by `STAGES`; `inference` is prefill and decode together."""
+    queue_s = sum(ns for part, ns in ledger.first if part in QUEUEING) / 1e9
+    prefill_s, decode_s = ledger.ttft_ns / 1e9 - queue_s, (ledger.total_ns - ledger.ttft_ns) / 1e9
+    return dict(zip(STAGES, (queue_s, prefill_s, decode_s, prefill_s + decode_s), strict=True))

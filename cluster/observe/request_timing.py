@@ -1,0 +1,79 @@
+"""When things happened to one request, and how it ended, as `cluster.policy.slo_attainment` scores it. Knows no worker."""
+
+from dataclasses import dataclass
+
+from cluster.events import DeadlinePassed, Rejected, Unservable
+from cluster.policy.routing.router import Placement
+from cluster.policy.slo_attainment import Ended
+from workers.errors import InvalidRequest
+from workers.request import SLO
+
+
+@dataclass(slots=True)
+class Course:
+    """Of one request; owned by its dispatcher coroutine. Seconds of the dispatcher's clock.
+
+    The prediction that counts is the one of the placement that brought the first token.
+    """
+
+    arrived_s: float
+    num_tokens: int = 0
+    _placed_s: float = 0.0
+    _predicted_ttft_s: float | None = None
+    _predicted_tpot_s: float | None = None
+    _first_s: float | None = None
+    _last_s: float = 0.0
+
+    def placed(self, placement: Placement, now_s: float) -> None:
+        """Workers are chosen; predictions count from the request's arrival."""
+        if self._first_s is None:
+            self._placed_s = now_s
+            self._predicted_ttft_s, self._predicted_tpot_s = placement.predicted_ttft_s, placement.predicted_tpot_s
+
+    def tokens(self, count: int, now_s: float) -> float | None:
+        """So many more have come; answers the seconds since those before, None for the first ones."""
+        self.num_tokens += count
+        before_s, self._last_s = self._last_s, now_s
+        if self._first_s is None:
+            self._first_s = now_s
+            return None
+        return now_s - before_s
+
+    def ended(self, promised: SLO, error: BaseException | None, now_s: float) -> Ended:
+        """How it went. `error` ended it, if it did not complete."""
+        ttft_s = after_placement_s = tpot_s = predicted_s = None
+        if self._first_s is not None:
+            ttft_s, after_placement_s = self._first_s - self.arrived_s, self._first_s - self._placed_s
+        if self._first_s is not None and self.num_tokens > 1:
+            tpot_s = (self._last_s - self._first_s) / (self.num_tokens - 1)
+        if self._predicted_ttft_s is not None:
+            predicted_s = self._predicted_ttft_s - (self._placed_s - self.arrived_s)
+        return Ended(
+            outcome=_outcome(error),
+            class_name=promised.class_name,
+            refusal=error.cause if isinstance(error, Rejected) else "",
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            after_placement_s=after_placement_s,
+            waited_s=now_s - self.arrived_s,
+            predicted_ttft_s=predicted_s,
+            predicted_tpot_s=self._predicted_tpot_s,
+            promised_ttft_s=promised.ttft_s,
+            promised_tpot_s=promised.tpot_s,
+        )
+
+
+def _outcome(error: BaseException | None) -> str:
+    match error:
+        case None:
+            return "completed"
+        case Rejected():
+            return "refused"
+        case DeadlinePassed():
+            return "deadline"
+        case Unservable() | InvalidRequest():
+            return "invalid"
+        case Exception():  # AttemptsSpent, and what nobody foresaw
+            return "failed"
+        case _:
+            return "cancelled"

@@ -1,0 +1,85 @@
+"""What a measurement was: when, where, by which command, with which seeds. Written into everything that comes of it."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from cluster.offline.load import machine
+
+SECRET = ("--api-key",)
+BUSY = 0.5  # of the cores
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """`load_before`: of the last 1, 5 and 15 minutes when it began. `endpoints`: in words."""
+
+    date: str
+    command: str
+    endpoints: tuple[str, ...]
+    seeds: tuple[int, ...]
+    system: str
+    cpu: str
+    cores: int
+    memory_bytes: int
+    load_before: tuple[float, float, float]
+    versions: dict[str, str]
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """As lines for a reader."""
+        load = "/".join(f"{each:.2f}" for each in self.load_before)
+        versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        return (
+            f"Command: {self.command}",
+            *(f"Endpoint: {each}" for each in self.endpoints),
+            f"Seeds: {', '.join(map(str, self.seeds))}",
+            f"Begun {self.date}; {self.cpu}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB, {self.system}; "
+            f"load before {load} (1, 5 and 15 minutes)",
+            f"Versions: {versions}",
+            *(
+                ["The machine had much else to do when this began: the figures are not its own."]
+                if self.is_busy
+                else []
+            ),
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the machine had much else to do when it began."""
+        return self.load_before[0] > BUSY * self.cores
+
+    def as_json(self) -> dict[str, Any]:
+        import msgspec
+
+        told: dict[str, Any] = msgspec.to_builtins(self)
+        return told
+
+
+def about(endpoints: Sequence[str], seeds: Sequence[int]) -> About:
+    """Of this process, now."""
+    return About(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command_line(sys.argv),
+        endpoints=tuple(endpoints),
+        seeds=tuple(seeds),
+        system=machine.system_name(),
+        cpu=machine.cpu_name(),
+        cores=len(machine.allowed_cores()),
+        memory_bytes=machine.memory_bytes(),
+        load_before=machine.load(),
+        versions=machine.versions(),
+    )
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """As it could be typed again, without secrets."""
+    shown, hide = ["diptych"], False
+    for each in arguments[1:]:
+        name, equals, _ = each.partition("=")
+        shown.append("***" if hide else f"{name}=***" if equals and name in SECRET else each)
+        hide = each in SECRET
+    return shlex.join(shown)

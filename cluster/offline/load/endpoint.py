@@ -1,0 +1,62 @@
+"""What a load is sent to: the port, and how one names it. Knows no protocol."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from cluster.offline.load.sending import Ended, Load
+from cluster.offline.scoring.records import Run
+from cluster.offline.workload.arrivals import Workload
+from diptych.access import Access
+
+
+class EndpointError(Exception):
+    """There is nothing to measure at an endpoint; the message says why and what to do."""
+
+
+class Endpoint(Protocol):
+    """`vocab_size`: prompts are of token ids below it. `told`: what and where it is, in words."""
+
+    name: str
+    told: str
+    vocab_size: int
+
+    async def drive(self, workload: Workload, load: Load, ended: Ended) -> Run:
+        """Send the workload and wait for the last answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An endpoint as it is named: `grpc://HOST:PORT` or `HOST:PORT` is ours, `http://HOST:PORT[/v1]` any OpenAI server;
+    with TLS, `grpcs://` and `https://`.
+
+    `model` (empty: the only one it has), `api_key` and `tokenizer`, a folder, are for HTTP. gRPC passes over this key,
+    since it may stand in the environment for another server.
+    """
+
+    address: str
+    model: str = ""
+    api_key: str = field(default="", repr=False)
+    tokenizer: Path | None = None
+    access: Access = field(default_factory=Access)
+
+    @property
+    def bearer(self) -> str:
+        """The key for HTTP: of a file, of this server, or that of our gateways. Empty: none."""
+        return self.access.api_key or self.api_key or self.access.key
+
+    @property
+    def is_http(self) -> bool:
+        return self.address.startswith(("http://", "https://"))
+
+    def __post_init__(self) -> None:
+        scheme, found, _ = self.address.partition("://")
+        if found and scheme not in ("grpc", "grpcs", "http", "https"):
+            raise EndpointError(
+                f"{self.address}: {scheme}:// is no endpoint; write grpc://HOST:PORT or http://HOST:PORT"
+            )
+        if not self.is_http and (self.model or self.tokenizer):
+            raise EndpointError(f"{self.address} is gRPC; --model and --tokenizer go with http:// endpoints")
+        if self.access.has_files and scheme == "http":
+            raise EndpointError(f"{self.address} is without TLS; write https://, or leave --ca and --cert out")

@@ -1,0 +1,181 @@
+"""A workload sent to whoever answers: each request at its time, whatever became of those before it, or so many at once.
+
+Time to first token counts from the moment the workload names, also when the sender was late (no coordinated omission).
+With `concurrency` its times do not count: each request is sent when another has ended, and counts from then.
+Knows a way to ask and the clock; knows no server.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from cluster.events import Accepted, ClusterError, Completed, Delta, Queued, Rejected
+from cluster.frontend.text import TextDelta
+from cluster.offline.scoring.records import Ending, Run, Served
+from cluster.offline.scoring.watch import Chunk, Counted, Watch
+from cluster.offline.workload.arrivals import Workload
+from cluster.offline.workload.prompts import request
+from diptych.errors import DiptychError
+from workers.request import SLO, Request
+
+Heard = Queued | Accepted | Delta | TextDelta | Chunk | Completed | Counted
+Ask = Callable[[Request], AsyncGenerator[Heard, None]]
+Ended = Callable[[], object]  # called whenever a request has ended
+
+NO_ROOM = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")  # a door's ways of saying no
+
+
+def nothing() -> None:
+    """Nobody looks."""
+
+
+class RequestFailed(Exception):
+    """One request came to nothing. `reason`: words that all have who failed alike."""
+
+    def __init__(self, reason: str, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.refused = refused
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How a workload is sent. One more request than `most_in_flight` is refused here, and one that takes longer than
+    `deadline_s` is given up. `seed` is the requests' own. `concurrency`: keep so many in flight, whatever the times."""
+
+    vocab_size: int
+    deadline_s: float = 300.0
+    most_in_flight: int = 256
+    seed: int = 0
+    slo: SLO = field(default_factory=SLO)
+    system: str = ""
+    concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.deadline_s > 0.0 or self.most_in_flight < 1:
+            raise ValueError(f"deadline_s is {self.deadline_s} and most_in_flight {self.most_in_flight}; both above 0")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ValueError(f"concurrency is {self.concurrency}; it is at least 1")
+
+
+async def drive(ask: Ask, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
+    """Send all of it and wait for the last answer; cancelling ends every request. What nobody foresaw is raised.
+
+    The run counts one GPU and no workers: who asks may know better.
+    """
+    sender = _Sender(ask, workload, load, ended)
+    try:
+        await (sender.run() if load.concurrency is None else sender.run_closed(load.concurrency))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return sender.result()
+
+
+class _Sender:
+    def __init__(self, ask: Ask, workload: Workload, load: Load, ended: Ended) -> None:
+        self._ask = ask
+        self._workload = workload
+        self._load = load
+        self._ended = ended
+        self._begin_s = asyncio.get_running_loop().time() - workload.arrivals[0].at_s
+        self._watches = [Watch(index, arrival, self._now_s) for index, arrival in enumerate(workload.arrivals)]
+        self._in_flight = 0
+        self._late_s = 0.0
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time() - self._begin_s
+
+    async def run(self) -> None:
+        """Each request at its time."""
+        async with asyncio.TaskGroup() as group:
+            for watch in self._watches:
+                made = self._request(watch)
+                await asyncio.sleep(watch.arrival.at_s - self._now_s())
+                self._late_s = max(self._late_s, self._now_s() - watch.arrival.at_s)
+                if self._in_flight >= self._load.most_in_flight:
+                    detail = f"{self._in_flight} requests were in flight already"
+                    watch.end(Ending.REJECTED, detail, "not sent: too many in flight")
+                    self._ended()
+                    continue
+                self._in_flight += 1
+                group.create_task(self._one(watch, made))
+
+    async def run_closed(self, concurrency: int) -> None:
+        """So many at once: who ends makes room for the next."""
+        waiting = iter(self._watches)
+
+        async def one_after_another() -> None:
+            for watch in waiting:
+                made = self._request(watch)
+                watch.arrival = replace(watch.arrival, at_s=self._now_s())
+                self._in_flight += 1
+                await self._one(watch, made)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(self._watches))):
+                group.create_task(one_after_another())
+
+    def _request(self, watch: Watch) -> Request:
+        load = self._load
+        return request(self._workload, watch.index, load.vocab_size, slo=load.slo, seed=load.seed)
+
+    async def _one(self, watch: Watch, made: Request) -> None:
+        try:
+            async with asyncio.timeout(self._load.deadline_s), aclosing(self._ask(made)) as events:
+                async for event in events:
+                    watch.see(event)
+        except RequestFailed as error:
+            watch.end(Ending.REJECTED if error.refused else Ending.FAILED, str(error), error.reason)
+        except Rejected as error:
+            watch.end(Ending.REJECTED, str(error), "rejected")
+        except DiptychError as error:
+            watch.end(Ending.REJECTED if error.code in NO_ROOM else Ending.FAILED, str(error), error.code)
+        except ClusterError as error:
+            watch.end(Ending.FAILED, f"{type(error).__name__}: {error}", type(error).__name__)
+        except TimeoutError:
+            watch.end(Ending.FAILED, f"no end within {self._load.deadline_s:g} s", "deadline")
+        finally:
+            self._in_flight -= 1
+            self._ended()
+
+    def result(self) -> Run:
+        wall_s = self._now_s() - self._workload.arrivals[0].at_s  # of one clock with the rest
+        served = tuple(watch.served() for watch in self._watches)
+        ends = [each.token_s[-1] for each in served if len(each.token_s)]
+        concurrency = self._load.concurrency
+        sent = f"sent at most {self._late_s * 1e3:.1f} ms late"
+        if concurrency is not None:
+            sent = f"{concurrency} in flight, each sent when another had ended"
+        return Run(
+            system=self._load.system,
+            workload=self._workload.name + ("" if concurrency is None else f", {concurrency} in flight"),
+            clock="real",
+            seed=self._load.seed,
+            gpus=1,
+            seconds=max(ends, default=0.0) - served[0].arrival_s,
+            wall_s=wall_s,
+            served=served,
+            notes=(*self._workload.notes, sent, *self._counting(served)),
+        )
+
+    def _counting(self, served: tuple[Served, ...]) -> tuple[str, ...]:
+        """What a reader must know about the tokens' counts and times."""
+        finished = [watch for watch in self._watches if watch.ending is Ending.FINISHED]
+        untimed, uncounted = (
+            sum(watch.untimed for watch in finished),
+            sum(not watch.is_counted for watch in finished),
+        )
+        asked = sum(watch.arrival.prompt_tokens for watch in finished)
+        counted = sum(served[watch.index].prompt_tokens for watch in finished)
+        notes = []
+        if untimed:
+            notes.append(
+                f"{untimed} tokens came in chunks that do not say how many they hold; they count as come with their "
+                "answer's last chunk, so gaps between tokens are gaps between chunks"
+            )
+        if uncounted:
+            notes.append(f"{uncounted} answers came without usage: their tokens are their chunks")
+        if counted != asked:
+            notes.append(f"the server counted {counted} prompt tokens where {asked} were asked for")
+        return tuple(notes)

@@ -1,0 +1,90 @@
+"""Our own gRPC door as an endpoint, with its workers' own counts. Knows the client; knows no clock."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from cluster.events import Accepted, Completed, Queued
+from cluster.frontend.text import TextDelta
+from cluster.offline.load.endpoint import EndpointError
+from cluster.offline.load.sending import Ask, Ended, Load, drive, nothing
+from cluster.offline.scoring.records import Run, WorkerRecord
+from cluster.offline.workload.arrivals import Workload
+from diptych.access import Access
+from diptych.client import AsyncClient
+from diptych.view import ClusterView
+from workers.request import Request
+
+
+def through(client: AsyncClient, deadline_s: float, keep_ids: bool = False) -> Ask:
+    """A cluster's gRPC door. `keep_ids`: requests have the workload's ids there too; of one load at a time only."""
+
+    def ask(request: Request) -> AsyncGenerator[Queued | Accepted | TextDelta | Completed, None]:
+        sampling = request.sampling
+        assert sampling.max_tokens is not None and sampling.seed is not None, "a workload says both"
+        return client.generate(
+            request.prompt,
+            request_id=request.id if keep_ids else "",
+            session=request.session,
+            slo=request.slo,
+            timeout_s=deadline_s,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            ignore_eos=sampling.ignore_eos,
+        )
+
+    return ask
+
+
+async def drive_cluster(client: AsyncClient, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
+    """`drive` through a cluster's door, with its workers' own counts. Raises `DiptychError` when nobody answers."""
+    before = (await client.status()).view
+    run = await drive(through(client, load.deadline_s), workload, load, ended)
+    after = (await client.status()).view
+    workers = workers_between(before, after)
+    return replace(run, gpus=sum(worker.gpus for worker in workers), workers=workers)
+
+
+class GrpcEndpoint:
+    """One running cluster. Its client belongs to who opened it."""
+
+    def __init__(self, client: AsyncClient, address: str, name: str, model: str, vocab_size: int) -> None:
+        self._client = client
+        self.name = name
+        self.told = f"{name} at {address if '://' in address else f'grpc://{address}'}, model {model}"
+        self.vocab_size = vocab_size
+
+    async def drive(self, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
+        return await drive_cluster(self._client, workload, load, ended)
+
+
+@asynccontextmanager
+async def open_grpc(address: str, access: Access) -> AsyncIterator[GrpcEndpoint]:
+    """Raises `DiptychError` when nobody answers, `EndpointError` when its model is not loaded yet."""
+    async with AsyncClient(address, access=access) as client:
+        view = (await client.status()).view
+        if view.model is None:
+            raise EndpointError(f"{view.name} at {address} is still loading its model; try again later")
+        yield GrpcEndpoint(client, address, view.name, view.model.name, view.model.vocab_size)
+
+
+def workers_between(before: ClusterView, after: ClusterView) -> tuple[WorkerRecord, ...]:
+    """What the workers' own counts tell of a run; of one that restarted meanwhile, since then."""
+    was = {worker.incarnation: worker.stats for worker in before.workers}
+    records = []
+    for worker in after.workers:
+        now, then = worker.stats, was.get(worker.incarnation)
+        records.append(
+            WorkerRecord(
+                worker.name,
+                worker.pool,
+                worker.role.value,
+                worker.parallel.world_size,
+                now.total_blocks,
+                steps=now.steps - (then.steps if then else 0),
+                preemptions=now.preemptions - (then.preemptions if then else 0),
+                swaps=now.swaps - (then.swaps if then else 0),
+            )
+        )
+    return tuple(records)

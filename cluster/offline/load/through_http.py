@@ -1,0 +1,217 @@
+"""Any OpenAI server as an endpoint: streamed `/v1/completions`, with the server's own count of tokens.
+
+What a server takes is found out before the load, by one short request after another, the richest first:
+
+    token ids + ignore_eos and usage in every chunk  >  text + the same  >  token ids alone  >  text alone
+
+Each chunk has the time at which it came; how many tokens it holds is known where its usage says so. Knows no cluster.
+"""
+
+import json
+import os
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from cluster.offline.load.endpoint import EndpointError, Target
+from cluster.offline.load.sending import Ended, Load, RequestFailed, drive, nothing
+from cluster.offline.load.words import VOCAB_SIZE, Tokens, text_of
+from cluster.offline.scoring.records import Run
+from cluster.offline.scoring.watch import Chunk, Counted
+from cluster.offline.workload.arrivals import Workload
+from workers.request import Request, SamplingParams
+
+SAFE_VOCAB_SIZE = 256  # ids that every vocabulary has
+CONNECT_S = 10.0
+LINE_BYTES = 1 << 20  # a chunk's longest line
+TRIAL = Request("trial", tuple(range(3, 11)), SamplingParams(temperature=0.0, seed=0, max_tokens=2, ignore_eos=True))
+REFUSED = (429, 503)
+UNLIKED = (400, 422)  # the body is not as the server wants it
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How requests are written. `extended`: with what vLLM and others added to OpenAI's."""
+
+    token_ids: bool
+    extended: bool
+
+    def __str__(self) -> str:
+        prompts = "token ids" if self.token_ids else "text"
+        return f"prompts as {prompts}" + ("" if self.extended else ", answers may end early")
+
+
+FORMS = tuple(Form(token_ids, extended) for extended in (True, False) for token_ids in (True, False))
+
+
+class HttpEndpoint:
+    """One server and model. The session belongs to who opened it."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, base: str, model: str, form: Form, tokenizer: Tokens | None, ids: int
+    ) -> None:
+        self._session = session
+        self._base = base
+        self._model = model
+        self._form = form
+        self._tokenizer = tokenizer
+        self.name = model
+        self.vocab_size = ids if form.token_ids else VOCAB_SIZE
+        self.told = f"{model} at {base}, {form}"
+
+    async def drive(self, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
+        run = await drive(self.ask, workload, load, ended)
+        return replace(run, notes=(*run.notes, f"{self.told}; counted as one rank, the server does not say"))
+
+    async def ask(self, request: Request) -> AsyncGenerator[Chunk | Counted, None]:
+        """Raises `RequestFailed` for whatever keeps the answer from coming whole."""
+        try:
+            async with self._session.post(f"{self._base}/completions", json=self._body(request)) as response:
+                if response.status != 200:
+                    message = await _message(response)
+                    refused = response.status in REFUSED
+                    raise RequestFailed(f"HTTP {response.status}", message, refused=refused)
+                async for event in _events(response):
+                    yield event
+        except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+            raise RequestFailed("no connection", _unreached(error)) from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise RequestFailed("stream cut", f"{type(error).__name__}: {error}") from error
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        sampling = request.sampling
+        prompt = list(request.prompt) if self._form.token_ids else text_of(request.prompt, self._tokenizer)
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._form.extended:
+            body["ignore_eos"] = sampling.ignore_eos
+            body["stream_options"]["continuous_usage_stats"] = True
+        return body
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[Chunk | Counted, None]:
+    """One `Chunk` for each piece of the answer, then the server's count. Raises `RequestFailed`, ValueError."""
+    told, done, finished = 0, False, False
+    usage: dict[str, Any] = {}
+    async for line in response.content:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            done = True
+            break
+        piece = json.loads(data)
+        if "error" in piece:
+            raise RequestFailed("error in the stream", _said(piece))
+        usage = piece.get("usage") or usage
+        choice: dict[str, Any] = next(iter(piece.get("choices") or ()), {})
+        finished = finished or choice.get("finish_reason") is not None
+        counted = (piece.get("usage") or {}).get("completion_tokens") if choice else None
+        new = int(bool(choice.get("text"))) if counted is None else counted - told
+        if new > 0:
+            told += new
+            yield Chunk(new)
+    if not (done or finished):
+        raise RequestFailed("stream cut", f"the stream ended after {told} tokens, without its end")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    yield Counted(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
+
+
+def _unreached(error: aiohttp.ClientError) -> str:
+    number = error.os_error.errno if isinstance(error, aiohttp.ClientConnectorError) else None
+    return os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
+
+
+async def _message(response: aiohttp.ClientResponse) -> str:
+    text = (await response.text(errors="replace")).strip()
+    try:
+        return _said(json.loads(text))
+    except ValueError:
+        return " ".join(text[:200].split()) or str(response.reason)
+
+
+def _said(body: Any) -> str:
+    """The message of an error's body, as OpenAI and others write it."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    return " ".join(str(message or error)[:400].split())
+
+
+@asynccontextmanager
+async def open_http(target: Target) -> AsyncIterator[HttpEndpoint]:
+    """Asks which model there is and tries short requests. Raises `EndpointError`."""
+    base = target.address.rstrip("/")
+    if base.count("/") == 2:
+        base += "/v1"
+    headers = {"Authorization": f"Bearer {target.bearer}"} if target.bearer else {}
+    tokenizer = _tokenizer(target)
+    async with aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0, ssl=target.access.context() if target.access.has_files else True),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        read_bufsize=LINE_BYTES,
+    ) as session:
+        model = target.model or await _only_model(session, base)
+        ids = tokenizer.vocab_size if tokenizer is not None else SAFE_VOCAB_SIZE
+        yield await _first_that_is_taken(session, base, model, tokenizer, ids)
+
+
+def _tokenizer(target: Target) -> Any:
+    if target.tokenizer is None:
+        return None
+    from workers.model.tokenizer import Tokenizer
+
+    return Tokenizer(target.tokenizer)
+
+
+async def _first_that_is_taken(
+    session: aiohttp.ClientSession, base: str, model: str, tokenizer: Tokens | None, ids: int
+) -> HttpEndpoint:
+    unliked: RequestFailed | None = None
+    for form in FORMS:
+        endpoint = HttpEndpoint(session, base, model, form, tokenizer, ids)
+        try:
+            async for _ in endpoint.ask(TRIAL):
+                pass
+            return endpoint
+        except RequestFailed as error:
+            if error.reason not in map("HTTP {}".format, UNLIKED):
+                raise EndpointError(f"{base}: a short request for model {model} fails: {_hinted(error)}") from error
+            unliked = unliked or error
+    raise EndpointError(f"{base}: a short request for model {model} is refused: {_hinted(unliked)}")
+
+
+def _hinted(error: RequestFailed | None) -> str:
+    assert error is not None
+    hints = {
+        "HTTP 401": "; give a key by --key-file, DIPTYCH_API_KEY or OPENAI_API_KEY",
+        "HTTP 403": "; give a key by --key-file, DIPTYCH_API_KEY or OPENAI_API_KEY",
+        "HTTP 404": "; is this the server's /v1, and --model one of its models?",
+    }
+    return f"{error} ({error.reason}){hints.get(error.reason, '')}"
+
+
+async def _only_model(session: aiohttp.ClientSession, base: str) -> str:
+    try:
+        async with session.get(f"{base}/models") as response:
+            if response.status != 200:
+                failed = RequestFailed(f"HTTP {response.status}", await _message(response))
+                raise EndpointError(f"{base}/models: {_hinted(failed)}")
+            names = [str(each["id"]) for each in (await response.json(content_type=None))["data"]]
+    except aiohttp.ClientError as error:
+        raise EndpointError(f"nobody answers at {base} ({_unreached(error)}); is the server up?") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise EndpointError(f"{base}/models is no list of models; is this an OpenAI server?") from error
+    if len(names) != 1:
+        raise EndpointError(f"{base} has {len(names)} models ({', '.join(names[:5])}); choose one with --model")
+    return names[0]

@@ -1,0 +1,167 @@
+"""Configurations in turn under the same load: each started on this machine, sent its runs, and taken down again.
+
+    for each seed           the order of configurations turns by one, so each has every place once in so many seeds
+        for each of them    start, a few requests that do not count, a run for each rate, end
+
+Knows how a configuration is started and sent a load; what the runs amount to is `cluster.offline.scoring.trials`' business.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from cluster.offline.load.batches import number_of
+from cluster.offline.load.endpoint import Endpoint, EndpointError, Target
+from cluster.offline.load.opening import open_endpoint
+from cluster.offline.load.processes import Child, ProcessFailed
+from cluster.offline.load.sending import Ended, Load, nothing
+from cluster.offline.scoring.figures import figures
+from cluster.offline.scoring.records import Run
+from cluster.offline.scoring.trials import Trial
+from cluster.offline.workload.arrivals import Workload
+from cluster.offline.workload.changes import at_rate, first, told_apart
+from cluster.offline.workload.load import load_workload
+from cluster.spec import Role, load_spec
+from diptych.access import Access
+
+START_S = 300.0
+READY = "ready: grpc"  # or grpcs
+WARM_UP = 2  # requests
+KINDS = {"colocated=": True, "split=": False}  # before an endpoint's address
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What is compared. `is_colocated`: its workers do both phases; None: nobody said. `told`: what it is, in words.
+
+    `target` of a server that runs already; without, `path` is the cluster's YAML, which is started here.
+    """
+
+    name: str
+    told: str
+    is_colocated: bool | None
+    path: Path | None = None
+    target: Target | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What each configuration is sent. `rates`: requests a second; None: the workload's own times. `access`: to those
+    that are started here and are guarded."""
+
+    source: str
+    rates: tuple[float | None, ...]
+    seeds: tuple[int, ...]
+    runtime: str = "ray"
+    access: Access = field(default_factory=Access)
+
+    def workload(self, rate: float | None, seed: int) -> Workload:
+        """The same for every configuration; other prompts at every rate."""
+        made = load_workload(self.source, seed=seed)
+        turn = 1 + self.rates.index(rate)
+        return told_apart(made if rate is None else at_rate(made, rate), number_of(seed, turn))
+
+    def warm_up(self, seed: int) -> Workload:
+        return told_apart(first(load_workload(self.source, seed=seed), WARM_UP), number_of(seed, 0))
+
+    def order(self, configurations: Sequence[Configuration], place: int) -> list[Configuration]:
+        """Under the seed at this place."""
+        off = place % len(configurations)
+        return [*configurations[off:], *configurations[:off]]
+
+
+class Watcher(Protocol):
+    """Told of what goes on."""
+
+    def starts(self, name: str) -> None:
+        """This configuration is being started."""
+        ...
+
+    def runs(self, name: str, what: str, requests: int) -> Ended:
+        """It is sent its load; what is returned is called whenever a request has ended."""
+        ...
+
+    def ran(self, trial: Trial) -> None:
+        """A run has ended."""
+        ...
+
+
+def configuration_of(path: str) -> Configuration:
+    """Of a cluster's YAML. Raises `SpecError` and OSError."""
+    spec = load_spec(path)
+    pools = ", ".join(f"{pool.replicas} {pool.role.value}" for pool in spec.pools)
+    is_colocated = all(pool.role is Role.MIXED for pool in spec.pools)
+    return Configuration(spec.name, f"{spec.name}: {path}, {pools}", is_colocated, Path(path))
+
+
+def kind_of(given: str) -> tuple[bool | None, str]:
+    """Of an endpoint whether it is colocated, where that is said before its address, and the address."""
+    word = next((word for word in KINDS if given.startswith(word)), "")
+    return KINDS.get(word), given.removeprefix(word)
+
+
+def beside(given: str, target: Target) -> Configuration:
+    """A server that others started, and that keeps running."""
+    is_colocated, address = kind_of(given)
+    kind = {True: "colocated", False: "split", None: "colocated or split, that was not said"}[is_colocated]
+    told = f"{address}, which was running already; {kind}"
+    return Configuration(address.partition("://")[2], told, is_colocated, target=target)
+
+
+async def run_trials(
+    configurations: Sequence[Configuration],
+    plan: Plan,
+    load: Callable[[Endpoint, int], Load],
+    watcher: Watcher,
+) -> tuple[tuple[Trial, ...], dict[str, Run]]:
+    """All runs, and of each configuration the first one with all its records. Raises whatever a start raises."""
+    trials: list[Trial] = []
+    firsts: dict[str, Run] = {}
+    for place, seed in enumerate(plan.seeds):
+        for each in plan.order(configurations, place):
+            watcher.starts(each.name)
+            async with running(each, plan) as endpoint:
+                wanted = load(endpoint, seed)
+                await endpoint.drive(plan.warm_up(seed), replace(wanted, concurrency=WARM_UP), nothing)
+                for rate in plan.rates:
+                    workload = plan.workload(rate, seed)
+                    ended = watcher.runs(each.name, f"seed {seed}, {load_name(rate, wanted)}", len(workload.arrivals))
+                    run = replace(await endpoint.drive(workload, wanted, ended), system=each.name)
+                    firsts.setdefault(each.name, run)
+                    told = figures(run, wanted.slo)
+                    trials.append(Trial(each.name, each.is_colocated, load_name(rate, wanted), seed, told))
+                    watcher.ran(trials[-1])
+    return tuple(trials), {each.name: firsts[each.name] for each in configurations}
+
+
+def load_name(rate: float | None, load: Load) -> str:
+    if load.concurrency is not None:
+        return f"{load.concurrency} in flight"
+    return "as written" if rate is None else f"{rate:g} requests/s"
+
+
+@asynccontextmanager
+async def running(configuration: Configuration, plan: Plan) -> AsyncIterator[Endpoint]:
+    """Its endpoint, as long as the block lasts. Raises `EndpointError`, with the last that it said."""
+    if configuration.target is not None:
+        async with open_endpoint(configuration.target) as endpoint:
+            yield endpoint
+        return
+    command = [sys.executable, "-m", "cluster.cli", "serve", "-f", str(configuration.path), "--port", "0"]
+    unbuffered = {"PYTHONUNBUFFERED": "1"}
+    if "RAY_ADDRESS" in os.environ:
+        raise EndpointError("RAY_ADDRESS is set; configurations share the cores of this machine only: unset it")
+    with Child([*command, "--runtime", plan.runtime], unbuffered) as child:
+        try:
+            line = await asyncio.to_thread(child.wait_line, READY, START_S)
+        except ProcessFailed as error:
+            told = child.said[-1].text if child.said else ""
+            why = told.removeprefix("Error: ") if told.startswith("Error: ") else str(error)
+            raise EndpointError(f"{configuration.name} does not start: {why}") from error
+        async with open_endpoint(Target(line.text.partition("ready: ")[2], access=plan.access)) as endpoint:
+            yield endpoint

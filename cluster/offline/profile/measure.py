@@ -1,0 +1,116 @@
+"""The whole of a profile: every pool's steps, the path of requests, and who slows whom. Knows the client."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+
+from cluster.offline.load import machine
+from cluster.offline.profile.beside import measure_beside
+from cluster.offline.profile.path import Path, measure_path
+from cluster.offline.profile.steps import Steps, measure_steps
+from cluster.spec import Role
+from diptych.client import AsyncClient
+from diptych.view import ClusterView, WorkerView
+from workers.profiles.errors import ProfileError
+from workers.profiles.fit import fit
+from workers.profiles.measured import ClusterProfile, LinkProfile, Neighbours, PoolProfile
+
+ROUNDS = 3
+
+Tell = Callable[[str, int, int | None], None]  # what, done, of how many
+
+
+async def measure(client: AsyncClient, tell: Tell, rounds: int = ROUNDS) -> ClusterProfile:
+    """Measure an idle, running cluster: one worker of each pool stands for its pool.
+
+    Raises `DiptychError` when nobody answers or a worker has work, `ProfileError` when there is nothing to fit.
+    """
+    view = (await client.status()).view
+    workers = _one_of_each(view)
+    decoder = next((worker for worker in workers if worker.role is not Role.PREFILL), None)
+    if decoder is None or view.model is None:
+        raise ProfileError("no worker that decodes is ready; wait for one, or raise its pool's replicas")
+    tell("requests", 0, None)
+    path = await measure_path(client, decoder.name, view.model.vocab_size)
+    pools = []
+    for worker in workers:
+        steps = await measure_steps(client, worker.name, rounds, partial(tell, f"steps of {worker.name}"))
+        pools.append(_pool(worker, steps, path))
+    neighbours = []
+    for one, other in _neighbours(view):
+        tell(f"{one.name} beside {other.name}", 0, None)
+        linked = view.linked(one.name, other.name)
+        ratios = await measure_beside(client, one, other, linked, view.model.vocab_size)
+        neighbours += [Neighbours(one.pool, other.pool, ratios[0]), Neighbours(other.pool, one.pool, ratios[1])]
+    return ClusterProfile(
+        cluster=view.name,
+        model=view.model.name,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=f"{len(machine.allowed_cores())} cores of {machine.cpu_name()}, {machine.system_name()}",
+        versions=", ".join(f"{name} {version}" for name, version in machine.versions().items()),
+        context_length=view.model.context_length,
+        vocab_size=view.model.vocab_size,
+        pools=tuple(pools),
+        links=tuple(_links(view)),
+        neighbours=tuple(_worst(neighbours)),
+        kv_token_bytes=path.kv_token_bytes,
+        door_s=path.door_s,
+        lone_s=path.lone_s,
+    )
+
+
+def _pool(worker: WorkerView, steps: Steps, path: Path) -> PoolProfile:
+    return PoolProfile(
+        worker.pool,
+        worker.parallel.tensor,
+        worker.parallel.pipeline,
+        fit(steps.points),
+        steps.points,
+        path.gap_s,
+        path.gap_row_s,
+        steps.call_s,
+    )
+
+
+def _one_of_each(view: ClusterView) -> list[WorkerView]:
+    """The first ready worker of each pool. Raises `ProfileError`."""
+    first: dict[str, WorkerView] = {}
+    for worker in view.ready(*Role):
+        first.setdefault(worker.pool, worker)
+    if missing := {worker.pool for worker in view.workers} - first.keys():
+        raise ProfileError(f"no worker of {', '.join(sorted(missing))} is ready; wait for it, or take the pool out")
+    return list(first.values())
+
+
+def _neighbours(view: ClusterView) -> Iterator[tuple[WorkerView, WorkerView]]:
+    """Two workers on one node for each pair of pools that has such; linked ones, owner first, if there are any."""
+    ready = view.ready(*Role)
+    pairs = [(one, other) for one in ready for other in ready if one is not other and one.node == other.node]
+    done: set[frozenset[str]] = set()
+    for one, other in sorted(pairs, key=lambda pair: not view.linked(pair[0].name, pair[1].name)):
+        pools = frozenset((one.pool, other.pool))
+        if pools not in done:
+            done.add(pools)
+            yield one, other
+
+
+def _links(view: ClusterView) -> Iterator[LinkProfile]:
+    """For each pair of pools its slowest link."""
+    pool_of = {worker.name: worker.pool for worker in view.workers}
+    slowest: dict[tuple[str, str], LinkProfile] = {}
+    for link in view.links:
+        pools = pool_of[link.owner], pool_of[link.reader]
+        found = slowest.get(pools)
+        if found is None or link.bytes_per_s < found.bytes_per_s:
+            slowest[pools] = LinkProfile(*pools, link.transport, link.latency_s, link.bytes_per_s)
+    yield from slowest.values()
+
+
+def _worst(found: list[Neighbours]) -> Iterator[Neighbours]:
+    """A pool's two workers side by side give two ratios; the larger holds."""
+    worst: dict[tuple[str, str], Neighbours] = {}
+    for each in found:
+        known = worst.get((each.pool, each.other))
+        worst[each.pool, each.other] = each if known is None else replace(each, ratio=max(each.ratio, known.ratio))
+    yield from worst.values()

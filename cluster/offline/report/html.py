@@ -1,0 +1,132 @@
+"""One HTML page that stands alone: tables, pictures and what the words mean. No script, no link to anywhere."""
+
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cluster.offline.report.compared import Compared, unit_of
+from cluster.offline.report.gantt import pool_gantt, request_gantt
+from cluster.offline.report.pictures import attainment_curves, goodput_bars, latency_curves, phase_bars, scatter
+from cluster.offline.report.spans import typical
+from cluster.offline.report.style import png
+from cluster.offline.report.table import NOTHING, Grid, comparison, details, pools
+from cluster.offline.scoring.figures import DEFINITIONS
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """`name` is a word for a file; `draw` gives a figure of matplotlib."""
+
+    name: str
+    caption: str
+    draw: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class More:
+    """What a page has besides its systems: lines that sum up, tables, pictures."""
+
+    told: tuple[str, ...] = ()
+    grids: tuple[Grid, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+
+
+NO_MORE = More()
+
+
+def pictures(systems: Sequence[Compared]) -> tuple[Picture, ...]:
+    """All that these systems have figures for; nothing is drawn yet."""
+    return tuple(_pictures(systems))
+
+
+def _pictures(systems: Sequence[Compared]) -> Iterator[Picture]:
+    if any(system.goodputs for system in systems):
+        yield Picture("goodput", f"Goodput per {unit_of(systems)}, by target.", partial(goodput_bars, systems))
+        curves = (
+            f"Attainment over the rate per {unit_of(systems)}: lines are means of all seeds, dots are single probes."
+        )
+        yield Picture("attainment", curves, partial(attainment_curves, systems))
+    if any(system.sweep for system in systems):
+        yield Picture("latency", "Latencies over the rate that was offered.", partial(latency_curves, systems))
+    runs = [system.run for system in systems if system.run is not None]
+    if runs:
+        slo = systems[0].figures.slo
+        yield Picture("requests", "Every request against the promises.", partial(scatter, runs, slo))
+    if any(system.figures.phases_s for system in systems):
+        yield Picture("phases", "Where a finished request's time went, on average.", partial(phase_bars, systems))
+    for number, run in enumerate(runs):
+        if run.steps:
+            caption = f"Steps of {run.system}'s workers, a part from the middle of the run."
+            yield Picture(f"steps-{number}", caption, partial(pool_gantt, run))
+        for percentile, which in ((50, "median"), (99, "slow")):
+            if (served := typical(run, percentile)) is not None:
+                caption = f"A {which} request of {run.system}: the {percentile}th percentile of E2E."
+                yield Picture(f"request-{number}-p{percentile}", caption, partial(request_gantt, served))
+
+
+def ran(systems: Sequence[Compared]) -> Grid:
+    """What was run, with which seeds, on how many GPUs, and by which clock."""
+    headers = (
+        "system",
+        "workload",
+        "requests",
+        f"{unit_of(systems)}s",
+        "clock",
+        "seed",
+        "goodput seeds",
+        "seconds",
+        "wall seconds",
+    )
+    return Grid("", headers, tuple(_ran(system) for system in systems))
+
+
+def _ran(system: Compared) -> tuple[str, ...]:
+    figures = system.figures
+    seeds = sorted({seed for goodput in system.goodputs for seed in goodput.seeds})
+    return (
+        *(system.name, figures.workload, str(figures.requests), str(figures.gpus), figures.clock, str(figures.seed)),
+        ", ".join(map(str, seeds)) or NOTHING,
+        f"{figures.seconds:.4g}",
+        f"{system.run.wall_s:.3g}" if system.run else NOTHING,
+    )
+
+
+def page(
+    title: str,
+    systems: Sequence[Compared],
+    *,
+    subtitle: str = "",
+    notes: Sequence[str] = (),
+    images: Mapping[str, bytes] | None = None,
+    more: More = NO_MORE,
+) -> str:
+    """The whole page. Raises `NoPictures` without matplotlib, ValueError with nothing to show.
+
+    `notes` go below what was run, with the notes of the runs behind them. `images`: pictures that are PNGs already,
+    by name; all others are drawn.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    if not systems and not more.grids:
+        raise ValueError("a report needs at least one system")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    of_runs = (note for system in systems for note in system.figures.notes)
+    have = images or {}
+    shown = ((each.caption, have.get(each.name) or png(each.draw())) for each in (*more.pictures, *pictures(systems)))
+    return environment.from_string(TEMPLATE.read_text()).render(
+        title=title,
+        subtitle=subtitle,
+        ran=ran(systems) if systems else None,
+        notes=list(dict.fromkeys((*notes, *of_runs))),
+        told=[f"{system.name}: {goodput.told}" for system in systems for goodput in system.goodputs],
+        summed=more.told,
+        found=more.grids,
+        grids=[grid for grid in (comparison(systems), details(systems), pools(systems)) if grid.rows],
+        pictures=[{"caption": caption, "base64": b64encode(image).decode()} for caption, image in shown],
+        definitions=DEFINITIONS,
+    )

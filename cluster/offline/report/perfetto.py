@@ -1,0 +1,145 @@
+"""Any run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open. Real and virtual runs alike.
+
+    process of each worker     a thread for each lane: steps in flight at once must not overlap on one thread
+    process "requests"         an async track for each request, with the phases of its ledger
+    arrows                     from the last prefill step of a request to its first decode step elsewhere
+
+Written in the Trace Event Format (JSON), as Perfetto reads it: `ts` and `dur` in microseconds; threads are numbered
+over all processes, because Perfetto names them by number alone; async events that share category and id nest. Times
+are whole microseconds, so that what touches in the run touches here and nothing overlaps by a rounding.
+Arrows need steps, so a run must have been traced to have them.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cluster.observe.ledger import Span
+from cluster.offline.report.spans import lanes, phases, transfer, whole
+from cluster.offline.scoring.records import Run, Served, StepRecord
+
+Event = dict[str, Any]
+REQUESTS = 1  # the process of the requests; workers follow
+
+
+def events(run: Run) -> Iterator[Event]:
+    """Names first, then steps by worker, arrows, and requests."""
+    yield named("process_name", REQUESTS, 0, f"requests of {run.system}")
+    yield {"ph": "M", "name": "process_sort_index", "pid": REQUESTS, "tid": 0, "args": {"sort_index": -1}}
+    places: dict[int, tuple[int, int]] = {}  # step, by identity -> process and thread
+    thread = REQUESTS
+    workers = dict.fromkeys([*(worker.name for worker in run.workers), *(step.worker for step in run.steps)])
+    by_worker: dict[str, list[StepRecord]] = {name: [] for name in workers}
+    for step in run.steps:
+        by_worker[step.worker].append(step)
+    for process, (worker, steps) in enumerate(by_worker.items(), REQUESTS + 1):
+        yield named("process_name", process, 0, worker)
+        laid = lanes(steps)
+        for lane in range(1 + max((lane for lane, _ in laid), default=0)):
+            yield named("thread_name", process, thread + 1 + lane, f"engine, lane {lane}" if lane else "engine")
+        for lane, step in laid:
+            places[id(step)] = process, thread + 1 + lane
+            yield _step(step, *places[id(step)])
+        thread += 1 + max((lane for lane, _ in laid), default=0)
+    yield from _arrows(run, places)
+    for served in run.served:
+        yield from _request(served)
+
+
+def named(what: str, process: int, thread: int, title: str) -> Event:
+    """What a process or a thread is called."""
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": title}}
+
+
+def _step(step: StepRecord, process: int, thread: int) -> Event:
+    counts = ((step.prompt_tokens, "prompt tokens"), (step.batch, "decodes"))
+    begin_us, end_us = round(step.begin_s * 1e6), round(step.end_s * 1e6)
+    return {
+        **{"ph": "X", "cat": "step", "pid": process, "tid": thread, "ts": begin_us, "dur": end_us - begin_us},
+        "name": " + ".join(f"{count} {what}" for count, what in counts if count) or "step",
+        "args": {"prompt_tokens": step.prompt_tokens, "decodes": step.batch, "requests": list(step.requests)},
+    }
+
+
+def _arrows(run: Run, places: dict[int, tuple[int, int]]) -> Iterator[Event]:
+    """A flow starts within the slice it leaves, and ends at the beginning of the slice it enters."""
+    prefills: dict[int, StepRecord] = {}
+    decodes: dict[int, StepRecord] = {}
+    handed = {each.index: each for each in run.served if each.prefill_worker != each.decode_worker}
+    for step in sorted(run.steps, key=lambda step: step.begin_s):
+        for index in step.requests:
+            if (served := handed.get(index)) is None:
+                continue
+            if step.worker == served.prefill_worker:
+                prefills[index] = step
+            elif step.worker == served.decode_worker:
+                decodes.setdefault(index, step)
+    for index, left in prefills.items():
+        entered = decodes.get(index)
+        if entered is not None and entered.begin_s >= left.end_s:
+            flow = {"cat": "handoff", "name": "KV", "id": index + 1}
+            for step, kind, at_s in ((left, "s", (left.begin_s + left.end_s) / 2), (entered, "f", entered.begin_s)):
+                process, thread = places[id(step)]
+                bound = {"bp": "e"} if kind == "f" else {}
+                yield {"ph": kind, **flow, "pid": process, "tid": thread, "ts": round(at_s * 1e6), **bound}
+
+
+def _request(served: Served) -> Iterator[Event]:
+    """The whole request, its phases within it, and the hand-off on a track of its own, for it overlaps with them."""
+    args = {
+        "ending": served.ending.value,
+        "detail": served.detail,
+        "prompt_tokens": served.prompt_tokens,
+        "cached_tokens": served.cached_tokens,
+        "output_tokens": len(served.token_s),
+        "attempts": served.attempts,
+        "prefill_worker": served.prefill_worker,
+        "decode_worker": served.decode_worker,
+        "ttft_ms": None if served.ttft_s is None else 1e3 * served.ttft_s,
+        "tpot_ms": None if served.tpot_s is None else 1e3 * served.tpot_s,
+    }
+    yield from track(served.index, f"request {served.index}", whole(served), phases(served), args)
+    if (moved := transfer(served)) is not None:
+        apart = {**_track(served.index), "cat": "transfer", "name": f"transfer {served.index}"}
+        yield {"ph": "b", **apart, "ts": us(moved.begin_ns), "args": {"bytes": served.transfer_bytes}}
+        yield {"ph": "e", **apart, "ts": us(moved.end_ns)}
+
+
+def track(number: int, title: str, span: Span, parts: Iterable[Span], args: Event) -> Iterator[Event]:
+    """An async track: one span and its parts within it."""
+    on = _track(number)
+    yield {"ph": "b", **on, "name": title, "ts": us(span.begin_ns), "args": args}
+    for part in parts:
+        yield {"ph": "b", **on, "name": part.name, "ts": us(part.begin_ns)}
+        yield {"ph": "e", **on, "name": part.name, "ts": us(part.end_ns)}
+    yield {"ph": "e", **on, "name": title, "ts": us(span.end_ns)}
+
+
+def _track(number: int) -> Event:
+    return {"cat": "request", "id": f"0x{number + 1:x}", "pid": REQUESTS, "tid": 0}
+
+
+def us(ns: int) -> int:
+    return (ns + 500) // 1000  # a float has too few digits for the time of day in nanoseconds
+
+
+def write(run: Run, path: Path) -> int:
+    """As one file, an event a line; returns how many. Holds few events at a time. The folder is made."""
+    about = {"system": run.system, "workload": run.workload, "clock": run.clock, "seed": run.seed, "gpus": run.gpus}
+    return write_events(events(run), about, path)
+
+
+def write_events(events: Iterable[Event], about: Event, path: Path) -> int:
+    """As `write`."""
+    import msgspec
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    encode = msgspec.json.encode
+    with path.open("wb") as out:
+        out.write(b'{"displayTimeUnit":"ms","otherData":' + encode(about) + b',"traceEvents":[\n')
+        for event in events:
+            out.write((b",\n" if count else b"") + encode(event))
+            count += 1
+        out.write(b"\n]}\n")
+    return count

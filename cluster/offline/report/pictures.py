@@ -1,0 +1,219 @@
+"""Systems beside each other: goodput, attainment and latency over the rate, every request against its promise.
+
+Pictures for matplotlib, from figures alone. Rates are per GPU, counting all that were provisioned.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from typing import Any
+
+from cluster.offline.report.compared import Compared, unit_of
+from cluster.offline.report.gantt import PHASE_COLOURS
+from cluster.offline.report.style import BLUE, COLOURS, GREEN, GREY, RED, drawn, look, panels, plain
+from cluster.offline.scoring.figures import Figures, Percentiles, attainment, promise
+from cluster.offline.scoring.goodput import Goodput
+from cluster.offline.scoring.latencies import latencies
+from cluster.offline.scoring.records import Run
+from workers.request import SLO
+
+LINES = {"p50": "-", "p90": "--", "p99": ":"}
+COLUMNS = 3
+# name -> what is drawn of the figures, times what, and the promise on it
+METRICS: Mapping[str, tuple[Callable[[Figures], Percentiles | None], float, Callable[[SLO], float | None]]] = {
+    "TTFT, s": (lambda figures: figures.ttft_s, 1.0, lambda slo: slo.ttft_s),
+    "TPOT, ms": (lambda figures: figures.tpot_s, 1e3, lambda slo: slo.tpot_s),
+    "E2E, s": (lambda figures: figures.e2e_s, 1.0, lambda slo: None),
+}
+
+
+@drawn
+def goodput_bars(systems: Sequence[Compared]) -> Any:
+    """Goodput per GPU for each target, with the 95 % confidence interval over seeds."""
+    targets = sorted({goodput.target for system in systems for goodput in system.goodputs})
+    if not targets:
+        raise ValueError("no system's goodput was searched: there are no bars to draw")
+    picture, ((panel,),) = panels(1, 1, 8.0, 1.7 + len(systems) * (0.2 + 0.22 * len(targets)))
+    height = 0.8 / len(targets)
+    for number, target in enumerate(targets):
+        for row, system in enumerate(systems):
+            for goodput in (each for each in system.goodputs if each.target == target):
+                at = row - 0.4 + (number + 0.5) * height
+                label = f"at least {100 * target:g} % of requests"
+                panel.barh(at, goodput.per_gpu, height=0.9 * height, color=COLOURS[number], label=label)
+                _interval(panel, goodput, at)
+    panel.set_yticks(range(len(systems)), [f"{each.name}\n({each.figures.provisioned})" for each in systems])
+    panel.set_ylim(len(systems) - 0.5, -0.5)
+    panel.margins(x=0.15)
+    panel.set_xlim(left=0.0)
+    panel.grid(axis="y", visible=False)
+    slo = next(goodput.slo for system in systems for goodput in system.goodputs)
+    panel.set(
+        xlabel=f"goodput, requests/s per {unit_of(systems)} (black: 95 % CI over seeds)",
+        title=f"Goodput with {promise(slo)}",
+    )
+    _legend(picture, panel)
+    return picture
+
+
+def _interval(panel: Any, goodput: Goodput, at: float) -> None:
+    low, high = goodput.low / goodput.gpus, goodput.high / goodput.gpus
+    if high > low:
+        panel.plot([low, high], [at, at], "|-", color="black", linewidth=1.0, markersize=5)
+    told = "not attainable" if goodput.unattainable else f"{'at least ' if goodput.capped else ''}{goodput.per_gpu:.3g}"
+    panel.annotate(told, (high, at), (5, 0), textcoords="offset points", va="center", fontsize=8)
+
+
+@drawn
+def attainment_curves(systems: Sequence[Compared]) -> Any:
+    """Share of requests that kept both promises, over the rate: means of all seeds, and a dot for each seed's probe."""
+    targets = sorted({goodput.target for system in systems for goodput in system.goodputs})
+    if not targets:
+        raise ValueError("no system's goodput was searched: there are no curves to draw")
+    picture, ((panel,),) = panels(1, 1, 8.5, 4.4)
+    for number, system in enumerate(systems):
+        if system.goodputs:
+            goodput = max(system.goodputs, key=lambda each: len(each.probes))
+            style = look(number)
+            curve = [(rate / goodput.gpus, 100 * attained.both) for rate, attained in goodput.curve]
+            dots = [(probe.rate / goodput.gpus, 100 * probe.attained.both) for probe in goodput.probes]
+            panel.plot(
+                *zip(*curve, strict=True),
+                **style,
+                markersize=5,
+                label=f"{system.name} ({goodput.provisioned})",
+            )
+            panel.plot(*zip(*dots, strict=True), ".", color=style["color"], alpha=0.35, markersize=4)
+    for target in targets:
+        panel.axhline(100 * target, color="black", linewidth=0.8, linestyle="--")
+        panel.annotate(
+            f"{100 * target:g} %", (1.0, 100 * target), (4, 0), ("axes fraction", "data"), "offset points", va="center"
+        )
+    panel.set_xscale("log")
+    plain(panel.xaxis)
+    panel.set_ylim(-3, 103)
+    slo = next(goodput.slo for system in systems for goodput in system.goodputs)
+    panel.set(
+        xlabel=f"requests/s per {unit_of(systems)}",
+        ylabel="requests that keep both promises, %",
+        title=f"Attainment of {promise(slo)}",
+    )
+    _legend(picture, panel)
+    return picture
+
+
+@drawn
+def scatter(runs: Sequence[Run], slo: SLO) -> Any:
+    """Every finished request's TTFT and TPOT, and the box that the promises make; one panel a run."""
+    columns = min(COLUMNS, len(runs))
+    rows = -(-len(runs) // columns)
+    picture, grid = panels(rows, columns, 1.0 + 3.6 * columns, 0.9 + 3.0 * rows, sharex=True, sharey=True)
+    for panel, run in zip(grid.flat, runs, strict=False):
+        panel.set(xscale="log", yscale="log")
+        each = latencies(run.served)
+        done = each.finished & (each.output_tokens > 1)
+        ttft, tpot = each.ttft_s[done], 1e3 * each.tpot_s[done]
+        kept = (ttft <= _bound(slo.ttft_s)) & (each.tpot_s[done] <= _bound(slo.tpot_s))
+        for mask, colour, marker, label in ((kept, BLUE, "o", "kept"), (~kept, RED, "x", "missed")):
+            panel.plot(
+                *(ttft[mask], tpot[mask], marker), color=colour, markersize=2.5, alpha=0.5, label=label, rasterized=True
+            )
+        missing = len(each.finished) - int(each.finished.sum())
+        unserved = f", {missing} not served" if missing else ""
+        both = attainment(run, slo).both
+        panel.set_title(f"{run.system}\n{both:.1%} of {len(done)} kept both{unserved}")
+    for panel in grid.flat[len(runs) :]:
+        panel.axis("off")
+    for panel in grid.flat[: len(runs)]:
+        _box(panel, slo)
+        plain(panel.xaxis)
+        plain(panel.yaxis)
+    for panel in grid[:, 0]:
+        panel.set_ylabel("TPOT, ms")
+    for panel in grid.flat[max(0, len(runs) - columns) : len(runs)]:
+        panel.set_xlabel("TTFT, s")
+        panel.tick_params(labelbottom=True)
+    _legend(picture, grid.flat[0], markerscale=2.5)
+    return picture
+
+
+def _bound(seconds: float | None) -> float:
+    return inf if seconds is None else seconds
+
+
+def _box(panel: Any, slo: SLO) -> None:
+    """The promises as a box from the lower left corner; the axes reach beyond it."""
+    ttft_s, tpot_ms = _bound(slo.ttft_s), 1e3 * _bound(slo.tpot_s)
+    (left, right), (low, high) = panel.get_xlim(), panel.get_ylim()
+    right, high = (max(end, 1.3 * bound) if bound < inf else end for end, bound in ((right, ttft_s), (high, tpot_ms)))
+    corner = min(right, ttft_s), min(high, tpot_ms)
+    panel.fill_between([left, corner[0]], low, corner[1], color=GREEN, alpha=0.12, linewidth=0, label="promised")
+    panel.plot([corner[0], corner[0], left], [low, corner[1], corner[1]], color=GREEN, linewidth=1.0)
+    panel.set(xlim=(left, right), ylim=(low, high))
+
+
+@drawn
+def latency_curves(systems: Sequence[Compared]) -> Any:
+    """TTFT, TPOT and E2E over the rate that was offered: p50 drawn out, p90 dashed, p99 dotted."""
+    swept = [system for system in systems if system.sweep]
+    if not swept:
+        raise ValueError("no system was run at several rates: there are no curves to draw")
+    picture, grid = panels(1, len(METRICS), 11.5, 4.2)
+    for panel, (label, (metric, factor, promised)) in zip(grid.flat, METRICS.items(), strict=True):
+        for number, system in enumerate(swept):
+            taken = [(each.offered_rate / each.gpus, metric(each)) for each in system.sweep]
+            for name, line in LINES.items():
+                points = [(rate, factor * getattr(found, name)) for rate, found in taken if found is not None]
+                style = look(number) if name == "p50" else {"color": look(number)["color"]}
+                panel.plot([x for x, _ in points], [y for _, y in points], **style, linestyle=line, markersize=4)
+        if (bound := promised(swept[0].sweep[0].slo)) is not None:
+            panel.axhline(factor * bound, color="black", linewidth=1.2, alpha=0.6)
+        panel.set(yscale="log", title=label, xlabel=f"offered requests/s per {unit_of(systems)}")
+        plain(panel.yaxis)
+    _line_legend(picture, swept)
+    return picture
+
+
+def _line_legend(picture: Any, systems: Sequence[Compared]) -> None:
+    from matplotlib.lines import Line2D
+
+    looks: list[dict[str, Any]] = [
+        *(
+            {**look(number), "label": f"{each.name} ({each.figures.provisioned})"}
+            for number, each in enumerate(systems)
+        ),
+        *({"color": GREY, "linestyle": line, "label": name} for name, line in LINES.items()),
+        {"color": "black", "alpha": 0.6, "linewidth": 1.2, "label": "promised"},
+    ]
+    handles = [Line2D([], [], **each) for each in looks]
+    picture.legend(handles=handles, loc="outside lower center", ncols=4)
+
+
+@drawn
+def phase_bars(systems: Sequence[Compared]) -> Any:
+    """Where a finished request's time went on average, by the phases of its ledger."""
+    told = [system for system in systems if system.figures.phases_s]
+    if not told:
+        raise ValueError("no request has a ledger: there are no phases to draw")
+    picture, ((panel,),) = panels(1, 1, 9.0, 1.9 + 0.42 * len(told))
+    most_s = max(sum(seconds for _, seconds in system.figures.phases_s) for system in told)
+    for row, system in enumerate(told):
+        left = 0.0
+        for name, seconds in system.figures.phases_s:
+            label = name.replace("_", " ") if seconds > 1e-3 * most_s else None  # what nobody sees needs no name
+            panel.barh(row, seconds, left=left, height=0.7, color=PHASE_COLOURS[name], label=label)
+            left += seconds
+        panel.annotate(f"{left:.3g} s", (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    panel.set_yticks(range(len(told)), [each.name for each in told])
+    panel.set_ylim(len(told) - 0.5, -0.5)
+    panel.margins(x=0.1)
+    panel.grid(axis="y", visible=False)
+    panel.set(xlabel="mean seconds of a finished request", title="Where the time went")
+    _legend(picture, panel, ncols=6)
+    return picture
+
+
+def _legend(picture: Any, panel: Any, **more: Any) -> None:
+    """One entry a label, below everything."""
+    handles, labels = panel.get_legend_handles_labels()
+    entries = dict(zip(labels, handles, strict=True))
+    picture.legend(entries.values(), entries.keys(), loc="outside lower center", **{"ncols": 3, **more})

@@ -1,0 +1,136 @@
+"""One request as its client sees it, event by event, until it is a record. Pure: its clock is given."""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.events import Accepted, Completed, Queued
+from cluster.offline.scoring.records import Ending, Served
+from cluster.offline.workload.arrivals import Arrival
+from workers.request import SLO
+
+
+class _Tokens(Protocol):
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of an answer of which only the number of tokens is known."""
+
+    count: int
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (-1,) * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The end of an answer, with its tokens as the server counts them; None: it does not say."""
+
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int = 0
+
+
+class Watch:
+    """Owned by whoever sends the request. `clock`: seconds as the workload counts them."""
+
+    def __init__(self, index: int, arrival: Arrival, clock: Callable[[], float]) -> None:
+        self.index = index
+        self.arrival = arrival
+        self.ending = Ending.UNFINISHED
+        self.events = 0
+        self.untimed = 0  # tokens of which nobody said in which chunk they came
+        self._clock = clock
+        self._detail = ""
+        self._token_s = array("d")
+        self._accepted: Accepted | None = None
+        self._completed: Completed | None = None
+        self._counted: Counted | None = None
+        self._reason = ""
+
+    @property
+    def where(self) -> str:
+        """How far it is, in words."""
+        accepted = self._accepted
+        return f"{len(self._token_s)} tokens, on {accepted.decode_worker}" if accepted else "not placed"
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the server said how many tokens the answer has."""
+        return self._completed is not None or (self._counted is not None and self._counted.output_tokens is not None)
+
+    def see(self, event: Queued | Accepted | Completed | Counted | _Tokens) -> None:
+        self.events += 1
+        if isinstance(event, Queued):
+            return
+        if isinstance(event, Accepted):
+            self._accepted = event
+        elif isinstance(event, Completed):
+            self._completed = event
+            self.ending = Ending.FINISHED
+        elif isinstance(event, Counted):
+            self._settle(event)
+        else:
+            now_s = self._clock()
+            for _ in event.tokens:
+                self._token_s.append(now_s)
+
+    def _settle(self, counted: Counted) -> None:
+        """Tokens that no chunk told of came with the last one at the latest; chunks without a token were none."""
+        self._counted = counted
+        have, wanted = len(self._token_s), counted.output_tokens
+        if not have:
+            self.end(Ending.FAILED, "the answer had no text and no tokens", "empty answer")
+            return
+        self.ending = Ending.FINISHED
+        if wanted is None or wanted < 1:
+            return
+        self.untimed = max(0, wanted - have)
+        self._token_s.extend([self._token_s[-1]] * self.untimed)
+        del self._token_s[wanted - 1 : -1]
+
+    def can_keep(self, slo: SLO) -> bool:
+        """Whether it kept both promises, or still may."""
+        done = self.ending is not Ending.UNFINISHED
+        so_far = self.served()
+        now_s = self._clock()
+        late_s = now_s - self.arrival.at_s if so_far.ttft_s is None else so_far.ttft_s
+        if slo.ttft_s is not None and late_s > slo.ttft_s:
+            return False
+        if not done:
+            least_s = (slo.ttft_s or 0.0) + (slo.tpot_s or 0.0) * (self.arrival.output_tokens - 1)
+            bounded = slo.ttft_s is not None and slo.tpot_s is not None
+            return not bounded or now_s - self.arrival.at_s <= least_s
+        kept = so_far.tpot_s is not None and (slo.tpot_s is None or so_far.tpot_s <= slo.tpot_s)
+        return self.ending is Ending.FINISHED and kept
+
+    def end(self, ending: Ending, detail: str, reason: str = "") -> None:
+        """It ended without finishing. `reason`: words that all have who ended alike."""
+        self.ending, self._detail, self._reason = ending, detail, reason
+
+    def served(self) -> Served:
+        accepted, completed, counted = self._accepted, self._completed, self._counted
+        cached = completed or counted
+        transfers = completed.transfers if completed else ()
+        return Served(
+            index=self.index,
+            arrival_s=self.arrival.at_s,
+            prompt_tokens=(counted and counted.prompt_tokens) or self.arrival.prompt_tokens,
+            output_tokens=self.arrival.output_tokens,
+            token_s=self._token_s,
+            ending=self.ending,
+            detail=self._detail,
+            prefill_worker=accepted.prefill_worker if accepted else "",
+            decode_worker=accepted.decode_worker if accepted else "",
+            cached_tokens=cached.cached_tokens if cached else 0,
+            attempts=completed.attempts if completed else 1,
+            transfer_bytes=sum(each.num_bytes for each in transfers),
+            transfer_s=sum(each.elapsed_s for each in transfers),
+            ledger=completed.ledger if completed else None,
+            reason=self._reason,
+        )

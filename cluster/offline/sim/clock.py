@@ -1,0 +1,162 @@
+"""An asyncio event loop in virtual time: when nothing can run now, the clock jumps to the next timer.
+
+Everything that takes its time from the loop runs on it unchanged. Timers of one instant run in the order in which they
+were set, and no real clock, socket or thread is looked at: the same program gives the same run, to the bit. When
+nothing is left that could ever run, the loop says who still waits, instead of waiting with them.
+
+Source of the idea: simulation by a loop whose selector advances the clock, as in trio's and FoundationDB's tests.
+"""
+
+import asyncio
+import heapq
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
+
+from cluster.offline.sim.network import Network
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+SWEPT_AT_LEAST = 100
+MOST_NAMED = 12
+
+
+class Deadlock(RuntimeError):
+    """Nothing can happen any more, and somebody still waits; the message names the waiters."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Owned by `run`. `time()` begins at 0 and only jumps."""
+
+    _ready: Any  # the base class's: handles that may run now
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_s = 0.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # a heap; the number keeps equals in order
+        self._number = 0
+        self._num_cancelled = 0
+        self._network = Network(self)
+
+    def time(self) -> float:
+        return self._now_s
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle._scheduled = True  # type: ignore[attr-defined]  # or its cancellation would not be told
+        self._number += 1
+        heapq.heappush(self._timers, (when, self._number, handle))
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Most timers are deadlines that nobody misses: they are swept out when they are half of all."""
+        self._num_cancelled += 1
+        if self._num_cancelled > SWEPT_AT_LEAST and 2 * self._num_cancelled > len(self._timers):
+            self._timers = [each for each in self._timers if not each[2]._cancelled]
+            heapq.heapify(self._timers)
+            self._num_cancelled = 0
+
+    def _run_once(self) -> None:
+        """One turn: everything that may run now, or else a jump to the next timer."""
+        ready, timers = self._ready, self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+            self._num_cancelled -= 1
+        if not ready:
+            if not timers:
+                raise Deadlock(f"nothing is left to wait for at {self._now_s:.6f} s, but {_waiters(self)}")
+            self._now_s = max(self._now_s, timers[0][0])
+        now_s = self._now_s
+        while timers and timers[0][0] <= now_s:
+            handle: Any = heapq.heappop(timers)[2]
+            handle._scheduled = False
+            if handle._cancelled:
+                self._num_cancelled -= 1
+            else:
+                ready.append(handle)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    # ---- the world outside, which is not there -------------------------------------------------------------------
+
+    async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
+        return self._network.listen(protocol_factory, port or 0)
+
+    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
+        return self._network.connect(protocol_factory, port)
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)  # there are no other threads
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
+        raise RuntimeError("virtual time has no threads: what would run there takes real time")
+
+    def _process_events(self, event_list: Any) -> None:
+        """Nothing comes from outside."""
+
+    def _write_to_self(self) -> None:
+        """Nobody sleeps who could be woken."""
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run to the end of `main` in virtual time. Raises `Deadlock`, or what `main` raised."""
+    loop = VirtualLoop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(main)
+    finally:
+        try:
+            _cancel_all(loop)
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+
+
+def _cancel_all(loop: VirtualLoop) -> None:
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks))
+
+
+def _waiters(loop: VirtualLoop) -> str:
+    """Where each task stands, innermost line last."""
+    told = sorted(f"{task.get_name()} in {_place(task)}" for task in asyncio.all_tasks(loop))
+    more = f" and {len(told) - MOST_NAMED} more" if len(told) > MOST_NAMED else ""
+    return f"{len(told)} tasks wait: {'; '.join(told[:MOST_NAMED])}{more}"
+
+
+def _place(task: "asyncio.Task[Any]") -> str:
+    """The innermost coroutine of ours: file and line."""
+    here: Any = task.get_coro()
+    place = getattr(here, "__qualname__", "?")
+    while here is not None:
+        frame = getattr(here, "cr_frame", None) or getattr(here, "ag_frame", None)
+        if frame is None:
+            break
+        name = frame.f_code.co_filename.replace("\\", "/")
+        if "/asyncio/" not in name:
+            place = f"{frame.f_code.co_qualname} ({'/'.join(name.split('/')[-2:])}:{frame.f_lineno})"
+        here = getattr(here, "cr_await", None) or getattr(here, "ag_await", None)
+    return place

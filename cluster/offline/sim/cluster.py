@@ -1,0 +1,247 @@
+"""A whole cluster in virtual time: the production controller, dispatchers, workers and engines over modelled leaves."""
+
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import cast
+
+from cluster.control.replanning import PlanFailed, Planned, Planner, Question
+from cluster.control.scaling_loop import Decider
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.offline.scoring.records import StepRecord, WorkerRecord
+from cluster.offline.sim.distance import Distant
+from cluster.offline.sim.machine import Machine, Slowdown
+from cluster.runtime.interface import WorkerHandle, WorkerOrder
+from cluster.runtime.local import LocalRuntime, modelled_worker
+from cluster.serving import GatewayContext, serve
+from cluster.spec import ClusterSpec, PoolSpec, SpecError
+from workers.costs import CostModel
+from workers.engine.step import StepPlan
+from workers.executor.modelled import Modelled, Observe, Pace
+from workers.profiles.shapes import ModelShape
+from workers.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class PoolModel:
+    """What the workers of a pool are in simulation. `kv_token_bytes`: of one token on all ranks of a worker together.
+
+    `call_s`: seconds that a call to a worker takes on its way. `shape` and `peak_flops`, of a worker, are for the MFU.
+    """
+
+    cost: CostModel
+    kv_token_bytes: int = 46_080
+    context_length: int = 1 << 20
+    vocab_size: int = 32_000
+    call_s: float = 0.0
+    shape: ModelShape | None = None
+    peak_flops: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kv_token_bytes < 4 or self.kv_token_bytes % 4:
+            raise ValueError(f"kv_token_bytes is {self.kv_token_bytes}; it must be a positive multiple of 4")
+
+    def modelled(self, observe: Observe, pace: Pace | None) -> Modelled:
+        # One layer and one head of the same size: whole blocks move, and the arithmetic of re-sharding costs nothing.
+        sizes = (1, 1, self.kv_token_bytes // 4, "bfloat16", self.context_length, self.vocab_size)
+        return Modelled(*sizes, observe=observe, pace=pace)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What lies around the workers. `slowdown`: they share one machine; without it each has its own.
+
+    `door_s`: what a request pays in the gateway before it is dispatched. `stale_s`: what gateways hear of a worker's
+    state is so old; tokens come in time. `planner`: whom the controller asks where roles are planned anew; a process of
+    its own would take no virtual time, so there is none unless it is given. `decider`: who decides about roles, if not
+    the elastic rule.
+    """
+
+    slowdown: Slowdown | None = None
+    door_s: float = 0.0
+    stale_s: float = 0.0
+    planner: Planner | None = None
+    decider: Decider | None = None
+
+
+class NoPlanner:
+    """Answers nothing."""
+
+    async def roles(self, question: Question) -> Planned:
+        raise PlanFailed("nobody plans in this simulation")
+
+    async def fleet(self, question: Question) -> str:
+        return ""
+
+
+@dataclass(slots=True)
+class Meter:
+    """Sees every step of one worker."""
+
+    name: str
+    pool: str
+    trace: bool
+    worker: Worker | None = None
+    steps: int = 0
+    busy_s: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    used_block_s: float = 0.0
+    records: list[StepRecord] = field(default_factory=list)
+    _busy_to_s: float = 0.0
+    _used_blocks: int = 0
+    _used_since_s: float = 0.0
+
+    def observe(self, plan: StepPlan, begin_s: float, end_s: float) -> None:
+        """A step has ended."""
+        self.steps += 1
+        self.busy_s += max(0.0, end_s - max(begin_s, self._busy_to_s))
+        self._busy_to_s = end_s
+        batch = prompt_tokens = 0
+        for chunk in plan.chunks:
+            if chunk.draw is not None:
+                self.output_tokens += 1
+            if chunk.draw is not None and len(chunk.tokens) == 1:
+                batch += 1
+            else:
+                prompt_tokens += len(chunk.tokens)
+        self.prompt_tokens += prompt_tokens
+        self.settle(end_s)
+        if self.trace:
+            requests = tuple(index_of(chunk.key) for chunk in plan.chunks)
+            self.records.append(StepRecord(self.name, begin_s, end_s, prompt_tokens, batch, requests))
+
+    def settle(self, now_s: float) -> None:
+        """Count the blocks used since the last call."""
+        assert self.worker is not None, "a meter is told its worker when it is built"
+        self.used_block_s += self._used_blocks * (now_s - self._used_since_s)
+        pool = self.worker.engine.pool
+        self._used_blocks, self._used_since_s = pool.num_blocks - pool.num_free, now_s
+
+    def record(self, pool: PoolSpec) -> WorkerRecord:
+        assert self.worker is not None
+        stats = self.worker.engine.stats()
+        return WorkerRecord(
+            name=self.name,
+            pool=pool.name,
+            role=pool.role.value,
+            gpus=pool.parallel.world_size,
+            kv_blocks=stats.total_blocks,
+            steps=self.steps,
+            busy_s=self.busy_s,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            used_block_s=self.used_block_s,
+            preemptions=stats.preemptions,
+            swaps=stats.swaps,
+        )
+
+
+def request_id(index: int) -> str:
+    """Of a workload's request."""
+    return f"w-{index}"
+
+
+def index_of(key: str) -> int:
+    """The workload's index of a sequence key."""
+    return int(key.partition("/")[0][2:])
+
+
+class SimRuntime(LocalRuntime):
+    """`LocalRuntime` whose workers are modelled and metered, and lie as far off as their model says."""
+
+    def __init__(self, models: Mapping[str, PoolModel], around: Surroundings, trace: bool) -> None:
+        super().__init__(self._modelled)
+        self._models = models
+        self._trace = trace
+        self._machine = None if around.slowdown is None else Machine(around.slowdown)
+        self._stale_s = around.stale_s
+        self.meters: dict[str, list[Meter]] = defaultdict(list)  # worker name -> one for each start
+
+    def _modelled(self, order: WorkerOrder) -> Worker:
+        pool = order.config.pool
+        model = self._models[pool]
+        meter = Meter(order.config.name, pool, self._trace)
+        pace = None if self._machine is None else partial(self._machine.spend, pool)
+        meter.worker = modelled_worker(order, model.cost, model.modelled(meter.observe, pace))
+        self.meters[meter.name].append(meter)
+        return meter.worker
+
+    async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
+        worker = await super().start_worker(order)
+        call_s = self._models[order.config.pool].call_s
+        assert isinstance(worker, Worker)
+        if not call_s and not self._stale_s:
+            return worker
+        return cast(WorkerHandle, Distant(worker, call_s, self._stale_s))
+
+    async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
+        await super().stop_worker(handle.worker if isinstance(handle, Distant) else handle, grace_s)
+
+
+@dataclass(slots=True)
+class SimCluster:
+    """Owned by `open_cluster`."""
+
+    spec: ClusterSpec
+    runtime: SimRuntime
+    dispatchers: list[Dispatcher]
+
+
+def virtual(spec: ClusterSpec, models: Mapping[str, PoolModel]) -> ClusterSpec:
+    """The same cluster on modelled leaves: no bytes move, so there are none to digest or to convert.
+
+    Engines and routers know what is modelled, as they would know what was measured. Raises `SpecError`.
+    """
+    missing = [pool.name for pool in spec.pools if pool.name not in models]
+    if missing:
+        raise SpecError(f"pools: nothing says what {', '.join(missing)} is made of")
+    transfer = replace(spec.transfer, backends=("modelled",), digest=False, host="127.0.0.1")
+    pools = tuple(replace(pool, cost=models[pool.name].cost) for pool in spec.pools)
+    gateway = replace(spec.gateway, trace_requests=0)  # nobody asks there
+    return replace(spec, pools=pools, executor="modelled", transfer=transfer, gateway=gateway)
+
+
+ALONE = Surroundings()
+
+
+@asynccontextmanager
+async def open_cluster(
+    spec: ClusterSpec,
+    models: Mapping[str, PoolModel],
+    around: Surroundings = ALONE,
+    *,
+    trace: bool = False,
+) -> AsyncIterator[SimCluster]:
+    """Every worker started and introduced. `models` by pool name. Raises what production raises."""
+    runtime = SimRuntime(models, around, trace)
+    dispatchers: list[Dispatcher] = []
+    serving = await serve(
+        virtual(spec, models),
+        runtime=runtime,
+        door=lambda context: _Door(context, dispatchers),
+        planner=around.planner or NoPlanner(),
+        decider=around.decider,
+    )
+    try:
+        yield SimCluster(spec, runtime, dispatchers)
+    finally:
+        await serving.close()
+
+
+class _Door:
+    """No server: the load is driven through the dispatcher itself."""
+
+    def __init__(self, context: GatewayContext, dispatchers: list[Dispatcher]) -> None:
+        assert isinstance(context.dispatcher, Dispatcher)
+        dispatchers.append(context.dispatcher)
+
+    http_url = ""
+
+    async def open(self) -> str:
+        return "virtual:0"
+
+    async def close(self, grace_s: float) -> None:
+        """Nothing listens."""

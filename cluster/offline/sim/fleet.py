@@ -1,0 +1,77 @@
+"""From a model and a GPU to workers that can be simulated: how much KV they hold, what steps and hand-offs cost."""
+
+from dataclasses import replace
+
+from cluster.offline.sim.cluster import PoolModel
+from cluster.offline.sim.systems import Fleet
+from cluster.spec import ClusterSpec, SpecError
+from workers.config import EngineConfig, ParallelConfig
+from workers.profiles.capacity import kv_capacity_tokens
+from workers.profiles.hardware import hardware_of
+from workers.profiles.shapes import ModelShape, shape_of
+from workers.profiles.sources import BEST, CROSS, Link, link_of, profile_of
+
+BLOCK_SIZE = 16
+MAX_RUNNING = 256  # sequences of one worker; vLLM's default
+
+
+def pool_model(
+    model: str | ModelShape,
+    hardware: str,
+    parallel: ParallelConfig,
+    *,
+    source: str = BEST,
+    link: str | Link = CROSS,
+) -> PoolModel:
+    """Workers of this model on `parallel.world_size` GPUs each; KV comes to them over `link` (in a node, or across).
+
+    Raises `ProfileError` for names that are not known and splits that cannot be.
+    """
+    shape, sheet = shape_of(model), hardware_of(hardware)
+    cost = profile_of(shape, sheet, parallel.tensor, parallel.pipeline, source, link).cost
+    return PoolModel(
+        cost=cost,
+        kv_token_bytes=shape.kv_bytes_per_token,
+        vocab_size=shape.vocab,
+        shape=shape,
+        peak_flops=parallel.world_size * sheet.flops_of(shape.element_bytes),
+    )
+
+
+def fleet(model: str, hardware: str, parallel: ParallelConfig, workers: int) -> Fleet:
+    """Equal workers with as much KV as their memory has room for. Raises `ProfileError`, `DoesNotFit` among them."""
+    tokens = kv_capacity_tokens(model, hardware, parallel.tensor, parallel.pipeline)
+    engine = EngineConfig(
+        block_size=BLOCK_SIZE,
+        kv_blocks=tokens // BLOCK_SIZE,
+        max_batch_tokens=2048,
+        max_running=MAX_RUNNING,
+        max_waiting=1 << 20,
+    )
+    return Fleet(model, workers, engine, parallel)
+
+
+def models_of(spec: ClusterSpec, *, source: str = BEST, link: str = CROSS) -> dict[str, PoolModel]:
+    """What the pools of a cluster file are in simulation: their measured `cost`, else their `hardware`'s.
+
+    A measured cost says nothing of how large the KV is: it must be a model whose shape is known. KV moves as
+    fast as the workers with the slowest links, all of a worker's GPUs together, send or take it. Raises `SpecError`.
+    """
+    ways = {pool.name: link_of(pool.hardware, link) for pool in spec.pools if pool.cost is None and pool.hardware}
+    slowest_s = max(
+        (ways[pool.name].byte_s / pool.parallel.world_size for pool in spec.pools if pool.name in ways), default=0.0
+    )
+    made: dict[str, PoolModel] = {}
+    for pool in spec.pools:
+        shape = shape_of(pool.model or spec.model)
+        if pool.cost is not None:
+            made[pool.name] = PoolModel(pool.cost, shape.kv_bytes_per_token, vocab_size=shape.vocab, shape=shape)
+        elif pool.hardware:
+            way = replace(ways[pool.name], byte_s=slowest_s * pool.parallel.world_size)
+            made[pool.name] = pool_model(shape, pool.hardware, pool.parallel, source=source, link=way)
+        else:
+            raise SpecError(
+                f"pools: {pool.name} has neither cost (measure it with `diptych profile`) nor hardware (a GPU's name): "
+                "nobody can say how long its steps take"
+            )
+    return made

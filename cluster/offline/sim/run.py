@@ -1,0 +1,234 @@
+"""A workload through a simulated cluster: what each request saw and what each worker did, as a `Run`.
+
+The same specification, models, workload and seed give the same run, to the bit.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.events import ClusterError, Rejected
+from cluster.offline.scoring.records import Ending, Run, Served
+from cluster.offline.scoring.watch import Watch
+from cluster.offline.sim.clock import Deadlock, run
+from cluster.offline.sim.cluster import ALONE, PoolModel, SimCluster, Surroundings, open_cluster, request_id
+from cluster.offline.workload.arrivals import Workload
+from cluster.offline.workload.prompts import request
+from cluster.spec import ClusterSpec
+from workers.request import SLO
+from workers.stats import WorkerStats
+
+STALLED_S = 3600.0  # virtual seconds without a token anywhere: nobody waits so long, something is lost
+DUE = 1.0 + 1e-9  # what comes at the very moment is in time
+SETTLE_S = 60.0  # virtual seconds in which workers must have let go of everything
+
+
+class Leaked(RuntimeError):
+    """Every request has ended, but a worker still holds blocks; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a run is made. `trace` keeps every step. `until_s`: the run is cut so long after the first arrival.
+
+    `most_missed`: it is cut as soon as more requests cannot keep `slo` any more, for who only wants to know whether.
+    """
+
+    seed: int = 0
+    slo: SLO = field(default_factory=SLO)
+    trace: bool = False
+    until_s: float | None = None
+    most_missed: int | None = None
+    system: str = ""
+    around: Surroundings = ALONE
+
+
+def simulate(
+    spec: ClusterSpec, models: Mapping[str, PoolModel], workload: Workload, options: Options | None = None
+) -> Run:
+    """Run the whole workload. `models` by pool name.
+
+    Raises `Deadlock` when requests are stuck, `Leaked`, and what production raises for a cluster that cannot start.
+    """
+    return run(_simulate(spec, models, workload, options or Options()))
+
+
+async def _simulate(spec: ClusterSpec, models: Mapping[str, PoolModel], workload: Workload, options: Options) -> Run:
+    begun = time.perf_counter()
+    async with open_cluster(spec, models, options.around, trace=options.trace) as cluster:
+        load = _Load(cluster, models, workload, options)
+        await load.run()
+        await _settle(cluster)
+        return load.result(time.perf_counter() - begun)
+
+
+class _Load:
+    """Sends every request at its time, whatever became of those before it."""
+
+    def __init__(
+        self, cluster: SimCluster, models: Mapping[str, PoolModel], workload: Workload, options: Options
+    ) -> None:
+        self._cluster = cluster
+        self._models = {pool.name: models[pool.name] for pool in cluster.spec.pools}
+        self._workload = workload
+        self._options = options
+        self._vocab_size = min(model.vocab_size for model in self._models.values())
+        self._begin_s = asyncio.get_running_loop().time() - workload.arrivals[0].at_s
+        self.watches = [Watch(index, arrival, self._now_s) for index, arrival in enumerate(workload.arrivals)]
+        self._open: set[asyncio.Task[None]] = set()
+        self._missed: set[int] = set()
+        self._too_many = asyncio.Event()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by what nobody foresaw
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time() - self._begin_s
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        sending = asyncio.ensure_future(self._send())
+        watching = asyncio.ensure_future(self._notice_stall())
+        missing = asyncio.ensure_future(self._too_many.wait())
+        limit_s = self._options.until_s
+        cut = None if limit_s is None else limit_s - (loop.time() - self._begin_s)
+        try:
+            ends: set[asyncio.Future[Any]] = {sending, watching, missing, self._broken}
+            await asyncio.wait(ends, timeout=cut, return_when=asyncio.FIRST_COMPLETED)
+            for done in (self._broken, watching, sending):
+                if done.done():
+                    done.result()
+        finally:
+            watching.cancel()
+            sending.cancel()
+            missing.cancel()
+            for task in self._open:
+                task.cancel()
+            await asyncio.wait({sending, watching, missing, *self._open})
+
+    async def _send(self) -> None:
+        loop = asyncio.get_running_loop()
+        for watch in self.watches:
+            await asyncio.sleep(self._begin_s + watch.arrival.at_s - loop.time())
+            task = asyncio.ensure_future(self._one(watch))
+            self._open.add(task)
+            task.add_done_callback(self._ended)
+            if self._options.most_missed is not None:
+                self._judge_in_time(watch, task)
+        while self._open:
+            await asyncio.wait(self._open)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._open.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
+            self._broken.set_exception(error)
+
+    def _judge_in_time(self, watch: Watch, task: "asyncio.Task[None]") -> None:
+        """When it ends, and when its first and last token are due."""
+        slo, loop = self._options.slo, asyncio.get_running_loop()
+        due = []
+        if slo.ttft_s is not None:
+            due.append(loop.call_later(slo.ttft_s * DUE, self._judge, watch))
+            if slo.tpot_s is not None:
+                answer_s = slo.tpot_s * (watch.arrival.output_tokens - 1)
+                due.append(loop.call_later((slo.ttft_s + answer_s) * DUE, self._judge, watch))
+
+        def ended(_: object) -> None:
+            for timer in due:
+                timer.cancel()
+            self._judge(watch)
+
+        task.add_done_callback(ended)
+
+    def _judge(self, watch: Watch) -> None:
+        if watch.can_keep(self._options.slo):
+            return
+        self._missed.add(watch.index)
+        assert self._options.most_missed is not None, "only asked when there is a limit"
+        if len(self._missed) > self._options.most_missed:
+            self._too_many.set()
+
+    async def _one(self, watch: Watch) -> None:
+        dispatchers = self._cluster.dispatchers
+        dispatcher: Dispatcher = dispatchers[watch.index % len(dispatchers)]
+        if self._options.around.door_s:
+            await asyncio.sleep(self._options.around.door_s)
+        try:
+            asked = request(
+                self._workload, watch.index, self._vocab_size, slo=self._options.slo, seed=self._options.seed
+            )
+            await dispatcher.run(asked, watch.see)
+        except Rejected as error:
+            watch.end(Ending.REJECTED, str(error))
+        except ClusterError as error:
+            watch.end(Ending.FAILED, f"{type(error).__name__}: {error}")
+
+    async def _notice_stall(self) -> None:
+        seen = -1
+        while True:
+            await asyncio.sleep(STALLED_S)
+            events = sum(watch.events for watch in self.watches)
+            waiting = [watch for watch in self.watches if watch.ending is Ending.UNFINISHED and watch.events]
+            if events == seen and waiting:
+                names = ", ".join(f"{request_id(each.index)} ({each.where})" for each in waiting[:8])
+                raise Deadlock(f"no token anywhere for {STALLED_S:.0f} s; {len(waiting)} requests wait: {names}")
+            seen = events
+
+    def result(self, wall_s: float) -> Run:
+        served = tuple(watch.served() for watch in self.watches)
+        ends = [each.token_s[-1] for each in served if len(each.token_s)]
+        spec, now_s = self._cluster.spec, asyncio.get_running_loop().time()
+        meters = self._cluster.runtime.meters
+        pools = {pool.name: pool for pool in spec.pools}
+        for each in (meter for group in meters.values() for meter in group):
+            each.settle(now_s)
+        return Run(
+            system=self._options.system or spec.name,
+            workload=self._workload.name,
+            clock="virtual",
+            seed=self._options.seed,
+            gpus=sum(pool.num_ranks for pool in spec.pools),
+            seconds=max(ends, default=0.0) - served[0].arrival_s,
+            wall_s=wall_s,
+            served=served,
+            workers=tuple(meter.record(pools[meter.pool]) for group in meters.values() for meter in group),
+            steps=tuple(
+                replace(step, begin_s=step.begin_s - self._begin_s, end_s=step.end_s - self._begin_s)
+                for group in meters.values()
+                for meter in group
+                for step in meter.records
+            ),
+            model_flops=self._model_flops(served),
+            peak_flops=sum(model.peak_flops * pools[name].replicas for name, model in self._models.items()),
+            notes=self._workload.notes,
+        )
+
+    def _model_flops(self, served: Sequence[Served]) -> float:
+        """Of all tokens that clients got; what was computed twice counts once, as in the MFU's definition."""
+        shape = next(iter(self._models.values())).shape
+        if shape is None:
+            return 0.0
+        total = 0.0
+        for each in served:
+            if count := len(each.token_s):
+                total += shape.prefill_flops(each.prompt_tokens, each.cached_tokens)
+                total += (count - 1) * shape.decode_flops(each.prompt_tokens + count // 2)
+        return total
+
+
+async def _settle(cluster: SimCluster) -> None:
+    """Prove that nothing is held when nothing is asked."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + SETTLE_S
+    workers = cluster.runtime.workers
+    while busy := [name for name, worker in workers.items() if _holds_blocks(worker.engine.stats())]:
+        if loop.time() > until_s:
+            raise Leaked(f"{', '.join(busy)} still hold blocks {SETTLE_S:.0f} s after the last request")
+        await asyncio.sleep(0.5)
+    for worker in workers.values():
+        worker.engine.check()
+
+
+def _holds_blocks(stats: WorkerStats) -> bool:
+    return stats.free_blocks != stats.total_blocks or bool(stats.running or stats.waiting or stats.reserved)

@@ -1,0 +1,227 @@
+"""What can be done to a workload: another rate, a part of it, other lengths, parts in a row. Pure; draws are seeded.
+
+Every change gives a new workload with a note; lengths, prefixes and sessions stay with their requests unless the note
+says otherwise.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise, takewhile
+from operator import attrgetter
+from statistics import median
+
+from cluster.offline.workload.arrivals import MOST_REQUESTS, Arrival, Workload, WorkloadError
+from cluster.offline.workload.lengths import Lengths, Resampled
+from cluster.offline.workload.processes import Poisson, Process
+
+_IDS_BITS = 40  # of prefix blocks in one workload
+
+
+def synthetic(
+    name: str,
+    process: Process,
+    lengths: Lengths,
+    *,
+    key: str,
+    seed: int,
+    count: int | None = None,
+    duration_s: float | None = None,
+) -> Workload:
+    """Requests of a process until there are `count`, or `duration_s` is over, whichever comes first.
+
+    `key` and seed name the draws: the same ones give the same lengths in the same order at every rate.
+    """
+    drawn, gaps = random.Random(f"{key}, lengths, {seed}"), random.Random(f"{key}, gaps, {seed}")
+    times = process.times(gaps)
+    if duration_s is not None:
+        end_s = duration_s
+        times = takewhile(lambda at_s: at_s < end_s, times)
+    wanted = MOST_REQUESTS + 1 if count is None else min(count, MOST_REQUESTS + 1)
+    arrivals = tuple(Arrival(at_s, *lengths.draw(drawn)) for _, at_s in zip(range(wanted), times, strict=False))
+    if len(arrivals) > MOST_REQUESTS:
+        raise WorkloadError(f"{name}: more than {MOST_REQUESTS:,} requests; ask for fewer by count, rate or duration")
+    return Workload(name, arrivals)
+
+
+# ---- another rate ------------------------------------------------------------------------------------------------
+
+
+def faster(workload: Workload, factor: float) -> Workload:
+    """All times divided by the factor."""
+    return _divided(workload, factor, f"{factor:.4g} times as fast")
+
+
+def at_rate(workload: Workload, rate: float) -> Workload:
+    """Times stretched so that `rate` requests come a second in the mean; bursts stay bursts."""
+    if not workload.rate:
+        raise WorkloadError(f"{workload.name}: its requests come all at once, which no other rate changes; redraw them")
+    factor = rate / workload.rate
+    return _divided(workload, factor, f"{factor:.4g} times as fast, which is {rate:g} requests a second")
+
+
+def _divided(workload: Workload, factor: float, note: str) -> Workload:
+    if not 0.0 < factor < math.inf:
+        raise WorkloadError(f"{workload.name} cannot be {note}; rates and factors are above 0")
+    return workload.noted([replace(each, at_s=each.at_s / factor) for each in workload.arrivals], note)
+
+
+def redrawn(workload: Workload, process: Process, seed: int) -> Workload:
+    """The same requests in the same order at new times, as the Splitwise study does with its traces' lengths."""
+    times = process.times(random.Random(f"{workload.name}, gaps, {seed}"))
+    moved = [replace(each, at_s=at_s) for each, at_s in zip(workload.arrivals, times, strict=False)]
+    return workload.noted(moved, f"arrivals drawn anew: {process}")
+
+
+def resampled(workload: Workload, count: int, rate: float, seed: int) -> Workload:
+    """`count` requests with lengths drawn from this workload's, Poisson at `rate`. They share no prefixes."""
+    lengths = Resampled.of(workload.arrivals)
+    drawn = synthetic(workload.name, Poisson(rate), lengths, key=workload.name, seed=seed, count=count)
+    return workload.noted(drawn.arrivals, f"{count} requests with lengths drawn from it, Poisson at {rate:g}/s")
+
+
+def tick_s(times: Sequence[float]) -> float:
+    """The grain to which ordered times were rounded: the usual gap between different ones. 0: hardly any are equal."""
+    different = [at_s for at_s, _ in groupby(times)]
+    if len(different) < 2 or 2 * len(different) > len(times):
+        return 0.0
+    return median(later - sooner for sooner, later in pairwise(different))
+
+
+def jittered(workload: Workload, tick: float, seed: int) -> Workload:
+    """Requests of one time spread evenly over the `tick` seconds after it, or up to the next time if that is sooner.
+
+    The order of requests stays. Without it a trace with ticks has bursts that never were.
+    """
+    if not tick > 0:
+        raise WorkloadError(f"{workload.name}: jitter needs a tick above 0 s, got {tick:g}")
+    source = random.Random(f"{workload.name}, jitter, {seed}")
+    ticks = [list(each) for _, each in groupby(workload.arrivals, attrgetter("at_s"))]
+    nexts = [*(each[0].at_s for each in ticks[1:]), float("inf")]
+    moved: list[Arrival] = []
+    for together, next_s in zip(ticks, nexts, strict=True):
+        begin_s = together[0].at_s
+        room_s = min(tick, next_s - begin_s)
+        offsets = sorted(source.random() * room_s for _ in together)
+        moved += [replace(each, at_s=min(begin_s + off, next_s)) for each, off in zip(together, offsets, strict=True)]
+    return workload.noted(moved, f"spread evenly inside ticks of {tick:.4g} s (seed {seed})")
+
+
+# ---- a part of it ------------------------------------------------------------------------------------------------
+
+
+def first(workload: Workload, count: int) -> Workload:
+    """The first `count` requests; all, if there are fewer."""
+    if count > len(workload.arrivals):
+        return workload
+    return workload.noted(workload.arrivals[: max(count, 0)], f"the first {count} requests")
+
+
+def window(workload: Workload, begin_s: float, end_s: float) -> Workload:
+    """What comes from `begin_s` on and before `end_s`, with times counted from `begin_s`."""
+    kept = [replace(each, at_s=each.at_s - begin_s) for each in workload.arrivals if begin_s <= each.at_s < end_s]
+    if not kept:
+        raise WorkloadError(
+            f"{workload.name} has no requests from {begin_s:g} s to {end_s:g} s; its last comes at "
+            f"{workload.arrivals[-1].at_s:g} s"
+        )
+    return workload.noted(kept, f"from {begin_s:g} s to {end_s:g} s")
+
+
+# ---- other lengths -----------------------------------------------------------------------------------------------
+
+
+def clipped(workload: Workload, context_tokens: int) -> Workload:
+    """Requests longer than the context are made to fit: first the prompt's end is cut off, then the answer's."""
+    if context_tokens < 2:
+        raise WorkloadError(f"{workload.name}: a context has at least 2 tokens, got {context_tokens}")
+    cut = [_clip(each, context_tokens, workload.block_tokens) for each in workload.arrivals]
+    count = sum(new is not old for new, old in zip(cut, workload.arrivals, strict=True))
+    return (
+        workload.noted(cut, f"{count} of {len(cut)} requests clipped to {context_tokens} tokens") if count else workload
+    )
+
+
+def _clip(arrival: Arrival, context_tokens: int, block_tokens: int) -> Arrival:
+    if arrival.prompt_tokens + arrival.output_tokens <= context_tokens:
+        return arrival
+    output = min(arrival.output_tokens, context_tokens - 1)
+    prompt = min(arrival.prompt_tokens, context_tokens - output)
+    blocks = -(-prompt // block_tokens)
+    return replace(arrival, prompt_tokens=prompt, output_tokens=output, prefix=arrival.prefix[:blocks])
+
+
+def fitting(workload: Workload, context_tokens: int) -> Workload:
+    """Without the requests that are longer than the context."""
+    kept = [each for each in workload.arrivals if each.prompt_tokens + each.output_tokens <= context_tokens]
+    dropped = len(workload.arrivals) - len(kept)
+    if not kept:
+        raise WorkloadError(f"{workload.name} has no request that fits {context_tokens} tokens")
+    if not dropped:
+        return workload
+    note = f"{dropped} of {len(workload.arrivals)} requests longer than {context_tokens} tokens dropped"
+    return workload.noted(kept, note)
+
+
+# ---- other prompts -----------------------------------------------------------------------------------------------
+
+
+def told_apart(workload: Workload, number: int) -> Workload:
+    """The same requests with prompts that no other number's have, so that what one run leaves in caches helps no other.
+
+    Within the workload prompts share what they did. No note: nothing else is another. `number` is below 2**30.
+    """
+    ids: dict[int, int] = {}
+    base = number << _IDS_BITS
+    named = []
+    for index, each in enumerate(workload.arrivals):
+        blocks = each.prefix or (-1 - index,)
+        named.append(replace(each, prefix=tuple(base + ids.setdefault(block, len(ids)) for block in blocks)))
+    return replace(workload, arrivals=tuple(named))
+
+
+# ---- parts in a row ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of a longer workload. `seconds` until the next begins; None: its last arrival and one mean gap."""
+
+    workload: Workload
+    seconds: float | None = None
+
+    @property
+    def span_s(self) -> float:
+        last_s = self.workload.arrivals[-1].at_s
+        if self.seconds is None:
+            return last_s + (1.0 / self.workload.rate if self.workload.rate else 0.0)
+        if self.seconds < last_s:
+            raise WorkloadError(
+                f"{self.workload.name}: its last request comes at {last_s:g} s, after {self.seconds:g} s"
+            )
+        return self.seconds
+
+
+def concatenated(phases: Sequence[Phase]) -> Workload:
+    """One after another. Prefixes are shared within a source, and between phases of the same name."""
+    sizes = {each.workload.block_tokens for each in phases if any(one.prefix for one in each.workload.arrivals)}
+    if len(sizes) > 1:
+        raise WorkloadError(f"phases with prefix blocks of {sorted(sizes)} tokens cannot follow one another")
+    ids: dict[str, int] = {}  # how many a source may use
+    for phase in phases:
+        used = max((max(each.prefix) + 1 for each in phase.workload.arrivals if each.prefix), default=0)
+        ids[phase.workload.name] = max(used, ids.get(phase.workload.name, 0))
+    shifts = dict(zip(ids, accumulate(ids.values(), initial=0), strict=False))
+    arrivals: list[Arrival] = []
+    begin_s = 0.0
+    for phase in phases:
+        part = phase.workload
+        for each in part.arrivals:
+            prefix = tuple(block + shifts[part.name] for block in each.prefix)
+            arrivals.append(replace(each, at_s=begin_s + each.at_s, prefix=prefix))
+        begin_s += phase.span_s
+    parts = [each.workload for each in phases]
+    notes = tuple(dict.fromkeys(f"{part.name}: {note}" for part in parts for note in part.notes))
+    size = sizes.pop() if sizes else parts[0].block_tokens
+    return Workload(" + ".join(part.name for part in parts), tuple(arrivals), size, notes)

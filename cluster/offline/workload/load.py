@@ -1,0 +1,178 @@
+"""From one line of text to a workload: `load_workload` and its grammar. The only part that opens files."""
+
+import difflib
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.offline.workload import changes
+from cluster.offline.workload.arrivals import MOST_REQUESTS, Workload, WorkloadError
+from cluster.offline.workload.changes import Phase
+from cluster.offline.workload.collect import collect
+from cluster.offline.workload.lengths import MIXES, Lengths, Resampled, written
+from cluster.offline.workload.options import FOR_ALL_PROCESSES, FOR_TRACES, Options, options, split
+from cluster.offline.workload.processes import Burst, Constant, Day, Gamma, OnOff, Poisson, Process, Weibull
+from cluster.offline.workload.traces import TokenCounter
+
+_OF_TIME = ("rate", "duration")  # which a burst has not
+_SEEDS_APART = 1_000_003  # so that the phases of one seed draw nothing of the next seed's
+
+# name -> its process, and which of its parameters an option sets
+_PROCESSES: dict[str, tuple[Callable[..., Process], dict[str, str]]] = {
+    "poisson": (Poisson, {}),
+    "gamma": (Gamma, {"cv": "cv"}),
+    "weibull": (Weibull, {"shape": "shape"}),
+    "onoff": (OnOff, {"on": "on_s", "off": "off_s"}),
+    "day": (Day, {"swing": "swing", "period": "period_s"}),
+    "constant": (Constant, {}),
+    "burst": (lambda _: Burst(), {}),
+}
+
+
+def load_workload(source: str, *, seed: int = 0, count_tokens: TokenCounter | None = None) -> Workload:
+    """A trace file or a synthetic workload, as one line describes it.
+
+    SOURCE[:KEY=VALUE,...]             one source with its options
+    SOURCE[:...] + SOURCE[:...] + ...  phases, one after another
+
+    SOURCE is a process of arrivals:
+      poisson   exponential gaps
+      gamma     gamma gaps; cv=2 is their coefficient of variation (1: as poisson; more: bursts)
+      weibull   Weibull gaps; shape=0.5 (1: as poisson; less: bursts)
+      onoff     poisson for on=60 seconds, silent for off=60
+      day       poisson with a rate that swings by swing=0.5 (up to 1) over period=86400 seconds
+      constant  equal gaps
+      burst     all at once; has no rate
+    with
+      rate=4            mean requests a second
+      count=500         how many; or
+      duration=300      for how many seconds; or both: whichever comes first
+      lengths=mixed     prompt/answer: short/short, short/long, long/short, long/long, mixed;
+                        tokens, 1500/200; ranges, 1500-2000/500; several, 4x64/48+1024/48; or a trace to
+                        draw them from
+
+    or SOURCE is a trace file, plain or gzip, known by its content: Azure 2023 and 2024, Splitwise, Vidur or BurstGPT
+    CSV; Mooncake or Qwen-Bailian JSON lines; ShareGPT JSON. With
+      rate=4            another mean rate
+      arrivals=scaled   how it gets there: times stretched; or drawn anew: poisson, constant, burst
+      sample=500        so many requests with lengths drawn from the trace, poisson
+      jitter=auto       requests of one tick spread over it: on, off, the tick's seconds; auto: in JSON lines
+      block=512         tokens of a prefix block (Qwen-Bailian: 16)
+      sort=no           yes: put times in order, instead of refusing those that go back
+      zero=refuse       drop: leave out requests of 0 tokens (always left out of BurstGPT and ShareGPT)
+
+    Either, in this order:
+      from=60, until=120  a window of its seconds
+      first=1000          its first requests
+      clip=32768          prompts, then answers, cut to a context; or
+      drop=32768          without requests longer than a context
+      speed=2             all times divided by it; last of all
+
+    The same line and seed give the same workload. `count_tokens` counts the tokens of ShareGPT's texts (else: one for
+    4 characters). Raises `WorkloadError`, with file and line where there is one.
+    """
+    parts = [source] if os.path.exists(source) else [part.strip() for part in source.split(" + ")]
+    phases = [_phase(part, seed + _SEEDS_APART * number, count_tokens) for number, part in enumerate(parts)]
+    return phases[0].workload if len(phases) == 1 else changes.concatenated(phases)
+
+
+def _phase(text: str, seed: int, count_tokens: TokenCounter | None) -> Phase:
+    head, rest = split(text)
+    if head in _PROCESSES:
+        return _synthetic(text, head, rest, seed, count_tokens)
+    if os.path.exists(head):
+        return _trace(Path(head), options(rest, FOR_TRACES, head), seed, count_tokens)
+    near = difflib.get_close_matches(head, _PROCESSES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"processes are {', '.join(_PROCESSES)}"
+    raise WorkloadError(f"{head!r} is neither a trace file nor a process of arrivals; {hint}")
+
+
+def _part(workload: Workload, said: Options) -> Workload:
+    """Of all its requests those asked for, at the lengths asked for."""
+    if said.begin is not None or said.until is not None:
+        workload = changes.window(workload, said.begin or 0.0, said.until or math.inf)
+    if said.first is not None:
+        workload = changes.first(workload, said.first)
+    if said.clip is not None:
+        workload = changes.clipped(workload, said.clip)
+    if said.drop is not None:
+        workload = changes.fitting(workload, said.drop)
+    return workload
+
+
+def _paced(workload: Workload, said: Options, end_s: float | None) -> Phase:
+    """Made faster, and how long it lasts when it was said to end at `end_s`."""
+    speed = said.speed or 1.0
+    seconds = None if end_s is None else (end_s - (said.begin or 0.0)) / speed
+    return Phase(workload if said.speed is None else changes.faster(workload, speed), seconds)
+
+
+# ---- synthetic ---------------------------------------------------------------------------------------------------
+
+
+def _synthetic(text: str, head: str, rest: str, seed: int, count_tokens: TokenCounter | None) -> Phase:
+    process, own = _PROCESSES[head]
+    timeless = head == "burst"
+    said = options(rest, (*own, *(key for key in FOR_ALL_PROCESSES if not timeless or key not in _OF_TIME)), head)
+    if said.lengths is None:
+        raise WorkloadError(f"{head} needs lengths, such as lengths=mixed or lengths=1500-2000/500")
+    if said.rate is None and not timeless:
+        raise WorkloadError(f"{head} needs a rate in requests a second, such as rate=4")
+    if said.count is None and said.duration is None:
+        raise WorkloadError(
+            f"{head} needs an end: count=500 (requests){'' if timeless else ' or duration=300 (seconds)'}"
+        )
+    if said.count is None and (said.rate or 0.0) * (said.duration or 0.0) > MOST_REQUESTS:
+        raise WorkloadError(f"{head}: rate times duration is more than {MOST_REQUESTS:,} requests; ask for fewer")
+    set_ones = {name: value for key, name in own.items() if (value := getattr(said, key)) is not None}
+    made = changes.synthetic(
+        text,
+        process(said.rate, **set_ones),
+        _lengths(said.lengths, seed, count_tokens),
+        key=os.path.basename(said.lengths) if os.path.exists(said.lengths) else said.lengths,
+        seed=seed,
+        count=said.count,
+        duration_s=said.duration,
+    )
+    ends = [end_s for end_s in (said.duration, said.until) if end_s is not None]
+    return _paced(_part(made, said), said, min(ends, default=None))
+
+
+def _lengths(text: str, seed: int, count_tokens: TokenCounter | None) -> Lengths:
+    if found := written(text):
+        return found
+    if os.path.exists(text):
+        return Resampled.of(collect(Path(text), Options(), seed, count_tokens).arrivals)
+    raise WorkloadError(
+        f"lengths={text} are neither {', '.join(MIXES)}, nor PROMPT/OUTPUT in tokens (1500/200, 1500-2000/500, "
+        "4x64/48+1024/48), nor a trace file"
+    )
+
+
+# ---- traces ------------------------------------------------------------------------------------------------------
+
+
+def _trace(path: Path, said: Options, seed: int, count_tokens: TokenCounter | None) -> Phase:
+    workload = _part(collect(path, said, seed, count_tokens), said)
+    retimed = _retimed(workload, said, seed)
+    return _paced(retimed, said, said.until if retimed is workload else None)
+
+
+def _retimed(workload: Workload, said: Options, seed: int) -> Workload:
+    """At the rate and with the arrivals asked for. A trace without times is redrawn or refused."""
+    rate = said.rate or workload.rate
+    how = said.arrivals or ("poisson" if said.sample or not workload.rate else "scaled")
+    if how == "burst" and not said.sample:
+        return changes.redrawn(workload, Burst(), seed)
+    if not rate and len(workload.arrivals) > 1:
+        raise WorkloadError(f"{workload.name}: all its requests have one time, or none; add rate=4 or arrivals=burst")
+    if said.sample:
+        if how != "poisson":
+            raise WorkloadError(f"{workload.name}: a sample comes with arrivals=poisson, not {how}")
+        return changes.resampled(workload, said.sample, rate, seed)
+    if how == "scaled":
+        return workload if said.rate is None else changes.at_rate(workload, said.rate)
+    if len(workload.arrivals) == 1:
+        return workload
+    return changes.redrawn(workload, Poisson(rate) if how == "poisson" else Constant(rate), seed)

@@ -1,0 +1,1 @@
+"""Who gets in, who waits, and in which order."""

@@ -1,0 +1,242 @@
+"""The room in which requests wait for their turn in one gateway, and who is next. Pure: it knows no worker.
+
+    has waited for its class's patience      the oldest claim first
+    then the class's priority                the lowest number first
+      between tenants                        start-time fair queueing, by tokens over share
+        of one tenant                        the earliest deadline first; behind, those who can no longer make it
+
+Source of the fairness: Goyal, Vin, Cheng, Start-time Fair Queueing (SIGCOMM 1996). There a request is tagged when it
+comes; here when it is the tenant's next, which is the same for a queue in order of arrival, and lets deadlines reorder
+it. Two tenants who both have requests waiting differ in tokens over share by at most a largest request of each.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from cluster.policy.admission.classes import Classes
+from cluster.policy.estimate.lengths import asked_length
+from cluster.spec import GatewaySpec
+from workers.request import Request
+
+_SLACK = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seat:
+    """One who waits. `tokens` of work, prompt and expected answer; `need_s` from its turn to its first token, at best.
+
+    From `claim_s` on it goes first. `promised`: the deadline is that of its first token, not only its claim. `rejects`:
+    it would rather be refused than miss it.
+    """
+
+    number: int
+    request_id: str
+    class_name: str
+    tenant: str
+    share: float
+    priority: int
+    tokens: int
+    need_s: float
+    deadline_s: float
+    claim_s: float
+    promised: bool
+    rejects: bool = False
+
+    @property
+    def latest_s(self) -> float:
+        """A turn after this comes too late for its deadline."""
+        return self.deadline_s - self.need_s if self.promised else self.deadline_s
+
+
+def _by_deadline(seat: Seat) -> tuple[float, int]:
+    return seat.deadline_s, seat.number
+
+
+def _by_claim(seat: Seat) -> tuple[float, int]:
+    return seat.claim_s, seat.number
+
+
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """One tenant at one priority. `tag`: the virtual time at which its next request starts."""
+
+    share: float
+    tag: float = 0.0
+    timely: list[Seat] = field(default_factory=list)  # by deadline, as is `late`
+    late: list[Seat] = field(default_factory=list)
+    latest: list[tuple[float, int, Seat]] = field(default_factory=list)  # a heap of those in `timely`, and some gone
+
+    def __bool__(self) -> bool:
+        return bool(self.timely or self.late)
+
+    def enter(self, seat: Seat) -> None:
+        insort(self.timely, seat, key=_by_deadline)
+        heapq.heappush(self.latest, (seat.latest_s, seat.number, seat))
+
+    def leave(self, seat: Seat) -> None:
+        if not _drop(self.timely, seat):
+            assert _drop(self.late, seat), f"{seat.request_id} does not wait here"
+        if len(self.latest) > 2 * len(self.timely) + _SLACK:
+            self.latest = [(each.latest_s, each.number, each) for each in self.timely]
+            heapq.heapify(self.latest)
+
+    def in_order(self, now_s: float) -> Iterator[Seat]:
+        self.settle(now_s)
+        return chain(self.timely, self.late)
+
+    def settle(self, now_s: float) -> None:
+        """Put behind who can no longer make it."""
+        while self.latest and self.latest[0][0] < now_s:
+            _, _, seat = heapq.heappop(self.latest)
+            if _drop(self.timely, seat):
+                insort(self.late, seat, key=_by_deadline)
+
+
+def _drop(seats: list[Seat], seat: Seat) -> bool:
+    index = bisect_left(seats, _by_deadline(seat), key=_by_deadline)
+    if index == len(seats) or seats[index] is not seat:
+        return False
+    del seats[index]
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class _Level:
+    """All of one priority. `clock` is its virtual time."""
+
+    clock: float = 0.0
+    queues: dict[str, _Queue] = field(default_factory=dict)  # by tenant: as many as have shares
+
+    def in_order(self, now_s: float) -> Iterator[Seat]:
+        """Whose turn it would be, one after the other, if all before had been served."""
+        heap = [(queue.tag, name, queue.in_order(now_s), queue.share) for name, queue in self.queues.items() if queue]
+        heapq.heapify(heap)
+        while heap:
+            tag, name, seats, share = heap[0]
+            seat = next(seats, None)
+            if seat is None:
+                heapq.heappop(heap)
+                continue
+            heapq.heapreplace(heap, (tag + seat.tokens / share, name, seats, share))
+            yield seat
+
+
+class WaitingRoom:
+    """Owned by a gateway's lobby. Every `enter` has its `take` or its `leave`.
+
+    `expected`: how many tokens an answer will have.
+    """
+
+    def __init__(self, gateway: GatewaySpec, expected: Callable[[Request], int] = asked_length) -> None:
+        self._expected = expected
+        self._classes = Classes(gateway)
+        self._most = gateway.max_queued
+        self._levels: dict[int, _Level] = {}
+        self._claims: list[Seat] = []  # all who wait, by claim
+        self._of_class: Counter[str] = Counter()
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def full(self, request: Request) -> str:
+        """Why one more of its class finds no place; empty: it does."""
+        most, waiting = self._classes.of(request).max_queued, self._of_class[request.slo.class_name]
+        if waiting >= most:
+            return f"{waiting} of {most} places for class {request.slo.class_name!r} are taken"
+        if len(self) >= self._most:
+            return f"all {self._most} places of this gateway are taken"
+        return ""
+
+    def enter(self, request: Request, arrived_s: float, need_s: float) -> Seat:
+        """Take a place. `need_s`: from its turn to the first token at best. The room must not be `full`."""
+        assert not (why := self.full(request)), why
+        known, slo = self._classes.of(request), request.slo
+        tenant, share = self._classes.share(request)
+        claim_s = arrived_s + known.patience_s
+        seat = Seat(
+            number=self._number,
+            request_id=request.id,
+            class_name=slo.class_name,
+            tenant=tenant,
+            share=share,
+            priority=slo.priority,
+            tokens=request.num_tokens + self._expected(request),
+            need_s=need_s,
+            deadline_s=claim_s if slo.ttft_s is None else arrived_s + slo.ttft_s,
+            claim_s=claim_s,
+            promised=slo.ttft_s is not None,
+            rejects=slo.ttft_s is not None and self._classes.rejects(request),
+        )
+        self._number += 1
+        level = self._levels.setdefault(seat.priority, _Level())
+        queue = level.queues.setdefault(tenant, _Queue(share))
+        if not queue:
+            queue.tag = max(queue.tag, level.clock)
+        queue.enter(seat)
+        insort(self._claims, seat, key=_by_claim)
+        self._of_class[seat.class_name] += 1
+        return seat
+
+    def take(self, seat: Seat) -> None:
+        """It is served: its tenant pays for it."""
+        level = self._levels[seat.priority]
+        queue = level.queues[seat.tenant]
+        level.clock = max(level.clock, min(each.tag for each in level.queues.values() if each))
+        self.leave(seat)
+        queue.tag += seat.tokens / seat.share
+
+    def leave(self, seat: Seat) -> None:
+        """It gave up, or was turned away."""
+        self._levels[seat.priority].queues[seat.tenant].leave(seat)
+        index = bisect_left(self._claims, _by_claim(seat), key=_by_claim)
+        assert self._claims[index] is seat, f"{seat.request_id} does not wait here"
+        del self._claims[index]
+        self._of_class[seat.class_name] -= 1
+        if not self._of_class[seat.class_name]:
+            del self._of_class[seat.class_name]
+
+    def in_order(self, now_s: float, most: int | None = None) -> list[Seat]:
+        """Whose turn it is, one after the other; at most so many."""
+        return list(islice(self._in_order(now_s), most))
+
+    def _in_order(self, now_s: float) -> Iterator[Seat]:
+        num_claimed = 0
+        for seat in self._claims:
+            if seat.claim_s > now_s:
+                break
+            num_claimed += 1
+            yield seat
+        if num_claimed == len(self._claims):
+            return
+        for _, level in sorted(self._levels.items()):
+            yield from (seat for seat in level.in_order(now_s) if seat.claim_s > now_s)
+
+    def hopeless(self, now_s: float) -> list[Seat]:
+        """Those who would rather be refused, and whose deadline can no longer be met."""
+        found = []
+        for level in self._levels.values():
+            for queue in level.queues.values():
+                queue.settle(now_s)
+                found += [seat for seat in queue.late if seat.rejects]
+        return found
+
+    def outranks(self, request: Request, now_s: float) -> bool:
+        """Whether its priority alone puts it before all who wait."""
+        if not self._claims:
+            return True
+        best = min(level for level, known in self._levels.items() if any(known.queues.values()))
+        return self._claims[0].claim_s > now_s and request.slo.priority < best
+
+    def check(self) -> None:
+        """Prove that every place is counted once, and that the bounds hold. Raises AssertionError."""
+        queues = [queue for level in self._levels.values() for queue in level.queues.values()]
+        waiting = [seat for queue in queues for seat in (*queue.timely, *queue.late)]
+        assert len({seat.number for seat in waiting}) == len(waiting) == len(self._claims), "somebody has two places"
+        assert set(waiting) == set(self._claims), "a claim without a place"
+        assert self._of_class == Counter(seat.class_name for seat in waiting), "classes do not add up"
+        assert len(waiting) <= self._most, f"{len(waiting)} wait, {self._most} may"

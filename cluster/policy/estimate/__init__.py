@@ -1,0 +1,1 @@
+"""What a placement would give: latencies, lengths, corrections learned from what happened."""

@@ -1,0 +1,94 @@
+"""Histograms that only count, and what a gateway has counted of its requests. Pure; knows no name of a metric.
+
+A value costs one search among some twenty bounds. Nothing grows but by the labels that are counted under.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# The bounds of vLLM's time to first token, for everything that takes a while.
+SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+# Those of its time between tokens, and smaller ones.
+TOKEN_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+BYTES = tuple(float(4**power) for power in range(6, 18))  # 4 KiB to 16 GiB
+RANGES = tuple(float(4**power) for power in range(11))
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """One histogram: `counts` up to each bound, and beyond the last; not cumulative."""
+
+    labels: tuple[str, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Histograms:
+    """Of one quantity, by labels."""
+
+    bounds: tuple[float, ...]
+    rows: tuple[Counted, ...] = ()
+
+    def summed(self, *first: str) -> "Histograms":
+        """All rows whose labels begin so as one, without labels."""
+        rows = [row for row in self.rows if row.labels[: len(first)] == first]
+        counts = tuple(map(sum, zip(*(row.counts for row in rows), strict=True))) or (0,) * (len(self.bounds) + 1)
+        return Histograms(self.bounds, (Counted((), counts, sum(row.total for row in rows)),))
+
+    def ending(self, last: str) -> "Histograms":
+        """Those rows whose last label this is."""
+        return Histograms(self.bounds, tuple(row for row in self.rows if row.labels[-1] == last))
+
+
+class Counting:
+    """Histograms that are being counted. Whoever adds bounds the labels; those of `begun` are there from the start."""
+
+    def __init__(self, bounds: tuple[float, ...], begun: Iterable[tuple[str, ...]] = ()) -> None:
+        self._bounds = bounds
+        self._counts = {labels: [0] * (len(bounds) + 1) for labels in begun}
+        self._totals = dict.fromkeys(self._counts, 0.0)
+
+    def add(self, labels: tuple[str, ...], value: float, times: int = 1) -> None:
+        counts = self._counts.get(labels)
+        if counts is None:
+            counts = self._counts[labels] = [0] * (len(self._bounds) + 1)
+            self._totals[labels] = 0.0
+        counts[bisect_left(self._bounds, value)] += times
+        self._totals[labels] += value * times
+
+    def told(self) -> Histograms:
+        rows = (Counted(labels, tuple(counts), self._totals[labels]) for labels, counts in self._counts.items())
+        return Histograms(self._bounds, tuple(rows))
+
+
+_SECONDS, _TOKEN_SECONDS, _TOKENS, _BYTES, _RANGES = map(Histograms, (SECONDS, TOKEN_SECONDS, TOKENS, BYTES, RANGES))
+
+
+@dataclass(frozen=True, slots=True)
+class Tallied:
+    """What one gateway has counted since it began; see `cluster.observe.request_metrics`. Labels stand behind each."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finishes: tuple[tuple[str, int], ...] = ()
+    ttft: Histograms = _SECONDS  # class
+    tpot: Histograms = _TOKEN_SECONDS  # class; the mean of each answer
+    gaps: Histograms = _TOKEN_SECONDS  # class; between any two tokens
+    requests: Histograms = _SECONDS  # class, outcome
+    prompts: Histograms = _TOKENS  # class
+    answers: Histograms = _TOKENS  # class
+    parts: Histograms = _SECONDS  # part of the ledger
+    stages: Histograms = _SECONDS  # queue, prefill, decode, inference: as vLLM divides a request
+    transfer_seconds: Histograms = _SECONDS  # transport
+    transfer_bytes: Histograms = _BYTES  # transport
+    transfer_ranges: Histograms = _RANGES  # transport

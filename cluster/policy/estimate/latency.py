@@ -1,0 +1,296 @@
+"""What a placement would give: seconds to the first token, and for each further one. Pure.
+
+Step costs are those of `PoolSpec.cost`, or defaults where nobody gave any. Both are corrected, worker by worker, by how
+long prompts and answers took there; guessed steps also by the worker's own step time, while it has one.
+"""
+
+from msgspec import Struct
+
+from cluster.policy.active_requests import Book, Standing, Work
+from cluster.policy.estimate.correction import Corrections, bounded
+from cluster.policy.routing.picking import num_sequences
+from cluster.policy.routing.router import Ask
+from cluster.spec import ClusterSpec
+from diptych.view import WorkerView
+from workers.config import ADAPTIVE_MARGIN, MISSED_SLO_SLOWDOWN, EngineConfig
+from workers.costs import CostModel, LinearCost
+
+_MOSTLY_WAITED = 2.0  # times what the worker computed
+_BESIDE = 0.3  # of the time that an answer took: with more of it spent on prompts, it says nothing of decode steps
+_MOST_STEPS = 32  # of one answer that count
+WHOLE_PROMPTS = ("static", "orca", "prefill-first")  # batching policies that do not cut prompts
+APART = ("static", "prefill-first", "prefill-only")  # those whose steps with prompts carry no decodes
+LEAST_CHUNK = 16  # tokens of a prompt: less beside a step's decodes is not worth its while
+_YARDSTICK = 1024  # tokens of the prompt by which pools are compared
+_MOST_SCALED = 1024  # cost models that are kept
+
+
+class Decodes(Struct, frozen=True, gc=False):
+    """Those of a worker: sequences, the tokens they attend to, and the tightest promise that was made to them."""
+
+    batch: int
+    context_tokens: int
+    tpot_slo_s: float | None
+
+
+_NONE = Decodes(0, 0, None)
+
+
+class _Pool(Struct, frozen=True):
+    """How the workers of a pool are set up, and what steps cost there."""
+
+    engine: EngineConfig
+    cost: CostModel
+    is_given: bool  # the costs, and not guessed
+    is_apart: bool
+    is_cutting: bool
+    margin: float  # of a promised time per token that a step with prompts may take
+
+    @classmethod
+    def of(cls, engine: EngineConfig, cost: CostModel | None) -> "_Pool":
+        batching = engine.batching
+        margin = ADAPTIVE_MARGIN if batching == "adaptive" else 1.0
+        is_cutting, is_apart = batching not in WHOLE_PROMPTS, batching in APART
+        return cls(engine, cost or LinearCost(), cost is not None, is_apart, is_cutting, margin)
+
+
+class _Pools(dict[str, _Pool]):
+    """By name; of one that is not known, what holds by default."""
+
+    _DEFAULT = _Pool.of(EngineConfig(), None)
+
+    def __missing__(self, name: str) -> _Pool:
+        return self._DEFAULT
+
+
+class Forecast:
+    """Owned by a Policy."""
+
+    def __init__(self, spec: ClusterSpec, book: Book) -> None:
+        self._book = book
+        self._pools = _Pools((pool.name, _Pool.of(pool.engine, pool.cost)) for pool in spec.pools)
+        self._speeds = _speeds(spec)
+        self._tpot_slo_s = spec.gateway.slo.tpot_s
+        self._prompts = Corrections()
+        self._steps = Corrections()
+        self._scaled: dict[tuple[str, float], CostModel] = {}  # pool, ratio -> its costs times that
+        self._now_s = 0.0  # when we were last asked or told
+
+    def is_sure(self, worker: WorkerView) -> bool:
+        """Whether the worker's costs are known, and not guessed."""
+        return self._pools[worker.pool].is_given
+
+    def prompt_speed(self, worker: WorkerView) -> float:
+        """Of prompts there, as a share of the quickest pool's; 1 where costs are not known."""
+        return self._speeds.get(worker.pool, 1.0)
+
+    def knows(self, prefill: WorkerView, decode: WorkerView) -> bool:
+        """Whether a prediction for these two would be more than a default."""
+        prompts = self.is_sure(prefill) or prefill.name in self._prompts
+        return prompts and (self.is_sure(decode) or decode.name in self._steps or _decodes(decode))
+
+    def kv_tokens(self, worker: WorkerView) -> int:
+        """How many tokens' KV the worker's pool holds."""
+        return worker.stats.total_blocks * self.engine(worker).block_size
+
+    def free_tokens(self, worker: WorkerView) -> int:
+        return worker.stats.free_blocks * self.engine(worker).block_size
+
+    def prefill_seconds(self, worker: WorkerView, num_tokens: int, cached_tokens: int) -> float:
+        """Computing `num_tokens` of a prompt behind `cached_tokens`, once it is its turn, beside the decodes there."""
+        return self.prefill_beside(worker, num_tokens, cached_tokens, self._decodes(worker))[0]
+
+    def prefill_beside(
+        self, worker: WorkerView, num_tokens: int, cached_tokens: int, decodes: Decodes
+    ) -> tuple[float, int]:
+        """Seconds and steps of that; 0 steps: the decodes leave no time for it, so that their promise breaks.
+
+        A prompt is cut as `workers.engine.batching` does it, and each of its steps carries the decodes along.
+        """
+        pool = self._pools[worker.pool]
+        cost = self._corrected(pool, worker)
+        if pool.is_apart:
+            decodes = _NONE
+        batch, context_tokens = decodes.batch, decodes.context_tokens
+        chunk, is_able = max(1, num_tokens), True
+        if pool.is_cutting:
+            within, is_able = _chunk(pool, cost, num_tokens, cached_tokens, decodes)
+            chunk = min(chunk, within)
+        whole, rest = divmod(num_tokens, chunk)
+        seconds = 0.0
+        if whole:
+            first = cached_tokens + (whole - 1) * chunk // 2
+            seconds = whole * cost.mixed_seconds(((chunk, first),), batch, context_tokens)
+        if rest:
+            seconds += cost.mixed_seconds(((rest, cached_tokens + num_tokens - rest),), batch, context_tokens)
+        return seconds, whole + bool(rest) if is_able else 0
+
+    def _decodes(self, worker: WorkerView) -> Decodes:
+        """Of the worker, under way or promised a slot: ours by the book, and those that it has beyond them.
+
+        To others the same was promised as this gateway promises.
+        """
+        standing = self._book.standing(worker.name)
+        (batch, prompts, answers), tightest_s = standing.promised, standing.tightest_s
+        context_tokens = prompts + answers // 2
+        foreign = worker.stats.running + worker.stats.reserved - batch - standing.num_prompts
+        if foreign > 0:
+            batch, context_tokens = batch + foreign, context_tokens + max(0, self._used_tokens(worker) - prompts)
+            if self._tpot_slo_s is not None and (tightest_s is None or self._tpot_slo_s < tightest_s):
+                tightest_s = self._tpot_slo_s
+        return Decodes(batch, context_tokens, tightest_s)
+
+    def prompt_correction(self, worker: WorkerView) -> float:
+        """Seconds that prompts took there for each second of the costs as they were given."""
+        return self._prompts.ratio(worker.name, self._now_s)
+
+    def queued_tokens(self, ask: Ask, worker: WorkerView) -> tuple[int, int]:
+        """Prompt tokens to compute there: ours, without those that are cached, and those of other gateways."""
+        ours = self._book.standing(worker.name)
+        return ours.new_tokens, _foreign_tokens(ask, worker, ours)
+
+    def queue_seconds(self, ask: Ask, worker: WorkerView) -> float:
+        """How long the prompts ahead will take: ours by the book, those of other gateways by their tokens."""
+        self._now_s = max(self._now_s, ask.now_s)
+        ours = self._book.standing(worker.name)
+        foreign = _foreign_tokens(ask, worker, ours)
+        foreign_s = self.prefill_seconds(worker, foreign, 0) if foreign else 0.0
+        return ours.ahead_s(ask.now_s) + foreign_s
+
+    def ttft_seconds(self, ask: Ask, worker: WorkerView, cached_tokens: int = 0) -> float:
+        """From now to the first token, if the prompt is computed there."""
+        new_tokens = max(1, ask.request.num_tokens - cached_tokens)
+        return self.queue_seconds(ask, worker) + self.prefill_seconds(worker, new_tokens, cached_tokens)
+
+    def transfer_seconds(self, worker: WorkerView, num_tokens: int) -> float:
+        """Bringing the KV of so many tokens to the worker, alone on the wire."""
+        return self.plain_cost(worker).transfer_seconds(num_tokens * worker.kv_token_bytes)
+
+    def tpot_seconds(self, ask: Ask, worker: WorkerView) -> float:
+        """A decode step of the worker once all that were promised a slot decode, this request among them."""
+        self._now_s = max(self._now_s, ask.now_s)
+        return self.step_seconds(worker, *self._batch_with(ask, worker))
+
+    def plain_tpot_seconds(self, ask: Ask, worker: WorkerView) -> float:
+        """The same by the costs alone, as nobody has corrected them."""
+        return self._plain_step_seconds(worker, *self._batch_with(ask, worker))
+
+    def _batch_with(self, ask: Ask, worker: WorkerView) -> tuple[int, int]:
+        return num_sequences(ask, worker) + 1, self._used_tokens(worker) + ask.request.num_tokens
+
+    def tpot_now_seconds(self, ask: Ask, worker: WorkerView) -> float:
+        """A decode step of the worker if this request decoded there now."""
+        running = worker.stats.running
+        used_tokens = self._used_tokens(worker) * running / max(1, running + worker.stats.reserved)
+        return self.step_seconds(worker, running + 1, used_tokens + ask.request.num_tokens)
+
+    def step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
+        """A decode step there with so many sequences."""
+        return self._plain_step_seconds(worker, batch, context_tokens) * self.step_correction(worker)
+
+    def step_correction(self, worker: WorkerView) -> float:
+        """Seconds that decode steps take there for each second of the costs as they were given."""
+        if not _decodes(worker) or self.is_sure(worker):
+            return self._steps.ratio(worker.name, self._now_s)
+        running_s = self._plain_step_seconds(worker, worker.stats.running, self._used_tokens(worker))
+        return bounded(worker.stats.step_s / running_s)
+
+    def _plain_step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
+        return self._pools[worker.pool].cost.decode_seconds(round(batch), round(context_tokens))
+
+    def _used_tokens(self, worker: WorkerView) -> int:
+        return (worker.stats.total_blocks - worker.stats.free_blocks) * self.engine(worker).block_size
+
+    def learn_prompt(self, work: Work, compute_s: float | None = None) -> None:
+        """A prompt was computed. Of those that end at once, computed together, the first is given all the time.
+
+        Its worker spent `compute_s` on it, from the first step on: where it took far longer than that it waited for
+        something else, such as memory, and the rest says nothing of the worker's speed.
+        """
+        assert work.prefilled_s is not None, "its first token has come"
+        self._now_s = max(self._now_s, work.prefilled_s)
+        if work.prefill_s <= 0.0 or work.prefilled_s <= max(work.began_s, work.reserved_s):
+            return
+        seen_s, told_s = max(0.0, work.prefilled_s - work.turn_s), work.prefill_s / work.correction
+        if compute_s is not None and seen_s > _MOSTLY_WAITED * compute_s:
+            seen_s = compute_s
+        self._prompts.learn(work.prefill, seen_s, told_s, work.prefilled_s, is_guess=work.is_guess)
+
+    def learn_steps(self, work: Work, num_tokens: int, now_s: float) -> None:
+        """An answer is over, of which so many tokens were decoded, from the prefill's one on."""
+        self._now_s = max(self._now_s, now_s)
+        if work.prefilled_s is None or num_tokens < 2 or work.plain_tpot_s <= 0.0 or now_s <= work.prefilled_s:
+            return
+        if self._book.beside_s(work) > _BESIDE * (now_s - work.prefilled_s):
+            return  # its steps carried prompts, which is not what a decode step costs
+        steps = min(num_tokens - 1, _MOST_STEPS)
+        seen_s = (now_s - work.prefilled_s) / (num_tokens - 1)
+        self._steps.learn(work.decode, seen_s * steps, work.plain_tpot_s * steps, now_s, is_guess=work.is_guess)
+
+    def most_running(self, worker: WorkerView) -> int:
+        """Its decode slots."""
+        return self.engine(worker).max_running
+
+    def cost(self, worker: WorkerView) -> CostModel:
+        """What its steps are believed to cost, corrected by how long its prompts took."""
+        return self._corrected(self._pools[worker.pool], worker)
+
+    def _corrected(self, pool: _Pool, worker: WorkerView) -> CostModel:
+        ratio = self._prompts.rounded(worker.name, self._now_s) or 0.01
+        if ratio == 1.0:
+            return pool.cost
+        cost = self._scaled.get((worker.pool, ratio))
+        if cost is None:
+            if len(self._scaled) >= _MOST_SCALED:
+                self._scaled.clear()
+            cost = self._scaled[worker.pool, ratio] = pool.cost.scaled(ratio)
+        return cost
+
+    def plain_cost(self, worker: WorkerView) -> CostModel:
+        """Its pool's, or the default's."""
+        return self._pools[worker.pool].cost
+
+    def engine(self, worker: WorkerView) -> EngineConfig:
+        """How the workers of its pool are set up."""
+        return self._pools[worker.pool].engine
+
+
+def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, decodes: Decodes) -> tuple[int, bool]:
+    """How much of a prompt a step takes, about, and whether the decodes' promise holds then.
+
+    Where the corrected costs leave no time, those that were given have the last word: the engine cuts by them.
+    """
+    batch, bound_s, own_s = decodes.batch, decodes.tpot_slo_s, pool.engine.tpot_slo_s
+    budget = max(1, pool.engine.max_batch_tokens - batch)
+    if own_s is not None and (bound_s is None or own_s < bound_s):
+        bound_s = own_s
+    if not batch or bound_s is None:
+        return budget, True
+    context_tokens, midway = decodes.context_tokens, cached_tokens + num_tokens // 2
+    for each in (cost,) if cost is pool.cost else (cost, pool.cost):
+        within = each.prompt_tokens_within(bound_s * pool.margin, midway, (), batch, context_tokens)
+        if within >= min(LEAST_CHUNK, num_tokens):
+            return min(budget, max(1, within)), True
+    loose_s = MISSED_SLO_SLOWDOWN * cost.decode_seconds(batch, context_tokens)
+    within = cost.prompt_tokens_within(loose_s, midway, (), batch, context_tokens)
+    return min(budget, max(LEAST_CHUNK, within)), False
+
+
+def _foreign_tokens(ask: Ask, worker: WorkerView, ours: Standing) -> int:
+    """Prompt tokens of other gateways that it still has to compute; of what is queued, each decode has one."""
+    stats, sent = worker.stats, ask.sent_to(worker.name)
+    queued, sequences = stats.queued_tokens + sent.prompt_tokens, stats.running + stats.reserved + sent.sequences
+    return max(0, queued - ours.prompt_tokens - sequences)
+
+
+def _decodes(worker: WorkerView) -> bool:
+    """Whether the worker's own step time is that of decodes under way."""
+    return bool(worker.stats.step_s and worker.stats.running)
+
+
+def _speeds(spec: ClusterSpec) -> dict[str, float]:
+    """By pool; empty where some costs are guesses: a guess says nothing of who is quicker."""
+    alone_s = {pool.name: pool.cost.prefill_seconds(_YARDSTICK) for pool in spec.pools if pool.cost is not None}
+    if len(alone_s) < len(spec.pools) or min(alone_s.values()) <= 0.0:
+        return {}
+    return {name: min(alone_s.values()) / each_s for name, each_s in alone_s.items()}

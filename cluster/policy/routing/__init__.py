@@ -1,0 +1,1 @@
+"""Which workers a request gets: the port, our SLO router, and the routers of the literature."""

@@ -1,0 +1,1 @@
+"""Routers of the literature and of other systems, to compare with."""

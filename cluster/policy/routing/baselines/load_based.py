@@ -1,0 +1,106 @@
+"""Routers that look at loads only, or at nothing: least-loaded, random, round-robin, power of two, DistServe."""
+
+from cluster.policy.draws import Draws
+from cluster.policy.routing.picking import Picking, Workers, most_room, num_sequences, queued_tokens
+from cluster.policy.routing.router import Ask, Placement
+from diptych.view import WorkerView
+
+
+class LeastLoaded(Picking):
+    """Prefill to the worker with the fewest prompt tokens queued, decode to the one with the fewest sequences."""
+
+    def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
+        return min(workers, key=lambda worker: (queued_tokens(ask, worker), worker.name))
+
+    def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
+        return min(workers, key=lambda worker: most_room(ask, worker))
+
+    def pick_whole(self, ask: Ask, workers: Workers) -> WorkerView:
+        return min(workers, key=lambda each: (queued_tokens(ask, each), num_sequences(ask, each), each.name))
+
+    @property
+    def reason(self) -> str:
+        return "least-loaded"
+
+
+class DistServe(LeastLoaded):
+    """The shortest prefill queue, counted in requests, first come first served; then the least-loaded decode worker.
+
+    Zhong et al., OSDI 2024, section 4.3. There the decode worker is chosen when the prompt is done; here it is when the
+    request comes, since it promises its blocks first.
+    """
+
+    def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
+        return min(workers, key=lambda each: (each.stats.waiting + num_sequences(ask, each), each.name))
+
+    @property
+    def reason(self) -> str:
+        return "shortest prefill queue"
+
+
+class Random(Picking):
+    """Any worker, all alike."""
+
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+
+    def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
+        return workers[self._draws.below(len(workers))]
+
+    def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
+        return workers[self._draws.below(len(workers))]
+
+    @property
+    def reason(self) -> str:
+        return "random"
+
+
+class RoundRobin(Picking):
+    """One after the other: of those that fit, the one whose last turn, in this phase, is longest ago."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+        self._prefilled: dict[str, int] = {}  # worker -> number of its last turn
+        self._decoded: dict[str, int] = {}
+
+    def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
+        return min(workers, key=lambda worker: self._prefilled.get(worker.name, 0))
+
+    def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
+        return min(workers, key=lambda worker: self._decoded.get(worker.name, 0))
+
+    def began(self, ask: Ask, placement: Placement) -> None:
+        self._turns += 1
+        self._prefilled[placement.prefill] = self._decoded[placement.decode] = self._turns
+
+    @property
+    def reason(self) -> str:
+        return "round-robin"
+
+
+class PowerOfTwo(LeastLoaded):
+    """The less loaded of two drawn at random (Mitzenmacher, 2001): nearly as good as all, and no herd on one."""
+
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+
+    def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
+        return super().pick_prefill(ask, two_of(self._draws, workers))
+
+    def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
+        return super().pick_decode(ask, two_of(self._draws, workers))
+
+    def pick_whole(self, ask: Ask, workers: Workers) -> WorkerView:
+        return super().pick_whole(ask, two_of(self._draws, workers))
+
+    @property
+    def reason(self) -> str:
+        return "the less loaded of two"
+
+
+def two_of(draws: Draws, workers: Workers) -> Workers:
+    """Two different ones at random, or the only one."""
+    if len(workers) < 2:
+        return workers
+    first, second = draws.below(len(workers)), draws.below(len(workers) - 1)
+    return workers[first], workers[second + (second >= first)]

@@ -1,0 +1,94 @@
+"""Splitwise: pools of prompt, token and mixed machines; both machines of a request are chosen when it comes.
+
+Patel et al., ISCA 2024, section 4.3, with the order of overflow that its released simulator has:
+
+    prompt   home pool, unless its queue is long ──> mixed pool, unless long ──> a token machine   } becomes mixed
+    tokens   home pool, unless its memory is full ─> mixed pool, unless full ─> a prompt machine   }
+    neither  both phases on the machine with the fewest pending tokens
+
+A machine keeps its home and is mixed for as long as it has work of the other phase.
+"""
+
+from typing import ClassVar
+
+from cluster.policy.active_requests import Book
+from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.lengths import Lengths
+from cluster.policy.routing.baselines.load_based import LeastLoaded
+from cluster.policy.routing.picking import fitting, queued_tokens, roomy
+from cluster.policy.routing.router import Ask, Placement
+from cluster.spec import Role
+from diptych.view import WorkerView
+
+QUEUE_TOKENS = 8192  # the released simulator's prompt_max_pending_batch_tokens
+
+
+class Splitwise(LeastLoaded):
+    """Any two workers may be paired. Where the pair is not linked, or a phase has no home, least-loaded decides."""
+
+    links_all: ClassVar[bool] = True
+
+    def __init__(self, forecast: Forecast, book: Book, lengths: Lengths, queue_tokens: int = QUEUE_TOKENS) -> None:
+        self._forecast = forecast
+        self._book = book
+        self._lengths = lengths
+        self._queue_tokens = queue_tokens
+
+    def choose(self, ask: Ask) -> Placement | None:
+        homes: dict[Role, list[WorkerView]] = {role: [] for role in Role}
+        for worker in fitting(ask):
+            homes[self._pool(worker)].append(worker)
+        prompts, tokens, mixed = homes[Role.PREFILL], homes[Role.DECODE], homes[Role.MIXED]
+        if ask.tokens_left == 1 or ask.beside or not (prompts or tokens):
+            return super().choose(ask)
+        prefill = self._shortest(ask, prompts) or self._shortest(ask, mixed)
+        decode = self._roomiest(ask, roomy(ask, tokens)) or self._roomiest(ask, roomy(ask, mixed))
+        if prefill is None and tokens:
+            prefill = min(tokens, key=lambda worker: _pending(ask, worker))
+        if decode is None and prompts:
+            decode = min(roomy(ask, prompts), key=self._memory)
+        if prefill is None or decode is None:
+            least = min(roomy(ask, fitting(ask)), key=lambda worker: _pending(ask, worker))
+            return self.placed(ask, least, least, "all machines are full: the one with the fewest pending tokens")
+        if prefill is not decode and not ask.view.linked(prefill.name, decode.name):
+            return super().choose(ask)
+        usual = prefill.role is not Role.DECODE and decode.role is not Role.PREFILL
+        return self.placed(ask, prefill, decode, self.reason if usual else "overflow into the other pool")
+
+    def _pool(self, worker: WorkerView) -> Role:
+        """Its home, or mixed while it has work of the other phase, as far as we sent it."""
+        away = worker.role is Role.PREFILL and self._book.decoding(worker.name)
+        away = away or (worker.role is Role.DECODE and self._book.prefilling(worker.name))
+        return Role.MIXED if away else worker.role
+
+    def _shortest(self, ask: Ask, workers: list[WorkerView]) -> WorkerView | None:
+        """The one with the fewest pending tokens, if its queue is not long."""
+        if not workers:
+            return None
+        best = min(workers, key=lambda worker: _pending(ask, worker))
+        pending, _ = _pending(ask, best)
+        is_long = pending > 0 and pending + ask.request.num_tokens > self._queue_tokens
+        return None if is_long else best
+
+    def _roomiest(self, ask: Ask, workers: list[WorkerView]) -> WorkerView | None:
+        """The one with the least memory promised, if the request and its answer fit there."""
+        if not workers:
+            return None
+        best = min(workers, key=self._memory)
+        used_tokens, _ = self._memory(best)
+        wanted = ask.request.num_tokens + self._lengths(ask.request)
+        return None if used_tokens + wanted >= self._forecast.kv_tokens(best) else best
+
+    def _memory(self, worker: WorkerView) -> tuple[int, str]:
+        """Tokens of KV that are there, or will be when our requests there have all their answers."""
+        promised = sum(work.num_tokens for work in self._book.decoding(worker.name))
+        used = self._forecast.kv_tokens(worker) - self._forecast.free_tokens(worker)
+        return max(promised, used), worker.name
+
+    @property
+    def reason(self) -> str:
+        return "shortest queue in pending tokens"
+
+
+def _pending(ask: Ask, worker: WorkerView) -> tuple[int, str]:
+    return queued_tokens(ask, worker), worker.name

@@ -1,0 +1,1 @@
+"""Our router: both phases where both SLOs hold."""

@@ -1,0 +1,152 @@
+"""A pool's costs as tables, for estimates of many workers at once. Knows no worker."""
+
+import math
+from bisect import bisect_right
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.policy.estimate.latency import APART, LEAST_CHUNK, WHOLE_PROMPTS
+from cluster.policy.routing.slo.worker_estimate import MOST_FULL
+from workers.config import ADAPTIVE_MARGIN, MISSED_SLO_SLOWDOWN, EngineConfig
+from workers.costs import CostModel
+
+Floats = npt.NDArray[np.float64]
+
+TOP_BATCH = 2048  # sequences: more count as this many
+_BATCHES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, TOP_BATCH)
+_CONTEXTS = (128, 2048)  # tokens of a sequence, between which a step's time is taken to be linear
+_PROMPTS = tuple(1 << power for power in range(0, 21, 2))
+
+
+class Told(NamedTuple):
+    """Of a worker by its statistics, and what was sent since: sequences, prompt tokens, and blocks."""
+
+    seen: float
+    queued_tokens: float
+    total_blocks: float
+    free_blocks: float
+    step_ratio: float
+
+
+class Noted(NamedTuple):
+    """Of a worker by the book: what decodes there or will, what does already, and the prompts before that."""
+
+    sequences: float
+    prompt_tokens: float
+    output_tokens: float
+    begun: float
+    begun_prompt_tokens: float
+    begun_output_tokens: float
+    num_waiting: float
+    waiting_tokens: float
+    until_s: float
+    rest_s: float
+    prompt_ratio: float
+
+
+class Rates:
+    """Seconds of steps as `cost` says; a decode step of a batch takes `decode_base_s` + tokens * `decode_token_s`.
+
+    Exact for costs that are linear. How prompts are cut is the engine's batching, about.
+    """
+
+    def __init__(self, cost: CostModel, engine: EngineConfig) -> None:
+        self._cost = cost
+        self._engine = engine
+        self.block_size = engine.block_size
+        self.is_cutting = engine.batching not in WHOLE_PROMPTS
+        self.is_carrying = engine.batching not in APART  # steps with prompts carry decodes along
+        self.most_tokens = float(engine.max_batch_tokens) if self.is_cutting else math.inf  # of a prompt in one step
+        self.empty_s = cost.mixed_seconds((), 0, 0)
+        bases, slopes = [self.empty_s], [cost.mixed_seconds((), 0, 1) - self.empty_s]
+        for batch in _BATCHES[1:]:
+            near, far = (batch * context for context in _CONTEXTS)
+            near_s = cost.decode_seconds(batch, near)
+            slopes.append((cost.decode_seconds(batch, far) - near_s) / (far - near))
+            bases.append(near_s - slopes[-1] * near)
+        every = np.arange(TOP_BATCH + 1)
+        self.decode_base_s: Floats = np.interp(every, _BATCHES, bases)
+        self.decode_token_s: Floats = np.interp(every, _BATCHES, slopes)
+        self._bases_s: list[float] = self.decode_base_s.tolist()
+        self._tokens_s: list[float] = self.decode_token_s.tolist()
+        self._prompts_s = [cost.prefill_seconds(tokens) for tokens in _PROMPTS]
+
+    def is_of(self, cost: CostModel, engine: EngineConfig) -> bool:
+        return self._cost == cost and self._engine == engine
+
+    def bound_s(self, tpot_slo_s: float | None) -> float:
+        """What a step with prompts may take, where decodes were promised so much."""
+        if not self.is_cutting:
+            return math.inf
+        bounds = [each for each in (tpot_slo_s, self._engine.tpot_slo_s) if each is not None]
+        return min(bounds, default=math.inf) * (ADAPTIVE_MARGIN if self._engine.batching == "adaptive" else 1.0)
+
+    def prompts_seconds(self, num_tokens: Floats) -> Floats:
+        """Computing so many tokens of prompts, in one step each."""
+        seconds: Floats = np.interp(num_tokens, _PROMPTS, self._prompts_s)
+        return seconds
+
+    def row(self, told: tuple[float, ...], noted: tuple[float, ...], bound_s: float) -> tuple[float, ...]:
+        """What follows for one worker, in the order of a shortlist's columns: as it derives many at once, to the bit.
+
+        `told` and `noted` as `Told` and `Noted`; `bound_s`: what its steps with prompts may take.
+        """
+        seen, queued, total, free, step_ratio = told
+        ours, prompts, answers, begun, begun_prompts, begun_answers = noted[:6]
+        waiting, waiting_tokens, until_s, rest_s, ratio = noted[6:]
+        kv_tokens = total * self.block_size
+        foreign = max(seen - ours - waiting, 0)
+        theirs = max(kv_tokens - free * self.block_size - prompts, 0) if foreign else 0
+        batch, context = begun + foreign, begun_prompts + begun_answers // 2 + theirs
+        at = int(min(batch, TOP_BATCH - 1))
+        step_s = ratio * (self._bases_s[at] + self._tokens_s[at] * context)
+        at, context = int(min(ours + foreign, TOP_BATCH - 1)), prompts + answers // 2 + theirs
+        token_s = step_ratio * self._tokens_s[at + 1]
+        tpot_s = step_ratio * self._bases_s[at + 1] + token_s * context
+        room_tokens = kv_tokens - prompts - answers - theirs - (1 - MOST_FULL) * kv_tokens
+        queue, foreign_s = max(queued - waiting_tokens, 0) - seen, 0.0
+        if queue > 0:
+            foreign_s = self._queue_seconds(queue, batch, step_s, ratio, bound_s)
+        return until_s, rest_s, ratio, batch, room_tokens, step_s, tpot_s, token_s, foreign_s
+
+    def _queue_seconds(self, tokens: float, batch: float, step_s: float, ratio: float, bound_s: float) -> float:
+        """How long prompts of so many tokens, one after the other, will take beside this many decodes."""
+        work_s = (self._prompts_seconds(tokens) - self.empty_s) * ratio
+        most, each_s = max(self.most_tokens - batch, 1.0), self.empty_s * ratio
+        if batch and self.is_carrying:
+            token_s = max(work_s, 1e-12) / tokens
+            chunk, each_s, least = (bound_s - step_s) / token_s, step_s, min(LEAST_CHUNK, tokens)
+            if chunk < least:
+                chunk = (bound_s * ratio - step_s) / token_s  # costs as given
+            if chunk < least:
+                chunk = max((MISSED_SLO_SLOWDOWN - 1) * step_s / token_s, LEAST_CHUNK)
+            most = min(most, chunk)
+        return work_s + math.ceil(tokens / min(most, tokens)) * each_s
+
+    def _prompts_seconds(self, num_tokens: float) -> float:
+        """`prompts_seconds` of one number."""
+        place = bisect_right(_PROMPTS, num_tokens)
+        if place == 0 or place == len(_PROMPTS):
+            return self._prompts_s[place - 1 if place else 0]
+        before, after, begin = self._prompts_s[place - 1], self._prompts_s[place], _PROMPTS[place - 1]
+        return (after - before) / (_PROMPTS[place] - begin) * (num_tokens - begin) + before
+
+    def prompt_parabola(self, num_tokens: int, most_cached: int) -> tuple[float, float, float]:
+        """(a, b, c): a prompt of which x tokens are cached, `most_cached` at most, takes a + b x + c x² seconds."""
+        nothing_s = self._seconds(num_tokens, 0)
+        if not most_cached:
+            return nothing_s, 0.0, 0.0
+        most_s = self._seconds(num_tokens, most_cached) - nothing_s
+        if (half := most_cached // 2) == 0:
+            return nothing_s, most_s / most_cached, 0.0
+        half_s = self._seconds(num_tokens, half) - nothing_s
+        square = (most_s / most_cached - half_s / half) / (most_cached - half)
+        return nothing_s, most_s / most_cached - square * most_cached, square
+
+    def _seconds(self, num_tokens: int, cached_tokens: int) -> float:
+        new_tokens = num_tokens - cached_tokens
+        seconds = self._cost.prefill_seconds(new_tokens, cached_tokens)
+        more_steps = math.ceil(new_tokens / self.most_tokens) - 1 if new_tokens > self.most_tokens else 0
+        return seconds + more_steps * self.empty_s

@@ -1,0 +1,54 @@
+"""Where few workers can hold a request: an exact look at all of them. Has no state beyond one request."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from cluster.policy.routing.picking import beside, fitting, roomy
+from cluster.policy.routing.router import Ask
+from cluster.policy.routing.slo.worker_estimate import DECODE, PREFILL, PromptSide
+from diptych.view import WorkerView
+from workers.request import SLO
+
+
+class Everyone:
+    """Where few can hold a request: all of them, at home before elsewhere. `cached_tokens`: of the prompt."""
+
+    def __init__(self, ask: Ask, cached_tokens: Callable[[WorkerView], int]) -> None:
+        self._ask = ask
+        self.cached_tokens = cached_tokens
+        self._workers = fitting(ask)
+
+    def worker(self, name: str) -> WorkerView:
+        return next(worker for worker in self._workers if worker.name == name)
+
+    def prompts(self, slo: SLO, reader: str = "") -> Iterator[list[WorkerView]]:
+        workers = beside(self._ask, self._workers)
+        if reader:
+            workers = [worker for worker in workers if self._ask.view.linked(worker.name, reader)]
+        yield [worker for worker in workers if worker.role is not DECODE]
+        yield [worker for worker in workers if worker.role is DECODE]
+
+    def able_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
+        return sum(speed_of(self.worker(side.name)) for side in sides if has_time(side))
+
+    def wholes(self, slo: SLO, early: float) -> list[WorkerView]:
+        return []  # they are among the others
+
+    def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
+        yield roomy(self._ask, [worker for worker in self._workers if worker.role is not PREFILL])
+        if alone:
+            yield roomy(self._ask, [worker for worker in self._workers if worker.role is PREFILL])
+
+    def lender(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
+        owners = [
+            (tokens, each.name)
+            for each in self._workers
+            if each.role is PREFILL
+            and each.name != reader
+            and (tokens := self.cached_tokens(each)) > own_tokens
+            and self._ask.view.linked(each.name, reader)
+        ]
+        return max(owners, default=None)
+
+
+def has_time(side: PromptSide) -> bool:
+    return side.role is not DECODE and side.steps > 0

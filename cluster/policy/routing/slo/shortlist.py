@@ -1,0 +1,455 @@
+"""The few workers out of many that are worth an exact look: columns of numbers, a row for each worker of the view.
+
+    view, what was sent, book ──changes──> rows ──a few operations on columns──> the best few by estimate
+
+What is summed and counted is exact; what a step costs is read off tables of each pool's `CostModel`, times the
+correction of the worker. Estimates only say who is looked at: `Promise` decides by the exact outlook of these.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, compress
+from operator import is_not
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.policy.active_requests import Book
+from cluster.policy.estimate.latency import LEAST_CHUNK, Forecast
+from cluster.policy.routing.prefix_index import Depth, PrefixIndex
+from cluster.policy.routing.router import NOTHING_SENT, Ask, Sent
+from cluster.policy.routing.slo.cost_tables import TOP_BATCH, Noted, Rates, Told
+from cluster.policy.routing.slo.exhaustive import has_time
+from cluster.policy.routing.slo.worker_estimate import MOST_FULL, PromptSide
+from cluster.spec import Role
+from diptych.view import WorkerState, WorkerView
+from workers.config import MISSED_SLO_SLOWDOWN
+from workers.request import SLO
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Rows = npt.NDArray[np.intp]
+
+REFRESH_S = 5.0  # each row is looked at anew at least so often: corrections fade with time
+_MOST_GROUPS = 1 << 10
+_ONE_BY_ONE = 24  # rows: more are derived all at once
+
+
+class Shortlist:
+    """Owned by a router, and the only one that asks its book for `news`. `tpot_slo_s`: what this gateway promises."""
+
+    def __init__(self, forecast: Forecast, book: Book, index: PrefixIndex, tpot_slo_s: float | None, few: int) -> None:
+        self._few = few
+        self._forecast = forecast
+        self._tpot_slo_s = tpot_slo_s
+        self._book = book
+        self._index = index
+        self._rates: dict[str, Rates] = {}
+        self._groups: dict[int, Rows] = {}  # bits of slots -> their rows
+        self._reaches: dict[str, Flags] = {}  # reader -> who is linked to it
+        self._pairs: object = None
+        self.workers: tuple[WorkerView, ...] = ()
+        self._clear()
+
+    def look(self, ask: Ask, depths: Callable[[], Sequence[Depth]], expected_tokens: int) -> "Glance | None":
+        """At this request, of whose prompt workers have so much cached, and whose answer will be so long.
+
+        None where few can hold it: all of them are worth an exact look.
+        """
+        if len(ask.view.workers) <= self._few:
+            return None
+        self._follow(ask)
+        fits = self._fitting(ask)
+        if np.count_nonzero(fits) <= self._few:
+            return None
+        return Glance(self, ask, fits, *self._cached(ask, depths()), expected_tokens)
+
+    def _fitting(self, ask: Ask) -> Flags:
+        """Ready workers that can hold the request."""
+        fits: Flags = self.capacity > ask.request.num_tokens
+        for name in ask.avoid:
+            if name in self.row:
+                fits[self.row[name]] = False
+        return fits
+
+    # ---- rows ------------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        """A row for each of `workers`, nothing in them."""
+        count = len(self.workers)
+        self.row = {worker.name: row for row, worker in enumerate(self.workers)}
+        # In the order of their fields; plain tuples, which are quicker to make.
+        self._told: list[tuple[float, ...]] = [()] * count
+        self._noted: list[tuple[float, ...]] = [()] * count
+        self._noted_columns = np.zeros((len(Noted._fields), count))
+        self._fresh: set[int] = set()  # rows of `_noted` that these columns do not have yet
+        self._sent: Mapping[str, Sent] = {}
+        self._lives = -1
+        self._turn, self._turned_s = 0, 0.0
+        self.rates: list[Rates] = []
+        self.speed: Floats = np.zeros(0)  # of prompts, pool by pool
+        self.is_prefill, self.is_decode, self.is_mixed = np.zeros((3, count), dtype=np.bool_)
+        self.is_prompt_home, self.is_decode_home = np.zeros((2, count), dtype=np.bool_)  # mixed ones are both
+        self._pools = [0] * count  # as `pool`
+        self.capacity, self.pool, self._slot = np.zeros((3, count), dtype=np.intp)  # capacity 0: it is not ready
+        self.columns = np.zeros((9, count))
+        columns: list[Floats] = list(self.columns)  # in the order of `Rates.row`
+        self.until_s, self.rest_s, self.ratio, self.batch, self.room_tokens = columns[:5]
+        self.step_s, self.tpot_s, self.tpot_token_s = columns[5:8]  # now; with one more; its tokens' share
+        self.foreign_s = columns[8]
+        self._reaches.clear()
+
+    def _follow(self, ask: Ask) -> None:
+        """Write the rows of which something has changed."""
+        known, workers = self.workers, ask.view.workers
+        told: set[int] = set()
+        if workers is not known:
+            told.update(compress(range(len(workers)), map(is_not, workers, known)))
+            self.workers = workers
+            others = [row for row in told if not _same_place(workers[row], known[row])]
+            if len(workers) != len(known) or any(workers[row].name != known[row].name for row in others):
+                self._clear()
+                others, known = list(range(len(workers))), ()
+                told.update(others)
+            for row in others:
+                self._place(row, workers[row])
+        if ask.sent or self._sent:
+            before, now = self._sent, dict(ask.sent)
+            resent = [name for name in before.keys() | now.keys() if before.get(name) is not now.get(name)]
+            told.update(self.row[name] for name in resent if name in self.row)
+            self._sent = now
+        noted = {self.row[name] for name in self._book.news() if name in self.row} | self._due(ask.now_s)
+        if not known:
+            noted = told
+        told |= noted
+        if self._lives != self._index.lives:
+            self._lives = self._index.lives
+            self._slot = np.array([self._index.slot(each.name, each.incarnation) for each in workers], dtype=np.intp)
+            self._groups.clear()
+        changed = {*filter(self._note, noted), *filter(self._tell, told)}
+        if len(changed) <= _ONE_BY_ONE:
+            for row in changed:
+                pool = self._pools[row]
+                self.columns[:, row] = self.rates[pool].row(self._told[row], self._noted[row], self._bounds[pool])
+        else:
+            self._derive(np.fromiter(changed, np.intp, len(changed)))
+
+    def _due(self, now_s: float) -> set[int]:
+        """The next rows in turn, as many as time has passed."""
+        count = len(self.workers)
+        due = min(count, int(count * (now_s - self._turned_s) / REFRESH_S)) if count else 0
+        if due <= 0:
+            return set()
+        first, self._turn, self._turned_s = self._turn, (self._turn + due) % count, now_s
+        return {row % count for row in range(first, first + due)}
+
+    def _place(self, row: int, worker: WorkerView) -> None:
+        """What of a worker seldom changes."""
+        rates = self._rates_of(worker)
+        if rates not in self.rates:
+            self.rates.append(rates)
+            self._base_s = np.concatenate([each.decode_base_s for each in self.rates])  # [pools * batches]
+            self._token_s = np.concatenate([each.decode_token_s for each in self.rates])
+            self._block_size = np.array([each.block_size for each in self.rates], dtype=np.float64)
+            self.empty_s = np.array([each.empty_s for each in self.rates])
+            self.speed = np.append(self.speed, self._forecast.prompt_speed(worker))
+            self._is_carrying = np.array([each.is_carrying for each in self.rates])
+            self._most_tokens = np.array([each.most_tokens for each in self.rates])
+            self._bound_s = self.bounds_s(self._tpot_slo_s)
+            self._bounds: list[float] = self._bound_s.tolist()
+        self.is_prefill[row] = worker.role is Role.PREFILL
+        self.is_decode[row] = worker.role is Role.DECODE
+        self.is_mixed[row] = worker.role is Role.MIXED
+        self.is_prompt_home[row] = worker.role is not Role.DECODE
+        self.is_decode_home[row] = worker.role is not Role.PREFILL
+        self.capacity[row] = worker.capacity_tokens if worker.state is WorkerState.READY else 0
+        self.pool[row] = self._pools[row] = self.rates.index(rates)
+        self._told[row] = ()  # what follows may be another
+        self._lives = -1  # it may be another incarnation
+
+    def _rates_of(self, worker: WorkerView) -> Rates:
+        """Its pool's; pools that are alike share them."""
+        known = self._rates.get(worker.pool)
+        if known is None:
+            cost, engine = self._forecast.plain_cost(worker), self._forecast.engine(worker)
+            alike = (each for each in self._rates.values() if each.is_of(cost, engine))
+            known = self._rates[worker.pool] = next(alike, None) or Rates(cost, engine)
+        return known
+
+    def _tell(self, row: int) -> bool:
+        """What the worker told, and what was sent since; whether it is new."""
+        worker = self.workers[row]
+        stats, since = worker.stats, self._sent.get(worker.name, NOTHING_SENT)
+        seen, queued = stats.running + stats.reserved + since.sequences, stats.queued_tokens + since.prompt_tokens
+        told = (seen, queued, stats.total_blocks, stats.free_blocks, self._forecast.step_correction(worker))
+        if told == self._told[row]:
+            return False
+        self._told[row] = told
+        return True
+
+    def _note(self, row: int) -> bool:
+        """What the book says; whether it is new."""
+        worker = self.workers[row]
+        ours, ratio = self._book.standing(worker.name), self._forecast.prompt_correction(worker)
+        noted = (*ours.promised, *ours.begun, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio)
+        if noted == self._noted[row]:
+            return False
+        self._noted[row] = noted
+        self._fresh.add(row)
+        return True
+
+    def _derive(self, rows: Rows) -> None:
+        """As `Outlook` and `Forecast` do, for these rows at once."""
+        pool = self.pool[rows]
+        fresh = list(self._fresh)
+        self._noted_columns[:, fresh] = _columns([self._noted[row] for row in fresh], len(Noted._fields))
+        self._fresh.clear()
+        told = Told(*_columns([self._told[row] for row in rows.tolist()], len(Told._fields)))
+        noted = Noted(*self._noted_columns.take(rows, axis=1))
+        seen, ours, prompts, answers = told.seen, noted.sequences, noted.prompt_tokens, noted.output_tokens
+        block, ratio, step_ratio = self._block_size[pool], noted.prompt_ratio, told.step_ratio
+        kv_tokens = told.total_blocks * block
+        foreign = np.maximum(seen - ours - noted.num_waiting, 0.0)
+        theirs = np.where(foreign > 0.0, np.maximum(kv_tokens - told.free_blocks * block - prompts, 0.0), 0.0)
+        batch, context = noted.begun + foreign, noted.begun_prompt_tokens + noted.begun_output_tokens // 2 + theirs
+        first = pool * (TOP_BATCH + 1)
+        at = first + np.minimum(batch, TOP_BATCH - 1).astype(np.intp)
+        self.until_s[rows], self.rest_s[rows], self.ratio[rows] = noted.until_s, noted.rest_s, ratio
+        self.batch[rows] = batch
+        self.room_tokens[rows] = kv_tokens - prompts - answers - theirs - (1 - MOST_FULL) * kv_tokens
+        self.step_s[rows] = ratio * (self._base_s.take(at) + self._token_s.take(at) * context)
+        at = first + np.minimum(ours + foreign, TOP_BATCH - 1).astype(np.intp)
+        context = prompts + answers // 2 + theirs
+        token_s = step_ratio * self._token_s.take(at + 1)
+        self.tpot_s[rows] = step_ratio * self._base_s.take(at + 1) + token_s * context
+        self.tpot_token_s[rows] = token_s
+        self.foreign_s[rows] = 0.0
+        queued = np.maximum(told.queued_tokens - noted.waiting_tokens, 0.0) - seen
+        is_queued = queued > 0.0
+        if is_queued.any():
+            self.foreign_s[rows[is_queued]] = self._queue_seconds(rows[is_queued], queued[is_queued])
+
+    def _queue_seconds(self, rows: Rows, tokens: Floats) -> Floats:
+        """How long prompts of other gateways, so many tokens on each of these, will take."""
+        pool, work_s = self.pool[rows], np.empty(len(rows))
+        for number in set(pool.tolist()):
+            rates, here = self.rates[number], pool == number
+            work_s[here] = rates.prompts_seconds(tokens[here]) - rates.empty_s
+        return self.beside(rows, work_s * self.ratio[rows], tokens, self._bound_s[pool])[0]
+
+    def bounds_s(self, tpot_slo_s: float | None) -> Floats:
+        """Of each pool: what its steps with prompts may take."""
+        return np.array([each.bound_s(tpot_slo_s) for each in self.rates])
+
+    def beside(
+        self, rows: Rows | slice, work_s: Floats, tokens: Floats | float, bound_s: Floats
+    ) -> tuple[Floats, Flags]:
+        """Seconds of prompts, in steps that carry these rows' decodes, and who keeps these decodes' promise so."""
+        step_s, pool = self.step_s[rows], self.pool[rows]
+        is_busy = (self.batch[rows] > 0.0) & self._is_carrying[pool]
+        token_s = np.maximum(work_s, 1e-12) / tokens
+        least = np.minimum(LEAST_CHUNK, tokens)
+        chunk = (bound_s - step_s) / token_s
+        chunk = np.where(chunk >= least, chunk, (bound_s * self.ratio[rows] - step_s) / token_s)  # costs as given
+        is_able = ~is_busy | (chunk >= least)
+        chunk = np.where(is_able, chunk, np.maximum((MISSED_SLO_SLOWDOWN - 1) * step_s / token_s, LEAST_CHUNK))
+        chunk = np.where(is_busy, chunk, np.inf)
+        chunk = np.minimum(np.minimum(chunk, np.maximum(self._most_tokens[pool] - self.batch[rows], 1.0)), tokens)
+        each_s = np.where(is_busy, step_s, self.empty_s[pool] * self.ratio[rows])
+        return work_s + np.ceil(tokens / chunk) * each_s, is_able
+
+    # ---- columns of a request --------------------------------------------------------------------------------
+
+    def _cached(self, ask: Ask, depths: Sequence[Depth]) -> tuple[Floats | None, int]:
+        """Tokens of the prompt that need not be computed, and the most of them; None: nobody has any."""
+        cached, deepest, most = None, 0, ask.request.num_tokens - 1
+        for tokens, who, _ in depths:
+            if len(rows := self._rows(who)):
+                cached = np.zeros(len(self.workers)) if cached is None else cached
+                cached[rows] = held = min(tokens, most)
+                deepest = max(deepest, held)
+        return cached, deepest
+
+    def of_pools(self, values: Sequence[float]) -> Floats | float:
+        """What holds for each pool's workers, by row; one number where all pools are alike."""
+        return values[0] if len(values) == 1 else np.array(values)[self.pool]
+
+    def _rows(self, who: int) -> Rows:
+        """Where these workers stand. The same many hold common prefixes again and again."""
+        rows = self._groups.get(who)
+        if rows is None:
+            if len(self._groups) >= _MOST_GROUPS:
+                self._groups.clear()
+            packed = np.frombuffer(who.to_bytes(who.bit_length() + 7 >> 3, "little"), np.uint8)
+            flags = np.unpackbits(packed, bitorder="little")
+            is_there = (self._slot >= 0) & (self._slot < len(flags))
+            held = flags[np.where(is_there, self._slot, 0)].astype(np.bool_)
+            rows = self._groups[who] = np.flatnonzero(held & is_there)
+        return rows
+
+    def linked_to(self, ask: Ask, reader: str) -> Flags:
+        """Who may hand KV to this worker."""
+        if self._pairs is not ask.view.pairs or ask.view.pairs is None:
+            self._reaches.clear()
+            self._pairs = ask.view.pairs
+        reach = self._reaches.get(reader)
+        if reach is None:
+            linked = (ask.view.linked(worker.name, reader) for worker in self.workers)
+            reach = self._reaches[reader] = np.fromiter(linked, np.bool_, len(self.workers))
+        return reach
+
+
+class Glance:
+    """Estimates for one request; valid until the next. Tiers are tried in order until one has what is sought."""
+
+    def __init__(
+        self, table: Shortlist, ask: Ask, fits: Flags, cached: Floats | None, most_cached: int, expected_tokens: int
+    ) -> None:
+        self._table = table
+        self._ask = ask
+        self._cached = cached
+        self._most_cached = most_cached
+        self._need = ask.request.num_tokens + expected_tokens
+        self._context = ask.request.num_tokens + expected_tokens // 2
+        self._fits = fits
+        self._alone_s = self._prompt_seconds()
+        self._queue_s = np.maximum(table.until_s - ask.now_s, table.rest_s) + table.foreign_s
+        self._beside: tuple[Floats, Flags] | None = None
+
+    def worker(self, name: str) -> WorkerView:
+        return self._table.workers[self._table.row[name]]
+
+    def cached_tokens(self, worker: WorkerView) -> int:
+        return 0 if self._cached is None else int(self._cached[self._table.row[worker.name]])
+
+    def _sibling(self) -> WorkerView | None:
+        """The worker that computes this prompt for a sibling."""
+        row = self._table.row.get(self._ask.beside)
+        return self._table.workers[row] if row is not None and self._fits[row] else None
+
+    def prompts(self, slo: SLO, reader: str = "") -> Iterator[list[WorkerView]]:
+        """To compute the prompt: at home beside no decodes, at home, among decode workers; those linked to `reader`.
+
+        Where nobody has time for it, who would do it soonest.
+        """
+        if (sibling := self._sibling()) is not None and not reader:
+            yield [sibling]
+            return
+        table, fits = self._table, self._fits
+        if reader:
+            fits = fits & self._table.linked_to(self._ask, reader)
+        home = fits & table.is_prompt_home
+        yield self._best(self._queue_s + self._alone_s, home & (table.batch == 0.0), 2)
+        ttft_s, is_able = self._with_decodes(slo)
+        yield self._best(ttft_s, home & is_able, 2)
+        yield self._best(ttft_s, fits & table.is_decode & is_able, 2)
+        if not (fits & is_able).any():
+            yield self._best(ttft_s, fits, 1)
+
+    def able_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
+        """Of all that have time for prompts, decode workers left out: as so many of the quickest."""
+        if self._sibling() is not None:
+            return sum(speed_of(self.worker(side.name)) for side in sides if has_time(side))
+        able = self._fits & self._table.is_prompt_home & self._with_decodes(slo)[1]
+        return float(self._table.speed[self._table.pool[able]].sum())
+
+    def wholes(self, slo: SLO, early: float) -> list[WorkerView]:
+        """Mixed workers to do both phases; the first token comes within so much of its promised time."""
+        table = self._table
+        mixed = self._roomy(self._fits & table.is_decode_home) & table.is_mixed
+        if not np.count_nonzero(mixed):
+            return []
+        if (sibling := self._sibling()) is not None:
+            return [sibling]
+        ttft_s, is_able = self._with_decodes(slo)
+        soon = mixed & is_able
+        if slo.ttft_s is not None:
+            soon &= ttft_s <= early * slo.ttft_s
+        kept = soon & self._has_room()
+        if slo.tpot_s is not None:
+            kept &= self._tpot_s() <= slo.tpot_s
+        return [*self._best(ttft_s, kept, 2), *self._best(ttft_s, soon & ~kept, 2)]  # others may have ended by then
+
+    def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
+        """To decode: at home with room; away with room, if prefill workers may decode; without room."""
+        home = self._roomy(self._fits & self._table.is_decode_home)
+        able = home | self._roomy(self._fits & self._table.is_prefill) if alone else home
+        tpot_s, room = self._tpot_s(), self._has_room()
+        yield self._best(tpot_s, home & room, 2)
+        yield self._best(tpot_s, able & self._table.is_prefill & room, 2) + self._best(tpot_s, home & ~room, 1)
+        if not (able & room).any():
+            yield self._best(tpot_s, able, 1)
+
+    def _roomy(self, who: Flags) -> Flags:
+        """As `picking.roomy`."""
+        capacity = self._table.capacity
+        roomy: Flags = who & (capacity >= self._ask.needed_tokens(int(capacity[who].max(initial=0))))
+        return roomy
+
+    def lender(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
+        """The prefill worker that has most of the prompt, more than so much, and is linked to the reader."""
+        if self._cached is None or self._most_cached <= own_tokens:
+            return None
+        who = self._fits & self._table.is_prefill & (self._cached > own_tokens)
+        if not np.count_nonzero(who):
+            return None
+        who &= self._table.linked_to(self._ask, reader)
+        who[self._table.row[reader]] = False
+        best = self._best(-self._cached, who, 1)
+        return (self.cached_tokens(best[0]), best[0].name) if best else None
+
+    def _best(self, values: Floats, who: Flags, most: int) -> list[WorkerView]:
+        """The least of these."""
+        rows, found = who.nonzero()[0], []
+        values = values.take(rows)
+        for _ in range(min(most, len(rows))):
+            least = values.argmin()
+            if values[least] == np.inf:
+                break
+            found.append(self._table.workers[rows[least]])
+            values[least] = np.inf
+        return found
+
+    def _prompt_seconds(self) -> Floats:
+        """Computing it alone, on each: by a parabola in what is cached, through three points of each pool's costs."""
+        table, num_tokens = self._table, self._ask.request.num_tokens
+        parabolas = (rates.prompt_parabola(num_tokens, self._most_cached) for rates in table.rates)
+        alone, first, second = zip(*parabolas, strict=True)
+        seconds = table.of_pools(alone)
+        if self._cached is not None:
+            seconds = seconds + self._cached * (table.of_pools(first) + self._cached * table.of_pools(second))
+        return seconds * table.ratio
+
+    def _with_decodes(self, slo: SLO) -> tuple[Floats, Flags]:
+        """Seconds to the first token where prompts are cut to what decodes leave, and who has time for it at all."""
+        if self._beside is None:
+            table = self._table
+            tokens: Floats | float = float(self._ask.request.num_tokens)
+            if self._cached is not None:
+                tokens = tokens - self._cached
+            work_s = self._alone_s - table.ratio * table.empty_s[table.pool]
+            bound_s = table.bounds_s(slo.tpot_s)[table.pool]
+            seconds, is_able = table.beside(slice(None), work_s, tokens, bound_s)
+            self._beside = self._queue_s + seconds, is_able
+        return self._beside
+
+    def _tpot_s(self) -> Floats:
+        return self._table.tpot_s + self._table.tpot_token_s * self._context
+
+    def _has_room(self) -> Flags:
+        room: Flags = self._need <= self._table.room_tokens
+        return room
+
+
+def _columns(rows: Sequence[tuple[float, ...]], width: int) -> Floats:
+    return np.fromiter(chain.from_iterable(rows), np.float64, len(rows) * width).reshape(len(rows), width).T
+
+
+def _same_place(worker: WorkerView, known: WorkerView) -> bool:
+    return (
+        worker.name == known.name
+        and worker.state is known.state
+        and worker.role is known.role
+        and worker.incarnation == known.incarnation
+        and worker.pool == known.pool
+        and worker.capacity_tokens == known.capacity_tokens
+    )

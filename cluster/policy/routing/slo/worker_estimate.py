@@ -1,0 +1,165 @@
+"""What a worker would make of a request: when the first token comes, how long the others take, whether there is room.
+
+Knows that prompts are cut to what the promises of decodes leave (`workers.engine.batching`): a worker whose decodes
+take most of each step computes prompts slowly, and one whose decodes take all of it should not be given any.
+"""
+
+from collections.abc import Iterator
+from operator import itemgetter
+
+from msgspec import Struct
+
+from cluster.policy.active_requests import Book, Standing, Work
+from cluster.policy.estimate.latency import LEAST_CHUNK, Decodes, Forecast
+from cluster.policy.routing.router import Ask
+from cluster.spec import Role
+from diptych.view import WorkerView
+from kvtransfer.ticket import LinkReport
+
+MOST_FULL = 0.97  # of a pool's tokens promised
+NEAR_S = 0.25
+_MOST_ENDS = 4096  # workers of which these are kept
+PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED  # Python 3.11 takes its time to find an Enum's members
+
+
+class Load(Struct, frozen=True, gc=False):
+    """Decodes of a worker at a moment: sequences, the tokens they attend to, and those they will have in the end."""
+
+    batch: int
+    context_tokens: int
+    promised_tokens: int
+
+
+class PromptSide(Struct, frozen=True, gc=False):
+    """One worker as who computes the prompt, in `steps`; 0: its decodes leave no time for it. Times in seconds.
+
+    `batch`: sequences that decode there.
+    """
+
+    name: str
+    role: Role
+    cached_tokens: int
+    batch: int
+    queue_s: float
+    prefill_s: float
+    steps: int
+
+    @property
+    def ttft_s(self) -> float:
+        return self.queue_s + self.prefill_s
+
+
+class DecodeSide(Struct, frozen=True, gc=False):
+    """One worker as who decodes.
+
+    `leaves_time`: it could still compute prompts, and keep this request's promise; asked of prefill workers only.
+    """
+
+    name: str
+    role: Role
+    free_tokens: int
+    tpot_s: float
+    has_room: bool
+    leaves_time: bool
+
+
+class _Ends(Struct, frozen=True, gc=False):
+    """When each request that decodes on a worker, or will, ends at the soonest; the first one first."""
+
+    standing: Standing
+    step_s: float
+    works: list[tuple[float, Work]]
+
+
+class Outlook:
+    """Owned by a router."""
+
+    def __init__(self, forecast: Forecast, book: Book) -> None:
+        self._forecast = forecast
+        self._book = book
+        self._links: tuple[LinkReport, ...] = ()
+        self._pairs: dict[tuple[str, str], LinkReport] = {}
+        self._ends: dict[str, _Ends] = {}  # by worker
+
+    def prompt_side(self, ask: Ask, worker: WorkerView, cached_tokens: int, tpot_slo_s: float | None) -> PromptSide:
+        """`tpot_slo_s`: what decodes there were promised, as far as that is known."""
+        forecast, standing = self._forecast, self._book.standing(worker.name)
+        load = self._with_foreign(ask, worker, standing, standing.begun)  # who knows when the turn of the others comes
+        new_tokens = max(1, ask.request.num_tokens - cached_tokens)
+        decodes = Decodes(load.batch, load.context_tokens, tpot_slo_s)
+        prefill_s, steps = forecast.prefill_beside(worker, new_tokens, cached_tokens, decodes)
+        queue_s = forecast.queue_seconds(ask, worker)
+        return PromptSide(worker.name, worker.role, cached_tokens, load.batch, queue_s, prefill_s, steps)
+
+    def decode_side(
+        self, ask: Ask, worker: WorkerView, answer: int, begin_s: float, tpot_slo_s: float | None
+    ) -> DecodeSide:
+        """`answer`: its tokens, as expected; `begin_s`: when its prompt will be done, on the dispatcher's clock."""
+        forecast, num_tokens = self._forecast, ask.request.num_tokens
+        load = self._load(ask, worker, begin_s)
+        capacity = forecast.kv_tokens(worker)
+        free_tokens, batch = capacity - load.promised_tokens, load.batch + 1
+        context = load.context_tokens + num_tokens + answer // 2
+        has_room = num_tokens + answer <= free_tokens - (1 - MOST_FULL) * capacity
+        leaves_time = True
+        if tpot_slo_s is not None and worker.role is PREFILL:
+            leaves_time = forecast.cost(worker).mixed_seconds(((LEAST_CHUNK, 0),), batch, context) <= tpot_slo_s
+        tpot_s = forecast.step_seconds(worker, batch, context)
+        return DecodeSide(worker.name, worker.role, free_tokens, tpot_s, has_room, leaves_time)
+
+    def _load(self, ask: Ask, worker: WorkerView, at_s: float) -> Load:
+        """Of those that will not have ended by then, whether they have begun or not.
+
+        A request of ours decodes from its first token, or when that is expected, for as many steps as its answer has
+        tokens; a moment that is near is now.
+        """
+        standing = self._book.standing(worker.name)
+        ours: tuple[int, int, int] = standing.promised
+        if ours[0] and at_s - ask.now_s > NEAR_S:
+            batch, prompts, answers = ours
+            for work in self._ended(worker, standing, ask.now_s, at_s):
+                batch, prompts, answers = batch - 1, prompts - work.prompt_tokens, answers - work.output_tokens
+            ours = batch, prompts, answers
+        return self._with_foreign(ask, worker, standing, ours)
+
+    def _with_foreign(self, ask: Ask, worker: WorkerView, standing: Standing, ours: tuple[int, int, int]) -> Load:
+        """These of ours by the book; of other gateways, what the worker has beyond all of ours stays."""
+        (batch, prompts, answers), stats = ours, worker.stats
+        context, promised = prompts + answers // 2, prompts + answers
+        seen = stats.running + stats.reserved + ask.sent_to(worker.name).sequences
+        foreign = seen - standing.promised.sequences - standing.num_prompts
+        if foreign > 0:
+            used = (stats.total_blocks - stats.free_blocks) * self._forecast.engine(worker).block_size
+            theirs = max(0, used - standing.promised.prompt_tokens)
+            batch, context, promised = batch + foreign, context + theirs, promised + theirs
+        return Load(batch, context, promised)
+
+    def _ended(self, worker: WorkerView, standing: Standing, now_s: float, at_s: float) -> Iterator[Work]:
+        """Those of ours that will not decode there any more."""
+        sequences, prompts, answers = standing.promised
+        step_s = self._forecast.step_seconds(worker, sequences, prompts + answers)
+        known = self._ends.get(worker.name)
+        if known is None or known.standing is not standing or known.step_s != step_s:
+            works = [
+                (work.first_token_s + work.output_tokens * step_s, work) for work in self._book.decoding(worker.name)
+            ]
+            works.sort(key=itemgetter(0))
+            if len(self._ends) >= _MOST_ENDS:
+                self._ends.clear()
+            known = self._ends[worker.name] = _Ends(standing, step_s, works)
+        for end_s, work in known.works:
+            if end_s >= at_s:
+                return
+            has_begun = work.prefilled_s is not None or work.first_token_s >= now_s
+            if has_begun or now_s + work.output_tokens * step_s < at_s:
+                yield work
+
+    def transfer_seconds(self, ask: Ask, owner: str, reader: WorkerView, num_tokens: int) -> float:
+        """Moving the KV of so many tokens, alone on the wire: as preflight measured the pair, else by the costs."""
+        links = ask.view.links
+        if links is not self._links:
+            self._links, self._pairs = links, {(link.owner, link.reader): link for link in links}
+        link = self._pairs.get((owner, reader.name))
+        if link is None or not link.bytes_per_s > 0.0 or not reader.kv_token_bytes:
+            return self._forecast.transfer_seconds(reader, num_tokens)
+        return link.latency_s + num_tokens * reader.kv_token_bytes / link.bytes_per_s

@@ -1,0 +1,1 @@
+"""When workers change roles and pools change size; which requests move."""

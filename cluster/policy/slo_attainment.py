@@ -1,0 +1,160 @@
+"""Promises and predictions, scored when a request has ended: how often one was kept, how far the other was off. Pure.
+
+A promise is kept or not on the client's clock, from the request's arrival. A prediction is made when workers are chosen
+and is held against what came after that. Memory is bounded whatever classes clients think of.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cluster.policy.estimate.histograms import Tallied
+from cluster.policy.estimate.lengths import Calibration
+from diptych.standing import ClassScore as ClassScore
+from diptych.standing import Errors as Errors
+from diptych.standing import Kept as Kept
+from diptych.standing import Standing as TravelledStanding
+
+MOST_CLASSES = 64
+OTHER = "other"  # the class of all that come after so many, and the reason of refusals nobody named
+OUTCOMES = ("completed", "cancelled", "deadline", "refused", "failed", "invalid")
+REASONS = ("admission", "behind-prefill", "no-room", "no-worker", "gateway-full", "queue-full", "waited", OTHER)
+KINDS = ("ttft", "tpot")
+# Of (seen - predicted) / predicted, for histograms.
+ERROR_BOUNDS = (-0.75, -0.5, -0.25, -0.1, -0.05, 0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
+
+_WINDOW = 512  # errors of a class that its quantiles look at
+_MOST_OFF = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One request that is over. Seconds; None: there was no such token, prediction or promise.
+
+    `ttft_s` is counted from arrival; `after_placement_s` from the choice of workers, as `predicted_ttft_s` is. A
+    request that has no first token has `waited_s` for it. `refusal` is why it was turned away.
+    """
+
+    outcome: str
+    class_name: str = "default"
+    refusal: str = ""
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    after_placement_s: float | None = None
+    waited_s: float = 0.0
+    predicted_ttft_s: float | None = None
+    predicted_tpot_s: float | None = None
+    promised_ttft_s: float | None = None
+    promised_tpot_s: float | None = None
+
+    def kept(self, kind: str) -> bool | None:
+        """Whether this promise was kept; None when there was none, or nothing tells."""
+        if kind == "tpot":
+            return _within(self.tpot_s, self.promised_tpot_s)
+        if self.ttft_s is None and self.promised_ttft_s is not None and self.outcome != "refused":
+            broken = self.outcome == "failed" or self.waited_s > self.promised_ttft_s
+            return False if broken else None
+        return _within(self.ttft_s, self.promised_ttft_s)
+
+    def error(self, kind: str) -> float | None:
+        """(seen - predicted) / predicted: above 0 it took longer."""
+        seen_s, predicted_s = (
+            (self.tpot_s, self.predicted_tpot_s) if kind == "tpot" else (self.after_placement_s, self.predicted_ttft_s)
+        )
+        if seen_s is None or predicted_s is None or not predicted_s > 0.0:
+            return None
+        return min(seen_s / predicted_s - 1.0, _MOST_OFF)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorCounts:
+    """A histogram: `counts` up to each of `ERROR_BOUNDS`, and beyond the last; not cumulative."""
+
+    kind: str
+    counts: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Standing(TravelledStanding):
+    """How one gateway has kept its promises since it began, with what only its metrics show."""
+
+    errors: tuple[ErrorCounts, ...] = ()
+    moves: tuple[tuple[str, str, int], ...] = ()  # of decodes, and of prompts (anew): why, what became of them, count
+    moved_bytes: int = 0
+    role_changes: tuple[tuple[str, str, int], ...] = ()  # of workers, from one role to another, as far as it was there
+    uncovered: tuple[tuple[str, int], ...] = ()  # requests that others served, since no worker of this role was ready
+    tally: Tallied = field(default_factory=Tallied)
+
+
+class _Class:
+    def __init__(self) -> None:
+        self.requests = 0
+        self.settled = dict.fromkeys((*KINDS, "both"), 0)
+        self.kept = dict.fromkeys((*KINDS, "both"), 0)
+        self.errors: dict[str, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in KINDS}
+
+    def score(self, name: str) -> ClassScore:
+        ttft, tpot, both = (Kept(self.settled[kind], self.kept[kind]) for kind in (*KINDS, "both"))
+        return ClassScore(
+            name, self.requests, ttft, tpot, both, _errors(self.errors["ttft"]), _errors(self.errors["tpot"])
+        )
+
+
+class Promises:
+    """Keeps the scores of one gateway. Owned by its dispatcher."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, _Class] = {}
+        self._outcomes = dict.fromkeys(OUTCOMES, 0)
+        self._refused = dict.fromkeys(REASONS, 0)
+        self._counts = {kind: [0] * (len(ERROR_BOUNDS) + 1) for kind in KINDS}
+        self._totals = dict.fromkeys(KINDS, 0.0)
+
+    def ended(self, ended: Ended) -> None:
+        """Score a request. Each is told once."""
+        self._outcomes[ended.outcome] += 1
+        if ended.outcome == "refused":
+            self._refused[ended.refusal if ended.refusal in REASONS else OTHER] += 1
+        known = self._class(ended.class_name)
+        known.requests += 1
+        verdicts = {kind: ended.kept(kind) for kind in KINDS}
+        if None not in verdicts.values():
+            verdicts["both"] = all(verdicts.values())
+        for kind, kept in verdicts.items():
+            if kept is not None:
+                known.settled[kind] += 1
+                known.kept[kind] += kept
+        for kind in KINDS:
+            error = ended.error(kind)
+            if error is not None:
+                known.errors[kind].append(error)
+                self._counts[kind][bisect_left(ERROR_BOUNDS, error)] += 1
+                self._totals[kind] += error
+
+    def standing(self, calibration: Calibration) -> Standing:
+        return Standing(
+            classes=tuple(known.score(name) for name, known in sorted(self._classes.items())),
+            outcomes=tuple(self._outcomes.items()),
+            refused=tuple(self._refused.items()),
+            errors=tuple(ErrorCounts(kind, tuple(self._counts[kind]), self._totals[kind]) for kind in KINDS),
+            calibration=calibration,
+        )
+
+    def _class(self, name: str) -> _Class:
+        if name not in self._classes and len(self._classes) >= MOST_CLASSES - 1:
+            name = OTHER
+        return self._classes.setdefault(name, _Class())
+
+
+def _within(seen_s: float | None, promised_s: float | None) -> bool | None:
+    return None if seen_s is None or promised_s is None else seen_s <= promised_s
+
+
+def _errors(found: Iterable[float]) -> Errors | None:
+    ordered = sorted(found)
+    if not ordered:
+        return None
+    p10, p50, p90 = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.5, 0.9))
+    return Errors(p10, p50, p90)

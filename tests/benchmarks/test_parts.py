@@ -1,0 +1,177 @@
+"""What each part makes of its samples, without measuring."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import handoff, overhead, peer, startup, transfer
+from benchmarks.asking import Timed, fresh_prompt
+from benchmarks.environments import VLLM
+from benchmarks.figures import Figure, Spread
+from benchmarks.hosted import mixed_spec, refuse_foreign_ray, split_spec
+from cluster.offline.load.processes import Child, Line, ProcessFailed, paused, pin
+from kvtransfer.open import RESERVED_BLOCKS
+
+
+def of_handoff(second_s: float, step_s: float = 0.05) -> handoff.Sample:
+    return handoff.Sample(1.0, second_s, step_s, step_s, 0.01, 0.2)
+
+
+def cells(figures: tuple[Figure, ...], row: str, column: str) -> list[Spread]:
+    return [figure.spread for figure in figures if (figure.row, figure.column) == (row, column)]
+
+
+def test_times_of_an_answer() -> None:
+    timed = Timed((1.0, 1.5, 1.6, 1.8, 1.9))
+    assert timed.ttft_s == 1.0
+    assert timed.second_s == pytest.approx(0.5)
+    assert timed.step_s == pytest.approx(0.1)  # 0.1, 0.2, 0.1: the hand-off's gap does not count
+    assert timed.tpot_s == pytest.approx(0.9 / 4)
+
+
+def test_prompts_share_no_beginning() -> None:
+    import random
+
+    draw = random.Random(0)
+    one, other = fresh_prompt(draw, 64), fresh_prompt(draw, 64)
+    assert len(one) == 64 and one[:16] != other[:16]
+
+
+def test_a_handoff_may_cost_one_decode_step_and_no_more() -> None:
+    colocated = [of_handoff(0.05), of_handoff(0.06), of_handoff(0.05)]
+    within = {64: {"split": [of_handoff(0.1)] * 3, "colocated": colocated}}
+    beyond = {64: {"split": [of_handoff(0.11)] * 3, "colocated": colocated}}
+    assert [claim.met for claim in handoff.claims(within)] == [True]
+    assert [claim.met for claim in handoff.claims(beyond)] == [False]
+
+
+def test_handoff_ratios_are_taken_within_a_round() -> None:
+    samples = {64: {"split": [of_handoff(0.1), of_handoff(0.4)], "colocated": [of_handoff(0.1), of_handoff(0.2)]}}
+    made = handoff.figures(samples)
+    (compared,) = cells(tuple(f for f in made if f.unit == "x"), "64 tokens", "2nd - 1st")
+    assert compared == Spread(1.5, 1.0, 2.0, 2)
+
+
+def of_peer(ours: float, unpinned: float, pinned: float) -> peer.Samples:
+    return {
+        (256, peer.OURS, "unpinned"): [peer.Sample(ours, 0.05, 0.05)],
+        (256, peer.OURS, "pinned"): [peer.Sample(2 * ours, 0.05, 0.05)],
+        (256, peer.THEIRS, "unpinned"): [peer.Sample(unpinned, 0.2, 0.1, unpinned - 0.1)],
+        (256, peer.THEIRS, "pinned"): [peer.Sample(pinned, 0.2, 0.1, pinned - 0.1)],
+    }
+
+
+def test_the_peer_is_judged_by_its_better_configuration() -> None:
+    samples = of_peer(ours=1.0, unpinned=9.0, pinned=1.6)
+    assert peer.better(samples, 256, peer.THEIRS) == "pinned"
+    (claim,) = peer.claims(samples)
+    assert claim.value == pytest.approx(1.0 / 1.6)
+    assert not claim.met
+
+
+def test_half_the_peers_time_to_first_token_is_the_aim() -> None:
+    (claim,) = peer.claims(of_peer(ours=1.0, unpinned=2.0, pinned=4.0))
+    assert claim.met
+
+
+def test_without_the_peer_its_part_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(VLLM.variable, str(tmp_path))
+    part = peer.measure(1, True, print)
+    assert "peer-install" in part.skipped and not part.figures
+
+
+def burst(num_tokens: int, requests: int = 10) -> overhead.Burst:
+    """10 ms of CPU a request and 2 ms a token; half of that in wall time."""
+    cpu_s = requests * (0.010 + 0.002 * num_tokens)
+    return overhead.Burst(requests, cpu_s / 2, cpu_s, 0.01, 0.002, 1.0)
+
+
+def test_costs_of_token_and_request_come_apart() -> None:
+    sample = overhead.Sample(burst(overhead.SHORT), burst(overhead.LONG))
+    assert sample.token_cpu_s == pytest.approx(0.002)
+    assert sample.token_wall_s == pytest.approx(0.001)
+    assert sample.request_cpu_s == pytest.approx(0.010)
+    assert sample.requests_a_core_s == pytest.approx(1 / (0.010 + 0.002 * overhead.LONG))
+
+
+def test_overhead_compares_with_less_of_the_system() -> None:
+    samples = {(1, way): [overhead.Sample(burst(overhead.SHORT), burst(overhead.LONG))] for way in overhead.WAYS}
+    made = overhead.figures(samples)
+    assert {figure.spread.median for figure in made if figure.column == "ray / door"} == {1.0}
+
+
+SERVED = (
+    Line("starting Ray on this machine", 11.0),
+    Line("starting 2 workers: loading smollm2-135m", 15.0),
+    Line("prefill-0: starting", 15.5),
+    Line("decode-0: ready (pid 12)", 18.0),
+    Line("prefill-0: ready (pid 11)", 20.0),
+    Line("prefill-0 -> decode-0: nixl, UCX cma/memory (same host), 5.00 GB/s, 80 us", 20.5),
+    Line("ready: grpc://127.0.0.1:50051", 21.0),
+)
+
+
+def test_a_start_is_split_by_what_serve_says() -> None:
+    assert startup.phases(SERVED, 10.0) == {
+        "command and imports": 1.0,
+        "Ray up": 4.0,
+        "workers ready": 5.0,
+        "doors open": 1.0,
+    }
+
+
+def test_a_start_that_never_was_ready_is_an_error() -> None:
+    with pytest.raises(ValueError, match="doors open"):
+        startup.phases(SERVED[:-1], 10.0)
+
+
+def test_memory_is_compared_with_weights_and_pool() -> None:
+    one = startup.Weight(100, 200, 0.02)
+    sample = startup.Sample({"Ray up": 4.0}, 2.0, {"worker decode": one, "Ray": one}, one)
+    made = startup.figures([sample], {"worker decode": 80})
+    assert [each.median for each in cells(made, "worker decode", "USS / (weights + KV pool)")] == [1.25]
+    assert [each.median for each in cells(made, "together", "USS / floor")] == [2.0]
+    assert [each.median for each in cells(made, "together", "/ floor")] == [2.0]
+
+
+def test_scattered_plans_take_every_block_once_and_spare_the_reserved() -> None:
+    for plan in transfer.plans({"1 MiB": 16, "2 MiB": 32}, 80):
+        assert len(set(plan.source)) == len(set(plan.target)) == len(plan.source)
+        assert min(plan.source + plan.target) >= RESERVED_BLOCKS and max(plan.source + plan.target) < 80
+
+
+def test_measured_clusters_fit_side_by_side() -> None:
+    pools = [pool for spec in (split_spec(), mixed_spec()) for pool in spec.pools]
+    assert sum(pool.resources.cpu for pool in pools) <= 2
+    assert {pool.engine.threads for pool in pools} == {1}
+
+
+def test_a_foreign_ray_is_refused() -> None:
+    refuse_foreign_ray({})
+    with pytest.raises(ValueError, match="unset"):
+        refuse_foreign_ray({"RAY_ADDRESS": "10.0.0.1:6379"})
+
+
+CHILD = "import sys; print('up', flush=True); sys.stdin.read()"
+
+
+def test_a_child_is_heard_pinned_paused_and_ended() -> None:
+    core = min(os.sched_getaffinity(0))
+    with Child([sys.executable, "-c", CHILD]) as child:
+        assert child.wait_line("up", 60.0).at_s > child.started_s
+        pin([child.pid], [core])
+        assert os.sched_getaffinity(child.pid) == {core}
+        with paused([child.pid]):
+            assert child.running
+        assert [process.pid for process in child.family()] == [child.pid]
+    assert not child.running
+
+
+def test_a_child_that_ends_early_says_what_it_said() -> None:
+    with (
+        Child([sys.executable, "-c", "print('no luck')"]) as child,
+        pytest.raises(ProcessFailed, match="no luck"),
+    ):
+        child.wait_line("up", 60.0)

@@ -1,0 +1,56 @@
+"""The command itself, as a person starts it. No figure decides a test."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from benchmarks import transfer
+from benchmarks.__main__ import PARTS, Measurement, main
+from benchmarks.figures import Part, report_from
+
+
+def test_quick_transfer_writes_what_it_shows(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks", "transfer", "--quick", "--rounds", "1"]
+    done = subprocess.run(
+        [*command, "--json", str(file), "--out", str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    report = report_from(file.read_bytes())
+    (part,) = report.parts
+    rows = {figure.row for figure in part.figures}
+    assert rows == {f"{size} {pattern}" for size in transfer.QUICK_SIZES for pattern in transfer.PATTERNS}
+    assert "tcp" in {figure.column for figure in part.figures}
+    assert all(figure.spread.median > 0 for figure in part.figures)
+    assert "1 MiB scattered" in done.stdout
+    assert "| 1 MiB scattered |" in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_a_part_that_fails_does_not_stop_the_others() -> None:
+    def fail(rounds: int, quick: bool, tell: object) -> Part:
+        raise RuntimeError("the machine is on fire")
+
+    before = dict(PARTS)
+    PARTS["handoff"] = Measurement(fail, 1)
+    PARTS["startup"] = Measurement(lambda rounds, quick, tell: Part("startup", notes=(f"{rounds} rounds",)), 7)
+    try:
+        result = CliRunner().invoke(main, ["handoff", "startup"], env={"RAY_ADDRESS": None})
+    finally:
+        PARTS.update(before)
+    assert result.exit_code == 1
+    assert "Failed: RuntimeError: the machine is on fire" in result.output
+    assert "7 rounds" in result.output
+
+
+def test_a_foreign_ray_is_one_clear_line() -> None:
+    result = CliRunner().invoke(main, ["startup"], env={"RAY_ADDRESS": "10.0.0.1:6379"})
+    assert result.exit_code == 1
+    assert result.output.strip().startswith("Error: RAY_ADDRESS is set")
+
+
+def test_help_shows_an_example() -> None:
+    result = CliRunner().invoke(main, ["--help"])
+    assert result.exit_code == 0
+    assert "Example:" in result.output and "peer-install" in result.output

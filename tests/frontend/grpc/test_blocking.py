@@ -1,0 +1,70 @@
+"""The client without an event loop, over a real server."""
+
+import threading
+from inspect import signature
+
+import pytest
+
+from cluster.events import Accepted, Completed
+from cluster.frontend.text import TextDelta
+from cluster.observe.history import Window
+from diptych.client import AsyncClient, Client
+from diptych.errors import DiptychError
+from diptych.shapes import Shape
+
+
+def test_every_call_answers(endpoint: str) -> None:
+    with Client(endpoint) as client:
+        client.wait_ready(5.0)
+        events = list(client.generate("the sea is salty", max_tokens=5))
+        assert isinstance(events[0], Accepted) and isinstance(events[-1], Completed)
+        assert "".join(each.text for each in events if isinstance(each, TextDelta)) == "SEA I"
+        assert client.complete("the sea is salty", session="s").text == "SEA IS SALTY"
+        chat = [each for each in client.chat([("user", "the sea")]) if isinstance(each, TextDelta)]
+        assert TextDelta.join(chat).text == "SER>THE SEA\n"
+        batch = sorted(client.batch(["sea", ""]), key=lambda each: each[0])
+        assert [type(answer) is DiptychError for _, answer in batch] == [False, True]
+        assert client.status().gateway == "gateway-0"
+        assert "diptych_" in client.metrics()
+        assert client.cancel("nobody") is False
+        name, window = client.trace(last_s=60.0)
+        assert name == "gateway-0" and isinstance(window, Window)
+        with pytest.raises(DiptychError, match="an unexpected error"):  # the fake cannot be measured, and was asked
+            client.measure("decode-0", Shape(batch=1, context=8))
+
+
+def test_it_has_the_calls_of_the_other_client() -> None:
+    def public(client: type) -> set[str]:
+        return {name for name in vars(client) if not name.startswith("_")}
+
+    assert public(Client) == public(AsyncClient) | {"endpoint"}
+    for name in ("status", "metrics", "trace", "measure", "flip", "drain", "scale", "cancel", "wait_ready"):
+        ours, theirs = (list(signature(getattr(each, name)).parameters) for each in (Client, AsyncClient))
+        assert ours == theirs, name
+
+
+def test_leaving_the_loop_cancels_the_request(endpoint: str) -> None:
+    with Client(endpoint) as client:
+        for event in client.generate("the sea is salty", request_id="left"):
+            assert isinstance(event, Accepted)
+            break
+        assert client.status().active_requests == 0
+
+
+def test_threads_share_a_client(endpoint: str) -> None:
+    texts: list[str] = []
+    with Client(endpoint) as client:
+        threads = [threading.Thread(target=lambda: texts.append(client.complete("the sea").text)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert texts == ["THE SEA"] * 8
+
+
+def test_failures_and_a_closed_client_are_one_error(endpoint: str) -> None:
+    with Client(endpoint) as client, pytest.raises(DiptychError, match="another"):
+        client.complete("the sea", model="another")
+    client.close()
+    with pytest.raises(DiptychError, match="the client is closed"):
+        client.status()

@@ -1,0 +1,144 @@
+"""Health, reflection, opening and closing."""
+
+import asyncio
+import pickle
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from cluster.events import Completed
+from cluster.frontend.grpc.reflecting import V1
+from cluster.frontend.grpc.server import GrpcDoor, open_door
+from diptych.client import AsyncClient
+from diptych.errors import DiptychError
+from diptych.retry import Retry
+from diptych.view import WorkerState
+from diptych.wire import ADMIN, INFERENCE
+from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def health_of(endpoint: str, service: str) -> int:
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+        return int(answer.status)
+
+
+async def test_health_follows_the_workers(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+    assert [await health_of(client.endpoint, name) for name in ("", INFERENCE, ADMIN)] == [SERVING] * 3
+    dispatcher.view = view(WorkerState.DEAD, revision=2)
+    assert [await health_of(client.endpoint, name) for name in ("", INFERENCE)] == [NOT_SERVING] * 2
+    assert await health_of(client.endpoint, ADMIN) == SERVING
+
+
+async def test_an_unknown_service_is_not_found(client: AsyncClient) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health_of(client.endpoint, "no.such.Service")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_watching_health_tells_each_change_and_the_end(dispatcher: FakeDispatcher) -> None:
+    door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
+    endpoint = await door.open()
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=INFERENCE))
+        told = aiter(watch)
+        assert (await anext(told)).status == SERVING
+        dispatcher.view = view(WorkerState.STARTING, revision=2)
+        assert (await anext(told)).status == NOT_SERVING
+        dispatcher.view = view(WorkerState.READY, revision=3)
+        assert (await anext(told)).status == SERVING
+        async with asyncio.timeout(2):  # a watcher does not use up the grace
+            closing = asyncio.ensure_future(door.close(30.0))
+            assert (await anext(told)).status == NOT_SERVING
+            await closing
+
+
+async def test_wait_ready_waits_for_the_workers(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+    dispatcher.view = view(WorkerState.STARTING, revision=2)
+    with pytest.raises(DiptychError, match=r"was not ready after 0\.1 s"):
+        await client.wait_ready(0.1)
+    waiting = asyncio.ensure_future(client.wait_ready(5.0))
+    dispatcher.view = view(WorkerState.READY, revision=3)
+    await waiting
+
+
+async def test_reflection_lists_the_services(client: AsyncClient) -> None:
+    async with grpc.aio.insecure_channel(client.endpoint) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        answer = await anext(aiter(call))
+    names = {service.name for service in answer.list_services_response.service}
+    assert {INFERENCE, ADMIN, "grpc.health.v1.Health"} <= names
+
+
+async def test_reflection_v1_answers_in_its_own_messages(client: AsyncClient) -> None:
+    """As clients ask who know nothing of v1alpha; what they are told describes v1 itself."""
+    pool = descriptor_pool.DescriptorPool()
+    asked = [{"fileContainingSymbol": V1}, {"listServices": ""}, {"fileContainingSymbol": INFERENCE}]
+    async with grpc.aio.insecure_channel(client.endpoint) as channel:
+        call = channel.stream_stream(f"/{V1}/ServerReflectionInfo")
+        raw = [ParseDict(each, reflection_pb2.ServerReflectionRequest()).SerializeToString() for each in asked]
+        answers = [answer async for answer in call(iter(raw))]
+    described = reflection_pb2.ServerReflectionResponse.FromString(answers[0]).file_descriptor_response
+    (file,) = described.file_descriptor_proto
+    pool.AddSerializedFile(file)
+    (method,) = pool.FindServiceByName(V1).methods
+    response = GetMessageClass(method.output_type)
+    assert response.DESCRIPTOR.full_name == "grpc.reflection.v1.ServerReflectionResponse"
+    listed, inference = (response.FromString(answer) for answer in answers[1:])
+    assert {INFERENCE, ADMIN, V1} <= {service.name for service in listed.list_services_response.service}
+    assert inference.file_descriptor_response.file_descriptor_proto
+
+
+async def test_close_lets_running_requests_end(dispatcher: FakeDispatcher) -> None:
+    dispatcher.step_s = 0.02
+    door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
+    async with AsyncClient(await door.open()) as client:
+        events = client.generate("hello", max_tokens=20)
+        await anext(events)
+        closing = asyncio.ensure_future(door.close(10.0))
+        last = [event async for event in events][-1]
+        assert isinstance(last, Completed) and last.completion_tokens == 20
+        await closing
+        with pytest.raises(DiptychError) as caught:
+            await client.complete("hello")
+        assert caught.value.code == "UNAVAILABLE"
+
+
+async def test_a_client_of_several_gateways_does_not_notice_that_one_closes(dispatcher: FakeDispatcher) -> None:
+    dispatcher.step_s = 0.01
+    doors = [GrpcDoor(gateway_context(dispatcher), ByteTokenizer) for _ in range(2)]
+    addresses = ",".join([await door.open() for door in doors])
+    async with AsyncClient(f"ipv4:{addresses}", retry=Retry()) as client:
+        last = client.generate("hello", max_tokens=20)
+        await anext(last)
+        closing = asyncio.ensure_future(doors[0].close(10.0))
+        told = await asyncio.gather(*(client.complete("hello", max_tokens=5) for _ in range(8)))
+        assert [each.completed.completion_tokens for each in told] == [5] * 8
+        ended = [event async for event in last][-1]
+        assert isinstance(ended, Completed) and ended.completion_tokens == 20
+        await closing
+    await doors[1].close(0.0)
+
+
+async def test_close_cuts_what_outlasts_the_grace(dispatcher: FakeDispatcher) -> None:
+    dispatcher.hold = asyncio.Event()
+    door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
+    async with AsyncClient(await door.open()) as client:
+        events = client.generate("hello")
+        await anext(events)
+        async with asyncio.timeout(3):
+            await door.close(0.2)
+        assert not dispatcher.running
+
+
+def test_the_factory_travels_by_name() -> None:
+    assert pickle.loads(pickle.dumps(open_door)) is open_door

@@ -1,0 +1,60 @@
+"""What a gateway remembers survives the wire, in pages that a message can carry."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.frontend.grpc.history_messages import PAGE_TRAILS, pages, put_recent
+from cluster.observe.history import LONGEST_TEXT, Happening, Load, Recent, Traffic, Trail, Window
+from cluster.observe.ledger import PHASES, LatencyLedger
+from diptych.status import recent_from, window_from
+from diptych.v1 import admin_pb2
+from diptych.wire import MAX_MESSAGE_BYTES
+
+COUNT, WORD, NS = st.integers(0, 2**31), st.text(max_size=9), st.integers(0, 2**60)
+PARTS = st.lists(st.tuples(st.sampled_from(PHASES), NS), max_size=3).map(tuple)
+LEDGERS = st.builds(LatencyLedger, PARTS, PARTS, NS, NS)
+MOVES = st.lists(st.tuples(NS, WORD), max_size=2).map(tuple)
+WORDS, COUNTS = (WORD,) * 4, (COUNT,) * 4
+TRAILS = st.builds(Trail, *WORDS, NS, LEDGERS, WORD, NS, *COUNTS, WORD, WORD, MOVES, COUNT, NS)
+HAPPENINGS = st.builds(Happening, NS, WORD, WORD, WORD, WORD)
+LOADS = st.builds(Load, NS, WORD, *COUNTS)
+WINDOWS = st.builds(Window, *(st.lists(each, max_size=3).map(tuple) for each in (TRAILS, HAPPENINGS, LOADS)), NS)
+TRAFFIC = st.builds(Traffic, *(COUNT,) * 6, st.integers(0, 2**40).map(lambda ns: ns / 1e9), WORD, NS)
+AGED = st.tuples(st.integers(0, 10**6).map(float), st.builds(Happening, st.just(0), WORD, WORD, WORD, WORD))
+RECENTS = st.builds(
+    Recent,
+    st.integers(0, 10**6).map(float),
+    st.lists(st.tuples(WORD, TRAFFIC), max_size=3).map(tuple),
+    st.lists(AGED, max_size=3).map(tuple),
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(WINDOWS)
+def test_windows_survive_the_wire(window: Window) -> None:
+    sent = [page.SerializeToString() for page in pages(window, "gateway-0", 0)]
+    assert window_from(map(admin_pb2.TracePage.FromString, sent)) == window
+
+
+@settings(deadline=None, max_examples=30)
+@given(RECENTS)
+def test_the_recent_survives_the_wire(recent: Recent) -> None:
+    message = admin_pb2.GetClusterResponse()
+    put_recent(recent, message)
+    assert recent_from(admin_pb2.GetClusterResponse.FromString(message.SerializeToString())) == recent
+
+
+def test_pages_are_small_and_in_order() -> None:
+    long = "x" * LONGEST_TEXT
+    ledger = LatencyLedger(tuple((phase, 10**12) for phase in PHASES), (), 0, 0)
+    trails = tuple(
+        Trail(str(n), long, "failed", long, n, ledger, "decode", 0, 1, 1, 1, 1, long, long) for n in range(1000)
+    )
+    window = Window(trails, tuple(Happening(n, "flip", "", long) for n in range(10)), (), 100)
+    made = list(pages(window, "gateway-0", 5))
+    assert len(made) == -(-1000 // PAGE_TRAILS) and all(page.gateway == "gateway-0" for page in made)
+    assert max(page.ByteSize() for page in made) < MAX_MESSAGE_BYTES / 64
+    assert [trail.arrived_ns for trail in window_from(made).trails] == [n + 5 for n in range(1000)]
+    assert window_from(made).whole_ns == 105
+    (empty,) = pages(Window(), "gateway-0", 5)
+    assert window_from([empty]).whole_ns == 0

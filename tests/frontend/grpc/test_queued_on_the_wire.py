@@ -1,0 +1,100 @@
+"""A request that waits for its turn, as a client and the command line see it; and who may not wait."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncGenerator, Iterator
+
+import pytest
+from click.testing import CliRunner
+
+from cluster.cli import main
+from cluster.events import Accepted, Event, Queued, Rejected
+from cluster.frontend.grpc.server import GrpcDoor
+from cluster.policy.admission.classes import Classes
+from cluster.spec import ClassSpec, GatewaySpec
+from diptych.client import AsyncClient
+from diptych.errors import DiptychError
+from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
+from workers.request import SLO, Request
+
+QUEUED = Queued("", 2, 1.5, 2.25, "all 4 decode slots of decode-0 are taken")
+
+
+class Lobby(FakeDispatcher):
+    """Lets everybody wait, and knows one class."""
+
+    classes = Classes(GatewaySpec(classes={"interactive": ClassSpec(ttft_s=1.0)}))
+
+    async def generate(
+        self, request: Request, *, deadline_s: float | None = None, arrived_ns: int | None = None
+    ) -> AsyncGenerator[Event, None]:
+        self.classes.resolved(request)
+        yield Queued(request.id, 2, 1.5, 2.25, QUEUED.reason)
+        async for event in super().generate(request, deadline_s=deadline_s, arrived_ns=arrived_ns):
+            yield event
+
+
+@pytest.fixture
+def dispatcher() -> FakeDispatcher:
+    return Lobby()
+
+
+async def test_queued_comes_before_accepted_with_its_predictions(client: AsyncClient) -> None:
+    events = [event async for event in client.generate("hello", request_id="mine", max_tokens=3)]
+    assert isinstance(events[0], Queued) and isinstance(events[1], Accepted)
+    assert events[0] == Queued("mine", 2, 1.5, 2.25, QUEUED.reason)
+    answer = await client.complete("hello", request_id="other", max_tokens=3)
+    assert answer.queued == Queued("other", 2, 1.5, 2.25, QUEUED.reason) and answer.text == "abc"
+
+
+async def test_each_of_several_answers_tells_of_its_own_place(client: AsyncClient) -> None:
+    events = [event async for event in client.generate("hello", request_id="mine", n=2, max_tokens=1)]
+    queued = [event for event in events if isinstance(event, Queued)]
+    assert sorted((event.request_id, event.index) for event in queued) == [("mine", 0), ("mine", 1)]
+
+
+async def test_no_place_to_wait_is_told_with_the_time_to_come_again(
+    client: AsyncClient, dispatcher: FakeDispatcher
+) -> None:
+    dispatcher.error = Rejected("8 of 8 places for class 'batch' are taken; try again", 7.5, "queue-full")
+    with pytest.raises(DiptychError) as refused:
+        await client.complete("hello", max_tokens=3)
+    assert refused.value.code == "RESOURCE_EXHAUSTED" and refused.value.retry_after_s == 7.5
+
+
+async def test_an_unknown_class_is_refused_with_those_there_are(client: AsyncClient) -> None:
+    with pytest.raises(DiptychError, match="'premium'; the classes here are interactive") as refused:
+        await client.complete("hello", slo=SLO(class_name="premium"), max_tokens=3)
+    assert (refused.value.code, refused.value.field) == ("INVALID_ARGUMENT", "slo.class_name")
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def open_door() -> tuple[GrpcDoor, str]:
+        door = GrpcDoor(gateway_context(Lobby()), ByteTokenizer)
+        return door, await door.open()
+
+    door, address = asyncio.run_coroutine_threadsafe(open_door(), loop).result(10)
+    yield address
+    asyncio.run_coroutine_threadsafe(door.close(0), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_the_command_line_says_why_nothing_comes_yet(endpoint: str) -> None:
+    result = CliRunner().invoke(main, ["generate", "--raw", "hello", "--max-tokens", "3", "--endpoint", endpoint])
+    assert result.stdout == "abc\n"
+    assert result.stderr.strip() == (
+        "queued behind 2 others (all 4 decode slots of decode-0 are taken); its turn should come in 1.5 s, the first "
+        "token 2.2 s after it came"
+    )
+    result = CliRunner().invoke(
+        main, ["generate", "--raw", "hello", "--max-tokens", "3", "--endpoint", endpoint, "--json"]
+    )
+    assert json.loads(result.stdout)["queued"]["position"] == 2

@@ -1,0 +1,48 @@
+"""Both doors over one gateway on free ports of the loopback, and clients for each."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+from cluster.frontend.servers import Doors
+from cluster.frontend.text import Tokenizer
+from diptych.client import AsyncClient
+from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Of one gateway: the real SDK, plain HTTP, and gRPC."""
+
+    openai: AsyncOpenAI
+    http: httpx2.AsyncClient
+    grpc: AsyncClient
+
+
+@asynccontextmanager
+async def clients(url: str, endpoint: str) -> AsyncIterator[Clients]:
+    sdk_http = DefaultAsyncHttpxClient(trust_env=False)  # no proxy can reach this very machine
+    async with (
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30.0, http_client=sdk_http) as sdk,
+        httpx2.AsyncClient(base_url=url, trust_env=False, timeout=30.0) as http,
+        AsyncClient(endpoint) as grpc,
+    ):
+        yield Clients(sdk, http, grpc)
+
+
+@asynccontextmanager
+async def opened(
+    dispatcher: FakeDispatcher, load_tokenizer: Callable[[], Tokenizer] = ByteTokenizer, **gateway: Any
+) -> AsyncIterator[tuple[Clients, Doors]]:
+    """Doors over a fake dispatcher."""
+    doors = Doors(gateway_context(dispatcher, http_port=0, **gateway), load_tokenizer)
+    endpoint = await doors.open()
+    try:
+        async with clients(doors.http_url, endpoint) as there:
+            yield there, doors
+    finally:
+        await doors.close(0.0)

@@ -1,0 +1,265 @@
+"""No client keeps others out with connections, headers or bodies that never end; what is refused is refused clearly."""
+
+import asyncio
+import gc
+import gzip
+import json
+import resource
+import socket
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from cluster.frontend.http import arriving, listening, server
+from cluster.frontend.http.server import HttpDoor
+from cluster.frontend.servers import Doors
+from tests.frontend.grpc.fake import FakeDispatcher
+from tests.frontend.http.guarded import Files, guarded
+from tests.frontend.http.opened import Clients, opened
+
+ASK = {"prompt": "hello", "max_tokens": 4}
+BODY = json.dumps(ASK).encode()
+STRANGER = "127.0.0.2"
+Connected = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def head(length: int, *more: str) -> bytes:
+    lines = ("POST /v1/completions HTTP/1.1", "host: h", "content-type: application/json", f"content-length: {length}")
+    return "\r\n".join((*lines, *more, "\r\n")).encode()
+
+
+def door_of(doors: Doors) -> HttpDoor:
+    assert doors._http is not None
+    return doors._http
+
+
+def connected(door: HttpDoor) -> int:
+    return len(door._server.server_state.connections)
+
+
+@asynccontextmanager
+async def raw(url: str, sent: bytes = b"", host: str = STRANGER) -> AsyncIterator[Connected]:
+    port = int(url.rsplit(":", 1)[1])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(host, 0))
+    try:
+        writer.write(sent)
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+async def rest(reader: asyncio.StreamReader) -> bytes:
+    """All until the server closes the connection, which it must."""
+    got = b""
+    async with asyncio.timeout(10):
+        try:
+            while piece := await reader.read(1 << 16):
+                got += piece
+        except ConnectionError:
+            pass
+    return got
+
+
+async def head_of(reader: asyncio.StreamReader) -> bytes:
+    async with asyncio.timeout(10):
+        return await reader.readuntil(b"\r\n\r\n")
+
+
+async def test_bodies_that_have_not_arrived_take_no_requests_place(dispatcher: FakeDispatcher) -> None:
+    async with opened(dispatcher) as (there, doors):
+        door, url = door_of(doors), doors.http_url
+        door._requests._most_requests = 1
+        async with raw(url, head(10) + b"{"), raw(url, head(10) + b"{"):
+            await until(lambda: connected(door) == 2)
+            assert (await there.http.post("/v1/completions", json=ASK)).status_code == 200
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n"], ids=["new", "after a request"])
+async def test_headers_that_do_not_end_are_given_up_however_often_a_byte_comes(
+    there: Clients, monkeypatch: pytest.MonkeyPatch, before: bytes
+) -> None:
+    monkeypatch.setattr(server, "HEADERS_S", 0.2)
+    async with raw(str(there.http.base_url).rstrip("/"), before) as (reader, writer):
+        if before:
+            await head_of(reader)
+        writer.write(b"GET /health HTTP/1.1\r\nx: ")
+        ended = asyncio.create_task(rest(reader))
+        async with asyncio.timeout(10):
+            while not ended.done():
+                writer.write(b"a")
+                await asyncio.sleep(0.01)
+
+
+async def test_a_connection_that_sends_nothing_is_closed(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEADERS_S", 0.1)
+    async with raw(str(there.http.base_url).rstrip("/")) as (reader, _):
+        assert await rest(reader) == b""
+
+
+async def test_an_idle_connection_is_closed_after_its_last_answer(
+    dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)
+    asked = b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n"
+    async with opened(dispatcher) as (_, doors), raw(doors.http_url, asked) as (reader, _):
+        assert (await rest(reader)).startswith(b"HTTP/1.1 200")
+
+
+async def test_the_bound_on_headers_cuts_no_request_that_runs(
+    there: Clients, dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEADERS_S", 0.1)
+    dispatcher.step_s = 0.1
+    answer = await there.http.post("/v1/completions", json=ASK)
+    assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 4)
+
+
+async def test_a_refused_body_is_read_for_a_bounded_time(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEADERS_S", 0.2)
+    monkeypatch.setattr(arriving, "MOST_BYTES", 10)
+    async with raw(str(there.http.base_url).rstrip("/"), head(1 << 30)) as (reader, writer):
+        assert b" 413 " in await head_of(reader)
+        ended = asyncio.create_task(rest(reader))
+        async with asyncio.timeout(10):
+            while not ended.done():
+                writer.write(b" " * 100)
+                await asyncio.sleep(0.01)
+
+
+async def test_after_a_refused_body_the_connection_serves_on(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arriving, "MOST_BYTES", len(BODY))
+    async with raw(str(there.http.base_url).rstrip("/"), head(100_000)) as (reader, writer):
+        assert b" 413 " in await head_of(reader)
+        writer.write(b" " * 100_000 + head(len(BODY), "connection: close") + BODY)
+        assert b"HTTP/1.1 200" in await rest(reader)
+
+
+async def test_one_address_has_a_bounded_number_of_connections_and_others_have_theirs(
+    dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listening, "MOST_CONNECTIONS_OF_ONE", 2)
+    async with opened(dispatcher) as (there, doors):
+        url, whole = doors.http_url, head(len(BODY), "connection: close") + BODY
+        async with raw(url):
+            async with raw(url), raw(url, whole) as (reader, _):
+                assert await rest(reader) == b""
+                assert (await there.http.get("/health")).status_code == 200
+            await until(lambda: connected(door_of(doors)) == 2)  # the client of this test has one
+            async with raw(url, whole) as (reader, _):
+                assert b"HTTP/1.1 200" in await rest(reader)
+    assert f"refused a connection of {STRANGER}, which has 2 of" in caplog.text
+
+
+@pytest.mark.parametrize(("most", "open_files"), [(8, 1 << 20), (4096, 16)], ids=["constant", "open files"])
+def test_all_addresses_together_have_a_bounded_number(
+    monkeypatch: pytest.MonkeyPatch, most: int, open_files: int
+) -> None:
+    monkeypatch.setattr(listening, "MOST_CONNECTIONS", most)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (open_files, open_files))
+    listener = listening.listen("127.0.0.1", 0)
+    listener.setblocking(True)
+    clients = [socket.create_connection(listener.getsockname(), 10, (f"127.0.0.{n // 2 + 2}", 0)) for n in range(9)]
+    accepted = [listener.accept()[0] for _ in range(8)]
+    listener.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+    assert listener.held == 8 and clients[8].recv(1) == b"", "the ninth was closed"
+    for each in (*clients, *accepted, listener):
+        each.close()
+    assert listener.held == 0
+
+
+async def test_a_tls_handshake_that_never_comes_counts(
+    dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(listening, "MOST_CONNECTIONS_OF_ONE", 1)
+    async with guarded(dispatcher, **Files.made(tmp_path).tls) as door, raw(door.url), raw(door.url) as (reader, _):
+        assert await rest(reader) == b""
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+async def test_two_lengths_are_refused_and_nothing_behind_them_is_read(
+    there: Clients, dispatcher: FakeDispatcher, method: str
+) -> None:
+    first = head(4, "transfer-encoding: chunked").replace(b"POST", method.encode())
+    chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    async with raw(str(there.http.base_url).rstrip("/"), first + chunked + head(len(BODY)) + BODY) as (reader, _):
+        got = await rest(reader)
+    assert got.startswith(b"HTTP/1.1 400") and b"\r\nconnection: close\r\n" in got and b"send one of them" in got
+    assert got.count(b"HTTP/1.1 ") == 1 and not dispatcher.requests
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("identity, br", 415), ("Identity", 200)])
+async def test_compressed_bodies_are_refused_by_name(there: Clients, encoding: str, status: int) -> None:
+    content = gzip.compress(BODY) if status == 415 else BODY
+    headers = {"content-encoding": encoding, "content-type": "application/json"}
+    answer = await there.http.post("/v1/completions", content=content, headers=headers)
+    assert answer.status_code == status
+    if status == 415:
+        assert answer.json()["error"]["code"] == "unsupported_encoding"
+        assert "send the body uncompressed" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("bound", "crowded"),
+    [("MOST_UNREAD_BYTES_OF_ONE", {STRANGER: True, "127.0.0.3": False}), ("MOST_UNREAD_BYTES", {"127.0.0.3": True})],
+)
+async def test_bodies_that_have_not_arrived_have_bounded_memory(
+    dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, bound: str, crowded: dict[str, bool]
+) -> None:
+    monkeypatch.setattr(arriving, "FREE_BYTES", len(BODY))
+    monkeypatch.setattr(arriving, bound, 1000)
+    async with opened(dispatcher) as (_, doors):
+        url, unread = doors.http_url, door_of(doors)._requests._arriving._unread
+        async with raw(url, head(9000) + b" " * 900):
+            await until(lambda: unread.total() > 0)
+            for host, is_refused in crowded.items():
+                async with raw(url, head(600 + len(BODY)) + b" " * 500, host) as (reader, writer):
+                    if not is_refused:
+                        await until(lambda: len(unread) == 2)
+                        writer.write(b" " * 100 + BODY)
+                    assert (b" 429 " if is_refused else b" 200 ") in await head_of(reader)
+                async with raw(url, head(len(BODY)) + BODY, host) as (reader, _):
+                    assert b" 200 " in await head_of(reader), "a small body always passes"
+        await until(lambda: not unread)
+
+
+async def test_a_large_body_is_not_kept_while_its_answer_is_made(dispatcher: FakeDispatcher) -> None:
+    dispatcher.hold = asyncio.Event()
+    size = 4 << 20
+    async with opened(dispatcher) as (there, doors):
+        assert (await there.http.post("/tokenize", json={"prompt": "a" * 3000})).status_code == 200  # all is loaded
+        async with raw(doors.http_url, head(size + len(BODY))) as (_, writer):
+            tracemalloc.start()
+            try:
+                for _ in range(size >> 16):
+                    writer.write(b" " * (1 << 16))
+                    await writer.drain()
+                writer.write(BODY)
+                await until(lambda: bool(dispatcher.running))
+                gc.collect()
+                assert tracemalloc.get_traced_memory()[0] < size // 2
+            finally:
+                tracemalloc.stop()
+
+
+async def test_a_client_that_takes_no_answers_to_probes_is_let_go(
+    dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SEND_S", 0.1)
+    async with opened(dispatcher) as (_, doors), raw(doors.http_url) as (_, writer):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        async with asyncio.timeout(20):
+            await until(lambda: connected(door_of(doors)) == 1)
+            while connected(door_of(doors)):
+                writer.write(b"GET /metrics HTTP/1.1\r\nhost: h\r\n\r\n" * 10)
+                await asyncio.sleep(0.01)

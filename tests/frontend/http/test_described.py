@@ -1,0 +1,54 @@
+"""The schema at /openapi.json tells what the paths do, and what a client must know of the tokenizer is there."""
+
+from typing import Any
+
+import pytest
+
+from tests.frontend.http.opened import Clients
+
+POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+
+
+@pytest.fixture
+async def schema(there: Clients) -> dict[str, Any]:
+    told: dict[str, Any] = (await there.http.get("/openapi.json")).json()
+    return told
+
+
+def test_refusals_are_described_as_they_come(schema: dict[str, Any]) -> None:
+    operations = [(path, each) for path, methods in schema["paths"].items() for each in methods.values()]
+    assert len(operations) >= 12
+    for path, operation in operations:
+        answers = operation["responses"]
+        refused = answers["default"]["content"]["application/json"]["schema"]
+        assert "422" not in answers and ("400" in answers) == (path in POSTS)
+        assert refused == {"$ref": "#/components/schemas/Error"}
+    assert "HTTPValidationError" not in schema["components"]["schemas"]
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_a_refusal_has_the_described_form(there: Clients, schema: dict[str, Any], path: str) -> None:
+    answer = await there.http.post(path, json={"model": 3})
+    assert answer.status_code == 400
+    described = schema["components"]["schemas"]
+    assert answer.json().keys() == described["Error"]["properties"].keys()
+    assert answer.json()["error"].keys() == described["ErrorDetail"]["properties"].keys()
+
+
+async def test_each_path_has_the_described_kind_of_content(there: Clients, schema: dict[str, Any]) -> None:
+    for path, methods in schema["paths"].items():
+        if "get" not in methods or "{" in path:
+            continue
+        (kind,) = methods["get"]["responses"]["200"]["content"]
+        answer = await there.http.get(path)
+        assert answer.headers["content-type"].startswith(kind), path
+    for path in POSTS[:2]:
+        assert set(schema["paths"][path]["post"]["responses"]["200"]["content"]) == {
+            "application/json",
+            "text/event-stream",
+        }
+
+
+async def test_the_tokenizer_is_told(there: Clients) -> None:
+    answer = await there.http.get("/tokenizer_info")
+    assert (answer.status_code, answer.json()) == (200, {"tokenizer_class": "ByteTokenizer", "chat_template": None})

@@ -1,0 +1,135 @@
+"""Answers that begin with their prompt, and what each of its tokens was worth: by that harnesses score texts."""
+
+from typing import Any
+
+import pytest
+
+from tests.frontend.grpc.fake import FakeDispatcher
+from tests.frontend.http.opened import Clients
+
+TEXT = "the sea"
+TOKENS = list(TEXT.encode())  # of the tests' tokenizer
+ASK = {"model": "", "prompt": TEXT, "max_tokens": 5}
+OF_PROMPT = [None, *(-token / 256 for token in TOKENS[1:])]
+
+
+async def choices(there: Clients, **change: Any) -> list[dict[str, Any]]:
+    answer = await there.http.post("/v1/completions", json=ASK | change)
+    assert answer.status_code == 200, answer.text
+    found: list[dict[str, Any]] = answer.json()["choices"]
+    return found
+
+
+async def streamed(there: Clients, **change: Any) -> dict[int, dict[str, Any]]:
+    """What the chunks of each choice come to."""
+    joined: dict[int, dict[str, Any]] = {}
+    stream = await there.openai.completions.create(**ASK | change, stream=True)
+    async for chunk in stream:
+        for choice in chunk.choices:
+            whole = joined.setdefault(choice.index, {"text": "", "tokens": [], "token_logprobs": [], "ends": []})
+            whole["text"] += choice.text
+            if choice.logprobs is not None:
+                whole["tokens"] += choice.logprobs.tokens or []
+                whole["token_logprobs"] += choice.logprobs.token_logprobs or []
+            if choice.finish_reason:
+                whole["ends"].append(choice.finish_reason)
+    return joined
+
+
+async def test_an_answer_begins_with_its_prompt_streamed_or_not(there: Clients) -> None:
+    [plain] = await choices(there, seed=1)
+    [echoed] = await choices(there, seed=1, echo=True)
+    assert echoed == plain | {"text": TEXT + plain["text"]}
+    assert (await streamed(there, seed=1, extra_body={"echo": True}))[0]["text"] == TEXT + plain["text"]
+
+
+async def test_each_of_several_prompts_and_answers_has_its_own(there: Clients) -> None:
+    prompts = ["one", "twofold"]
+    plain = await choices(there, prompt=prompts, n=2, seed=1)
+    told = await choices(there, prompt=prompts, n=2, seed=1, echo=True)
+    begun = [prompts[0], prompts[0], prompts[1], prompts[1]]
+    assert [each["text"] for each in told] == [a + b["text"] for a, b in zip(begun, plain, strict=True)]
+    joined = await streamed(there, prompt=prompts, n=2, seed=1, extra_body={"echo": True})
+    assert [joined[place]["text"] for place in range(4)] == [each["text"] for each in told]
+    assert all(len(joined[place]["ends"]) == 1 for place in range(4))
+
+
+async def test_token_ids_are_told_as_their_text(there: Clients) -> None:
+    [told] = await choices(there, prompt=TOKENS, echo=True)
+    assert told["text"].startswith(TEXT)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_with_log_probabilities_the_prompts_tokens_have_theirs(
+    there: Clients, dispatcher: FakeDispatcher, n: int
+) -> None:
+    for choice in await choices(there, echo=True, logprobs=2, n=n):
+        told = choice["logprobs"]
+        assert told["tokens"][: len(TOKENS)] == list(TEXT) and len(told["tokens"]) == len(TOKENS) + 5
+        assert told["token_logprobs"][: len(TOKENS)] == OF_PROMPT
+        assert all(each is not None for each in told["token_logprobs"][1:])
+        assert told["top_logprobs"][0] is None and len(told["top_logprobs"]) == len(told["tokens"])
+        assert told["text_offset"] == list(range(len(TOKENS) + 5))
+    assert dispatcher.requests[0].sampling.prompt_logprobs == 2
+
+
+async def test_the_chunks_of_a_stream_come_to_the_same(there: Clients) -> None:
+    [whole] = await choices(there, echo=True, logprobs=1, seed=1)
+    joined = (await streamed(there, logprobs=1, seed=1, extra_body={"echo": True}))[0]
+    for name in ("tokens", "token_logprobs"):
+        assert joined[name] == whole["logprobs"][name]
+
+
+async def test_the_best_of_several_begin_with_it_too(there: Clients) -> None:
+    for choice in await choices(there, echo=True, logprobs=0, n=2, best_of=3):
+        assert choice["text"].startswith(TEXT) and choice["logprobs"]["token_logprobs"][: len(TOKENS)] == OF_PROMPT
+
+
+async def test_a_stream_of_several_answers_has_no_log_probabilities_of_its_prompt(there: Clients) -> None:
+    asked = ASK | {"echo": True, "stream": True, "n": 2, "logprobs": 1}
+    answer = await there.http.post("/v1/completions", json=asked)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "echo"
+
+
+@pytest.mark.parametrize("change", [{"prompt": ""}, {"prompt": [99999]}, {"model": "other"}, {"prompt": "x" * 9000}])
+async def test_what_is_wrong_is_named_as_without_it(there: Clients, change: dict[str, Any]) -> None:
+    with_echo = await there.http.post("/v1/completions", json=ASK | {"echo": True} | change)
+    without = await there.http.post("/v1/completions", json=ASK | change)
+    assert with_echo.status_code == without.status_code >= 400
+    assert with_echo.json() == without.json()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_no_tokens_at_all_is_the_prompt_and_its_scores(there: Clients, n: int) -> None:
+    asked = ASK | {"echo": True, "max_tokens": 0, "logprobs": 1, "n": n}
+    told = (await there.http.post("/v1/completions", json=asked)).json()
+    assert len(told["choices"]) == n
+    for choice in told["choices"]:
+        assert (choice["text"], choice["finish_reason"]) == (TEXT, "length")
+        assert choice["logprobs"]["tokens"] == list(TEXT)
+        assert choice["logprobs"]["token_logprobs"] == OF_PROMPT
+        assert choice["logprobs"]["text_offset"] == list(range(len(TOKENS)))
+    counts = told["usage"]
+    assert (counts["prompt_tokens"], counts["completion_tokens"]) == (len(TOKENS), 0)
+
+
+async def test_scores_alone_are_the_same_streamed_and_of_several_prompts(there: Clients) -> None:
+    whole = await choices(there, prompt=["one", "twofold"], echo=True, max_tokens=0, logprobs=0)
+    more = {"echo": True, "max_tokens": 0}
+    joined = await streamed(there, prompt=["one", "twofold"], logprobs=0, extra_body=more)
+    for place, choice in enumerate(whole):
+        assert joined[place]["text"] == choice["text"] == ["one", "twofold"][place]
+        assert joined[place]["token_logprobs"] == choice["logprobs"]["token_logprobs"]
+        assert joined[place]["ends"] == ["length"]
+
+
+async def test_scores_of_a_large_body_are_the_same(there: Clients) -> None:
+    text = "sea " * 1020  # its body is read beside the event loop
+    [choice] = await choices(there, prompt=text, echo=True, max_tokens=0, logprobs=0)
+    assert choice["text"] == text and len(choice["logprobs"]["tokens"]) == len(text)
+
+
+async def test_a_prompt_comes_back_alone_without_log_probabilities_too(there: Clients) -> None:
+    [choice] = await choices(there, echo=True, max_tokens=0)
+    assert (choice["text"], choice["logprobs"]) == (TEXT, None)
+    assert (await streamed(there, extra_body={"echo": True, "max_tokens": 0}))[0]["text"] == TEXT

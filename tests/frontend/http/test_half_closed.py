@@ -1,0 +1,56 @@
+"""A client that has closed its sending side gets its answer; one that has left is noticed, and its request ends."""
+
+import asyncio
+import json
+
+import pytest
+
+from tests.frontend.grpc.fake import FakeDispatcher
+from tests.frontend.http.opened import Clients, opened
+from tests.frontend.http.test_connection_bounds import ASK, head, raw, rest, until
+
+
+def asking(version: str = "1.1", **more: object) -> bytes:
+    body = json.dumps(ASK | more).encode()
+    return head(len(body)).replace(b"HTTP/1.1", f"HTTP/{version}".encode()) + body
+
+
+@pytest.mark.parametrize("wants", [{}, {"stream": True}], ids=["whole", "stream"])
+async def test_a_client_that_closed_its_sending_side_gets_its_answer(
+    dispatcher: FakeDispatcher, wants: dict[str, bool]
+) -> None:
+    dispatcher.step_s = 0.1
+    async with opened(dispatcher) as (_, doors), raw(doors.http_url, asking(**wants)) as (reader, writer):
+        await until(lambda: bool(dispatcher.running))
+        writer.write_eof()
+        got = await rest(reader)
+    assert (b"\r\n:\n\n\r\n" if wants else b"HTTP/1.1 102 ") in got, "what tells it from a client that has left"
+    assert (b"data: [DONE]" if wants else b'"completion_tokens":4') in got
+
+
+async def test_every_request_that_came_before_the_end_is_answered(there: Clients) -> None:
+    sent = asking() + asking() + asking()[:-1]
+    async with raw(str(there.http.base_url).rstrip("/"), sent) as (reader, writer):
+        writer.write_eof()
+        assert (await rest(reader)).count(b"HTTP/1.1 200") == 2, "the third never arrived whole"
+
+
+@pytest.mark.parametrize("wants", [{}, {"stream": True}], ids=["whole", "stream"])
+async def test_a_client_that_left_is_noticed_before_anything_is_answered(
+    dispatcher: FakeDispatcher, wants: dict[str, bool]
+) -> None:
+    dispatcher.hold = asyncio.Event()
+    async with opened(dispatcher) as (_, doors):
+        async with raw(doors.http_url, asking(**wants)):
+            await until(lambda: bool(dispatcher.running))
+        await until(lambda: not dispatcher.running)
+
+
+async def test_a_client_of_http_1_0_that_closed_its_sending_side_has_left(dispatcher: FakeDispatcher) -> None:
+    """It takes no interim responses."""
+    dispatcher.hold = asyncio.Event()
+    async with opened(dispatcher) as (_, doors), raw(doors.http_url, asking("1.0")) as (reader, writer):
+        await until(lambda: bool(dispatcher.running))
+        writer.write_eof()
+        assert await rest(reader) == b""
+        await until(lambda: not dispatcher.running)

@@ -1,0 +1,67 @@
+"""One body may have many prompts: they run some at a time, in order, and leave room for others."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from cluster.frontend.http.bodies import MOST_PROMPTS
+from cluster.frontend.http.reply import MOST_AT_ONCE
+from tests.frontend.grpc.fake import FakeDispatcher
+from tests.frontend.http.opened import Clients
+
+HEARD_S = 20.0
+
+
+def asked(count: int, **change: Any) -> dict[str, Any]:
+    return {"prompt": [f"{number} " for number in range(count)], "max_tokens": 1, "echo": True} | change
+
+
+async def begun(dispatcher: FakeDispatcher, count: int) -> None:
+    async with asyncio.timeout(HEARD_S):
+        while len(dispatcher.requests) < count:
+            await asyncio.sleep(0.01)
+
+
+async def test_as_many_as_a_body_may_have_are_answered_in_their_order(there: Clients) -> None:
+    answer = await there.http.post("/v1/completions", json=asked(MOST_PROMPTS))
+    assert answer.status_code == 200, answer.text
+    told = answer.json()["choices"]
+    assert [each["index"] for each in told] == list(range(MOST_PROMPTS))
+    assert [each["text"] for each in told] == [f"{number} a" for number in range(MOST_PROMPTS)]
+
+
+async def test_a_stream_has_them_all(there: Clients) -> None:
+    stream = await there.openai.completions.create(model="", stream=True, prompt=["a"] * 100, max_tokens=1)
+    ends = [choice.index async for chunk in stream for choice in chunk.choices if choice.finish_reason]
+    assert sorted(ends) == list(range(100))
+
+
+@pytest.mark.parametrize("count", [MOST_AT_ONCE + 6])
+async def test_only_some_run_at_once_and_the_others_spend_their_time_waiting(
+    there: Clients, dispatcher: FakeDispatcher, count: int
+) -> None:
+    dispatcher.hold = asyncio.Event()
+    headers = {"x-diptych-timeout-ms": "60000"}
+    whole = asyncio.ensure_future(there.http.post("/v1/completions", json=asked(count), headers=headers))
+    await begun(dispatcher, MOST_AT_ONCE)
+    await asyncio.sleep(0.2)
+    assert len(dispatcher.requests) == MOST_AT_ONCE == len(dispatcher.running)
+    dispatcher.hold.set()
+    assert (await whole).status_code == 200
+    prompts = [bytes(request.prompt).decode() for request in dispatcher.requests]
+    assert prompts == [f"{number} " for number in range(count)]
+    first, last = dispatcher.deadlines[0], dispatcher.deadlines[-1]
+    assert first is not None and last is not None and last < first - 0.15
+
+
+async def test_a_client_that_goes_away_ends_those_that_wait_too(there: Clients, dispatcher: FakeDispatcher) -> None:
+    dispatcher.hold = asyncio.Event()
+    whole = asyncio.ensure_future(there.http.post("/v1/completions", json=asked(MOST_AT_ONCE + 6)))
+    await begun(dispatcher, MOST_AT_ONCE)
+    whole.cancel()
+    async with asyncio.timeout(HEARD_S):
+        while dispatcher.running:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert len(dispatcher.requests) == MOST_AT_ONCE

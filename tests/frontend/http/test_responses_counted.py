@@ -1,0 +1,125 @@
+"""Every answer of a door is counted by its code, refusals too, so that an operator has an error rate."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.events import Rejected
+from diptych.errors import DiptychError
+from tests.frontend.grpc.fake import FakeDispatcher
+from tests.frontend.http.opened import Clients, opened
+
+ASK = {"prompt": "hello", "max_tokens": 4}
+
+
+async def counted(there: Clients) -> Counter[tuple[str, str, str]]:
+    found: Counter[tuple[str, str, str]] = Counter()
+    for family in text_string_to_metric_families((await there.http.get("/metrics")).text):
+        for sample in family.samples:
+            if sample.name == "diptych_responses_total":
+                labels = sample.labels
+                found[labels["door"], labels["method"], labels["code"]] += int(sample.value)
+    return found
+
+
+async def test_answers_and_refusals_over_http(dispatcher: FakeDispatcher) -> None:
+    async with opened(dispatcher, max_requests=2) as (there, _):
+        before = await counted(there)
+        assert before["http", "chat", "200"] == before["grpc", "Generate", "INTERNAL"] == 0
+        for change, path in (
+            ({}, "/v1/completions"),
+            ({"temperature": -1}, "/v1/completions"),
+            ({"prompt": "x" * 9000}, "/v1/completions"),
+            ({"model": "another"}, "/v1/completions"),
+            ({"n": 3}, "/v1/completions"),
+            ({"max_tokens": None}, "/tokenize"),
+            ({}, "/v1/nowhere"),
+        ):
+            await there.http.post(path, json=ASK | change)
+        await there.http.post("/v1/completions", content=b"{")
+        dispatcher.error = RuntimeError("nobody foresaw this")
+        await there.http.post("/v1/completions", json=ASK)
+        dispatcher.error = Rejected("full", 1.0, "no-room")
+        await there.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
+        told = await counted(there) - before
+    assert {key[1:]: count for key, count in told.items() if key[1] != "other"} == {
+        ("completions", "200"): 1,
+        ("completions", "400"): 4,
+        ("completions", "404"): 1,
+        ("completions", "500"): 1,
+        ("chat", "429"): 1,
+        ("tokenize", "200"): 1,
+    }
+    assert told["http", "other", "404"] == 1
+
+
+async def test_a_stream_that_fails_counts_as_its_failure_and_one_that_is_left_as_that(
+    dispatcher: FakeDispatcher,
+) -> None:
+    async with opened(dispatcher) as (there, _):
+        dispatcher.hold = asyncio.Event()
+        asking = asyncio.create_task(there.http.post("/v1/completions", json=ASK | {"stream": True}))
+        while not dispatcher.running:
+            await asyncio.sleep(0.005)
+        (name,) = dispatcher.running
+        await asyncio.sleep(0.05)  # its status is under way
+        await there.grpc.cancel(name)
+        assert "event: error" in (await asking).text
+        leaving = asyncio.create_task(there.http.post("/v1/completions", json=ASK))
+        while not dispatcher.running:
+            await asyncio.sleep(0.005)
+        leaving.cancel()
+        while dispatcher.running:
+            await asyncio.sleep(0.005)
+        async with asyncio.timeout(5):
+            while (await counted(there))["http", "completions", "499"] < 2:
+                await asyncio.sleep(0.005)
+        assert (await counted(there))["http", "completions", "200"] == 0
+
+
+async def test_answers_and_refusals_over_grpc(dispatcher: FakeDispatcher) -> None:
+    async with opened(dispatcher) as (there, _):
+        before = await counted(there)
+        await there.grpc.complete("hello", max_tokens=2)
+        for options in ({"temperature": -1.0}, {"max_tokens": 9000}, {"model": "another"}):
+            with pytest.raises(DiptychError):
+                await there.grpc.complete("hello", **options)  # type: ignore[arg-type]
+        _ = [each async for each in there.grpc.batch(["one", ""], max_tokens=1)]
+        dispatcher.error = RuntimeError("nobody foresaw this")
+        with pytest.raises(DiptychError):
+            await there.grpc.complete("hello")
+        told = await counted(there) - before
+    assert {key[1:]: count for key, count in told.items() if key[0] == "grpc"} == {
+        ("Generate", "OK"): 2,
+        ("Generate", "INVALID_ARGUMENT"): 3,
+        ("Generate", "NOT_FOUND"): 1,
+        ("Generate", "INTERNAL"): 1,
+        ("GenerateBatch", "OK"): 1,
+    }
+
+
+async def test_a_message_that_cannot_be_read_is_the_callers_mistake(dispatcher: FakeDispatcher) -> None:
+    async with opened(dispatcher) as (there, _), grpc.aio.insecure_channel(there.grpc.endpoint) as channel:
+        for kind, method in ((channel.unary_stream, "Generate"), (channel.unary_unary, "Cancel")):
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                call = kind(f"/diptych.v1.InferenceService/{method}")(b"\xff\xff\xff")
+                _ = [each async for each in call] if method == "Generate" else await call
+            assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "cannot be read" in str(failure.value.details())
+        told = await counted(there)
+    assert told["grpc", "Generate", "INVALID_ARGUMENT"] == told["grpc", "Cancel", "INVALID_ARGUMENT"] == 1
+
+
+async def test_a_refused_key_counts_on_both_doors(dispatcher: FakeDispatcher, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-some-length\n")
+    async with opened(dispatcher, api_keys_file=str(keys)) as (there, doors):
+        await there.http.post("/v1/completions", json=ASK)
+        with pytest.raises(DiptychError):
+            await there.grpc.complete("hello")
+        told = dict(doors._grpc.gateway.responses.rows())
+    assert told["http", "completions", "401"] == told["grpc", "Generate", "UNAUTHENTICATED"] == 1

@@ -1,0 +1,65 @@
+"""No input of one client delays another's token: what is large is read and tokenized in another process."""
+
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from cluster.frontend.preprocessing import LARGE_BYTES
+from diptych.wire import INFERENCE
+from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher
+from tests.frontend.http.hostile import MOST_S, bodies, longest_callback, messages
+from tests.frontend.http.opened import Clients, opened
+
+HOME = os.getpid()
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class Homebound(ByteTokenizer):
+    """Remembers the largest text that was encoded in the gateway's own process."""
+
+    largest = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        Homebound.largest = max(Homebound.largest, len(text))
+        return super().encode(text)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def there() -> AsyncIterator[Clients]:
+    async with opened(FakeDispatcher(), Homebound) as (clients, _):
+        yield clients
+
+
+@pytest.mark.parametrize(("path", "body"), [each[1:] for each in bodies()], ids=[each[0] for each in bodies()])
+async def test_no_body_holds_the_loop_up(there: Clients, path: str, body: bytes) -> None:
+    Homebound.largest = 0
+    with longest_callback() as longest:
+        answer = await there.http.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code in (200, 400, 413), answer.text[:300]
+    assert longest.seconds < MOST_S, longest
+    assert Homebound.largest <= LARGE_BYTES
+
+
+@pytest.mark.parametrize(("method", "message"), [each[1:] for each in messages()], ids=[each[0] for each in messages()])
+async def test_no_message_holds_the_loop_up(there: Clients, method: str, message: bytes) -> None:
+    Homebound.largest = 0
+    async with grpc.aio.insecure_channel(there.grpc.endpoint) as channel:
+        call = channel.unary_stream(f"/{INFERENCE}/{method}")
+        with longest_callback() as longest:
+            end = await _end(call(message))
+    assert end in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+    assert longest.seconds < MOST_S, longest
+    assert Homebound.largest <= LARGE_BYTES
+
+
+async def _end(call: Any) -> grpc.StatusCode:
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK

@@ -1,0 +1,100 @@
+"""Of several gateways exactly one tells vLLM's series of workers, whatever they are called and whoever leaves."""
+
+import asyncio
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import cluster.control.controller as cluster_controller
+import cluster.dispatch.discovery as cluster_roster
+from cluster.control.membership import Listeners
+from cluster.join import described, join
+from cluster.observe.metrics import exposition
+from cluster.policy.slo_attainment import Standing
+from cluster.runtime.interface import WorkerOrder
+from cluster.runtime.local import LocalRuntime
+from cluster.serving import GatewayContext, serve
+from cluster.spec import Role
+from diptych.view import ClusterView, WorkerState, WorkerView
+from kvtransfer.open import SharedMemory
+from tests.cluster.local import FAST, split_spec
+from workers.build import build_worker
+from workers.worker import Worker
+
+NAMES = ("gateway-llm-6d9f-x2x", "gateway-llm-6d9f-a7b")  # as they join: the least came later
+WORKERS = {"prefill-0", "decode-0", "decode-1"}
+
+
+def engines(text: str) -> set[str]:
+    """Whom vLLM's gauge of running requests is told of."""
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    found = families.get("vllm:num_requests_running")
+    return set() if found is None else {sample.labels["engine"] for sample in found.samples}
+
+
+@pytest.mark.parametrize(("gateway", "told"), [(NAMES[0], {"w"}), (NAMES[1], set())])
+def test_of_gateways_that_joined_the_first_tells_of_workers(gateway: str, told: set[str]) -> None:
+    view = ClusterView(1, "c", None, (WorkerView("w", "p", Role.MIXED, WorkerState.READY),), gateways=NAMES)
+    assert engines(exposition(Standing(), gateway, view, compat="vllm")) == told
+
+
+def test_a_gateway_keeps_its_place_as_long_as_it_asks() -> None:
+    there = Listeners()
+    there.asked("b", 0.0, 15.0)
+    there.asked("a", 1.0, 16.0)
+    there.asked("b", 10.0, 25.0)
+    assert there.names(15.9) == ("b", "a")
+    assert there.names(16.0) == ("b",)
+    there.asked("a", 17.0, 32.0)
+    assert there.names(17.0) == ("b", "a")
+    there.asked("b", 26.0, 41.0)  # it was silent for too long, and comes back
+    assert there.names(26.0) == ("a", "b")
+
+
+class Door:
+    """No server; it tells what a server would."""
+
+    http_url = ""
+
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
+
+    async def open(self) -> str:
+        return f"{self._context.name}:1"
+
+    async def close(self, grace_s: float) -> None:
+        """Nothing listens."""
+
+    def engines(self) -> set[str]:
+        dispatcher = self._context.dispatcher
+        return engines(exposition(dispatcher.standing(), self._context.name, dispatcher.view, compat="vllm"))
+
+
+async def test_when_the_gateway_that_tells_leaves_another_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_roster, "WATCH_S", 0.2)
+    monkeypatch.setattr(cluster_controller, "SILENT_S", 1.0)
+    shared = SharedMemory()
+    doors: list[Door] = []
+
+    def build(order: WorkerOrder) -> Worker:
+        return build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=FAST)
+
+    def door(context: GatewayContext) -> Door:
+        doors.append(Door(context))
+        return doors[-1]
+
+    serving = await serve(split_spec(1, 2), runtime=LocalRuntime(build), door=door, gateways=False)
+    try:
+        spec, model = await described(serving.controller, 5.0)
+        first, second = [await join(name, spec, model, serving.controller, door) for name in NAMES]
+        async with asyncio.timeout(20.0):
+            while [each.engines() for each in doors] != [WORKERS, set()]:
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.5)  # neither gives up its part as long as both are there
+            assert [each.engines() for each in doors] == [WORKERS, set()]
+            await first.close(0.0)
+            while doors[1].engines() != WORKERS:
+                await asyncio.sleep(0.02)
+        await second.close(0.0)
+    finally:
+        await serving.close()

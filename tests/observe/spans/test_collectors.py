@@ -1,0 +1,190 @@
+"""Collectors that speak HTTP, sample, are away or hang; and moves and ends that a served cluster rarely has."""
+
+import asyncio
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from cluster.observe.history import Trail
+from cluster.observe.ledger import LatencyLedger, now_ns
+from cluster.observe.otlp import Spans
+from cluster.observe.trace_context import came_with, told
+from cluster.serving import GatewayService
+from cluster.spec import SpecError, parse_spec
+from diptych.view import ModelView
+from tests.observe.spans.collector import Collector, over_grpc, over_http
+from workers.request import FinishReason, Request, SamplingParams
+
+MS = 1_000_000
+ROOMY = {"name": "mixed", "role": "mixed"}
+WAYS = [("grpc", over_grpc), ("http/protobuf", over_http)]
+
+
+def spans_to(endpoint: str, **tracing: Any) -> Spans:
+    document = {"model": "tiny", "pools": [ROOMY], "tracing": {"otlp_endpoint": endpoint} | tracing}
+    return Spans(parse_spec(document), "gateway-7")
+
+
+def trail(request_id: str = "one", **changed: Any) -> Trail:
+    parts = (("admission", 1 * MS), ("route", 2 * MS), ("prefill_compute", 10 * MS))
+    ledger = LatencyLedger(parts, (("decode_compute", 40 * MS),), 13 * MS, 53 * MS)
+    arrived_ns = now_ns() - 60 * MS
+    names = {"prefill_worker": "prefill-0", "decode_worker": "decode-0"}
+    counts = {"prompt_tokens": 3, "cached_tokens": 0, "output_tokens": 5, "attempts": 1}
+    made = Trail(request_id, "default", "completed", "", arrived_ns, ledger, "", 0, **counts, **names)
+    return replace(made, **changed)
+
+
+def request(request_id: str = "one") -> Request:
+    return Request(request_id, (1, 2, 3), SamplingParams(max_tokens=5))
+
+
+@pytest.mark.parametrize(("protocol", "collecting"), WAYS)
+async def test_spans_come_by_either_protocol_and_what_is_left_comes_at_the_end(
+    protocol: str, collecting: Callable[[], Any]
+) -> None:
+    with collecting() as collector:
+        spans = spans_to(collector.endpoint, otlp_protocol=protocol)
+        spans.ended(trail(), request(), FinishReason.LENGTH)
+        await spans.close()  # long before the library would send by itself
+        span = collector.request("one")
+    assert span.end_ns - span.begin_ns == 53 * MS
+    names = [(each.name, each.attributes.get("diptych.worker")) for each in collector.children(span)]
+    expected = [("admission", None), ("route", None), ("prefill_compute", "prefill-0"), ("decode_compute", "decode-0")]
+    assert names == expected
+
+
+async def test_a_decode_that_moved_is_cut_where_it_did() -> None:
+    with over_grpc() as collector:
+        spans = spans_to(collector.endpoint)
+        made = trail()
+        at_ns = made.arrived_ns + 30 * MS
+        spans.ended(replace(made, moves=((at_ns, "decode-1"),)), request(), FinishReason.LENGTH)
+        await spans.close()
+        span = collector.request("one")
+    decodes = [each for each in collector.children(span) if each.name == "decode_compute"]
+    assert [each.attributes["diptych.worker"] for each in decodes] == ["decode-0", "decode-1"]
+    assert decodes[0].end_ns == decodes[1].begin_ns == span.events[0][1]
+    assert span.events[0][0] == "move" and span.events[0][2] == {"diptych.worker": "decode-1"}
+
+
+@pytest.mark.parametrize("outcome", ["refused", "failed", "deadline", "invalid"])
+async def test_an_error_has_its_words(outcome: str) -> None:
+    with over_grpc() as collector:
+        spans = spans_to(collector.endpoint)
+        nothing = LatencyLedger((), (), 0, 0)
+        lost = trail(outcome=outcome, detail="no room", ledger=nothing, phase="route", open_ns=5 * MS, output_tokens=0)
+        spans.ended(lost, request(), None)
+        await spans.close()
+        span = collector.request("one")
+    assert (span.code, span.status, span.attributes["error.type"]) == (2, "no room", outcome)
+    assert "gen_ai.latency.time_to_first_token" not in span.attributes
+    [open_part] = collector.children(span)
+    assert open_part.name.startswith("route") and open_part.end_ns - open_part.begin_ns == 5 * MS
+
+
+async def sampled(collector: Collector, ratio: float, parent: str) -> int:
+    """How many of 200 requests have a span."""
+    spans = spans_to(collector.endpoint, sample_ratio=ratio)
+    came_with([("traceparent", parent)] if parent else [])
+    for index in range(200):
+        spans.ended(trail(f"{ratio}-{index}"), request(), None)
+    await spans.close()
+    return len(collector.among(lambda each: each.attributes.get("gen_ai.request.id", "").startswith(f"{ratio}-")))
+
+
+async def test_a_share_is_sampled_and_a_caller_decides_for_its_own() -> None:
+    with over_grpc() as collector:
+        assert await sampled(collector, 0.0, "") == 0
+        assert 60 < await sampled(collector, 0.5, "") < 140  # 1 of 10^8 runs has less or more
+        assert await sampled(collector, 1.0, "") == 200
+    with over_grpc() as collector:
+        assert await sampled(collector, 0.0, f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01") == 200
+
+
+async def test_a_collector_that_is_away_holds_nobody_up_and_fills_no_memory() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        spans = spans_to(f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        for index in range(3000):
+            spans.ended(trail(str(index)), request(), None)
+        async with asyncio.timeout(30):
+            await spans.close()
+
+
+async def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        for protocol, _ in WAYS:
+            spans = spans_to(f"http://127.0.0.1:{silent.getsockname()[1]}", otlp_protocol=protocol)
+            spans.ended(trail(), request(), None)
+            async with asyncio.timeout(30):
+                await spans.close()
+
+
+async def test_what_cannot_be_written_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    with over_grpc() as collector:
+        spans = spans_to(collector.endpoint)
+        spans.ended(trail(moves=(("never", "decode-1"),)), request(), None)
+        spans.ended(trail("two"), request("two"), None)
+        await spans.close()
+        assert collector.request("two")
+    assert "no spans of this request" in caplog.text
+
+
+async def test_a_gateway_that_cannot_open_leaves_no_sender_behind() -> None:
+    def no_door(context: Any) -> Any:
+        raise SpecError("the certificate is gone")
+
+    with over_grpc() as collector:
+        document = {"model": "tiny", "pools": [ROOMY], "tracing": {"otlp_endpoint": collector.endpoint}}
+        service = GatewayService("gateway-7", parse_spec(document), cast(Any, None), no_door)
+        for _ in range(3):  # as whoever serves tries again
+            with pytest.raises(SpecError):
+                await service.open(ModelView("tiny", 64, 256), 0)
+        senders = [each.name for each in threading.enumerate() if "Otel" in each.name]
+        assert not senders
+
+
+async def test_a_trace_goes_with_the_task_that_serves() -> None:
+    async def serve(parent: str) -> str:
+        came_with([("traceparent", parent), ("cookie", "secret")])
+        await asyncio.sleep(0)
+        return await asyncio.create_task(inner())
+
+    async def inner() -> str:
+        assert set(told()) == {"traceparent"}
+        return told()["traceparent"]
+
+    assert await asyncio.gather(serve("a"), serve("b")) == ["a", "b"]
+    assert await asyncio.create_task(asyncio.sleep(0, told())) == {}
+
+
+@pytest.mark.parametrize(
+    ("tracing", "words"),
+    [
+        ({"otlp_endpoint": "collector:4317"}, "tracing: otlp_endpoint 'collector:4317' is no address of a collector"),
+        ({"otlp_endpoint": "grpc://collector:4317"}, "write http://HOST:PORT, or https:// for TLS"),
+        ({"otlp_protocol": "thrift"}, "otlp_protocol 'thrift' is not one of grpc, http/protobuf"),
+        ({"sample_ratio": 1.5}, "sample_ratio is 1.5; it must lie between 0 and 1"),
+        ({"otlp": "http://collector:4317"}, "tracing.otlp: unknown key; known keys here: otlp_endpoint"),
+    ],
+)
+def test_a_wrong_word_is_one_line(tracing: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"model": "tiny", "pools": [ROOMY], "tracing": tracing})
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_library_is_loaded_where_spans_are_wanted_only() -> None:
+    program = "import sys, cluster.serving, cluster.frontend.grpc.server; print([m for m in sys.modules if 'opentelemetry' in m])"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.strip() == "[]"

@@ -1,0 +1,202 @@
+"""`diptych bench` as it is typed: against a real cluster's two doors and a made-up server, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from cluster.cli import main
+from cluster.offline.load.endpoint import Target
+from cluster.offline.load.trials import beside, kind_of
+from tests.offline.load.conftest import Served
+from tests.offline.load.made_up import MadeUp
+
+CLOSED = ("--concurrency", "3", "--count", "9", "--lengths", "12/6")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["bench", *arguments])
+
+
+def told(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    document: dict[str, Any] = json.loads(result.stdout)
+    return document
+
+
+def refused(result: Result) -> str:
+    assert result.exit_code != 0 and result.stdout == "", result.output
+    lines = result.stderr.strip().splitlines()
+    assert lines[-1].startswith("Error: ") and "Traceback" not in result.stderr
+    return lines[-1]
+
+
+@pytest.mark.parametrize("door", ["grpc", "http"])
+def test_both_doors_of_a_cluster_give_every_token(served: Served, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "of another server")
+    address = f"grpc://{served.grpc}" if door == "grpc" else f"{served.http}/v1"
+    document = told(run("--endpoint", address, *CLOSED, "--seed", "4", "--json"))
+    (system,) = document["systems"]
+    figures = system["figures"]
+    assert (figures["requests"], figures["finished"], figures["tbt_s"]["count"]) == (9, 9, 9 * 5)
+    assert figures["workload"].endswith("3 in flight") and figures["reasons"] == []
+    assert not any("chunks" in note for note in figures["notes"])
+    about = document["about"]
+    assert about["seeds"] == [4] and about["cpu"] and about["versions"]["diptych"] and about["command"]
+    assert figures["gpus"] == (2 if door == "grpc" else 1)
+
+
+def test_a_folder_has_json_pictures_and_one_page(served: Served, tmp_path: Path) -> None:
+    workload = "poisson:rate=50,count=8,lengths=10-20/4"
+    result = run(
+        "--endpoint", served.http, "--workload", workload, "--rates", "40,80", "--ttft", "5", "-o", str(tmp_path)
+    )
+    assert result.exit_code == 0, result.output
+    assert "GPU" not in result.output and "ranks" in result.stdout, "what is measured here has none"
+    document = json.loads((tmp_path / "figures.json").read_text())
+    assert document["about"]["endpoints"][0].startswith(served.model)
+    page = (tmp_path / "report.html").read_text()
+    assert "Command: " in page and "Seeds: 0" in page and "data:image/png;base64," in page
+    assert {"latency.png", "requests.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert len(list(tmp_path.glob("*.trace.json"))) == 1, "whatever a model is called, its trace lies in the folder"
+
+
+def test_batches_have_their_own_columns(served: Served, tmp_path: Path) -> None:
+    options = ("--batches", "1..4", "--repeats", "2", "--lengths", "12/6", "-o", str(tmp_path))
+    result = run("--endpoint", served.grpc, *options)
+    assert result.exit_code == 0, result.output
+    assert "throughput" in result.stdout and "average latency" in result.stdout
+    swept = json.loads((tmp_path / "figures.json").read_text())["batches"]
+    assert [(each["size"], each["repeats"], each["failed"]) for each in swept] == [(1, 2, 0), (2, 2, 0), (4, 2, 0)]
+    for each in swept:
+        least_s, most_s = each["duration_s"][1:]
+        assert each["size"] * 6 / most_s == pytest.approx(each["throughput"][1])
+        assert each["size"] * 6 / least_s == pytest.approx(each["throughput"][2])
+        assert each["latency_s"][0] <= most_s
+    assert "Static batches" in (tmp_path / "report.html").read_text() and (tmp_path / "batches.png").exists()
+
+
+def test_goodput_of_a_server_with_a_known_capacity(server: MadeUp) -> None:
+    """Five at once, each for 50 ms: 100 a second. Above, a queue grows and promises of 100 ms break."""
+    workload = "constant:rate=30,count=30,lengths=8/5"
+    document = told(
+        run(
+            *("--endpoint", server.url, "--model", "made-up", "--workload", workload, "--ttft", "0.1"),
+            *("--goodput", "--tolerance", "0.5", "--seeds", "1", "--json"),
+        )
+    )
+    (found,) = document["systems"][0]["goodput"]
+    assert 10.0 < found["rate"] <= 130.0
+    assert found["search"]["tolerance"] == 0.5 and found["target"] == 0.9
+    probed = {probe["rate"]: probe["attained"]["both"] for probe in found["probes"]}
+    assert len(probed) >= 3 and min(probed.values()) < 0.9 <= max(probed.values())
+
+
+def test_failures_are_counted_by_reason_and_shown(server: MadeUp) -> None:
+    server.fails_after = len(server.bodies) + 3  # the trial and two more
+    try:
+        result = run("--endpoint", server.url, "--model", "made-up", *CLOSED)
+    finally:
+        server.fails_after = None
+    assert result.exit_code == 0, result.output
+    assert "7 requests did not finish: HTTP 429" in result.stderr and "7/0/0" in result.stdout
+
+
+def test_configurations_run_in_turn_and_are_compared(tiny: str, server: MadeUp, tmp_path: Path) -> None:
+    engine = {"block_size": 8, "kv_blocks": 96, "max_batch_tokens": 64, "max_running": 8, "threads": 1}
+    spec = {
+        "name": "tiny-split",
+        "model": tiny,
+        "pools": [{"name": role, "role": role, "engine": engine} for role in ("prefill", "decode")],
+        "transfer": {"backends": ["tcp"]},
+        "gateway": {"grpc_port": 0},
+    }
+    path = tmp_path / "split.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    workload = "poisson:rate=30,count=6,lengths=2x8/4+20/4"
+    document = told(
+        run(
+            *("--compare", str(path), f"colocated={server.url}", "--model", "made-up", "--runtime", "local"),
+            *("--workload", workload),
+            *("--rates", "30,60", "--seeds", "1", "--seed", "5", "--ttft", "1", "--json", "-o", str(tmp_path / "out")),
+        )
+    )
+    runs = [(each["configuration"], each["load"], each["seed"]) for each in document["runs"]]
+    there = server.url.removeprefix("http://")
+    loads = ("30 requests/s", "60 requests/s")
+    assert runs == [("tiny-split", load, 5) for load in loads] + [(there, load, 5) for load in loads]
+    assert all(each["figures"]["finished"] == 6 for each in document["runs"])
+    assert len(document["told"]) == 2 and all(there in line for line in document["told"])
+    names = {each.name for each in (tmp_path / "out").iterdir()}
+    lines = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
+    assert [json.loads(line)["figures"] for line in lines] == [each["figures"] for each in document["runs"]]
+    assert {"figures.json", "report.html", "verdicts.png", "compared.png", "tiny-split.trace.json"} <= names
+    assert "best colocated" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        ("http://here:8000", None, "that was not said"),
+        ("colocated=http://here:8000", True, "; colocated"),
+        ("split=http://here:8000", False, "; split"),
+    ],
+)
+def test_of_an_endpoint_only_what_was_said_is_known(given: str, kind: bool | None, words: str) -> None:
+    assert kind_of(given) == (kind, "http://here:8000")
+    made = beside(given, Target("http://here:8000"))
+    assert (made.name, made.is_colocated) == ("here:8000", kind) and made.told.endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "say what to send: --workload SOURCE, --concurrency N --count M, or --batches 1..128"),
+        (("--count", "4"), "say what to send"),
+        (("a.yaml",), "a.yaml stands alone; configurations go with --compare"),
+        (("--compare", "a.yaml", *CLOSED), "--compare needs two or more configurations"),
+        (("--compare", "a.yaml", "a.yaml", *CLOSED), "each once"),
+        (
+            ("--compare", "a.yaml", "b.yaml", "--goodput", "--workload", "x"),
+            "neither with --batches nor with --goodput",
+        ),
+        (("--batches", "1,2", "--count", "4"), "--batches sends its own load; leave --count out"),
+        (("--batches", "two"), "--batches is 'two'"),
+        (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--count", "4"), "the workload has its own count"),
+        (("--workload", "x", "--concurrency", "4", "--rates", "1"), "--concurrency has no rate"),
+        (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--goodput"), "--goodput needs a promise"),
+        (("--workload", "burst:count=2,lengths=8/8", "--goodput", "--ttft", "1"), "has none; say rate=1"),
+        (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--attainment", "1.5"), "--attainment is 1.5"),
+        ((*CLOSED, "--seeds", "3"), "--seeds goes with --goodput or --compare"),
+        ((*CLOSED, "--endpoint", "ftp://there"), "ftp:// is no endpoint"),
+        ((*CLOSED, "--model", "mine"), "is gRPC; --model and --tokenizer go with http:// endpoints"),
+        ((*CLOSED, "--endpoint", "127.0.0.1:1"), "nothing answers at 127.0.0.1:1"),
+        ((*CLOSED, "--endpoint", "http://127.0.0.1:1"), "nobody answers at http://127.0.0.1:1/v1 (Connection refused)"),
+        (("--compare", "none.yaml", "other.yaml", *CLOSED), "none.yaml: cannot be read (No such file"),
+    ],
+)
+def test_what_makes_no_sense_is_one_clear_line(arguments: tuple[str, ...], says: str) -> None:
+    assert says in refused(run(*arguments))
+
+
+def test_a_wrong_model_is_one_clear_line(served: Served) -> None:
+    assert "model 'nope' is not served here" in refused(run("--endpoint", served.http, "--model", "nope", *CLOSED))
+
+
+def test_a_cluster_that_does_not_start_is_one_clear_line(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        spec = {"name": name, "model": str(tmp_path / "missing"), "pools": [{"name": "mixed", "role": "mixed"}]}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(spec))
+    files = [str(tmp_path / f"{name}.yaml") for name in ("one", "two")]
+    says = refused(run("--compare", *files, "--runtime", "local", *CLOSED))
+    assert "one does not start" in says and "missing" in says
+
+
+def test_a_key_never_shows() -> None:
+    from cluster.offline.load.about import command_line
+
+    shown = command_line(["x/diptych", "bench", "--api-key", "secret", "--api-key=secret", "--count", "a b"])
+    assert shown == "diptych bench --api-key '***' '--api-key=***' --count 'a b'"

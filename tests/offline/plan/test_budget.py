@@ -1,0 +1,86 @@
+"""The time that an answer may take: what ends it, and what it leaves behind."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.offline.plan.budget import INTERRUPT, LIMIT, Budget
+from cluster.offline.scoring.goodput import TimeUp
+
+FOREVER_S = 600.0
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def stay(path: Path) -> None:
+    """Leaves its process id, and works on."""
+    path.write_text(str(os.getpid()))
+    time.sleep(FOREVER_S)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def test_a_search_in_time_has_all_results_in_order() -> None:
+    with Budget(FOREVER_S, 2) as budget:
+        assert budget.run(lambda: list(budget.each(square, range(5)))) == [0, 1, 4, 9, 16]
+        assert not budget.ended_by
+
+
+@pytest.fixture
+def heard_ctrl_c() -> Iterator[None]:
+    """A shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard_ctrl_c")
+@pytest.mark.parametrize("by", [LIMIT, INTERRUPT])
+def test_what_ends_a_search_ends_its_processes(by: str, tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    limit_s = 0.5 if by == LIMIT else FOREVER_S
+
+    def interrupt() -> None:
+        wait_until(lambda: path.exists() and bool(path.read_text()))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def search() -> str:
+        if by == INTERRUPT:
+            threading.Thread(target=interrupt).start()
+        try:
+            return str(list(budget.each(stay, [path])))
+        except TimeUp:
+            return "what is known"
+
+    with Budget(limit_s, 1) as budget:
+        assert budget.run(search) == "what is known"
+        assert budget.ended_by == by
+        with pytest.raises(TimeUp):
+            budget.each(square, [1])
+    if by == INTERRUPT:
+        wait_until(lambda: not is_alive(int(path.read_text())))
+
+
+def test_what_the_search_raises_is_raised() -> None:
+    with Budget(FOREVER_S, 1) as budget, pytest.raises(ZeroDivisionError):
+        budget.run(lambda: 1 // 0)

@@ -1,0 +1,85 @@
+"""A layout as a cluster, and the cluster as a file."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.offline.plan.deploy import Group, Layout, decode_alone, models_of, spec_of
+from cluster.offline.plan.shapes import CHUNKS
+from cluster.offline.plan.written import spec_yaml
+from cluster.spec import Role, load_spec, parse_spec
+from tests.offline.plan.asking import A100, H100, asked
+
+BOTH = asked(hardware=(A100, H100), gpus=64)
+
+
+def groups(role: Role) -> st.SearchStrategy[Group]:
+    kinds, cuts = st.sampled_from((A100, H100)), st.sampled_from((1, 2, 4))
+    batching = st.sampled_from(("chunked", "prefill-first"))
+    return st.builds(Group, st.just(role), kinds, cuts, cuts, st.integers(1, 9), batching, st.sampled_from(CHUNKS))
+
+
+layouts = st.one_of(
+    st.builds(lambda one: Layout("colocated", (one,)), groups(Role.MIXED)),
+    st.builds(
+        lambda one, two, routing: Layout("split", (one, two), routing),
+        groups(Role.PREFILL),
+        groups(Role.DECODE),
+        st.sampled_from(("least-loaded", "splitwise")),
+    ),
+)
+
+
+@given(layouts)
+def test_a_cluster_file_is_read_back_as_it_was(layout: Layout) -> None:
+    import yaml
+
+    spec = spec_of(BOTH, layout)
+    assert parse_spec(yaml.safe_load(spec_yaml(spec, ["why: because", "and # so on"]))) == spec
+
+
+def test_comments_stand_above_and_harm_nothing(tmp_path: Path) -> None:
+    spec = spec_of(BOTH, Layout("colocated", (Group(Role.MIXED, H100, 2),)))
+    path = tmp_path / "plan.yaml"
+    path.write_text(spec_yaml(spec, ["evidence", "", "pools: [none]"]))
+    assert path.read_text().startswith("# evidence\n#\n# pools: [none]\n")
+    assert load_spec(path) == spec
+
+
+def test_each_rank_asks_for_a_gpu_and_for_its_kind_where_there_are_several() -> None:
+    mixed = spec_of(BOTH, Layout("split", (Group(Role.PREFILL, H100), Group(Role.DECODE, A100))))
+    assert [pool.resources.gpu for pool in mixed.pools] == [1, 1]
+    assert [set(pool.resources.custom) for pool in mixed.pools] == [
+        {"accelerator_type:H100"},
+        {"accelerator_type:A100"},
+    ]
+    assert not spec_of(BOTH, Layout("colocated", (Group(Role.MIXED, H100),))).pools[0].resources.custom
+
+
+def test_kv_goes_over_as_many_links_as_the_smaller_side_has() -> None:
+    def byte_s(prefill: int, decode: int, network: str = "slow") -> set[float]:
+        layout = Layout("split", (Group(Role.PREFILL, H100, prefill), Group(Role.DECODE, H100, decode)))
+        models = models_of(asked(hardware=(H100,), gpus=64, network=network), layout)
+        return {round(model.cost.transfer_byte_s * 1e15) for model in models.values()}
+
+    assert byte_s(1, 4) == byte_s(4, 1) == byte_s(1, 1)
+    (one,), (four,) = byte_s(1, 1), byte_s(4, 4)
+    assert one == pytest.approx(4 * four, rel=1e-3)
+
+
+def test_kv_crosses_nodes_only_where_one_node_is_too_small() -> None:
+    def byte_s(replicas: int, network: str) -> float:
+        layout = Layout("split", (Group(Role.PREFILL, H100, 1, 1, replicas), Group(Role.DECODE, H100)))
+        return models_of(asked(hardware=(H100,), gpus=64, network=network), layout)["decode"].cost.transfer_byte_s
+
+    assert byte_s(7, "fast") == byte_s(7, "slow") == byte_s(8, "slow")
+    assert byte_s(8, "fast") > byte_s(7, "fast")
+
+
+def test_decode_alone_has_prompts_for_nothing() -> None:
+    case = decode_alone(asked(hardware=(H100,)), Group(Role.DECODE, H100))
+    assert case.models["prefill"].cost.prefill_seconds(10_000) == 0.0
+    assert case.models["decode"].cost.transfer_seconds(1 << 30) == 0.0
+    assert case.models["decode"].cost.decode_seconds(1, 100) > 0.0

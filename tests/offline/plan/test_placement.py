@@ -1,0 +1,188 @@
+"""Whole searches, small: what is chosen, what is said, and what is refused."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.offline.plan.asked import Asked, PlanError
+from cluster.offline.plan.deploy import Group, Layout
+from cluster.offline.plan.placement import Option, Placement, Searched
+from cluster.offline.plan.trial import whole
+from cluster.offline.plan.verdict import Verdict, judged
+from cluster.offline.plan.written import as_json, described, undecided, write_plan
+from cluster.offline.scoring.figures import Attainment
+from cluster.offline.scoring.goodput import Goodput, Map, Search, TimeUp
+from cluster.spec import Role, load_spec
+from tests.offline.plan.asking import L4, asked, load
+from workers.request import SLO
+
+SPLIT = (Group(Role.PREFILL, L4), Group(Role.DECODE, L4))
+
+
+def search(question: Asked) -> tuple[Searched, Verdict]:
+    found = Placement(question).search()
+    return found, judged(question, found.options)
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Asked, Searched, Verdict]:
+    question = asked(seeds=(0, 1))
+    return question, *search(question)
+
+
+def test_colocated_and_split_are_both_answers_with_the_same_gpus(small: tuple[Asked, Searched, Verdict]) -> None:
+    kinds = {option.layout.kind: option.layout.gpus for option in small[2].options}
+    assert {"colocated", "split", "hybrid"} <= set(kinds)
+    assert set(kinds.values()) == {2}
+
+
+def test_the_figures_are_those_of_the_whole(small: tuple[Asked, Searched, Verdict]) -> None:
+    question, _, verdict = small
+    chosen = verdict.chosen
+    again = whole(question, chosen.layout)
+    for seed, rate in zip(question.seeds, chosen.goodput.by_seed, strict=True):
+        assert again(rate, seed).both >= question.target
+
+
+def test_the_plan_is_a_cluster_file_with_its_evidence(small: tuple[Asked, Searched, Verdict], tmp_path: Path) -> None:
+    question, found, verdict = small
+    write_plan(tmp_path / "plan.yaml", question, found, verdict)
+    text = (tmp_path / "plan.yaml").read_text()
+    assert verdict.words in text and verdict.chosen.goodput.told in text
+    spec = load_spec(tmp_path / "plan.yaml")
+    assert sum(pool.num_ranks for pool in spec.pools) == verdict.chosen.layout.gpus
+    assert spec.gateway.slo == question.slo
+
+
+def test_words_and_json_say_the_same(small: tuple[Asked, Searched, Verdict]) -> None:
+    lines, value = described(*small), as_json(*small)
+    assert value["verdict"] in lines
+    assert [each["layout"] for each in value["options"]] == [each.layout.told for each in small[2].options]
+    assert all(each["goodput"]["told"] in "\n".join(lines) for each in value["options"])
+
+
+def test_when_the_time_is_up_no_system_is_advised(small: tuple[Asked, Searched, Verdict]) -> None:
+    question = small[0]
+    found = Placement(question, ends_after(0)).search()
+    assert not found.complete and not found.options
+    assert undecided(question, found)[0].startswith("Not decided in time")
+
+
+def test_without_time_to_rank_the_best_of_closed_forms_is_simulated_whole(
+    small: tuple[Asked, Searched, Verdict],
+) -> None:
+    question = small[0]
+    found = Placement(question, ends_after(6), past=lambda share: True).search()
+    assert found.options and not found.complete
+    verdict = judged(question, found.options, found.complete)
+    assert verdict.words.startswith("Not decided in time")
+    assert as_json(question, found, verdict)["complete"] is False
+
+
+def ends_after(runs: int) -> Map:
+    left = runs
+
+    def each(work: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+        nonlocal left
+        for one in zip(*arguments, strict=True):
+            if not left:
+                raise TimeUp
+            left -= 1
+            yield work(*one)
+
+    return each
+
+
+def test_a_rate_is_served_with_no_more_gpus_than_it_needs() -> None:
+    one = whole(asked(), Layout("colocated", (Group(Role.MIXED, L4),)))
+    rate = 0.1 * one.most
+    _, verdict = search(asked(gpus=3, rate=rate))
+    assert verdict.chosen.layout.gpus == 1
+    assert verdict.chosen.serves is not None
+    assert verdict.chosen.serves.both >= 0.9
+    assert verdict.words.startswith("Do not disaggregate")
+
+
+def test_a_slow_network_keeps_pairs_in_a_node() -> None:
+    found, _ = search(asked(network="slow", gpus=2, nodes=1))
+    assert any("pairs inside nodes" in note for note in found.notes)
+
+
+def test_a_promise_that_nobody_can_keep_names_the_closest() -> None:
+    with pytest.raises(PlanError, match=r"no placement of llama-3-8b on up to 2 GPUs.*closest: .*%"):
+        search(asked(slo=SLO(1e-4, 0.1)))
+
+
+def test_requests_that_no_kv_holds_are_hopeless() -> None:
+    with pytest.raises(PlanError, match=r"closest: .* would keep it for 0\.0%"):
+        search(asked(gpus=1, load=load("60000/10"), slo=SLO(100.0, 0.1)))
+
+
+def test_a_rate_that_is_too_much_names_what_the_closest_attains() -> None:
+    with pytest.raises(PlanError, match=r"serves 5000 requests/s.*closest: .* keeps it up to .* GPUs would be needed"):
+        search(asked(gpus=1, rate=5000.0, load=load("100-200/2"), slo=SLO(0.4, 0.1)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"gpus": 0}, "gpus is 0"),
+        ({"rate": float("nan")}, "rate is nan"),
+        ({"target": 1.5}, "target is 1.5"),
+        ({"slo": SLO(None, 0.1)}, "ttft is None"),
+        ({"nodes": 3, "gpus": 4}, "nodes is 3"),
+        ({"objective": "joy"}, "objective 'joy' is not one of"),
+        ({"hardware": ()}, "hardware"),
+        ({"hardware": ("h200",), "objective": "cost"}, "price of h200"),
+        ({"seeds": ()}, "seeds"),
+        ({"requests": 1}, "requests is 1"),
+    ],
+)
+def test_nonsense_is_refused_in_words(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        asked(**changed)
+
+
+# ---- verdicts on made-up figures ------------------------------------------------------------------------------------
+
+
+def option(question: Asked, kind: str, by_seed: tuple[float, ...], replicas: int = 1) -> Option:
+    groups = (Group(Role.MIXED, L4, 1, 1, 2 * replicas),) if kind == "colocated" else SPLIT
+    layout = Layout(kind, groups).times(*(2 * replicas,) if kind == "colocated" else (replicas, replicas))
+    rate = sum(by_seed) / len(by_seed)
+    goodput = Goodput(question.slo, 0.9, layout.gpus, question.seeds, by_seed, rate, rate, rate, Search(1, 1, 99), ())
+    return Option(layout, whole(question, layout), goodput, Attainment(1.0, 1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("together", "apart", "chosen"),
+    [
+        ((10.0, 11.0, 12.0), (20.0, 21.0, 22.0), "split"),  # surely more
+        ((10.0, 11.0, 12.0), (10.0, 18.0, 9.0), "colocated"),  # more, but by chance
+        ((10.0, 11.0, 12.0), (10.0, 11.0, 12.0), "colocated"),  # the same: the simpler
+        ((20.0, 21.0, 22.0), (10.0, 11.0, 12.0), "colocated"),
+    ],
+)
+def test_splitting_must_surely_be_better(together: tuple[float, ...], apart: tuple[float, ...], chosen: str) -> None:
+    question = asked(seeds=(0, 1, 2))
+    verdict = judged(question, [option(question, "split", apart), option(question, "colocated", together)])
+    assert verdict.chosen.layout.kind == chosen
+    assert verdict.words.startswith("Disaggregate" if chosen == "split" else "Do not disaggregate")
+    assert ("chance" in verdict.words) == (apart == (10.0, 18.0, 9.0))
+
+
+def test_for_a_rate_fewer_gpus_win_whatever_the_goodput() -> None:
+    question = asked(gpus=8, rate=5.0, seeds=(0, 1))
+    options = [option(question, "colocated", (50.0, 50.0), replicas=2), option(question, "split", (6.0, 6.0))]
+    verdict = judged(question, options)
+    assert verdict.chosen.layout.kind == "split"
+    assert "split serves 5 requests/s with 2 GPU, colocated with 4 GPU" in verdict.words
+
+
+def test_one_answer_needs_no_comparison() -> None:
+    question = asked()
+    assert judged(question, [option(question, "split", (5.0,))]).words == (
+        "Disaggregate: no colocated layout keeps the promise"
+    )

@@ -1,0 +1,147 @@
+"""`diptych plan`, as it is typed: answers, and one clear line for what cannot be answered."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cluster.cli import main
+from cluster.spec import load_spec
+
+LOAD = ["--workload", "poisson:rate=2,lengths=200-600/5-15,count=100"]
+QUICK = ["--requests", "20", "--seeds", "1", "--processes", "1"]
+PROMISE = ["--ttft", "0.4", "--tpot", "0.1"]
+SMALL = ["--model", "llama-3-8b", "--hardware", "l4", "--gpus", "1", *LOAD, *PROMISE, *QUICK]
+
+
+def plan(*words: str) -> Result:
+    return CliRunner().invoke(main, ["plan", *words])
+
+
+def test_a_plan_is_told_and_written(tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    result = plan(*SMALL, "--rate", "1", "-o", str(out), "--json")
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout)
+    assert value["options"][0]["gpus"] == 1
+    assert value["verdict"].startswith("Do not disaggregate")
+    assert load_spec(out).pools[0].hardware == "l4"
+
+
+def test_two_files_are_compared(tmp_path: Path) -> None:
+    for name, replicas in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.yaml").write_text(
+            f"model: llama-3-8b\npools: [{{name: all, role: mixed, replicas: {replicas}, hardware: l4, "
+            "engine: {kv_blocks: 2000}}]\n"
+        )
+    result = plan("--what-if", str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml"), *LOAD, *PROMISE, *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "a.yaml: goodput" in result.stdout and "TTFT p99" in result.stdout
+
+
+def test_the_buyer_gets_three_answers() -> None:
+    words = ["--model", "llama-3-8b", "--hardware", "l4", "--prompt", "200-300", "--output", "5", "--users", "1,2"]
+    result = plan(*words, *QUICK)
+    assert result.exit_code == 0, result.output
+    assert [line[:2] for line in result.stdout.splitlines() if line[:2] in ("1.", "2.", "3.")] == ["1.", "2.", "3."]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 2, "needs --model, --hardware, --gpus, --workload, --ttft, --tpot"),
+        ([*SMALL, "--prompt", "5"], 2, "needs --output"),
+        ([*SMALL, "--prompt", "5", "--machines", "4"], 2, "one thing at a time"),
+        ([*SMALL, "--tpot", "-1"], 2, "--tpot is -1.0"),
+        ([*SMALL, "--ttft", "nan"], 2, "--ttft is nan"),
+        ([*SMALL, "--target", "2"], 1, "target is 2.0"),
+        ([*SMALL, "--rate", "-3"], 1, "rate is -3.0"),
+        ([*SMALL, "--nodes", "3"], 1, "nodes is 3"),
+        ([*SMALL, "--model", "lama-3-8b"], 1, "did you mean 'llama-3-8b'"),
+        ([*SMALL, "--hardware", "a100-80g"], 1, "did you mean 'a100-80gb'"),
+        ([*SMALL, "--hardware", "l4,l4"], 1, "different kinds"),
+        ([*SMALL, "--model", "llama-3-70b"], 1, "does not fit: it needs 8 l4"),
+        ([*SMALL, "--workload", "nothing.csv"], 1, "nothing.csv"),
+        ([*SMALL, "--ttft", "0.0001"], 1, "closest:"),
+        ([*SMALL, "--objective", "cost"], 1, "price of l4"),
+        ([*SMALL, "--prompt", "9-5", "--output", "5"], 1, "--prompt is '9-5'"),
+        ([*SMALL, "--prompt", "9", "--output", "5", "--users", "x"], 2, "--users is 'x'"),
+        (["--what-if", "no.yaml", "none.yaml", *LOAD, *PROMISE], 1, "no.yaml"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_line(words: list[str], code: int, said: str) -> None:
+    result = plan(*words)
+    assert result.exit_code == code, result.output
+    assert said in result.stderr
+    assert "Traceback" not in result.output and "unexpected" not in result.stderr
+
+
+BUYER = ["--model", "llama-3-8b", "--hardware", "h100-80gb,l4", "--prompt", "1500-2000", "--output", "500"]
+PLACED = ["--model", "llama-3-8b", "--hardware", "l4", "--gpus", "2", *LOAD, *PROMISE]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (BUYER, "h100-80gb: fits with KV for"),
+        (PLACED, "colocated: "),
+        ([*PLACED[:4], "--machines", "4", *LOAD, "--rate", "1"], "prompt and"),
+    ],
+)
+def test_the_closed_form_answer_needs_no_simulation(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody(*_: object) -> None:
+        raise RuntimeError("nothing may be simulated yet")
+
+    monkeypatch.setattr("cluster.offline.plan.budget.Budget.__init__", nobody)
+    result = plan(*words)
+    assert "without queueing" in result.stdout and said in result.stdout
+    assert result.exit_code == 1 and "nothing may be simulated yet" in result.stderr
+
+
+def test_a_kind_that_does_not_fit_leaves_the_others_their_answer() -> None:
+    few = ["--model", "llama-3-70b", "--hardware", "l4,h100-80gb", "--gpus", "4", "--prompt", "200", "--output", "5"]
+    result = plan(*few, "--users", "1", *QUICK, "--json")
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout)
+    assert "needs 8 l4" in value["does_not_fit"][0]
+    assert {each["layout"]["groups"][0]["hardware"] for each in value["estimates"]} == {"h100-80gb"}
+
+
+def test_the_limit_bounds_the_answer_and_marks_it() -> None:
+    result = plan(*BUYER, "--limit", "1", "--processes", "1", "--json")
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout)
+    assert value["ended_by"] == "the time limit" and value["complete"] is False
+    assert value["estimates"][0]["rate"] > 0.0
+
+
+def test_an_interrupt_prints_what_is_known() -> None:
+    command = [sys.executable, "-m", "cluster.cli", "plan", *BUYER, "--processes", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert "trying" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60.0)
+    assert process.returncode == 130, err
+    assert "without queueing" in out and "3. How much load" in out
+    assert out.rstrip().endswith("Ctrl-C ended the simulation: this is what was known by then")
+    assert "Traceback" not in err
+
+
+def test_a_plan_that_was_not_decided_is_not_written(tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    words = ["--model", "llama-3-8b", "--hardware", "h100-80gb", "--gpus", "8", *LOAD, *PROMISE]
+    result = plan(*words, "--limit", "1", "--processes", "1", "-o", str(out))
+    assert result.exit_code == 1 and "give a longer --limit" in result.stderr
+    assert "Not decided in time" in result.stdout
+    assert not out.exists()
+
+
+def test_help_has_examples() -> None:
+    assert "--what-if a.yaml b.yaml" in plan("--help").stdout

@@ -1,0 +1,42 @@
+"""Which system wins hangs on the promise: two instances of Llama-2-70B, TP 4 on A100s, prompts of 1,000 to 3,000 tokens
+and answers of 100 to 300, step times of Splitwise's table.
+
+The three kinds of promise are TaiChi's: patient for the first token and hurried after it, the reverse, and both
+middling. Its third is (6 s, 100 ms); our chunks shrink to keep TPOT, so colocated holds on for longer, and the region
+where neither pure system does well lies at 75 ms.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.offline.plan.deploy import Group, Layout
+from cluster.offline.plan.load import Load
+from cluster.offline.plan.trial import whole
+from cluster.offline.workload.load import load_workload
+from cluster.spec import Role
+from tests.offline.plan.asking import A100, asked
+from workers.request import SLO
+
+LOAD = Load.of(load_workload("poisson:rate=1,lengths=1000-3000/100-300,count=400"))
+PAIR = (Group(Role.PREFILL, A100, 4), Group(Role.DECODE, A100, 4, batch_tokens=512))
+LAYOUTS = {
+    "colocated": Layout("colocated", (Group(Role.MIXED, A100, 4, replicas=2),)),
+    "split": Layout("split", PAIR),
+    "hybrid": Layout("hybrid", PAIR, "splitwise"),
+}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("slo", "rate", "winners"),
+    [
+        (SLO(16.0, 0.06), 1.6, {"split", "hybrid"}),  # decodes must not be disturbed; prompts can wait
+        (SLO(5.0, 0.25), 3.2, {"colocated"}),  # prompts need both instances
+        (SLO(6.0, 0.075), 2.3, {"hybrid"}),  # one instance is too few for prompts, two disturb too many decodes
+    ],
+)
+def test_the_promise_decides_who_keeps_it(slo: SLO, rate: float, winners: set[str]) -> None:
+    question = asked(model="llama-2-70b", hardware=(A100,), gpus=8, load=LOAD, slo=slo, source="splitwise", requests=90)
+    trials = {kind: replace(whole(question, layout), give_up=0.9) for kind, layout in LAYOUTS.items()}
+    assert {kind for kind, trial in trials.items() if trial(rate, 0).both >= 0.9} == winners

@@ -1,0 +1,162 @@
+"""The comparison of simulated and real runs: what is equal has no error, what is off is told, the page holds both."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.sim_vs_real import page, record
+from benchmarks.sim_vs_real.__main__ import _merged, main
+from benchmarks.sim_vs_real.compare import Row, compare, compared
+from benchmarks.sim_vs_real.record import Recorded, recorded
+from benchmarks.sim_vs_real.systems import ANSWER, COLOCATED, PROMPTS, SPLIT, SYSTEMS, capacity, promise, workload
+from cluster.offline.scoring.figures import figures
+from cluster.offline.scoring.records import Run
+from cluster.offline.sim.measured import models_of, surroundings_of
+from cluster.offline.sim.run import Options, simulate
+from cluster.spec import ClusterSpec
+from workers.costs import LinearCost
+from workers.profiles.errors import ProfileError
+from workers.profiles.measured import ClusterProfile, LinkProfile, Neighbours, PoolProfile
+
+COST = LinearCost(0.03, 0.003, 5e-7, 0.003, 5e-6)
+
+
+def profile_of(spec: ClusterSpec, cost: LinearCost = COST, ratio: float = 1.2, call_s: float = 0.004) -> ClusterProfile:
+    names = [pool.name for pool in spec.pools]
+    return ClusterProfile(
+        spec.name, "m", "2026-01-02T00:00:00+00:00", "2 cores", "python 3", 8192, 49152,
+        tuple(PoolProfile(name, 1, 1, cost, gap_s=0.002, call_s=call_s) for name in names),
+        (LinkProfile("prefill", "decode", "nixl", 0.001, 1e9),) if len(names) > 1 else (),
+        tuple(Neighbours(one, other, ratio) for one in names for other in names if one != other),
+        46_080,
+        0.005,
+    )  # fmt: skip
+
+
+def ran(spec: ClusterSpec, profile: ClusterProfile, rate: float = 0.5, count: int = 12) -> Run:
+    options = Options(system=spec.name, around=surroundings_of(profile))
+    return simulate(spec, models_of(profile, spec), workload(spec.name, count, rate, 0), options)
+
+
+def real_of(run: Run, profile: ClusterProfile, load: float = 0.5) -> record.Real:
+    return recorded(run, {"prefill_queue": 0.1}, load, promise(profile, SYSTEMS[run.system]))
+
+
+@pytest.mark.parametrize("spec", SYSTEMS.values(), ids=SYSTEMS)
+def test_a_run_that_the_simulator_made_is_met_by_it(spec: ClusterSpec) -> None:
+    profile = profile_of(spec)
+    real = real_of(ran(spec, profile), profile)
+    found = compare(real, profile)
+    for row in found.rows:
+        assert row.met and row.error == pytest.approx(0.0, abs=1e-2), row
+    assert max(found.each_ttft, found.each_tpot) < 1e-2
+
+
+def test_a_cluster_twice_as_slow_is_told_as_such() -> None:
+    profile = profile_of(COLOCATED)
+    slow = profile_of(COLOCATED, COST.scaled(2.0))
+    found = compare(real_of(ran(COLOCATED, slow), profile), profile)
+    errors = {row.metric: row.error for row in found.rows}
+    assert errors["TPOT p50"] is not None and -0.9 < errors["TPOT p50"] < -0.3
+    assert not any(row.met for row in found.rows if row.metric.startswith("TTFT"))
+    text = page.section(Recorded({"colocated": profile}, (real_of(ran(COLOCATED, slow), profile),)), [found])
+    assert f"| TPOT p50 | {found.rows[3].real * 1e3:.1f} ms |" in text and "**-" in text
+
+
+def test_every_leaf_of_the_profile_reaches_the_simulation() -> None:
+    plain = profile_of(SPLIT, ratio=1.0, call_s=0.0)
+    plain = replace(plain, door_s=0.0)
+    base = figures(ran(SPLIT, plain), promise(plain, SPLIT))
+    assert base.ttft_s is not None and base.tpot_s is not None
+    for changed in (
+        replace(plain, door_s=0.1),
+        profile_of(SPLIT, ratio=1.0, call_s=0.1),
+        profile_of(SPLIT, ratio=1.5, call_s=0.0),
+        replace(plain, pools=tuple(replace(pool, gap_s=0.05) for pool in plain.pools)),
+    ):
+        slower = figures(ran(SPLIT, changed), promise(plain, SPLIT))
+        assert slower.ttft_s is not None and slower.ttft_s.p50 > base.ttft_s.p50
+
+
+def test_a_pool_that_was_not_measured_cannot_be_simulated() -> None:
+    with pytest.raises(ProfileError, match="'mixed' was not measured"):
+        models_of(profile_of(SPLIT), COLOCATED)
+
+
+def test_equal_seeds_ask_for_equal_lengths_and_turns_share_no_prompt() -> None:
+    one, other = workload("w", 30, 0.3, 5, 1), workload("w", 30, 0.9, 5, 2)
+    assert [each.prompt_tokens for each in one.arrivals] == [each.prompt_tokens for each in other.arrivals]
+    assert {each.prompt_tokens for each in one.arrivals} == set(PROMPTS)
+    assert {each.output_tokens for each in one.arrivals} == {ANSWER}
+    assert not {each.prefix for each in one.arrivals} & {each.prefix for each in other.arrivals}
+    assert workload("w", 5, None, 0).duration_s == 0.0
+
+
+def test_the_capacity_is_what_the_slower_pool_can_do() -> None:
+    profile = profile_of(SPLIT, ratio=1.0)
+    cost = profile.cost("prefill")
+    mean_s = sum(cost.prefill_seconds(length) for length in PROMPTS) / len(PROMPTS)
+    assert 0.5 / mean_s < capacity(profile, SPLIT, 40, 0) < 1.5 / mean_s
+
+
+def test_nothing_to_compare_is_no_error() -> None:
+    assert Row("TTFT p50", None, 1.0, 0.1).error is None and not Row("TTFT p50", 0.0, 1.0, 0.1).met
+    profile = profile_of(COLOCATED)
+    real = real_of(ran(COLOCATED, profile), profile)
+    nothing = replace(real, seen=tuple(replace(each, token_s=()) for each in real.seen))
+    assert compared(nothing, ran(COLOCATED, profile)).each_ttft == 0.0
+
+
+def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
+    profile = profile_of(SPLIT)
+    found = Recorded({"split": profile}, (real_of(ran(SPLIT, profile), profile),))
+    record.save(found, tmp_path / "r.json")
+    assert record.load(tmp_path / "r.json") == found
+    assert found.runs[0].workload.arrivals[3].at_s == found.runs[0].seen[3].at_s
+
+
+def test_a_new_profile_ends_the_runs_of_the_old_one() -> None:
+    split, mixed = profile_of(SPLIT), profile_of(COLOCATED)
+    first = real_of(ran(SPLIT, split), split)
+    other = real_of(ran(COLOCATED, mixed), mixed)
+    found = Recorded({"split": split, "colocated": mixed}, (first, other))
+    again = replace(first, load=0.8)
+    assert _merged(found, "split", split, [again], fresh=True).runs == (again, other)
+    assert _merged(found, "split", split, [again], fresh=False).runs == (first, again, other)
+    assert _merged(found, "split", split, [first], fresh=False).runs == (first, other)
+
+
+def test_the_section_is_put_between_its_marks_and_nothing_else_changes(tmp_path: Path) -> None:
+    page.write("one", tmp_path)
+    file = tmp_path / page.PAGE
+    file.write_text("# Title\n\nBefore.\n" + file.read_text() + "\nAfter.\n")
+    before = file.read_text()
+    page.write("two", tmp_path)
+    assert file.read_text() == before.replace("\n\none\n\n", "\n\ntwo\n\n")
+
+
+def test_recorded_runs_are_simulated_again_without_a_cluster(tmp_path: Path) -> None:
+    profile = profile_of(SPLIT)
+    record.save(Recorded({"split": profile}, (real_of(ran(SPLIT, profile), profile),)), tmp_path / "r.json")
+    result = CliRunner().invoke(main, ["--recorded", "--record", str(tmp_path / "r.json"), "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "TTFT p99" in (tmp_path / page.PAGE).read_text()
+
+
+def test_contradictions_are_refused(tmp_path: Path) -> None:
+    record_file = str(tmp_path / "none.json")
+    both = CliRunner().invoke(main, ["split", "--recorded", "--record", record_file])
+    unknown = CliRunner().invoke(main, ["split", "--keep-profile", "--record", record_file])
+    assert both.exit_code != 0 and "--recorded runs nothing" in both.output
+    assert unknown.exit_code != 0 and "no recorded profile" in unknown.output
+
+
+def test_the_simulator_still_meets_the_recorded_runs() -> None:
+    """Virtual time, so no machine decides: real runs and profiles are those of recorded.json."""
+    found = record.load()
+    assert {real.system for real in found.runs} == set(SYSTEMS)
+    for real in found.runs:
+        for row in compare(real, found.profiles[real.system]).rows:
+            assert row.error is not None and abs(row.error) < row.aim + 0.05, (real.name, row)
