@@ -10,13 +10,14 @@ from pathlib import Path
 
 import click
 
-from benchmarks import doors, handoff, machine, overhead, peer, simulator, startup, transfer
+from benchmarks import doors, handoff, overhead, peer, simulator, startup, transfer
 from benchmarks.engine import chart, compare, step
 from benchmarks.environments import PEERS, VLLM
 from benchmarks.figures import Part, Report, report_json
 from benchmarks.gang import bubble, delivery, reshard, steps
 from benchmarks.hosted import refuse_foreign_ray
 from benchmarks.screen import markdown, show, summary
+from cluster.offline.load import machine
 
 Tell = Callable[[str], None]
 

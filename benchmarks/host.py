@@ -12,8 +12,9 @@ from pathlib import Path
 
 from benchmarks.ending import told_to_end
 from benchmarks.instant import InstantDispatcher
+from cluster.frontend.context import GatewayContext
 from cluster.frontend.grpc.server import open_door
-from cluster.serving import GatewayContext, serve
+from cluster.serving import serve
 from cluster.spec import ClusterSpec, parse_spec
 from diptych.view import ModelView
 

@@ -10,11 +10,11 @@ from functools import partial
 
 from benchmarks.ending import told_to_end
 from cluster.events import Accepted, Completed, Delta, Event
+from cluster.frontend.context import GatewayContext
 from cluster.frontend.grpc.server import GrpcDoor, model_tokenizer
 from cluster.observe.history import Recent, Window
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.policy.slo_attainment import Standing
-from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.shapes import Shape, Timings
 from diptych.view import ClusterView, ModelView, WorkerState, WorkerView

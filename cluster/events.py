@@ -24,7 +24,7 @@ class ClusterError(Exception):
 
 
 class Rejected(ClusterError):
-    """No room, or nobody to serve it, within the allowed wait. `cause`: one of `cluster.policy.slo_attainment.REASONS`."""
+    """No room or no worker within the allowed wait. `cause`: one of `cluster.policy.slo_attainment.REASONS`."""
 
     def __init__(self, message: str, retry_after_s: float, cause: str = "other") -> None:
         super().__init__(message, retry_after_s, cause)

@@ -9,8 +9,9 @@ import contextlib
 import logging
 
 from cluster.control.keep_alive import KEEP_ALIVE_S, ORPHAN_AFTER_S
+from cluster.frontend.context import DoorFactory
 from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone
-from cluster.serving import DoorFactory, GatewayService
+from cluster.serving import GatewayService
 from cluster.spec import ClusterSpec
 from diptych.view import ModelView
 from diptych.watchdog import patient_timeout

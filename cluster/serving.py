@@ -9,11 +9,11 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from cluster.control.changes import ServerReport, Taken
+from cluster.control.changes import ServerReport
 from cluster.control.client import ControllerCalls
 from cluster.control.controller import Controller
 from cluster.control.gateway_manager import Doors, GatewayKeeper
@@ -24,16 +24,12 @@ from cluster.control.replanning import Planner, limit_s
 from cluster.control.scaling_loop import Decider
 from cluster.control.supervised import Failures, supervised
 from cluster.dispatch.dispatcher import Dispatcher
-from cluster.events import Event
 from cluster.frontend.auth import Guard
-from cluster.observe.history import Recent, Window
+from cluster.frontend.context import Door, DoorFactory, GatewayContext
 from cluster.policy.scaling.elastic import Elastic
-from cluster.policy.slo_attainment import Standing
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
-from cluster.spec import ClusterSpec, Role
-from diptych.shapes import Shape, Timings
+from cluster.spec import ClusterSpec
 from diptych.view import ClusterView, ModelView, WorkerState
-from workers.request import Request
 
 if TYPE_CHECKING:
     from cluster.observe.otlp import Spans
@@ -45,106 +41,6 @@ Progress = Callable[[str], None]
 CLOSE_GRACE_S = 1.0
 SAMPLE_S = 1.0
 FIRST_CALL_S = 120.0  # a process may be slow to come: libraries are read from disks, by several at once
-
-
-class RequestDispatcher(Protocol):
-    """What a door needs of the dispatcher."""
-
-    async def run(
-        self,
-        request: Request,
-        emit: Callable[[Event], None],
-        *,
-        deadline_s: float | None = None,
-        arrived_ns: int | None = None,
-    ) -> None:
-        """Run one request; `emit` gets each event at the moment it happens. Cancelling cancels it on both workers.
-
-        `deadline_s` counts from now. `arrived_ns` (of `cluster.observe.ledger.now_ns`) is when the gateway took the request:
-        there the ledger begins. Errors: `cluster.events`.
-        """
-        ...
-
-    def finish(self, request_id: str) -> None:
-        """The door has seen enough (a stop string): its last event is Completed(STOP), books balanced.
-
-        Does nothing when the request is not running.
-        """
-        ...
-
-    @property
-    def view(self) -> ClusterView:
-        """The latest picture of the cluster, statistics included."""
-        ...
-
-    async def audit(self) -> ClusterView:
-        """The view, with every ready worker's proof that its blocks are accounted for."""
-        ...
-
-    async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
-        """Have this idle worker time steps of a shape. Errors: `InvalidRequest`, `Rejected`."""
-        ...
-
-    def standing(self) -> Standing:
-        """How this gateway has kept its promises."""
-        ...
-
-    def turned_away(self, class_name: str, cause: str) -> None:
-        """The door refused a request of this class, for one of `cluster.policy.slo_attainment.REASONS`."""
-        ...
-
-    def recent(self) -> Recent:
-        """What went through each worker, and what happened lately."""
-        ...
-
-    def remembered(self, begin_ns: int, end_ns: int) -> Window:
-        """What is known of a stretch of time, of `cluster.observe.ledger.now_ns`."""
-        ...
-
-    def view_change(self) -> Awaitable[object]:
-        """Done after the first change of membership or state that follows this call (the call, not its await)."""
-        ...
-
-
-class Operator(Protocol):
-    """What a door needs to have the cluster changed: see `cluster.control.controller.Controller`. Errors: `ChangeError`."""
-
-    async def flip(self, worker: str, role: Role, revision: int) -> int: ...
-    async def drain(self, worker: str, revision: int, deadline_s: float) -> int: ...
-    async def scale(self, pool: str, replicas: int, revision: int) -> int: ...
-    async def decisions(self) -> tuple[Taken, ...]: ...
-    async def decision_counts(self) -> tuple[tuple[str, str, int], ...] | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayContext:
-    """What one gateway process hands to its door. Without an operator nothing can be changed through it."""
-
-    name: str
-    spec: ClusterSpec
-    model: ModelView
-    dispatcher: RequestDispatcher
-    operator: Operator | None = None
-
-
-class Door(Protocol):
-    """A server in front of a dispatcher."""
-
-    async def open(self) -> str:
-        """Listen; answer the endpoint "host:port". A port in use is an OSError that says so."""
-        ...
-
-    @property
-    def http_url(self) -> str:
-        """Where HTTP is answered too, once open; empty without it. Asked only where the spec has a port for it."""
-        ...
-
-    async def close(self, grace_s: float) -> None:
-        """Refuse new requests, let running ones end for `grace_s`, then cut them."""
-        ...
-
-
-DoorFactory = Callable[[GatewayContext], Door]
 
 
 class GatewayService:

@@ -327,7 +327,7 @@ ELASTIC = ("off", "advise", "act")
 
 @dataclass(frozen=True, slots=True)
 class ElasticSpec:
-    """Workers change their roles as the load does (see `cluster.policy.scaling.elastic`, `cluster.control.replanning`)."""
+    """Workers change their roles as the load does (see `cluster.policy.scaling.elastic`)."""
 
     mode: str = "off"
     """`advise` logs which role should change, `act` changes it."""

@@ -25,7 +25,7 @@ from cluster.offline.workload.arrivals import WorkloadError
 from cluster.spec import ROUTING, SpecError
 
 PLAIN = {"split": SPLIT, "colocated": COLOCATED}
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 QUICK = Effort(
     *((0,), (0,), 0.3, 0.3, 0.3, 1),
     systems=("vllm", "distserve"),

@@ -16,7 +16,7 @@ from cluster.offline.sim.run import Options, simulate
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Its argument is the mean rate in requests a second, as `cluster.offline.scoring.goodput` asks; `run` is told a scale.
+    """Takes the mean rate in requests a second, as `cluster.offline.scoring.goodput` asks; `run` takes a scale.
 
     `give_up`: a run ends once it cannot attain this share any more. A value, so it can go to another process.
     """

@@ -31,7 +31,7 @@ A100, H100 = "a100-80gb", "h100-80gb"
 AZURE = "traces/azure2023/AzureLLMInferenceTrace_conv.csv.gz"
 MOONCAKE = "traces/mooncake/conversation_trace.jsonl.gz"
 DRAWS = 2000  # of lengths, for a mean
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Absent(RuntimeError):

@@ -24,7 +24,7 @@ from workers.profiles.measured import ClusterProfile
 LOADS = (0.4, 0.8)
 REQUESTS = 40
 DEADLINE_S = 240.0
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -18,7 +18,7 @@ from workers.profiles.fit import fit
 MODEL = "smollm2-135m"
 PARTS = ("steps", "naive", "real")
 NOTHING = Measured("", "", "", real.THREADS, LinearCost(), ())
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

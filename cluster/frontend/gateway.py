@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.events import ClusterError, Event, Rejected, Unservable
+from cluster.frontend.context import GatewayContext
 from cluster.frontend.output_collector import Outbox
 from cluster.frontend.parallel_sampling import Answer, give_out, one_end, siblings
 from cluster.frontend.preprocessing import LARGE_BYTES, Here, Preprocessing
@@ -38,7 +39,6 @@ from cluster.frontend.text import (
 )
 from cluster.observe.ledger import now_ns
 from cluster.observe.metrics.responses import Responses
-from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, Role
 from diptych.request_ids import LONGEST_ID, is_usable, made_id
 from diptych.view import ClusterView, WorkerState
@@ -84,7 +84,7 @@ class Gateway:
 
     @property
     def traces(self) -> bool:
-        """Whether somebody wants spans, so that a door should tell `cluster.observe.trace_context` what came with a request."""
+        """Whether spans are wanted: then a server gives `cluster.observe.trace_context` the headers of each request."""
         return self._context.spec.tracing.otlp_endpoint is not None
 
     @property

@@ -1,4 +1,4 @@
-"""The process behind `cluster.frontend.preprocessing`: frames of pickled work on stdin, frames of pickled results on stdout.
+"""The process behind `cluster.frontend.preprocessing`: pickled work on stdin, pickled results on stdout.
 
 Ends with its parent, at the end of its input; or at its limit, whoever is still there.
 """

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cluster.frontend.context import GatewayContext
 from cluster.frontend.grpc.server import GrpcDoor, model_tokenizer
 from cluster.frontend.http import check_extra
 from cluster.frontend.text import Tokenizer
-from cluster.serving import GatewayContext
 
 if TYPE_CHECKING:  # what stands behind it is an extra
     from cluster.frontend.http.server import HttpDoor

@@ -1,4 +1,4 @@
-"""When things happened to one request, and how it ended, as `cluster.policy.slo_attainment` scores it. Knows no worker."""
+"""When things happened to one request, and how it ended, for `cluster.policy.slo_attainment`. Knows no worker."""
 
 from dataclasses import dataclass
 

@@ -1,1 +1,1 @@
-"""Everything that needs no running cluster, or only looks at one from outside: workloads, simulation, plans, reports."""
+"""Workloads, simulation, plans, load tests and reports: no part of serving imports this."""

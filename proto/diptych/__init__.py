@@ -1,4 +1,4 @@
 """Diptych for its clients: `diptych.client` is the Python client, `diptych.v1` the generated code of the wire schema.
 
-Imports nothing of the serving packages. `python -m cluster.frontend.grpc.generate_stubs` makes `diptych.v1`; do not edit that.
+Imports nothing of the serving packages. `python -m cluster.frontend.grpc.generate_stubs` generates `diptych.v1`.
 """

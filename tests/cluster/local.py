@@ -9,9 +9,10 @@ from cluster.control.controller import Controller
 from cluster.control.replanning import Planner
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Completed, Delta, Event
+from cluster.frontend.context import GatewayContext
 from cluster.runtime.interface import WorkerOrder
 from cluster.runtime.local import LocalRuntime, LocalService
-from cluster.serving import GatewayContext, serve
+from cluster.serving import serve
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from diptych.view import ClusterView
 from kvtransfer.open import SharedMemory

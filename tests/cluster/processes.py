@@ -9,11 +9,12 @@ from typing import Any
 from local import FAST, split_spec
 
 from cluster.control.controller import Controller
+from cluster.frontend.context import GatewayContext
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import PoolModel, SimRuntime, Surroundings, virtual
 from cluster.runtime.interface import NoAnswer, ServiceHandle, WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalService
-from cluster.serving import GatewayContext, Serving, serve
+from cluster.serving import Serving, serve
 from cluster.spec import ClusterSpec
 from workers.worker import Worker
 

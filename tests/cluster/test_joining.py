@@ -8,10 +8,11 @@ from local import FAST, split_spec
 
 import cluster.join as cluster_joining
 from cluster.dispatch.dispatcher import Dispatcher
+from cluster.frontend.context import GatewayContext
 from cluster.join import described, join
 from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone
 from cluster.runtime.local import LocalRuntime
-from cluster.serving import GatewayContext, serve
+from cluster.serving import serve
 from kvtransfer.open import SharedMemory
 from workers.build import build_worker
 

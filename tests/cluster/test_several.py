@@ -10,10 +10,10 @@ import pytest
 from local import Cluster, cluster, mixed_spec, split_spec
 
 from cluster.events import Completed
+from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway, RequestCancelled
 from cluster.frontend.parallel_sampling import answer_seed
 from cluster.frontend.text import GatewayEvent, TextDelta, TokenPrompt
-from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec
 from tests.frontend.grpc.fake import ByteDetokenizer, ByteTokenizer
 from tests.model.tiny import write_tiny_llama

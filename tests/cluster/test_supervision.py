@@ -14,10 +14,11 @@ from cluster.control.gateway_manager import ANSWER_S, ASK_AGAIN_S, HUNG_S
 from cluster.control.keep_alive import CONTROLLER_HUNG_S, ORPHAN_AFTER_S
 from cluster.control.supervised import MOST_PAUSE_S, Failures, supervised
 from cluster.events import Completed
+from cluster.frontend.context import GatewayContext
 from cluster.frontend.grpc.admin_messages import view_message
 from cluster.offline.sim.clock import run
 from cluster.runtime.interface import WorkerGone
-from cluster.serving import GatewayContext, GatewayService, Serving
+from cluster.serving import GatewayService, Serving
 from diptych.status import view_from
 from diptych.v1 import admin_pb2
 from diptych.view import ClusterView, GatewayState, GatewayView, TaskFailures, WorkerState

@@ -1,11 +1,11 @@
-"""Makes the Python stubs beside the .proto files: `python -m cluster.frontend.grpc.generate_stubs`. Needs grpcio-tools."""
+"""Generates the stubs beside the .proto files: `python -m cluster.frontend.grpc.generate_stubs`; needs grpcio-tools."""
 
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2] / "proto"
+ROOT = Path(__file__).resolve().parents[3] / "proto"
 
 
 def generate(target: Path = ROOT) -> list[Path]:

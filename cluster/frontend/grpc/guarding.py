@@ -1,5 +1,5 @@
-"""A guarded gRPC door: its TLS credentials, and the interceptor that asks for a key. What is good is `cluster.frontend.auth`'s
-business. The health service is open to all: probes and load balancers have no key.
+"""A guarded gRPC door: its TLS credentials, and the interceptor that asks for a key. `cluster.frontend.auth`
+decides which key is good. The health service is open to all: probes and load balancers have no key.
 """
 
 from collections.abc import Awaitable, Callable

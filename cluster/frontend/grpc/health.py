@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.frontend.context import RequestDispatcher
 from cluster.frontend.gateway import servable
-from cluster.serving import RequestDispatcher
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Response = health_pb2.HealthCheckResponse

@@ -1,4 +1,4 @@
-"""Large messages, read and tokenized apart from the event loop: what `cluster.frontend.preprocessing` runs for this door.
+"""Large messages, read and tokenized outside the event loop: what `cluster.frontend.preprocessing` runs for gRPC.
 
 Pure but for the tokenizer. Messages come as bytes, since reading them takes as long as there is in them.
 """

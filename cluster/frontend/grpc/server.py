@@ -14,6 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
 from cluster.frontend.auth import Guard
+from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.grpc.guarding import KeyInterceptor, credentials
 from cluster.frontend.grpc.health import HealthService
@@ -22,7 +23,6 @@ from cluster.frontend.grpc.services import AdminService, InferenceService, add_i
 from cluster.frontend.grpc.watching import WatchInterceptor
 from cluster.frontend.preprocessing import Processes
 from cluster.frontend.text import Tokenizer
-from cluster.serving import GatewayContext
 from diptych.v1 import admin_pb2_grpc
 from diptych.view import ModelView
 from diptych.wire import ADMIN, INFERENCE, KEEPALIVE, SERVER_SIZES

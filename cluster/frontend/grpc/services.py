@@ -16,6 +16,7 @@ import grpc
 from cluster.control.changes import LONGEST_DRAIN_S, ControllerAway
 from cluster.events import Completed
 from cluster.frontend.auth import Guard
+from cluster.frontend.context import GatewayContext, Operator
 from cluster.frontend.gateway import Gateway, servable
 from cluster.frontend.grpc.admin_messages import shape_from, timings_message, view_message
 from cluster.frontend.grpc.history_messages import pages, put_recent
@@ -29,7 +30,6 @@ from cluster.frontend.text import GenerationInput, TextDelta, TextEnd
 from cluster.observe.ledger import now_ns
 from cluster.observe.metrics import exposition
 from cluster.observe.trace_context import came_with
-from cluster.serving import GatewayContext, Operator
 from cluster.spec import MOST_REPLICAS
 from diptych.request_ids import made_id
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc

@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from cluster.events import ClusterError
+from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway, servable
 from cluster.frontend.grpc.services import metrics_text
 from cluster.frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
@@ -40,7 +41,6 @@ from cluster.frontend.http.terms import terms_of
 from cluster.frontend.preprocessing import LARGE_BYTES
 from cluster.frontend.text import EncodedPrompt, GenerationInput, TextPrompt, TokenPrompt, text_of
 from cluster.observe.trace_context import came_with
-from cluster.serving import GatewayContext
 from workers.errors import InvalidRequest
 from workers.log_fields import log_fields
 

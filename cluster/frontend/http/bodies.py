@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's requests, as far as they are known here. `cluster.frontend.http.unsupported` has the other fields.
+"""What clients send: OpenAI's requests. `cluster.frontend.http.unsupported` has the fields that are not supported.
 
 Pure. What no type can say is `InvalidRequest`; ranges are the business of `SamplingParams` and the gateway.
 """

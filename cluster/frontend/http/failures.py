@@ -1,4 +1,4 @@
-"""Errors as OpenAI writes them, with an HTTP status. Which error is which code is said in `cluster.frontend.grpc.statuses`.
+"""Errors as OpenAI writes them, with an HTTP status. `cluster.frontend.grpc.statuses` maps errors to codes.
 
 Pure; knows no connection.
 """

@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.frontend.auth import Guard
+from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.http.app import make_app
 from cluster.frontend.http.arriving import Arriving
@@ -23,7 +24,6 @@ from cluster.frontend.http.guarded import Guarded, following
 from cluster.frontend.http.listening import listen
 from cluster.frontend.http.naming import Named
 from cluster.frontend.http.reply import EVENTS
-from cluster.serving import GatewayContext
 
 logger = logging.getLogger(__name__)
 

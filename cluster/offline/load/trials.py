@@ -3,7 +3,7 @@
     for each seed           the order of configurations turns by one, so each has every place once in so many seeds
         for each of them    start, a few requests that do not count, a run for each rate, end
 
-Knows how a configuration is started and sent a load; what the runs amount to is `cluster.offline.scoring.trials`' business.
+Knows how a configuration is started and sent a load; `cluster.offline.scoring.trials` compares the runs.
 """
 
 import asyncio

@@ -10,12 +10,13 @@ from typing import cast
 from cluster.control.replanning import PlanFailed, Planned, Planner, Question
 from cluster.control.scaling_loop import Decider
 from cluster.dispatch.dispatcher import Dispatcher
+from cluster.frontend.context import GatewayContext
 from cluster.offline.scoring.records import StepRecord, WorkerRecord
 from cluster.offline.sim.distance import Distant
 from cluster.offline.sim.machine import Machine, Slowdown
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime, modelled_worker
-from cluster.serving import GatewayContext, serve
+from cluster.serving import serve
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
 from workers.costs import CostModel
 from workers.engine.step import StepPlan

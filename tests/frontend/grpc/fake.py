@@ -9,11 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 from cluster.events import Accepted, Completed, Delta, Event
+from cluster.frontend.context import GatewayContext
 from cluster.observe.history import Recent, Window
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.policy.estimate.lengths import Calibration
 from cluster.policy.slo_attainment import Ended, Promises, Standing
-from cluster.serving import GatewayContext
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.shapes import Shape, Timings
 from diptych.view import ClusterView, ModelView, WorkerState, WorkerView

@@ -11,9 +11,9 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from cluster.frontend.context import GatewayContext
 from cluster.frontend.grpc import sending
 from cluster.frontend.grpc.server import GrpcDoor
-from cluster.serving import GatewayContext
 from diptych.v1 import inference_pb2, inference_pb2_grpc
 from tests.cluster.local import Cluster, cluster, split_spec
 from tests.offline.profile.served import AnyTokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_packaging import ALONE, libraries
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ASK = """
 from diptych.client import AsyncClient, Client, DiptychError, TextDelta
 import cluster, diptych, kvtransfer, workers

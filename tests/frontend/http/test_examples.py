@@ -35,7 +35,7 @@ from workers.config import EngineConfig
 from workers.model.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 ENGINE = EngineConfig(block_size=8, kv_blocks=96, max_batch_tokens=64, max_running=8, threads=1)
 
 

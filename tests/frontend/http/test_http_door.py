@@ -23,7 +23,7 @@ from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_cont
 from tests.frontend.http.opened import Clients, opened
 from workers.request import SLO
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ASK = {"prompt": "hello", "max_tokens": 4}
 
 

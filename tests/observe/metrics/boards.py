@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-FILES = Path(__file__).resolve().parents[2] / "helm" / "diptych" / "files"
+FILES = Path(__file__).resolve().parents[3] / "helm" / "diptych" / "files"
 RULES = FILES / "rules.yaml"
 BOARD: dict[str, Any] = json.loads((FILES / "dashboard.json").read_text())
 GROUPS: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"]

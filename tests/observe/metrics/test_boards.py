@@ -13,7 +13,7 @@ from prometheus import promtool
 sys.path.insert(0, str(FILES.parents[1]))
 from dashboard import written
 
-ALERTS = Path(__file__).resolve().parents[1] / "data" / "monitoring" / "alerts.yaml"
+ALERTS = Path(__file__).resolve().parents[2] / "data" / "monitoring" / "alerts.yaml"
 UNITS = {"s", "short", "none", "percentunit", "reqps", "ops", "Bps", "bytes"}  # of Grafana's
 
 

@@ -14,7 +14,7 @@ from cluster.policy.slo_attainment import Standing
 from cluster.spec import Role
 from diptych.view import ClusterView, PoolView
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "kubernetes.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "kubernetes.md"
 SERIES = "diptych_pool_wanted_workers"
 
 

@@ -30,7 +30,7 @@ from kvtransfer.ticket import TransferReport
 from workers.request import FinishReason
 from workers.stats import Pulls, WorkerStats
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `((?:diptych_|vllm:)\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", re.M)
 COMMON = {"gateway", "model_name", "engine", "le"}
 REPORT = TransferReport("lease", "tcp", "path", 3, 4096, 1, 3, 1, 3, 0.002, 0.001, 0.003)

@@ -8,12 +8,13 @@ from prometheus_client.parser import text_string_to_metric_families
 import cluster.control.controller as cluster_controller
 import cluster.dispatch.discovery as cluster_roster
 from cluster.control.membership import Listeners
+from cluster.frontend.context import GatewayContext
 from cluster.join import described, join
 from cluster.observe.metrics import exposition
 from cluster.policy.slo_attainment import Standing
 from cluster.runtime.interface import WorkerOrder
 from cluster.runtime.local import LocalRuntime
-from cluster.serving import GatewayContext, serve
+from cluster.serving import serve
 from cluster.spec import Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 from kvtransfer.open import SharedMemory

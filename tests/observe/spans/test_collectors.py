@@ -185,6 +185,9 @@ def test_a_wrong_word_is_one_line(tracing: dict[str, Any], words: str) -> None:
 
 
 def test_the_library_is_loaded_where_spans_are_wanted_only() -> None:
-    program = "import sys, cluster.serving, cluster.frontend.grpc.server; print([m for m in sys.modules if 'opentelemetry' in m])"
+    program = (
+        "import sys, cluster.serving, cluster.frontend.grpc.server;"
+        "print([m for m in sys.modules if 'opentelemetry' in m])"
+    )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert ran.stdout.strip() == "[]"

@@ -16,7 +16,7 @@ from workers.model.fetch import PINNED
 from workers.model.store import resolve
 from workers.profiles.shapes import SHAPES, WEIGHTS, canonical
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 SERVED = [path for path in EXAMPLES if path.name != "helm-values.yaml"]  # the chart's tests install that one
 HUB_ID = r"[\w.-]+/[\w.-]+"

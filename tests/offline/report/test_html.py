@@ -16,7 +16,7 @@ from cluster.offline.report.table import comparison, details, pools, terminal
 from cluster.offline.scoring.figures import DEFINITIONS
 from tests.offline.report.compared_systems import systems
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Tags(HTMLParser):

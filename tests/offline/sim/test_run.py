@@ -25,7 +25,7 @@ from workers.engine.leases import LeaseBook
 from workers.request import SLO
 from workers.worker import Worker
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MIXED = "poisson:rate=20,count=60,lengths=mixed"
 
 

@@ -10,7 +10,7 @@ from cluster.offline.sim import clock
 from cluster.offline.sim.cluster import SimCluster, open_cluster
 from tests.offline.sim.cases import models, split
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ABOVE = (
     "sim",
     "plan",
