@@ -45,6 +45,7 @@ LAYERS = [
     ["workers.engine", "workers.model"],
     ["workers.mailbox", "workers.transfer"],
     ["workers.executor", "workers.worker"],
+    ["workers.server"],
     ["workers.build"],
     ["cluster.spec_lines"],
     ["cluster.spec"],
@@ -101,6 +102,7 @@ PARTS = (
     "workers.engine.step",
     "workers.executor.modelled",
     "workers.executor.order",
+    "workers.server",
     "workers.worker",
 )
 VALUES = ("diptych.errors", "diptych.watchdog", "diptych.events", "diptych.view", "diptych.options", "diptych.shapes")

@@ -10,7 +10,7 @@ from workers.engine.executor import Executor
 from workers.executor.modelled import Modelled, modelled_facts
 from workers.executor.modelled import open_modelled as open_modelled_executor
 from workers.executor.order import RankLauncher, RankOrder
-from workers.worker import ExecutorFactory, Worker
+from workers.server import ExecutorFactory, WorkerServer
 
 ZERO_COST = LinearCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -23,8 +23,8 @@ def build_worker(
     cost: CostModel | None = None,
     modelled: Modelled | None = None,
     launcher: RankLauncher | None = None,
-) -> Worker:
-    """A worker that is not started yet.
+) -> WorkerServer:
+    """A worker that is still to be loaded: `open` it.
 
     `shared` joins workers of one process. `cost` is a modelled worker's speed (the configuration's, or no time at all,
     unless given), `modelled` what it stands for. `launcher` starts the other ranks of a parallel worker: without one
@@ -53,7 +53,7 @@ def build_worker(
         return open_modelled_executor(config, facts, speed, incarnation, shared, stands_for.observe, stands_for.pace)
 
     factories: dict[str, ExecutorFactory] = {"torch": open_torch, "modelled": open_modelled}
-    return Worker(config, factories[config.executor], heartbeat_s=heartbeat_s)
+    return WorkerServer(config, factories[config.executor], heartbeat_s=heartbeat_s)
 
 
 async def serve_rank(order: RankOrder) -> None:

@@ -12,14 +12,11 @@ import asyncio
 import logging
 import os
 import socket
-import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
 
 import psutil
 
 from diptych.shapes import Shape, Timings
-from kvtransfer.control import ControlServer
 from kvtransfer.open import RESERVED_BLOCKS, host_identity
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.config import WorkerConfig
@@ -36,12 +33,10 @@ from workers.mailbox import Mailbox
 from workers.request import Bundle, Output, Request, Reservation, TicketOut
 from workers.stats import WorkerInfo, WorkerStats
 from workers.transfer.kv_fetcher import Fetching
-from workers.transfer.lease_server import LeaseDesk
+from workers.transfer.lease_server import LeaseServer
 from workers.transfer.peers import Peers
 
 logger = logging.getLogger(__name__)
-
-ExecutorFactory = Callable[[WorkerConfig, str], Awaitable[Executor]]  # (config, incarnation)
 
 REMEMBERED_CANCELS = 4096  # a cancel may overtake the call that it cancels
 SUBSCRIBER_TIMEOUT_S = 10.0  # a gateway that has not polled for this long is gone, and its requests with it
@@ -50,15 +45,28 @@ MOST_LATE_SWEEPS = 8  # in a row that judge nobody: a loop that is always late m
 
 
 class Worker:
-    """Owned by its process (a Ray actor) or its test. Every method runs on one event loop."""
+    """Whole once it is constructed: its engine steps at once. Owned by a `WorkerServer`; lives on one event loop."""
 
-    def __init__(self, config: WorkerConfig, open_executor: ExecutorFactory, *, heartbeat_s: float = 0.25) -> None:
+    def __init__(self, config: WorkerConfig, incarnation: str, executor: Executor, *, heartbeat_s: float) -> None:
+        transfer, facts = config.transfer, executor.facts
         self.config = config
-        self.incarnation = uuid.uuid4().hex
-        self._open_executor = open_executor
+        self.incarnation = incarnation
+        self.engine = Engine(
+            config.engine,
+            context_length=facts.context_length,
+            eos_token_ids=facts.eos_token_ids,
+            vocab_size=facts.vocab_size,
+            lease_s=transfer.lease_s,
+            reserved=RESERVED_BLOCKS,
+            digest=transfer.digest,
+            block_bytes=facts.layout.block_bytes,
+            prefix_tokens=config.prefix_tokens,
+            depth=executor.depth,
+            cost=config.cost,
+        )
+        self._executor = executor
         self._heartbeat_s = heartbeat_s
-        self._starting: asyncio.Task[WorkerInfo] | None = None
-        self._is_started = False
+        self._host = host_identity()
         self._failure: str | None = None
         self._closed = False
         self._mailboxes: dict[str, Mailbox] = {}
@@ -69,58 +77,42 @@ class Worker:
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due_s = 0.0
         self._late_sweeps = 0  # in a row: they judge nobody
-
-    # ---- life ------------------------------------------------------------------------------------------------
-
-    async def start(self) -> WorkerInfo:
-        """Load the model and open the control port; repeated calls answer the same, and try again after a failure.
-
-        Errors: `ModelError`, `TransportUnavailable`, `RankLost`.
-        """
-        if self._starting is None or (self._starting.done() and not self._is_started):
-            self._starting = asyncio.ensure_future(self._start())
-        return await asyncio.shield(self._starting)
-
-    async def _start(self) -> WorkerInfo:
-        transfer = self.config.transfer
-        self._executor = await self._open_executor(self.config, self.incarnation)
-        facts = self._executor.facts
-        self.engine = Engine(
-            self.config.engine,
-            context_length=facts.context_length,
-            eos_token_ids=facts.eos_token_ids,
-            vocab_size=facts.vocab_size,
-            lease_s=transfer.lease_s,
-            reserved=RESERVED_BLOCKS,
-            digest=transfer.digest,
-            block_bytes=facts.layout.block_bytes,
-            prefix_tokens=self.config.prefix_tokens,
-            depth=self._executor.depth,
-            cost=self.config.cost,
-        )
-        self._peers = Peers(self.config, self._executor)
-        self._host = host_identity()
         self._reservations = Reservations(self.engine, self._granted)
-        self._fetching = Fetching(self.config, self.engine, self._executor, self._peers, self._changed)
-        layouts = [shard.layout for shard in self._executor.shards()]
-        self._desk = LeaseDesk(self.engine.leases, layouts, self._changed)
-        self._control = ControlServer(
-            self._desk, self._peer_now, self.config.secret.encode(), max_readers=transfer.max_readers
-        )
-        self._port = await self._control.start(transfer.host)
-        self._pump = Pump(self.engine, self._executor, self._deliver, asyncio.get_running_loop().time)
+        self._peers = Peers(config, executor)
+        self._fetching = Fetching(config, self.engine, executor, self._peers, self._changed)
+        self._leases = LeaseServer(config, self.engine.leases, executor, self._peer_now, self._changed)
+        self._pump = Pump(self.engine, executor, self._deliver, asyncio.get_running_loop().time)
         self._pumping = asyncio.ensure_future(self._pump.run())
         self._pumping.add_done_callback(self._pump_ended)
         self._watching = asyncio.ensure_future(self._watch())
-        self._is_started = True
-        return self._info()
+
+    @classmethod
+    async def open(cls, config: WorkerConfig, incarnation: str, executor: Executor, *, heartbeat_s: float) -> "Worker":
+        """A worker that readers of its leases can reach. Takes the executor over. Raises OSError: it cannot listen."""
+        worker = cls(config, incarnation, executor, heartbeat_s=heartbeat_s)
+        try:
+            await worker._leases.listen()
+        except OSError:
+            await worker.close()
+            raise
+        return worker
+
+    # ---- life ------------------------------------------------------------------------------------------------
 
     def _peer_now(self) -> PeerAddress:
         """How others reach us; a transport that was rebuilt has a new address."""
-        host, shards = self.config.transfer.host, self._executor.shards()
-        return PeerAddress(self.config.name, self.incarnation, host, self._port, self._host, shards)
+        return PeerAddress(
+            worker=self.config.name,
+            incarnation=self.incarnation,
+            host=self.config.transfer.host,
+            control_port=self._leases.port,
+            identity=self._host,
+            shards=self._executor.shards(),
+        )
 
-    def _info(self) -> WorkerInfo:
+    async def info(self) -> WorkerInfo:
+        """Who this worker is, and how much memory it takes now."""
+        self._require_open()
         peer = self._peer_now()
         facts = self._executor.facts
         return WorkerInfo(
@@ -138,11 +130,6 @@ class Worker:
             tokenizer=facts.tokenizer,
             default_sampling=facts.default_sampling,
         )
-
-    async def info(self) -> WorkerInfo:
-        """Like `start`, with the memory of now."""
-        await self.start()
-        return self._info()
 
     def _pump_ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -164,11 +151,6 @@ class Worker:
     async def close(self) -> None:
         """End every sequence and fetch, then free the memory once no byte can land in it."""
         self._closed = True
-        if self._starting is None:
-            return
-        await asyncio.wait([self._starting])
-        if self._starting.cancelled() or self._starting.exception() is not None:
-            return
         for key in list(self._routes):
             self._forget(key)
         for task in self._fetches.values():
@@ -182,7 +164,7 @@ class Worker:
         for mailbox in self._mailboxes.values():
             mailbox.close()
         await self._peers.close()
-        await self._control.close()
+        await self._leases.close()
         await self._executor.close()
 
     # ---- the calls of a dispatcher ---------------------------------------------------------------------------
@@ -269,8 +251,6 @@ class Worker:
 
     async def cancel(self, key: str) -> None:
         """End whatever this worker does for the key and free what it holds. Always succeeds."""
-        if not self._is_started:
-            return  # nothing can be held yet
         self._cancelled[key] = None
         while len(self._cancelled) > REMEMBERED_CANCELS:
             self._cancelled.popitem(last=False)
@@ -353,21 +333,11 @@ class Worker:
     def _stats(self) -> WorkerStats:
         return self.engine.stats(self._executor.bubble_share, self._fetching.pulls)
 
-    def at(self, incarnation: str) -> "Worker":
-        """This worker, for callers that mean this incarnation only. An object never becomes another one."""
-        self.require(incarnation)
-        return self
-
-    def require(self, incarnation: str) -> None:
-        """Refuse a call that was meant for an earlier incarnation: it holds nothing here and must not begin to."""
-        if incarnation != self.incarnation:
-            raise WorkerClosed(f"worker {self.config.name} restarted: {incarnation} is gone")
-
     def _require_open(self) -> None:
         if self._failure is not None:
             raise WorkerError(self._failure)
-        if self._closed or not self._is_started:
-            raise WorkerClosed(f"worker {self.config.name} is {'closing' if self._closed else 'still loading'}")
+        if self._closed:
+            raise WorkerClosed(f"worker {self.config.name} is closing")
 
     def _accept(self, request: Request) -> None:
         self._require_open()
@@ -400,7 +370,7 @@ class Worker:
         for each in told:
             if not self.engine.holds(each.key):
                 self._routes.pop(each.key, None)
-        self._desk.progressed()
+        self._leases.progressed()
         if self._reservations:
             self._reservations.grant()
         if self._sweeper is None:

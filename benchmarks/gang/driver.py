@@ -23,6 +23,7 @@ from workers.build import build_worker
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
 from workers.costs import LinearCost
 from workers.request import FailedOut, Request, SamplingParams, TokensOut
+from workers.worker import Worker
 
 KV_BLOCKS = 1024
 MAX_BATCH_TOKENS = 512
@@ -62,15 +63,15 @@ class Driver:
             executor="modelled" if modelled else "torch",
             secret="bench",
         )
-        self._worker = build_worker(config, launcher=ProcessRanks(order.computes == "model"), cost=COST)
+        self._server = build_worker(config, launcher=ProcessRanks(order.computes == "model"), cost=COST)
         self._numbers = itertools.count()
         self._received = 0
 
     async def start(self) -> None:
-        await self._worker.start()
+        self._worker: Worker = await self._server.open()
 
     async def close(self) -> None:
-        await self._worker.close()
+        await self._server.close()
 
     async def answer(self, task: list[str | int]) -> list[Executed]:
         match task:

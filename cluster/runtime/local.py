@@ -3,18 +3,20 @@
 The same worker and controller code as under Ray; only the process borders are missing.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from cluster.runtime.interface import ServiceHandle, WorkerGone, WorkerHandle, WorkerOrder
 from workers.build import build_worker
 from workers.costs import CostModel
 from workers.executor.modelled import Modelled
+from workers.server import WorkerServer
+from workers.stats import WorkerInfo
 from workers.worker import Worker
 
 
-def modelled_worker(order: WorkerOrder, cost: CostModel, modelled: Modelled) -> Worker:
+def modelled_worker(order: WorkerOrder, cost: CostModel, modelled: Modelled) -> WorkerServer:
     """A worker that takes this cost's seconds, and whose engine knows it."""
     config = replace(order.config, cost=cost)
     return build_worker(config, heartbeat_s=order.heartbeat_s, modelled=modelled)
@@ -31,30 +33,55 @@ class LocalService:
         return await getattr(self.target, method)(*args)
 
 
+class LocalWorker:
+    """A handle to a worker of this process. Until it has loaded, every call but `start` raises `WorkerClosed`."""
+
+    def __init__(self, server: WorkerServer) -> None:
+        self.server = server
+
+    def at(self, incarnation: str) -> WorkerHandle:
+        return cast(WorkerHandle, self.server.worker(incarnation))
+
+    async def start(self) -> WorkerInfo:
+        worker = await self.server.open()
+        return await worker.info()
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any) -> Any:
+            return await getattr(self.server.worker(), method)(*args)
+
+        return call
+
+
 class LocalRuntime:
-    """Owned by whoever serves. `workers` are the live ones, by name, for tests that look inside."""
+    """Owned by whoever serves. `handles` are those of the workers that run, by name."""
 
     name = "local"
 
-    def __init__(self, build: Callable[[WorkerOrder], Worker] | None = None) -> None:
-        self.workers: dict[str, Worker] = {}
+    def __init__(self, build: Callable[[WorkerOrder], WorkerServer] | None = None) -> None:
+        self.handles: dict[str, LocalWorker] = {}
         self._build = build or (lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s))
 
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """The workers that have loaded, for tests that look inside."""
+        return {name: each.server.worker() for name, each in self.handles.items() if each.server.is_open}
+
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
-        worker = self._build(order)
-        self.workers[order.config.name] = worker
-        return worker
+        handle = self.handles[order.config.name] = LocalWorker(self._build(order))
+        return cast(WorkerHandle, handle)
 
     async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle, incarnation: str) -> WorkerHandle:
         await self.stop_worker(handle, 0.0)
         return await self.start_worker(order)
 
     async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
-        if not isinstance(handle, Worker):
+        if not isinstance(handle, LocalWorker):
             raise WorkerGone("not a worker of this process")
-        await handle.close()
-        if self.workers.get(handle.config.name) is handle:
-            del self.workers[handle.config.name]
+        await handle.server.close()
+        name = handle.server.config.name
+        if self.handles.get(name) is handle:
+            del self.handles[name]
 
     async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
         return LocalService(factory(*args), lambda: factory(*args))
@@ -68,8 +95,8 @@ class LocalRuntime:
         """The object goes with its last reference."""
 
     async def end_all(self) -> None:
-        for worker in list(self.workers.values()):
-            await self.stop_worker(worker, 0.0)
+        for handle in list(self.handles.values()):
+            await self.stop_worker(cast(WorkerHandle, handle), 0.0)
 
     async def close(self) -> None:
         await self.end_all()

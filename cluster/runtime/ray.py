@@ -86,16 +86,21 @@ class _WorkerActor:
     def __init__(self, order: WorkerOrder, logs: LogSpec) -> None:
         begin_logs(logs, order.config.name)
         config = on_this_node(order.config)
-        self._worker = build_worker(config, heartbeat_s=order.heartbeat_s, launcher=RayRanks(order, logs))
+        self._server = build_worker(config, heartbeat_s=order.heartbeat_s, launcher=RayRanks(order, logs))
         self._metrics = WorkerMetrics(config.name, config.pool)
 
     async def incarnation(self) -> str:
-        return self._worker.incarnation
+        return self._server.incarnation
+
+    async def start(self) -> WorkerInfo:
+        worker = await self._server.open()
+        return await worker.info()
+
+    async def close(self) -> None:
+        await self._server.close()
 
     async def call(self, incarnation: str, method: str, *args: Any) -> Any:
-        if incarnation:
-            self._worker.require(incarnation)
-        answer = await getattr(self._worker, method)(*args)
+        answer = await getattr(self._server.worker(incarnation), method)(*args)
         if isinstance(answer, Bundle):
             self._metrics.heard(answer.stats, asyncio.get_running_loop().time())
         return answer
@@ -140,7 +145,8 @@ class RayWorker:
         return answer_of(self.actor.call.remote(self.incarnation, method, *args), timeout_s)
 
     async def start(self) -> WorkerInfo:
-        info: WorkerInfo = await self._call("start", timeout_s=24 * 3600.0)  # bounded by the caller's start timeout
+        answer = answer_of(self.actor.start.remote(), timeout_s=24 * 3600.0)  # bounded by the caller's start timeout
+        info: WorkerInfo = await answer
         return info
 
     async def info(self) -> WorkerInfo:
@@ -283,7 +289,7 @@ class RayRuntime:
     async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
         assert isinstance(handle, RayWorker)
         with contextlib.suppress(WorkerGone):
-            await answer_of(handle.actor.call.remote("", "close"), grace_s)
+            await answer_of(handle.actor.close.remote(), grace_s)
         ray.kill(handle.actor)
         with contextlib.suppress(ValueError):
             remove_placement_group(ray.util.get_placement_group(handle.name))

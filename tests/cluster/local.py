@@ -20,6 +20,7 @@ from workers.build import build_worker
 from workers.config import EngineConfig, TransferConfig
 from workers.costs import CostModel, LinearCost
 from workers.request import Request, SamplingParams
+from workers.server import WorkerServer
 from workers.worker import Worker
 
 FAST = LinearCost(0.001, 0.00002, 0.0, 0.0005, 0.0, 0.0, 0.0)
@@ -91,12 +92,12 @@ def _busy(worker: Worker) -> bool:
 async def cluster(
     spec: ClusterSpec,
     cost: CostModel = FAST,
-    build: Callable[[WorkerOrder], Worker] | None = None,
+    build: Callable[[WorkerOrder], WorkerServer] | None = None,
     planner: Planner | None = None,
 ) -> AsyncIterator[Cluster]:
     shared = SharedMemory()
 
-    def build_here(order: WorkerOrder) -> Worker:
+    def build_here(order: WorkerOrder) -> WorkerServer:
         return build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=cost)
 
     runtime = LocalRuntime(build or build_here)

@@ -19,7 +19,7 @@ def words(parallel: ParallelConfig) -> str:
     return f"{parallel.tensor}x{parallel.pipeline}"
 
 
-def parallel_worker(
+async def parallel_worker(
     name: str,
     model: str,
     parallel: ParallelConfig,
@@ -40,7 +40,7 @@ def parallel_worker(
         prefix_tokens=prefix_tokens,
         staging_bytes=staging_bytes,
     )
-    return build_worker(config, shared=shared)
+    return await build_worker(config, shared=shared).open()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from local import FAST, split_spec
 
@@ -13,10 +13,9 @@ from cluster.frontend.context import GatewayContext
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import PoolModel, SimRuntime, Surroundings, virtual
 from cluster.runtime.interface import NoAnswer, ServiceHandle, WorkerHandle, WorkerOrder
-from cluster.runtime.local import LocalService
+from cluster.runtime.local import LocalService, LocalWorker
 from cluster.serving import Serving, serve
 from cluster.spec import ClusterSpec
-from workers.worker import Worker
 
 
 def _raising(error: Exception) -> Any:
@@ -60,12 +59,12 @@ class Processes(SimRuntime):
 
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
         name = order.config.name
-        if name in self.workers:  # it outlived its controller
-            return self.workers[name]
+        if name in self.handles:  # it outlived its controller
+            return cast(WorkerHandle, self.handles[name])
         worker = await super().start_worker(order)
         self.started_s[name].append(asyncio.get_running_loop().time())
         if self.faults[name]:
-            assert isinstance(worker, Worker)
+            assert isinstance(worker, LocalWorker)
             worker.start = _raising(self.faults[name].pop(0))  # type: ignore[method-assign]
         return worker
 

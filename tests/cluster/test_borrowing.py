@@ -36,12 +36,10 @@ async def test_a_borrowed_prefix_gives_the_same_tokens(
     shared = SharedMemory()
     settings = (("owner", owner, ENGINE), ("borrower", borrower, engine), ("decode", (1, 1), ENGINE))
     workers = [
-        parallel_worker(name, model, ParallelConfig(*each), sizes, shared, (backend,), prefix_tokens=24)
+        await parallel_worker(name, model, ParallelConfig(*each), sizes, shared, (backend,), prefix_tokens=24)
         for name, each, sizes in settings
     ]
     try:
-        for worker in workers:
-            await worker.start()
         lender, reader, decode = workers
         sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=9, ignore_eos=True)
         (first,) = await Legs(lender, decode).run([Request("first", PROMPT, sampling)])

@@ -18,7 +18,7 @@ from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
 from workers.request import Request, SamplingParams
-from workers.worker import Worker
+from workers.server import WorkerServer
 
 ENGINE = EngineConfig(block_size=8, kv_blocks=96, max_batch_tokens=24, max_running=8, threads=1)
 WORKERS = ("one-0", "two-0", "three-0")
@@ -86,7 +86,7 @@ def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
     write_tiny_llama(folder, num_layers=3, hidden_size=72, ffn_size=100, num_heads=9, num_kv_heads=3, head_dim=8)
     shared = SharedMemory()
 
-    def build(order: WorkerOrder) -> Worker:
+    def build(order: WorkerOrder) -> WorkerServer:
         return build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared)
 
     with asyncio.Runner() as runner:

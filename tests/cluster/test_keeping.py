@@ -25,7 +25,7 @@ from workers.config import WorkerConfig
 from workers.engine.executor import Executor
 from workers.errors import RankLost
 from workers.executor.modelled import modelled_facts, open_modelled
-from workers.worker import Worker
+from workers.server import WorkerServer
 
 
 async def test_a_worker_whose_ranks_did_not_come_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,9 +39,9 @@ async def test_a_worker_whose_ranks_did_not_come_is_opened_again(monkeypatch: py
             raise RankLost("rank 1 ended")
         return open_modelled(config, facts, FAST, incarnation, shared)
 
-    def build(order: WorkerOrder) -> Worker:
+    def build(order: WorkerOrder) -> WorkerServer:
         config = build_worker(order.config).config  # with a host of its own
-        return Worker(config, open_it, heartbeat_s=order.heartbeat_s)
+        return WorkerServer(config, open_it, heartbeat_s=order.heartbeat_s)
 
     async with asyncio.timeout(20), cluster(split_spec(), build=build) as subject:
         events = await subject.run(request("a"))

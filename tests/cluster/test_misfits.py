@@ -14,14 +14,14 @@ from workers.config import WorkerConfig
 from workers.engine.executor import Executor, ModelFacts
 from workers.errors import ModelError
 from workers.executor.modelled import modelled_facts, open_modelled
-from workers.worker import Worker
+from workers.server import WorkerServer
 
 
-def building(decode_facts: ModelFacts) -> Callable[[WorkerOrder], Worker]:
+def building(decode_facts: ModelFacts) -> Callable[[WorkerOrder], WorkerServer]:
     """The decode pool serves `decode_facts`, the prefill pool the usual model."""
     shared = SharedMemory()
 
-    def build(order: WorkerOrder) -> Worker:
+    def build(order: WorkerOrder) -> WorkerServer:
         worker = build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=FAST)
         if order.config.pool != "decode":
             return worker
@@ -29,7 +29,7 @@ def building(decode_facts: ModelFacts) -> Callable[[WorkerOrder], Worker]:
         async def open_other(config: WorkerConfig, incarnation: str) -> Executor:
             return open_modelled(config, decode_facts, FAST, incarnation, shared)
 
-        return Worker(worker.config, open_other, heartbeat_s=order.heartbeat_s)
+        return WorkerServer(worker.config, open_other, heartbeat_s=order.heartbeat_s)
 
     return build
 

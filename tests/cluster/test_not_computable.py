@@ -13,10 +13,10 @@ from workers.build import build_worker
 from workers.config import WorkerConfig
 from workers.engine.executor import Executor
 from workers.engine.step import StepPlan, StepResult
-from workers.worker import Worker
+from workers.server import WorkerServer
 
 
-def ill_workers(shared: SharedMemory, order: WorkerOrder) -> Worker:
+def ill_workers(shared: SharedMemory, order: WorkerOrder) -> WorkerServer:
     """Their devices compute NaN for requests of the name "ill" once these have 25 tokens."""
     worker = build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=FAST)
     open_executor = worker._open_executor

@@ -57,10 +57,9 @@ async def workers(model: str) -> AsyncIterator[dict[str, Worker]]:
             staging = (len(made) // 3 % 2) * 200_000
             for kind, engine, staging_bytes in (("p", ENGINE, 0), ("d", ENGINE, 0), ("o", OTHER, staging)):
                 name = f"{kind}{words(parallel)}"
-                made[name] = parallel_worker(
+                made[name] = await parallel_worker(
                     name, model, parallel, engine, shared, prefix_tokens=24, staging_bytes=staging_bytes
                 )
-                await made[name].start()
         yield made
     finally:
         for worker in made.values():
@@ -102,10 +101,9 @@ async def test_kv_of_another_dtype_is_rounded_on_its_way(
 ) -> None:
     """A decode worker that stores bfloat16: every block checked as it was, the first token the prefill's own."""
     engine = replace(OTHER, dtype="bfloat16")
-    decode = parallel_worker(
+    decode = await parallel_worker(
         "bf2x1", model, ParallelConfig(2, 1), engine, SharedMemory(), prefix_tokens=24, staging_bytes=200_000
     )
-    await decode.start()
     try:
         for prefill in ("p1x3", "p2x2"):
             moved = await Legs(workers[prefill], decode).run(requests())
@@ -121,8 +119,7 @@ async def test_kv_of_another_dtype_without_room_to_convert_it_is_refused_when_wo
     workers: dict[str, Worker], model: str
 ) -> None:
     engine = replace(ENGINE, dtype="bfloat16")
-    decode = parallel_worker("bf1x1", model, ParallelConfig(), engine, SharedMemory())
-    await decode.start()
+    decode = await parallel_worker("bf1x1", model, ParallelConfig(), engine, SharedMemory())
     try:
         with pytest.raises(PeerRefused, match=r"set transfer\.staging_bytes to"):
             await decode.connect((await workers["p1x1"].info()).peer)

@@ -117,7 +117,7 @@ async def test_a_dead_owners_link_is_let_go_of_whoever_notices_first() -> None:
 
         executor.forget = recorded
         reader._peers.unlink(owner.incarnation)  # a read found its memory gone
-        await owner._control.close()  # and only then its connection breaks
+        await owner._leases.close()  # and only then its connection breaks
         assert await asyncio.wait_for(forgotten, 5.0) == owner.incarnation
 
 

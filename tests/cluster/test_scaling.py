@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import cast
 
 import pytest
 from local import FAST, Cluster, cluster, completed, request, split_spec, tokens_of
@@ -239,7 +240,8 @@ class Surviving(LocalRuntime):
     """As under Ray: a worker outlives its controller, and is found by its name."""
 
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
-        return self.workers.get(order.config.name) or await super().start_worker(order)
+        known = self.handles.get(order.config.name)
+        return cast(WorkerHandle, known) if known else await super().start_worker(order)
 
 
 def surviving() -> Surviving:

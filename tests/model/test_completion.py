@@ -16,7 +16,7 @@ from workers.executor.solo import SoloExecutor, open_solo
 from workers.model.folder import ModelFolder
 from workers.ops.completion import mark_on
 from workers.request import Request, SamplingParams
-from workers.worker import Worker
+from workers.server import WorkerServer
 
 DEADLINE_S = 8.0
 
@@ -70,8 +70,7 @@ async def test_no_block_is_ready_before_the_device_has_written_it(tiny: ModelFol
     async def open_slow(given: WorkerConfig, incarnation: str) -> SoloExecutor:
         return device.under(await open_solo(given, tiny, incarnation, SharedMemory()))
 
-    worker = Worker(setting, open_slow)
-    await worker.start()
+    worker = await WorkerServer(setting, open_slow).open()
     await worker.prefill(Request("a", PROMPT, SamplingParams(temperature=0, seed=0), reply_to="gateway"))
     for chunk in range(3):
         written = await device.next_wait()

@@ -1,26 +1,51 @@
-"""Answers the readers of a worker's leases: the `LeaseSource` port of kvtransfer.control over an engine.
+"""Answers the readers of a worker's leases: the `LeaseSource` port of kvtransfer.control over an engine's leases.
 
-Knows leases and the loop's clock; knows no socket.
+Knows leases and the loop's clock; knows no sequence and no KV byte.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from kvtransfer.control import ControlServer
 from kvtransfer.digest import answer
-from kvtransfer.layout import KVLayout
-from kvtransfer.ticket import Piece, Progress
+from kvtransfer.ticket import PeerAddress, Piece, Progress
+from workers.config import WorkerConfig
+from workers.engine.executor import Executor
 from workers.engine.leases import LeaseBook
 
 
-class LeaseDesk:
-    """Owned by a Worker. `layouts` are those of its ranks; `released` is called after a lease has ended."""
+class LeaseServer:
+    """Owned by a Worker. `address` says how others reach it now; `released` is called after a lease has ended."""
 
-    def __init__(self, leases: LeaseBook, layouts: Sequence[KVLayout], released: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        leases: LeaseBook,
+        executor: Executor,
+        address: Callable[[], PeerAddress],
+        released: Callable[[], None],
+    ) -> None:
         self._leases = leases
-        self._layouts = layouts
+        self._host = config.transfer.host
+        self._layouts = [shard.layout for shard in executor.shards()]
         self._released = released
         self._progressed = asyncio.Event()
         self._num_waiting = 0
+        self._control = ControlServer(self, address, config.secret.encode(), max_readers=config.transfer.max_readers)
+        self._port: int | None = None
+
+    async def listen(self) -> None:
+        """Take readers from now on. Raises OSError."""
+        self._port = await self._control.start(self._host)
+
+    @property
+    def port(self) -> int:
+        assert self._port is not None, "it does not listen yet"
+        return self._port
+
+    async def close(self) -> None:
+        """Hang up on all readers; their leases end with the engine."""
+        await self._control.close()
 
     def progressed(self) -> None:
         """Watermarks may have moved: wake the readers."""

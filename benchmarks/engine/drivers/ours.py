@@ -41,9 +41,8 @@ class Ours:
     """A started worker and the loop that it lives on, which stands still between calls."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self.worker: Worker = build_worker(config)
         self._runner = asyncio.Runner()
-        self._runner.run(self.worker.start())
+        self.worker: Worker = self._runner.run(build_worker(config).open())
         self._numbers = itertools.count()
         self._received = 0
 

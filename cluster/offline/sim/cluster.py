@@ -22,7 +22,7 @@ from workers.costs import CostModel
 from workers.engine.step import StepPlan
 from workers.executor.modelled import Modelled, Observe, Pace
 from workers.profiles.shapes import ModelShape
-from workers.worker import Worker
+from workers.server import WorkerServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Meter:
     name: str
     pool: str
     trace: bool
-    worker: Worker | None = None
+    server: WorkerServer | None = None
     steps: int = 0
     busy_s: float = 0.0
     prompt_tokens: int = 0
@@ -116,14 +116,14 @@ class Meter:
 
     def settle(self, now_s: float) -> None:
         """Count the blocks used since the last call."""
-        assert self.worker is not None, "a meter is told its worker when it is built"
+        assert self.server is not None, "a meter gets its worker when it is built"
         self.used_block_s += self._used_blocks * (now_s - self._used_since_s)
-        pool = self.worker.engine.pool
+        pool = self.server.worker().engine.pool
         self._used_blocks, self._used_since_s = pool.num_blocks - pool.num_free, now_s
 
     def record(self, pool: PoolSpec) -> WorkerRecord:
-        assert self.worker is not None
-        stats = self.worker.engine.stats()
+        assert self.server is not None
+        stats = self.server.worker().engine.stats()
         return WorkerRecord(
             name=self.name,
             pool=pool.name,
@@ -161,19 +161,18 @@ class SimRuntime(LocalRuntime):
         self._stale_s = around.stale_s
         self.meters: dict[str, list[Meter]] = defaultdict(list)  # worker name -> one for each start
 
-    def _modelled(self, order: WorkerOrder) -> Worker:
+    def _modelled(self, order: WorkerOrder) -> WorkerServer:
         pool = order.config.pool
         model = self._models[pool]
         meter = Meter(order.config.name, pool, self._trace)
         pace = None if self._machine is None else partial(self._machine.spend, pool)
-        meter.worker = modelled_worker(order, model.cost, model.modelled(meter.observe, pace))
+        meter.server = modelled_worker(order, model.cost, model.modelled(meter.observe, pace))
         self.meters[meter.name].append(meter)
-        return meter.worker
+        return meter.server
 
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
         worker = await super().start_worker(order)
         call_s = self._models[order.config.pool].call_s
-        assert isinstance(worker, Worker)
         if not call_s and not self._stale_s:
             return worker
         return cast(WorkerHandle, Distant(worker, call_s, self._stale_s))

@@ -10,7 +10,6 @@ import msgspec
 from cluster.runtime.interface import WorkerHandle
 from workers.request import Bundle
 from workers.stats import WorkerStats
-from workers.worker import Worker
 
 Verb = Callable[..., Awaitable[Any]]
 
@@ -21,15 +20,14 @@ class Distant:
     Bundles carry the last statistics that any bundle was given at least `stale_s` ago; outputs come in time.
     """
 
-    def __init__(self, worker: Worker, call_s: float, stale_s: float = 0.0) -> None:
+    def __init__(self, worker: WorkerHandle, call_s: float, stale_s: float = 0.0) -> None:
         self.worker = worker
-        self.config = worker.config
         self._half_s = call_s / 2
         self._stale_s = stale_s
         self._told: deque[tuple[float, WorkerStats]] = deque()
 
     def at(self, incarnation: str) -> WorkerHandle:
-        self.worker.require(incarnation)
+        self.worker.at(incarnation)  # raises if that one is gone
         return cast(WorkerHandle, self)
 
     async def poll(self, *args: Any) -> Bundle:

@@ -15,7 +15,7 @@ from kvtransfer.open import SharedMemory
 from tests.cluster.local import FAST, split_spec
 from tests.frontend.grpc.fake import ByteTokenizer
 from workers.build import build_worker
-from workers.worker import Worker
+from workers.server import WorkerServer
 
 
 class Dots:
@@ -73,7 +73,7 @@ class Monitored:
 async def monitored() -> AsyncIterator[Monitored]:
     shared = SharedMemory()
 
-    def build(order: WorkerOrder) -> Worker:
+    def build(order: WorkerOrder) -> WorkerServer:
         return build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=FAST)
 
     serving = await serve(spec(), runtime=LocalRuntime(build), door=lambda context: Doors(context, DotTokenizer))

@@ -20,7 +20,7 @@ from diptych.view import ClusterView, WorkerState, WorkerView
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import FAST, split_spec
 from workers.build import build_worker
-from workers.worker import Worker
+from workers.server import WorkerServer
 
 NAMES = ("gateway-llm-6d9f-x2x", "gateway-llm-6d9f-a7b")  # as they join: the least came later
 WORKERS = {"prefill-0", "decode-0", "decode-1"}
@@ -77,7 +77,7 @@ async def test_when_the_gateway_that_tells_leaves_another_takes_over(monkeypatch
     shared = SharedMemory()
     doors: list[Door] = []
 
-    def build(order: WorkerOrder) -> Worker:
+    def build(order: WorkerOrder) -> WorkerServer:
         return build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=FAST)
 
     def door(context: GatewayContext) -> Door:

@@ -24,7 +24,8 @@ from workers.executor.rank_server import RankTasks
 from workers.executor.solo import open_solo
 from workers.model.folder import ModelFolder
 from workers.request import Request, SamplingParams
-from workers.worker import ExecutorFactory, Worker
+from workers.server import ExecutorFactory, WorkerServer
+from workers.worker import Worker
 
 COST = LinearCost(1e-4, 1e-5, 1e-8, 2e-5, 1e-7)
 SHAPES = (
@@ -61,8 +62,8 @@ async def modelled(cost: LinearCost = COST, **engine: object) -> AsyncIterator[W
 
 
 @asynccontextmanager
-async def running(worker: Worker) -> AsyncIterator[Worker]:
-    await worker.start()
+async def running(server: WorkerServer) -> AsyncIterator[Worker]:
+    worker = await server.open()
     try:
         yield worker
         stats = worker.engine.stats()
@@ -72,7 +73,7 @@ async def running(worker: Worker) -> AsyncIterator[Worker]:
         await worker.close()
 
 
-def real(folder: ModelFolder, tensor: int, pipeline: int) -> Worker:
+def real(folder: ModelFolder, tensor: int, pipeline: int) -> WorkerServer:
     shared = SharedMemory()
 
     async def open_it(config: WorkerConfig, incarnation: str) -> Executor:
@@ -80,7 +81,7 @@ def real(folder: ModelFolder, tensor: int, pipeline: int) -> Worker:
             return await open_solo(config, folder, incarnation, shared)
         return await open_gang(config, folder, incarnation, RankTasks(lambda _: folder, shared), shared)
 
-    return Worker(config("torch", ParallelConfig(tensor, pipeline)), open_it)
+    return WorkerServer(config("torch", ParallelConfig(tensor, pipeline)), open_it)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2)])
@@ -148,8 +149,8 @@ async def test_who_asks_may_leave_in_the_middle() -> None:
 
 
 async def test_closing_waits_for_the_step_and_begins_no_other() -> None:
-    worker = build_worker(config(), shared=SharedMemory(), cost=LinearCost(0.02, 0.0, 0.0, 0.0, 0.0))
-    await worker.start()
+    server = build_worker(config(), shared=SharedMemory(), cost=LinearCost(0.02, 0.0, 0.0, 0.0, 0.0))
+    worker = await server.open()
     measuring = asyncio.ensure_future(worker.measure(SHAPES[0], 256))
     await asyncio.sleep(0.01)
     await worker.close()
@@ -182,7 +183,7 @@ async def test_what_no_step_can_be_is_refused(shape: Shape, repeats: int, what: 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError(), ValueError("no"), TypeError("no")])
 async def test_an_error_in_a_measurement_is_its_callers_and_the_worker_goes_on(error: Exception) -> None:
-    async with running(Worker(config(), failing(error, 1))) as worker:
+    async with running(WorkerServer(config(), failing(error, 1))) as worker:
         with pytest.raises(type(error)):
             await worker.measure(SHAPES[0], 1)
         assert (await worker.measure(SHAPES[0], 1)).seconds
