@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from cluster.events import Event, Queued, Rejected
-from cluster.policy.admission.queue import Seat, WaitingRoom
+from cluster.policy.admission.queue import QueuedRequest, RequestQueue
 from cluster.policy.policy import Policy
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal
 from cluster.spec import GatewaySpec, Role
@@ -30,23 +30,23 @@ Answer = Placement | Refusal | None
 class _Guest:
     """One who waits: how to ask for it, what it needs, and the future that its coroutine awaits."""
 
-    seat: Seat
+    seat: QueuedRequest
     ask: Callable[[], Ask]
     turn: asyncio.Future[Answer]
     claimed: bool = False  # it got in because it had waited so long
 
 
-class Lobby:
+class AdmissionQueue:
     """Owned by a Dispatcher. `recheck_s`: statistics are no newer than that. `change`: the membership's next one."""
 
     def __init__(
         self, gateway: GatewaySpec, policy: Policy, recheck_s: float, change: Callable[[], Awaitable[object]]
     ) -> None:
-        self.room = WaitingRoom(gateway, policy.expected_tokens)
+        self.room = RequestQueue(gateway, policy.expected_tokens)
         self._policy = policy
         self._recheck_s = recheck_s
         self._change = change
-        self._guests: dict[Seat, _Guest] = {}
+        self._guests: dict[QueuedRequest, _Guest] = {}
         self._round_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -103,7 +103,7 @@ class Lobby:
             self._watching = asyncio.ensure_future(self._watch())
         return guest
 
-    def _queued(self, seat: Seat, asked: Ask, answer: Placement | Later) -> Queued:
+    def _queued(self, seat: QueuedRequest, asked: Ask, answer: Placement | Later) -> Queued:
         seats = self.room.in_order(asked.now_s)
         position = seats.index(seat)
         start_s = _start_s(answer, seats[:position], asked.view)
@@ -204,7 +204,7 @@ def _need_s(answer: Placement | Later) -> float:
     return answer.predicted_ttft_s or 0.0 if answer.prefill_s is None else answer.prefill_s
 
 
-def _in_vain(request: Request, seat: Seat, queued: Queued) -> Refusal | None:
+def _in_vain(request: Request, seat: QueuedRequest, queued: Queued) -> Refusal | None:
     """The refusal of one who would be refused in the end, as is foreseen."""
     ttft_s, promised_s = queued.predicted_ttft_s, request.slo.ttft_s
     if not seat.rejects or promised_s is None or ttft_s <= HOPE * promised_s:
@@ -213,7 +213,7 @@ def _in_vain(request: Request, seat: Seat, queued: Queued) -> Refusal | None:
     return Refusal(f"{why}, {promised_s:.3g} s are promised ({queued.reason})", ttft_s - promised_s)
 
 
-def _start_s(answer: Placement | Later, ahead: list[Seat], view: ClusterView) -> float:
+def _start_s(answer: Placement | Later, ahead: list[QueuedRequest], view: ClusterView) -> float:
     """When its turn comes, as forecast: its own wait, and that of those before it, dealt out over the workers."""
     prefills = len(view.ready(Role.PREFILL, Role.MIXED)) or len(view.ready(Role.DECODE))
     decodes = len(view.ready(Role.DECODE, Role.MIXED)) or prefills

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from cluster.dispatch.admission_queue import Lobby
+from cluster.dispatch.admission_queue import AdmissionQueue
 from cluster.dispatch.attempt import Attempt
 from cluster.dispatch.discovery import REDIAL_S, Roster, WatchMembers
 from cluster.dispatch.migration import Moving
@@ -74,8 +74,8 @@ class Dispatcher:
         self._promises = Promises()
         self._tally = Tally(spec.gateway.classes, spec.transfer.backends)
         self.witness = Witness(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time())
-        self._lobby = Lobby(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)
-        self._placing = Placing(spec, self._policy, self._lobby, self.roster, self._lives)
+        self._admission_queue = AdmissionQueue(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)
+        self._placing = Placing(spec, self._policy, self._admission_queue, self.roster, self._lives)
         verbs = self._contexts, self._move_attempt, self._place_anew
         self._moving = Moving(self._policy.mover, self._policy.requeue, self.roster.picture, self.roster.change, *verbs)
 
@@ -89,7 +89,7 @@ class Dispatcher:
         if self._background:
             await asyncio.wait(self._background, timeout=1.0)
         await self._moving.close()
-        await self._lobby.close()
+        await self._admission_queue.close()
         await self.roster.close()
 
     # ---- requests --------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class Dispatcher:
             life.phase, life.attempt = attempt.phase, None
             life.decode_workers = tuple(attempt.decode_workers)
             self._policy.ended(key, asyncio.get_running_loop().time(), attempt_tokens)
-            self._lobby.changed()
+            self._admission_queue.changed()
             attempt.release()
             self._count_transfers(life, attempt)
             life.transfers += attempt.transfers
@@ -416,7 +416,7 @@ class Dispatcher:
             traffic.cached_tokens += output.cached_tokens
         told = output.cached_tokens, output.timing.compute_s
         self._policy.prefilled(life.request.key, asyncio.get_running_loop().time(), *told)
-        self._lobby.changed()
+        self._admission_queue.changed()
         if self._policy.looks_behind_prefill and output.finish is None and life.placement is not None:
             refusal = self._policy.judge(self._placing.ask(life), life.placement.decode)
             if refusal is not None:
@@ -445,7 +445,7 @@ class Dispatcher:
             moves=self._moving.counts(),
             moved_bytes=self._moved_bytes,
             role_changes=self.roster.role_changes(),
-            queued=len(self._lobby.room),
+            queued=len(self._admission_queue.room),
             uncovered=tuple((role.value, count) for role, count in self._placing.uncovered.items()),
             tally=self._tally.told(),
         )

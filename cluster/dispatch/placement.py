@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from cluster.dispatch.admission_queue import Lobby
+from cluster.dispatch.admission_queue import AdmissionQueue
 from cluster.dispatch.attempt import Attempt
 from cluster.dispatch.discovery import Roster
 from cluster.events import Completed, Event, Rejected, Unservable
@@ -63,13 +63,18 @@ class Placing:
     """Owned by a Dispatcher, whose `lives` it reads."""
 
     def __init__(
-        self, spec: ClusterSpec, policy: Policy, lobby: Lobby, roster: Roster, lives: Mapping[str, Life]
+        self,
+        spec: ClusterSpec,
+        policy: Policy,
+        admission_queue: AdmissionQueue,
+        roster: Roster,
+        lives: Mapping[str, Life],
     ) -> None:
         self._gateway = gateway = spec.gateway
         self.uncovered = {pool.role: 0 for pool in spec.pools if pool.role is not Role.MIXED}  # requests
         self._classes = Classes(gateway)
         self._policy = policy
-        self._lobby = lobby
+        self._admission_queue = admission_queue
         self._roster = roster
         self._lives = lives
 
@@ -156,9 +161,9 @@ class Placing:
     async def _turn(self, life: Life) -> Placement | Refusal | None:
         """The policy's answer, now or when its turn has come. A placement has begun; None: nobody is ready."""
         if self._policy.queues and not life.request.attempt:
-            return await self._lobby.turn(life.request, lambda: self.ask(life), life.emit)
+            return await self._admission_queue.turn(life.request, lambda: self.ask(life), life.emit)
         answer = self._policy.choose(ask := self.ask(life))
-        assert not isinstance(answer, Later), "only first attempts wait, and in the lobby"
+        assert not isinstance(answer, Later), "only first attempts wait, and in the admission_queue"
         if isinstance(answer, Placement):
             self._policy.began(ask, answer)
             return self._policy.told(ask, answer)

@@ -40,10 +40,10 @@ async def opened(spec: ClusterSpec) -> AsyncIterator[SimCluster]:
     async with open_cluster(spec, models(spec, COST)) as cluster:
         yield cluster
         for dispatcher in cluster.dispatchers:
-            dispatcher._lobby.room.check()
-            assert not len(dispatcher._lobby.room) and not dispatcher._lobby._guests
+            dispatcher._admission_queue.room.check()
+            assert not len(dispatcher._admission_queue.room) and not dispatcher._admission_queue._guests
             assert len(dispatcher._policy.book) == 0
-            assert dispatcher._lobby._timer is None and dispatcher._lobby._watching is None
+            assert dispatcher._admission_queue._timer is None and dispatcher._admission_queue._watching is None
         await asyncio.sleep(1.0)  # the last cancels arrive
         for worker in cluster.runtime.workers.values():
             worker.engine.check()
@@ -456,8 +456,8 @@ def test_who_loses_its_worker_between_its_turn_and_its_start_is_asked_again() ->
     async def scene() -> None:
         async with opened(promising(colocated(2), rebalance=False)) as cluster:
             (dispatcher,) = cluster.dispatchers
-            lobby, roster = dispatcher._lobby, dispatcher.roster
-            resolve, left = lobby._resolve, list[str]()
+            admission_queue, roster = dispatcher._admission_queue, dispatcher.roster
+            resolve, left = admission_queue._resolve, list[str]()
 
             def resolved(guest, *, served=False):  # type: ignore[no-untyped-def]
                 turn = resolve(guest, served=served)
@@ -472,7 +472,7 @@ def test_who_loses_its_worker_between_its_turn_and_its_start_is_asked_again() ->
                     asyncio.get_running_loop().call_soon(news)
                 return turn
 
-            lobby._resolve = resolved  # type: ignore[method-assign]
+            admission_queue._resolve = resolved  # type: ignore[method-assign]
             seen = [Seen(dispatcher, request(f"r{n}", "batch", max_tokens=40)) for n in range(9)]
             ends = await asyncio.gather(*(each.task for each in seen), return_exceptions=True)
             assert left, "nobody was given a turn"

@@ -13,7 +13,7 @@ from cluster.dispatch.dispatcher import Dispatcher
 from cluster.offline.sim.run import simulate
 from cluster.offline.workload.load import load_workload
 from cluster.policy.active_requests import Book
-from cluster.policy.admission.queue import WaitingRoom
+from cluster.policy.admission.queue import RequestQueue
 from cluster.policy.estimate.latency import Decodes, Forecast
 from cluster.policy.routing.router import Placement
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
@@ -110,7 +110,7 @@ def test_first_tokens_come_when_they_were_foreseen_though_decodes_were_promised_
 def test_shares_are_paid_by_what_answers_are_expected_to_have() -> None:
     story = Story("least-loaded", "promise", SLO(ttft_s=1.0))
     wanted = request("a", length=100, max_tokens=400)
-    room = WaitingRoom(GatewaySpec(), story.policy.expected_tokens)
+    room = RequestQueue(GatewaySpec(), story.policy.expected_tokens)
     before = room.enter(wanted, 0.0, 0.1)
     for n in range(100):
         story.policy.answered(request(f"r{n}", length=100, max_tokens=400), 20, FinishReason.STOP)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.policy.admission.classes import Classes
-from cluster.policy.admission.queue import Seat, WaitingRoom
+from cluster.policy.admission.queue import QueuedRequest, RequestQueue
 from cluster.spec import ClassSpec, GatewaySpec
 from workers.errors import InvalidRequest
 from workers.request import SLO, Request, SamplingParams
@@ -28,12 +28,12 @@ def request(name: str, of: str = "interactive", tenant: str = "alice", tokens: i
     return Classes(GATEWAY).resolved(asked)
 
 
-def names(room: WaitingRoom, now_s: float) -> list[str]:
+def names(room: RequestQueue, now_s: float) -> list[str]:
     return [seat.request_id for seat in room.in_order(now_s)]
 
 
 def test_priority_then_deadline_and_late_ones_behind() -> None:
-    room = WaitingRoom(GATEWAY)
+    room = RequestQueue(GATEWAY)
     room.enter(request("batch", "batch"), 0.0, 0.1)
     room.enter(request("relaxed", "relaxed"), 0.0, 0.1)
     room.enter(request("soon"), 1.0, 0.1)
@@ -46,7 +46,7 @@ def test_priority_then_deadline_and_late_ones_behind() -> None:
 
 
 def test_who_would_rather_be_refused_is_told_when_it_is_too_late() -> None:
-    room = WaitingRoom(GATEWAY)
+    room = RequestQueue(GATEWAY)
     room.enter(request("batch", "batch"), 0.0, 0.1)
     room.enter(request("relaxed", "relaxed"), 0.0, 0.1)
     seat = room.enter(request("soon"), 0.0, 0.1)
@@ -57,7 +57,7 @@ def test_who_would_rather_be_refused_is_told_when_it_is_too_late() -> None:
 
 
 def test_who_has_waited_long_enough_goes_before_all() -> None:
-    room = WaitingRoom(GATEWAY)
+    room = RequestQueue(GATEWAY)
     room.enter(request("batch", "batch"), 0.0, 0.1)
     room.enter(request("new"), 59.0, 0.1)
     assert names(room, 59.9) == ["new", "batch"]
@@ -66,14 +66,14 @@ def test_who_has_waited_long_enough_goes_before_all() -> None:
 
 
 def test_only_a_higher_priority_passes_all_who_wait() -> None:
-    room = WaitingRoom(GATEWAY)
+    room = RequestQueue(GATEWAY)
     assert room.outranks(request("first", "batch"), 0.0), "nobody waits"
     room.enter(request("b", "batch"), 0.0, 0.1)
     assert room.outranks(request("a"), 0.0) and not room.outranks(request("c", "batch"), 0.0)
 
 
 def test_places_are_bounded_by_class_and_by_gateway() -> None:
-    room = WaitingRoom(GATEWAY)
+    room = RequestQueue(GATEWAY)
     seats = [room.enter(request(f"i{n}"), 0.0, 0.1) for n in range(6)]
     assert "6 of 6 places for class 'interactive'" in room.full(request("one more"))
     for n in range(6):
@@ -86,7 +86,7 @@ def test_places_are_bounded_by_class_and_by_gateway() -> None:
 
 def test_a_class_that_may_not_wait_has_no_place() -> None:
     gateway = GatewaySpec(classes={"now": ClassSpec(ttft_s=1.0, max_queued=0)})
-    assert WaitingRoom(gateway).full(Request("r", (1,), slo=SLO(class_name="now")))
+    assert RequestQueue(gateway).full(Request("r", (1,), slo=SLO(class_name="now")))
 
 
 def test_unknown_classes_and_tenants_are_refused_with_those_there_are() -> None:
@@ -113,7 +113,7 @@ PACKETS = st.lists(st.integers(2, 200), min_size=30, max_size=30)
 @settings(max_examples=40)
 @given(st.fixed_dictionaries({name: PACKETS for name in TENANTS}), st.integers(1, 60))
 def test_backlogged_tenants_are_within_a_packet_of_their_shares(packets: dict[str, list[int]], served: int) -> None:
-    room = WaitingRoom(GatewaySpec(tenants=TENANTS, classes={"batch": ClassSpec(max_queued=100)}))
+    room = RequestQueue(GatewaySpec(tenants=TENANTS, classes={"batch": ClassSpec(max_queued=100)}))
     for tenant, sizes in packets.items():
         for number, tokens in enumerate(sizes):
             asked = request(f"{tenant}{number}", "batch", tenant, tokens)
@@ -133,7 +133,7 @@ def test_backlogged_tenants_are_within_a_packet_of_their_shares(packets: dict[st
 
 
 def test_a_tenant_that_was_away_neither_saves_up_nor_pays() -> None:
-    room = WaitingRoom(GatewaySpec(tenants={"alice": 0.5, "bob": 0.5}))
+    room = RequestQueue(GatewaySpec(tenants={"alice": 0.5, "bob": 0.5}))
     for number in range(10):
         room.enter(request(f"a{number}", "default", "alice"), 0.0, 0.0)
     for _ in range(6):
@@ -167,8 +167,8 @@ def test_nobody_starves_whatever_comes_while_somebody_is_served(
     arrivals: list[tuple[float, str, str, int, float]], service_s: float
 ) -> None:
     """One is served in every `service_s`. Whoever has waited for its patience has at most a room full before it."""
-    room, now_s, next_s = WaitingRoom(GATEWAY), 0.0, service_s
-    arrived: dict[Seat, tuple[float, str]] = {}
+    room, now_s, next_s = RequestQueue(GATEWAY), 0.0, service_s
+    arrived: dict[QueuedRequest, tuple[float, str]] = {}
 
     def serve(until_s: float) -> None:
         nonlocal next_s
@@ -196,7 +196,7 @@ def test_nobody_starves_whatever_comes_while_somebody_is_served(
 def test_the_order_is_that_of_claims_priorities_and_deadlines(
     arrivals: list[tuple[float, str, str, int, float]], ends: list[tuple[bool, int]], later_s: float
 ) -> None:
-    room, now_s = WaitingRoom(GATEWAY), 0.0
+    room, now_s = RequestQueue(GATEWAY), 0.0
     for number, (gap_s, of, tenant, tokens, need_s) in enumerate(arrivals):
         now_s += gap_s
         if not room.full(asked := request(f"r{number}", of, tenant, tokens)):

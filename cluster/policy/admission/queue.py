@@ -26,7 +26,7 @@ _SLACK = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seat:
+class QueuedRequest:
     """One who waits. `tokens` of work, prompt and expected answer; `need_s` from its turn to its first token, at best.
 
     From `claim_s` on it goes first. `promised`: the deadline is that of its first token, not only its claim. `rejects`:
@@ -52,11 +52,11 @@ class Seat:
         return self.deadline_s - self.need_s if self.promised else self.deadline_s
 
 
-def _by_deadline(seat: Seat) -> tuple[float, int]:
+def _by_deadline(seat: QueuedRequest) -> tuple[float, int]:
     return seat.deadline_s, seat.number
 
 
-def _by_claim(seat: Seat) -> tuple[float, int]:
+def _by_claim(seat: QueuedRequest) -> tuple[float, int]:
     return seat.claim_s, seat.number
 
 
@@ -66,25 +66,27 @@ class _Queue:
 
     share: float
     tag: float = 0.0
-    timely: list[Seat] = field(default_factory=list)  # by deadline, as is `late`
-    late: list[Seat] = field(default_factory=list)
-    latest: list[tuple[float, int, Seat]] = field(default_factory=list)  # a heap of those in `timely`, and some gone
+    timely: list[QueuedRequest] = field(default_factory=list)  # by deadline, as is `late`
+    late: list[QueuedRequest] = field(default_factory=list)
+    latest: list[tuple[float, int, QueuedRequest]] = field(
+        default_factory=list
+    )  # a heap of those in `timely`, and some gone
 
     def __bool__(self) -> bool:
         return bool(self.timely or self.late)
 
-    def enter(self, seat: Seat) -> None:
+    def enter(self, seat: QueuedRequest) -> None:
         insort(self.timely, seat, key=_by_deadline)
         heapq.heappush(self.latest, (seat.latest_s, seat.number, seat))
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, seat: QueuedRequest) -> None:
         if not _drop(self.timely, seat):
             assert _drop(self.late, seat), f"{seat.request_id} does not wait here"
         if len(self.latest) > 2 * len(self.timely) + _SLACK:
             self.latest = [(each.latest_s, each.number, each) for each in self.timely]
             heapq.heapify(self.latest)
 
-    def in_order(self, now_s: float) -> Iterator[Seat]:
+    def in_order(self, now_s: float) -> Iterator[QueuedRequest]:
         self.settle(now_s)
         return chain(self.timely, self.late)
 
@@ -96,7 +98,7 @@ class _Queue:
                 insort(self.late, seat, key=_by_deadline)
 
 
-def _drop(seats: list[Seat], seat: Seat) -> bool:
+def _drop(seats: list[QueuedRequest], seat: QueuedRequest) -> bool:
     index = bisect_left(seats, _by_deadline(seat), key=_by_deadline)
     if index == len(seats) or seats[index] is not seat:
         return False
@@ -111,7 +113,7 @@ class _Level:
     clock: float = 0.0
     queues: dict[str, _Queue] = field(default_factory=dict)  # by tenant: as many as have shares
 
-    def in_order(self, now_s: float) -> Iterator[Seat]:
+    def in_order(self, now_s: float) -> Iterator[QueuedRequest]:
         """Whose turn it would be, one after the other, if all before had been served."""
         heap = [(queue.tag, name, queue.in_order(now_s), queue.share) for name, queue in self.queues.items() if queue]
         heapq.heapify(heap)
@@ -125,7 +127,7 @@ class _Level:
             yield seat
 
 
-class WaitingRoom:
+class RequestQueue:
     """Owned by a gateway's lobby. Every `enter` has its `take` or its `leave`.
 
     `expected`: how many tokens an answer will have.
@@ -136,7 +138,7 @@ class WaitingRoom:
         self._classes = Classes(gateway)
         self._most = gateway.max_queued
         self._levels: dict[int, _Level] = {}
-        self._claims: list[Seat] = []  # all who wait, by claim
+        self._claims: list[QueuedRequest] = []  # all who wait, by claim
         self._of_class: Counter[str] = Counter()
         self._number = 0
 
@@ -152,13 +154,13 @@ class WaitingRoom:
             return f"all {self._most} places of this gateway are taken"
         return ""
 
-    def enter(self, request: Request, arrived_s: float, need_s: float) -> Seat:
+    def enter(self, request: Request, arrived_s: float, need_s: float) -> QueuedRequest:
         """Take a place. `need_s`: from its turn to the first token at best. The room must not be `full`."""
         assert not (why := self.full(request)), why
         known, slo = self._classes.of(request), request.slo
         tenant, share = self._classes.share(request)
         claim_s = arrived_s + known.patience_s
-        seat = Seat(
+        seat = QueuedRequest(
             number=self._number,
             request_id=request.id,
             class_name=slo.class_name,
@@ -182,7 +184,7 @@ class WaitingRoom:
         self._of_class[seat.class_name] += 1
         return seat
 
-    def take(self, seat: Seat) -> None:
+    def take(self, seat: QueuedRequest) -> None:
         """It is served: its tenant pays for it."""
         level = self._levels[seat.priority]
         queue = level.queues[seat.tenant]
@@ -190,7 +192,7 @@ class WaitingRoom:
         self.leave(seat)
         queue.tag += seat.tokens / seat.share
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, seat: QueuedRequest) -> None:
         """It gave up, or was turned away."""
         self._levels[seat.priority].queues[seat.tenant].leave(seat)
         index = bisect_left(self._claims, _by_claim(seat), key=_by_claim)
@@ -200,11 +202,11 @@ class WaitingRoom:
         if not self._of_class[seat.class_name]:
             del self._of_class[seat.class_name]
 
-    def in_order(self, now_s: float, most: int | None = None) -> list[Seat]:
+    def in_order(self, now_s: float, most: int | None = None) -> list[QueuedRequest]:
         """Whose turn it is, one after the other; at most so many."""
         return list(islice(self._in_order(now_s), most))
 
-    def _in_order(self, now_s: float) -> Iterator[Seat]:
+    def _in_order(self, now_s: float) -> Iterator[QueuedRequest]:
         num_claimed = 0
         for seat in self._claims:
             if seat.claim_s > now_s:
@@ -216,7 +218,7 @@ class WaitingRoom:
         for _, level in sorted(self._levels.items()):
             yield from (seat for seat in level.in_order(now_s) if seat.claim_s > now_s)
 
-    def hopeless(self, now_s: float) -> list[Seat]:
+    def hopeless(self, now_s: float) -> list[QueuedRequest]:
         """Those who would rather be refused, and whose deadline can no longer be met."""
         found = []
         for level in self._levels.values():
