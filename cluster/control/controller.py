@@ -25,7 +25,7 @@ from cluster.control.membership import Listeners, Member, Membership
 from cluster.control.preflight import Preflight
 from cluster.control.replanning import Aimed, Planner, Replanner
 from cluster.control.replicas import Keeper, Keeping, order_of
-from cluster.control.scaling_loop import Decider, Steward
+from cluster.control.scaling_loop import Decider, ScalingLoop
 from cluster.control.supervised import Failures, supervised
 from cluster.policy.policy import open_policy
 from cluster.policy.scaling.evidence import Report
@@ -80,11 +80,11 @@ class Controller:
         self._orphan_timer: Watchdog | None = None
         self._server = ServerReport()
         self._stopping: asyncio.Task[None] | None = None
-        self._steward: Steward | None = None
+        self._scaling_loop: ScalingLoop | None = None
         if decider is not None:
             limit_s = spec.health.place_timeout_s + spec.health.start_timeout_s + spec.health.drain_s
             acts = spec.elastic.mode == "act"
-            self._steward = Steward(decider, self, spec.elastic.period_s, limit_s, acts=acts)
+            self._scaling_loop = ScalingLoop(decider, self, spec.elastic.period_s, limit_s, acts=acts)
         self._replanner = None if planner is None else Replanner(spec, planner, self.view, aimed)
 
     # ---- life ------------------------------------------------------------------------------------------------
@@ -103,8 +103,8 @@ class Controller:
             if post.is_leaving:
                 self._leave(keeper, self._spec.health.drain_s, waits=True)
         self._tending = asyncio.ensure_future(supervised("linking workers", self._preflight.tend, self._failures))
-        if self._steward is not None:
-            self._steward.begin(self._failures)
+        if self._scaling_loop is not None:
+            self._scaling_loop.begin(self._failures)
         if self._replanner is not None:
             self._replanner.begin(self._failures)
         self._bump()
@@ -148,8 +148,8 @@ class Controller:
             self._orphan_timer.close()
         if self._tending is not None:
             self._tending.cancel()
-        if self._steward is not None:
-            self._steward.close()
+        if self._scaling_loop is not None:
+            self._scaling_loop.close()
         if self._replanner is not None:
             self._replanner.close()
         staying = [keeper for keeper in self._keepers.values() if not keeper.is_over]
@@ -335,20 +335,20 @@ class Controller:
 
     async def report(self, report: Report) -> None:
         """What one gateway saw lately."""
-        if self._steward is not None:
-            self._steward.told(report)
+        if self._scaling_loop is not None:
+            self._scaling_loop.told(report)
         if self._replanner is not None:
             self._replanner.told(report)
 
     async def decisions(self) -> tuple[Taken, ...]:
         """Of the elastic policy and of the planner, the latest last."""
-        owners = (self._steward, self._replanner)
+        owners = (self._scaling_loop, self._replanner)
         taken = [each for owner in owners if owner is not None for each in owner.taken()]
         return tuple(sorted(taken, key=lambda each: -each.age_s))
 
     async def decision_counts(self) -> tuple[tuple[str, str, int], ...]:
         """Of the elastic policy since this controller began: kind, outcome, how many."""
-        return () if self._steward is None else self._steward.counts()
+        return () if self._scaling_loop is None else self._scaling_loop.counts()
 
     def _check(self, revision: int) -> None:
         if revision and revision != self._revision:

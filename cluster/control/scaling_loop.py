@@ -58,7 +58,7 @@ class _Refusal:
     until_s: float
 
 
-class Steward:
+class ScalingLoop:
     """Owned by the Controller. `acts`: carry decisions out; else they are advice. `limit_s` bounds one change."""
 
     def __init__(self, decider: Decider, changer: Changer, period_s: float, limit_s: float, *, acts: bool) -> None:

@@ -12,7 +12,7 @@ import pytest
 from local import cluster, completed, request, split_spec
 
 from cluster.control.changes import Taken
-from cluster.control.scaling_loop import REMEMBERED, Changer, Steward
+from cluster.control.scaling_loop import REMEMBERED, Changer, ScalingLoop
 from cluster.control.supervised import Failures
 from cluster.offline.sim.clock import run
 from cluster.policy.scaling.evidence import Decision, Report
@@ -47,13 +47,13 @@ class Scripted:
 
 
 @asynccontextmanager
-async def running(decider: Scripted, changer: Changer, *, acts: bool = True) -> "AsyncIterator[Steward]":
-    steward = Steward(decider, changer, PERIOD_S, 10.0, acts=acts)
-    steward.begin(Failures())
+async def running(decider: Scripted, changer: Changer, *, acts: bool = True) -> "AsyncIterator[ScalingLoop]":
+    scaling_loop = ScalingLoop(decider, changer, PERIOD_S, 10.0, acts=acts)
+    scaling_loop.begin(Failures())
     try:
-        yield steward
+        yield scaling_loop
     finally:
-        steward.close()
+        scaling_loop.close()
 
 
 class Growing:
@@ -100,11 +100,11 @@ def bounded(spec: ClusterSpec) -> ClusterSpec:
     return replace(spec, pools=(prefill, replace(decode, min_replicas=1, max_replicas=4)))
 
 
-async def until(steward: Steward, is_so: Callable[[tuple[Taken, ...]], bool]) -> list[str]:
+async def until(scaling_loop: ScalingLoop, is_so: Callable[[tuple[Taken, ...]], bool]) -> list[str]:
     async with asyncio.timeout(20):
-        while not is_so(steward.taken()):
+        while not is_so(scaling_loop.taken()):
             await asyncio.sleep(PERIOD_S)
-    return [taken.outcome for taken in steward.taken()]
+    return [taken.outcome for taken in scaling_loop.taken()]
 
 
 def over(count: int) -> Callable[[tuple[Taken, ...]], bool]:
@@ -122,8 +122,8 @@ def shrink(worker: str) -> Decision:
 async def test_decisions_are_carried_out_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cluster")
     decider = Scripted(FLIP, GROW, shrink("decode-0"))
-    async with cluster(split_spec(1, 2)) as subject, running(decider, subject.controller) as steward:
-        assert await until(steward, over(3)) == ["done"] * 3
+    async with cluster(split_spec(1, 2)) as subject, running(decider, subject.controller) as scaling_loop:
+        assert await until(scaling_loop, over(3)) == ["done"] * 3
         view = subject.controller.view()
         assert {each.name: (each.role, each.state) for each in view.workers} == {
             "prefill-0": (Role.PREFILL, WorkerState.READY),
@@ -145,9 +145,12 @@ async def test_advice_changes_nothing_and_is_told_once() -> None:
     decider = Scripted(FLIP, FLIP, None, FLIP, GROW)
     async with cluster(split_spec(1, 2)) as subject:
         revision = subject.controller.view().revision
-        async with running(decider, subject.controller, acts=False) as steward:
-            await until(steward, lambda taken: len(decider.views) >= 6)
-            assert [(each.decision, each.outcome) for each in steward.taken()] == [(FLIP, "advised"), (GROW, "advised")]
+        async with running(decider, subject.controller, acts=False) as scaling_loop:
+            await until(scaling_loop, lambda taken: len(decider.views) >= 6)
+            assert [(each.decision, each.outcome) for each in scaling_loop.taken()] == [
+                (FLIP, "advised"),
+                (GROW, "advised"),
+            ]
         assert subject.controller.view().revision == revision
 
 
@@ -159,12 +162,12 @@ async def test_what_fails_is_told_and_the_next_decision_comes() -> None:
         raise ZeroDivisionError("no load at all")
 
     decider = Scripted(unknown, broken, floored, FLIP)
-    async with cluster(split_spec(1, 2)) as subject, running(decider, subject.controller) as steward:
-        outcomes = await until(steward, over(3))
+    async with cluster(split_spec(1, 2)) as subject, running(decider, subject.controller) as scaling_loop:
+        outcomes = await until(scaling_loop, over(3))
         assert outcomes[0].startswith("failed: there is no worker 'decode-9'")
         assert "elastic.floors.prefill" in outcomes[1]
         assert outcomes[2] == "done"
-        assert steward.counts() == (("flip", "done", 1), ("flip", "failed", 2))
+        assert scaling_loop.counts() == (("flip", "done", 1), ("flip", "failed", 2))
 
 
 async def test_a_decision_on_a_cluster_that_has_changed_since_is_not_carried_out() -> None:
@@ -180,8 +183,8 @@ async def test_a_decision_on_a_cluster_that_has_changed_since_is_not_carried_out
                 await control.flip("decode-2", Role.PREFILL)
                 return await control.flip(worker, role, revision)
 
-        async with running(Scripted(FLIP), Slow()) as steward:
-            (outcome,) = await until(steward, over(1))
+        async with running(Scripted(FLIP), Slow()) as scaling_loop:
+            (outcome,) = await until(scaling_loop, over(1))
             assert "was expected" in outcome
         assert next(each.role for each in control.view().workers if each.name == "decode-1") is Role.DECODE
 
@@ -194,8 +197,8 @@ async def test_a_worker_that_finds_no_room_ends_the_wait(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(subject.runtime, "start_worker", no_room)
         decider = Scripted(GROW)
-        async with running(decider, subject.controller) as steward:
-            (outcome,) = await until(steward, over(1))
+        async with running(decider, subject.controller) as scaling_loop:
+            (outcome,) = await until(scaling_loop, over(1))
             assert outcome == "failed: no room for decode-1; the pool does not grow by itself for 30 s"
             await subject.until(lambda view: [each.name for each in view.workers] == ["prefill-0", "decode-0"])
             seen = len(decider.views)
@@ -210,11 +213,11 @@ def test_a_pool_that_does_not_grow_is_left_alone_for_twice_as_long_each_time() -
     changer = Refusing()
 
     async def asked() -> list[float]:
-        steward = Steward(Growing(), changer, 1.0, 100.0, acts=True)
-        steward.begin(Failures())
+        scaling_loop = ScalingLoop(Growing(), changer, 1.0, 100.0, acts=True)
+        scaling_loop.begin(Failures())
         await asyncio.sleep(2500.0)
-        steward.close()
-        return [2500.0 - taken.age_s for taken in steward.taken()]
+        scaling_loop.close()
+        return [2500.0 - taken.age_s for taken in scaling_loop.taken()]
 
     times = run(asked())
     pauses = [round(later - sooner) for sooner, later in pairwise(times)]
@@ -232,25 +235,25 @@ async def test_roles_change_while_a_new_worker_waits_for_a_node(monkeypatch: pyt
 
         monkeypatch.setattr(subject.runtime, "start_worker", start_when_up)
         decider = Scripted(GROW, FLIP)
-        async with running(decider, subject.controller) as steward:
-            assert (await until(steward, lambda taken: len(taken) == 2 and taken[1].outcome == "done"))[
+        async with running(decider, subject.controller) as scaling_loop:
+            assert (await until(scaling_loop, lambda taken: len(taken) == 2 and taken[1].outcome == "done"))[
                 0
             ] == "under way"
             view = subject.controller.view()
             assert {each.name: each.waits_for for each in view.workers if each.waits_for} == {"decode-2": "{CPU: 1}"}
             assert room(decider.views[1]) == 0, "one node at a time"
             node_is_up.set()
-            await until(steward, over(2))
-            assert [each.outcome for each in steward.taken()] == ["done", "done"]
+            await until(scaling_loop, over(2))
+            assert [each.outcome for each in scaling_loop.taken()] == ["done", "done"]
 
 
 async def test_reports_are_passed_on_and_decisions_forgotten_in_the_end() -> None:
     decider = Scripted(*(Decision("flip", "a", f"w-{index}", Role.MIXED) for index in range(REMEMBERED + 3)))
-    async with cluster(split_spec(1, 1)) as subject, running(decider, subject.controller) as steward:
-        steward.told(REPORT)
+    async with cluster(split_spec(1, 1)) as subject, running(decider, subject.controller) as scaling_loop:
+        scaling_loop.told(REPORT)
         assert decider.heard == [REPORT]
         async with asyncio.timeout(20):
             while decider.script:
                 await asyncio.sleep(PERIOD_S)
-        assert len(steward.taken()) <= REMEMBERED
-        assert steward.taken()[-1].decision.worker.startswith("w-")
+        assert len(scaling_loop.taken()) <= REMEMBERED
+        assert scaling_loop.taken()[-1].decision.worker.startswith("w-")
