@@ -97,7 +97,7 @@ class GatewayService:
         """Tell the controller of the load. What it cannot hear is lost: the next report is of what comes then."""
         await asyncio.sleep(period_s)
         try:
-            await self._controller.report(dispatcher.witness.report())
+            await self._controller.report(dispatcher.load_reporter.report())
         except WorkerGone as error:
             logger.debug("the controller heard no report: %s", error)
 

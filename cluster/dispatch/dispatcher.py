@@ -23,8 +23,8 @@ from cluster.dispatch.worker_call import AttemptFailed
 from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
 from cluster.observe.history import LONGEST_TEXT, History, Recent, Trail, Window
 from cluster.observe.ledger import Stopwatch, now_ns
-from cluster.observe.load_reporter import Witness
-from cluster.observe.request_metrics import Tally
+from cluster.observe.load_reporter import LoadReporter
+from cluster.observe.request_metrics import RequestMetrics
 from cluster.observe.request_timing import Course
 from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import open_policy
@@ -72,8 +72,8 @@ class Dispatcher:
         self.roster = Roster(spec, model, watch_members, name, caches, self.history)
         self._classes = Classes(spec.gateway)
         self._promises = Promises()
-        self._tally = Tally(spec.gateway.classes, spec.transfer.backends)
-        self.witness = Witness(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time())
+        self._request_metrics = RequestMetrics(spec.gateway.classes, spec.transfer.backends)
+        self.load_reporter = LoadReporter(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time())
         self._admission_queue = AdmissionQueue(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)
         self._placing = Placing(spec, self._policy, self._admission_queue, self.roster, self._lives)
         verbs = self._contexts, self._move_attempt, self._place_anew
@@ -131,7 +131,7 @@ class Dispatcher:
         request = replace(self._classes.resolved(request), origin=f"{self._process}.{next(self._numbers)}")
         arrived_ns = now_ns() if arrived_ns is None else arrived_ns
         arrived_s = arrived_ns / 1e9
-        with self.witness.seen(request, emit, arrived_s, self._policy.expected_tokens(request)) as told:
+        with self.load_reporter.seen(request, emit, arrived_s, self._policy.expected_tokens(request)) as told:
             life = self._lives[request.id] = Life(request, Stopwatch(now_ns, arrived_ns), told, Course(arrived_s))
             try:
                 await self._live(life, deadline_s)
@@ -148,7 +148,7 @@ class Dispatcher:
         """The request is over."""
         ended = life.course.ended(self._classes.promised(life.request), life.error, asyncio.get_running_loop().time())
         self._promises.ended(ended)
-        self._tally.ended(ended, life.completed, life.transfers)
+        self._request_metrics.ended(ended, life.completed, life.transfers)
         self._policy.answered(life.request, len(life.sent), life.finish)
         if ended.outcome == "refused":
             self.history.happened("refused", "", f"{ended.refusal}: {life.error}", life.request.id)
@@ -389,7 +389,7 @@ class Dispatcher:
         )
         life.sent.extend(output.tokens)
         gap_s = life.course.tokens(len(output.tokens), asyncio.get_running_loop().time())
-        self._tally.came(life.request.slo.class_name, len(output.tokens), gap_s)
+        self._request_metrics.came(life.request.slo.class_name, len(output.tokens), gap_s)
         life.emit(Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs))
         if (attempt := life.attempt) is not None:
             self.history.of(attempt.decode_workers[-1]).output_tokens += len(output.tokens)
@@ -447,14 +447,14 @@ class Dispatcher:
             role_changes=self.roster.role_changes(),
             queued=len(self._admission_queue.room),
             uncovered=tuple((role.value, count) for role, count in self._placing.uncovered.items()),
-            tally=self._tally.told(),
+            tally=self._request_metrics.told(),
         )
 
     def turned_away(self, class_name: str, cause: str) -> None:
         """A request never came here: the door refused it."""
         ended = Ended("refused", class_name, cause)
         self._promises.ended(ended)
-        self._tally.ended(ended, None, ())
+        self._request_metrics.ended(ended, None, ())
         self.history.happened("refused", "", cause)
 
     def recent(self) -> Recent:

@@ -29,7 +29,7 @@ class _Seen:
     output_tokens: int = 0
 
 
-class Witness:
+class LoadReporter:
     """Owned by a Dispatcher. `promised`: to requests that ask for nothing. `clock`: seconds, of the dispatcher."""
 
     def __init__(self, gateway: str, promised: SLO, clock: Callable[[], float]) -> None:

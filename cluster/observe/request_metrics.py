@@ -17,7 +17,7 @@ STAGES = ("queue", "prefill", "decode", "inference")
 QUEUEING = ("admission", "route", "reserve", "prefill_queue")
 
 
-class Tally:
+class RequestMetrics:
     """Owned by a Dispatcher. `classes` are those of the specification; requests of any other count as `other`.
 
     What it names is told from the start, `transports` too.

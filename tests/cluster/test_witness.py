@@ -7,7 +7,7 @@ import pytest
 from local import cluster, completed, request, split_spec, tokens_of
 
 from cluster.events import Accepted, Delta, Event, Rejected
-from cluster.observe.load_reporter import MOST_SAMPLES, Witness
+from cluster.observe.load_reporter import MOST_SAMPLES, LoadReporter
 from cluster.policy.scaling.evidence import Report
 from cluster.spec import ElasticSpec, GatewaySpec
 from workers.request import SLO, Request
@@ -26,8 +26,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def witness(clock: Clock) -> Witness:
-    return Witness("gateway-0", SLO(2.0, 0.1), clock)
+def load_reporter(clock: Clock) -> LoadReporter:
+    return LoadReporter("gateway-0", SLO(2.0, 0.1), clock)
 
 
 def delta(count: int) -> Delta:
@@ -38,60 +38,60 @@ def ignore(event: Event) -> None:
     """Nobody listens."""
 
 
-def test_those_who_wait_are_told_until_their_first_token(witness: Witness, clock: Clock) -> None:
+def test_those_who_wait_are_told_until_their_first_token(load_reporter: LoadReporter, clock: Clock) -> None:
     impatient = replace(request("b", 30), slo=SLO(0.5))
     with (
-        witness.seen(request("a", 20), ignore, 99.0) as hear,
-        witness.seen(impatient, ignore, 99.4),
-        witness.seen(replace(request("c", 5), slo=SLO(60.0)), ignore, 90.0),
+        load_reporter.seen(request("a", 20), ignore, 99.0) as hear,
+        load_reporter.seen(impatient, ignore, 99.4),
+        load_reporter.seen(replace(request("c", 5), slo=SLO(60.0)), ignore, 90.0),
     ):
         clock.now_s = 100.5
-        told = witness.report()
+        told = load_reporter.report()
         assert (told.arrived, told.arrived_tokens, told.seconds) == (3, 55, 0.5)
         assert (told.waiting, told.overdue, told.oldest_wait_s) == (3, 1, 10.5)
         clock.now_s = 101.5
-        assert witness.report().overdue == 2, "the gateway's own promise counts where none was asked"
+        assert load_reporter.report().overdue == 2, "the gateway's own promise counts where none was asked"
         hear(delta(1))
         hear(delta(2))
-        told = witness.report()
+        told = load_reporter.report()
         assert (told.waiting, told.overdue, told.arrived, told.samples) == (2, 1, 0, ())
-    assert witness.report() == Report("gateway-0", 0.0, 0, 0)
+    assert load_reporter.report() == Report("gateway-0", 0.0, 0, 0)
 
 
 def test_a_request_that_is_turned_away_is_a_sample_and_one_that_its_caller_ends_is_none(
-    witness: Witness, clock: Clock
+    load_reporter: LoadReporter, clock: Clock
 ) -> None:
-    with pytest.raises(Rejected), witness.seen(request("a", 20), ignore, 100.0):
+    with pytest.raises(Rejected), load_reporter.seen(request("a", 20), ignore, 100.0):
         raise Rejected("full", 1.0)
-    with pytest.raises(asyncio.CancelledError), witness.seen(request("b"), ignore, 100.0):
+    with pytest.raises(asyncio.CancelledError), load_reporter.seen(request("b"), ignore, 100.0):
         raise asyncio.CancelledError
-    with pytest.raises(Rejected), witness.seen(request("late", 20), ignore, 100.0) as hear:
+    with pytest.raises(Rejected), load_reporter.seen(request("late", 20), ignore, 100.0) as hear:
         clock.now_s = 101.0
         hear(delta(1))
         raise Rejected("late", 1.0)
-    refused, late = witness.report().samples
+    refused, late = load_reporter.report().samples
     assert refused.refused and refused.ttft_s is None and refused.output_tokens == 0
     assert (refused.promised_ttft_s, refused.promised_tpot_s) == (2.0, 0.1)
     assert not late.refused and late.ttft_s == 1.0 and late.output_tokens == 1
 
 
-def test_a_prompt_that_siblings_share_is_counted_once(witness: Witness) -> None:
+def test_a_prompt_that_siblings_share_is_counted_once(load_reporter: LoadReporter) -> None:
     def sibling(name: str) -> Request:
         return replace(request(name, 20), group="g")
 
-    with witness.seen(sibling("g#0"), ignore, 100.0), witness.seen(sibling("g#1"), ignore, 100.0):
+    with load_reporter.seen(sibling("g#0"), ignore, 100.0), load_reporter.seen(sibling("g#1"), ignore, 100.0):
         pass
-    told = witness.report()
+    told = load_reporter.report()
     assert (told.arrived, told.arrived_tokens) == (2, 20)
-    with witness.seen(sibling("g#0"), ignore, 100.0):
-        assert witness.report().arrived_tokens == 20, "later ones are others"
+    with load_reporter.seen(sibling("g#0"), ignore, 100.0):
+        assert load_reporter.report().arrived_tokens == 20, "later ones are others"
 
 
-def test_a_report_is_bounded(witness: Witness) -> None:
+def test_a_report_is_bounded(load_reporter: LoadReporter) -> None:
     for index in range(MOST_SAMPLES + 9):
-        with pytest.raises(Rejected), witness.seen(request(f"r{index}", index + 1), ignore, 100.0):
+        with pytest.raises(Rejected), load_reporter.seen(request(f"r{index}", index + 1), ignore, 100.0):
             raise Rejected("full", 1.0)
-    told = witness.report()
+    told = load_reporter.report()
     assert told.arrived == MOST_SAMPLES + 9 and len(told.samples) == MOST_SAMPLES
     assert told.samples[-1].prompt_tokens == MOST_SAMPLES + 9
 

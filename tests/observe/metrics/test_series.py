@@ -21,7 +21,7 @@ from cluster.events import Completed
 from cluster.observe.ledger import PHASES, LatencyLedger
 from cluster.observe.metrics import exposition
 from cluster.observe.metrics.vllm import vllm_families
-from cluster.observe.request_metrics import Tally
+from cluster.observe.request_metrics import RequestMetrics
 from cluster.policy.estimate.histograms import TOKENS, Counting, Tallied
 from cluster.policy.slo_attainment import OTHER, OUTCOMES, Ended, Standing
 from cluster.spec import MetricsSpec, Role, SpecError, parse_spec
@@ -129,7 +129,7 @@ def test_only_one_gateway_tells_vllms_series_of_workers(texts: list[str]) -> Non
 
 @pytest.mark.parametrize("outcome", [outcome for outcome in OUTCOMES if outcome != "completed"])
 def test_vllms_series_of_requests_know_nothing_of_those_that_do_not_complete(outcome: str) -> None:
-    tally = Tally(["fast"])
+    tally = RequestMetrics(["fast"])
     tally.ended(Ended(outcome, "fast", waited_s=0.5), None, ())
     text = exposition(replace(Standing(), tally=tally.told()), "gateway-0", compat="vllm")
     assert value(text, "diptych_request_seconds_count", outcome=outcome) == 1
@@ -138,7 +138,7 @@ def test_vllms_series_of_requests_know_nothing_of_those_that_do_not_complete(out
 
 
 def test_vllms_latency_is_that_of_complete_answers() -> None:
-    tally = Tally([])
+    tally = RequestMetrics([])
     ledger = LatencyLedger((("admission", 10**9),), (), 10**9, 10**9)
     tally.ended(Ended("completed", waited_s=3.0), Completed(FinishReason.STOP, 5, 4, 0, 1, ledger, ()), ())
     tally.ended(Ended("refused"), None, ())
@@ -228,7 +228,7 @@ ENDS = st.tuples(st.sampled_from(OUTCOMES), st.text(max_size=4), st.none() | st.
 
 @given(st.lists(ENDS, max_size=80))
 def test_labels_are_those_of_the_specification(ends: list[tuple[str, str, float | None, bool]]) -> None:
-    tally = Tally(["fast", "batch"])
+    tally = RequestMetrics(["fast", "batch"])
     for outcome, class_name, ttft_s, moved in ends:
         tally.came(class_name, 3, 0.25)
         tally.ended(Ended(outcome, class_name, ttft_s=ttft_s, waited_s=1.0), None, [REPORT] * moved)
@@ -251,7 +251,7 @@ def test_parts_of_the_ledger_and_stages_of_vllm_sum_to_the_whole(
 ) -> None:
     ttft_ns, rest_ns = (sum(ns for _, ns in parts) for parts in (first, rest))
     ledger = LatencyLedger(tuple(first), tuple(rest), ttft_ns, ttft_ns + rest_ns)
-    tally = Tally([])
+    tally = RequestMetrics([])
     tally.ended(Ended("completed"), Completed(FinishReason.STOP, 5, 4, 2, 1, ledger, ()), ())
     told = tally.told()
     whole_s = ledger.total_ns / 1e9
