@@ -25,7 +25,7 @@ from cluster.observe.history import LONGEST_TEXT, History, Recent, Trail, Window
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.observe.load_reporter import LoadReporter
 from cluster.observe.request_metrics import RequestMetrics
-from cluster.observe.request_timing import Course
+from cluster.observe.request_timing import RequestTiming
 from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import open_policy
 from cluster.policy.routing.prefix_index import Guesses
@@ -132,7 +132,9 @@ class Dispatcher:
         arrived_ns = now_ns() if arrived_ns is None else arrived_ns
         arrived_s = arrived_ns / 1e9
         with self.load_reporter.seen(request, emit, arrived_s, self._policy.expected_tokens(request)) as told:
-            life = self._lives[request.id] = Life(request, Stopwatch(now_ns, arrived_ns), told, Course(arrived_s))
+            life = self._lives[request.id] = Life(
+                request, Stopwatch(now_ns, arrived_ns), told, RequestTiming(arrived_s)
+            )
             try:
                 await self._live(life, deadline_s)
             except BaseException as error:
@@ -146,7 +148,7 @@ class Dispatcher:
 
     def _score(self, life: Life) -> None:
         """The request is over."""
-        ended = life.course.ended(self._classes.promised(life.request), life.error, asyncio.get_running_loop().time())
+        ended = life.timing.ended(self._classes.promised(life.request), life.error, asyncio.get_running_loop().time())
         self._promises.ended(ended)
         self._request_metrics.ended(ended, life.completed, life.transfers)
         self._policy.answered(life.request, len(life.sent), life.finish)
@@ -356,7 +358,7 @@ class Dispatcher:
         limit_s = self._spec.gateway.placement_timeout_s / max(1, others)
         if request.slo.ttft_s is None or not request.slo.promised or not self._classes.rejects(request):
             return limit_s
-        left_s = request.slo.ttft_s - (asyncio.get_running_loop().time() - life.course.arrived_s)
+        left_s = request.slo.ttft_s - (asyncio.get_running_loop().time() - life.timing.arrived_s)
         return limit_s if request.generated else min(limit_s, max(left_s, LEAST_RESERVING_S))
 
     async def _run_or_stop(self, life: Life, attempt: Attempt) -> FinishReason:
@@ -388,7 +390,7 @@ class Dispatcher:
             f"request {life.request.id}: token {output.first_position} came after {len(life.sent)} tokens"
         )
         life.sent.extend(output.tokens)
-        gap_s = life.course.tokens(len(output.tokens), asyncio.get_running_loop().time())
+        gap_s = life.timing.tokens(len(output.tokens), asyncio.get_running_loop().time())
         self._request_metrics.came(life.request.slo.class_name, len(output.tokens), gap_s)
         life.emit(Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs))
         if (attempt := life.attempt) is not None:

@@ -13,7 +13,7 @@ from cluster.dispatch.attempt import Attempt
 from cluster.dispatch.discovery import Roster
 from cluster.events import Completed, Event, Rejected, Unservable
 from cluster.observe.ledger import Stopwatch
-from cluster.observe.request_timing import Course
+from cluster.observe.request_timing import RequestTiming
 from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import Policy
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal
@@ -39,7 +39,7 @@ class Life:
     request: Request
     watch: Stopwatch
     emit: Callable[[Event], None]
-    course: Course
+    timing: RequestTiming
     stop: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     sent: list[int] = field(default_factory=list)
     transfers: list[TransferReport] = field(default_factory=list)
@@ -147,8 +147,8 @@ class Placing:
     def _placed(self, life: Life, placement: Placement) -> Placement:
         self._count_uncovered(placement)
         life.placement, now_s = placement, asyncio.get_running_loop().time()
-        life.course.placed(placement, now_s)
-        if (waited_s := now_s - life.course.arrived_s) > WORTH_TELLING_S:
+        life.timing.placed(placement, now_s)
+        if (waited_s := now_s - life.timing.arrived_s) > WORTH_TELLING_S:
             life.request = replace(life.request, waited_s=waited_s)
         return placement
 
@@ -178,7 +178,7 @@ class Placing:
         request = life.request
         beside = self._beside(request.group) if request.group else ""
         now_s = asyncio.get_running_loop().time()
-        waited_s = now_s - life.course.arrived_s
+        waited_s = now_s - life.timing.arrived_s
         return Ask(self._roster.picture(), request, self._roster.sent(), life.avoid, alone, beside, now_s, waited_s)
 
     def _beside(self, group: str) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 from diptych.history import Happening as Happening
 from diptych.history import Load as Load
 from diptych.history import Recent as Recent
+from diptych.history import RequestTrace as RequestTrace
 from diptych.history import Traffic as Traffic
-from diptych.history import Trail as Trail
 from diptych.history import Window as Window
 from diptych.view import ClusterView
 
@@ -37,7 +37,7 @@ class History:
         self._began_ns = now_ns()
         self._whole_ns = self._began_ns  # the newest of what was forgotten
         self._traffic: dict[str, Traffic] = {}
-        self._trails: deque[Trail] = deque(maxlen=most)
+        self._trails: deque[RequestTrace] = deque(maxlen=most)
         self._happenings: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)
         self._refusals: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)  # apart: they come in floods
         self._loads: deque[Load] = deque(maxlen=MOST_POINTS if most else 0)
@@ -59,7 +59,7 @@ class History:
             known = self.of(worker)
             known.change, known.changed_ns = f"{kind} {text[:LONGEST_TEXT]}", now_ns
 
-    def ended(self, trail: Trail) -> None:
+    def ended(self, trail: RequestTrace) -> None:
         """A request is over; its trail is kept for a while."""
         self._keep(self._trails, trail, END_NS)
         self._forget()
@@ -86,7 +86,7 @@ class History:
         happenings = tuple(((now_ns - each.at_ns) / 1e9, each) for each in latest)
         return Recent((now_ns - self._began_ns) / 1e9, tuple(traffic), happenings)
 
-    def window(self, begin_ns: int, end_ns: int, under_way: Iterable[Trail] = ()) -> Window:
+    def window(self, begin_ns: int, end_ns: int, under_way: Iterable[RequestTrace] = ()) -> Window:
         """What overlaps with this stretch of time; with what is under way, as far as it was then there."""
         self._forget()
         trails = (*self._trails, *under_way)

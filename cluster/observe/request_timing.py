@@ -10,7 +10,7 @@ from workers.request import SLO
 
 
 @dataclass(slots=True)
-class Course:
+class RequestTiming:
     """Of one request; owned by its dispatcher coroutine. Seconds of the dispatcher's clock.
 
     The prediction that counts is the one of the placement that brought the first token.

@@ -6,7 +6,7 @@ from diptych.events import LatencyLedger
 
 
 @dataclass(frozen=True, slots=True)
-class Trail:
+class RequestTrace:
     """How one request went. Nanoseconds of the gateway's clock.
 
     The ledger goes to its last lap; behind it come `open_ns` in `phase` (as an attempt names it), up to the end or,
@@ -93,7 +93,7 @@ class Window:
     `whole_ns`: what was up to then may be missing, and nothing behind it; 0: nothing at all is missing.
     """
 
-    trails: tuple[Trail, ...] = ()
+    trails: tuple[RequestTrace, ...] = ()
     happenings: tuple[Happening, ...] = ()
     loads: tuple[Load, ...] = ()
     whole_ns: int = 0

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from diptych.history import Happening, Load, Recent, Traffic, Trail, Window
+from diptych.history import Happening, Load, Recent, RequestTrace, Traffic, Window
 from diptych.messages import ledger_from
 from diptych.shapes import Shape, Timings
 from diptych.standing import Calibration, ClassScore, Errors, Kept, Standing
@@ -169,8 +169,8 @@ def window_from(messages: Iterable[admin_pb2.TracePage]) -> Window:
     )
 
 
-def _trail_from(message: admin_pb2.Trail) -> Trail:
-    return Trail(
+def _trail_from(message: admin_pb2.RequestTrace) -> RequestTrace:
+    return RequestTrace(
         request_id=message.request_id,
         class_name=message.class_name,
         outcome=message.outcome,

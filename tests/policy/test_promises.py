@@ -15,7 +15,7 @@ from cluster.dispatch import dispatcher as dispatcher_module
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Rejected, Unservable
 from cluster.observe.metrics import exposition
-from cluster.observe.request_timing import Course
+from cluster.observe.request_timing import RequestTiming
 from cluster.offline.sim.run import simulate
 from cluster.offline.workload.load import load_workload
 from cluster.policy.estimate.correction import Correction, Corrections
@@ -160,12 +160,12 @@ def test_metrics_are_what_the_scores_say() -> None:
 
 
 def test_a_prediction_is_held_against_what_came_after_the_placement() -> None:
-    course = Course(arrived_s=10.0)
-    course.placed(Placement("p", "d", "", predicted_ttft_s=3.5, predicted_tpot_s=0.1), now_s=12.0)
-    course.tokens(1, 14.0)
-    course.placed(Placement("p", "d", "again", predicted_ttft_s=99.0), now_s=15.0)
-    course.tokens(2, 15.0)
-    ended = course.ended(SLO(4.0, 0.4, "fast"), None, 16.0)
+    timing = RequestTiming(arrived_s=10.0)
+    timing.placed(Placement("p", "d", "", predicted_ttft_s=3.5, predicted_tpot_s=0.1), now_s=12.0)
+    timing.tokens(1, 14.0)
+    timing.placed(Placement("p", "d", "again", predicted_ttft_s=99.0), now_s=15.0)
+    timing.tokens(2, 15.0)
+    ended = timing.ended(SLO(4.0, 0.4, "fast"), None, 16.0)
     assert (ended.outcome, ended.class_name, ended.ttft_s, ended.tpot_s) == ("completed", "fast", 4.0, 0.5)
     assert (ended.after_placement_s, ended.predicted_ttft_s, ended.predicted_tpot_s) == (2.0, 1.5, 0.1)
     assert (ended.kept("ttft"), ended.kept("tpot")) == (True, False)
@@ -184,7 +184,7 @@ def test_a_prediction_is_held_against_what_came_after_the_placement() -> None:
     ],
 )
 def test_every_end_has_its_name(error: BaseException, outcome: str, refusal: str) -> None:
-    ended = Course(1.0).ended(SLO(ttft_s=1.0), error, 3.0)
+    ended = RequestTiming(1.0).ended(SLO(ttft_s=1.0), error, 3.0)
     assert (ended.outcome, ended.refusal, ended.waited_s, ended.ttft_s) == (outcome, refusal, 2.0, None)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from cluster.frontend.grpc.messages import ledger_message
-from diptych.history import Happening, Load, Recent, Trail, Window
+from diptych.history import Happening, Load, Recent, RequestTrace, Window
 from diptych.v1 import admin_pb2
 from diptych.wire import duration, duration_of
 
@@ -48,8 +48,8 @@ def pages(window: Window, gateway: str, offset_ns: int) -> Iterator[admin_pb2.Tr
             return
 
 
-def _trail_message(trail: Trail, offset_ns: int) -> admin_pb2.Trail:
-    return admin_pb2.Trail(
+def _trail_message(trail: RequestTrace, offset_ns: int) -> admin_pb2.RequestTrace:
+    return admin_pb2.RequestTrace(
         request_id=trail.request_id,
         class_name=trail.class_name,
         outcome=trail.outcome,
