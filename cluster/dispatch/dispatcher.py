@@ -30,7 +30,7 @@ from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import open_policy
 from cluster.policy.routing.prefix_index import Guesses
 from cluster.policy.routing.router import Placement
-from cluster.policy.slo_attainment import Ended, Promises, Standing
+from cluster.policy.slo_attainment import Ended, SLOScores, Standing
 from cluster.runtime.interface import WorkerGone
 from cluster.spec import ClusterSpec, Role
 from diptych.shapes import Shape, Timings
@@ -71,7 +71,7 @@ class Dispatcher:
         self.history = History(spec.gateway.trace_requests, spec.gateway.trace_s, now_ns)
         self.roster = Roster(spec, model, watch_members, name, caches, self.history)
         self._classes = Classes(spec.gateway)
-        self._promises = Promises()
+        self._promises = SLOScores()
         self._request_metrics = RequestMetrics(spec.gateway.classes, spec.transfer.backends)
         self.load_reporter = LoadReporter(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time())
         self._admission_queue = AdmissionQueue(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)

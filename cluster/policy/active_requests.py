@@ -48,7 +48,7 @@ class Work:
         return self.prompt_tokens + self.output_tokens
 
 
-class Promised(NamedTuple):
+class DecodeLoad(NamedTuple):
     """Sums over the requests that decode on a worker or will."""
 
     sequences: int = 0
@@ -56,10 +56,10 @@ class Promised(NamedTuple):
     output_tokens: int = 0
 
 
-_NOTHING = Promised()
+_NOTHING = DecodeLoad()
 
 
-class Standing(Struct, frozen=True, gc=False):
+class WorkerLoad(Struct, frozen=True, gc=False):
     """How we stand with one worker, in sums; the same object for as long as nothing changes there.
 
     Of its prompts: how many wait or run, their tokens, those to compute, and the seconds of all and of the first one,
@@ -67,8 +67,8 @@ class Standing(Struct, frozen=True, gc=False):
     first, and the tightest promise.
     """
 
-    promised: Promised = _NOTHING
-    begun: Promised = _NOTHING
+    promised: DecodeLoad = _NOTHING
+    begun: DecodeLoad = _NOTHING
     tightest_s: float | None = None
     num_prompts: int = 0
     prompt_tokens: int = 0
@@ -86,7 +86,7 @@ class Standing(Struct, frozen=True, gc=False):
         return self.turn_s + self.prompts_s, self.prompts_s - self.head_s
 
 
-_IDLE = Standing()
+_IDLE = WorkerLoad()
 
 
 class Book:
@@ -96,10 +96,10 @@ class Book:
         self._works: dict[str, Work] = {}
         self._prefilling: dict[str, dict[str, Work]] = {}  # worker -> key -> work, oldest first
         self._decoding: dict[str, dict[str, Work]] = {}  # from the promise of a slot to the last token
-        self._promised: dict[str, Promised] = {}  # of what decodes there or will
+        self._promised: dict[str, DecodeLoad] = {}  # of what decodes there or will
         self._touched_s: dict[str, float] = {}  # worker -> when work of ours last began or ended there
         self._news: set[str] = set()  # workers, since `news` was asked for
-        self._standings: dict[str, Standing] = {}  # those that were asked for, while nothing has changed
+        self._standings: dict[str, WorkerLoad] = {}  # those that were asked for, while nothing has changed
         self._prefilled_s: dict[str, float] = {}  # worker -> when it last ended a prompt of ours
         self._computed_s: dict[str, float] = {}  # worker -> seconds of all prompts of ours that it has computed
         self._num_decoded = 0
@@ -122,7 +122,7 @@ class Book:
         """Requests of ours that decode there or will."""
         return self._decoding.get(worker, {}).values()
 
-    def promised(self, worker: str) -> Promised:
+    def promised(self, worker: str) -> DecodeLoad:
         """Sums over `decoding`, at no cost."""
         return self._promised.get(worker, _NOTHING)
 
@@ -135,12 +135,12 @@ class Book:
         news, self._news = self._news, set()
         return news
 
-    def standing(self, worker: str) -> Standing:
+    def standing(self, worker: str) -> WorkerLoad:
         """All that can be summed of what is on its way to the worker, and under way there."""
         known = self._standings.get(worker)
         return self._sum_up(worker) if known is None else known
 
-    def _sum_up(self, worker: str) -> Standing:
+    def _sum_up(self, worker: str) -> WorkerLoad:
         waiting, decoding = self._prefilling.get(worker), self._decoding.get(worker)
         if not waiting and not decoding:
             self._standings[worker] = _IDLE
@@ -153,7 +153,7 @@ class Book:
                 tightest_s = promised_s
             if work.prefilled_s is not None or work.prefill == worker:
                 sequences, prompts, answers = sequences + 1, prompts + work.prompt_tokens, answers + work.output_tokens
-        begun = Promised(sequences, prompts, answers) if sequences else _NOTHING
+        begun = DecodeLoad(sequences, prompts, answers) if sequences else _NOTHING
         waiting_tokens = new_tokens = 0
         prompts_s = head_s = turn_s = 0.0
         if waiting:
@@ -162,7 +162,7 @@ class Book:
             for work in waiting.values():
                 waiting_tokens, new_tokens = waiting_tokens + work.prompt_tokens, new_tokens + work.new_tokens
                 prompts_s += work.prefill_s
-        found = self._standings[worker] = Standing(
+        found = self._standings[worker] = WorkerLoad(
             self.promised(worker),
             begun,
             tightest_s,
@@ -299,14 +299,14 @@ class Book:
         self._decoding.setdefault(worker, {})[work.key] = work
         known = self.promised(worker)
         prompts, answers = known.prompt_tokens + work.prompt_tokens, known.output_tokens + work.output_tokens
-        self._promised[worker] = Promised(known.sequences + 1, prompts, answers)
+        self._promised[worker] = DecodeLoad(known.sequences + 1, prompts, answers)
 
     def _no_more_to_decode(self, work: Work) -> None:
         self._drop(self._decoding, work.decode, work.key)
         known = self._promised.pop(work.decode)
         if known.sequences > 1:
             prompts, answers = known.prompt_tokens - work.prompt_tokens, known.output_tokens - work.output_tokens
-            self._promised[work.decode] = Promised(known.sequences - 1, prompts, answers)
+            self._promised[work.decode] = DecodeLoad(known.sequences - 1, prompts, answers)
 
     def _turn_s(self, work: Work) -> float:
         return max(work.began_s, work.reserved_s, self._prefilled_s.get(work.prefill, 0.0))
@@ -331,7 +331,7 @@ class Book:
         for worker, works in self._decoding.items():
             prompts = sum(work.prompt_tokens for work in works.values())
             answers = sum(work.output_tokens for work in works.values())
-            assert self._promised[worker] == Promised(len(works), prompts, answers), worker
+            assert self._promised[worker] == DecodeLoad(len(works), prompts, answers), worker
         assert self._promised.keys() == self._decoding.keys()
         for worker, known in list(self._standings.items()):
             assert self._sum_up(worker) == known, worker

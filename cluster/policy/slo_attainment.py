@@ -102,7 +102,7 @@ class _Class:
         )
 
 
-class Promises:
+class SLOScores:
     """Keeps the scores of one gateway. Owned by its dispatcher."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from cluster.policy.slo_attainment import (
     Ended,
     Errors,
     Kept,
-    Promises,
+    SLOScores,
     Standing,
 )
 from cluster.spec import ClusterSpec
@@ -46,7 +46,7 @@ KEPT = Ended("completed", "fast", ttft_s=1.0, tpot_s=0.05, promised_ttft_s=1.0, 
 
 
 def standing(*ended: Ended) -> Standing:
-    promises = Promises()
+    promises = SLOScores()
     for each in ended:
         promises.ended(each)
     return promises.standing(Calibration())

@@ -6,7 +6,7 @@ long prompts and answers took there; guessed steps also by the worker's own step
 
 from msgspec import Struct
 
-from cluster.policy.active_requests import Book, Standing, Work
+from cluster.policy.active_requests import Book, Work, WorkerLoad
 from cluster.policy.estimate.correction import Corrections, bounded
 from cluster.policy.routing.picking import num_sequences
 from cluster.policy.routing.router import Ask
@@ -276,7 +276,7 @@ def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, de
     return min(budget, max(LEAST_CHUNK, within)), False
 
 
-def _foreign_tokens(ask: Ask, worker: WorkerView, ours: Standing) -> int:
+def _foreign_tokens(ask: Ask, worker: WorkerView, ours: WorkerLoad) -> int:
     """Prompt tokens of other gateways that it still has to compute; of what is queued, each decode has one."""
     stats, sent = worker.stats, ask.sent_to(worker.name)
     queued, sequences = stats.queued_tokens + sent.prompt_tokens, stats.running + stats.reserved + sent.sequences

@@ -13,7 +13,7 @@ from cluster.frontend.context import GatewayContext
 from cluster.observe.history import Recent, Window
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.policy.estimate.lengths import Calibration
-from cluster.policy.slo_attainment import Ended, Promises, Standing
+from cluster.policy.slo_attainment import Ended, SLOScores, Standing
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.shapes import Shape, Timings
 from diptych.view import ClusterView, ModelView, WorkerState, WorkerView
@@ -87,7 +87,7 @@ class FakeDispatcher:
         self.produced: dict[str, int] = {}
         self.deadlines: list[float | None] = []
         self._stops: dict[str, asyncio.Event] = {}
-        self._promises = Promises()
+        self._promises = SLOScores()
         self._changed = asyncio.Event()
         self._view = view()
         self.past, self.window = Recent(), Window()

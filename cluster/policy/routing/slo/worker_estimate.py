@@ -9,7 +9,7 @@ from operator import itemgetter
 
 from msgspec import Struct
 
-from cluster.policy.active_requests import Book, Standing, Work
+from cluster.policy.active_requests import Book, Work, WorkerLoad
 from cluster.policy.estimate.latency import LEAST_CHUNK, Decodes, Forecast
 from cluster.policy.routing.router import Ask
 from cluster.spec import Role
@@ -66,7 +66,7 @@ class DecodeSide(Struct, frozen=True, gc=False):
 class _Ends(Struct, frozen=True, gc=False):
     """When each request that decodes on a worker, or will, ends at the soonest; the first one first."""
 
-    standing: Standing
+    standing: WorkerLoad
     step_s: float
     works: list[tuple[float, Work]]
 
@@ -122,7 +122,7 @@ class Outlook:
             ours = batch, prompts, answers
         return self._with_foreign(ask, worker, standing, ours)
 
-    def _with_foreign(self, ask: Ask, worker: WorkerView, standing: Standing, ours: tuple[int, int, int]) -> Load:
+    def _with_foreign(self, ask: Ask, worker: WorkerView, standing: WorkerLoad, ours: tuple[int, int, int]) -> Load:
         """These of ours by the book; of other gateways, what the worker has beyond all of ours stays."""
         (batch, prompts, answers), stats = ours, worker.stats
         context, promised = prompts + answers // 2, prompts + answers
@@ -134,7 +134,7 @@ class Outlook:
             batch, context, promised = batch + foreign, context + theirs, promised + theirs
         return Load(batch, context, promised)
 
-    def _ended(self, worker: WorkerView, standing: Standing, now_s: float, at_s: float) -> Iterator[Work]:
+    def _ended(self, worker: WorkerView, standing: WorkerLoad, now_s: float, at_s: float) -> Iterator[Work]:
         """Those of ours that will not decode there any more."""
         sequences, prompts, answers = standing.promised
         step_s = self._forecast.step_seconds(worker, sequences, prompts + answers)
