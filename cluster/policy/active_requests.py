@@ -89,7 +89,7 @@ class WorkerLoad(Struct, frozen=True, gc=False):
 _IDLE = WorkerLoad()
 
 
-class Book:
+class ActiveRequests:
     """Owned by a Policy, read by its router. Every `began` has its `ended`."""
 
     def __init__(self) -> None:

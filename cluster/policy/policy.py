@@ -13,7 +13,7 @@ from functools import partial
 
 from msgspec import structs
 
-from cluster.policy.active_requests import Book, Work
+from cluster.policy.active_requests import ActiveRequests, Work
 from cluster.policy.admission.early_rejection import Admission, Early, Late, Predictive
 from cluster.policy.admission.slo import Promised
 from cluster.policy.draws import Draws
@@ -39,7 +39,7 @@ from workers.request import SLO, FinishReason, Request
 class Parts:
     """What routers are made of."""
 
-    book: Book
+    book: ActiveRequests
     forecast: Forecast
     draws: Draws
     lengths: Predictor
@@ -72,7 +72,7 @@ class Policy:
         router: Router,
         admission: Admission,
         forecast: Forecast,
-        book: Book,
+        book: ActiveRequests,
         index: PrefixIndex,
         lengths: Predictor,
         mover: Mover,
@@ -255,7 +255,7 @@ def open_policy(
     for name, known in ((routing, ROUTING), (admission, ADMISSION)):
         if name not in known:
             raise SpecError(f"gateway: {name!r} is not one of {', '.join(known)}")
-    book = Book()
+    book = ActiveRequests()
     forecast = Forecast(spec, book)
     lengths = lengths or Learned()
     index = index or PrefixIndex(hope_s=HOPE_S + spec.gateway.cache_news_s)

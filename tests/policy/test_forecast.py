@@ -12,7 +12,7 @@ from cluster.dispatch import dispatcher as dispatcher_module
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.offline.sim.run import simulate
 from cluster.offline.workload.load import load_workload
-from cluster.policy.active_requests import Book
+from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.admission.queue import RequestQueue
 from cluster.policy.estimate.latency import Decodes, Forecast
 from cluster.policy.routing.router import Placement
@@ -30,7 +30,7 @@ def forecast(batching: str = "chunked", budget: int = 100, tpot_slo_s: float | N
         block_size=BLOCK, kv_blocks=BLOCKS, batching=batching, max_batch_tokens=budget, max_running=10,
         tpot_slo_s=tpot_slo_s,
     )  # fmt: skip
-    return Forecast(ClusterSpec("m", (PoolSpec("mixed", Role.MIXED, engine=engine, cost=SIMPLE),)), Book())
+    return Forecast(ClusterSpec("m", (PoolSpec("mixed", Role.MIXED, engine=engine, cost=SIMPLE),)), ActiveRequests())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from msgspec import structs
 from test_policy import steps
 from views import BLOCKS, SIMPLE, request, spec, worker
 
-from cluster.policy.active_requests import Book, Work
+from cluster.policy.active_requests import ActiveRequests, Work
 from cluster.policy.admission.early_rejection import Admission
 from cluster.policy.estimate.latency import Forecast
 from cluster.policy.estimate.lengths import Learned, expected_tokens
@@ -39,7 +39,7 @@ EVERYBODY = 1 << 20
 def opened(few: int, cost: CostModel | None = SIMPLE, **engine: int) -> Policy:
     """With our router, which looks at everybody where there are at most `few`."""
     made = spec("promise", slo=PROMISED, cost=cost, **engine)
-    book, index, lengths = Book(), PrefixIndex(), Learned()
+    book, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
     forecast = Forecast(made, book)
     router = Promise(forecast, index, book, PROMISED, partial(expected_tokens, lengths), few)
     mover = Mover(forecast, book, rebalances=False, tpot_s=None)
@@ -187,7 +187,7 @@ def test_rows_are_the_same_whether_few_or_many_are_written(
 ) -> None:
     """A worker at a time, or all at once: the same numbers, to the bit."""
     made = spec("promise", slo=PROMISED, cost=cost, max_batch_tokens=64, max_running=64)
-    book = Book()
+    book = ActiveRequests()
     short = [Shortlist(Forecast(made, book), book, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2)]
     for number, row in enumerate(running):
         decode = f"{'pdm'[row % 3]}{row}"
@@ -214,7 +214,7 @@ def test_a_worker_that_turns_up_in_another_pool_is_derived_anew() -> None:
     workers = tuple(worker(f"d{row}", running=3, queued_tokens=500, used=40) for row in range(20))
     moved = tuple(structs.replace(each, pool="mixed") if row % 9 == 1 else each for row, each in enumerate(workers))
     asks = [Ask(ClusterView(1, "c", None, each), request(), now_s=1000.0) for each in (workers, moved)]
-    book = Book()
+    book = ActiveRequests()
     followed, fresh = (Shortlist(Forecast(made, book), book, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2))
     for ask in asks:
         followed.look(ask, tuple, 9)

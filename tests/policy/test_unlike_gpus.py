@@ -16,7 +16,7 @@ from benchmarks.unlike import ARRANGED, ELASTIC, FIXED, Kind, cluster_of, run, t
 from benchmarks.unlike import PROMPTS as LONG_PROMPTS
 from cluster.offline.scoring.records import Ending
 from cluster.offline.sim.fleet import models_of
-from cluster.policy.active_requests import Book
+from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.admission.early_rejection import Admission
 from cluster.policy.estimate.latency import Forecast
 from cluster.policy.estimate.lengths import Learned, expected_tokens
@@ -51,7 +51,7 @@ def opened(few: int, **pools: tuple[Role, CostModel]) -> Policy:
         tuple(PoolSpec(name, role, engine=ENGINE, cost=cost) for name, (role, cost) in pools.items()),
         gateway=GatewaySpec(routing="promise", slo=PROMISED),
     )
-    book, index, lengths = Book(), PrefixIndex(), Learned()
+    book, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
     forecast = Forecast(made, book)
     router = Promise(forecast, index, book, PROMISED, partial(expected_tokens, lengths), few)
     mover = Mover(forecast, book, rebalances=False, tpot_s=None)

@@ -8,7 +8,7 @@ lets the two pools swing against each other; at arrival, but as it will be when 
 A request without an SLO, where the gateway has none either, is never refused.
 """
 
-from cluster.policy.active_requests import Book
+from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import Forecast
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal
 from cluster.spec import Role
@@ -40,10 +40,10 @@ class Late(Admission):
     looks = True
     looks_behind_prefill = True
 
-    def __init__(self, default: SLO, forecast: Forecast, book: Book) -> None:
+    def __init__(self, default: SLO, forecast: Forecast, book: ActiveRequests) -> None:
         self._default = default
         self._forecast = forecast
-        self._book = book
+        self._active = book
 
     def at_arrival(self, ask: Ask, placement: Placement, decode: WorkerView) -> Refusal | None:
         ttft_s = _ttft_s(placement)
@@ -86,9 +86,9 @@ class Predictive(Early):
 
     def _tpot_seconds(self, ask: Ask, ttft_s: float, decode: WorkerView) -> float:
         now_s, then_s = ask.now_s, ask.now_s + ttft_s
-        decode_s = self._book.decode_seconds(now_s)
+        decode_s = self._active.decode_seconds(now_s)
         batch, context_tokens, ours = 1, ask.request.num_tokens, 0
-        for work in self._book:
+        for work in self._active:
             if not work.decodes:
                 continue
             ours += 1

@@ -17,7 +17,7 @@ Source of the early refusal by prediction: Qin et al., Mooncake (arXiv 2407.0007
 import math
 from collections.abc import Callable
 
-from cluster.policy.active_requests import Book
+from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.admission.classes import Classes
 from cluster.policy.admission.early_rejection import DECODE_RETRY_S, Admission
 from cluster.policy.estimate.latency import Forecast
@@ -40,13 +40,17 @@ class Promised(Admission):
     queues = True
 
     def __init__(
-        self, gateway: GatewaySpec, forecast: Forecast, book: Book, expected: Callable[[Request], int] = asked_length
+        self,
+        gateway: GatewaySpec,
+        forecast: Forecast,
+        book: ActiveRequests,
+        expected: Callable[[Request], int] = asked_length,
     ) -> None:
         """`expected`: how many tokens an answer will have."""
         self._expected = expected
         self._classes = Classes(gateway)
         self._forecast = forecast
-        self._book = book
+        self._active = book
         classes = (*gateway.classes.values(), ClassSpec(gateway.slo.ttft_s, gateway.slo.tpot_s))
         tightest_s = min((each.ttft_s for each in classes if each.ttft_s is not None), default=USUAL_TTFT_S)
         self._room_s = TTFT_SHARE * tightest_s
@@ -96,7 +100,7 @@ class Promised(Admission):
         worker = _worker(ask, placement.prefill)
         stats, sent = worker.stats, ask.sent_to(worker.name)
         idle = not (stats.waiting or stats.running or stats.reserved or sent.sequences)
-        return idle and not self._forecast.is_sure(worker) and not self._book.prefilling(worker.name)
+        return idle and not self._forecast.is_sure(worker) and not self._active.prefilling(worker.name)
 
     def _no_slot(
         self, ask: Ask, placement: Placement, decode: WorkerView, most_s: float
@@ -107,7 +111,7 @@ class Promised(Admission):
         """
         if ask.tokens_left == 1:
             return None
-        ours = self._book.decoding(decode.name)
+        ours = self._active.decoding(decode.name)
         batch = max(num_sequences(ask, decode), len(ours))
         if not batch:
             return None
@@ -141,7 +145,7 @@ class Promised(Admission):
         predicted_s = placement.predicted_tpot_s or 0.0
         if batch <= num_sequences(ask, decode):
             return predicted_s
-        context = sum(work.num_tokens for work in self._book.decoding(decode.name))
+        context = sum(work.num_tokens for work in self._active.decoding(decode.name))
         return max(predicted_s, self._forecast.step_seconds(decode, batch + 1, context + ask.request.num_tokens))
 
     def _ends_s(self, ask: Ask, decode: WorkerView, batch: int, count: int) -> tuple[float, float]:
@@ -152,11 +156,11 @@ class Promised(Admission):
         """
         used_tokens = self._forecast.kv_tokens(decode) - self._forecast.free_tokens(decode)
         step_s = self._forecast.step_seconds(decode, batch, used_tokens)
-        mean_s = self._book.decode_seconds(ask.now_s)
+        mean_s = self._active.decode_seconds(ask.now_s)
         if math.isinf(mean_s):  # none has ended yet
             mean_s = self._expected(ask.request) * step_s
         apart_s = max(LEAST_WAIT_S, mean_s / batch)
-        ours = self._book.decoding(decode.name)
+        ours = self._active.decoding(decode.name)
         ends_s = sorted(work.first_token_s + work.output_tokens * step_s - ask.now_s for work in ours)
         expected_s = ends_s[count - 1] if count <= len(ends_s) else math.inf
         return max(LEAST_WAIT_S, min(count * apart_s, expected_s)), apart_s

@@ -6,7 +6,7 @@ long prompts and answers took there; guessed steps also by the worker's own step
 
 from msgspec import Struct
 
-from cluster.policy.active_requests import Book, Work, WorkerLoad
+from cluster.policy.active_requests import ActiveRequests, Work, WorkerLoad
 from cluster.policy.estimate.correction import Corrections, bounded
 from cluster.policy.routing.picking import num_sequences
 from cluster.policy.routing.router import Ask
@@ -66,8 +66,8 @@ class _Pools(dict[str, _Pool]):
 class Forecast:
     """Owned by a Policy."""
 
-    def __init__(self, spec: ClusterSpec, book: Book) -> None:
-        self._book = book
+    def __init__(self, spec: ClusterSpec, book: ActiveRequests) -> None:
+        self._active = book
         self._pools = _Pools((pool.name, _Pool.of(pool.engine, pool.cost)) for pool in spec.pools)
         self._speeds = _speeds(spec)
         self._tpot_slo_s = spec.gateway.slo.tpot_s
@@ -130,7 +130,7 @@ class Forecast:
 
         To others the same was promised as this gateway promises.
         """
-        standing = self._book.standing(worker.name)
+        standing = self._active.standing(worker.name)
         (batch, prompts, answers), tightest_s = standing.promised, standing.tightest_s
         context_tokens = prompts + answers // 2
         foreign = worker.stats.running + worker.stats.reserved - batch - standing.num_prompts
@@ -146,13 +146,13 @@ class Forecast:
 
     def queued_tokens(self, ask: Ask, worker: WorkerView) -> tuple[int, int]:
         """Prompt tokens to compute there: ours, without those that are cached, and those of other gateways."""
-        ours = self._book.standing(worker.name)
+        ours = self._active.standing(worker.name)
         return ours.new_tokens, _foreign_tokens(ask, worker, ours)
 
     def queue_seconds(self, ask: Ask, worker: WorkerView) -> float:
         """How long the prompts ahead will take: ours by the book, those of other gateways by their tokens."""
         self._now_s = max(self._now_s, ask.now_s)
-        ours = self._book.standing(worker.name)
+        ours = self._active.standing(worker.name)
         foreign = _foreign_tokens(ask, worker, ours)
         foreign_s = self.prefill_seconds(worker, foreign, 0) if foreign else 0.0
         return ours.ahead_s(ask.now_s) + foreign_s
@@ -221,7 +221,7 @@ class Forecast:
         self._now_s = max(self._now_s, now_s)
         if work.prefilled_s is None or num_tokens < 2 or work.plain_tpot_s <= 0.0 or now_s <= work.prefilled_s:
             return
-        if self._book.beside_s(work) > _BESIDE * (now_s - work.prefilled_s):
+        if self._active.beside_s(work) > _BESIDE * (now_s - work.prefilled_s):
             return  # its steps carried prompts, which is not what a decode step costs
         steps = min(num_tokens - 1, _MOST_STEPS)
         seen_s = (now_s - work.prefilled_s) / (num_tokens - 1)

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cluster.policy.active_requests import Book, Work
+from cluster.policy.active_requests import ActiveRequests, Work
 from cluster.policy.estimate.latency import Forecast
 from cluster.policy.routing.router import Ask
 from diptych.view import WorkerView
@@ -54,14 +54,14 @@ class _Event:
 class Reserving:
     """Owned by a Policy."""
 
-    def __init__(self, forecast: Forecast, book: Book) -> None:
+    def __init__(self, forecast: Forecast, book: ActiveRequests) -> None:
         self._forecast = forecast
-        self._book = book
+        self._active = book
 
     def wait_s(self, ask: Ask, worker: WorkerView) -> float:
         """Until the worker has promised this request its blocks and a slot; 0 where it has both."""
         engine, stats, num_tokens = self._forecast.engine(worker), worker.stats, ask.request.num_tokens
-        promised = self._book.promised(worker.name)
+        promised = self._active.promised(worker.name)
         tokens = num_tokens + promised.prompt_tokens + engine.block_size * (2 * promised.sequences + 2)
         is_staged = tokens <= engine.block_size * self._credits(worker)
         is_roomy = tokens + promised.output_tokens <= engine.block_size * min(stats.total_blocks, stats.free_blocks)
@@ -76,7 +76,7 @@ class Reserving:
 
     def _played(self, ask: Ask, worker: WorkerView) -> float:
         size, step_s = self._forecast.engine(worker).block_size, self._step_s(worker)
-        works = self._book.decoding(worker.name)
+        works = self._active.decoding(worker.name)
         asked = [work for work in works if _asks(work, worker)]
         events, room = self._now(ask, worker, [work for work in works if not _asks(work, worker)], step_s)
         heapq.heapify(events)
@@ -131,11 +131,11 @@ class Reserving:
 
     def _sent_s(self, worker: str) -> float:
         """Of the prompts that wait or run there; those that wait for a decode worker's word are not there yet."""
-        return sum(work.prefill_s for work in self._book.prefilling(worker) if work.reserved_s)
+        return sum(work.prefill_s for work in self._active.prefilling(worker) if work.reserved_s)
 
     def _step_s(self, worker: WorkerView) -> float:
         """A step with as many of them as fit at once."""
-        promised, engine = self._book.promised(worker.name), self._forecast.engine(worker)
+        promised, engine = self._active.promised(worker.name), self._forecast.engine(worker)
         if not promised.sequences:
             return self._forecast.step_seconds(worker, 1, 0)
         mean = (promised.prompt_tokens + promised.output_tokens / 2) / promised.sequences

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from cluster.policy.active_requests import Book
+from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import Decodes, Forecast
 from cluster.spec import Role
 from diptych.view import ClusterView, WorkerState, WorkerView
@@ -91,9 +91,9 @@ class _Side:
 class Mover:
     """Owned by a Policy. `tpot_s`: the promise to requests that ask for none. Every `Move` planned has its `ended`."""
 
-    def __init__(self, forecast: Forecast, book: Book, *, rebalances: bool, tpot_s: float | None) -> None:
+    def __init__(self, forecast: Forecast, book: ActiveRequests, *, rebalances: bool, tpot_s: float | None) -> None:
         self._forecast = forecast
-        self._book = book
+        self._active = book
         self._rebalances = rebalances
         self._tpot_s = tpot_s
         self._under_way: dict[str, Move] = {}
@@ -135,7 +135,7 @@ class Mover:
             if worker.state in (WorkerState.READY, WorkerState.DRAINING):
                 total = self._forecast.kv_tokens(worker)
                 stats, used = worker.stats, total - self._forecast.free_tokens(worker)
-                seen, ours = stats.running + stats.reserved, self._book.promised(worker.name).sequences
+                seen, ours = stats.running + stats.reserved, self._active.promised(worker.name).sequences
                 side = sides[worker.name] = _Side(worker, max(seen, ours), used, total)
                 side.decodes = list(self._decodes(worker.name, contexts))
                 side.promise_s = _tightest(each.promise_s for each in side.decodes)
@@ -149,7 +149,7 @@ class Mover:
         return sides
 
     def _decodes(self, worker: str, contexts: Mapping[str, int]) -> Iterable[_Decode]:
-        for work in self._book.decoding(worker):
+        for work in self._active.decoding(worker):
             context = contexts.get(work.key)
             if context is not None:
                 left = max(LEAST_LEFT, work.num_tokens - context)

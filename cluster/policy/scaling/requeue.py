@@ -6,7 +6,7 @@ goes where its first token comes sooner by a quarter of what is promised for it.
 
 from collections.abc import Callable, Mapping
 
-from cluster.policy.active_requests import Book
+from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import Forecast
 from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal
@@ -22,10 +22,10 @@ class Requeue:
     """Owned by a Policy. `moves`: whether anybody does. `ttft_s`: what requests are promised that ask for nothing."""
 
     def __init__(
-        self, forecast: Forecast, book: Book, index: PrefixIndex, *, moves: bool, ttft_s: float | None
+        self, forecast: Forecast, book: ActiveRequests, index: PrefixIndex, *, moves: bool, ttft_s: float | None
     ) -> None:
         self._forecast = forecast
-        self._book = book
+        self._active = book
         self._index = index
         self._moves = moves
         self._ttft_s = ttft_s
@@ -46,13 +46,13 @@ class Requeue:
     def better(self, ask: Ask, key: str, choose: Choose) -> Placement | None:
         """Where the attempt `key` should be made anew, as `ask`; None: it stays where it is."""
         promised_s = ask.request.slo.ttft_s or self._ttft_s
-        work = self._book.find(key)
+        work = self._active.find(key)
         if promised_s is None or work is None or work.prefilled_s is not None:
             return None
         stays_s = self._waits_s(work.prefill, ask.now_s)[key]
         if stays_s <= GAIN * promised_s:
             return None
-        with self._book.without(key), self._index.without(key):
+        with self._active.without(key), self._index.without(key):
             placement = choose(ask)
         if not isinstance(placement, Placement) or placement.prefill == work.prefill:
             return None
@@ -61,8 +61,8 @@ class Requeue:
 
     def _waits_s(self, worker: str, now_s: float) -> Mapping[str, float]:
         """In how many seconds each of our prompts there will be done, oldest first."""
-        works = self._book.prefilling(worker)
-        waits_s, until_s = {}, self._book.ahead_s(worker, now_s) - sum(work.prefill_s for work in works)
+        works = self._active.prefilling(worker)
+        waits_s, until_s = {}, self._active.ahead_s(worker, now_s) - sum(work.prefill_s for work in works)
         for work in works:
             until_s += work.prefill_s
             waits_s[work.key] = until_s
@@ -70,11 +70,11 @@ class Requeue:
 
     def _look_again(self, worker: WorkerView) -> None:
         """Beside its decodes of now, prompts there may take longer than was expected when they were sent, or less."""
-        works = self._book.prefilling(worker.name)
+        works = self._active.prefilling(worker.name)
         told_s = sum(work.prefill_s for work in works)
         if told_s <= 0.0:
             return
         mean = max(1, sum(work.new_tokens for work in works) // len(works))
         times = len(works) * self._forecast.prefill_seconds(worker, mean, 0) / told_s
         if not 1.0 / OFF < times < OFF:
-            self._book.slower(worker.name, times)
+            self._active.slower(worker.name, times)

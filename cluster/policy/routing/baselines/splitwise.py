@@ -11,7 +11,7 @@ A machine keeps its home and is mixed for as long as it has work of the other ph
 
 from typing import ClassVar
 
-from cluster.policy.active_requests import Book
+from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import Forecast
 from cluster.policy.estimate.lengths import Lengths
 from cluster.policy.routing.baselines.load_based import LeastLoaded
@@ -28,9 +28,11 @@ class Splitwise(LeastLoaded):
 
     links_all: ClassVar[bool] = True
 
-    def __init__(self, forecast: Forecast, book: Book, lengths: Lengths, queue_tokens: int = QUEUE_TOKENS) -> None:
+    def __init__(
+        self, forecast: Forecast, book: ActiveRequests, lengths: Lengths, queue_tokens: int = QUEUE_TOKENS
+    ) -> None:
         self._forecast = forecast
-        self._book = book
+        self._active = book
         self._lengths = lengths
         self._queue_tokens = queue_tokens
 
@@ -57,8 +59,8 @@ class Splitwise(LeastLoaded):
 
     def _pool(self, worker: WorkerView) -> Role:
         """Its home, or mixed while it has work of the other phase, as far as we sent it."""
-        away = worker.role is Role.PREFILL and self._book.decoding(worker.name)
-        away = away or (worker.role is Role.DECODE and self._book.prefilling(worker.name))
+        away = worker.role is Role.PREFILL and self._active.decoding(worker.name)
+        away = away or (worker.role is Role.DECODE and self._active.prefilling(worker.name))
         return Role.MIXED if away else worker.role
 
     def _shortest(self, ask: Ask, workers: list[WorkerView]) -> WorkerView | None:
@@ -81,7 +83,7 @@ class Splitwise(LeastLoaded):
 
     def _memory(self, worker: WorkerView) -> tuple[int, str]:
         """Tokens of KV that are there, or will be when our requests there have all their answers."""
-        promised = sum(work.num_tokens for work in self._book.decoding(worker.name))
+        promised = sum(work.num_tokens for work in self._active.decoding(worker.name))
         used = self._forecast.kv_tokens(worker) - self._forecast.free_tokens(worker)
         return max(promised, used), worker.name
 

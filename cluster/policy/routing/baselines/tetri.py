@@ -10,7 +10,7 @@ A role is routing state: every worker can do both phases, so a flip is a note in
 import math
 from typing import ClassVar
 
-from cluster.policy.active_requests import Book
+from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.draws import Draws
 from cluster.policy.estimate.latency import Forecast
 from cluster.policy.estimate.lengths import Lengths
@@ -34,10 +34,10 @@ class Tetri(LeastLoaded):
     links_all: ClassVar[bool] = True
 
     def __init__(
-        self, forecast: Forecast, book: Book, lengths: Lengths, draws: Draws, *, idle_s: float = IDLE_S
+        self, forecast: Forecast, book: ActiveRequests, lengths: Lengths, draws: Draws, *, idle_s: float = IDLE_S
     ) -> None:
         self._forecast = forecast
-        self._book = book
+        self._active = book
         self._lengths = lengths
         self._draws = draws
         self._idle_s = idle_s
@@ -66,7 +66,7 @@ class Tetri(LeastLoaded):
                 self._flipped_s = self._busy_s[min(idle)] = ask.now_s
 
     def _idles(self, worker: str, now_s: float) -> bool:
-        since_s = max(self._busy_s.setdefault(worker, now_s), self._book.touched_s(worker))
+        since_s = max(self._busy_s.setdefault(worker, now_s), self._active.touched_s(worker))
         return now_s - since_s >= self._idle_s
 
     def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
@@ -77,12 +77,12 @@ class Tetri(LeastLoaded):
 
     def _free_tokens(self, worker: WorkerView) -> int:
         """Memory that our requests there will not need for what they still have to write."""
-        growth = sum(work.output_tokens for work in self._book.decoding(worker.name))
+        growth = sum(work.output_tokens for work in self._active.decoding(worker.name))
         return self._forecast.free_tokens(worker) - growth
 
     def _heaviness(self, worker: WorkerView) -> float:
         """Heavy decodes for each light one, of ours."""
-        works = self._book.decoding(worker.name)
+        works = self._active.decoding(worker.name)
         heavy = sum(work.output_tokens > HEAVY_DECODE_TOKENS for work in works)
         light = len(works) - heavy
         return heavy / light if light else (math.inf if heavy else 0.0)

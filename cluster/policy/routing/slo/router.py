@@ -27,7 +27,7 @@ from typing import ClassVar
 
 from msgspec import structs
 
-from cluster.policy.active_requests import Book
+from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import Forecast
 from cluster.policy.routing.cache_aware import CacheAware
 from cluster.policy.routing.prefix_index import Depth, PrefixIndex
@@ -60,7 +60,7 @@ class Promise(CacheAware):
         self,
         forecast: Forecast,
         index: PrefixIndex,
-        book: Book,
+        book: ActiveRequests,
         default: SLO,
         expected: Callable[[Request], int],
         few: int = FEW,

@@ -13,7 +13,7 @@ from operator import is_not
 import numpy as np
 import numpy.typing as npt
 
-from cluster.policy.active_requests import Book
+from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LEAST_CHUNK, Forecast
 from cluster.policy.routing.prefix_index import Depth, PrefixIndex
 from cluster.policy.routing.router import NOTHING_SENT, Ask, Sent
@@ -37,11 +37,13 @@ _ONE_BY_ONE = 24  # rows: more are derived all at once
 class Shortlist:
     """Owned by a router, and the only one that asks its book for `news`. `tpot_slo_s`: what this gateway promises."""
 
-    def __init__(self, forecast: Forecast, book: Book, index: PrefixIndex, tpot_slo_s: float | None, few: int) -> None:
+    def __init__(
+        self, forecast: Forecast, book: ActiveRequests, index: PrefixIndex, tpot_slo_s: float | None, few: int
+    ) -> None:
         self._few = few
         self._forecast = forecast
         self._tpot_slo_s = tpot_slo_s
-        self._book = book
+        self._active = book
         self._index = index
         self._rates: dict[str, Rates] = {}
         self._groups: dict[int, Rows] = {}  # bits of slots -> their rows
@@ -117,7 +119,7 @@ class Shortlist:
             resent = [name for name in before.keys() | now.keys() if before.get(name) is not now.get(name)]
             told.update(self.row[name] for name in resent if name in self.row)
             self._sent = now
-        noted = {self.row[name] for name in self._book.news() if name in self.row} | self._due(ask.now_s)
+        noted = {self.row[name] for name in self._active.news() if name in self.row} | self._due(ask.now_s)
         if not known:
             noted = told
         told |= noted
@@ -189,7 +191,7 @@ class Shortlist:
     def _note(self, row: int) -> bool:
         """What the book says; whether it is new."""
         worker = self.workers[row]
-        ours, ratio = self._book.standing(worker.name), self._forecast.prompt_correction(worker)
+        ours, ratio = self._active.standing(worker.name), self._forecast.prompt_correction(worker)
         noted = (*ours.promised, *ours.begun, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio)
         if noted == self._noted[row]:
             return False

@@ -9,7 +9,7 @@ from operator import itemgetter
 
 from msgspec import Struct
 
-from cluster.policy.active_requests import Book, Work, WorkerLoad
+from cluster.policy.active_requests import ActiveRequests, Work, WorkerLoad
 from cluster.policy.estimate.latency import LEAST_CHUNK, Decodes, Forecast
 from cluster.policy.routing.router import Ask
 from cluster.spec import Role
@@ -74,16 +74,16 @@ class _Ends(Struct, frozen=True, gc=False):
 class Outlook:
     """Owned by a router."""
 
-    def __init__(self, forecast: Forecast, book: Book) -> None:
+    def __init__(self, forecast: Forecast, book: ActiveRequests) -> None:
         self._forecast = forecast
-        self._book = book
+        self._active = book
         self._links: tuple[LinkReport, ...] = ()
         self._pairs: dict[tuple[str, str], LinkReport] = {}
         self._ends: dict[str, _Ends] = {}  # by worker
 
     def prompt_side(self, ask: Ask, worker: WorkerView, cached_tokens: int, tpot_slo_s: float | None) -> PromptSide:
         """`tpot_slo_s`: what decodes there were promised, as far as that is known."""
-        forecast, standing = self._forecast, self._book.standing(worker.name)
+        forecast, standing = self._forecast, self._active.standing(worker.name)
         load = self._with_foreign(ask, worker, standing, standing.begun)  # who knows when the turn of the others comes
         new_tokens = max(1, ask.request.num_tokens - cached_tokens)
         decodes = Decodes(load.batch, load.context_tokens, tpot_slo_s)
@@ -113,7 +113,7 @@ class Outlook:
         A request of ours decodes from its first token, or when that is expected, for as many steps as its answer has
         tokens; a moment that is near is now.
         """
-        standing = self._book.standing(worker.name)
+        standing = self._active.standing(worker.name)
         ours: tuple[int, int, int] = standing.promised
         if ours[0] and at_s - ask.now_s > NEAR_S:
             batch, prompts, answers = ours
@@ -141,7 +141,7 @@ class Outlook:
         known = self._ends.get(worker.name)
         if known is None or known.standing is not standing or known.step_s != step_s:
             works = [
-                (work.first_token_s + work.output_tokens * step_s, work) for work in self._book.decoding(worker.name)
+                (work.first_token_s + work.output_tokens * step_s, work) for work in self._active.decoding(worker.name)
             ]
             works.sort(key=itemgetter(0))
             if len(self._ends) >= _MOST_ENDS:
