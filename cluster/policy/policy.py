@@ -15,7 +15,7 @@ from msgspec import structs
 
 from cluster.policy.active_requests import ActiveRequests, Work
 from cluster.policy.admission.early_rejection import Admission, Early, Late, Predictive
-from cluster.policy.admission.slo import Promised
+from cluster.policy.admission.slo import SLOAdmission
 from cluster.policy.draws import Draws
 from cluster.policy.estimate.latency import Forecast
 from cluster.policy.estimate.lengths import Learned, Predictor, asked_length, expected_tokens
@@ -27,7 +27,7 @@ from cluster.policy.routing.cache_aware import Mooncake, MooncakeLocal, Product
 from cluster.policy.routing.picking import Finder
 from cluster.policy.routing.prefix_index import HOPE_S, PrefixIndex
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal, Router
-from cluster.policy.routing.slo.router import Promise
+from cluster.policy.routing.slo.router import SLORouter
 from cluster.policy.scaling.migrations import Mover
 from cluster.policy.scaling.requeue import Requeue
 from cluster.spec import ADMISSION, ROUTING, ClusterSpec, SpecError
@@ -58,7 +58,7 @@ _ROUTERS: dict[str, Callable[[Parts], Router]] = {
     "tetri": lambda parts: Tetri(parts.forecast, parts.book, parts.lengths, parts.draws),
     "mooncake": lambda parts: Mooncake(parts.forecast, parts.index),
     "mooncake-local": lambda parts: MooncakeLocal(parts.forecast, parts.index),
-    "promise": lambda parts: Promise(
+    "promise": lambda parts: SLORouter(
         parts.forecast, parts.index, parts.book, parts.slo, partial(expected_tokens, parts.lengths)
     ),
 }
@@ -265,7 +265,7 @@ def open_policy(
         "late": lambda: Late(spec.gateway.slo, forecast, book),
         "early": lambda: Early(spec.gateway.slo, forecast, book),
         "predictive": lambda: Predictive(spec.gateway.slo, forecast, book),
-        "promise": lambda: Promised(spec.gateway, forecast, book, partial(expected_tokens, lengths)),
+        "promise": lambda: SLOAdmission(spec.gateway, forecast, book, partial(expected_tokens, lengths)),
     }
     mover = Mover(forecast, book, rebalances=spec.gateway.rebalance, tpot_s=spec.gateway.slo.tpot_s)
     requeue = Requeue(forecast, book, index, moves=spec.gateway.rebalance, ttft_s=spec.gateway.slo.ttft_s)

@@ -18,7 +18,7 @@ from cluster.policy.estimate.lengths import Learned, expected_tokens
 from cluster.policy.policy import Policy
 from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import Ask, Placement, Sent
-from cluster.policy.routing.slo.router import FEW, Promise
+from cluster.policy.routing.slo.router import FEW, SLORouter
 from cluster.policy.routing.slo.shortlist import Shortlist
 from cluster.policy.scaling.migrations import Mover
 from cluster.policy.scaling.requeue import Requeue
@@ -41,7 +41,7 @@ def opened(few: int, cost: CostModel | None = SIMPLE, **engine: int) -> Policy:
     made = spec("promise", slo=PROMISED, cost=cost, **engine)
     book, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
     forecast = Forecast(made, book)
-    router = Promise(forecast, index, book, PROMISED, partial(expected_tokens, lengths), few)
+    router = SLORouter(forecast, index, book, PROMISED, partial(expected_tokens, lengths), few)
     mover = Mover(forecast, book, rebalances=False, tpot_s=None)
     requeue = Requeue(forecast, book, index, moves=False, ttft_s=None)
     return Policy(router, Admission(), forecast, book, index, lengths, mover, requeue)

@@ -23,7 +23,7 @@ from cluster.policy.estimate.lengths import Learned, expected_tokens
 from cluster.policy.policy import Policy
 from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import Ask, Placement
-from cluster.policy.routing.slo.router import FEW, Promise
+from cluster.policy.routing.slo.router import FEW, SLORouter
 from cluster.policy.scaling.balance import Group, Mix, shares
 from cluster.policy.scaling.elastic import Elastic, _targets
 from cluster.policy.scaling.migrations import Mover
@@ -53,7 +53,7 @@ def opened(few: int, **pools: tuple[Role, CostModel]) -> Policy:
     )
     book, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
     forecast = Forecast(made, book)
-    router = Promise(forecast, index, book, PROMISED, partial(expected_tokens, lengths), few)
+    router = SLORouter(forecast, index, book, PROMISED, partial(expected_tokens, lengths), few)
     mover = Mover(forecast, book, rebalances=False, tpot_s=None)
     requeue = Requeue(forecast, book, index, moves=False, ttft_s=None)
     return Policy(router, Admission(), forecast, book, index, lengths, mover, requeue)

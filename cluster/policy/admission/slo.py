@@ -35,7 +35,7 @@ USUAL_TTFT_S = 2.0  # where no class promises one: prompts wait in the gateway, 
 LEAST_WAIT_S = 0.01
 
 
-class Promised(Admission):
+class SLOAdmission(Admission):
     looks = True
     queues = True
 

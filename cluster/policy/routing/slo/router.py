@@ -48,7 +48,7 @@ EARLY = 0.8  # of the promised time to the first token: so late a prompt may be 
 Look = Everyone | Glance
 
 
-class Promise(CacheAware):
+class SLORouter(CacheAware):
     """`default`: the promise to requests that ask for none. Any two workers may be paired.
 
     Where more than `few` workers can hold a request, only those on the shortlist are looked at.
