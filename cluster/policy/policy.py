@@ -17,7 +17,7 @@ from cluster.policy.active_requests import ActiveRequests, Work
 from cluster.policy.admission.early_rejection import Admission, Early, Late, Predictive
 from cluster.policy.admission.slo import SLOAdmission
 from cluster.policy.draws import Draws
-from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import Learned, Predictor, asked_length, expected_tokens
 from cluster.policy.estimate.reservation_wait import Reserving
 from cluster.policy.routing.baselines.load_based import DistServe, LeastLoaded, PowerOfTwo, Random, RoundRobin
@@ -40,7 +40,7 @@ class Parts:
     """What routers are made of."""
 
     book: ActiveRequests
-    forecast: Forecast
+    forecast: LatencyPredictor
     draws: Draws
     lengths: Predictor
     index: PrefixIndex
@@ -71,7 +71,7 @@ class Policy:
         self,
         router: Router,
         admission: Admission,
-        forecast: Forecast,
+        forecast: LatencyPredictor,
         book: ActiveRequests,
         index: PrefixIndex,
         lengths: Predictor,
@@ -87,7 +87,7 @@ class Policy:
         self._reserving = Reserving(forecast, book)
         self._router = router
         self._admission = admission
-        self._forecast = forecast
+        self._latency = forecast
 
     @property
     def links_all(self) -> bool:
@@ -128,12 +128,12 @@ class Policy:
     def _predicted(self, ask: Ask, placement: Placement) -> Placement:
         """With what is expected of it, where anything is known of costs or the admission needs to know."""
         prefill, decode = self._worker(ask, placement.prefill), self._worker(ask, placement.decode)
-        if not (self._forecast.knows(prefill, decode) or self._admission.looks):
+        if not (self._latency.knows(prefill, decode) or self._admission.looks):
             return placement
         return structs.replace(
             placement,
-            predicted_ttft_s=self._forecast.ttft_seconds(ask, prefill, _cached_tokens(ask, placement)),
-            predicted_tpot_s=self._forecast.tpot_seconds(ask, decode),
+            predicted_ttft_s=self._latency.ttft_seconds(ask, prefill, _cached_tokens(ask, placement)),
+            predicted_tpot_s=self._latency.tpot_seconds(ask, decode),
         )
 
     def _reserved(self, ask: Ask, placement: Placement) -> Placement:
@@ -143,7 +143,7 @@ class Policy:
         wait_s = self._reserving.wait_s(ask, self._worker(ask, placement.decode))
         if wait_s <= 0.0:
             return placement
-        longer_s = max(0.0, wait_s - self._forecast.queue_seconds(ask, self._worker(ask, placement.prefill)))
+        longer_s = max(0.0, wait_s - self._latency.queue_seconds(ask, self._worker(ask, placement.prefill)))
         predicted_s = placement.predicted_ttft_s + longer_s
         return structs.replace(placement, predicted_ttft_s=predicted_s, reserve_s=wait_s)
 
@@ -156,8 +156,8 @@ class Policy:
         new_tokens = max(1, (cut_tokens or request.num_tokens) - cached_tokens)
         prefill_s = placement.prefill_s
         if prefill_s is None or ask.beside == placement.prefill:
-            prefill_s = self._forecast.prefill_seconds(prefill, new_tokens, cached_tokens)
-        queue_s = self._forecast.queue_seconds(ask, prefill)
+            prefill_s = self._latency.prefill_seconds(prefill, new_tokens, cached_tokens)
+        queue_s = self._latency.queue_seconds(ask, prefill)
         work = Work(
             key=request.key,
             prefill=placement.prefill,
@@ -168,9 +168,9 @@ class Policy:
             prefill_s=prefill_s,
             began_s=ask.now_s,
             first_token_s=ask.now_s + queue_s + prefill_s,
-            correction=self._forecast.prompt_correction(prefill),
-            plain_tpot_s=self._forecast.plain_tpot_seconds(ask, decode),
-            is_guess=not (self._forecast.is_sure(prefill) and self._forecast.is_sure(decode)),
+            correction=self._latency.prompt_correction(prefill),
+            plain_tpot_s=self._latency.plain_tpot_seconds(ask, decode),
+            is_guess=not (self._latency.is_sure(prefill) and self._latency.is_sure(decode)),
             promised_tpot_s=request.slo.tpot_s,
             is_cut=cut_tokens > 0,
         )
@@ -184,7 +184,7 @@ class Policy:
 
     def told(self, ask: Ask, placement: Placement) -> Placement:
         """As the client is told of it: from the request's arrival, and nothing where all would be a guess."""
-        if self._forecast.knows(self._worker(ask, placement.prefill), self._worker(ask, placement.decode)):
+        if self._latency.knows(self._worker(ask, placement.prefill), self._worker(ask, placement.decode)):
             return placement.after(ask.waited_s)
         return structs.replace(placement, predicted_ttft_s=None, predicted_tpot_s=None)
 
@@ -206,7 +206,7 @@ class Policy:
         self.index.settle(key, now_s)
         work = self.book.prefilled(key, now_s)
         if work is not None and not work.is_cut:
-            self._forecast.learn_prompt(work, compute_s)
+            self._latency.learn_prompt(work, compute_s)
             if cached_tokens is not None:
                 self.index.found(key, cached_tokens)
 
@@ -237,7 +237,7 @@ class Policy:
         self.index.settle(key, now_s)
         work = self.book.ended(key, now_s)
         if work is not None and num_tokens:
-            self._forecast.learn_steps(work, num_tokens, now_s)
+            self._latency.learn_steps(work, num_tokens, now_s)
 
     def answered(self, request: Request, num_output: int, finish: FinishReason | None) -> None:
         """The request is over, with so many tokens in all its attempts; `finish` None: cancelled, or failed."""
@@ -256,7 +256,7 @@ def open_policy(
         if name not in known:
             raise SpecError(f"gateway: {name!r} is not one of {', '.join(known)}")
     book = ActiveRequests()
-    forecast = Forecast(spec, book)
+    forecast = LatencyPredictor(spec, book)
     lengths = lengths or Learned()
     index = index or PrefixIndex(hope_s=HOPE_S + spec.gateway.cache_news_s)
     parts = Parts(book, forecast, Draws(seed), lengths, index, spec.gateway.slo)

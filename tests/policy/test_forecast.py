@@ -14,7 +14,7 @@ from cluster.offline.sim.run import simulate
 from cluster.offline.workload.load import load_workload
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.admission.queue import RequestQueue
-from cluster.policy.estimate.latency import Decodes, Forecast
+from cluster.policy.estimate.latency import Decodes, LatencyPredictor
 from cluster.policy.routing.router import Placement
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from tests.offline.sim.cases import COST, ENGINE, colocated, models
@@ -24,13 +24,15 @@ from workers.request import SLO, FinishReason
 WORKER = worker("m0")
 
 
-def forecast(batching: str = "chunked", budget: int = 100, tpot_slo_s: float | None = None) -> Forecast:
+def forecast(batching: str = "chunked", budget: int = 100, tpot_slo_s: float | None = None) -> LatencyPredictor:
     """Costs: a millisecond for each prompt token, ten for each sequence that decodes."""
     engine = EngineConfig(
         block_size=BLOCK, kv_blocks=BLOCKS, batching=batching, max_batch_tokens=budget, max_running=10,
         tpot_slo_s=tpot_slo_s,
     )  # fmt: skip
-    return Forecast(ClusterSpec("m", (PoolSpec("mixed", Role.MIXED, engine=engine, cost=SIMPLE),)), ActiveRequests())
+    return LatencyPredictor(
+        ClusterSpec("m", (PoolSpec("mixed", Role.MIXED, engine=engine, cost=SIMPLE),)), ActiveRequests()
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class Floor:
     def __init__(self, *, rebalances: bool = True) -> None:
         self.story = Story("random")
         policy = self.story.policy
-        self.mover = Mover(policy._forecast, policy.book, rebalances=rebalances, tpot_s=None)
+        self.mover = Mover(policy._latency, policy.book, rebalances=rebalances, tpot_s=None)
         self.contexts: dict[str, int] = {}
         self.now_s = 1000.0
 

@@ -21,7 +21,7 @@ class Queue:
     def __init__(self, routing: str = "promise", *, moves: bool = True) -> None:
         self.story = Story(routing, slo=PROMISED)
         policy = self.story.policy
-        self.requeue = Requeue(policy._forecast, policy.book, policy.index, moves=moves, ttft_s=None)
+        self.requeue = Requeue(policy._latency, policy.book, policy.index, moves=moves, ttft_s=None)
 
     def send(self, name: str, to: str = "p0", *, length: int = 500, first: int = 0, slo: SLO = PROMISED) -> Request:
         wanted = request(name, length, first=first, slo=slo)
@@ -71,7 +71,7 @@ def test_nobody_moves_who_was_promised_nothing_or_where_moves_are_not_wanted() -
             routing.send(f"r{n}", first=1000 * n)
         assert bool(routing.late()) is routing.requeue._moves
     policy = queue.story.policy
-    queue.requeue = Requeue(policy._forecast, policy.book, policy.index, moves=True, ttft_s=None)
+    queue.requeue = Requeue(policy._latency, policy.book, policy.index, moves=True, ttft_s=None)
     sent = [queue.send(f"r{n}", first=1000 * n, slo=SLO()) for n in range(8)]
     assert queue.better(sent[-1]) is None
 

@@ -13,7 +13,7 @@ from views import BLOCKS, SIMPLE, request, spec, worker
 
 from cluster.policy.active_requests import ActiveRequests, Work
 from cluster.policy.admission.early_rejection import Admission
-from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import Learned, expected_tokens
 from cluster.policy.policy import Policy
 from cluster.policy.routing.prefix_index import PrefixIndex
@@ -40,7 +40,7 @@ def opened(few: int, cost: CostModel | None = SIMPLE, **engine: int) -> Policy:
     """With our router, which looks at everybody where there are at most `few`."""
     made = spec("promise", slo=PROMISED, cost=cost, **engine)
     book, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
-    forecast = Forecast(made, book)
+    forecast = LatencyPredictor(made, book)
     router = SLORouter(forecast, index, book, PROMISED, partial(expected_tokens, lengths), few)
     mover = Mover(forecast, book, rebalances=False, tpot_s=None)
     requeue = Requeue(forecast, book, index, moves=False, ttft_s=None)
@@ -188,7 +188,7 @@ def test_rows_are_the_same_whether_few_or_many_are_written(
     """A worker at a time, or all at once: the same numbers, to the bit."""
     made = spec("promise", slo=PROMISED, cost=cost, max_batch_tokens=64, max_running=64)
     book = ActiveRequests()
-    short = [Shortlist(Forecast(made, book), book, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2)]
+    short = [Shortlist(LatencyPredictor(made, book), book, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2)]
     for number, row in enumerate(running):
         decode = f"{'pdm'[row % 3]}{row}"
         book.began(Work(f"r{number}", "p0", decode, 300, 200, 50, 0.1 * number, 1000.0, 1000.1, promised_tpot_s=0.05))
@@ -215,7 +215,9 @@ def test_a_worker_that_turns_up_in_another_pool_is_derived_anew() -> None:
     moved = tuple(structs.replace(each, pool="mixed") if row % 9 == 1 else each for row, each in enumerate(workers))
     asks = [Ask(ClusterView(1, "c", None, each), request(), now_s=1000.0) for each in (workers, moved)]
     book = ActiveRequests()
-    followed, fresh = (Shortlist(Forecast(made, book), book, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2))
+    followed, fresh = (
+        Shortlist(LatencyPredictor(made, book), book, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2)
+    )
     for ask in asks:
         followed.look(ask, tuple, 9)
     before = followed.columns[:, 0].tolist()

@@ -18,7 +18,7 @@ from cluster.offline.scoring.records import Ending
 from cluster.offline.sim.fleet import models_of
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.admission.early_rejection import Admission
-from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import Learned, expected_tokens
 from cluster.policy.policy import Policy
 from cluster.policy.routing.prefix_index import PrefixIndex
@@ -52,7 +52,7 @@ def opened(few: int, **pools: tuple[Role, CostModel]) -> Policy:
         gateway=GatewaySpec(routing="promise", slo=PROMISED),
     )
     book, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
-    forecast = Forecast(made, book)
+    forecast = LatencyPredictor(made, book)
     router = SLORouter(forecast, index, book, PROMISED, partial(expected_tokens, lengths), few)
     mover = Mover(forecast, book, rebalances=False, tpot_s=None)
     requeue = Requeue(forecast, book, index, moves=False, ttft_s=None)

@@ -9,7 +9,7 @@ A request without an SLO, where the gateway has none either, is never refused.
 """
 
 from cluster.policy.active_requests import ActiveRequests
-from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal
 from cluster.spec import Role
 from diptych.view import WorkerView
@@ -40,9 +40,9 @@ class Late(Admission):
     looks = True
     looks_behind_prefill = True
 
-    def __init__(self, default: SLO, forecast: Forecast, book: ActiveRequests) -> None:
+    def __init__(self, default: SLO, forecast: LatencyPredictor, book: ActiveRequests) -> None:
         self._default = default
-        self._forecast = forecast
+        self._latency = forecast
         self._active = book
 
     def at_arrival(self, ask: Ask, placement: Placement, decode: WorkerView) -> Refusal | None:
@@ -54,7 +54,7 @@ class Late(Admission):
         return Refusal(reason, retry_after_s=ttft_s - promised_s)
 
     def behind_prefill(self, ask: Ask, decode: WorkerView) -> Refusal | None:
-        return self._judge_decode(ask, self._forecast.tpot_now_seconds(ask, decode))
+        return self._judge_decode(ask, self._latency.tpot_now_seconds(ask, decode))
 
     def _judge_decode(self, ask: Ask, tpot_s: float) -> Refusal | None:
         promised_s = ask.request.slo.tpot_s or self._default.tpot_s
@@ -74,7 +74,7 @@ class Early(Late):
         return late or self._judge_decode(ask, self._tpot_seconds(ask, _ttft_s(placement), decode))
 
     def _tpot_seconds(self, ask: Ask, ttft_s: float, decode: WorkerView) -> float:
-        return self._forecast.tpot_now_seconds(ask, decode)
+        return self._latency.tpot_now_seconds(ask, decode)
 
 
 class Predictive(Early):
@@ -100,7 +100,7 @@ class Predictive(Early):
         seen = sum(w.stats.running + w.stats.reserved + ask.sent_to(w.name).sequences for w in pool)
         others = max(0, seen - ours) / batch  # for each of ours
         share = (1 + others) / len(pool)
-        return self._forecast.step_seconds(decode, max(1.0, batch * share), context_tokens * share)
+        return self._latency.step_seconds(decode, max(1.0, batch * share), context_tokens * share)
 
 
 def _ttft_s(placement: Placement) -> float:

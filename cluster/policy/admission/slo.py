@@ -20,7 +20,7 @@ from collections.abc import Callable
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.admission.classes import Classes
 from cluster.policy.admission.early_rejection import DECODE_RETRY_S, Admission
-from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import asked_length
 from cluster.policy.routing.picking import num_sequences
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal
@@ -42,14 +42,14 @@ class SLOAdmission(Admission):
     def __init__(
         self,
         gateway: GatewaySpec,
-        forecast: Forecast,
+        forecast: LatencyPredictor,
         book: ActiveRequests,
         expected: Callable[[Request], int] = asked_length,
     ) -> None:
         """`expected`: how many tokens an answer will have."""
         self._expected = expected
         self._classes = Classes(gateway)
-        self._forecast = forecast
+        self._latency = forecast
         self._active = book
         classes = (*gateway.classes.values(), ClassSpec(gateway.slo.ttft_s, gateway.slo.tpot_s))
         tightest_s = min((each.ttft_s for each in classes if each.ttft_s is not None), default=USUAL_TTFT_S)
@@ -93,14 +93,14 @@ class SLOAdmission(Admission):
         if placement.prefill_s is not None:
             return placement.prefill_s
         new_tokens = max(1, ask.request.num_tokens - placement.cached_tokens)
-        return self._forecast.prefill_seconds(_worker(ask, placement.prefill), new_tokens, placement.cached_tokens)
+        return self._latency.prefill_seconds(_worker(ask, placement.prefill), new_tokens, placement.cached_tokens)
 
     def _is_trial(self, ask: Ask, placement: Placement) -> bool:
         """Whether the prediction is a guess and the worker idle: only trying can make the guess better."""
         worker = _worker(ask, placement.prefill)
         stats, sent = worker.stats, ask.sent_to(worker.name)
         idle = not (stats.waiting or stats.running or stats.reserved or sent.sequences)
-        return idle and not self._forecast.is_sure(worker) and not self._active.prefilling(worker.name)
+        return idle and not self._latency.is_sure(worker) and not self._active.prefilling(worker.name)
 
     def _no_slot(
         self, ask: Ask, placement: Placement, decode: WorkerView, most_s: float
@@ -115,11 +115,11 @@ class SLOAdmission(Admission):
         batch = max(num_sequences(ask, decode), len(ours))
         if not batch:
             return None
-        most = self._forecast.most_running(decode)
+        most = self._latency.most_running(decode)
         if batch >= most:
             return f"all {most} decode slots of {decode.name} are taken", *self._ends_s(ask, decode, batch, 1)
         tpot_s = self._tpot_s(ask, placement, decode, batch)
-        alone_s = self._forecast.step_seconds(decode, 1, ask.request.num_tokens)
+        alone_s = self._latency.step_seconds(decode, 1, ask.request.num_tokens)
         promises = (ask.request.slo.tpot_s, *(work.promised_tpot_s for work in ours))
         bound_s = min((each for each in promises if each is not None and each >= alone_s), default=math.inf)
         bound_s = min(bound_s, most_s)
@@ -133,9 +133,9 @@ class SLOAdmission(Admission):
     def _impossible(self, ask: Ask, decode: WorkerView) -> str:
         """Why no wait would help: an empty worker would break the promise of each token's time."""
         promised_s = ask.request.slo.tpot_s
-        if promised_s is None or ask.tokens_left == 1 or not self._forecast.is_sure(decode):
+        if promised_s is None or ask.tokens_left == 1 or not self._latency.is_sure(decode):
             return ""
-        alone_s = self._forecast.step_seconds(decode, 1, ask.request.num_tokens)
+        alone_s = self._latency.step_seconds(decode, 1, ask.request.num_tokens)
         if alone_s <= promised_s:
             return ""
         return f"each token would take {alone_s:.3g} s, even with nobody beside it, {promised_s:.3g} s are promised"
@@ -146,7 +146,7 @@ class SLOAdmission(Admission):
         if batch <= num_sequences(ask, decode):
             return predicted_s
         context = sum(work.num_tokens for work in self._active.decoding(decode.name))
-        return max(predicted_s, self._forecast.step_seconds(decode, batch + 1, context + ask.request.num_tokens))
+        return max(predicted_s, self._latency.step_seconds(decode, batch + 1, context + ask.request.num_tokens))
 
     def _ends_s(self, ask: Ask, decode: WorkerView, batch: int, count: int) -> tuple[float, float]:
         """When `count` of the `batch` that decode there will have ended, and how far apart ends are.
@@ -154,8 +154,8 @@ class SLOAdmission(Admission):
         By how long requests decode on average, or by how long our answers are expected to be if that is sooner: a wait
         that is in vain costs less than a refusal that was not needed.
         """
-        used_tokens = self._forecast.kv_tokens(decode) - self._forecast.free_tokens(decode)
-        step_s = self._forecast.step_seconds(decode, batch, used_tokens)
+        used_tokens = self._latency.kv_tokens(decode) - self._latency.free_tokens(decode)
+        step_s = self._latency.step_seconds(decode, batch, used_tokens)
         mean_s = self._active.decode_seconds(ask.now_s)
         if math.isinf(mean_s):  # none has ended yet
             mean_s = self._expected(ask.request) * step_s

@@ -63,7 +63,7 @@ class _Pools(dict[str, _Pool]):
         return self._DEFAULT
 
 
-class Forecast:
+class LatencyPredictor:
     """Owned by a Policy."""
 
     def __init__(self, spec: ClusterSpec, book: ActiveRequests) -> None:

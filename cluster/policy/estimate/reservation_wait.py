@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cluster.policy.active_requests import ActiveRequests, Work
-from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.router import Ask
 from diptych.view import WorkerView
 
@@ -54,13 +54,13 @@ class _Event:
 class Reserving:
     """Owned by a Policy."""
 
-    def __init__(self, forecast: Forecast, book: ActiveRequests) -> None:
-        self._forecast = forecast
+    def __init__(self, forecast: LatencyPredictor, book: ActiveRequests) -> None:
+        self._latency = forecast
         self._active = book
 
     def wait_s(self, ask: Ask, worker: WorkerView) -> float:
         """Until the worker has promised this request its blocks and a slot; 0 where it has both."""
-        engine, stats, num_tokens = self._forecast.engine(worker), worker.stats, ask.request.num_tokens
+        engine, stats, num_tokens = self._latency.engine(worker), worker.stats, ask.request.num_tokens
         promised = self._active.promised(worker.name)
         tokens = num_tokens + promised.prompt_tokens + engine.block_size * (2 * promised.sequences + 2)
         is_staged = tokens <= engine.block_size * self._credits(worker)
@@ -72,10 +72,10 @@ class Reserving:
 
     def _credits(self, worker: WorkerView) -> int:
         """Blocks that prompts may take whose KV is still to come."""
-        return self._forecast.engine(worker).staging_blocks or max(1, worker.stats.total_blocks // 2)
+        return self._latency.engine(worker).staging_blocks or max(1, worker.stats.total_blocks // 2)
 
     def _played(self, ask: Ask, worker: WorkerView) -> float:
-        size, step_s = self._forecast.engine(worker).block_size, self._step_s(worker)
+        size, step_s = self._latency.engine(worker).block_size, self._step_s(worker)
         works = self._active.decoding(worker.name)
         asked = [work for work in works if _asks(work, worker)]
         events, room = self._now(ask, worker, [work for work in works if not _asks(work, worker)], step_s)
@@ -95,7 +95,7 @@ class Reserving:
 
     def _now(self, ask: Ask, worker: WorkerView, works: Iterable[Work], step_s: float) -> tuple[list[_Event], _Room]:
         """What will come of those that have their promise, and the room beside them."""
-        size, stats = self._forecast.engine(worker).block_size, worker.stats
+        size, stats = self._latency.engine(worker).block_size, worker.stats
         events: list[_Event] = []
         staged = held = coming = running = 0
         for work in works:
@@ -124,7 +124,7 @@ class Reserving:
 
     def _fits(self, room: _Room, blocks: int, worker: WorkerView) -> bool:
         """As `Engine.reserve` decides, but for the promises of those that decode: an admission foresees these."""
-        engine = self._forecast.engine(worker)
+        engine = self._latency.engine(worker)
         if room.running + room.coming >= engine.max_running or blocks + room.running > room.free:
             return False
         return room.staged <= 0 or room.staged + blocks <= self._credits(worker)
@@ -135,13 +135,13 @@ class Reserving:
 
     def _step_s(self, worker: WorkerView) -> float:
         """A step with as many of them as fit at once."""
-        promised, engine = self._active.promised(worker.name), self._forecast.engine(worker)
+        promised, engine = self._active.promised(worker.name), self._latency.engine(worker)
         if not promised.sequences:
-            return self._forecast.step_seconds(worker, 1, 0)
+            return self._latency.step_seconds(worker, 1, 0)
         mean = (promised.prompt_tokens + promised.output_tokens / 2) / promised.sequences
         fit = min(engine.max_running, max(1.0, worker.stats.total_blocks * engine.block_size / mean))
         batch = min(promised.sequences, fit)
-        return max(LEAST_STEP_S, self._forecast.step_seconds(worker, batch, batch * mean))
+        return max(LEAST_STEP_S, self._latency.step_seconds(worker, batch, batch * mean))
 
 
 def _asks(work: Work, worker: WorkerView) -> bool:

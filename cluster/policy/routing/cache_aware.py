@@ -2,7 +2,7 @@
 
 from typing import ClassVar, NamedTuple
 
-from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.baselines.load_based import LeastLoaded
 from cluster.policy.routing.picking import Finder, Workers, num_sequences
 from cluster.policy.routing.prefix_index import NO_MATCH, Match, PrefixIndex, chain
@@ -19,7 +19,7 @@ class CacheAware(LeastLoaded):
 
     wants_caches: ClassVar[bool] = True
 
-    def __init__(self, forecast: Forecast, index: PrefixIndex) -> None:
+    def __init__(self, forecast: LatencyPredictor, index: PrefixIndex) -> None:
         self.forecast = forecast
         self._index = index
         self._asked: tuple[Request, float] | None = None
@@ -122,7 +122,7 @@ class Mooncake(MooncakeLocal):
 
     links_all: ClassVar[bool] = True
 
-    def __init__(self, forecast: Forecast, index: PrefixIndex, threshold: float = BALANCING_THRESHOLD) -> None:
+    def __init__(self, forecast: LatencyPredictor, index: PrefixIndex, threshold: float = BALANCING_THRESHOLD) -> None:
         super().__init__(forecast, index)
         self._threshold = threshold
         self._owners: list[tuple[int, str]] = []  # of the request asked for last: cached tokens, worker; most first

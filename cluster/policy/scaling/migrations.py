@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from cluster.policy.active_requests import ActiveRequests
-from cluster.policy.estimate.latency import Decodes, Forecast
+from cluster.policy.estimate.latency import Decodes, LatencyPredictor
 from cluster.spec import Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 
@@ -91,8 +91,10 @@ class _Side:
 class Mover:
     """Owned by a Policy. `tpot_s`: the promise to requests that ask for none. Every `Move` planned has its `ended`."""
 
-    def __init__(self, forecast: Forecast, book: ActiveRequests, *, rebalances: bool, tpot_s: float | None) -> None:
-        self._forecast = forecast
+    def __init__(
+        self, forecast: LatencyPredictor, book: ActiveRequests, *, rebalances: bool, tpot_s: float | None
+    ) -> None:
+        self._latency = forecast
         self._active = book
         self._rebalances = rebalances
         self._tpot_s = tpot_s
@@ -133,8 +135,8 @@ class Mover:
         sides: dict[str, _Side] = {}
         for worker in view.workers:
             if worker.state in (WorkerState.READY, WorkerState.DRAINING):
-                total = self._forecast.kv_tokens(worker)
-                stats, used = worker.stats, total - self._forecast.free_tokens(worker)
+                total = self._latency.kv_tokens(worker)
+                stats, used = worker.stats, total - self._latency.free_tokens(worker)
                 seen, ours = stats.running + stats.reserved, self._active.promised(worker.name).sequences
                 side = sides[worker.name] = _Side(worker, max(seen, ours), used, total)
                 side.decodes = list(self._decodes(worker.name, contexts))
@@ -210,8 +212,8 @@ class Mover:
     def _slowed(self, side: _Side) -> float:
         """The share of its speed that prompts lose beside these decodes."""
         decodes = Decodes(side.batch, side.used_tokens, side.promise_s)
-        alone_s, _ = self._forecast.prefill_beside(side.worker, USUAL_PROMPT, 0, Decodes(0, 0, None))
-        beside_s, _ = self._forecast.prefill_beside(side.worker, USUAL_PROMPT, 0, decodes)
+        alone_s, _ = self._latency.prefill_beside(side.worker, USUAL_PROMPT, 0, Decodes(0, 0, None))
+        beside_s, _ = self._latency.prefill_beside(side.worker, USUAL_PROMPT, 0, decodes)
         return max(0.0, 1.0 - alone_s / beside_s) if beside_s > 0.0 else 0.0
 
     def _takes_over(self, side: _Side, taker: _Side, decode: _Decode, slowed: float, view: ClusterView) -> bool:
@@ -286,7 +288,7 @@ class Mover:
             return False
         saved_s = decode.left_tokens * max(0.0, self._step_s(side) - step_s)
         if side.used_tokens + self._growth(side, self._step_s(side)) > side.total_tokens:  # somebody is preempted else
-            saved_s += self._forecast.prefill_seconds(side.worker, decode.context_tokens, 0)
+            saved_s += self._latency.prefill_seconds(side.worker, decode.context_tokens, 0)
         return self._cost_s(side, taker, decode, view) < saved_s
 
     def _cost_s(self, side: _Side, taker: _Side, decode: _Decode, view: ClusterView) -> float:
@@ -296,9 +298,9 @@ class Mover:
         if link is not None and link.bytes_per_s > 0:
             transfer_s = link.latency_s + num_bytes / link.bytes_per_s
         else:
-            transfer_s = self._forecast.transfer_seconds(taker.worker, decode.context_tokens)
+            transfer_s = self._latency.transfer_seconds(taker.worker, decode.context_tokens)
         tail = LEAST_LEFT + int(transfer_s / max(self._step_s(side), 1e-6))
-        return transfer_s + self._forecast.prefill_seconds(taker.worker, tail, decode.context_tokens)
+        return transfer_s + self._latency.prefill_seconds(taker.worker, tail, decode.context_tokens)
 
     # ---- a worker with one more or less --------------------------------------------------------------------------
 
@@ -312,11 +314,11 @@ class Mover:
         return side.used_tokens + self._growth(side, self._step_s(side)) + needed <= share * side.total_tokens
 
     def _step_s(self, side: _Side) -> float:
-        return self._forecast.step_seconds(side.worker, side.batch, side.used_tokens)
+        return self._latency.step_seconds(side.worker, side.batch, side.used_tokens)
 
     def _step_with(self, side: _Side, decode: _Decode) -> float:
         tokens = side.used_tokens + decode.context_tokens
-        return self._forecast.step_seconds(side.worker, side.batch + 1, tokens)
+        return self._latency.step_seconds(side.worker, side.batch + 1, tokens)
 
 
 def _moved(decode: _Decode, source: _Side, target: _Side, reason: str, kind: str) -> Move:

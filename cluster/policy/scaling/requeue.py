@@ -7,7 +7,7 @@ goes where its first token comes sooner by a quarter of what is promised for it.
 from collections.abc import Callable, Mapping
 
 from cluster.policy.active_requests import ActiveRequests
-from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal
 from diptych.view import ClusterView, WorkerState, WorkerView
@@ -22,9 +22,9 @@ class Requeue:
     """Owned by a Policy. `moves`: whether anybody does. `ttft_s`: what requests are promised that ask for nothing."""
 
     def __init__(
-        self, forecast: Forecast, book: ActiveRequests, index: PrefixIndex, *, moves: bool, ttft_s: float | None
+        self, forecast: LatencyPredictor, book: ActiveRequests, index: PrefixIndex, *, moves: bool, ttft_s: float | None
     ) -> None:
-        self._forecast = forecast
+        self._latency = forecast
         self._active = book
         self._index = index
         self._moves = moves
@@ -75,6 +75,6 @@ class Requeue:
         if told_s <= 0.0:
             return
         mean = max(1, sum(work.new_tokens for work in works) // len(works))
-        times = len(works) * self._forecast.prefill_seconds(worker, mean, 0) / told_s
+        times = len(works) * self._latency.prefill_seconds(worker, mean, 0) / told_s
         if not 1.0 / OFF < times < OFF:
             self._active.slower(worker.name, times)

@@ -12,7 +12,7 @@ A machine keeps its home and is mixed for as long as it has work of the other ph
 from typing import ClassVar
 
 from cluster.policy.active_requests import ActiveRequests
-from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import Lengths
 from cluster.policy.routing.baselines.load_based import LeastLoaded
 from cluster.policy.routing.picking import fitting, queued_tokens, roomy
@@ -29,9 +29,9 @@ class Splitwise(LeastLoaded):
     links_all: ClassVar[bool] = True
 
     def __init__(
-        self, forecast: Forecast, book: ActiveRequests, lengths: Lengths, queue_tokens: int = QUEUE_TOKENS
+        self, forecast: LatencyPredictor, book: ActiveRequests, lengths: Lengths, queue_tokens: int = QUEUE_TOKENS
     ) -> None:
-        self._forecast = forecast
+        self._latency = forecast
         self._active = book
         self._lengths = lengths
         self._queue_tokens = queue_tokens
@@ -79,12 +79,12 @@ class Splitwise(LeastLoaded):
         best = min(workers, key=self._memory)
         used_tokens, _ = self._memory(best)
         wanted = ask.request.num_tokens + self._lengths(ask.request)
-        return None if used_tokens + wanted >= self._forecast.kv_tokens(best) else best
+        return None if used_tokens + wanted >= self._latency.kv_tokens(best) else best
 
     def _memory(self, worker: WorkerView) -> tuple[int, str]:
         """Tokens of KV that are there, or will be when our requests there have all their answers."""
         promised = sum(work.num_tokens for work in self._active.decoding(worker.name))
-        used = self._forecast.kv_tokens(worker) - self._forecast.free_tokens(worker)
+        used = self._latency.kv_tokens(worker) - self._latency.free_tokens(worker)
         return max(promised, used), worker.name
 
     @property

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.draws import Draws
-from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import Lengths
 from cluster.policy.routing.baselines.load_based import LeastLoaded, two_of
 from cluster.policy.routing.picking import Workers, num_sequences
@@ -34,9 +34,15 @@ class Tetri(LeastLoaded):
     links_all: ClassVar[bool] = True
 
     def __init__(
-        self, forecast: Forecast, book: ActiveRequests, lengths: Lengths, draws: Draws, *, idle_s: float = IDLE_S
+        self,
+        forecast: LatencyPredictor,
+        book: ActiveRequests,
+        lengths: Lengths,
+        draws: Draws,
+        *,
+        idle_s: float = IDLE_S,
     ) -> None:
-        self._forecast = forecast
+        self._latency = forecast
         self._active = book
         self._lengths = lengths
         self._draws = draws
@@ -78,7 +84,7 @@ class Tetri(LeastLoaded):
     def _free_tokens(self, worker: WorkerView) -> int:
         """Memory that our requests there will not need for what they still have to write."""
         growth = sum(work.output_tokens for work in self._active.decoding(worker.name))
-        return self._forecast.free_tokens(worker) - growth
+        return self._latency.free_tokens(worker) - growth
 
     def _heaviness(self, worker: WorkerView) -> float:
         """Heavy decodes for each light one, of ours."""

@@ -28,13 +28,13 @@ from typing import ClassVar
 from msgspec import structs
 
 from cluster.policy.active_requests import ActiveRequests
-from cluster.policy.estimate.latency import Forecast
+from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.cache_aware import CacheAware
 from cluster.policy.routing.prefix_index import Depth, PrefixIndex
 from cluster.policy.routing.router import Ask, Placement
 from cluster.policy.routing.slo.exhaustive import Everyone
 from cluster.policy.routing.slo.shortlist import Glance, Shortlist
-from cluster.policy.routing.slo.worker_estimate import DECODE, MIXED, PREFILL, DecodeSide, Outlook, PromptSide
+from cluster.policy.routing.slo.worker_estimate import DECODE, MIXED, PREFILL, DecodeSide, PromptSide, WorkerEstimate
 from diptych.view import WorkerView
 from workers.request import SLO, Request
 
@@ -58,7 +58,7 @@ class SLORouter(CacheAware):
 
     def __init__(
         self,
-        forecast: Forecast,
+        forecast: LatencyPredictor,
         index: PrefixIndex,
         book: ActiveRequests,
         default: SLO,
@@ -66,7 +66,7 @@ class SLORouter(CacheAware):
         few: int = FEW,
     ) -> None:
         super().__init__(forecast, index)
-        self._outlook = Outlook(forecast, book)
+        self._estimate = WorkerEstimate(forecast, book)
         self._expected = expected
         self._shortlist = Shortlist(forecast, book, index, default.tpot_s, few)
         self._default = default
@@ -156,7 +156,7 @@ class SLORouter(CacheAware):
         for number, tier in enumerate(chain([others], look.decodes(alone=ask.alone))):
             for worker in tier:
                 if worker.name not in sides:
-                    sides[worker.name] = self._outlook.decode_side(ask, worker, answer, begin_s, slo.tpot_s)
+                    sides[worker.name] = self._estimate.decode_side(ask, worker, answer, begin_s, slo.tpot_s)
             kept = (side.has_room and not _is_late(side, slo) and side.role is not PREFILL for side in sides.values())
             if number and any(kept):
                 break
@@ -183,7 +183,7 @@ class SLORouter(CacheAware):
             self._came_s -= self._came.popleft()[1]
 
     def _prompt_side(self, ask: Ask, look: Look, worker: WorkerView, slo: SLO) -> PromptSide:
-        return self._outlook.prompt_side(ask, worker, look.cached_tokens(worker), slo.tpot_s)
+        return self._estimate.prompt_side(ask, worker, look.cached_tokens(worker), slo.tpot_s)
 
     def _depths(self, ask: Ask) -> Sequence[Depth]:
         return () if ask.request.fresh else self._index.depths(self.names(ask), ask.now_s)
@@ -202,7 +202,7 @@ class SLORouter(CacheAware):
         if not local.steps or (slo.ttft_s is not None and local.ttft_s > slo.ttft_s):
             return False
         moved = ask.request.num_tokens - local.cached_tokens
-        moving_s = self._outlook.transfer_seconds(ask, prefill.name, worker, moved)
+        moving_s = self._estimate.transfer_seconds(ask, prefill.name, worker, moved)
         is_short = slo.tpot_s is not None and local.prefill_s <= slo.tpot_s
         if local.role is DECODE and not is_short and local.prefill_s > moving_s:
             return False
@@ -221,7 +221,7 @@ class SLORouter(CacheAware):
         worker = look.worker(placement.prefill)
         rest_s = self.forecast.prefill_seconds(worker, num_tokens - tokens, tokens)
         saved_s = self.forecast.prefill_seconds(worker, num_tokens - own, own) - rest_s
-        saved_s -= self._outlook.transfer_seconds(ask, owner, worker, tokens - own)
+        saved_s -= self._estimate.transfer_seconds(ask, owner, worker, tokens - own)
         if saved_s <= 0.0 or placement.predicted_ttft_s is None:
             return placement
         return structs.replace(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.policy.active_requests import ActiveRequests
-from cluster.policy.estimate.latency import LEAST_CHUNK, Forecast
+from cluster.policy.estimate.latency import LEAST_CHUNK, LatencyPredictor
 from cluster.policy.routing.prefix_index import Depth, PrefixIndex
 from cluster.policy.routing.router import NOTHING_SENT, Ask, Sent
 from cluster.policy.routing.slo.cost_tables import TOP_BATCH, Noted, Rates, Told
@@ -38,10 +38,10 @@ class Shortlist:
     """Owned by a router, and the only one that asks its book for `news`. `tpot_slo_s`: what this gateway promises."""
 
     def __init__(
-        self, forecast: Forecast, book: ActiveRequests, index: PrefixIndex, tpot_slo_s: float | None, few: int
+        self, forecast: LatencyPredictor, book: ActiveRequests, index: PrefixIndex, tpot_slo_s: float | None, few: int
     ) -> None:
         self._few = few
-        self._forecast = forecast
+        self._latency = forecast
         self._tpot_slo_s = tpot_slo_s
         self._active = book
         self._index = index
@@ -153,7 +153,7 @@ class Shortlist:
             self._token_s = np.concatenate([each.decode_token_s for each in self.rates])
             self._block_size = np.array([each.block_size for each in self.rates], dtype=np.float64)
             self.empty_s = np.array([each.empty_s for each in self.rates])
-            self.speed = np.append(self.speed, self._forecast.prompt_speed(worker))
+            self.speed = np.append(self.speed, self._latency.prompt_speed(worker))
             self._is_carrying = np.array([each.is_carrying for each in self.rates])
             self._most_tokens = np.array([each.most_tokens for each in self.rates])
             self._bound_s = self.bounds_s(self._tpot_slo_s)
@@ -172,7 +172,7 @@ class Shortlist:
         """Its pool's; pools that are alike share them."""
         known = self._rates.get(worker.pool)
         if known is None:
-            cost, engine = self._forecast.plain_cost(worker), self._forecast.engine(worker)
+            cost, engine = self._latency.plain_cost(worker), self._latency.engine(worker)
             alike = (each for each in self._rates.values() if each.is_of(cost, engine))
             known = self._rates[worker.pool] = next(alike, None) or Rates(cost, engine)
         return known
@@ -182,7 +182,7 @@ class Shortlist:
         worker = self.workers[row]
         stats, since = worker.stats, self._sent.get(worker.name, NOTHING_SENT)
         seen, queued = stats.running + stats.reserved + since.sequences, stats.queued_tokens + since.prompt_tokens
-        told = (seen, queued, stats.total_blocks, stats.free_blocks, self._forecast.step_correction(worker))
+        told = (seen, queued, stats.total_blocks, stats.free_blocks, self._latency.step_correction(worker))
         if told == self._told[row]:
             return False
         self._told[row] = told
@@ -191,7 +191,7 @@ class Shortlist:
     def _note(self, row: int) -> bool:
         """What the book says; whether it is new."""
         worker = self.workers[row]
-        ours, ratio = self._active.standing(worker.name), self._forecast.prompt_correction(worker)
+        ours, ratio = self._active.standing(worker.name), self._latency.prompt_correction(worker)
         noted = (*ours.promised, *ours.begun, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio)
         if noted == self._noted[row]:
             return False
@@ -200,7 +200,7 @@ class Shortlist:
         return True
 
     def _derive(self, rows: Rows) -> None:
-        """As `Outlook` and `Forecast` do, for these rows at once."""
+        """As `Outlook` and `LatencyPredictor` do, for these rows at once."""
         pool = self.pool[rows]
         fresh = list(self._fresh)
         self._noted_columns[:, fresh] = _columns([self._noted[row] for row in fresh], len(Noted._fields))

@@ -10,7 +10,7 @@ from operator import itemgetter
 from msgspec import Struct
 
 from cluster.policy.active_requests import ActiveRequests, Work, WorkerLoad
-from cluster.policy.estimate.latency import LEAST_CHUNK, Decodes, Forecast
+from cluster.policy.estimate.latency import LEAST_CHUNK, Decodes, LatencyPredictor
 from cluster.policy.routing.router import Ask
 from cluster.spec import Role
 from diptych.view import WorkerView
@@ -71,11 +71,11 @@ class _Ends(Struct, frozen=True, gc=False):
     works: list[tuple[float, Work]]
 
 
-class Outlook:
+class WorkerEstimate:
     """Owned by a router."""
 
-    def __init__(self, forecast: Forecast, book: ActiveRequests) -> None:
-        self._forecast = forecast
+    def __init__(self, forecast: LatencyPredictor, book: ActiveRequests) -> None:
+        self._latency = forecast
         self._active = book
         self._links: tuple[LinkReport, ...] = ()
         self._pairs: dict[tuple[str, str], LinkReport] = {}
@@ -83,7 +83,7 @@ class Outlook:
 
     def prompt_side(self, ask: Ask, worker: WorkerView, cached_tokens: int, tpot_slo_s: float | None) -> PromptSide:
         """`tpot_slo_s`: what decodes there were promised, as far as that is known."""
-        forecast, standing = self._forecast, self._active.standing(worker.name)
+        forecast, standing = self._latency, self._active.standing(worker.name)
         load = self._with_foreign(ask, worker, standing, standing.begun)  # who knows when the turn of the others comes
         new_tokens = max(1, ask.request.num_tokens - cached_tokens)
         decodes = Decodes(load.batch, load.context_tokens, tpot_slo_s)
@@ -95,7 +95,7 @@ class Outlook:
         self, ask: Ask, worker: WorkerView, answer: int, begin_s: float, tpot_slo_s: float | None
     ) -> DecodeSide:
         """`answer`: its tokens, as expected; `begin_s`: when its prompt will be done, on the dispatcher's clock."""
-        forecast, num_tokens = self._forecast, ask.request.num_tokens
+        forecast, num_tokens = self._latency, ask.request.num_tokens
         load = self._load(ask, worker, begin_s)
         capacity = forecast.kv_tokens(worker)
         free_tokens, batch = capacity - load.promised_tokens, load.batch + 1
@@ -129,7 +129,7 @@ class Outlook:
         seen = stats.running + stats.reserved + ask.sent_to(worker.name).sequences
         foreign = seen - standing.promised.sequences - standing.num_prompts
         if foreign > 0:
-            used = (stats.total_blocks - stats.free_blocks) * self._forecast.engine(worker).block_size
+            used = (stats.total_blocks - stats.free_blocks) * self._latency.engine(worker).block_size
             theirs = max(0, used - standing.promised.prompt_tokens)
             batch, context, promised = batch + foreign, context + theirs, promised + theirs
         return Load(batch, context, promised)
@@ -137,7 +137,7 @@ class Outlook:
     def _ended(self, worker: WorkerView, standing: WorkerLoad, now_s: float, at_s: float) -> Iterator[Work]:
         """Those of ours that will not decode there any more."""
         sequences, prompts, answers = standing.promised
-        step_s = self._forecast.step_seconds(worker, sequences, prompts + answers)
+        step_s = self._latency.step_seconds(worker, sequences, prompts + answers)
         known = self._ends.get(worker.name)
         if known is None or known.standing is not standing or known.step_s != step_s:
             works = [
@@ -161,5 +161,5 @@ class Outlook:
             self._links, self._pairs = links, {(link.owner, link.reader): link for link in links}
         link = self._pairs.get((owner, reader.name))
         if link is None or not link.bytes_per_s > 0.0 or not reader.kv_token_bytes:
-            return self._forecast.transfer_seconds(reader, num_tokens)
+            return self._latency.transfer_seconds(reader, num_tokens)
         return link.latency_s + num_tokens * reader.kv_token_bytes / link.bytes_per_s
