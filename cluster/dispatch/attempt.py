@@ -14,8 +14,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from cluster.dispatch.worker_call import AttemptFailed, Background, Leg
-from cluster.dispatch.worker_client import Line, LineLost, Said
+from cluster.dispatch.worker_call import AttemptFailed, Background, WorkerCall
+from cluster.dispatch.worker_client import LineLost, Said, WorkerClient
 from cluster.events import NotComputable, Unservable
 from cluster.observe.ledger import Stopwatch
 from kvtransfer.ticket import TransferReport
@@ -59,14 +59,14 @@ class Attempt:
     def __init__(
         self,
         request: Request,
-        prefill: Line,
-        decode: Line,
+        prefill: WorkerClient,
+        decode: WorkerClient,
         watch: Stopwatch,
         tokens: Callable[[TokensOut], None],
         background: Background,
         *,
         cut_tokens: int = 0,
-        lender: Line | None = None,
+        lender: WorkerClient | None = None,
         borrow_s: float = 0.0,
     ) -> None:
         unlike = prefill.kv_dtype != decode.kv_dtype
@@ -74,9 +74,9 @@ class Attempt:
             request = replace(request, group="")
             cut_tokens = min(cut_tokens or len(request.prompt), len(request.prompt))
         self._request = request
-        self._prefill = Leg(request, prefill)
+        self._prefill = WorkerCall(request, prefill)
         fetching = replace(request, kv_dtype=prefill.kv_dtype) if unlike else request
-        self._decode = self._prefill if prefill is decode else Leg(fetching, decode)
+        self._decode = self._prefill if prefill is decode else WorkerCall(fetching, decode)
         self._split = prefill is not decode
         self._cut_tokens = cut_tokens if self._split else 0
         self._watch = watch
@@ -84,12 +84,12 @@ class Attempt:
         self._background = background
         self._lender = lender if lender is not None and lender.kv_dtype == prefill.kv_dtype else None
         self._borrow_s = borrow_s
-        self._inbox: asyncio.Queue[tuple[Leg, Said | Exception | _Switch | _Look]] = (
+        self._inbox: asyncio.Queue[tuple[WorkerCall, Said | Exception | _Switch | _Look]] = (
             asyncio.Queue()
         )  # bounded by its tokens
         self._taking = False
         self._num_heard = 0
-        self._quiet: tuple[int, frozenset[Leg]] = (
+        self._quiet: tuple[int, frozenset[WorkerCall]] = (
             0,
             frozenset(),
         )  # what was heard, and who was missing, at the last look
@@ -99,7 +99,7 @@ class Attempt:
         self._head: LegTiming | None = None  # of a cut prompt's head, until it is booked
         self._head_came = self._first_came = self._ticket_came = False
         self._num_moves = 0
-        self._coming: tuple[Leg, asyncio.Future[TransferReport]] | None = None  # to where it moves
+        self._coming: tuple[WorkerCall, asyncio.Future[TransferReport]] | None = None  # to where it moves
         self._moving: asyncio.Task[bool] | None = None
         self.transfer: TransferReport | None = None
         self.transfers: list[TransferReport] = []
@@ -144,10 +144,10 @@ class Attempt:
             if finish is not None:
                 return finish
 
-    async def _borrow(self, lender: Line) -> None:
+    async def _borrow(self, lender: WorkerClient) -> None:
         """Have the prefill worker fetch the prompt's beginning from who has it. If that fails, it computes more."""
         try:
-            ticket = await Leg(self._request, lender).call(lender.handle.lend(self._request))
+            ticket = await WorkerCall(self._request, lender).call(lender.handle.lend(self._request))
         except AttemptFailed as failure:
             told = log_fields(key=self._request.id, worker=failure.worker)
             logger.warning("request %s: nothing could be borrowed from %s", self._request.id, failure, extra=told)
@@ -164,7 +164,7 @@ class Attempt:
 
     # ---- what the workers say ----------------------------------------------------------------------------------
 
-    def _hear(self, leg: Leg, said: Said) -> None:
+    def _hear(self, leg: WorkerCall, said: Said) -> None:
         """Something came from one of our lines. Tokens in the middle of an answer wait for nobody: they go out at once.
 
         Everything else is taken in its turn.
@@ -183,7 +183,7 @@ class Attempt:
             except Exception as error:  # ours to end with, not the line's
                 self._inbox.put_nowait((leg, error))
 
-    async def _take(self, leg: Leg, said: Said | Exception | _Switch | _Look) -> FinishReason | None:
+    async def _take(self, leg: WorkerCall, said: Said | Exception | _Switch | _Look) -> FinishReason | None:
         if isinstance(said, _Switch):
             said.done.set_result(await self._switch(leg))
             return None
@@ -233,7 +233,7 @@ class Attempt:
         else:
             self._prefill.is_held = False  # all there is to come is its timing
 
-    async def _take_tokens(self, leg: Leg, output: TokensOut) -> FinishReason | None:
+    async def _take_tokens(self, leg: WorkerCall, output: TokensOut) -> FinishReason | None:
         self._latest = output.timing
         if output.prefilled:
             self._first_came = True
@@ -274,7 +274,7 @@ class Attempt:
         It must be missing at two looks with nothing heard between them, since its last words may be on their way.
         """
         heard_before, missing_before = self._quiet
-        missing: frozenset[Leg] = frozenset()
+        missing: frozenset[WorkerCall] = frozenset()
         if self._num_heard == heard_before:
             speaks = [self._decode] if self._first_came or self._head_came else [self._prefill, self._decode]
             missing = frozenset([leg for leg in dict.fromkeys(speaks) if await leg.is_missing()])
@@ -285,7 +285,7 @@ class Attempt:
 
     # ---- moving ------------------------------------------------------------------------------------------------
 
-    async def move(self, line: Line, timeout_s: float) -> bool:
+    async def move(self, line: WorkerClient, timeout_s: float) -> bool:
         """Have another worker go on with the decode, which goes on meanwhile; False when it stays where it is.
 
         The last step, after all has arrived there, is not bounded by `timeout_s` but by the worker's answer.
@@ -303,11 +303,11 @@ class Attempt:
             leg=self._num_moves,
             kv_dtype=MIXED_KV if unlike else "",
         )
-        moving = self._moving = asyncio.ensure_future(self._move(Leg(request, line), timeout_s))
+        moving = self._moving = asyncio.ensure_future(self._move(WorkerCall(request, line), timeout_s))
         await asyncio.wait({moving})
         return not moving.cancelled() and moving.result()
 
-    async def _move(self, leg: Leg, timeout_s: float) -> bool:
+    async def _move(self, leg: WorkerCall, timeout_s: float) -> bool:
         owner = self._decode
         try:
             async with asyncio.timeout(timeout_s):
@@ -325,7 +325,7 @@ class Attempt:
             if self._decode is not leg:
                 leg.release(self._background)
 
-    async def _bring(self, leg: Leg, owner: Leg, timeout_s: float) -> None:
+    async def _bring(self, leg: WorkerCall, owner: WorkerCall, timeout_s: float) -> None:
         """Bring what the owner has computed to where the request moves."""
         arrived: asyncio.Future[TransferReport] = asyncio.get_running_loop().create_future()
         arrived.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may come too late to matter
@@ -340,13 +340,13 @@ class Attempt:
             self.transfers.append(await arrived)
 
     @staticmethod
-    def _arrives(arrived: "asyncio.Future[TransferReport]", leg: Leg, said: Said) -> None:
+    def _arrives(arrived: "asyncio.Future[TransferReport]", leg: WorkerCall, said: Said) -> None:
         if isinstance(said, FetchedOut):
             arrived.set_result(said.report)
         elif isinstance(said, (FailedOut, LineLost)):
             arrived.set_exception(AttemptFailed(leg.name, said.reason))
 
-    async def _switch(self, leg: Leg) -> bool:
+    async def _switch(self, leg: WorkerCall) -> bool:
         """From here on the other worker decodes. What the owner says meanwhile waits, and counts only if this fails."""
         drawn = tuple(self._known[len(leg.request.generated) :])
         try:

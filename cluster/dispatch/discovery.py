@@ -19,7 +19,7 @@ from cluster.control.membership import Member, Membership
 from cluster.control.replicas import CRASH_LOOP, TAKEN_OUT
 from cluster.control.supervised import Failures, supervised
 from cluster.dispatch.cache_reader import CacheReader
-from cluster.dispatch.worker_client import Line
+from cluster.dispatch.worker_client import WorkerClient
 from cluster.observe.history import History
 from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import NOTHING_SENT, Sent
@@ -35,7 +35,7 @@ WATCH_S = 10.0
 REDIAL_S = 1.0
 
 
-class Roster:
+class WorkerDiscovery:
     """Owned by a Dispatcher. `start` before use, `close` after. `caches` is told what workers have cached, `history`
     who has another role or is lost."""
 
@@ -61,7 +61,7 @@ class Roster:
         self._changed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
         self._following: list[asyncio.Task[None]] = []
-        self.lines: dict[str, Line] = {}
+        self.lines: dict[str, WorkerClient] = {}
         self._role_changes: Counter[tuple[str, str]] = Counter()
 
     async def start(self) -> None:
@@ -196,13 +196,13 @@ class Roster:
             ):
                 self._note("back", now.name, now.detail)
 
-    def _dial(self, member: Member) -> Line:
+    def _dial(self, member: Member) -> WorkerClient:
         """A new line. Its subscriber's name is new too: what an older line of ours left there times out."""
         assert member.handle is not None, "only ready members are dialled"
         dtypes = {pool.name: pool.engine.dtype for pool in self._spec.pools}
         subscriber = f"{self._name}-{uuid.uuid4().hex[:12]}"
         silence_s, reader = self._spec.health.dead_after_s, self._reader(member.view, member.handle)
-        line = Line(
+        line = WorkerClient(
             member.view, member.handle, subscriber, silence_s, self._pulse, reader, dtypes.get(member.view.pool, "")
         )
         line.ended.add_done_callback(lambda _: self._note_end(line.name, line.lost or ""))
@@ -242,7 +242,7 @@ class Roster:
         task.add_done_callback(self._background.discard)
 
 
-def _departed(line: Line, view: WorkerView | None) -> bool:
+def _departed(line: WorkerClient, view: WorkerView | None) -> bool:
     """Whether the controller says that the worker of this line is no more.
 
     STARTING alone does not: a controller that was itself restarted says so of living workers until it has met them.
@@ -252,14 +252,14 @@ def _departed(line: Line, view: WorkerView | None) -> bool:
     return view.state is WorkerState.READY and view.incarnation != line.view.incarnation
 
 
-def _why(line: Line, view: WorkerView | None) -> str:
+def _why(line: WorkerClient, view: WorkerView | None) -> str:
     """What became of the worker of this line, as the controller says."""
     if view is None or view.state is not WorkerState.DEAD:
         return TAKEN_OUT if view is None else "it was restarted"
     return view.detail or "it died"
 
 
-async def _audit(line: Line | None) -> str:
+async def _audit(line: WorkerClient | None) -> str:
     if line is None or line.lost is not None:
         return "not ready"
     try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.dispatch.admission_queue import AdmissionQueue
 from cluster.dispatch.attempt import Attempt
-from cluster.dispatch.discovery import REDIAL_S, Roster, WatchMembers
+from cluster.dispatch.discovery import REDIAL_S, WatchMembers, WorkerDiscovery
 from cluster.dispatch.migration import Moving
 from cluster.dispatch.placement import Life, PlacedAnew, Placing
 from cluster.dispatch.worker_call import AttemptFailed
@@ -69,7 +69,7 @@ class Dispatcher:
         self._moved_bytes = 0
         caches = self._policy.index if self._policy.wants_caches else None
         self.history = History(spec.gateway.trace_requests, spec.gateway.trace_s, now_ns)
-        self.roster = Roster(spec, model, watch_members, name, caches, self.history)
+        self.roster = WorkerDiscovery(spec, model, watch_members, name, caches, self.history)
         self._classes = Classes(spec.gateway)
         self._promises = SLOScores()
         self._request_metrics = RequestMetrics(spec.gateway.classes, spec.transfer.backends)

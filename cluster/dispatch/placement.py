@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.dispatch.admission_queue import AdmissionQueue
 from cluster.dispatch.attempt import Attempt
-from cluster.dispatch.discovery import Roster
+from cluster.dispatch.discovery import WorkerDiscovery
 from cluster.events import Completed, Event, Rejected, Unservable
 from cluster.observe.ledger import Stopwatch
 from cluster.observe.request_timing import RequestTiming
@@ -67,7 +67,7 @@ class Placing:
         spec: ClusterSpec,
         policy: Policy,
         admission_queue: AdmissionQueue,
-        roster: Roster,
+        roster: WorkerDiscovery,
         lives: Mapping[str, Life],
     ) -> None:
         self._gateway = gateway = spec.gateway
@@ -75,7 +75,7 @@ class Placing:
         self._classes = Classes(gateway)
         self._policy = policy
         self._admission_queue = admission_queue
-        self._roster = roster
+        self._discovery = roster
         self._lives = lives
 
     async def place(self, life: Life) -> Placement:
@@ -93,7 +93,7 @@ class Placing:
                         life.avoid.clear()
                         continue
                     self._refuse_unservable(life.request)
-                    await self._roster.change()
+                    await self._discovery.change()
         except TimeoutError:
             nobody = self._policy.choose(self.ask(life)) is None
             what, cause = ("healthy worker", "no-worker") if nobody else ("turn came", "waited")
@@ -111,7 +111,7 @@ class Placing:
         return answer
 
     def _is_there(self, placement: Placement) -> bool:
-        lines = [self._roster.lines.get(name) for name in (placement.prefill, placement.decode)]
+        lines = [self._discovery.lines.get(name) for name in (placement.prefill, placement.decode)]
         return all(line is not None and line.lost is None for line in lines)
 
     def anew(self, key: str) -> bool:
@@ -156,7 +156,7 @@ class Placing:
         """A request is served by workers of another role, since none of a pool's own is ready."""
         if placement.colocated:
             for role in self.uncovered:
-                self.uncovered[role] += not self._roster.has_ready(role, Role.MIXED)
+                self.uncovered[role] += not self._discovery.has_ready(role, Role.MIXED)
 
     async def _turn(self, life: Life) -> Placement | Refusal | None:
         """The policy's answer, now or when its turn has come. A placement has begun; None: nobody is ready."""
@@ -179,7 +179,9 @@ class Placing:
         beside = self._beside(request.group) if request.group else ""
         now_s = asyncio.get_running_loop().time()
         waited_s = now_s - life.timing.arrived_s
-        return Ask(self._roster.picture(), request, self._roster.sent(), life.avoid, alone, beside, now_s, waited_s)
+        return Ask(
+            self._discovery.picture(), request, self._discovery.sent(), life.avoid, alone, beside, now_s, waited_s
+        )
 
     def _beside(self, group: str) -> str:
         """The worker that computes, or computed, the prompt of a sibling."""
@@ -191,11 +193,11 @@ class Placing:
         most, num_tokens = life.request.sampling.max_tokens, len(life.request.prompt) + len(life.sent)
         if most is not None and len(life.sent) >= most:
             return False
-        return any(member.view.capacity_tokens > num_tokens for member in self._roster.membership.members)
+        return any(member.view.capacity_tokens > num_tokens for member in self._discovery.membership.members)
 
     def _refuse_unservable(self, request: Request) -> None:
         capacities = [
-            member.view.capacity_tokens for member in self._roster.membership.members if member.view.capacity_tokens
+            member.view.capacity_tokens for member in self._discovery.membership.members if member.view.capacity_tokens
         ]
         if capacities and request.num_tokens >= max(capacities):
             raise Unservable(

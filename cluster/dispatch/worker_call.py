@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from cluster.dispatch.worker_client import Line, Said
+from cluster.dispatch.worker_client import Said, WorkerClient
 from cluster.events import Unservable
 from cluster.runtime.interface import WorkerGone, WorkerHandle
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError
@@ -37,10 +37,10 @@ class AttemptFailed(Exception):
         return f"{self.worker}: {self.reason}"
 
 
-class Leg:
+class WorkerCall:
     """Owned by an Attempt. Whoever holds it releases it; that does not wait."""
 
-    def __init__(self, request: Request, line: Line) -> None:
+    def __init__(self, request: Request, line: WorkerClient) -> None:
         self.line = line
         self.request = replace(request, reply_to=line.subscriber)
         self.key = request.key
@@ -55,7 +55,7 @@ class Leg:
     def handle(self) -> WorkerHandle:
         return self.line.handle
 
-    def hold(self, hear: "Callable[[Leg, Said], None]", prompt_tokens: int) -> None:
+    def hold(self, hear: "Callable[[WorkerCall, Said], None]", prompt_tokens: int) -> None:
         """From now on what the worker says of it goes to `hear`. `prompt_tokens`: what it is to compute."""
         if not self.is_held:
             self.is_held = True

@@ -34,7 +34,7 @@ Said = Output | LineLost
 Hear = Callable[[str, Said], None]  # the worker's name, and what it said
 
 
-class Line:
+class WorkerClient:
     """Owned by a Roster. `changed` is called when it first hears the worker, and when it ends.
 
     `cache` is told when there is news of what the worker has cached, and ends with the line.

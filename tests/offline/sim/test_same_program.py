@@ -79,7 +79,7 @@ LEAVES = {
 PRODUCTION = {
     "cluster.control.controller.Controller",
     "cluster.dispatch.dispatcher.Dispatcher",
-    "cluster.dispatch.worker_client.Line",
+    "cluster.dispatch.worker_client.WorkerClient",
     "cluster.policy.policy.Policy",
     "cluster.control.replicas.Keeper",
     "cluster.serving.GatewayService",
