@@ -17,7 +17,7 @@ from typing import Any
 from cluster.dispatch.admission_queue import AdmissionQueue
 from cluster.dispatch.attempt import Attempt
 from cluster.dispatch.discovery import REDIAL_S, WatchMembers, WorkerDiscovery
-from cluster.dispatch.migration import Moving
+from cluster.dispatch.migration import Migration
 from cluster.dispatch.placement import Life, PlacedAnew, Placing
 from cluster.dispatch.worker_call import AttemptFailed
 from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
@@ -77,7 +77,9 @@ class Dispatcher:
         self._admission_queue = AdmissionQueue(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)
         self._placing = Placing(spec, self._policy, self._admission_queue, self.roster, self._lives)
         verbs = self._contexts, self._move_attempt, self._place_anew
-        self._moving = Moving(self._policy.mover, self._policy.requeue, self.roster.picture, self.roster.change, *verbs)
+        self._moving = Migration(
+            self._policy.mover, self._policy.requeue, self.roster.picture, self.roster.change, *verbs
+        )
 
     async def start(self) -> None:
         """Learn the members, and follow them from now on."""

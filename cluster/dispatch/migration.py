@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 
 from cluster.control.supervised import Failures, supervised
-from cluster.policy.scaling.migrations import Move, Mover
+from cluster.policy.scaling.migrations import MigrationPlanner, Move
 from cluster.policy.scaling.requeue import Requeue
 from diptych.view import ClusterView
 from workers.log_fields import log_fields
@@ -20,7 +20,7 @@ LOOK_S = 1.0
 MOST_ANEW = 16  # prompts placed anew at a look
 
 
-class Moving:
+class Migration:
     """Owned by a Dispatcher. `start` before use, `close` after.
 
     `contexts` are the tokens so far of each attempt that may be moved; `move` has another worker go on with one.
@@ -29,7 +29,7 @@ class Moving:
 
     def __init__(
         self,
-        mover: Mover,
+        mover: MigrationPlanner,
         requeue: Requeue,
         picture: Callable[[], ClusterView],
         change: Callable[[], Awaitable[object]],
@@ -37,7 +37,7 @@ class Moving:
         move: Callable[[str, str], Awaitable[bool]],
         place_anew: Callable[[str], bool],
     ) -> None:
-        self._mover = mover
+        self._migration_planner = mover
         self._requeue = requeue
         self._picture = picture
         self._change = change
@@ -82,7 +82,7 @@ class Moving:
         """Begin what should move now."""
         contexts, now_s = self._contexts(), asyncio.get_running_loop().time()
         if contexts:
-            for move in self._mover.plan(self._picture(), contexts, now_s):
+            for move in self._migration_planner.plan(self._picture(), contexts, now_s):
                 task = asyncio.ensure_future(self._carry_out(move))
                 self._under_way.add(task)
                 task.add_done_callback(self._ended)
@@ -107,7 +107,7 @@ class Moving:
         except Exception:
             logger.exception("%s stays on %s", move.key, move.source, extra=log_fields(key=move.key))
         finally:
-            self._mover.ended(move, asyncio.get_running_loop().time(), moved=moved)
+            self._migration_planner.ended(move, asyncio.get_running_loop().time(), moved=moved)
             self._counts[move.kind, "moved" if moved else "stayed"] += 1
             outcome = "moved" if moved else "could not move"
             told = log_fields(key=move.key, source=move.source, target=move.target)

@@ -28,7 +28,7 @@ from cluster.policy.routing.picking import Finder
 from cluster.policy.routing.prefix_index import HOPE_S, PrefixIndex
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal, Router
 from cluster.policy.routing.slo.router import SLORouter
-from cluster.policy.scaling.migrations import Mover
+from cluster.policy.scaling.migrations import MigrationPlanner
 from cluster.policy.scaling.requeue import Requeue
 from cluster.spec import ADMISSION, ROUTING, ClusterSpec, SpecError
 from diptych.view import WorkerView
@@ -75,7 +75,7 @@ class Policy:
         book: ActiveRequests,
         index: PrefixIndex,
         lengths: Predictor,
-        mover: Mover,
+        mover: MigrationPlanner,
         requeue: Requeue,
     ) -> None:
         self.book = book
@@ -267,7 +267,7 @@ def open_policy(
         "predictive": lambda: Predictive(spec.gateway.slo, forecast, book),
         "promise": lambda: SLOAdmission(spec.gateway, forecast, book, partial(expected_tokens, lengths)),
     }
-    mover = Mover(forecast, book, rebalances=spec.gateway.rebalance, tpot_s=spec.gateway.slo.tpot_s)
+    mover = MigrationPlanner(forecast, book, rebalances=spec.gateway.rebalance, tpot_s=spec.gateway.slo.tpot_s)
     requeue = Requeue(forecast, book, index, moves=spec.gateway.rebalance, ttft_s=spec.gateway.slo.ttft_s)
     return Policy(_ROUTERS[routing](parts), judges[admission](), forecast, book, index, lengths, mover, requeue)
 

@@ -9,7 +9,16 @@ from msgspec.structs import replace
 from views import BLOCKS, Story, request, view, worker
 
 from cluster.policy.routing.router import Placement
-from cluster.policy.scaling.migrations import A_LOOK, AT_ONCE, AT_ONCE_ROLE, PRESSED_S, REST_S, RETRY_S, Move, Mover
+from cluster.policy.scaling.migrations import (
+    A_LOOK,
+    AT_ONCE,
+    AT_ONCE_ROLE,
+    PRESSED_S,
+    REST_S,
+    RETRY_S,
+    MigrationPlanner,
+    Move,
+)
 from cluster.spec import Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 from workers.request import SLO
@@ -27,7 +36,7 @@ class Floor:
     def __init__(self, *, rebalances: bool = True) -> None:
         self.story = Story("random")
         policy = self.story.policy
-        self.mover = Mover(policy._latency, policy.book, rebalances=rebalances, tpot_s=None)
+        self.mover = MigrationPlanner(policy._latency, policy.book, rebalances=rebalances, tpot_s=None)
         self.contexts: dict[str, int] = {}
         self.now_s = 1000.0
 

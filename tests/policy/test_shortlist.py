@@ -20,7 +20,7 @@ from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import Ask, Placement, Sent
 from cluster.policy.routing.slo.router import FEW, SLORouter
 from cluster.policy.routing.slo.shortlist import Shortlist
-from cluster.policy.scaling.migrations import Mover
+from cluster.policy.scaling.migrations import MigrationPlanner
 from cluster.policy.scaling.requeue import Requeue
 from cluster.spec import Role
 from diptych.view import ClusterView, WorkerState, WorkerView
@@ -42,7 +42,7 @@ def opened(few: int, cost: CostModel | None = SIMPLE, **engine: int) -> Policy:
     book, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
     forecast = LatencyPredictor(made, book)
     router = SLORouter(forecast, index, book, PROMISED, partial(expected_tokens, lengths), few)
-    mover = Mover(forecast, book, rebalances=False, tpot_s=None)
+    mover = MigrationPlanner(forecast, book, rebalances=False, tpot_s=None)
     requeue = Requeue(forecast, book, index, moves=False, ttft_s=None)
     return Policy(router, Admission(), forecast, book, index, lengths, mover, requeue)
 

@@ -26,7 +26,7 @@ from cluster.policy.routing.router import Ask, Placement
 from cluster.policy.routing.slo.router import FEW, SLORouter
 from cluster.policy.scaling.balance import Group, Mix, shares
 from cluster.policy.scaling.elastic import Elastic, _targets
-from cluster.policy.scaling.migrations import Mover
+from cluster.policy.scaling.migrations import MigrationPlanner
 from cluster.policy.scaling.requeue import Requeue
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
@@ -54,7 +54,7 @@ def opened(few: int, **pools: tuple[Role, CostModel]) -> Policy:
     book, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
     forecast = LatencyPredictor(made, book)
     router = SLORouter(forecast, index, book, PROMISED, partial(expected_tokens, lengths), few)
-    mover = Mover(forecast, book, rebalances=False, tpot_s=None)
+    mover = MigrationPlanner(forecast, book, rebalances=False, tpot_s=None)
     requeue = Requeue(forecast, book, index, moves=False, ttft_s=None)
     return Policy(router, Admission(), forecast, book, index, lengths, mover, requeue)
 

@@ -88,7 +88,7 @@ class _Side:
         self.promise_s = _tightest(each.promise_s for each in self.decodes)
 
 
-class Mover:
+class MigrationPlanner:
     """Owned by a Policy. `tpot_s`: the promise to requests that ask for none. Every `Move` planned has its `ended`."""
 
     def __init__(
