@@ -23,7 +23,7 @@ from typing import Any
 
 from cluster.events import ClusterError, Event, Rejected, Unservable
 from cluster.frontend.context import GatewayContext
-from cluster.frontend.output_collector import Outbox
+from cluster.frontend.output_collector import RequestOutputCollector
 from cluster.frontend.parallel_sampling import Answer, give_out, one_end, siblings
 from cluster.frontend.preprocessing import LARGE_BYTES, Here, Preprocessing
 from cluster.frontend.text import (
@@ -256,7 +256,9 @@ class Gateway:
             raise _too_long(limit, why, num_prompt, num_output)
         return limit, why
 
-    async def _pump(self, request: Request, outbox: Outbox, arrived_ns: int, deadline_s: float | None) -> None:
+    async def _pump(
+        self, request: Request, outbox: RequestOutputCollector, arrived_ns: int, deadline_s: float | None
+    ) -> None:
         """Move events from the dispatcher to the outbox, as fast as they come; the door fetches at its own pace.
 
         The first answer that fails, or an end from outside, ends them all.
@@ -265,7 +267,13 @@ class Gateway:
         sampling = request.sampling
         ranked = sampling.num_answers > sampling.n
         answers = [
-            Answer(index, each, request.id, self._text_stream(each.sampling, index), Outbox() if ranked else outbox)
+            Answer(
+                index,
+                each,
+                request.id,
+                self._text_stream(each.sampling, index),
+                RequestOutputCollector() if ranked else outbox,
+            )
             for index, each in enumerate(siblings(request))
         ]
         try:
@@ -301,7 +309,7 @@ class _Running:
     def __init__(self, called: str, num_answers: int) -> None:
         self.called = called
         self.num_answers = num_answers
-        self.outbox = Outbox()
+        self.outbox = RequestOutputCollector()
         self.pump: asyncio.Task[None] | None = None  # none while the prompt is being encoded
 
     def cancel(self, reason: Exception) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from cluster.frontend.text import GatewayEvent, TextDelta
 
 
-class Outbox:
+class RequestOutputCollector:
     """Events between a request's pump and its door. `put` never waits; the door's lag shows as longer deltas.
 
     Bounded by the request itself: at most max_tokens tokens with their text, and one Accepted for each attempt.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.events import Accepted, AnswerEnd, Completed, Delta, Event, Queued
-from cluster.frontend.output_collector import Outbox
+from cluster.frontend.output_collector import RequestOutputCollector
 from cluster.frontend.text import TextDelta, TextEnd, TextStream
 from workers.request import FinishReason, Request, SamplingParams, TokenLogprobs
 
@@ -52,7 +52,9 @@ def answer_seed(seed: int, index: int) -> int:
 class Answer:
     """One answer: its request, and what became of it. Owned by the request's pump."""
 
-    def __init__(self, index: int, request: Request, shown_id: str, text: TextStream, outbox: Outbox) -> None:
+    def __init__(
+        self, index: int, request: Request, shown_id: str, text: TextStream, outbox: RequestOutputCollector
+    ) -> None:
         self.request = request
         self.outbox = outbox
         self.end: Completed | None = None
@@ -94,7 +96,9 @@ class Answer:
                 self.outbox.put(TextEnd(event.finish, self._index))
 
 
-def give_out(best: Sequence[Answer], prompt_logprobs: Logprobs, sampling: SamplingParams, outbox: Outbox) -> None:
+def give_out(
+    best: Sequence[Answer], prompt_logprobs: Logprobs, sampling: SamplingParams, outbox: RequestOutputCollector
+) -> None:
     """What the best answers held back, under their rank."""
     if prompt_logprobs:
         outbox.put(TextDelta("", (), 0, prompt_logprobs=prompt_logprobs))
