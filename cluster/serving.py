@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.control.changes import ServerReport
 from cluster.control.client import ControllerCalls
 from cluster.control.controller import Controller
-from cluster.control.gateway_manager import Doors, GatewayKeeper
+from cluster.control.gateway_manager import Doors, GatewayManager
 from cluster.control.keep_alive import ORPHAN_AFTER_S, KeepAlive
 from cluster.control.membership import Membership
 from cluster.control.planner_process import ChildPlanner
@@ -161,7 +161,7 @@ class Serving:
         self.http_urls: list[str] = []
         self._controller: ServiceHandle | None = None
         self._gateways: list[ServiceHandle] = []
-        self._keepers: list[GatewayKeeper] = []
+        self._keepers: list[GatewayManager] = []
         self._failures = Failures()
         self._keep_alive: KeepAlive | None = None
         self._closed = asyncio.Event()
@@ -246,7 +246,7 @@ class Serving:
         port = int(self.endpoints[index].rpartition(":")[2])
         http_port = int(self.http_urls[index].rpartition(":")[2]) if self.http_urls else None
         doors = Doors(model, port, http_port)
-        keeper = GatewayKeeper(f"gateway-{index}", gateway, doors, self.runtime, self._failures)
+        keeper = GatewayManager(f"gateway-{index}", gateway, doors, self.runtime, self._failures)
         self._keepers.append(keeper)
         keeper.begin()
 

@@ -24,7 +24,7 @@ from cluster.control.floors import index_of, is_ready, least_busy, refuse_below_
 from cluster.control.membership import Listeners, Member, Membership
 from cluster.control.preflight import Preflight
 from cluster.control.replanning import Aimed, Planner, Replanner
-from cluster.control.replicas import Keeper, Keeping, order_of
+from cluster.control.replicas import Keeping, ReplicaManager, order_of
 from cluster.control.scaling_loop import Decider, ScalingLoop
 from cluster.control.supervised import Failures, supervised
 from cluster.policy.policy import open_policy
@@ -69,7 +69,7 @@ class Controller:
         self._preflight = Preflight(links_all, spec.gateway.rebalance, spec.transfer.read_timeout_s, self._bump)
         self._failures = Failures(self._bump)
         self._keeping = Keeping(runtime, spec.health.start_timeout_s, self._introduce, self._bump)
-        self._keepers: dict[str, Keeper] = {}
+        self._keepers: dict[str, ReplicaManager] = {}
         self._listeners = Listeners()
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._tending: asyncio.Task[None] | None = None
@@ -330,7 +330,7 @@ class Controller:
             self._in_order()
             return self._revision
 
-    def _going(self, workers: Collection[str]) -> list[Keeper]:
+    def _going(self, workers: Collection[str]) -> list[ReplicaManager]:
         return [each for each in self._keepers.values() if each.name in workers and not each.is_leaving]
 
     async def report(self, report: Report) -> None:
@@ -357,21 +357,21 @@ class Controller:
                 "if it is still right"
             )
 
-    def _find(self, worker: str) -> Keeper:
+    def _find(self, worker: str) -> ReplicaManager:
         keeper = self._keepers.get(worker)
         if keeper is None:
             raise UnknownMember(f"there is no worker {worker!r}; there are {', '.join(self._keepers)}")
         return keeper
 
-    def _staff(self, pool: str) -> list[Keeper]:
+    def _staff(self, pool: str) -> list[ReplicaManager]:
         """The workers that a pool shall have."""
         return [each for each in self._keepers.values() if each.pool.name == pool and not each.is_leaving]
 
     def _refuse_below_floors(self, becomes: Mapping[str, Role | None]) -> None:
         refuse_below_floors(self._spec.elastic.floors, self._keepers.values(), becomes)
 
-    def _hire(self, pool: PoolSpec, name: str, role: Role, *, required: bool) -> Keeper:
-        keeper = self._keepers[name] = Keeper(
+    def _hire(self, pool: PoolSpec, name: str, role: Role, *, required: bool) -> ReplicaManager:
+        keeper = self._keepers[name] = ReplicaManager(
             pool, order_of(self._spec, pool, name, self._secret), self._keeping, role=role, required=required
         )
         keeper.begin()
@@ -388,7 +388,7 @@ class Controller:
         taken = self._keepers
         return next(name for index in range(len(taken) + 1) if (name := _name(pool, index)) not in taken)
 
-    def _leave(self, keeper: Keeper, deadline_s: float, *, waits: bool = False) -> None:
+    def _leave(self, keeper: ReplicaManager, deadline_s: float, *, waits: bool = False) -> None:
         """`waits`: this controller has not met the worker yet, which may have work."""
         keeper.leave()
         self._bump()
@@ -396,7 +396,7 @@ class Controller:
         waits = waits or keeper.view.state is WorkerState.DRAINING
         self._leaving[keeper.name] = asyncio.ensure_future(self._see_off(keeper, deadline_s if waits else None))
 
-    async def _see_off(self, keeper: Keeper, deadline_s: float | None) -> None:
+    async def _see_off(self, keeper: ReplicaManager, deadline_s: float | None) -> None:
         """Stop a worker that leaves once it is empty, or at the deadline: then what is left there fails over."""
         if deadline_s is not None:
             leading = asyncio.ensure_future(self._preflight.lead_out(keeper, self._keepers.values))
@@ -418,7 +418,7 @@ class Controller:
         self._preflight.forget(keeper.name)
         self._bump()
 
-    async def _introduce(self, new: Keeper) -> None:
+    async def _introduce(self, new: ReplicaManager) -> None:
         await self._preflight.introduce(new, self._keepers.values)
 
 

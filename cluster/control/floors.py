@@ -6,14 +6,14 @@ Knows keepers by their view only.
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from cluster.control.changes import ChangeRefused
-from cluster.control.replicas import Keeper
+from cluster.control.replicas import ReplicaManager
 from cluster.spec import MOST_REPLICAS, PoolSpec, Role
 from diptych.view import WorkerState
 
 FLOORED = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}
 
 
-def is_ready(keeper: Keeper) -> bool:
+def is_ready(keeper: ReplicaManager) -> bool:
     return keeper.view.state is WorkerState.READY
 
 
@@ -34,7 +34,7 @@ def refuse_beyond_bounds(pool: PoolSpec, now: int, replicas: int) -> None:
 
 
 def refuse_below_floors(
-    floors: Mapping[str, int], keepers: Iterable[Keeper], becomes: Mapping[str, Role | None]
+    floors: Mapping[str, int], keepers: Iterable[ReplicaManager], becomes: Mapping[str, Role | None]
 ) -> None:
     """`becomes`: the new role of some workers, None for those that leave. Raises `ChangeRefused`."""
     now = [(each.name, each.role) for each in keepers if is_ready(each)]
@@ -49,10 +49,10 @@ def refuse_below_floors(
 
 
 def least_busy(
-    staff: Collection[Keeper], count: int, refuse: Callable[[Mapping[str, Role | None]], None]
-) -> list[Keeper]:
+    staff: Collection[ReplicaManager], count: int, refuse: Callable[[Mapping[str, Role | None]], None]
+) -> list[ReplicaManager]:
     """Those to let go of. Raises `ChangeRefused` when there are not so many whose going `refuse` allows."""
-    chosen: list[Keeper] = []
+    chosen: list[ReplicaManager] = []
     refusal: ChangeRefused | None = None
     for keeper in sorted(staff, key=_work):
         if len(chosen) >= count:
@@ -68,7 +68,7 @@ def least_busy(
     return chosen
 
 
-def _work(keeper: Keeper) -> tuple[bool, int, int, int]:
+def _work(keeper: ReplicaManager) -> tuple[bool, int, int, int]:
     """Less of it, and the worker is missed less: those that are not ready first, the latest of equals before others."""
     stats = keeper.view.stats
     sequences = stats.running + stats.waiting + stats.reserved + stats.leases

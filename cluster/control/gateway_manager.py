@@ -33,7 +33,7 @@ class Doors:
     http_port: int | None
 
 
-class GatewayKeeper:
+class GatewayManager:
     """Owned by whoever serves. `changed` is called after each change of `view`."""
 
     def __init__(

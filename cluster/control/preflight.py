@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from cluster.control.changes import ChangeRefused
-from cluster.control.replicas import Keeper
+from cluster.control.replicas import ReplicaManager
 from cluster.runtime.interface import WorkerGone, WorkerHandle
 from cluster.spec import Role
 from diptych.view import WorkerState
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 RELINK_S = 5.0
 RELINKS_AT_ONCE = 64  # of two cut racks, each try takes its whole bound
 
-Pair = tuple[Keeper, Keeper]  # owner, reader
+Pair = tuple[ReplicaManager, ReplicaManager]  # owner, reader
 
 
 class Preflight:
@@ -66,7 +66,7 @@ class Preflight:
             self._number += 1
         return self._told
 
-    async def introduce(self, new: Keeper, keepers: Callable[[], Iterable[Keeper]]) -> None:
+    async def introduce(self, new: ReplicaManager, keepers: Callable[[], Iterable[ReplicaManager]]) -> None:
         """Let the new worker and every ready peer of the other phase move one block before traffic does.
 
         Raises `ModelError` for a worker that can never work with one that is here.
@@ -84,7 +84,7 @@ class Preflight:
                     raise ModelError(f"{new.name} cannot exchange KV: {error}") from error
             new.introduced = True
 
-    async def flip(self, keeper: Keeper, role: Role, keepers: Callable[[], Iterable[Keeper]]) -> None:
+    async def flip(self, keeper: ReplicaManager, role: Role, keepers: Callable[[], Iterable[ReplicaManager]]) -> None:
         """Give a ready worker another role, once every pair that the role needs has been proven.
 
         Raises `ChangeRefused`, and the role is the old one, when one of them has not.
@@ -114,7 +114,7 @@ class Preflight:
                 raise ChangeRefused(f"{refused}: it is {keeper.view.state.value}; try again when it is ready")
             keeper.assign(role)
 
-    async def lead_out(self, leaving: Keeper, keepers: Callable[[], Iterable[Keeper]]) -> None:
+    async def lead_out(self, leaving: ReplicaManager, keepers: Callable[[], Iterable[ReplicaManager]]) -> None:
         """Link a worker that leaves to those that may take over what it decodes. Those that fail are logged."""
         async with self._introducing:
             if leaving.info is None:
@@ -160,7 +160,7 @@ class Preflight:
         finally:
             trying.discard(pair)
 
-    def _may_move(self, owner: Keeper, reader: Keeper) -> bool:
+    def _may_move(self, owner: ReplicaManager, reader: ReplicaManager) -> bool:
         """Whether KV may be sent that way: as roles say, or out of a worker that leaves."""
         if owner.is_leaving:
             return reader.role is not Role.PREFILL and not reader.is_leaving
@@ -170,7 +170,7 @@ class Preflight:
         """Whether the policy may send KV between such workers: any way, or from who prefills to who decodes."""
         return self._links_all or (reader is not Role.PREFILL and (self._moves or owner is not Role.DECODE))
 
-    async def _link(self, owner: Keeper, reader: Keeper) -> Exception | None:
+    async def _link(self, owner: ReplicaManager, reader: ReplicaManager) -> Exception | None:
         """None, or why there is no link."""
         assert owner.info is not None and reader.handle is not None, "only started workers are introduced"
         handle: WorkerHandle = reader.handle
@@ -195,11 +195,11 @@ class Preflight:
             return error
 
 
-def _is_ready(keeper: Keeper) -> bool:
+def _is_ready(keeper: ReplicaManager) -> bool:
     return keeper.introduced and keeper.view.state is WorkerState.READY
 
 
-def _refuse_misfit(new: Keeper, peer: Keeper, *, moving: bool) -> None:
+def _refuse_misfit(new: ReplicaManager, peer: ReplicaManager, *, moving: bool) -> None:
     """Raise `ModelError` when two workers could not serve one request together. `moving`: KV may move between them."""
     assert new.info is not None and peer.info is not None
     ours, theirs = new.info, peer.info

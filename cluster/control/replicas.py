@@ -3,7 +3,7 @@
     start ──ready──> introduce ──> READY ──silent, gone or unfit──> DEAD ──restart──> start ...
                                      └──leave──> DRAINING ──empty, late or dead──> the end
 
-One `Keeper` for each replica, one task for each keeper. Knows one worker; the controller knows all.
+One `ReplicaManager` for each replica, one task for each keeper. Knows one worker; the controller knows all.
 """
 
 import asyncio
@@ -43,11 +43,11 @@ class Keeping:
 
     runtime: Runtime
     start_timeout_s: float
-    introduce: Callable[["Keeper"], Awaitable[None]]
+    introduce: Callable[["ReplicaManager"], Awaitable[None]]
     changed: Callable[[], None]
 
 
-class Keeper:
+class ReplicaManager:
     """Owned by the Controller. One that is not `required` came later: whatever is wrong with it, it is tried again."""
 
     def __init__(

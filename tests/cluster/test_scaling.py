@@ -12,7 +12,7 @@ from local import FAST, Cluster, cluster, completed, request, split_spec, tokens
 import cluster.control.replicas as cluster_pool
 from cluster.control.changes import ChangeRefused, Memory, StaleRevision, UnknownMember
 from cluster.control.controller import Controller
-from cluster.control.replicas import Keeper, Keeping, is_empty
+from cluster.control.replicas import Keeping, ReplicaManager, is_empty
 from cluster.events import Event
 from cluster.offline.sim.clock import run
 from cluster.runtime.interface import RuntimeUnavailable, WorkerHandle, WorkerOrder
@@ -187,13 +187,13 @@ def test_a_worker_without_room_is_tried_again_after_twice_as_long_each_time() ->
                 times.append(clock.time())
                 raise RuntimeUnavailable("no room")
 
-        async def introduce(keeper: Keeper) -> None:
+        async def introduce(keeper: ReplicaManager) -> None:
             raise AssertionError
 
         wanted = Resources(cpu=2, custom={"decode": 1})
         order = WorkerOrder(WorkerConfig("decode-1", "decode", "modelled"), wanted, 1.0, 10.0)
         keeping = Keeping(Full(), 10.0, introduce, lambda: None)
-        keeper = Keeper(PoolSpec("decode", Role.DECODE), order, keeping, required=False)
+        keeper = ReplicaManager(PoolSpec("decode", Role.DECODE), order, keeping, required=False)
         keeper.begin()
         await asyncio.sleep(2000.0)
         assert keeper.view.trouble == "waits for a node: {CPU: 2, decode: 1}; no room"

@@ -81,7 +81,7 @@ PRODUCTION = {
     "cluster.dispatch.dispatcher.Dispatcher",
     "cluster.dispatch.worker_client.WorkerClient",
     "cluster.policy.policy.Policy",
-    "cluster.control.replicas.Keeper",
+    "cluster.control.replicas.ReplicaManager",
     "cluster.serving.GatewayService",
     "kvtransfer.control.ControlClient",
     "kvtransfer.control.ControlServer",
