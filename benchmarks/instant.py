@@ -86,7 +86,7 @@ async def paced(count: int, period_s: float) -> AsyncGenerator[int, None]:
 
 
 async def serve(period_s: float) -> None:
-    from cluster.frontend.http.server import HttpDoor  # an extra, which other users of the dispatcher do without
+    from cluster.frontend.http.server import HttpServer  # an extra, which other users of the dispatcher do without
 
     model = ModelView(MODEL, CONTEXT, VOCABULARY)
     gateway = GatewaySpec(grpc_port=0, http_port=0, max_requests=MOST)
@@ -94,7 +94,7 @@ async def serve(period_s: float) -> None:
     context = GatewayContext("doors", spec, model, InstantDispatcher(model, period_s))
     grpc = GrpcDoor(context, partial(model_tokenizer, model))
     endpoint = await grpc.open()
-    http = HttpDoor(context, grpc.gateway, grpc.guard)
+    http = HttpServer(context, grpc.gateway, grpc.guard)
     try:
         print(f"open {endpoint} {await http.open()}", flush=True)
         await told_to_end()

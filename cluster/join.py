@@ -9,7 +9,7 @@ import contextlib
 import logging
 
 from cluster.control.keep_alive import KEEP_ALIVE_S, ORPHAN_AFTER_S
-from cluster.frontend.context import DoorFactory
+from cluster.frontend.context import ServerFactory
 from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone
 from cluster.serving import GatewayService
 from cluster.spec import ClusterSpec
@@ -70,7 +70,7 @@ async def described(controller: ServiceHandle, timeout_s: float) -> tuple[Cluste
 
 
 async def join(
-    name: str, spec: ClusterSpec, model: ModelView, controller: ServiceHandle, door: DoorFactory
+    name: str, spec: ClusterSpec, model: ModelView, controller: ServiceHandle, door: ServerFactory
 ) -> JoinedGateway:
     """A gateway of this name, with its doors open on the ports of the spec. Raises OSError for a port in use."""
     service = GatewayService(name, spec, controller, door)

@@ -25,7 +25,7 @@ from cluster.control.scaling_loop import Decider
 from cluster.control.supervised import Failures, supervised
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.auth import Guard
-from cluster.frontend.context import Door, DoorFactory, GatewayContext
+from cluster.frontend.context import GatewayContext, Server, ServerFactory
 from cluster.policy.scaling.elastic import Elastic
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
 from cluster.spec import ClusterSpec
@@ -46,14 +46,14 @@ FIRST_CALL_S = 120.0  # a process may be slow to come: libraries are read from d
 class GatewayService:
     """One gateway process: a dispatcher behind a door."""
 
-    def __init__(self, name: str, spec: ClusterSpec, controller: ServiceHandle, door: DoorFactory) -> None:
+    def __init__(self, name: str, spec: ClusterSpec, controller: ServiceHandle, door: ServerFactory) -> None:
         self._name = name
         self._spec = spec
         decides = spec.elastic.mode != "off"
         self._controller = ControllerCalls(controller, name, spec.transfer.read_timeout_s, decides=decides)
         self._make_door = door
         self._dispatcher: Dispatcher | None = None
-        self._door: Door | None = None
+        self._door: Server | None = None
         self._spans: Spans | None = None
         self._endpoint = ""
         self._opening = asyncio.Lock()  # who asks again may do so before the first answer
@@ -185,7 +185,7 @@ class Serving:
         """Until `close`, or until the controller is gone for good."""
         await self._closed.wait()
 
-    async def open(self, door: DoorFactory, progress: Progress) -> None:
+    async def open(self, door: ServerFactory, progress: Progress) -> None:
         spec = self.spec
         orphan_after_s = ORPHAN_AFTER_S if self.runtime.name == "ray" else None
         self._controller = await self.runtime.start_service(
@@ -308,7 +308,7 @@ def make_controller(
 async def serve(
     spec: ClusterSpec,
     *,
-    door: DoorFactory,
+    door: ServerFactory,
     runtime: str | Runtime = "ray",
     progress: Progress = lambda line: None,
     planner: Planner | None = None,

@@ -94,7 +94,7 @@ class GatewayContext:
     operator: Operator | None = None
 
 
-class Door(Protocol):
+class Server(Protocol):
     """A server in front of a dispatcher."""
 
     async def open(self) -> str:
@@ -111,4 +111,4 @@ class Door(Protocol):
         ...
 
 
-DoorFactory = Callable[[GatewayContext], Door]
+ServerFactory = Callable[[GatewayContext], Server]

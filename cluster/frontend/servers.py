@@ -11,10 +11,10 @@ from cluster.frontend.http import check_extra
 from cluster.frontend.text import Tokenizer
 
 if TYPE_CHECKING:  # what stands behind it is an extra
-    from cluster.frontend.http.server import HttpDoor
+    from cluster.frontend.http.server import HttpServer
 
 
-class Doors:
+class Servers:
     """A `Door` of both kinds. Owned by its gateway process."""
 
     def __init__(
@@ -25,7 +25,7 @@ class Doors:
             check_extra()
         self._context = context
         self._grpc = GrpcDoor(context, load_tokenizer, eager=eager)
-        self._http: HttpDoor | None = None
+        self._http: HttpServer | None = None
         self._http_url = ""
 
     @property
@@ -45,9 +45,9 @@ class Doors:
         return endpoint
 
     async def _open_http(self) -> None:
-        from cluster.frontend.http.server import HttpDoor
+        from cluster.frontend.http.server import HttpServer
 
-        http = HttpDoor(self._context, self._grpc.gateway, self._grpc.guard)
+        http = HttpServer(self._context, self._grpc.gateway, self._grpc.guard)
         self._http_url = await http.open()
         self._http = http
 
@@ -61,6 +61,6 @@ class Doors:
         await self._http.close()
 
 
-def open_doors(context: GatewayContext) -> Doors:
+def open_doors(context: GatewayContext) -> Servers:
     """The `DoorFactory` of a served cluster. Module-level, so that it pickles by name."""
-    return Doors(context, partial(model_tokenizer, context.model), eager=True)
+    return Servers(context, partial(model_tokenizer, context.model), eager=True)

@@ -28,7 +28,7 @@ from cluster.control.autoscaler.loop import Autoscaler
 from cluster.control.autoscaler.pods import Pods, Scaled
 from cluster.control.autoscaler.probes import probed
 from cluster.frontend.grpc.server import GrpcDoor
-from cluster.frontend.servers import Doors
+from cluster.frontend.servers import Servers
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
 from cluster.spec import ClusterSpec
@@ -282,7 +282,7 @@ async def test_a_guarded_gateway_is_asked_with_the_key_of_now(
     (folder := tmp_path / "guarded").mkdir()
     files = Files.made(folder)
     pair, shown = files.clients.sign("client"), folder / "shown"
-    doors = Doors(gateway_context(FakeDispatcher(), http_port=0, **files.mutual, **files.keys), ByteTokenizer)
+    doors = Servers(gateway_context(FakeDispatcher(), http_port=0, **files.mutual, **files.keys), ByteTokenizer)
     endpoint = f"grpcs://{await doors.open()}"
     try:
         subject = autoscaler(kubernetes, endpoint)

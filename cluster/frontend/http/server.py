@@ -40,7 +40,7 @@ COMMENT = b":\n\n"  # in a stream of events; clients skip it
 INTERIM_S = (0.0, 0.1, 1.0, 5.0)  # after a client's half of the connection ended; clients in Go take at most five
 
 
-class HttpDoor:
+class HttpServer:
     """HTTP for one gateway, which stays its owner's: `drain`, then close the gateway, then `close`."""
 
     def __init__(self, context: GatewayContext, gateway: Gateway, guard: Guard) -> None:

@@ -9,7 +9,7 @@ import httpx2
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from cluster.frontend.auth import Guard
-from cluster.frontend.servers import Doors
+from cluster.frontend.servers import Servers
 from diptych.access import Access
 from diptych.client import AsyncClient
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
@@ -22,7 +22,7 @@ KEY = "a-key-that-is-long-enough"
 class Guarded:
     """Open doors, and the clock by which their guard looks at its files."""
 
-    doors: Doors
+    doors: Servers
     endpoint: str
     clock: "Clock"
 
@@ -94,7 +94,7 @@ class Files:
 async def guarded(dispatcher: FakeDispatcher, **gateway: str | bool) -> AsyncIterator[Guarded]:
     context = gateway_context(dispatcher, http_port=0, **gateway)
     clock = Clock()
-    doors = Doors(context, ByteTokenizer)
+    doors = Servers(context, ByteTokenizer)
     doors._grpc.guard = Guard(context.spec.gateway, clock)
     endpoint = await doors.open()
     try:

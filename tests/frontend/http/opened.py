@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from cluster.frontend.servers import Doors
+from cluster.frontend.servers import Servers
 from cluster.frontend.text import Tokenizer
 from diptych.client import AsyncClient
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
@@ -37,9 +37,9 @@ async def clients(url: str, endpoint: str) -> AsyncIterator[Clients]:
 @asynccontextmanager
 async def opened(
     dispatcher: FakeDispatcher, load_tokenizer: Callable[[], Tokenizer] = ByteTokenizer, **gateway: Any
-) -> AsyncIterator[tuple[Clients, Doors]]:
+) -> AsyncIterator[tuple[Clients, Servers]]:
     """Doors over a fake dispatcher."""
-    doors = Doors(gateway_context(dispatcher, http_port=0, **gateway), load_tokenizer)
+    doors = Servers(gateway_context(dispatcher, http_port=0, **gateway), load_tokenizer)
     endpoint = await doors.open()
     try:
         async with clients(doors.http_url, endpoint) as there:

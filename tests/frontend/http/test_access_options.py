@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cluster.cli import main
-from cluster.frontend.servers import Doors
+from cluster.frontend.servers import Servers
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
 from tests.frontend.http.guarded import KEY, Files
 
@@ -50,9 +50,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def opened() -> tuple[Doors, str]:
+    async def opened() -> tuple[Servers, str]:
         context = gateway_context(FakeDispatcher(), http_port=0, **files.mutual, **files.keys)
-        doors = Doors(context, ByteTokenizer)
+        doors = Servers(context, ByteTokenizer)
         return doors, await doors.open()
 
     doors, endpoint = asyncio.run_coroutine_threadsafe(opened(), loop).result(20)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from cluster.frontend.http import arriving, listening, server
-from cluster.frontend.http.server import HttpDoor
-from cluster.frontend.servers import Doors
+from cluster.frontend.http.server import HttpServer
+from cluster.frontend.servers import Servers
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.guarded import Files, guarded
 from tests.frontend.http.opened import Clients, opened
@@ -31,12 +31,12 @@ def head(length: int, *more: str) -> bytes:
     return "\r\n".join((*lines, *more, "\r\n")).encode()
 
 
-def door_of(doors: Doors) -> HttpDoor:
+def door_of(doors: Servers) -> HttpServer:
     assert doors._http is not None
     return doors._http
 
 
-def connected(door: HttpDoor) -> int:
+def connected(door: HttpServer) -> int:
     return len(door._server.server_state.connections)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.frontend.servers import Doors
+from cluster.frontend.servers import Servers
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
 from kvtransfer.open import SharedMemory
@@ -63,8 +63,8 @@ async def test_a_folders_generation_config_reaches_the_draws_of_real_workers(
     shared = SharedMemory()
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
 
-    def door(context: object) -> Doors:
-        return Doors(context, lambda: Tokenizer(folder))  # type: ignore[arg-type]
+    def door(context: object) -> Servers:
+        return Servers(context, lambda: Tokenizer(folder))  # type: ignore[arg-type]
 
     serving = await serve(spec(str(folder)), runtime=runtime, door=door)
     try:

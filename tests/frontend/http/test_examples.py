@@ -20,7 +20,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from cluster.frontend.servers import Doors
+from cluster.frontend.servers import Servers
 from cluster.frontend.text import TextDelta
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
@@ -53,7 +53,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run
     gateway = replace(made.gateway, grpc_port=0, http_port=0)
     spec = replace(made, model=model, executor="torch", pools=pools, gateway=gateway)
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
-    serving = await serve(spec, runtime=runtime, door=lambda context: Doors(context, partial(Tokenizer, Path(model))))
+    serving = await serve(spec, runtime=runtime, door=lambda context: Servers(context, partial(Tokenizer, Path(model))))
     try:
         async with AsyncClient(serving.endpoint) as client:
             await client.wait_ready(20.0)

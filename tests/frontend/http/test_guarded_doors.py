@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from openai import APIConnectionError, AsyncOpenAI, AuthenticationError
 
 from cluster.frontend.auth import LOOK_S
-from cluster.frontend.servers import Doors, open_doors
+from cluster.frontend.servers import Servers, open_doors
 from cluster.serving import serve
 from cluster.spec import Role, SpecError
 from diptych.access import Access
@@ -352,7 +352,7 @@ def test_what_cannot_be_used_is_said_before_the_doors_open(files: Files, wrong: 
     else:
         given[option] = f"{files.folder}/{name}.pem"
     with pytest.raises(SpecError) as caught:
-        Doors(gateway_context(FakeDispatcher(), http_port=0, **given), ByteTokenizer)
+        Servers(gateway_context(FakeDispatcher(), http_port=0, **given), ByteTokenizer)
     told = str(caught.value)
     assert told.startswith(f"gateway.{option}: ") and words in told and "\n" not in told
     assert "short-secret" not in told and "a-key-long-enough" not in told
@@ -377,7 +377,7 @@ async def test_a_client_s_certificate_needs_its_key(files: Files) -> None:
 
 
 async def test_an_unguarded_gateway_asks_for_nothing_on_the_way() -> None:
-    doors = Doors(gateway_context(FakeDispatcher(), http_port=0), ByteTokenizer)
+    doors = Servers(gateway_context(FakeDispatcher(), http_port=0), ByteTokenizer)
     endpoint = await doors.open()
     try:
         assert doors.http_url.startswith("http://") and not doors._grpc.guard.has_keys

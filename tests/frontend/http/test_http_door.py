@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from cluster.cli import main
 from cluster.frontend import http
 from cluster.frontend.http.unsupported import FIELDS, IGNORED
-from cluster.frontend.servers import Doors, open_doors
+from cluster.frontend.servers import Servers, open_doors
 from cluster.runtime.interface import RuntimeUnavailable
 from cluster.spec import GatewaySpec, SpecError, parse_spec
 from diptych.view import WorkerState
@@ -280,13 +280,13 @@ async def test_a_port_in_use_is_an_error_that_says_so(dispatcher: FakeDispatcher
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        doors = Doors(gateway_context(dispatcher, http_port=port), ByteTokenizer)
+        doors = Servers(gateway_context(dispatcher, http_port=port), ByteTokenizer)
         with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port} \(.*\); choose another gateway\.http_port"):
             await doors.open()
 
 
 async def test_without_a_port_there_is_no_http(dispatcher: FakeDispatcher) -> None:
-    doors = Doors(gateway_context(dispatcher), ByteTokenizer)
+    doors = Servers(gateway_context(dispatcher), ByteTokenizer)
     await doors.open()
     assert doors.http_url == ""
     await doors.close(0.0)
@@ -295,8 +295,8 @@ async def test_without_a_port_there_is_no_http(dispatcher: FakeDispatcher) -> No
 def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(http, "find_spec", lambda name: None)
     with pytest.raises(RuntimeUnavailable, match="pip install 'diptych\\[http\\]'"):
-        Doors(gateway_context(FakeDispatcher(), http_port=0), ByteTokenizer)
-    Doors(gateway_context(FakeDispatcher()), ByteTokenizer)  # nobody asked for HTTP
+        Servers(gateway_context(FakeDispatcher(), http_port=0), ByteTokenizer)
+    Servers(gateway_context(FakeDispatcher()), ByteTokenizer)  # nobody asked for HTTP
     result = CliRunner().invoke(main, ["serve", "--port", "0", "--http-port", "0"])
     assert result.exit_code != 0
     assert result.stderr.strip() == (

@@ -13,7 +13,7 @@ from openai import BadRequestError, NotFoundError
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletionChunk
 
-from cluster.frontend.servers import Doors
+from cluster.frontend.servers import Servers
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
 from cluster.spec import ClusterSpec
@@ -53,8 +53,8 @@ async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sub
     shared = SharedMemory()
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
 
-    def door(context: object) -> Doors:
-        return Doors(context, partial(Tokenizer, Path(model)))  # type: ignore[arg-type]
+    def door(context: object) -> Servers:
+        return Servers(context, partial(Tokenizer, Path(model)))  # type: ignore[arg-type]
 
     serving = await serve(spec(model), runtime=runtime, door=door)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.frontend.http import arriving
-from cluster.frontend.servers import Doors
+from cluster.frontend.servers import Servers
 from diptych.access import Access
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.guarded import Files, guarded
@@ -23,13 +23,13 @@ def dispatcher() -> FakeDispatcher:
 
 
 @pytest.fixture
-async def served(dispatcher: FakeDispatcher) -> AsyncIterator[tuple[Clients, Doors]]:
+async def served(dispatcher: FakeDispatcher) -> AsyncIterator[tuple[Clients, Servers]]:
     async with opened(dispatcher) as both:
         yield both
 
 
 @pytest.fixture
-def there(served: tuple[Clients, Doors]) -> Clients:
+def there(served: tuple[Clients, Servers]) -> Clients:
     return served[0]
 
 
@@ -86,7 +86,7 @@ async def test_a_body_that_does_not_come_has_it(there: Clients, monkeypatch: pyt
 
 @pytest.mark.parametrize(("name", "value", "status"), [("_running", 1 << 20, 429), ("_is_closing", lambda: True, 503)])
 async def test_a_door_that_is_full_or_closing_has_it(
-    served: tuple[Clients, Doors], monkeypatch: pytest.MonkeyPatch, name: str, value: object, status: int
+    served: tuple[Clients, Servers], monkeypatch: pytest.MonkeyPatch, name: str, value: object, status: int
 ) -> None:
     there, doors = served
     assert doors._http is not None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import httpx2
 
-from cluster.frontend.servers import Doors
+from cluster.frontend.servers import Servers
 from cluster.runtime.interface import WorkerOrder
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
@@ -76,7 +76,7 @@ async def monitored() -> AsyncIterator[Monitored]:
     def build(order: WorkerOrder) -> WorkerServer:
         return build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=FAST)
 
-    serving = await serve(spec(), runtime=LocalRuntime(build), door=lambda context: Doors(context, DotTokenizer))
+    serving = await serve(spec(), runtime=LocalRuntime(build), door=lambda context: Servers(context, DotTokenizer))
     try:
         async with httpx2.AsyncClient(trust_env=False, timeout=30.0) as http:
             yield Monitored(serving.http_urls, http)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.frontend.servers import Doors
+from cluster.frontend.servers import Servers
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
 from cluster.spec import ClusterSpec
@@ -46,8 +46,8 @@ async def _serving(model: str) -> AsyncIterator[Served]:
     shared = SharedMemory()
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
 
-    def door(context: object) -> Doors:
-        return Doors(context, partial(Tokenizer, Path(model)))  # type: ignore[arg-type]
+    def door(context: object) -> Servers:
+        return Servers(context, partial(Tokenizer, Path(model)))  # type: ignore[arg-type]
 
     serving = await serve(tiny_spec(model), runtime=runtime, door=door)
     try:
