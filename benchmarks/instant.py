@@ -14,7 +14,7 @@ from cluster.frontend.context import GatewayContext
 from cluster.frontend.grpc.server import GrpcDoor, model_tokenizer
 from cluster.observe.history import Recent, Window
 from cluster.observe.ledger import Stopwatch, now_ns
-from cluster.policy.slo_attainment import Standing
+from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.shapes import Shape, Timings
 from diptych.view import ClusterView, ModelView, WorkerState, WorkerView
@@ -60,8 +60,8 @@ class InstantDispatcher:
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         raise InvalidRequest("worker", "there is none behind this door")
 
-    def standing(self) -> Standing:
-        return Standing()
+    def standing(self) -> GatewayAttainment:
+        return GatewayAttainment()
 
     def turned_away(self, class_name: str, cause: str) -> None:
         """Nobody keeps scores here."""

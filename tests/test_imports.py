@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     ["diptych.errors", "diptych.watchdog", "diptych.v1"],
     ["diptych.events", "diptych.request_ids"],
-    ["diptych.view", "diptych.history", "diptych.standing", "diptych.options", "diptych.shapes"],
+    ["diptych.view", "diptych.history", "diptych.slo", "diptych.options", "diptych.shapes"],
     ["diptych.wire", "diptych.access"],
     ["diptych.channel", "diptych.failures", "diptych.messages", "diptych.status", "diptych.retry"],
     ["diptych.aio", "diptych.blocking"],

@@ -8,7 +8,7 @@ import click
 from cluster.cli.address import addressed
 from cluster.cli.screen import console, links_table, print_json, trouble_lines, view_json, workers_table
 from cluster.cli.shape import decision_json, decisions_table, pools_table
-from cluster.cli.standing import calibration_line, promises_table, refusals_line, standing_json
+from cluster.cli.slo import calibration_line, promises_table, refusals_line, standing_json
 from diptych.access import Access
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from cluster.dispatch.migration import Migration
 from cluster.dispatch.placement import Life, PlacedAnew, Placing
 from cluster.dispatch.worker_call import AttemptFailed
 from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
-from cluster.observe.history import LONGEST_TEXT, History, Recent, Trail, Window
+from cluster.observe.history import LONGEST_TEXT, History, Recent, RequestTrace, Window
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.observe.load_reporter import LoadReporter
 from cluster.observe.request_metrics import RequestMetrics
@@ -30,7 +30,7 @@ from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import open_policy
 from cluster.policy.routing.prefix_index import Guesses
 from cluster.policy.routing.router import Placement
-from cluster.policy.slo_attainment import Ended, SLOScores, Standing
+from cluster.policy.slo_attainment import Ended, GatewayAttainment, SLOScores
 from cluster.runtime.interface import WorkerGone
 from cluster.spec import ClusterSpec, Role
 from diptych.shapes import Shape, Timings
@@ -41,7 +41,7 @@ from workers.request import FinishReason, Request, TokensOut, check_shape
 
 logger = logging.getLogger(__name__)
 
-ToldEnds = Callable[[Trail, Request, FinishReason | None], None]
+OnEnd = Callable[[RequestTrace, Request, FinishReason | None], None]
 
 LEAST_RESERVING_S = 0.1
 RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt: failures that repeat at once do not spend them all
@@ -56,7 +56,7 @@ class Dispatcher:
         model: ModelView,
         watch_members: WatchMembers,
         name: str = "gateway",
-        told_ends: ToldEnds | None = None,
+        told_ends: OnEnd | None = None,
     ) -> None:
         self._spec = spec
         self._name = name
@@ -164,14 +164,14 @@ class Dispatcher:
             if self._told_ends is not None:
                 self._told_ends(trail, life.request, life.finish)
 
-    def _trail(self, life: Life, outcome: str = "") -> Trail:
+    def _trail(self, life: Life, outcome: str = "") -> RequestTrace:
         """How a request went, so far if it has no outcome."""
         attempt, request, ledger = life.attempt, life.request, life.watch.ledger()
         phase = life.phase if attempt is None else attempt.phase
         transfers = [*life.transfers, *(() if attempt is None else attempt.transfers)]
         decoding = life.decode_workers if attempt is None else tuple(attempt.decode_workers)
         arrived_ns = life.watch.started_ns
-        return Trail(
+        return RequestTrace(
             request_id=request.id,
             class_name=request.slo.class_name,
             outcome=outcome,
@@ -442,7 +442,7 @@ class Dispatcher:
         """The view, with every ready worker's proof that its blocks are accounted for."""
         return await self.roster.audit()
 
-    def standing(self) -> Standing:
+    def standing(self) -> GatewayAttainment:
         """How this gateway has kept its promises, and what it moved to keep them."""
         return replace(
             self._promises.standing(self._policy.lengths.calibration()),

@@ -7,7 +7,7 @@ from typing import Protocol
 from cluster.control.changes import Taken
 from cluster.events import Event
 from cluster.observe.history import Recent, Window
-from cluster.policy.slo_attainment import Standing
+from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import ClusterSpec, Role
 from diptych.shapes import Shape, Timings
 from diptych.view import ClusterView, ModelView
@@ -52,7 +52,7 @@ class RequestDispatcher(Protocol):
         """Have this idle worker time steps of a shape. Errors: `InvalidRequest`, `Rejected`."""
         ...
 
-    def standing(self) -> Standing:
+    def standing(self) -> GatewayAttainment:
         """How this gateway has kept its promises."""
         ...
 

@@ -18,7 +18,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from cluster.observe.history import Trail
+from cluster.observe.history import RequestTrace
 from cluster.observe.ledger import handed, is_noticed, now_ns
 from cluster.observe.request_metrics import stages
 from cluster.observe.request_trace import stays
@@ -56,14 +56,14 @@ class Spans:
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("diptych")
 
-    def ended(self, trail: Trail, request: Request, finish: FinishReason | None) -> None:
+    def ended(self, trail: RequestTrace, request: Request, finish: FinishReason | None) -> None:
         """Of a request that this task serves. Never raises: whatever is wrong here, the request has its end."""
         try:
             self._write(trail, request, finish)
         except Exception:
             logger.exception("no spans of this request", extra=log_fields(self._gateway, trail.request_id))
 
-    def _write(self, trail: Trail, request: Request, finish: FinishReason | None) -> None:
+    def _write(self, trail: RequestTrace, request: Request, finish: FinishReason | None) -> None:
         offset_ns = time.time_ns() - now_ns()
         span = self._tracer.start_span(
             REQUEST,
@@ -82,7 +82,7 @@ class Spans:
         self._parts(span, trail, offset_ns)
         span.end(trail.end_ns + offset_ns)
 
-    def _parts(self, parent: Span, trail: Trail, offset_ns: int) -> None:
+    def _parts(self, parent: Span, trail: RequestTrace, offset_ns: int) -> None:
         moved = None if trail.moves else handed(trail.ledger, trail.arrived_ns, trail.transfer_ns)
         spans = [*stays(trail, self._gateway), *([(trail.decode_worker, moved)] if moved else [])]
         within = set_span_in_context(parent)
@@ -116,7 +116,9 @@ def exporter(spec: TracingSpec) -> SpanExporter:
     return OverHttp(endpoint=urlunsplit(url._replace(path=path)), timeout=EXPORT_S)
 
 
-def _attributes(trail: Trail, request: Request, model: str, finish: FinishReason | None) -> dict[str, AttributeValue]:
+def _attributes(
+    trail: RequestTrace, request: Request, model: str, finish: FinishReason | None
+) -> dict[str, AttributeValue]:
     """By OpenTelemetry's names for generative AI; where it has none, those that vLLM gives; else our own."""
     sampling, ledger = request.sampling, trail.ledger
     attributes: dict[str, AttributeValue] = {

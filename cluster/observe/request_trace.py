@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from cluster.observe.history import Trail
+from cluster.observe.history import RequestTrace
 from cluster.observe.ledger import Span, booked
 
 AT_PREFILL = ("prefill_queue", "prefill_compute", "prefill_wire", "prefill")
@@ -10,7 +10,7 @@ AT_DECODE = ("transfer_wait", "decode_queue", "decode_compute", "decode_wire", "
 UNFINISHED = ", no further part known"
 
 
-def parts(trail: Trail) -> tuple[Span, ...]:
+def parts(trail: RequestTrace) -> tuple[Span, ...]:
     """All of a request's time; what the ledger does not know yet, or never did, comes last."""
     found = booked(trail.ledger, trail.arrived_ns)
     if not trail.open_ns:
@@ -18,12 +18,12 @@ def parts(trail: Trail) -> tuple[Span, ...]:
     return (*found, Span(trail.phase + UNFINISHED, trail.end_ns - trail.open_ns, trail.end_ns))
 
 
-def stays(trail: Trail, gateway: str) -> Iterator[tuple[str, Span]]:
+def stays(trail: RequestTrace, gateway: str) -> Iterator[tuple[str, Span]]:
     """The same, each with the worker or the gateway where it was spent. A decode that moved is cut where it did."""
     return ((_place(piece, trail, gateway), piece) for span in parts(trail) for piece in _cut(span, trail))
 
 
-def _cut(span: Span, trail: Trail) -> Iterator[Span]:
+def _cut(span: Span, trail: RequestTrace) -> Iterator[Span]:
     begin_ns = span.begin_ns
     if span.name.removesuffix(UNFINISHED) in AT_DECODE:
         for at_ns, _ in trail.moves:
@@ -33,7 +33,7 @@ def _cut(span: Span, trail: Trail) -> Iterator[Span]:
     yield Span(span.name, begin_ns, span.end_ns)
 
 
-def _place(span: Span, trail: Trail, gateway: str) -> str:
+def _place(span: Span, trail: RequestTrace, gateway: str) -> str:
     phase = span.name.removesuffix(UNFINISHED)
     if phase in AT_PREFILL:
         return trail.prefill_worker or gateway

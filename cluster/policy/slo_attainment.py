@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from cluster.policy.estimate.histograms import Tallied
 from cluster.policy.estimate.lengths import Calibration
-from diptych.standing import ClassScore as ClassScore
-from diptych.standing import Errors as Errors
-from diptych.standing import Kept as Kept
-from diptych.standing import Standing as TravelledStanding
+from diptych.slo import ClassScore as ClassScore
+from diptych.slo import Errors as Errors
+from diptych.slo import Kept as Kept
+from diptych.slo import SLOAttainment
 
 MOST_CLASSES = 64
 OTHER = "other"  # the class of all that come after so many, and the reason of refusals nobody named
@@ -77,7 +77,7 @@ class ErrorCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing(TravelledStanding):
+class GatewayAttainment(SLOAttainment):
     """How one gateway has kept its promises since it began, with what only its metrics show."""
 
     errors: tuple[ErrorCounts, ...] = ()
@@ -133,8 +133,8 @@ class SLOScores:
                 self._counts[kind][bisect_left(ERROR_BOUNDS, error)] += 1
                 self._totals[kind] += error
 
-    def standing(self, calibration: Calibration) -> Standing:
-        return Standing(
+    def standing(self, calibration: Calibration) -> GatewayAttainment:
+        return GatewayAttainment(
             classes=tuple(known.score(name) for name, known in sorted(self._classes.items())),
             outcomes=tuple(self._outcomes.items()),
             refused=tuple(self._refused.items()),

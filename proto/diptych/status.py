@@ -7,7 +7,7 @@ from typing import Literal, cast
 from diptych.history import Happening, Load, Recent, RequestTrace, Traffic, Window
 from diptych.messages import ledger_from
 from diptych.shapes import Shape, Timings
-from diptych.standing import Calibration, ClassScore, Errors, Kept, Standing
+from diptych.slo import Calibration, ClassScore, Errors, Kept, SLOAttainment
 from diptych.v1 import admin_pb2
 from diptych.view import (
     ClusterView,
@@ -35,7 +35,7 @@ class ClusterStatus:
     active_requests: int
     max_requests: int
     decisions: tuple[Taken, ...] = ()
-    standing: Standing = field(default_factory=Standing)
+    standing: SLOAttainment = field(default_factory=SLOAttainment)
     recent: Recent = field(default_factory=Recent)
 
     @staticmethod
@@ -169,7 +169,7 @@ def window_from(messages: Iterable[admin_pb2.TracePage]) -> Window:
     )
 
 
-def _trail_from(message: admin_pb2.RequestTrace) -> RequestTrace:
+def _trail_from(message: admin_pb2.Trail) -> RequestTrace:
     return RequestTrace(
         request_id=message.request_id,
         class_name=message.class_name,
@@ -199,9 +199,9 @@ def _load_from(each: admin_pb2.Load) -> Load:
     return Load(each.unix_ns, each.worker, each.running, each.waiting, each.queued_tokens, each.used_blocks)
 
 
-def standing_from(message: admin_pb2.Standing) -> Standing:
+def standing_from(message: admin_pb2.Standing) -> SLOAttainment:
     told = message.lengths
-    return Standing(
+    return SLOAttainment(
         classes=tuple(map(_class_from, message.classes)),
         outcomes=_counts_from(message.outcomes),
         refused=_counts_from(message.refused),

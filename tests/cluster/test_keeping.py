@@ -13,7 +13,7 @@ import cluster.control.replicas as cluster_pool
 from cluster.cli.screen import trouble_lines
 from cluster.control.replicas import CRASH_LOOP, MOST_AGAIN_S, STEADY_S, pause_s
 from cluster.observe.metrics import exposition
-from cluster.policy.slo_attainment import Standing
+from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.runtime.interface import WorkerOrder
 from cluster.serving import Serving
 from cluster.spec import Role
@@ -94,7 +94,7 @@ def test_a_crash_loop_is_seen_in_the_view_the_metrics_and_the_events_and_ends_by
         told = "crash loop, 4 failures in a row, the last: cannot start: RuntimeError: fault 2; next start in 40 s"
         assert worker.detail == told
         assert kinds(runtime) == ["lost", "crash loop"]
-        text = exposition(Standing(), "gateway-0", dispatcher(runtime).view)
+        text = exposition(GatewayAttainment(), "gateway-0", dispatcher(runtime).view)
         assert 'diptych_worker_failures_in_a_row{gateway="gateway-0",pool="decode",worker="decode-0"} 4.0' in text
         assert 'diptych_worker_restarts_total{gateway="gateway-0",pool="decode",worker="decode-0"} 4.0' in text
         await asyncio.sleep(200.0)

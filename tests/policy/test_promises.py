@@ -29,9 +29,9 @@ from cluster.policy.slo_attainment import (
     REASONS,
     Ended,
     Errors,
+    GatewayAttainment,
     Kept,
     SLOScores,
-    Standing,
 )
 from cluster.spec import ClusterSpec
 from tests.cluster.local import cluster, split_spec
@@ -45,7 +45,7 @@ from workers.request import SLO
 KEPT = Ended("completed", "fast", ttft_s=1.0, tpot_s=0.05, promised_ttft_s=1.0, promised_tpot_s=0.06)
 
 
-def standing(*ended: Ended) -> Standing:
+def standing(*ended: Ended) -> GatewayAttainment:
     promises = SLOScores()
     for each in ended:
         promises.ended(each)

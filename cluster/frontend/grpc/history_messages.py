@@ -48,8 +48,8 @@ def pages(window: Window, gateway: str, offset_ns: int) -> Iterator[admin_pb2.Tr
             return
 
 
-def _trail_message(trail: RequestTrace, offset_ns: int) -> admin_pb2.RequestTrace:
-    return admin_pb2.RequestTrace(
+def _trail_message(trail: RequestTrace, offset_ns: int) -> admin_pb2.Trail:
+    return admin_pb2.Trail(
         request_id=trail.request_id,
         class_name=trail.class_name,
         outcome=trail.outcome,

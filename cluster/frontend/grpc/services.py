@@ -23,7 +23,7 @@ from cluster.frontend.grpc.history_messages import pages, put_recent
 from cluster.frontend.grpc.large import read_batch, read_request, request_from, requests_from
 from cluster.frontend.grpc.messages import delta_message, event_message, prompt_from, sampling_from, slo_from
 from cluster.frontend.grpc.sending import Context, OutputNotTaken, Sender, abort
-from cluster.frontend.grpc.standing_messages import standing_message
+from cluster.frontend.grpc.slo_messages import standing_message
 from cluster.frontend.grpc.statuses import code_name, status_of
 from cluster.frontend.preprocessing import LARGE_BYTES
 from cluster.frontend.text import GenerationInput, TextDelta, TextEnd

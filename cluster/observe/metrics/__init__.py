@@ -11,18 +11,18 @@ from prometheus_client.metrics_core import Metric
 from cluster.observe.metrics.families import Counts, Rows
 from cluster.observe.metrics.requests import request_families
 from cluster.observe.metrics.responses import response_families
-from cluster.observe.metrics.standing import standing_families
+from cluster.observe.metrics.slo import standing_families
 from cluster.observe.metrics.supervision import supervision_families
 from cluster.observe.metrics.vllm import vllm_families
 from cluster.observe.metrics.workers import worker_families
-from cluster.policy.slo_attainment import Standing
+from cluster.policy.slo_attainment import GatewayAttainment
 from diptych.view import ClusterView
 
 NOBODY = ClusterView(0, "", None, ())
 
 
 def exposition(
-    standing: Standing,
+    standing: GatewayAttainment,
     gateway: str,
     view: ClusterView = NOBODY,
     decisions: Counts | None = None,
@@ -42,7 +42,7 @@ def exposition(
 
 
 def _families(
-    standing: Standing,
+    standing: GatewayAttainment,
     gateway: str,
     view: ClusterView,
     decisions: Counts | None,

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric
 
 from cluster.observe.metrics.families import counter, gauge, histogram
-from cluster.policy.slo_attainment import Standing
+from cluster.policy.slo_attainment import GatewayAttainment
 from diptych.view import ClusterView
 
 
-def request_families(standing: Standing, gateway: str, view: ClusterView, active: int) -> Iterator[Metric]:
+def request_families(standing: GatewayAttainment, gateway: str, view: ClusterView, active: int) -> Iterator[Metric]:
     told, plain, first = standing.tally, ("gateway",), (gateway,)
     if view.model is not None:
         names = [((gateway, view.name, view.model.name), 1)]

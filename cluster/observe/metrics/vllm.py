@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 
 from cluster.observe.metrics.families import Rows, counter, gauge, histogram
 from cluster.observe.metrics.workers import Value, speaking_workers
-from cluster.policy.slo_attainment import Standing
+from cluster.policy.slo_attainment import GatewayAttainment
 from diptych.view import ClusterView
 from workers.request import FinishReason
 
@@ -36,7 +36,7 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
 )
 
 
-def vllm_families(standing: Standing, gateway: str, view: ClusterView) -> Iterator[Metric]:
+def vllm_families(standing: GatewayAttainment, gateway: str, view: ClusterView) -> Iterator[Metric]:
     told, model = standing.tally, "" if view.model is None else view.model.name
     own = (model, gateway)
     for name, text, tokens in (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any
 
-from cluster.observe.history import Load, Trail, Window
+from cluster.observe.history import Load, RequestTrace, Window
 from cluster.observe.ledger import Span, handed
 from cluster.observe.request_trace import parts, stays
 from cluster.offline.report.perfetto import REQUESTS, Event, named, track, us
@@ -77,7 +77,7 @@ def events(told: Mapping[str, Window]) -> Iterator[Event]:
     yield from sorted(rest, key=lambda event: event["ts"])
 
 
-def _request(number: int, trail: Trail) -> Iterator[Event]:
+def _request(number: int, trail: RequestTrace) -> Iterator[Event]:
     ledger = trail.ledger
     args = {
         "outcome": trail.outcome or "under way",
@@ -101,7 +101,7 @@ def _shows(span: Span) -> bool:
     return us(span.end_ns) > us(span.begin_ns)
 
 
-def _stints(trail: Trail, gateway: str) -> Iterator[tuple[str, _Stint]]:
+def _stints(trail: RequestTrace, gateway: str) -> Iterator[tuple[str, _Stint]]:
     """Where the request was, in order. A decode that moved is cut where it did."""
     args = {"request": trail.request_id, "outcome": trail.outcome or "under way"}
     for place, group in groupby(stays(trail, gateway), key=lambda each: each[0]):
@@ -110,7 +110,7 @@ def _stints(trail: Trail, gateway: str) -> Iterator[tuple[str, _Stint]]:
             yield place, stint
 
 
-def _transfer(trail: Trail) -> tuple[str, _Stint] | None:
+def _transfer(trail: RequestTrace) -> tuple[str, _Stint] | None:
     """The first hand-off; what moves brought has no time of its own."""
     span = None if trail.moves else handed(trail.ledger, trail.arrived_ns, trail.transfer_ns)
     if span is None or not trail.decode_worker:

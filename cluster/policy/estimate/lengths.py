@@ -11,7 +11,7 @@ from typing import Protocol
 
 from cluster.policy.draws import Draws
 from cluster.policy.estimate.survival import Curve, Histogram
-from diptych.standing import Calibration as Calibration
+from diptych.slo import Calibration as Calibration
 from workers.request import FinishReason, Request
 
 Lengths = Callable[[Request], int]  # output tokens still to come, at least 1

@@ -13,7 +13,7 @@ from cluster.frontend.context import GatewayContext
 from cluster.observe.history import Recent, Window
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.policy.estimate.lengths import Calibration
-from cluster.policy.slo_attainment import Ended, SLOScores, Standing
+from cluster.policy.slo_attainment import Ended, GatewayAttainment, SLOScores
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.shapes import Shape, Timings
 from diptych.view import ClusterView, ModelView, WorkerState, WorkerView
@@ -153,7 +153,7 @@ class FakeDispatcher:
     async def audit(self) -> ClusterView:
         return replace(self.view, workers=tuple(replace(worker, audit="clean") for worker in self.view.workers))
 
-    def standing(self) -> Standing:
+    def standing(self) -> GatewayAttainment:
         return replace(self._promises.standing(Calibration(7, 0.5, 0.875, 0.75, 12.0, 90.0)), queued=self.queued)
 
     def turned_away(self, class_name: str, cause: str) -> None:

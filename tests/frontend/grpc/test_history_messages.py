@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.frontend.grpc.history_messages import PAGE_TRAILS, pages, put_recent
-from cluster.observe.history import LONGEST_TEXT, Happening, Load, Recent, Traffic, Trail, Window
+from cluster.observe.history import LONGEST_TEXT, Happening, Load, Recent, RequestTrace, Traffic, Window
 from cluster.observe.ledger import PHASES, LatencyLedger
 from diptych.status import recent_from, window_from
 from diptych.v1 import admin_pb2
@@ -15,7 +15,7 @@ PARTS = st.lists(st.tuples(st.sampled_from(PHASES), NS), max_size=3).map(tuple)
 LEDGERS = st.builds(LatencyLedger, PARTS, PARTS, NS, NS)
 MOVES = st.lists(st.tuples(NS, WORD), max_size=2).map(tuple)
 WORDS, COUNTS = (WORD,) * 4, (COUNT,) * 4
-TRAILS = st.builds(Trail, *WORDS, NS, LEDGERS, WORD, NS, *COUNTS, WORD, WORD, MOVES, COUNT, NS)
+TRAILS = st.builds(RequestTrace, *WORDS, NS, LEDGERS, WORD, NS, *COUNTS, WORD, WORD, MOVES, COUNT, NS)
 HAPPENINGS = st.builds(Happening, NS, WORD, WORD, WORD, WORD)
 LOADS = st.builds(Load, NS, WORD, *COUNTS)
 WINDOWS = st.builds(Window, *(st.lists(each, max_size=3).map(tuple) for each in (TRAILS, HAPPENINGS, LOADS)), NS)
@@ -48,7 +48,7 @@ def test_pages_are_small_and_in_order() -> None:
     long = "x" * LONGEST_TEXT
     ledger = LatencyLedger(tuple((phase, 10**12) for phase in PHASES), (), 0, 0)
     trails = tuple(
-        Trail(str(n), long, "failed", long, n, ledger, "decode", 0, 1, 1, 1, 1, long, long) for n in range(1000)
+        RequestTrace(str(n), long, "failed", long, n, ledger, "decode", 0, 1, 1, 1, 1, long, long) for n in range(1000)
     )
     window = Window(trails, tuple(Happening(n, "flip", "", long) for n in range(10)), (), 100)
     made = list(pages(window, "gateway-0", 5))

@@ -14,7 +14,7 @@ from cluster.cli.rates import Look, Looks, rates
 from cluster.control.changes import Taken
 from cluster.observe.history import Happening, Recent, Traffic
 from cluster.policy.scaling.evidence import Decision
-from cluster.policy.slo_attainment import ClassScore, Kept, Standing
+from cluster.policy.slo_attainment import ClassScore, GatewayAttainment, Kept
 from cluster.spec import Role
 from diptych.client import ClusterStatus
 from diptych.view import WorkerState
@@ -36,7 +36,7 @@ def status(
     seen = view()
     first = seen.workers[0]
     first = structs.replace(first, incarnation=incarnation, stats=structs.replace(first.stats, steps=steps))
-    standing = Standing(
+    standing = GatewayAttainment(
         (ClassScore("chat", kept[0], Kept(*kept), Kept(), Kept()),), (("completed", completed),), (("waited", 0),)
     )
     recent = Recent(uptime_s, (("prefill-0", traffic or Traffic()),))

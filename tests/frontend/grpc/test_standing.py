@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from cluster.cli import main
 from cluster.frontend.grpc.server import GrpcDoor
-from cluster.frontend.grpc.standing_messages import standing_message
+from cluster.frontend.grpc.slo_messages import standing_message
 from cluster.policy.slo_attainment import Ended
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
-from diptych.standing import Calibration, ClassScore, Errors, Kept, Standing
+from diptych.slo import Calibration, ClassScore, Errors, Kept, SLOAttainment
 from diptych.status import standing_from
 from tests.frontend.grpc.conftest import OpenClient
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
@@ -31,7 +31,7 @@ KEPT = st.builds(Kept, COUNT, COUNT)
 ERRORS = st.none() | st.builds(Errors, REAL, REAL, REAL)
 COUNTS = st.lists(st.tuples(WORD, COUNT), max_size=3).map(tuple)
 STANDINGS = st.builds(
-    Standing,
+    SLOAttainment,
     st.lists(st.builds(ClassScore, WORD, COUNT, KEPT, KEPT, KEPT, ERRORS, ERRORS), max_size=3).map(tuple),
     COUNTS,
     COUNTS,
@@ -42,7 +42,7 @@ STANDINGS = st.builds(
 
 @settings(deadline=None)
 @given(STANDINGS)
-def test_standings_survive_the_wire(standing: Standing) -> None:
+def test_standings_survive_the_wire(standing: SLOAttainment) -> None:
     message = standing_message(standing)
     assert standing_from(type(message).FromString(message.SerializeToString())) == standing
 

@@ -10,7 +10,7 @@ from boards import names
 from prometheus import promtool
 
 from cluster.observe.metrics import exposition
-from cluster.policy.slo_attainment import Standing
+from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import Role
 from diptych.view import ClusterView, PoolView
 
@@ -61,7 +61,7 @@ def test_it_gives_the_workers_that_the_pool_shall_have(scaled: dict[str, Any], t
 def test_a_gateway_tells_the_series_with_these_labels(scaled: dict[str, Any]) -> None:
     assert names(query(scaled)) & {SERIES} == {SERIES}
     view = ClusterView(1, "c", None, (), pools=(PoolView("decode", Role.DECODE, 3, 1, 4),))
-    assert f'{SERIES}{{gateway="gateway-0",pool="decode"}} 3.0' in exposition(Standing(), "gateway-0", view)
+    assert f'{SERIES}{{gateway="gateway-0",pool="decode"}} 3.0' in exposition(GatewayAttainment(), "gateway-0", view)
 
 
 def test_it_scales_what_the_chart_makes(scaled: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from cluster.observe.metrics import exposition
 from cluster.observe.metrics.vllm import vllm_families
 from cluster.observe.request_metrics import RequestMetrics
 from cluster.policy.estimate.histograms import TOKENS, Counting, Tallied
-from cluster.policy.slo_attainment import OTHER, OUTCOMES, Ended, Standing
+from cluster.policy.slo_attainment import OTHER, OUTCOMES, Ended, GatewayAttainment
 from cluster.spec import MetricsSpec, Role, SpecError, parse_spec
 from diptych.view import ClusterView, PoolView, WorkerState, WorkerView
 from kvtransfer.ticket import TransferReport
@@ -131,7 +131,7 @@ def test_only_one_gateway_tells_vllms_series_of_workers(texts: list[str]) -> Non
 def test_vllms_series_of_requests_know_nothing_of_those_that_do_not_complete(outcome: str) -> None:
     tally = RequestMetrics(["fast"])
     tally.ended(Ended(outcome, "fast", waited_s=0.5), None, ())
-    text = exposition(replace(Standing(), tally=tally.told()), "gateway-0", compat="vllm")
+    text = exposition(replace(GatewayAttainment(), tally=tally.told()), "gateway-0", compat="vllm")
     assert value(text, "diptych_request_seconds_count", outcome=outcome) == 1
     theirs = [sample for family in families(text) for sample in family.samples if family.name.startswith("vllm:")]
     assert theirs and {sample.value for sample in theirs} == {0.0}
@@ -142,7 +142,7 @@ def test_vllms_latency_is_that_of_complete_answers() -> None:
     ledger = LatencyLedger((("admission", 10**9),), (), 10**9, 10**9)
     tally.ended(Ended("completed", waited_s=3.0), Completed(FinishReason.STOP, 5, 4, 0, 1, ledger, ()), ())
     tally.ended(Ended("refused"), None, ())
-    text = exposition(replace(Standing(), tally=tally.told()), "gateway-0", compat="vllm")
+    text = exposition(replace(GatewayAttainment(), tally=tally.told()), "gateway-0", compat="vllm")
     name = "vllm:e2e_request_latency_seconds"
     assert (value(text, f"{name}_count"), value(text, f"{name}_sum")) == (1, 3.0)
     assert value(text, "vllm:request_success_total") == 1
@@ -152,7 +152,7 @@ def test_what_waits_in_gateways_and_at_workers_is_summed_over_vllms_engines() ->
     workers = tuple(WorkerView(name, "p", Role.MIXED, WorkerState.READY, stats=STATS) for name in ("w0", "w1"))
     view = ClusterView(1, "c", None, workers, gateways=("gateway-x", "gateway-a"))
     texts = [
-        exposition(replace(Standing(), queued=queued), name, view, compat="vllm")
+        exposition(replace(GatewayAttainment(), queued=queued), name, view, compat="vllm")
         for name, queued in (("gateway-x", 5), ("gateway-a", 70))
     ]
     assert value(texts[1], "vllm:num_requests_waiting", engine="gateway-a") == 70
@@ -161,8 +161,8 @@ def test_what_waits_in_gateways_and_at_workers_is_summed_over_vllms_engines() ->
 
 
 def test_vllms_names_come_when_asked_for_only() -> None:
-    assert "vllm:" not in exposition(Standing(), "gateway-0")
-    assert "vllm:" in exposition(Standing(), "gateway-0", compat="vllm")
+    assert "vllm:" not in exposition(GatewayAttainment(), "gateway-0")
+    assert "vllm:" in exposition(GatewayAttainment(), "gateway-0", compat="vllm")
     pools = {"model": "m", "pools": [{"name": "both", "role": "mixed"}]}
     assert parse_spec(pools).metrics == MetricsSpec(None)
     assert parse_spec(pools | {"metrics": {"compat": "vllm"}}).metrics.compat == "vllm"
@@ -192,7 +192,7 @@ def test_workers_are_told_by_their_statistics_and_the_dead_by_their_role_and_fai
     counts = {"restarts": 23, "failures": 3}
     dead = WorkerView("d1", "decode", Role.DECODE, WorkerState.DEAD, stats=STATS, memory_bytes=21, **counts)
     view = ClusterView(1, "c", None, (living, dead), pools=(PoolView("decode", Role.DECODE, 3, 1, 4),))
-    text = exposition(Standing(), "gateway-0", view, compat="vllm")
+    text = exposition(GatewayAttainment(), "gateway-0", view, compat="vllm")
     there = {sample.name for family in families(text) for sample in family.samples}
     found = {name for name in there if name.startswith("diptych_worker_")}
     assert {name.removeprefix("diptych_worker_"): value(text, name) for name in found} == TOLD
@@ -266,7 +266,7 @@ def test_parts_of_the_ledger_and_stages_of_vllm_sum_to_the_whole(
 
 def test_every_end_has_its_reason_for_vllm() -> None:
     tallied = replace(Tallied(), finishes=tuple((reason.value, 1) for reason in FinishReason))
-    told = replace(Standing(), tally=tallied)
+    told = replace(GatewayAttainment(), tally=tallied)
     (ends,) = [
         each for each in vllm_families(told, "gateway-1", ClusterView(0, "", None, ())) if "success" in each.name
     ]

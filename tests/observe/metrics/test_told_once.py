@@ -11,7 +11,7 @@ from cluster.control.membership import Listeners
 from cluster.frontend.context import GatewayContext
 from cluster.join import described, join
 from cluster.observe.metrics import exposition
-from cluster.policy.slo_attainment import Standing
+from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.runtime.interface import WorkerOrder
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
@@ -36,7 +36,7 @@ def engines(text: str) -> set[str]:
 @pytest.mark.parametrize(("gateway", "told"), [(NAMES[0], {"w"}), (NAMES[1], set())])
 def test_of_gateways_that_joined_the_first_tells_of_workers(gateway: str, told: set[str]) -> None:
     view = ClusterView(1, "c", None, (WorkerView("w", "p", Role.MIXED, WorkerState.READY),), gateways=NAMES)
-    assert engines(exposition(Standing(), gateway, view, compat="vllm")) == told
+    assert engines(exposition(GatewayAttainment(), gateway, view, compat="vllm")) == told
 
 
 def test_a_gateway_keeps_its_place_as_long_as_it_asks() -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from cluster.observe.history import Trail
+from cluster.observe.history import RequestTrace
 from cluster.observe.ledger import LatencyLedger, now_ns
 from cluster.observe.otlp import Spans
 from cluster.observe.trace_context import came_with, told
@@ -32,13 +32,13 @@ def spans_to(endpoint: str, **tracing: Any) -> Spans:
     return Spans(parse_spec(document), "gateway-7")
 
 
-def trail(request_id: str = "one", **changed: Any) -> Trail:
+def trail(request_id: str = "one", **changed: Any) -> RequestTrace:
     parts = (("admission", 1 * MS), ("route", 2 * MS), ("prefill_compute", 10 * MS))
     ledger = LatencyLedger(parts, (("decode_compute", 40 * MS),), 13 * MS, 53 * MS)
     arrived_ns = now_ns() - 60 * MS
     names = {"prefill_worker": "prefill-0", "decode_worker": "decode-0"}
     counts = {"prompt_tokens": 3, "cached_tokens": 0, "output_tokens": 5, "attempts": 1}
-    made = Trail(request_id, "default", "completed", "", arrived_ns, ledger, "", 0, **counts, **names)
+    made = RequestTrace(request_id, "default", "completed", "", arrived_ns, ledger, "", 0, **counts, **names)
     return replace(made, **changed)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.observe.history import CHANGES, MOST_HAPPENINGS, Happening, History, Load, Trail, Window
+from cluster.observe.history import CHANGES, MOST_HAPPENINGS, Happening, History, Load, RequestTrace, Window
 from cluster.observe.ledger import PHASES, LatencyLedger
 from cluster.offline.report.perfetto import us
 from cluster.offline.report.window import events, parts
@@ -21,7 +21,7 @@ MS = 1_000_000
 LEDGER = split_ledger(5, 20, 10, 400)
 
 
-def trail(name: str, arrived_ns: int = DAY_NS, ledger: LatencyLedger = LEDGER, **more: Any) -> Trail:
+def trail(name: str, arrived_ns: int = DAY_NS, ledger: LatencyLedger = LEDGER, **more: Any) -> RequestTrace:
     told = {
         "class_name": "default",
         "outcome": "completed",
@@ -35,10 +35,10 @@ def trail(name: str, arrived_ns: int = DAY_NS, ledger: LatencyLedger = LEDGER, *
         "prefill_worker": "prefill-0",
         "decode_worker": "decode-0",
     }
-    return Trail(name, arrived_ns=arrived_ns, ledger=ledger, **(told | more))
+    return RequestTrace(name, arrived_ns=arrived_ns, ledger=ledger, **(told | more))
 
 
-def drawn(*trails: Trail, **more: Any) -> list[dict[str, Any]]:
+def drawn(*trails: RequestTrace, **more: Any) -> list[dict[str, Any]]:
     found = list(events({"gateway-0": Window(trails, **more)}))
     check(found)
     times = [event["ts"] for event in found if event["ph"] != "M"]
@@ -91,7 +91,7 @@ TRAILS = st.builds(
 
 @settings(max_examples=40)
 @given(st.lists(TRAILS, max_size=6))
-def test_the_slices_of_a_request_touch_and_sum_to_its_time(trails: list[Trail]) -> None:
+def test_the_slices_of_a_request_touch_and_sum_to_its_time(trails: list[RequestTrace]) -> None:
     found = drawn(*trails)
     by_request = defaultdict(list)
     for event in slices(found):

@@ -1,12 +1,12 @@
 """How a gateway has kept its promises, to protobuf. Pure. The histograms of errors travel as metrics only."""
 
-from diptych.standing import ClassScore, Errors, Kept, Standing
+from diptych.slo import ClassScore, Errors, Kept, SLOAttainment
 from diptych.v1 import admin_pb2
 
 Counts = tuple[tuple[str, int], ...]
 
 
-def standing_message(standing: Standing) -> admin_pb2.Standing:
+def standing_message(standing: SLOAttainment) -> admin_pb2.Standing:
     told = standing.calibration
     return admin_pb2.Standing(
         classes=map(_class_message, standing.classes),

@@ -7,7 +7,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from cluster.observe.metrics.families import Counts, Rows, counter, gauge
-from cluster.policy.slo_attainment import ERROR_BOUNDS, ClassScore, Kept, Standing
+from cluster.policy.slo_attainment import ERROR_BOUNDS, ClassScore, GatewayAttainment, Kept
 from cluster.spec import Role
 
 Pairs = tuple[tuple[str, str], ...]
@@ -17,7 +17,7 @@ CHANGES: Pairs = tuple(permutations((role.value for role in Role), 2))
 DECISIONS: Pairs = tuple(product(("flip", "grow", "shrink"), ("done", "failed", "advised")))
 
 
-def standing_families(standing: Standing, gateway: str, decisions: Counts | None) -> Iterator[Metric]:
+def standing_families(standing: GatewayAttainment, gateway: str, decisions: Counts | None) -> Iterator[Metric]:
     def each(counts: tuple[tuple[str, int], ...]) -> Rows:
         return (((gateway, value), count) for value, count in counts)
 
@@ -45,7 +45,7 @@ def standing_families(standing: Standing, gateway: str, decisions: Counts | None
         yield counter("diptych_elastic_decisions", text, ("gateway", "kind", "outcome"), pairs(DECISIONS, decisions))
 
 
-def _promises(standing: Standing, gateway: str) -> Rows:
+def _promises(standing: GatewayAttainment, gateway: str) -> Rows:
     asked = {each.name for each in standing.classes}
     known = (row.labels[0] for row in standing.tally.ttft.rows)
     idle = (ClassScore(name, 0, Kept(), Kept(), Kept()) for name in known if name not in asked)
@@ -55,7 +55,7 @@ def _promises(standing: Standing, gateway: str) -> Rows:
             yield (gateway, each.name, kind, "no"), told.settled - told.kept
 
 
-def _errors(standing: Standing, gateway: str) -> Metric:
+def _errors(standing: GatewayAttainment, gateway: str) -> Metric:
     text = "Seen over predicted, of predictions that clients were told: 1 is right, above it took longer."
     family = HistogramMetricFamily("diptych_prediction_error_ratio", text, labels=("gateway", "kind"))
     bounds = [*(f"{1.0 + bound:g}" for bound in ERROR_BOUNDS), "+Inf"]  # below 0 a histogram has no sum
@@ -65,7 +65,7 @@ def _errors(standing: Standing, gateway: str) -> Metric:
     return family
 
 
-def _calibration(standing: Standing, gateway: str) -> Iterator[Metric]:
+def _calibration(standing: GatewayAttainment, gateway: str) -> Iterator[Metric]:
     told = standing.calibration
     shares = ("p50", told.within_p50), ("p90", told.within_p90), ("bucket", told.bucket_share)
     errors = ("learned", told.error_tokens), ("asked", told.asked_error_tokens)

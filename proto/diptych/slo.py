@@ -55,7 +55,7 @@ class ClassScore:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SLOAttainment:
     """`outcomes` and `refused` (by reason) are counts of requests; `queued` wait in the gateway for their turn."""
 
     classes: tuple[ClassScore, ...] = ()

@@ -4,13 +4,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cluster.cli.screen import plain_table
-from diptych.standing import Calibration, Errors, Kept, Standing
+from diptych.slo import Calibration, Errors, Kept, SLOAttainment
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-def promises_table(standing: Standing) -> "Table":
+def promises_table(standing: SLOAttainment) -> "Table":
     """One row for each SLO class. Errors are of predictions: above 0 % it took longer."""
     from rich.markup import escape
 
@@ -30,13 +30,13 @@ def calibration_line(told: Calibration) -> str:
     return f"answer lengths: {told.answers} scored, {within}, {told.bucket_share:.0%} in the bucket, {error}"
 
 
-def refusals_line(standing: Standing) -> str:
+def refusals_line(standing: SLOAttainment) -> str:
     """Why requests were turned away; empty when none was."""
     told = ", ".join(f"{count} {reason}" for reason, count in standing.refused if count)
     return f"turned away: {told}" if told else ""
 
 
-def standing_json(standing: Standing) -> dict[str, Any]:
+def standing_json(standing: SLOAttainment) -> dict[str, Any]:
     return {
         "classes": [asdict(score) for score in standing.classes],
         "outcomes": dict(standing.outcomes),
