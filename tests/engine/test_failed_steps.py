@@ -167,7 +167,7 @@ def test_whichever_steps_fail_the_survivors_attend_to_the_right_kv(seed: int, pr
         wanted = device.know(request(f"r{index}", prompt, max_tokens=draw.randint(2, 14)))
         lengths[wanted.key] = len(prompt), wanted.sampling.max_tokens or 0
         subject.add(wanted, 0.0, hold=False)
-        while len(subject._scheduler.waiting) > 6 or index == 59:
+        while len(subject._scheduler.queues.waiting) > 6 or index == 59:
             plan = subject.schedule(0.0)
             if plan is None:
                 break

@@ -15,7 +15,6 @@ from collections.abc import Sequence as Items
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.blocks import BlockPool, prefix_hashes, tail_hash
-from workers.engine.draft import Slice
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
 from workers.engine.loans import Loans
@@ -23,6 +22,7 @@ from workers.engine.promises import slot_refusal
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Lease, Sequence, State
 from workers.engine.step import Chunk, StepPlan, StepResult
+from workers.engine.step_builder import Slice
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.kv_events import chain, name_of_block
 from workers.request import (
@@ -90,7 +90,9 @@ class Engine:
         self._estimate = StepEstimate(cost or LinearCost(), block_bytes)
         self._depth = depth
         self.leases = LeaseBook(self.pool, lease_s, digest=digest)
-        self._scheduler = Scheduler(config, self.pool, self.leases, self._estimate, block_bytes, depth)
+        self._scheduler = Scheduler(
+            config, self.pool, self.leases, self._estimate, block_bytes=block_bytes, depth=depth
+        )
         self._sequences: dict[str, Sequence] = {}
         self._transfers: list[tuple[int, ...]] = []  # blocks into which bytes may still land
         prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
@@ -112,11 +114,11 @@ class Engine:
         if cut_tokens and not (hold and 0 < cut_tokens < request.num_tokens):
             rule = f"a held prompt may be cut behind 1 to {request.num_tokens - 1} of its tokens"
             raise InvalidRequest("cut_tokens", f"is {cut_tokens}; {rule}")
-        if len(self._scheduler.waiting) >= self._config.max_waiting:
-            raise Overloaded(f"{len(self._scheduler.waiting)} prompts wait already", retry_after_s=1.0)
+        if len(self._scheduler.queues.waiting) >= self._config.max_waiting:
+            raise Overloaded(f"{len(self._scheduler.queues.waiting)} prompts wait already", retry_after_s=1.0)
         sequence = Sequence(request, now_s, hold=hold, cut_tokens=cut_tokens, max_length=self.max_length)
         self._sequences[request.key] = sequence
-        self._scheduler.add(sequence)
+        self._scheduler.queues.add(sequence)
 
     def reserve(self, request: Request, asked_s: float) -> Reservation:
         """`wanted` and `grant` in one. Raises `InvalidRequest` or `Overloaded`."""
@@ -149,7 +151,7 @@ class Engine:
         # An empty staging area takes one prompt of any size: the budget is a brake, not a bound on length.
         if staged and staged + total > self._staging:
             raise Overloaded(f"{staged} of {self._staging} staging blocks are promised", retry_after_s=0.1)
-        earlier = [each for each in self._scheduler.waiting if each.arrival_s < asked_s]
+        earlier = [each for each in self._scheduler.queues.waiting if each.arrival_s < asked_s]
         if self._num_active() + len(earlier) >= self._config.max_running:
             raise Overloaded(f"all {self._config.max_running} decode slots are taken, or waited for", retry_after_s=0.1)
         if why := slot_refusal(self._estimate.cost, self._decoding(), request, self._depth):
@@ -158,7 +160,7 @@ class Engine:
             self.pool.forget(sequence.hashes)
         shared = self.loans.known(sequence.hashes)
         kept = sum(-(-len(each.tokens) // self.pool.block_size) for each in earlier)
-        if not self._scheduler.fits(sequence, held=len(shared), wanted=total - len(shared), kept=kept):
+        if not self._scheduler.kv.fits(sequence, held=len(shared), wanted=total - len(shared), kept=kept):
             self.pool.free(shared)
             why = f"{total} blocks wanted, {self.pool.num_free} free, {kept} kept for prompts that came earlier"
             raise Overloaded(why, retry_after_s=0.1)
@@ -203,11 +205,11 @@ class Engine:
     def _decoding(self) -> list[Sequence]:
         """Sequences that decode here, or will."""
         reserved = [each for each in self._sequences.values() if each.state is State.RESERVED]
-        return reserved + [each for each in self._scheduler.running if not each.hold]
+        return reserved + [each for each in self._scheduler.queues.running if not each.hold]
 
     def _num_active(self) -> int:
         """Sequences that hold or were promised a decode slot."""
-        return len(self._scheduler.running) + sum(s.state is State.RESERVED for s in self._sequences.values())
+        return len(self._scheduler.queues.running) + sum(s.state is State.RESERVED for s in self._sequences.values())
 
     # ---- the decode leg ----------------------------------------------------------------------------------------
 
@@ -245,7 +247,7 @@ class Engine:
     def _start_if_ready(self, sequence: Sequence, now_s: float) -> None:
         if sequence.fetched and (sequence.goes_on or sequence.decode_called_s is not None):
             sequence.begin(now_s)
-            self._scheduler.running.append(sequence)
+            self._scheduler.queues.running.append(sequence)
 
     def hand_over(self, key: str, most_tokens: int, now_s: float) -> Lease | None:
         """Lease the full blocks of a running sequence's first `most_tokens` tokens to a worker that takes it over.
@@ -287,19 +289,19 @@ class Engine:
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. Raises `BrokenStep`."""
-        draft = self._scheduler.schedule(now_s)
-        if draft is None:
+        step = self._scheduler.schedule(now_s)
+        if step is None:
             return None
         self._steps += 1
-        if draft.error is not None:
-            raise BrokenStep(StepPlan(self._steps, (), swap_out=tuple(draft.swap_out))) from draft.error
-        for sequence in draft.admitted:
+        if step.error is not None:
+            raise BrokenStep(StepPlan(self._steps, (), swap_out=tuple(step.moves.swap_out))) from step.error
+        for sequence in step.admitted:
             if sequence.hold:
                 self._told.append(self.leases.hold(sequence, now_s))
                 sequence.leased = True
         chunks: list[Chunk] = []
         digests: list[tuple[int, int]] = []
-        for each in draft.slices:
+        for each in step.slices:
             try:
                 chunks.append(self._chunk(each, now_s))
             except Exception as error:
@@ -312,9 +314,9 @@ class Engine:
             self._steps,
             tuple(chunks),
             tuple(dict.fromkeys(digests)),  # a block shared by two held prompts is digested once
-            swap_out=tuple(draft.swap_out),
-            swap_in=tuple(draft.swap_in),
-            copies=tuple(draft.copies),
+            swap_out=tuple(step.moves.swap_out),
+            swap_in=tuple(step.moves.swap_in),
+            copies=tuple(step.moves.copies),
         )
 
     def _chunk(self, each: Slice, now_s: float) -> Chunk:
@@ -495,8 +497,8 @@ class Engine:
                 queued_tokens += len(each.tokens) - each.num_computed
         return WorkerStats(
             queued_tokens=queued_tokens,
-            waiting=len(self._scheduler.waiting),
-            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.queues.waiting),
+            running=len(self._scheduler.queues.running),
             reserved=num_reserved,
             leases=len(self.leases),
             free_blocks=self.pool.num_free,
@@ -505,9 +507,9 @@ class Engine:
             total_blocks=self.pool.num_blocks,
             steps=self._steps,
             step_s=self._step_s,
-            preemptions=self._scheduler.preemptions,
-            swaps=self._scheduler.swaps,
-            swapped_blocks=self._scheduler.host.num_blocks - self._scheduler.host.num_free,
+            preemptions=self._scheduler.queues.preemptions,
+            swaps=self._scheduler.queues.swaps,
+            swapped_blocks=self._scheduler.kv.host.num_blocks - self._scheduler.kv.host.num_free,
             expired_leases=self.leases.expired,
             bubble_share=bubble_share,
             cache_number=self.pool.log.number,
@@ -529,6 +531,6 @@ class Engine:
             ]
         )
         self._scheduler.check()
-        queued = [*self._scheduler.waiting, *self._scheduler.running]
+        queued = [*self._scheduler.queues.waiting, *self._scheduler.queues.running]
         assert all(self._sequences[s.key] is s for s in queued), "a queue holds a sequence that ended"
         assert len(queued) == sum(s.state is not State.RESERVED for s in self._sequences.values())

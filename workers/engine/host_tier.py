@@ -14,18 +14,26 @@ AHEAD = 4  # steps' worth of blocks that are saved before they are wanted
 
 
 @dataclass(slots=True)
-class HostMoves:
-    """What one step copies: (block, host block) pairs out, (host block, block) pairs in; steps save before they read.
+class BlockMoves:
+    """What one step copies: (block, host block) pairs out, (host block, block) pairs in, then (source, target) pairs
+    within the pool.
 
-    `evicted`: what stands in blocks that the step will write. `saving`: cached blocks that are held until they are
-    saved. `restored`: tokens of sequences that it brings back.
+    `leaving`: blocks to free when it has ended. `evicted`: what stands in blocks that the step will write. `saving`:
+    cached blocks that are held until they are saved. `restored`: tokens of sequences that it brings back.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    leaving: list[int] = field(default_factory=list)
     evicted: list[Cached] = field(default_factory=list)
     saving: list[int] = field(default_factory=list)
     restored: list[tuple[Sequence, int]] = field(default_factory=list)
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copy blocks in this step, and let go of the sources when it has ended."""
+        self.copies += zip(sources, targets, strict=True)
+        self.leaving += sources
 
 
 class HostTier:
@@ -37,7 +45,7 @@ class HostTier:
         self._block_bytes = block_bytes
         self._step_blocks = step_blocks
 
-    def restore(self, sequence: Sequence, moves: HostMoves) -> None:
+    def restore(self, sequence: Sequence, moves: BlockMoves) -> None:
         """Bring back what follows the sequence's computed tokens, if that takes less than computing it again.
 
         It has its blocks already. One token at least is left to compute, and all where the prompt's own are wanted.
@@ -66,7 +74,7 @@ class HostTier:
         cost, count = self._estimate.cost, self._step_blocks
         return cost.swap_seconds(count * self._block_bytes) < cost.prefill_seconds(count * self._pool.block_size)
 
-    def save(self, moves: HostMoves) -> None:
+    def save(self, moves: BlockMoves) -> None:
         """Copy what this step evicts; and ahead, as far as there is room, what transfers may evict without a step."""
         host = self._pool.host
         if not host.num_blocks or not self._is_worth_saving():
@@ -82,7 +90,7 @@ class HostTier:
             if target is not None:
                 moves.swap_out.append((each.block, target))
 
-    def land(self, moves: HostMoves) -> None:
+    def land(self, moves: BlockMoves) -> None:
         """The step has ended."""
         self._pool.free_oldest(moves.saving)
         for sequence, num_tokens in moves.restored:

@@ -1,0 +1,197 @@
+"""Which blocks a sequence gets, on the device and in host memory, and what must be copied for it.
+
+Cached prefixes are shared, tails of siblings copied. A sequence that is preempted gives up all its blocks: its KV is
+saved in host memory or computed again later, whichever the cost model finds cheaper. Knows sequences; knows no queue
+order and no step. Pure.
+
+Source of preemption by swap or recomputation, all or nothing: Kwon et al., vLLM (SOSP'23).
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+
+from workers.config import EngineConfig
+from workers.engine.blocks import BlockPool, HostBlocks, prefix_hashes, tail_hash
+from workers.engine.estimate import StepEstimate
+from workers.engine.host_tier import BlockMoves, HostTier
+from workers.engine.sequence import Sequence
+
+
+class KVCacheManager:
+    """Owned by a Scheduler, whose list of `running` sequences it sees. `block_bytes`: of one block's KV.
+
+    `reserves_answer`: a sequence gets in only if its longest possible answer fits as well.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        estimate: StepEstimate,
+        running: Items[Sequence],
+        *,
+        block_bytes: int,
+        reserves_answer: bool,
+    ) -> None:
+        self.host = HostBlocks(config.swap_blocks)
+        self.tier = HostTier(pool, estimate, block_bytes, -(-config.max_batch_tokens // config.block_size))
+        self._preemption = config.preemption
+        self._pool = pool
+        self._estimate = estimate
+        self._running = running
+        self._block_bytes = block_bytes
+        self._reserves_answer = reserves_answer
+
+    @property
+    def has_free_block(self) -> bool:
+        return self._pool.num_free > 0
+
+    def fits(self, sequence: Sequence, *, held: int, wanted: int, kept: int = 0) -> bool:
+        """Whether `wanted` more blocks are free for a sequence that would then hold `held` + `wanted`, and `kept` more.
+
+        One block for each running sequence stays free, so that letting one in does not preempt another at once; under a
+        policy that reserves answers, as many as the longest ones take.
+        """
+        if self._reserves_answer:
+            spare = sum(max(0, self._longest(each) - len(each.blocks)) for each in self._running)
+            wanted = max(wanted, self._longest(sequence) - held)
+        else:
+            spare = 0 if sequence.hold else len(self._running)
+        return wanted + spare + kept <= self._pool.num_free
+
+    def _longest(self, sequence: Sequence) -> int:
+        """Blocks of the sequence with its longest possible answer."""
+        num_tokens = len(sequence.tokens)
+        if not sequence.hold:
+            most = sequence.request.sampling.max_tokens
+            num_tokens = sequence.max_length if most is None else len(sequence.request.prompt) + most
+        return -(-min(num_tokens, sequence.max_length) // self._pool.block_size)
+
+    # ---- a sequence comes --------------------------------------------------------------------------------------
+
+    def place(self, sequence: Sequence, moves: BlockMoves) -> bool:
+        """Blocks for all tokens the sequence has, known prefixes shared. False: they are not free.
+
+        A shared tail is copied at once: a lease of these blocks must name the one that will be written.
+        """
+        size = self._pool.block_size
+        sequence.hashes = prefix_hashes(sequence.tokens, size, sequence.hashes, sequence.salt)
+        if sequence.request.fresh:
+            self._pool.forget(sequence.hashes)
+        for share_tail in (True, False) if sequence.request.group else (False,):
+            shared, computed = self._known(sequence, share_tail=share_tail)
+            tail = shared[computed // size :]
+            num_kept = len(shared) - len(tail)
+            num_blocks = -(-len(sequence.tokens) // size) - num_kept
+            if self.fits(sequence, held=num_kept, wanted=num_blocks):
+                sequence.blocks = shared[:num_kept] + self._pool.allocate(num_blocks, moves.evicted)
+                moves.copy(tail, sequence.blocks[num_kept:][: len(tail)])
+                sequence.num_computed = sequence.cached_tokens = computed
+                sequence.num_named = computed // size
+                if not tail:
+                    self.tier.restore(sequence, moves)
+                self._pool.looked_up(len(sequence.tokens), sequence.cached_tokens)
+                return True
+            self._pool.free(shared)
+        return False
+
+    def _known(self, sequence: Sequence, *, share_tail: bool) -> tuple[list[int], int]:
+        """Blocks that hold the KV of the sequence's first tokens already, and how many tokens that are.
+
+        At least one token is left to compute, for its logits; and all of them when the prompt's own are wanted.
+        """
+        if sequence.wants_prompt_logprobs:
+            return [], 0
+        size, most = self._pool.block_size, len(sequence.tokens) - 1
+        shared = self._pool.match(sequence.hashes[: most // size])
+        if share_tail and most % size and len(shared) == most // size:
+            # Siblings share the last block too, up to its last token.
+            tail = self._pool.match([tail_hash(sequence.tokens, size, sequence.hashes, sequence.salt)])
+            if tail:
+                return shared + tail, most
+        return shared, len(shared) * size
+
+    def swap_in(self, sequence: Sequence, moves: BlockMoves) -> bool:
+        """Blocks for a swapped sequence, and the copies that bring it back. False: they are not free."""
+        num_blocks = len(sequence.host_blocks)
+        grows = sequence.num_computed == num_blocks * self._pool.block_size
+        if not self.fits(sequence, held=0, wanted=num_blocks + grows):
+            return False
+        sequence.blocks = self._pool.allocate(num_blocks, moves.evicted)
+        moves.swap_in += zip(sequence.host_blocks, sequence.blocks, strict=True)
+        # Free at once: whatever is saved there next is saved by a later step, and steps run in order.
+        self.host.free(sequence.host_blocks)
+        sequence.host_blocks = []
+        return True
+
+    # ---- a sequence grows --------------------------------------------------------------------------------------
+
+    def is_writable(self, sequence: Sequence) -> bool:
+        """Whether the next token has a block that nobody else reads."""
+        index = sequence.num_scheduled // self._pool.block_size
+        # The reader of a lease stays behind the watermark: its own prompt may be written on.
+        return index < len(sequence.blocks) and not self._pool.is_shared(
+            sequence.blocks[index], owners=1 + sequence.leased
+        )
+
+    def make_writable(self, sequence: Sequence, moves: BlockMoves) -> None:
+        """A block of its own under the next token: a new one, or a copy of one that others hold too."""
+        index = sequence.num_scheduled // self._pool.block_size
+        blocks = self._pool.allocate(1, moves.evicted)
+        if index < len(sequence.blocks):
+            moves.copy(sequence.blocks[index : index + 1], blocks)
+        sequence.blocks[index : index + 1] = blocks
+
+    def room(self, sequence: Sequence) -> int:
+        """How many more tokens the blocks that it has, and some more for what is missing, can take."""
+        size = self._pool.block_size
+        missing = -(-len(sequence.tokens) // size) - len(sequence.blocks)
+        if missing > 0 and self.fits(sequence, held=len(sequence.blocks), wanted=missing):
+            sequence.blocks += self._pool.allocate(missing)
+        return len(sequence.blocks) * size - sequence.num_scheduled
+
+    # ---- a sequence goes ---------------------------------------------------------------------------------------
+
+    def swap_out(self, sequence: Sequence, moves: BlockMoves) -> int:
+        """Save a preempted sequence on the host, or drop its KV, whichever is cheaper.
+
+        Answers how many blocks come free when the step that saves them has ended; 0: it is dropped, all are free now.
+        """
+        blocks, sequence.blocks = sequence.blocks, []
+        sequence.num_named = 0
+        if not self._should_swap(sequence, len(blocks)):
+            self._pool.free(blocks)
+            sequence.restart()
+            return 0
+        sequence.host_blocks = self.host.allocate(len(blocks))
+        moves.swap_out += zip(blocks, sequence.host_blocks, strict=True)
+        moves.leaving += blocks
+        return len(blocks)
+
+    def _should_swap(self, sequence: Sequence, num_blocks: int) -> bool:
+        if self._preemption == "recompute" or num_blocks > self.host.num_free:
+            return False
+        if self._preemption == "swap" or sequence.kv_dtype:  # what was rounded on its way cannot be computed here
+            return True
+        cost = self._estimate.cost
+        return cost.swap_seconds(num_blocks * self._block_bytes) < cost.prefill_seconds(sequence.num_computed)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give all its blocks back, those on the host too."""
+        self._pool.free(sequence.blocks)
+        self.host.free(sequence.host_blocks)
+        sequence.blocks, sequence.host_blocks = [], []
+
+    def land(self, moves: BlockMoves) -> None:
+        """The step that made these moves has ended."""
+        self._pool.free(moves.leaving)
+        self.tier.land(moves)
+
+    def not_saved(self, host_blocks: Iterable[int], swapped: Iterable[Sequence]) -> None:
+        """The step that was to save these failed: those who count on them compute their tokens again."""
+        lost = set(host_blocks)
+        for each in swapped:
+            if not lost.isdisjoint(each.host_blocks):
+                self.host.free(each.host_blocks)
+                each.host_blocks = []
+                each.restart()

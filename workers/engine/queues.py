@@ -1,0 +1,73 @@
+"""Who waits and who runs, and whose turn it is. Knows no block. Pure: time is an argument."""
+
+from collections import deque
+from itertools import islice
+
+from workers.config import EngineConfig
+from workers.engine.estimate import StepEstimate
+from workers.engine.promises import next_prompt
+from workers.engine.sequence import Sequence, State
+
+
+class Queues:
+    """Owned by a Scheduler. Every sequence that waits or runs is in one of the two, once."""
+
+    def __init__(self, config: EngineConfig, estimate: StepEstimate) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.swaps = 0
+        self._config = config
+        self._estimate = estimate
+        self._arrivals = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a prompt."""
+        sequence.number = self._arrivals
+        self._arrivals += 1
+        self.waiting.append(sequence)
+
+    def start(self, sequence: Sequence) -> None:
+        """A waiting sequence has its blocks."""
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.state = State.RUNNING
+
+    def preempt(self, sequence: Sequence, *, swapped: bool) -> None:
+        """A running sequence lost its blocks: it waits, before all others. `swapped`: its KV is in host memory."""
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+        sequence.was_preempted = True
+        sequence.state = State.SWAPPED if swapped else State.WAITING
+        self.preemptions += 1
+        self.swaps += swapped
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.state in (State.WAITING, State.SWAPPED):
+            self.waiting.remove(sequence)
+
+    def next(self, now_s: float) -> Sequence | None:
+        """Whose turn it is, if a slot is free: preempted ones first, then in the configured order.
+
+        A prompt whose sibling is computing the very same tokens lets others pass: it will share them.
+        """
+        if len(self.running) >= self._config.max_running:
+            return None
+        candidates = (each for each in self.waiting if not self._awaits_sibling(each))
+        first = next(candidates, None)
+        if first is None or self._config.prompt_order == "fcfs" or first.was_preempted:
+            return first
+        window = islice(candidates, self._config.prompt_window)
+        return next_prompt([first, *window], self._config, self._estimate.prompt_seconds, now_s)
+
+    def _awaits_sibling(self, sequence: Sequence) -> bool:
+        group = sequence.request.group
+        return bool(group) and any(
+            each.request.group == group
+            and each.num_computed < len(sequence.tokens) - 1
+            and each.tokens == sequence.tokens
+            and each.request.cache_salt == sequence.request.cache_salt
+            for each in self.running
+        )

@@ -1,0 +1,151 @@
+"""One step in the making: what a batching policy chose so far, and the blocks and copies that it takes.
+
+Out of blocks, the youngest sequence is preempted, all of it. It is first in the queue to come back, so the oldest
+always moves on. Nobody in a step in flight is preempted, and no prompt that is held for a reader.
+"""
+
+from dataclasses import dataclass
+
+from workers.costs import CostModel
+from workers.engine.estimate import StepEstimate
+from workers.engine.host_tier import BlockMoves
+from workers.engine.kv_cache import KVCacheManager
+from workers.engine.leases import LeaseBook
+from workers.engine.queues import Queues
+from workers.engine.sequence import Sequence, State
+
+
+@dataclass(slots=True)
+class Slice:
+    """`count` tokens of a sequence, from position `first` on."""
+
+    sequence: Sequence
+    first: int
+    count: int
+
+
+class StepBuilder:
+    """`batching.Step` to the policy, and its outcome to the Scheduler that made it.
+
+    `rows`: decodes that the step takes. `coming`: blocks that come free with steps in flight.
+    """
+
+    def __init__(
+        self,
+        queues: Queues,
+        kv: KVCacheManager,
+        leases: LeaseBook,
+        estimate: StepEstimate,
+        *,
+        now_s: float,
+        decodable: tuple[Sequence, ...],
+        unfinished: tuple[Sequence, ...],
+        beside: list[Sequence],
+        rows: int,
+        budget: int,
+        share: int,
+        coming: int,
+    ) -> None:
+        self.now_s = now_s
+        self.decodable = decodable
+        self.unfinished = unfinished
+        self.beside = beside
+        self.left = budget
+        self.share = share
+        self.slices: list[Slice] = []
+        self.admitted: list[Sequence] = []
+        self.moves = BlockMoves()
+        self.at_hand: Sequence | None = None  # the one that something is done for now
+        self.error: Exception | None = None  # that ended the making of it
+        self._queues = queues
+        self._kv = kv
+        self._leases = leases
+        self._estimate = estimate
+        self._rows = rows
+        self._coming = coming
+        self._chosen: set[Sequence] = set()
+        self._stopped: set[Sequence] = set()  # in flight, to be preempted when they no longer are
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._queues.waiting)
+
+    @property
+    def cost(self) -> CostModel:
+        return self._estimate.cost
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.slices or self.moves.swap_out or self.admitted)
+
+    def decode(self, sequence: Sequence) -> bool:
+        if self._rows <= 0:
+            self.beside.append(sequence)
+            return False
+        if self.left <= 0 or not self._take(sequence, 1):
+            return False
+        self._rows -= 1
+        return True
+
+    def chunk(self, sequence: Sequence, most: int | None = None) -> int:
+        missing = len(sequence.tokens) - sequence.num_scheduled
+        count = self._take(sequence, missing if most is None else min(missing, most))
+        self.share -= count
+        return count
+
+    def _take(self, sequence: Sequence, count: int) -> int:
+        if count <= 0 or sequence.state is not State.RUNNING or sequence in self._stopped:
+            return 0
+        self.at_hand = sequence
+        if not self._kv.is_writable(sequence):
+            if not self._make_room(sequence):
+                return 0
+            self._kv.make_writable(sequence, self.moves)
+        count = min(count, self._kv.room(sequence))
+        self._chosen.add(sequence)
+        self.slices.append(Slice(sequence, sequence.num_scheduled, count))
+        sequence.num_ordered += count
+        self.left -= count
+        return count
+
+    def admit(self, most: int | None = None) -> Sequence | None:
+        sequence = self._queues.next(self.now_s)
+        if sequence is None or (most is not None and len(sequence.tokens) - sequence.num_computed > most):
+            return None
+        self.at_hand = sequence
+        give_blocks = self._kv.swap_in if sequence.state is State.SWAPPED else self._kv.place
+        if not give_blocks(sequence, self.moves):
+            return None
+        self._queues.start(sequence)
+        self.admitted.append(sequence)
+        return sequence
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """A free block, by preempting younger sequences or at last this one. False: not in this step."""
+        while not self._kv.has_free_block:
+            if self._coming > 0:  # one comes free when a step ends: wait for it
+                self._coming -= 1
+                return False
+            victim = self._victim()
+            if victim is None:
+                return False
+            if victim.in_flight:  # rather wait for its steps to end, and order no more of it, than take an older one
+                self._stopped.add(victim)
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _victim(self) -> Sequence | None:
+        """The youngest sequence outside this step. Held prompts stay: a reader may be half way through."""
+        others = [
+            each for each in self._queues.running if not (each.hold or each in self._chosen or each in self.admitted)
+        ]
+        return max(others, key=lambda each: (each.arrival_s, each.number), default=None)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leases.drop(sequence.key)  # of a hand-over: its reader is refused, and the sequence stays here
+        num_saved = self._kv.swap_out(sequence, self.moves)
+        self._coming += num_saved
+        self._queues.preempt(sequence, swapped=num_saved > 0)
