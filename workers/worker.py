@@ -228,21 +228,21 @@ class Worker:
         self._arm()
         return None if lease is None else self._ticket(lease).ticket
 
-    async def lend(self, request: Request) -> TransferTicket | None:
-        """What our cache has of the beginning of this prompt, held for one reader. None: nothing it could read."""
+    async def hold_prefix(self, request: Request) -> TransferTicket | None:
+        """Hold what our cache has of this prompt's prefix for one reader. None: nothing that it could read."""
         self._accept(request)
         tokens = (*request.prompt, *request.generated)
-        lease = self.engine.loans.lend(f"{request.key}:prefix", tokens, self._now_s(), request.cache_salt)
+        lease = self.engine.prefix_fetches.hold(f"{request.key}:prefix", tokens, self._now_s(), request.cache_salt)
         self._arm()
         return None if lease is None else self._ticket(lease).ticket
 
-    async def borrow(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
-        """Pull what another worker lends of this prompt into our cache.
+    async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
+        """Pull what another worker holds of this prompt into our cache.
 
         Answers how many tokens lie there then; 0 when they did not come in time, which is no error.
         """
         self._accept(request)
-        return await self._fetching.borrow(request, ticket, timeout_s)
+        return await self._fetching.fetch_prefix(request, ticket, timeout_s)
 
     async def cache_since(self, last: int, reach: int) -> KVEvents:
         """What changed in our prefix cache for a reader who stands there; (0, 0): he knows nothing. See `KVEvents`."""

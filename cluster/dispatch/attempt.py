@@ -147,13 +147,13 @@ class Attempt:
     async def _borrow(self, lender: WorkerClient) -> None:
         """Have the prefill worker fetch the prompt's beginning from who has it. If that fails, it computes more."""
         try:
-            ticket = await WorkerCall(self._request, lender).call(lender.handle.lend(self._request))
+            ticket = await WorkerCall(self._request, lender).call(lender.handle.hold_prefix(self._request))
         except AttemptFailed as failure:
             told = log_fields(key=self._request.id, worker=failure.worker)
             logger.warning("request %s: nothing could be borrowed from %s", self._request.id, failure, extra=told)
             return
         if ticket is not None:
-            borrowing = self._prefill.handle.borrow(self._request, ticket, self._borrow_s)
+            borrowing = self._prefill.handle.fetch_prefix(self._request, ticket, self._borrow_s)
             await self._prefill.call(borrowing)
 
     @property

@@ -302,7 +302,7 @@ class Dispatcher:
             lambda output: self._on_tokens(life, output),
             self._in_background,
             cut_tokens=placement.cut(life.request),
-            lender=self.roster.lines.get(placement.lender),
+            lender=self.roster.lines.get(placement.prefix_owner),
             borrow_s=self._spec.transfer.read_timeout_s,
         )
         life.attempt, life.num_counted, attempt_tokens = attempt, 0, 0

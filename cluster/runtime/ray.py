@@ -177,13 +177,13 @@ class RayWorker:
         ticket: TransferTicket | None = await self._call("hand_over", key, most_tokens)
         return ticket
 
-    async def lend(self, request: Request) -> TransferTicket | None:
-        ticket: TransferTicket | None = await self._call("lend", request)
+    async def hold_prefix(self, request: Request) -> TransferTicket | None:
+        ticket: TransferTicket | None = await self._call("hold_prefix", request)
         return ticket
 
-    async def borrow(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
+    async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
         args = request, ticket, timeout_s
-        num_tokens: int = await self._call("borrow", *args, timeout_s=timeout_s + CALL_TIMEOUT_S)
+        num_tokens: int = await self._call("fetch_prefix", *args, timeout_s=timeout_s + CALL_TIMEOUT_S)
         return num_tokens
 
     async def cache_since(self, last: int, reach: int) -> KVEvents:

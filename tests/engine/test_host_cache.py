@@ -189,14 +189,14 @@ class HostMachine(EngineMachine):
 
     @precondition(lambda self: not self.reading)
     @rule(first=st.integers(0, 3))
-    def borrow(self, first: int) -> None:
+    def fetch(self, first: int) -> None:
         """Another worker's prefix arrives, and lies in the cache."""
         tokens = tuple(range(1 + first, 13 + first))
         if self.engine.pool.num_free < 3:
             return
-        loan = self.engine.loans.borrow(tokens)
-        self.device.fill(loan.blocks, tokens)
-        self.engine.loans.end(loan, arrived=True)
+        fetch = self.engine.prefix_fetches.begin(tokens)
+        self.device.fill(fetch.blocks, tokens)
+        self.engine.prefix_fetches.end(fetch, arrived=True)
 
 
 HostMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

@@ -106,19 +106,19 @@ def test_mooncake_fetches_a_prefix_to_where_the_queue_is_shorter() -> None:
     for routing, found in (("mooncake", ("p1", 896, "p0")), ("mooncake-local", ("p0", 896, ""))):
         placement = after_one_prompt(routing).choose(waits("p0", 500), request("b", length=1000))
         assert isinstance(placement, Placement)
-        assert (placement.prefill, placement.cached_tokens, placement.lender) == found
+        assert (placement.prefill, placement.cached_tokens, placement.prefix_owner) == found
 
 
 def test_mooncake_does_not_fetch_what_is_there_or_hardly_longer() -> None:
     story, wanted = after_one_prompt("mooncake"), request("b", length=1000)
     at_home = story.choose(TWO, wanted)
-    assert isinstance(at_home, Placement) and (at_home.prefill, at_home.lender) == ("p0", "")
+    assert isinstance(at_home, Placement) and (at_home.prefill, at_home.prefix_owner) == ("p0", "")
     shorter = request("c", length=700)  # 640 tokens of it lie on p1 then: 896 are not half as much again
     story.send(waits("p0", 9000), shorter, avoid={"p0"})
     story.ended(shorter)
     placement = story.choose(waits("p0", 9000), wanted)
     assert isinstance(placement, Placement)
-    assert (placement.prefill, placement.cached_tokens, placement.lender) == ("p1", 640, "")
+    assert (placement.prefill, placement.cached_tokens, placement.prefix_owner) == ("p1", 640, "")
 
 
 def test_mooncake_does_not_fetch_from_host_memory() -> None:
@@ -130,7 +130,7 @@ def test_mooncake_does_not_fetch_from_host_memory() -> None:
     assert isinstance(at_home, Placement) and (at_home.prefill, at_home.cached_tokens) == ("p0", 896)
     busy = story.choose(waits("p0", 9000), wanted)
     assert isinstance(busy, Placement)
-    assert (busy.prefill, busy.cached_tokens, busy.lender) == ("p1", 256, "p0")
+    assert (busy.prefill, busy.cached_tokens, busy.prefix_owner) == ("p1", 256, "p0")
 
 
 def test_mooncake_does_not_fetch_over_a_slow_link_nor_from_who_is_away() -> None:
@@ -142,9 +142,9 @@ def test_mooncake_does_not_fetch_over_a_slow_link_nor_from_who_is_away() -> None
     slow.ended(wanted)
     busy = changed(heavy, structs.replace(worker("p0", queued_tokens=500), kv_token_bytes=1))
     placement = slow.choose(busy, request("b", length=1000))
-    assert isinstance(placement, Placement) and (placement.prefill, placement.lender) == ("p0", "")
+    assert isinstance(placement, Placement) and (placement.prefill, placement.prefix_owner) == ("p0", "")
     away = after_one_prompt("mooncake").choose(TWO, request("b", length=1000), avoid={"p0"})
-    assert isinstance(away, Placement) and (away.prefill, away.cached_tokens, away.lender) == ("p1", 0, "")
+    assert isinstance(away, Placement) and (away.prefill, away.cached_tokens, away.prefix_owner) == ("p1", 0, "")
 
 
 def test_product_weighs_new_tokens_against_sequences() -> None:

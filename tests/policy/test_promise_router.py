@@ -91,7 +91,7 @@ def test_a_short_suffix_is_computed_where_it_decodes() -> None:
 
 
 def test_a_beginning_is_fetched_only_over_a_link_that_is_quicker_than_computing_it() -> None:
-    for bytes_per_s, lender in ((1e9, "p0"), (1e6, "")):
+    for bytes_per_s, prefix_owner in ((1e9, "p0"), (1e6, "")):
         subject = story(SLO(ttft_s=8.0, tpot_s=0.05))
         workers = [structs.replace(worker(name), kv_token_bytes=10_000) for name in ("p0", "p1", "d0")]
         picture = view(*workers)
@@ -105,10 +105,10 @@ def test_a_beginning_is_fetched_only_over_a_link_that_is_quicker_than_computing_
         subject.send(picture, request("b", 3300, first=9000))  # p0 has the prompt, and now a queue
         placement = subject.choose(picture, request("c", 3200))
         assert isinstance(placement, Placement)
-        if lender:
-            assert (placement.prefill, placement.lender) == ("p1", "p0") and placement.cached_tokens >= 3072
+        if prefix_owner:
+            assert (placement.prefill, placement.prefix_owner) == ("p1", "p0") and placement.cached_tokens >= 3072
         else:
-            assert placement.lender == ""
+            assert placement.prefix_owner == ""
 
 
 def test_a_prompt_is_cut_while_others_wait_for_the_prefill_worker() -> None:

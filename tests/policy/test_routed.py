@@ -14,7 +14,7 @@ from kvtransfer.ticket import TransferTicket
 from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
 from workers.costs import LinearCost
 from workers.engine.blocks import OutOfBlocks
-from workers.engine.loans import Loan
+from workers.engine.prefix_fetch import PrefixFetch
 from workers.engine.sequence import Lease
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import WorkerError
@@ -120,7 +120,7 @@ async def test_a_prefix_is_fetched_where_that_is_sooner_and_stays_there() -> Non
 
 
 async def test_a_prefix_that_is_gone_or_refused_is_computed_again() -> None:
-    for break_it in (forget_the_cache, refuse_to_lend, leave_no_room, damage):
+    for break_it in (forget_the_cache, refuse_to_hold, leave_no_room, damage):
         async with occupied() as subject:
             break_it(subject.workers)
             assert await fetched(subject) == 0, break_it.__name__
@@ -130,31 +130,31 @@ def forget_the_cache(workers: dict[str, Worker]) -> None:
     workers["prefill-0"].engine.pool.clear_cache()
 
 
-def refuse_to_lend(workers: dict[str, Worker]) -> None:
-    async def lend(request: Request) -> TransferTicket | None:
-        raise WorkerError("no loans today")
+def refuse_to_hold(workers: dict[str, Worker]) -> None:
+    async def hold_prefix(request: Request) -> TransferTicket | None:
+        raise WorkerError("no prefix today")
 
-    workers["prefill-0"].lend = lend  # type: ignore[method-assign]
+    workers["prefill-0"].hold_prefix = hold_prefix  # type: ignore[method-assign]
 
 
 def leave_no_room(workers: dict[str, Worker]) -> None:
-    def borrow(tokens: Sequence[int], salt: str = "") -> Loan:
+    def begin(tokens: Sequence[int], salt: str = "") -> PrefixFetch:
         raise OutOfBlocks("none left")
 
-    workers["prefill-1"].engine.loans.borrow = borrow  # type: ignore[method-assign]
+    workers["prefill-1"].engine.prefix_fetches.begin = begin  # type: ignore[method-assign]
 
 
 def damage(workers: dict[str, Worker]) -> None:
     """The owner's digests are not those of its bytes."""
-    lend = workers["prefill-0"].engine.leases.lend
+    hold_cached = workers["prefill-0"].engine.leases.hold_cached
 
     def lying(key: str, blocks: list[int], now_s: float) -> Lease | None:
-        lease = lend(key, blocks, now_s)
+        lease = hold_cached(key, blocks, now_s)
         assert lease is not None
         lease.digests[0] = tuple(bytes(len(cells)) for cells in lease.digests[0])
         return lease
 
-    workers["prefill-0"].engine.leases.lend = lying  # type: ignore[method-assign]
+    workers["prefill-0"].engine.leases.hold_cached = lying  # type: ignore[method-assign]
 
 
 async def test_a_cancelled_borrower_leaves_nothing() -> None:
@@ -166,7 +166,7 @@ async def test_a_cancelled_borrower_leaves_nothing() -> None:
             await asyncio.Event().wait()
             return None
 
-        subject.workers["prefill-0"].lend = never  # type: ignore[method-assign]
+        subject.workers["prefill-0"].hold_prefix = never  # type: ignore[method-assign]
         second = asyncio.ensure_future(subject.run(request("second", 500)))
         await asked.wait()
         second.cancel()

@@ -17,7 +17,7 @@ from workers.costs import CostModel, LinearCost
 from workers.engine.blocks import BlockPool, prefix_hashes, tail_hash
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
-from workers.engine.loans import Loans
+from workers.engine.prefix_fetch import PrefixFetches
 from workers.engine.promises import slot_refusal
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Lease, Sequence, State
@@ -96,7 +96,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._transfers: list[tuple[int, ...]] = []  # blocks into which bytes may still land
         prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
-        self.loans = Loans(self.pool, self.leases, prefix_blocks)
+        self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks)
         self._told: list[Told] = []
         self._steps = 0
         self._step_s = 0.0
@@ -158,7 +158,7 @@ class Engine:
             raise Overloaded(why, retry_after_s=0.1)
         if request.fresh:
             self.pool.forget(sequence.hashes)
-        shared = self.loans.known(sequence.hashes)
+        shared = self.prefix_fetches.known(sequence.hashes)
         kept = sum(-(-len(each.tokens) // self.pool.block_size) for each in earlier)
         if not self._scheduler.kv.fits(sequence, held=len(shared), wanted=total - len(shared), kept=kept):
             self.pool.free(shared)
@@ -268,7 +268,7 @@ class Engine:
         """Whether a sequence or a lease is here."""
         return bool(self._sequences or len(self.leases))
 
-    def borrow(self, count: int) -> tuple[int, ...]:
+    def take_blocks(self, count: int) -> tuple[int, ...]:
         """Blocks for steps of nobody's request, until `transfer_settled`. Raises `Overloaded` unless all are free."""
         if self.has_work or self._transfers:
             raise Overloaded("this worker has work; measure it when it is idle", retry_after_s=1.0)
@@ -527,7 +527,7 @@ class Engine:
                 *self._scheduler.leaving(),
                 *self._transfers,
                 *(x.blocks for x in self.leases),
-                *(x.blocks for x in self.loans),
+                *(x.blocks for x in self.prefix_fetches),
             ]
         )
         self._scheduler.check()

@@ -52,7 +52,7 @@ class LeaseBook:
         self._advance_known(lease, sequence.num_computed)
         return lease
 
-    def lend(self, key: str, blocks: list[int], now_s: float) -> Lease | None:
+    def hold_cached(self, key: str, blocks: list[int], now_s: float) -> Lease | None:
         """Keep cached blocks for a reader; their references become the lease's. None when there are none to read.
 
         Where KV is digested, blocks behind the first without a digest are let go.
@@ -63,14 +63,14 @@ class LeaseBook:
             if self._digest and not known:
                 break
             digests.append(known)
-        lent = tuple(blocks[: len(digests)])
-        self._pool.free(blocks[len(lent) :])
-        if not lent:
+        held = tuple(blocks[: len(digests)])
+        self._pool.free(blocks[len(held) :])
+        if not held:
             return None
         self.drop(key)
         self._epoch += 1
-        num_tokens = len(lent) * self._pool.block_size
-        lease = Lease(key, self._epoch, lent, num_tokens, self._ttl_s, now_s + self._ttl_s, digests, finished=True)
+        num_tokens = len(held) * self._pool.block_size
+        lease = Lease(key, self._epoch, held, num_tokens, self._ttl_s, now_s + self._ttl_s, digests, finished=True)
         self._leases[key] = lease
         return lease
 

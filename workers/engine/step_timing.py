@@ -1,6 +1,6 @@
 """Steps of nobody's request: plans of a given shape, timed on an idle worker's own executor.
 
-Their blocks are borrowed from the engine's pool and given back. Steps stop as soon as a request comes. Knows shapes and
+Their blocks come from the engine's pool and go back to it. Steps stop as soon as a request comes. Knows shapes and
 plans; knows no cost model.
 """
 
@@ -71,7 +71,7 @@ async def measure(
     refuse_outside("the number of swapped blocks", swaps, 0, config.swap_blocks)
     refuse_outside("the number of blocks", wanted, 1, engine.pool.num_blocks)
     seconds: list[float] = []
-    blocks = engine.borrow(wanted)
+    blocks = engine.take_blocks(wanted)
     try:
         async with asyncio.timeout(STEP_TIMEOUT_S):
             await _touch(executor, blocks)

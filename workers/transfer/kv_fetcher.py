@@ -36,7 +36,7 @@ class Fetching:
         self._executor = executor
         self._peers = peers
         self._changed = changed
-        self._borrowing: set[asyncio.Task[int]] = set()
+        self._prefix_fetches: set[asyncio.Task[int]] = set()
         self.pulls = NO_PULLS
 
     async def reserved(self, key: str, ticket: TransferTicket, *, goes_on: bool) -> FetchedOut | None:
@@ -94,45 +94,45 @@ class Fetching:
             self._peers.unlink(ticket.owner.incarnation)
             raise
 
-    async def borrow(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
-        """Bring the beginning that the ticket holds into our cache; answers how many tokens of it lie there.
+    async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
+        """Bring the prefix that the ticket holds into our cache; answers how many tokens of it lie there.
 
         0 when there is no room, when it has another dtype or did not come: then the prompt is computed, and nothing is
         lost but time.
         """
-        task = asyncio.ensure_future(self._borrow(request, ticket, timeout_s))
-        self._borrowing.add(task)
-        task.add_done_callback(self._borrowing.discard)
+        task = asyncio.ensure_future(self._fetch_prefix(request, ticket, timeout_s))
+        self._prefix_fetches.add(task)
+        task.add_done_callback(self._prefix_fetches.discard)
         return await task
 
-    async def _borrow(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
+    async def _fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
         tokens = (*request.prompt, *request.generated)[: ticket.num_tokens]
         if self._is_rounded(ticket):
             return 0  # rounded on its way, it would not be what this worker computes
         try:
-            loan = self._engine.loans.borrow(tokens, request.cache_salt)
+            fetch = self._engine.prefix_fetches.begin(tokens, request.cache_salt)
         except OutOfBlocks:
             return 0
         arrived = False
         try:
-            skip_tokens = loan.num_shared * self._config.engine.block_size
+            skip_tokens = fetch.num_shared * self._config.engine.block_size
             async with asyncio.timeout(timeout_s):
-                await self.pull(ticket, loan.blocks[loan.num_shared :], skip_tokens)
+                await self.pull(ticket, fetch.blocks[fetch.num_shared :], skip_tokens)
             arrived = True
         except (TransferError, TimeoutError) as error:
             reason = str(error) or f"it took longer than {timeout_s:.1f} s"
             logger.warning("worker %s: a prefix did not come: %s", self._config.name, reason)
         finally:
-            self._engine.loans.end(loan, arrived=arrived)
+            self._engine.prefix_fetches.end(fetch, arrived=arrived)
             self._changed()
         return ticket.num_tokens if arrived else 0
 
     async def close(self) -> None:
-        """End what is being borrowed."""
-        for task in self._borrowing:
+        """End the fetches of prefixes."""
+        for task in self._prefix_fetches:
             task.cancel()
-        if self._borrowing:
-            await asyncio.wait(self._borrowing)
+        if self._prefix_fetches:
+            await asyncio.wait(self._prefix_fetches)
 
     def _is_rounded(self, ticket: TransferTicket) -> bool:
         """Whether what it holds is of another dtype than ours."""

@@ -71,11 +71,11 @@ class CacheAware(LeastLoaded):
 
 
 class Way(NamedTuple):
-    """How a worker would come to the first token: with so much of the prompt from its cache, or from a lender's."""
+    """How a worker would come to the first token: with so much of the prompt from its cache, or from its owner's."""
 
     ttft_s: float
     cached_tokens: int
-    lender: str = ""
+    prefix_owner: str = ""
 
 
 class MooncakeLocal(CacheAware):
@@ -91,7 +91,7 @@ class MooncakeLocal(CacheAware):
     @staticmethod
     def _preference(way: Way, worker: WorkerView) -> tuple[float, str, str]:
         """The sooner the better; of what is equally soon, to the microsecond, what moves nothing."""
-        return round(way.ttft_s, 6), way.lender, worker.name
+        return round(way.ttft_s, 6), way.prefix_owner, worker.name
 
     def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
         return min(workers, key=lambda worker: (self.forecast.tpot_seconds(ask, worker), worker.name))
@@ -100,9 +100,9 @@ class MooncakeLocal(CacheAware):
         return self.pick_prefill(ask, workers)
 
     def placed(self, ask: Ask, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
-        _, cached_tokens, lender = self._way(ask, prefill)
-        reason = "the first token is expected soonest with a prefix fetched" if lender else reason
-        return Placement(prefill.name, decode.name, reason, cached_tokens=cached_tokens, lender=lender)
+        _, cached_tokens, prefix_owner = self._way(ask, prefill)
+        reason = "the first token is expected soonest with a prefix fetched" if prefix_owner else reason
+        return Placement(prefill.name, decode.name, reason, cached_tokens=cached_tokens, prefix_owner=prefix_owner)
 
     def _way(self, ask: Ask, worker: WorkerView) -> Way:
         cached = self.cached_tokens(ask, worker)

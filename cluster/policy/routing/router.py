@@ -64,15 +64,15 @@ class Placement(Struct, frozen=True, gc=False):
     """`prefill` and `decode` name workers; the same name twice: one worker does both, and nothing moves.
 
     The prefill worker is believed to have the prompt's first `cached_tokens`, or will once it has fetched them from the
-    `lender`. With `cut_tokens` it computes only so many tokens of the prompt, the decode worker the rest (0: nothing is
-    cut). Predictions: None is no opinion.
+    `prefix_owner`. With `cut_tokens` it computes only so many tokens of the prompt, the decode worker the rest (0:
+    nothing is cut). Predictions: None is no opinion.
     """
 
     prefill: str
     decode: str
     reason: str
     cached_tokens: int = 0
-    lender: str = ""
+    prefix_owner: str = ""
     cut_tokens: int = 0
     predicted_ttft_s: float | None = None
     predicted_tpot_s: float | None = None

@@ -38,7 +38,7 @@ class Everyone:
         if alone:
             yield roomy(self._ask, [worker for worker in self._workers if worker.role is PREFILL])
 
-    def lender(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
+    def prefix_owner(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
         owners = [
             (tokens, each.name)
             for each in self._workers

@@ -118,7 +118,7 @@ class SLORouter(CacheAware):
         if self._is_local(ask, worker, prefill, local, slo):
             return _placed(local, decode, "computed where it decodes as soon as it could be handed over")
         placement = self._lent(ask, look, _placed(prefill, decode, self.reason))
-        return placement if placement.lender else self._cut(ask, placement, prefill, local, slo)
+        return placement if placement.prefix_owner else self._cut(ask, placement, prefill, local, slo)
 
     def began(self, ask: Ask, placement: Placement) -> None:
         super().began(ask, placement)
@@ -214,10 +214,10 @@ class SLORouter(CacheAware):
         Only prefill workers lend: what is held for readers has digests.
         """
         own, num_tokens = placement.cached_tokens, ask.request.num_tokens
-        lender = look.lender(own, placement.prefill)
-        if lender is None:
+        prefix_owner = look.prefix_owner(own, placement.prefill)
+        if prefix_owner is None:
             return placement
-        tokens, owner = lender
+        tokens, owner = prefix_owner
         worker = look.worker(placement.prefill)
         rest_s = self.forecast.prefill_seconds(worker, num_tokens - tokens, tokens)
         saved_s = self.forecast.prefill_seconds(worker, num_tokens - own, own) - rest_s
@@ -227,7 +227,7 @@ class SLORouter(CacheAware):
         return structs.replace(
             placement,
             reason="first token soonest with a beginning fetched",
-            lender=owner,
+            prefix_owner=owner,
             cached_tokens=tokens,
             predicted_ttft_s=placement.predicted_ttft_s - saved_s,
             prefill_s=rest_s,

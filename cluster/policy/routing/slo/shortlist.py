@@ -387,7 +387,7 @@ class Glance:
         roomy: Flags = who & (capacity >= self._ask.needed_tokens(int(capacity[who].max(initial=0))))
         return roomy
 
-    def lender(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
+    def prefix_owner(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
         """The prefill worker that has most of the prompt, more than so much, and is linked to the reader."""
         if self._cached is None or self._most_cached <= own_tokens:
             return None

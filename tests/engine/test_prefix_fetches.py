@@ -1,4 +1,4 @@
-"""Prefixes that are lent and borrowed: what is held meanwhile, and what stays."""
+"""Prefixes that are fetched from another worker: what is held meanwhile, and what stays."""
 
 import pytest
 from hypothesis import given, settings
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvtransfer.errors import LeaseLost
 from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes
 from workers.engine.leases import LeaseBook
-from workers.engine.loans import Loan, Loans
+from workers.engine.prefix_fetch import PrefixFetch, PrefixFetches
 from workers.engine.sequence import Lease
 
 BLOCK = 4
@@ -15,18 +15,22 @@ CELLS = (b"12345678",)  # digests of a block on one rank
 
 
 class Side:
-    """The pool, leases and loans of one worker."""
+    """The pool, leases and fetches of one worker."""
 
     def __init__(self, num_blocks: int = 8, *, digest: bool = True, prefix_blocks: int = 1) -> None:
         self.pool = BlockPool(num_blocks, BLOCK)
         self.leases = LeaseBook(self.pool, 10.0, digest=digest)
-        self.loans = Loans(self.pool, self.leases, prefix_blocks)
+        self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks)
 
     def computed(self, tokens: range, *, digested: int = 99) -> None:
         """A prompt was computed here, held for a reader, and let go."""
         names = prefix_hashes(tokens, BLOCK)
         shared = self.pool.match(names)
-        blocks = shared + self.pool.allocate(len(names) - len(shared))
+        try:
+            blocks = shared + self.pool.allocate(len(names) - len(shared))
+        except OutOfBlocks:
+            self.pool.free(shared)
+            raise
         for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
             self.pool.name(block, name)
             if index < digested:
@@ -39,13 +43,13 @@ class Side:
         return len(found)
 
     def check(self) -> None:
-        self.pool.check([*(lease.blocks for lease in self.leases), *(loan.blocks for loan in self.loans)])
+        self.pool.check([*(lease.blocks for lease in self.leases), *(fetch.blocks for fetch in self.prefix_fetches)])
 
 
-def test_what_is_lent_is_all_ready_and_held_until_it_is_released() -> None:
+def test_what_is_held_is_all_ready_and_stays_until_it_is_released() -> None:
     side = Side()
     side.computed(range(10))
-    lease = side.loans.lend("r:prefix", range(20), 0.0)
+    lease = side.prefix_fetches.hold("r:prefix", range(20), 0.0)
     assert lease is not None and (lease.num_tokens, len(lease.blocks)) == (8, 2)
     mark = side.leases.progress("r:prefix", lease.epoch, 0, 1.0)
     assert (mark.ready_blocks, mark.finished, mark.cells) == (2, True, (CELLS * 2,))
@@ -59,36 +63,38 @@ def test_what_is_lent_is_all_ready_and_held_until_it_is_released() -> None:
 def test_nothing_is_lent_to_another_tenant() -> None:
     side = Side()
     side.computed(range(10))
-    assert side.loans.lend("r:prefix", range(20), 0.0, "eve") is None
-    loan = side.loans.borrow(range(8), "eve")
-    side.loans.end(loan, arrived=True)
-    assert loan.num_shared == 0 and side.loans.lend("e:prefix", range(20), 0.0, "eve") is None, "not digested here"
-    assert side.loans.known(prefix_hashes(range(8), BLOCK, salt="eve")) == list(loan.blocks)
-    side.pool.free(loan.blocks)
+    assert side.prefix_fetches.hold("r:prefix", range(20), 0.0, "eve") is None
+    fetch = side.prefix_fetches.begin(range(8), "eve")
+    side.prefix_fetches.end(fetch, arrived=True)
+    assert fetch.num_shared == 0 and side.prefix_fetches.hold("e:prefix", range(20), 0.0, "eve") is None, (
+        "not digested here"
+    )
+    assert side.prefix_fetches.known(prefix_hashes(range(8), BLOCK, salt="eve")) == list(fetch.blocks)
+    side.pool.free(fetch.blocks)
     side.check()
 
 
 def test_nothing_is_lent_of_what_is_not_here() -> None:
     side = Side()
     side.computed(range(10))
-    assert side.loans.lend("r", range(50, 60), 0.0) is None
-    assert side.loans.lend("r", range(3), 0.0) is None
+    assert side.prefix_fetches.hold("r", range(50, 60), 0.0) is None
+    assert side.prefix_fetches.hold("r", range(3), 0.0) is None
     assert side.pool.num_free == 8 and len(side.leases) == 0
 
 
 def test_blocks_without_a_digest_are_lent_only_where_nobody_digests() -> None:
-    for digest, lent in ((True, 4), (False, 12)):
+    for digest, held in ((True, 4), (False, 12)):
         side = Side(digest=digest)
         side.computed(range(12), digested=1)
-        lease = side.loans.lend("r", range(12), 0.0)
-        assert lease is not None and lease.num_tokens == lent
+        lease = side.prefix_fetches.hold("r", range(12), 0.0)
+        assert lease is not None and lease.num_tokens == held
         side.check()
 
 
 def test_a_reader_that_never_comes_is_waited_for_no_longer_than_the_lease() -> None:
     side = Side()
     side.computed(range(8))
-    lease = side.loans.lend("r", range(8), 0.0)
+    lease = side.prefix_fetches.hold("r", range(8), 0.0)
     assert lease is not None
     side.leases.expire(10.0)
     assert side.pool.num_free == 8
@@ -99,19 +105,19 @@ def test_a_reader_that_never_comes_is_waited_for_no_longer_than_the_lease() -> N
 def test_what_was_borrowed_is_in_the_cache_and_what_did_not_come_is_free() -> None:
     side = Side()
     for arrived, cached in ((False, 0), (True, 2)):
-        loan = side.loans.borrow(range(9))  # two full blocks and one token
+        fetch = side.prefix_fetches.begin(range(9))  # two full blocks and one token
         side.check()
-        assert len(loan.blocks) == 3
-        side.loans.end(loan, arrived=arrived)
+        assert len(fetch.blocks) == 3
+        side.prefix_fetches.end(fetch, arrived=arrived)
         assert (side.cached(range(9)), side.pool.num_free) == (cached, 8)
 
 
 def test_only_what_is_not_here_is_borrowed() -> None:
     side = Side(num_blocks=16, prefix_blocks=2)
     side.computed(range(12))
-    loan = side.loans.borrow(range(24))
-    assert (loan.num_shared, len(loan.blocks)) == (2, 6), "three blocks are here, of which two count"
-    side.loans.end(loan, arrived=True)
+    fetch = side.prefix_fetches.begin(range(24))
+    assert (fetch.num_shared, len(fetch.blocks)) == (2, 6), "three blocks are here, of which two count"
+    side.prefix_fetches.end(fetch, arrived=True)
     assert side.cached(range(24)) == 6
 
 
@@ -120,7 +126,7 @@ def test_a_prefix_that_does_not_fit_changes_nothing() -> None:
     side.computed(range(8))
     held = side.pool.allocate(5)
     with pytest.raises(OutOfBlocks):
-        side.loans.borrow(range(20))
+        side.prefix_fetches.begin(range(20))
     side.pool.free(held)
     assert side.pool.num_free == 8
     side.check()
@@ -129,36 +135,36 @@ def test_a_prefix_that_does_not_fit_changes_nothing() -> None:
 @settings(max_examples=150)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["lend", "release", "borrow", "end", "lose", "compute"]), st.integers(0, 3)),
+        st.tuples(st.sampled_from(["hold", "release", "fetch", "end", "lose", "compute"]), st.integers(0, 3)),
         max_size=40,
     ),
     st.booleans(),
 )
-def test_any_order_of_lending_and_borrowing_balances(steps: list[tuple[str, int]], digest: bool) -> None:
+def test_any_order_of_holding_and_fetching_balances(steps: list[tuple[str, int]], digest: bool) -> None:
     side = Side(num_blocks=12, digest=digest)
     prompts = [range(100 * (n // 2), 100 * (n // 2) + 8 + 5 * (n % 2)) for n in range(4)]
-    lent: list[Lease] = []
-    coming: list[Loan] = []
+    held: list[Lease] = []
+    coming: list[PrefixFetch] = []
     for what, number in steps:
         try:
             if what == "compute":
                 side.computed(prompts[number])
-            elif what == "lend":
-                lease = side.loans.lend(f"r{number}", prompts[number], 0.0)
-                lent = [each for each in lent if each.key != f"r{number}" or lease is None]
-                lent += [lease] if lease else []
-            elif what == "borrow":
-                coming.append(side.loans.borrow(prompts[number]))
-            elif what == "release" and lent:
-                done = lent.pop(number % len(lent))
+            elif what == "hold":
+                lease = side.prefix_fetches.hold(f"r{number}", prompts[number], 0.0)
+                held = [each for each in held if each.key != f"r{number}" or lease is None]
+                held += [lease] if lease else []
+            elif what == "fetch":
+                coming.append(side.prefix_fetches.begin(prompts[number]))
+            elif what == "release" and held:
+                done = held.pop(number % len(held))
                 side.leases.release(done.key, done.epoch)
             elif what in ("end", "lose") and coming:
-                side.loans.end(coming.pop(number % len(coming)), arrived=what == "end")
+                side.prefix_fetches.end(coming.pop(number % len(coming)), arrived=what == "end")
         except OutOfBlocks:
-            assert lent or coming
+            assert held or coming
         side.check()
-    for loan in coming:
-        side.loans.end(loan, arrived=False)
+    for fetch in coming:
+        side.prefix_fetches.end(fetch, arrived=False)
     side.leases.expire(99.0)
     side.check()
     assert side.pool.num_free == 12

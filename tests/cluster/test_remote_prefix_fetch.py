@@ -26,34 +26,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("backend", ["tcp", "memory"])
 @pytest.mark.parametrize(
-    ("owner", "borrower", "engine"),
+    ("owner", "reader", "engine"),
     [((1, 1), (1, 1), ENGINE), ((3, 1), (1, 2), ENGINE), ((1, 2), (3, 1), OTHER)],
     ids=["alike", "other parallel settings", "other blocks too"],
 )
-async def test_a_borrowed_prefix_gives_the_same_tokens(
-    model: str, owner: tuple[int, int], borrower: tuple[int, int], engine: EngineConfig, backend: str
+async def test_a_fetched_prefix_gives_the_same_tokens(
+    model: str, owner: tuple[int, int], reader: tuple[int, int], engine: EngineConfig, backend: str
 ) -> None:
     shared = SharedMemory()
-    settings = (("owner", owner, ENGINE), ("borrower", borrower, engine), ("decode", (1, 1), ENGINE))
+    settings = (("owner", owner, ENGINE), ("reader", reader, engine), ("decode", (1, 1), ENGINE))
     workers = [
         await parallel_worker(name, model, ParallelConfig(*each), sizes, shared, (backend,), prefix_tokens=24)
         for name, each, sizes in settings
     ]
     try:
-        lender, reader, decode = workers
+        holder, reader, decode = workers
         sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=9, ignore_eos=True)
-        (first,) = await Legs(lender, decode).run([Request("first", PROMPT, sampling)])
+        (first,) = await Legs(holder, decode).run([Request("first", PROMPT, sampling)])
         longer = Request("longer", (*PROMPT, *range(5, 25)), sampling)
         (expected,) = await colocated(decode, [longer])
 
-        ticket = await lender.lend(longer)
+        ticket = await holder.hold_prefix(longer)
         assert ticket is not None and ticket.num_tokens == 64
-        assert await reader.borrow(longer, ticket, 30.0) == 64, words(ParallelConfig(*owner))
+        assert await reader.fetch_prefix(longer, ticket, 30.0) == 64, words(ParallelConfig(*owner))
         before = reader.engine.stats().cached_blocks
         assert before == 64 // engine.block_size
         (moved,) = await Legs(reader, decode).run([longer])
         assert moved.tokens == expected and first.tokens
-        assert (await reader.lend(replace(longer, id="again"))) is not None, "what was borrowed can be lent on"
+        assert (await reader.hold_prefix(replace(longer, id="again"))) is not None, (
+            "what was fetched can be held for others"
+        )
         for worker in workers:
             worker.engine.expire(float("inf"))
             await worker.check()
