@@ -1,55 +1,59 @@
-"""The lease protocol between a reader and an owner: one authenticated connection, many requests on it.
+"""The lease protocol between a reader and an owner: one authenticated connection, many calls on it.
 
-A watch is a long poll and a heartbeat: the owner extends the lease with each. A release that succeeds proves that the
-lease was valid to its end, and so were all the reads before it. Knows leases and peers; knows no KV byte. The frames
-are in `kvtransfer.control_wire`.
+    Watch -> Progress        a long poll and a heartbeat: the owner extends the lease with each
+    Release -> None          succeeds only while the lease is valid, so all reads before it were valid too
+
+Knows leases and peers; knows no KV byte and no frame (`kvtransfer.rpc`).
 """
 
 import asyncio
-import logging
-from collections.abc import Callable, Coroutine
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 
+import kvtransfer.errors
 from diptych.watchdog import patient_timeout
-from kvtransfer.challenge import nonce, proof, proves, require_secret
-from kvtransfer.control_wire import (
-    BROKEN,
-    FRAME_BYTES,
-    STRANGER_BYTES,
-    VERSION,
-    Answer,
-    Channel,
-    Failed,
-    Hello,
-    Prove,
-    Refused,
-    Release,
-    Released,
-    Reply,
-    Request,
-    Watch,
-    Welcome,
-)
 from kvtransfer.errors import (
-    LeaseLost,
     PeerLost,
-    PeerRefused,
     TransferError,
     TransferTimeout,
     TransportUnavailable,
     unreachable,
 )
+from kvtransfer.rpc.connection import Connection, RpcProtocol
+from kvtransfer.rpc.frames import BROKEN, FrameStream, greet
+from kvtransfer.rpc.handshake import CallerHandshake, too_many_readers
+from kvtransfer.rpc.listener import Listener
 from kvtransfer.ticket import PeerAddress, Piece, Progress
-from kvtransfer.unauthenticated import Unauthenticated, too_many_readers
 
-logger = logging.getLogger(__name__)
-
-MAX_REQUESTS = 1024  # of one connection, at once
 MAX_WATCH_S = 60.0
-HANDSHAKE_S = 5.0
-GRACE_S = 2.0  # for an answer, beyond the time the owner was told to take
+GRACE_S = 2.0  # for a reply, beyond the time that the call itself may take
+
+
+class Watch(msgspec.Struct, frozen=True, tag=True):
+    lease: str
+    epoch: int
+    have_blocks: int
+    timeout_s: float
+    pieces: tuple[Piece, ...]  # of which the reader wants digests
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    lease: str
+    epoch: int
+
+
+LEASE_PROTOCOL = RpcProtocol(
+    name="lease",
+    calls={Watch: Progress, Release: None},
+    messages=(),
+    errors=(kvtransfer.errors,),
+    other_error=TransferError,
+    lost_error=PeerLost,
+    max_frame_bytes=16 << 20,  # see `digest.MAX_DIGESTS`
+    max_calls=1024,
+)
 
 
 class LeaseSource(Protocol):
@@ -58,9 +62,9 @@ class LeaseSource(Protocol):
     async def watch(
         self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
     ) -> Progress:
-        """Extend the lease; answer when more than `have_blocks` are ready or no more will come, else at the timeout.
+        """Extend the lease; return when more than `have_blocks` are ready or no more will come, else at the timeout.
 
-        The answer has digests for `pieces`. Raises `PeerRefused` when no rank holds one of them.
+        The result has digests for `pieces`. Raises `PeerRefused` when no rank holds one of them.
         """
         ...
 
@@ -70,10 +74,9 @@ class LeaseSource(Protocol):
 
 
 class ControlServer:
-    """The owner's end. `address` is asked for every handshake, because a rebuilt transport changes it.
+    """The owner's end. `address` is called for every handshake, because a rebuilt transport changes it.
 
-    `max_readers` bounds the readers that are connected; those that have not proven the secret yet have a bound of
-    their own. When an accept fails (no file descriptors), asyncio logs it and tries again every second.
+    `max_readers` bounds the readers that are connected; peers without proof of the secret have a bound of their own.
     """
 
     def __init__(
@@ -81,133 +84,50 @@ class ControlServer:
     ) -> None:
         self._source = source
         self._address = address
-        self._secret = require_secret(secret)
-        self._server: asyncio.Server | None = None
         self._max_readers = max_readers
-        self._connections: set[asyncio.Task[None]] = set()
-        self._unauthenticated: Unauthenticated[Channel] = Unauthenticated()
-        self._readers: set[Channel] = set()
-        self._closing = False
+        self._listener = Listener(LEASE_PROTOCOL.name, secret, self._admit, self._serve)
 
     async def start(self, host: str, port: int = 0) -> int:
-        """Listen; answers the port."""
-        self._server = await asyncio.start_server(self._accept, host, port)
-        bound: int = self._server.sockets[0].getsockname()[1]
-        return bound
+        """Listen; returns the port."""
+        return await self._listener.start(host, port)
 
     async def close(self) -> None:
-        """Hang up on all readers; their calls end with `PeerLost`. Leases are not touched."""
-        self._closing = True
-        if self._server:
-            self._server.close()
-        for task in tuple(self._connections):
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-        if self._server:
-            await self._server.wait_closed()
+        """Disconnect all readers; their calls end with `PeerLost`. Leases are not touched."""
+        await self._listener.close()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        channel = Channel(reader, writer)
-        self._connections.add(task)
-        displaced = self._unauthenticated.add(channel, channel.peer_host)
-        if displaced is not None:
-            displaced.abort()
-        try:
-            if await self._greet(channel):
-                await self._serve(channel)
-        except (*BROKEN, TimeoutError) as error:
-            logger.debug("a reader's control connection ended: %s", error)
-        except asyncio.CancelledError:
-            if not self._closing:
-                raise  # else it was `close`, and a stream's task that ends as cancelled is logged as an error
-        finally:
-            self._connections.discard(task)
-            self._unauthenticated.discard(channel)
-            self._readers.discard(channel)
-            await channel.close()
-
-    async def _greet(self, channel: Channel) -> bool:
-        """The owner's half of the handshake. False: the reader was told why."""
-        ours = nonce()
-        channel.send(Hello(VERSION, ours))
-        async with asyncio.timeout(HANDSHAKE_S):
-            theirs = msgspec.msgpack.decode(await channel.receive(STRANGER_BYTES), type=Prove)
-        expected = theirs.incarnation or ""
-        if theirs.version != VERSION:
-            channel.send(Refused(f"the owner speaks version {VERSION} of the lease protocol, not {theirs.version}"))
-            return False
-        if not proves(theirs.proof, proof(self._secret, b"control reader", ours, theirs.nonce, expected)):
-            channel.send(Refused("reader and owner do not share one secret"))
-            return False
+    def _admit(self, incarnation: str) -> bytes:
         peer = self._address()
-        if theirs.incarnation not in (None, peer.incarnation):
-            channel.send(Refused(f"{expected} has gone; {peer.worker} is {peer.incarnation} now", lost=True))
-            return False
-        if len(self._readers) >= self._max_readers:
-            channel.send(Refused(f"{peer.worker} {too_many_readers(self._max_readers)}", full=True))
-            return False
-        self._unauthenticated.discard(channel)
-        self._readers.add(channel)
-        channel.send(Welcome(proof(self._secret, b"control owner", ours, theirs.nonce, peer.incarnation), peer))
-        return True
+        if incarnation not in ("", peer.incarnation):
+            raise PeerLost(f"{incarnation} has ended; {peer.worker} is {peer.incarnation} now")
+        if self._listener.num_callers >= self._max_readers:
+            raise TransportUnavailable(f"{peer.worker} {too_many_readers(self._max_readers)}")
+        return msgspec.msgpack.encode(peer)
 
-    async def _serve(self, channel: Channel) -> None:
-        watches: set[asyncio.Task[None]] = set()
+    async def _serve(self, incarnation: str, stream: FrameStream) -> None:
+        connection = Connection(stream, LEASE_PROTOCOL, f"the reader at {stream.peer_host}", on_call=self._on_call)
         try:
-            while True:
-                request = msgspec.msgpack.decode(await channel.receive(FRAME_BYTES), type=Request)
-                if isinstance(request, Release):
-                    await self._reply(channel, request.number, self._release(request))
-                    continue
-                if len(watches) >= MAX_REQUESTS:
-                    raise ConnectionError(f"more than {MAX_REQUESTS} watches at once")
-                task = asyncio.create_task(self._reply(channel, request.number, self._watch(request)))
-                watches.add(task)
-                task.add_done_callback(watches.discard)
+            await connection.run()
         finally:
-            for task in tuple(watches):
-                task.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
+            await connection.close()
 
-    async def _watch(self, request: Watch) -> Reply:
+    async def _on_call(self, request: Watch | Release) -> Progress | None:
+        if isinstance(request, Release):
+            self._source.release(request.lease, request.epoch)
+            return None
         timeout_s = min(MAX_WATCH_S, max(0.0, request.timeout_s))
-        have, pieces = request.have_blocks, request.pieces
-        progress = await self._source.watch(request.lease, request.epoch, have, timeout_s, pieces)
-        return Answer(request.number, progress)
-
-    async def _release(self, request: Release) -> Reply:
-        self._source.release(request.lease, request.epoch)
-        return Released(request.number)
-
-    async def _reply(self, channel: Channel, number: int, outcome: Coroutine[None, None, Reply]) -> None:
-        """Every request is answered, whatever became of it."""
-        reply: Reply
-        try:
-            reply = await outcome
-        except LeaseLost as error:
-            reply = Failed(number, str(error), lease_lost=True)
-        except TransferError as error:
-            reply = Failed(number, str(error), lease_lost=False)
-        except Exception as error:
-            logger.exception("a lease request failed")
-            reply = Failed(number, f"the owner failed: {type(error).__name__} {error}", lease_lost=False)
-        channel.send(reply)
-        await channel.drain()
+        return await self._source.watch(request.lease, request.epoch, request.have_blocks, timeout_s, request.pieces)
 
 
 class ControlClient:
     """The reader's end of one connection to one incarnation. Owned by whoever connected it; `close` it."""
 
-    def __init__(self, channel: Channel, peer: PeerAddress, on_lost: Callable[[], None] | None) -> None:
+    def __init__(self, stream: FrameStream, peer: PeerAddress, on_lost: Callable[[], None] | None) -> None:
         self.peer = peer
-        self._channel = channel
-        self._on_lost = on_lost
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
-        self._next = 0
-        self._lost: PeerLost | None = None
-        self._listening = asyncio.get_running_loop().create_task(self._listen())
+        name = f"{peer.worker} ({peer.incarnation})"
+        self._connection = Connection(
+            stream, LEASE_PROTOCOL, name, on_lost=lambda _: on_lost() if on_lost is not None else None
+        )
+        self._running = asyncio.ensure_future(self._connection.run())
 
     @classmethod
     async def connect(
@@ -220,28 +140,28 @@ class ControlClient:
         deadline_s: float = 5.0,
         on_lost: Callable[[], None] | None = None,
     ) -> "ControlClient":
-        """Meet an owner; `on_lost` is called once if the connection breaks later, not when we close it.
+        """Connect to an owner; `on_lost` is called once if the connection breaks later, not when we close it.
 
         Raises `PeerLost` (nobody there, or another incarnation), `PeerRefused` (secret, version),
         `TransportUnavailable` (as many readers as may be), `TransferTimeout`.
         """
         where = f"the owner at {host}:{port}"
-        channel: Channel | None = None
+        handshake = CallerHandshake(LEASE_PROTOCOL.name, secret, expected_incarnation or "", where)
+        stream: FrameStream | None = None
         try:
             async with patient_timeout(deadline_s):
-                channel = Channel(*await asyncio.open_connection(host, port))
-                peer = await _prove(channel, secret, expected_incarnation, where)
+                stream = FrameStream(*await asyncio.open_connection(host, port))
+                welcome = await greet(stream, handshake, LEASE_PROTOCOL.max_frame_bytes)
+            peer = msgspec.msgpack.decode(welcome, type=PeerAddress)
         except BaseException as error:
-            if channel:
-                await channel.close()
+            if stream:
+                await stream.close()
             if isinstance(error, TimeoutError):
                 raise TransferTimeout(f"{where} did not answer within {deadline_s} s") from error
-            if isinstance(error, msgspec.MsgspecError):
-                raise PeerRefused(f"{where} does not speak the lease protocol: {error}") from error
             if isinstance(error, BROKEN):
                 raise unreachable(where, error) from error
             raise
-        return cls(channel, peer, on_lost)
+        return cls(stream, peer, on_lost)
 
     async def watch(
         self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
@@ -250,79 +170,20 @@ class ControlClient:
 
         Raises `LeaseLost`.
         """
-        watch = Watch(self._number(), lease, epoch, have_blocks, timeout_s, pieces)
-        reply = await self._call(watch, timeout_s + GRACE_S)
-        if not isinstance(reply, Answer):
-            raise PeerRefused(f"{self.peer.worker} answered a watch with {type(reply).__name__}")
-        return reply.progress
+        request = Watch(lease, epoch, have_blocks, timeout_s, pieces)
+        progress: Progress = await self._call(request, timeout_s + GRACE_S)
+        return progress
 
     async def release(self, lease: str, epoch: int, *, timeout_s: float = GRACE_S) -> None:
         """End the lease. Raises `LeaseLost` when it was not valid any more: then nothing read under it counts."""
-        reply = await self._call(Release(self._number(), lease, epoch), timeout_s)
-        if not isinstance(reply, Released):
-            raise PeerRefused(f"{self.peer.worker} answered a release with {type(reply).__name__}")
+        await self._call(Release(lease, epoch), timeout_s)
 
     async def close(self) -> None:
-        self._on_lost = None
-        self._listening.cancel()
-        await asyncio.gather(self._listening, return_exceptions=True)
-        self._lose("we closed the connection")
-        await self._channel.close()
+        await self._connection.close()
+        await self._running
 
-    def _number(self) -> int:
-        self._next += 1
-        return self._next
-
-    async def _call(self, request: Request, timeout_s: float) -> Reply:
-        if self._lost:
-            raise PeerLost(str(self._lost))
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._waiting[request.number] = answer
+    async def _call(self, request: Watch | Release, timeout_s: float) -> Any:
         try:
-            self._channel.send(request)
-            async with patient_timeout(timeout_s):
-                reply = await answer
+            return await self._connection.call(request, timeout_s)
         except TimeoutError as error:
             raise TransferTimeout(f"{self.peer.worker} did not answer within {timeout_s:.1f} s") from error
-        finally:
-            self._waiting.pop(request.number, None)
-        if isinstance(reply, Failed):
-            raise (LeaseLost if reply.lease_lost else TransferError)(f"{request.lease}: {reply.reason}")
-        return reply
-
-    async def _listen(self) -> None:
-        try:
-            while True:
-                reply = msgspec.msgpack.decode(await self._channel.receive(FRAME_BYTES), type=Reply)
-                answer = self._waiting.pop(reply.number, None)
-                if answer and not answer.done():
-                    answer.set_result(reply)
-        except BROKEN as error:
-            self._lose(str(error) or "the connection was cut")
-            await self._channel.close()
-
-    def _lose(self, why: str) -> None:
-        if self._lost:
-            return
-        self._lost = PeerLost(f"{self.peer.worker} ({self.peer.incarnation}) is gone: {why}")
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(PeerLost(str(self._lost)))
-        if self._on_lost:
-            self._on_lost()
-
-
-async def _prove(channel: Channel, secret: bytes, expected: str | None, where: str) -> PeerAddress:
-    """The reader's half of the handshake."""
-    hello = msgspec.msgpack.decode(await channel.receive(STRANGER_BYTES), type=Hello)
-    ours = nonce()
-    given = proof(secret, b"control reader", hello.nonce, ours, expected or "")
-    channel.send(Prove(VERSION, ours, given, expected))
-    answer = msgspec.msgpack.decode(await channel.receive(FRAME_BYTES), type=Welcome | Refused)
-    if isinstance(answer, Refused):
-        kind = PeerLost if answer.lost else TransportUnavailable if answer.full else PeerRefused
-        raise kind(f"{where} refused us: {answer.reason}")
-    incarnation = answer.peer.incarnation
-    if not proves(answer.proof, proof(secret, b"control owner", hello.nonce, ours, incarnation)):
-        raise PeerRefused(f"{where} does not know the cluster's secret")
-    return answer.peer

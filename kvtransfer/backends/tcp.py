@@ -17,12 +17,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.backends import tcp_wire
 from kvtransfer.backends.flight import NO_COPIES, Flight, call_loop
-from kvtransfer.backends.tcp_owner import TcpOwner
-from kvtransfer.challenge import require_secret
+from kvtransfer.backends.tcp_owner import MAX_RANGES, PROTOCOL, RANGE, TcpOwner
 from kvtransfer.copies import refuse_outside
 from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, unreachable
+from kvtransfer.rpc import blocking
+from kvtransfer.rpc.frames import Kind, ProtocolError
+from kvtransfer.rpc.handshake import CallerHandshake, require_secret
 from kvtransfer.ticket import ShardAddress
 from kvtransfer.transport import Copies, Read, Region
 
@@ -168,7 +169,7 @@ class _Link:
             self._fetch(link, flight)
         except TimeoutError as error:
             return TransferTimeout(f"{where} did not answer within {flight.deadline_s} s: {error}")
-        except OSError as error:
+        except (OSError, ProtocolError) as error:
             return unreachable(where, error)
         except Exception as error:
             return error
@@ -182,19 +183,24 @@ class _Link:
             self._socket = link
             link.settimeout(0.001 if flight.abandoned else flight.deadline_s)
         link.connect(place)
-        tcp_wire.tune(link)
-        tcp_wire.greet_owner(link, self._secret, self._peer)
+        blocking.tune(link)
+        blocking.greet_listener(link, CallerHandshake(PROTOCOL, self._secret, self._peer, self._peer))
         link.settimeout(None)  # from here on the event loop's deadline cuts the socket
         return link
 
     def _fetch(self, link: socket.socket, flight: Flight) -> None:
         ours = self._region.bytes()
-        for first in range(0, len(flight.copies), tcp_wire.MAX_RANGES):
-            batch = flight.copies[first : first + tcp_wire.MAX_RANGES]
+        for number, first in enumerate(range(0, len(flight.copies), MAX_RANGES)):
+            batch = flight.copies[first : first + MAX_RANGES]
             if flight.abandoned:
                 raise ConnectionError("the read was given up")
-            tcp_wire.send_request(link, _joined(batch[:, [0, 2]]))
-            tcp_wire.receive_data(link, [ours[start : start + size] for start, size in _joined(batch[:, 1:])])
+            call = b"".join(RANGE.pack(*each) for each in _joined(batch[:, [0, 2]]))
+            blocking.send_frame(link, Kind.CALL, number, [memoryview(call)])
+            views = [ours[start : start + size] for start, size in _joined(batch[:, 1:])]
+            num_bytes = int(batch[:, 2].sum())
+            if blocking.receive_header(link, num_bytes) != (Kind.REPLY, number, num_bytes):
+                raise ConnectionError("the owner sent something else than the reply to this call")
+            blocking.receive_into(link, views)
 
     def _hang_up(self) -> None:
         with self._lock:
@@ -203,7 +209,7 @@ class _Link:
             link.close()
 
 
-def _joined(ranges: NDArray[np.int64]) -> tcp_wire.Ranges:
+def _joined(ranges: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
     """Ranges (offset, length) with neighbours joined: on a stream each side joins its own, whatever the other does."""
     offsets, lengths = ranges.T
     firsts = np.flatnonzero(np.concatenate(([True], offsets[:-1] + lengths[:-1] != offsets[1:])))

@@ -12,15 +12,19 @@ import struct
 import threading
 import time
 
-from kvtransfer.backends import tcp_wire
+from kvtransfer.errors import PeerLost, TransferError, TransportUnavailable
+from kvtransfer.rpc import blocking
+from kvtransfer.rpc.frames import BROKEN, HEADER, Kind, ProtocolError, expect, parse_header
+from kvtransfer.rpc.handshake import HANDSHAKE_S, ListenerHandshake, Unauthenticated, too_many_readers
 from kvtransfer.transport import Region
-from kvtransfer.unauthenticated import Unauthenticated, too_many_readers
 
 logger = logging.getLogger(__name__)
 
+PROTOCOL = "tcp"
+RANGE = struct.Struct("!QQ")  # offset and length in the owner's pool
+MAX_RANGES = 1 << 16  # in one call
 BACKLOG = 128
-HANDSHAKE_S = 5.0
-STALL_S = 30.0  # a reader that takes nothing for so long is cut off; it can connect again
+STALL_S = 30.0  # a reader that takes nothing for this long is disconnected; it can connect again
 ACCEPT_RETRY_MIN_S, ACCEPT_RETRY_MAX_S = 0.05, 1.0
 
 
@@ -102,11 +106,13 @@ class TcpOwner:
 
     def _serve(self, link: socket.socket) -> None:
         try:
-            tcp_wire.tune(link)
+            blocking.tune(link)
+            handshake = ListenerHandshake(PROTOCOL, self._secret)
             stop_s = time.monotonic() + HANDSHAKE_S
-            if tcp_wire.greet_reader(link, self._secret, self._incarnation, stop_s, lambda: self._admit(link)):
+            blocking.greet_caller(link, handshake, lambda target: self._admit(link, target), stop_s)
+            while True:
                 self._answer(link)
-        except (OSError, struct.error, tcp_wire.Malformed) as error:
+        except (*BROKEN, TransferError) as error:
             logger.debug("a reader's connection ended: %s", error)
         finally:
             with self._lock:
@@ -115,20 +121,38 @@ class TcpOwner:
                 self._readers.discard(link)
             link.close()
 
-    def _admit(self, link: socket.socket) -> str:
-        """Count a peer that has proven the secret as a reader; else why not."""
+    def _admit(self, link: socket.socket, target: str) -> None:
+        """Count a peer that has proven the secret as a reader. Raises the `TransferError` that refuses it."""
         with self._lock:
             self._unauthenticated.discard(link)
+            if target != self._incarnation:
+                raise PeerLost("another incarnation answers at this address: ask for its new ticket")
             if len(self._readers) >= self._max_readers:
-                return f"it {too_many_readers(self._max_readers)}"
+                raise TransportUnavailable(f"it {too_many_readers(self._max_readers)}")
             self._readers.add(link)
-            return ""
 
     def _answer(self, link: socket.socket) -> None:
-        while True:
-            ranges = tcp_wire.receive_request(link, self._region.pool_bytes, STALL_S)
-            pool = self._region.bytes()
-            tcp_wire.send_data(link, [pool[offset : offset + length] for offset, length in ranges])
+        """One call: wait for it, however long, and reply with the bytes of its ranges."""
+        number, ranges = _receive_call(link, self._region.pool_bytes)
+        pool = self._region.bytes()
+        blocking.send_frame(link, Kind.REPLY, number, [pool[offset : offset + length] for offset, length in ranges])
+
+
+def _receive_call(link: socket.socket, pool_bytes: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Number and ranges of the next call; once it has begun, its rest must come within `STALL_S`."""
+    link.settimeout(None)
+    head = blocking.receive_exactly(link, 1)
+    stop_s = time.monotonic() + STALL_S
+    head += blocking.receive_exactly(link, HEADER.size - 1, stop_s)
+    kind, number, length = parse_header(head, MAX_RANGES * RANGE.size)
+    expect(kind, Kind.CALL)
+    if not length or length % RANGE.size:
+        raise ProtocolError(f"{length} bytes are no list of ranges")
+    ranges = tuple(RANGE.iter_unpack(blocking.receive_exactly(link, length, stop_s)))
+    link.settimeout(STALL_S)
+    if any(length == 0 or offset + length > pool_bytes for offset, length in ranges):
+        raise ProtocolError("a range lies outside the pool")
+    return number, ranges
 
 
 def _cut(link: socket.socket) -> None:

@@ -6,9 +6,10 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
-from kvtransfer.control import HANDSHAKE_S, ControlClient, ControlServer
+from kvtransfer.control import ControlClient, ControlServer
 from kvtransfer.errors import (
     LeaseLost,
     PeerLost,
@@ -18,8 +19,9 @@ from kvtransfer.errors import (
     TransportUnavailable,
 )
 from kvtransfer.host import host_identity
+from kvtransfer.rpc.frames import FrameStream, Kind
+from kvtransfer.rpc.handshake import HANDSHAKE_S, MAX_UNAUTHENTICATED, ListenerHandshake, Unauthenticated
 from kvtransfer.ticket import PeerAddress, Progress, ShardAddress
-from kvtransfer.unauthenticated import MAX_UNAUTHENTICATED, Unauthenticated
 from tests.kvtransfer.leases import MemoryLeases
 from tests.kvtransfer.peers import (
     LAYOUT,
@@ -84,12 +86,10 @@ async def test_an_earlier_incarnation_is_lost(owner: Owner) -> None:
 
 async def test_an_owner_that_cannot_prove_the_secret_is_refused() -> None:
     async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        from kvtransfer.control_wire import VERSION, Channel, Hello, Welcome
-
-        channel = Channel(reader, writer)
-        channel.send(Hello(VERSION, bytes(32)))
-        await channel.receive(4096)
-        channel.send(Welcome(bytes(32), PEER))
+        stream, handshake = FrameStream(reader, writer), ListenerHandshake("lease", b"guessed")
+        stream.send(Kind.HANDSHAKE, 0, handshake.hello)
+        await stream.receive_handshake()
+        stream.send(Kind.HANDSHAKE, 0, handshake.welcome(msgspec.msgpack.encode(PEER)))
 
     server = await asyncio.start_server(pretend, "127.0.0.1", 0)
     with pytest.raises(PeerRefused, match="secret"):
@@ -233,7 +233,7 @@ async def test_closing_a_client_does_not_call_it_lost(owner: Owner) -> None:
 
 
 async def test_garbage_does_not_hurt_the_server(owner: Owner) -> None:
-    for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\x00\x00\x00\x05hello", os.urandom(300)):
+    for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\x01" + bytes(15) + b"\x05hello", os.urandom(300)):
         reader, writer = await asyncio.open_connection("127.0.0.1", owner.port)
         writer.write(garbage)
         writer.write_eof()
@@ -245,7 +245,7 @@ async def test_garbage_does_not_hurt_the_server(owner: Owner) -> None:
 
 async def test_garbage_after_the_handshake_ends_only_that_connection(owner: Owner) -> None:
     bad, good = await owner.meet(), await owner.meet()
-    bad._channel._writer.write(b"\x00\x00\x00\x04\xde\xad\xbe\xef")
+    bad._connection._stream._writer.write(b"\x02" + bytes(15) + b"\x04\xde\xad\xbe\xef")
     with pytest.raises(PeerLost):
         await bad.watch("lease", 3, 0, timeout_s=5, pieces=PIECES)
     assert (await good.watch("lease", 3, 0, timeout_s=0, pieces=PIECES)).ready_blocks == 0
@@ -262,13 +262,13 @@ async def test_strangers_take_no_readers_place() -> None:
     crowd = await silent(port, 3 * MAX_UNAUTHENTICATED)
     readers = [await ControlClient.connect("127.0.0.1", port, SECRET) for _ in range(2)]
     async with asyncio.timeout(HANDSHAKE_S / 2):  # by the bound, not by their deadline
-        while len(server._connections) > MAX_UNAUTHENTICATED + 2:
+        while server._listener.num_connections > MAX_UNAUTHENTICATED + 2:
             await asyncio.sleep(0.01)
     with pytest.raises(TransportUnavailable, match=r"prefill-0 serves 2 readers already.*transfer.max_readers.*raise"):
         await ControlClient.connect("127.0.0.1", port, SECRET)
     await readers.pop().close()
     async with asyncio.timeout(5):
-        while len(server._readers) == 2:
+        while server._listener.num_callers == 2:
             await asyncio.sleep(0.01)
     readers.append(await ControlClient.connect("127.0.0.1", port, SECRET))
     for each in (*crowd, *readers):

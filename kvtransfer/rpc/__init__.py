@@ -1,0 +1,13 @@
+"""Framed RPC between processes of one cluster: a handshake on the cluster's secret, frames, numbered calls.
+
+    protocol                   listener           caller             after the handshake
+    lease   kvtransfer.control owner of KV        its readers        the caller calls
+    tcp     kvtransfer.backends.tcp   owner       its readers        the caller calls, one call at a time
+    gang    workers.executor   leader             the other ranks    the listener calls
+
+    handshake    who may connect: proof of the secret, and a bounded number of peers that have not proven it
+    frames       bytes on an asyncio stream            blocking     the same bytes on a blocking socket
+    listener     accepts and greets, for asyncio       connection   numbered calls and one-way messages, for asyncio
+
+Knows no KV, no lease and no rank.
+"""

@@ -1,0 +1,237 @@
+"""Numbered calls and one-way messages on an authenticated connection, for asyncio.
+
+    call(request) ── CALL ──> on_call(request) ── REPLY | ERROR ──> its result or error    many at once, in any order
+    notify(message) ── MESSAGE ──> on_message(message)                                     in the order sent
+
+Both ends may do both, as far as their `RpcProtocol` has calls and messages. When the connection breaks, every call that
+waits fails at once, and so does every later one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import or_
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from diptych.watchdog import patient_timeout
+from kvtransfer.rpc.frames import FrameStream, Kind, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+KEEPALIVE_S = 1.0
+
+
+@dataclass(frozen=True)
+class RpcProtocol:
+    """What two ends may send each other: msgspec types, and errors that travel by name.
+
+    `calls` maps each type of request (a tagged Struct) to the type of its reply. An error whose class is in one of
+    `errors`' modules and takes a message alone arrives as the same class, any other as `other_error`. Calls on a broken
+    connection fail with `lost_error`.
+    """
+
+    name: str
+    calls: Mapping[type[msgspec.Struct], Any]
+    messages: tuple[type[msgspec.Struct], ...]
+    errors: tuple[ModuleType, ...]
+    other_error: type[Exception]
+    lost_error: type[Exception]
+    max_frame_bytes: int
+    max_calls: int  # that wait for their reply at once: an end that serves as many reads no further
+
+    @cached_property
+    def requests(self) -> "msgspec.msgpack.Decoder[Any]":
+        return msgspec.msgpack.Decoder(reduce(or_, self.calls))
+
+    @cached_property
+    def one_way(self) -> "msgspec.msgpack.Decoder[Any]":
+        return msgspec.msgpack.Decoder(reduce(or_, self.messages))
+
+    @cached_property
+    def error_classes(self) -> dict[str, type[Exception]]:
+        return {
+            name: kind
+            for module in self.errors
+            for name, kind in vars(module).items()
+            if isinstance(kind, type) and issubclass(kind, Exception) and kind.__init__ is Exception.__init__
+        }
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    error: str  # the name of its class
+    reason: str
+
+
+class Connection:
+    """One end. Owned by whoever made it: `run` it until it ends, then `close` it.
+
+    `on_lost` is called once with the error that calls fail with, unless this end closed the connection.
+    """
+
+    def __init__(
+        self,
+        stream: FrameStream,
+        protocol: RpcProtocol,
+        peer: str,
+        *,
+        on_call: Callable[[Any], Awaitable[Any]] | None = None,
+        on_message: Callable[[Any], None] | None = None,
+        on_lost: Callable[[Exception], None] | None = None,
+    ) -> None:
+        self._stream = stream
+        self._protocol = protocol
+        self._peer = peer
+        self._on_call = on_call
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._number = 0
+        self._calls: dict[int, tuple[asyncio.Future[Any], Any]] = {}  # that wait for their reply, and its type
+        self._serving: set[asyncio.Task[None]] = set()
+        self._keeping_alive: asyncio.Task[None] | None = None
+        self._silent_s = 0.0
+        self.patience_s = 0.0
+        self.error: Exception | None = None  # once the connection is lost or closed
+
+    async def run(self) -> None:
+        """Serve the peer's frames until the connection ends, whatever ended it."""
+        try:
+            while self.error is None:
+                kind, number, body = await self._stream.receive(self._protocol.max_frame_bytes)
+                self._silent_s = 0.0
+                self._take(kind, number, body)
+                if len(self._serving) >= self._protocol.max_calls:
+                    await asyncio.wait(self._serving, return_when=asyncio.FIRST_COMPLETED)
+        except Exception as error:  # nothing may end this unseen: calls would wait for ever
+            self.lose(_reason(error))
+
+    def begin(self, request: msgspec.Struct) -> "asyncio.Future[Any]":
+        """Send a call at once; the future has its reply. A cancelled future drops the reply, not the call."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(observe)
+        if self.error is not None:
+            future.set_exception(self.error)
+        elif len(self._calls) >= self._protocol.max_calls:
+            future.set_exception(self._protocol.other_error(f"{self._peer} leaves {len(self._calls)} calls unanswered"))
+        else:
+            self._number += 1
+            self._calls[self._number] = future, self._protocol.calls[type(request)]
+            self._stream.send(Kind.CALL, self._number, msgspec.msgpack.encode(request))
+        return future
+
+    async def call(self, request: msgspec.Struct, timeout_s: float) -> Any:
+        """A call with a deadline in which this event loop ran. Raises TimeoutError, or what the call raised."""
+        async with patient_timeout(timeout_s):
+            return await self.begin(request)
+
+    def notify(self, message: msgspec.Struct) -> None:
+        if self.error is None:
+            self._stream.send(Kind.MESSAGE, 0, msgspec.msgpack.encode(message))
+
+    def keep_alive(self, message: Callable[[], msgspec.Struct], patience_s: float) -> None:
+        """Send a message every second from now on; the connection is lost when the peer is silent for `patience_s`.
+
+        Both ends do it. Silence is counted in messages of our own: a process that was itself stopped or starved doesn't
+        blame its peer.
+        """
+        self.patience_s = patience_s
+        self._keeping_alive = asyncio.ensure_future(self._keep_alive(message))
+
+    def lose(self, reason: str) -> None:
+        """Give the connection up: all calls fail."""
+        if self.error is None:
+            error = self._fail(reason)
+            self._stream.abort()
+            if self._on_lost:
+                self._on_lost(error)
+
+    async def close(self) -> None:
+        """Fail our calls, cancel those that are served here, and disconnect."""
+        if self.error is None:
+            self._fail("is disconnected: this end closed the connection")
+        tasks = (*self._serving, *([self._keeping_alive] if self._keeping_alive else []))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._stream.close()
+
+    def _fail(self, reason: str) -> Exception:
+        self.error = error = self._protocol.lost_error(f"{self._peer} {reason}")
+        for future, _ in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        self._calls.clear()
+        return error
+
+    def _take(self, kind: int, number: int, body: bytes) -> None:
+        if kind == Kind.CALL and self._on_call:
+            task = asyncio.ensure_future(self._serve(number, self._protocol.requests.decode(body)))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+        elif kind == Kind.MESSAGE and self._on_message:
+            self._on_message(self._protocol.one_way.decode(body))
+        elif kind in (Kind.REPLY, Kind.ERROR) and number in self._calls:
+            future, reply_type = self._calls[number]
+            outcome = msgspec.msgpack.decode(body, type=reply_type if kind == Kind.REPLY else _Failure)
+            del self._calls[number]
+            if future.done():  # its caller has left
+                return
+            if isinstance(outcome, _Failure):
+                future.set_exception(self._received_error(outcome))
+            else:
+                future.set_result(outcome)
+        else:
+            raise ProtocolError(f"it sent a frame of kind {kind} and number {number}, which nobody expects")
+
+    async def _serve(self, number: int, request: Any) -> None:
+        """Every call gets an answer, whatever happens."""
+        assert self._on_call is not None
+        kind = Kind.REPLY
+        try:
+            body = msgspec.msgpack.encode(await self._on_call(request))
+        except Exception as error:
+            kind, body = Kind.ERROR, msgspec.msgpack.encode(self._sent_error(error))
+        if self.error is None:
+            self._stream.send(kind, number, body)
+            try:
+                await self._stream.drain()
+            except OSError as error:
+                logger.debug("%s didn't take its answer: %s", self._peer, error)
+
+    def _sent_error(self, error: Exception) -> _Failure:
+        name, reason = type(error).__name__, str(error).strip()
+        if name in self._protocol.error_classes:
+            return _Failure(name, reason)
+        logger.error("a call of %s failed", self._peer, exc_info=error)
+        return _Failure(name, reason.partition("\n")[0])
+
+    def _received_error(self, failure: _Failure) -> Exception:
+        kind = self._protocol.error_classes.get(failure.error)
+        if kind is None:
+            return self._protocol.other_error(f"{self._peer}: {failure.error}: {failure.reason}")
+        return kind(failure.reason)
+
+    async def _keep_alive(self, message: Callable[[], msgspec.Struct]) -> None:
+        while self._silent_s < self.patience_s:
+            self.notify(message())
+            self._silent_s += KEEPALIVE_S
+            await asyncio.sleep(KEEPALIVE_S)
+        self.lose(f"was silent for {self.patience_s:.0f} s: its process is stopped, or its node is cut off")
+
+
+def observe(done: "asyncio.Future[Any]") -> None:
+    """Mark a future's error as seen, whether or not anybody waits for it."""
+    if not done.cancelled():
+        done.exception()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, EOFError):
+        return "hung up: its process died, or its node is cut off"
+    if isinstance(error, OSError):
+        return f"cannot be reached any more: {error}"
+    return f"broke the protocol: {type(error).__name__}: {error}"

@@ -1,0 +1,108 @@
+"""Frames on an asyncio stream.
+
+    kind (1 byte)  number (8 bytes)  length of the body (8 bytes)  body
+
+A frame's length is checked before its body is read. `kvtransfer.rpc.blocking` puts the same frames on a socket.
+"""
+
+import asyncio
+import enum
+import logging
+import struct
+
+import msgspec
+
+from kvtransfer.rpc.handshake import HANDSHAKE_BYTES, CallerHandshake
+
+logger = logging.getLogger(__name__)
+
+HEADER = struct.Struct("!BQQ")
+LINGER_S = 1.0
+
+
+class Kind(enum.IntEnum):
+    HANDSHAKE = 1
+    CALL = 2
+    REPLY = 3  # to the call with this number
+    ERROR = 4  # to the call with this number
+    MESSAGE = 5  # expects no reply; its number is 0
+
+
+class ProtocolError(Exception):
+    """The peer sent what this protocol doesn't allow: disconnect it."""
+
+
+BROKEN = (OSError, EOFError, msgspec.MsgspecError, ProtocolError)  # a cut connection, or a peer that sends nonsense
+
+
+def parse_header(data: bytes, max_bytes: int) -> tuple[int, int, int]:
+    """Kind, number and length of a frame's body. Raises `ProtocolError` for a longer body than `max_bytes`."""
+    kind, number, length = HEADER.unpack(data)
+    if length > max_bytes:
+        raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {max_bytes}")
+    return kind, number, length
+
+
+def expect(found: int, kind: Kind) -> None:
+    if found != kind:
+        raise ProtocolError(f"a frame of kind {found} came instead of {kind.name}")
+
+
+class FrameStream:
+    """Owned by whoever opened or accepted it; `close` it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @property
+    def peer_host(self) -> str:
+        """Where the connection comes from; "" if it is closed already."""
+        name = self._writer.get_extra_info("peername")
+        return str(name[0]) if name else ""
+
+    async def receive(self, max_bytes: int) -> tuple[int, int, bytes]:
+        """Kind, number and body of the next frame. Raises `EOFError`, `OSError` or `ProtocolError`."""
+        header = await self._reader.readexactly(HEADER.size)
+        kind, number, length = parse_header(header, max_bytes)
+        return kind, number, await self._reader.readexactly(length)
+
+    async def receive_handshake(self, max_bytes: int = HANDSHAKE_BYTES) -> bytes:
+        kind, _, body = await self.receive(max_bytes)
+        expect(kind, Kind.HANDSHAKE)
+        return body
+
+    def send(self, kind: Kind, number: int, body: bytes) -> None:
+        self._writer.write(HEADER.pack(kind, number, len(body)) + body)
+
+    async def drain(self) -> None:
+        await self._writer.drain()
+
+    def abort(self) -> None:
+        """Disconnect at once; whoever receives here gets an error."""
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Send what is written, for a moment, then disconnect whatever the peer does."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(LINGER_S):
+                # Shielded: the stream has one future for all who wait, and a cancelled one would fail the others.
+                await asyncio.shield(self._writer.wait_closed())
+        except TimeoutError:
+            self._writer.transport.abort()
+        except OSError as error:
+            logger.debug("the connection was broken already: %s", error)
+
+
+async def greet(stream: FrameStream, handshake: CallerHandshake, max_verdict_bytes: int = HANDSHAKE_BYTES) -> bytes:
+    """The caller's half of the handshake; returns the body of the welcome.
+
+    Raises `CallerHandshake`'s errors, `OSError` or `EOFError`.
+    """
+    try:
+        claim = handshake.claim(await stream.receive_handshake())
+        stream.send(Kind.HANDSHAKE, 0, claim)
+        return handshake.accept(await stream.receive_handshake(max_verdict_bytes))
+    except ProtocolError as error:
+        raise handshake.wrong_protocol(str(error)) from error

@@ -1,0 +1,126 @@
+"""A listening port for asyncio: bounds the callers that have not proven the secret, and hands over those that have.
+
+Knows the handshake; the protocol decides who is admitted and what happens on an admitted connection.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from kvtransfer.errors import TransferError
+from kvtransfer.rpc.frames import BROKEN, FrameStream, Kind
+from kvtransfer.rpc.handshake import (
+    HANDSHAKE_S,
+    MAX_UNAUTHENTICATED,
+    ListenerHandshake,
+    Unauthenticated,
+    require_secret,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Listener:
+    """`close` it. When an accept fails (no file descriptors), asyncio logs it and tries again every second.
+
+    `admit(target)` returns the body of the welcome for a caller that knows the secret, or raises a `TransferError`,
+    which the caller gets. `serve(target, stream)` then runs until the connection ends. Nothing runs between `admit` and
+    the start of `serve`, so `num_callers` is exact in both.
+    """
+
+    def __init__(
+        self,
+        protocol: str,
+        secret: bytes,
+        admit: Callable[[str], bytes],
+        serve: Callable[[str, FrameStream], Awaitable[None]],
+        *,
+        handshake_s: float = HANDSHAKE_S,
+        max_unauthenticated: int = MAX_UNAUTHENTICATED,
+    ) -> None:
+        self._protocol = protocol
+        self._secret = require_secret(secret)
+        self._admit = admit
+        self._serve = serve
+        self._handshake_s = handshake_s
+        self._server: asyncio.Server | None = None
+        self._unauthenticated: Unauthenticated[FrameStream] = Unauthenticated(max_unauthenticated)
+        self._greeting: set[asyncio.Task[None]] = set()
+        self._serving: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    @property
+    def num_callers(self) -> int:
+        """Connections that have proven the secret."""
+        return len(self._serving)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._greeting) + len(self._serving)
+
+    async def start(self, host: str, port: int = 0) -> int:
+        """Listen; returns the port."""
+        self._server = await asyncio.start_server(self._accept, host, port)
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
+
+    async def stop_accepting(self) -> None:
+        """Close the port, and disconnect the callers that are not admitted yet."""
+        self._closing = True
+        if self._server:
+            self._server.close()
+        await _cancel(self._greeting)
+
+    async def close(self) -> None:
+        """Disconnect everybody."""
+        await self.stop_accepting()
+        await _cancel(self._serving)
+        if self._server:
+            await self._server.wait_closed()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        stream = FrameStream(reader, writer)
+        host = stream.peer_host
+        self._greeting.add(task)
+        displaced = self._unauthenticated.add(stream, host)
+        if displaced is not None:
+            displaced.abort()
+        try:
+            target = await self._greet(stream)
+            self._unauthenticated.discard(stream)
+            self._greeting.discard(task)
+            self._serving.add(task)
+            await self._serve(target, stream)
+        except (*BROKEN, TimeoutError, TransferError) as error:
+            logger.info("%s port: a caller from %s was refused: %s", self._protocol, host, error or "it sent nothing")
+        except asyncio.CancelledError:
+            if not self._closing:
+                raise  # asyncio logs a stream's task that ends as cancelled, and `close` is no error
+        finally:
+            self._unauthenticated.discard(stream)
+            self._greeting.discard(task)
+            self._serving.discard(task)
+            await stream.close()
+
+    async def _greet(self, stream: FrameStream) -> str:
+        """The listener's half of the handshake; returns whom the caller means to reach."""
+        handshake = ListenerHandshake(self._protocol, self._secret)
+        stream.send(Kind.HANDSHAKE, 0, handshake.hello)
+        async with asyncio.timeout(self._handshake_s):
+            claim = await stream.receive_handshake()
+        try:
+            target = handshake.verify(claim)
+            welcome = handshake.welcome(self._admit(target))
+        except TransferError as error:
+            stream.send(Kind.HANDSHAKE, 0, handshake.refusal(error))
+            raise
+        stream.send(Kind.HANDSHAKE, 0, welcome)
+        return target
+
+
+async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+    for task in tuple(tasks):
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
