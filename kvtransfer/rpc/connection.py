@@ -107,7 +107,7 @@ class Connection:
                 if len(self._serving) >= self._protocol.max_calls:
                     await asyncio.wait(self._serving, return_when=asyncio.FIRST_COMPLETED)
         except Exception as error:  # nothing may end this unseen: calls would wait for ever
-            self.lose(_reason(error))
+            self._lose(_reason(error))
 
     def begin(self, request: msgspec.Struct) -> "asyncio.Future[Any]":
         """Send a call at once; the future has its reply. A cancelled future drops the reply, not the call."""
@@ -141,31 +141,38 @@ class Connection:
         self.patience_s = patience_s
         self._keeping_alive = asyncio.ensure_future(self._keep_alive(message))
 
-    def lose(self, reason: str) -> None:
-        """Give the connection up: all calls fail."""
+    def disconnect(self, error: Exception) -> None:
+        """Give the connection up at once: all calls fail with `error`."""
         if self.error is None:
-            error = self._fail(reason)
+            self._fail(error)
             self._stream.abort()
-            if self._on_lost:
-                self._on_lost(error)
 
     async def close(self) -> None:
-        """Fail our calls, cancel those that are served here, and disconnect."""
+        """Fail our calls, cancel those that are served here, send what is written, and disconnect."""
         if self.error is None:
-            self._fail("is disconnected: this end closed the connection")
+            self._fail(self._lost("is disconnected: this end closed the connection"))
         tasks = (*self._serving, *([self._keeping_alive] if self._keeping_alive else []))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._stream.close()
 
-    def _fail(self, reason: str) -> Exception:
-        self.error = error = self._protocol.lost_error(f"{self._peer} {reason}")
+    def _lose(self, reason: str) -> None:
+        if self.error is None:
+            error = self._lost(reason)
+            self.disconnect(error)
+            if self._on_lost:
+                self._on_lost(error)
+
+    def _lost(self, reason: str) -> Exception:
+        return self._protocol.lost_error(f"{self._peer} {reason}")
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
         for future, _ in self._calls.values():
             if not future.done():
                 future.set_exception(error)
         self._calls.clear()
-        return error
 
     def _take(self, kind: int, number: int, body: bytes) -> None:
         if kind == Kind.CALL and self._on_call:
@@ -220,7 +227,7 @@ class Connection:
             self.notify(message())
             self._silent_s += KEEPALIVE_S
             await asyncio.sleep(KEEPALIVE_S)
-        self.lose(f"was silent for {self.patience_s:.0f} s: its process is stopped, or its node is cut off")
+        self._lose(f"was silent for {self.patience_s:.0f} s: its process is stopped, or its node is cut off")
 
 
 def observe(done: "asyncio.Future[Any]") -> None:

@@ -14,10 +14,11 @@ import psutil
 import pytest
 from msgspec import structs
 
-from kvtransfer.challenge import nonce
-from kvtransfer.control_wire import Channel
 from kvtransfer.errors import DigestMismatch, PeerLost, PeerRefused
 from kvtransfer.open import SharedMemory
+from kvtransfer.rpc import connection
+from kvtransfer.rpc.frames import FrameStream, Kind
+from kvtransfer.rpc.handshake import ListenerHandshake
 from kvtransfer.transport import PullOrder, Read
 from tests.model.rank_processes import FORKS, MOMENTS, Fate, ProcessRanks, ended, lead
 from tests.model.tiny import write_tiny_llama
@@ -25,7 +26,6 @@ from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerC
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import ModelError, RankLost, WorkerError
 from workers.executor import gang as gang_module
-from workers.executor import gang_wire as wire
 from workers.executor import rank as rank_module
 from workers.executor import remote_rank
 from workers.executor.gang import GangExecutor, open_gang
@@ -152,7 +152,7 @@ async def test_a_lost_rank_fails_the_gang(nine_heads: ModelFolder, busy: bool) -
 
 
 async def test_a_caller_without_the_secret_is_turned_away(nine_heads: ModelFolder) -> None:
-    """A stranger who calls first takes no seat: the real rank gets it, and the stranger is told nothing."""
+    """A stranger who connects first takes no seat: the real rank gets it."""
 
     class Intruded(RankTasks):
         def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
@@ -164,7 +164,8 @@ async def test_a_caller_without_the_secret_is_turned_away(nine_heads: ModelFolde
     launcher = Intruded(lambda _: nine_heads, shared)
     gang = await open_gang(config(2, 1), nine_heads, "w-1", launcher, shared)
     async with asyncio.timeout(10):
-        await launcher.stranger
+        with pytest.raises(PeerRefused, match="secret"):
+            await launcher.stranger
     assert (await gang.execute(plans()[0])).number == 1
     await gang.close()
 
@@ -281,7 +282,7 @@ async def test_beats_tell_whether_a_step_gets_on_and_one_rank_that_hangs_stops_a
         return compute(part, pool, plan)
 
     monkeypatch.setattr(rank_module, "compute", hangs)
-    monkeypatch.setattr(wire, "BEAT_S", 0.02)
+    monkeypatch.setattr(connection, "KEEPALIVE_S", 0.02)
     async with asyncio.timeout(SOON_S):
         gang = await open_tasks(nine_heads, *shape)
         first, second, _ = plans()
@@ -390,17 +391,17 @@ async def test_strangers_at_the_door_keep_no_rank_out(nine_heads: ModelFolder, m
 
 async def test_a_leader_without_the_secret_is_refused(nine_heads: ModelFolder) -> None:
     async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(reader, writer)
-        channel.send(wire.Hello(nonce()))
-        await channel.receive(wire.STRANGER_BYTES)
-        channel.send(wire.Welcome(nonce()))
+        stream, handshake = FrameStream(reader, writer), ListenerHandshake("gang", b"guessed")
+        stream.send(Kind.HANDSHAKE, 0, handshake.hello)
+        await stream.receive_handshake()
+        stream.send(Kind.HANDSHAKE, 0, handshake.welcome())
         await reader.read()
-        await channel.close()
+        await stream.close()
 
     server = await asyncio.start_server(lie, "127.0.0.1", 0)
     order = RankOrder(config(2, 1), "w-1", Seat(1, "127.0.0.1", 1), *server.sockets[0].getsockname())
     async with asyncio.timeout(SOON_S):
-        with pytest.raises(PeerRefused, match="not the leader of this gang"):
+        with pytest.raises(PeerRefused, match=r"the leader at .* don't share one secret"):
             await serve_rank(order, lambda _: nine_heads)
     server.close()
     await asyncio.sleep(0.05)

@@ -2,13 +2,14 @@
 
 import asyncio
 import gc
+import re
 from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 
-from kvtransfer.control_wire import Channel
 from kvtransfer.layout import KVLayout
+from kvtransfer.rpc.frames import HEADER, FrameStream, Kind
 from kvtransfer.ticket import ShardAddress
 from kvtransfer.transport import PullOrder
 from workers.engine.step import StepPlan
@@ -34,71 +35,77 @@ class Wire:
     """The leader's end of a rank, and the rank's end in the hands of a test."""
 
     async def __aenter__(self) -> "Wire":
-        arrived: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
-        self._server = await asyncio.start_server(lambda *ends: arrived.set_result(Channel(*ends)), "127.0.0.1", 0)
+        arrived: asyncio.Future[FrameStream] = asyncio.get_running_loop().create_future()
+        self._server = await asyncio.start_server(lambda *ends: arrived.set_result(FrameStream(*ends)), "127.0.0.1", 0)
         self.reader, self.writer = await asyncio.open_connection(*self._server.sockets[0].getsockname())
+        self.stream = FrameStream(self.reader, self.writer)
         self.lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.remote = remote_rank.RemoteRank(1, await arrived, self.lost.set_result)
+        self._running = asyncio.ensure_future(self.remote.run())
         return self
 
-    def say(self, *frames: msgspec.Struct) -> None:
-        for frame in frames:
-            data = msgspec.msgpack.encode(frame)
-            self.writer.write(len(data).to_bytes(4, "big") + data)
+    def reply(self, number: int, result: object) -> None:
+        self.stream.send(Kind.REPLY, number, msgspec.msgpack.encode(result))
 
     async def __aexit__(self, *_: object) -> None:
         await self.remote.close()
+        await self._running
         self.writer.close()
         self._server.close()
 
 
 SHARD = ShardAddress(1, KVLayout("m", 1, 1, 8, 8), 4, ())
+STEP = RankStep((5,), (None,), (), 0.0)
+
+
+def frame(kind: int, number: int, body: object) -> bytes:
+    data = msgspec.msgpack.encode(body)
+    return HEADER.pack(kind, number, len(data)) + data
 
 
 @pytest.mark.parametrize(
-    ("bytes_", "reason"),
+    ("sent", "reason"),
     [
-        (b"\x00\x00\x00\x03abc", "sent what no rank of a gang sends"),
-        (b"\xff\xff\xff\xff", "exceeds the limit"),
-        (b"\x00\x00", "hung up"),
-        (wire.Stepped(99, RankStep((), (), (), 0.0)), "sent what no rank of a gang sends: KeyError: 99"),
-        (wire.Settled(99), "KeyError: 99"),
-        (wire.Opened(SHARD), "InvalidStateError"),
-        (wire.Execute(1, StepPlan(1, ())), "sent what no rank of a gang sends"),
+        (HEADER.pack(Kind.MESSAGE, 0, 3) + b"abc", "broke the protocol"),
+        (HEADER.pack(Kind.MESSAGE, 0, 1 << 40), "broke the protocol: .* exceeds the limit"),
+        (b"\x02\x00", "hung up"),
+        (frame(Kind.REPLY, 99, STEP), "broke the protocol: .* number 99, which nobody expects"),
+        (frame(Kind.REPLY, 2, SHARD), "broke the protocol: ValidationError"),
+        (frame(Kind.MESSAGE, 0, wire.Settled(99)), "broke the protocol: KeyError: 99"),
+        (frame(Kind.CALL, 1, wire.Execute(StepPlan(1, ()))), "broke the protocol: .* kind 2"),
+        (frame(Kind.HANDSHAKE, 0, None), "broke the protocol: .* kind 1"),
     ],
-    ids=["garbage", "too large", "cut off", "unknown call", "unknown pull", "opened twice", "another's frame"],
+    ids=["garbage", "too large", "cut off", "unknown call", "another reply", "unknown pull", "a call", "a handshake"],
 )
-async def test_frames_that_no_rank_sends_lose_the_rank(bytes_: bytes | msgspec.Struct, reason: str) -> None:
+async def test_frames_that_no_rank_sends_lose_the_rank(sent: bytes, reason: str) -> None:
     async with asyncio.timeout(SOON_S), Wire() as rank:
         opening = asyncio.ensure_future(rank.remote.open())
-        rank.say(wire.Opened(SHARD))
+        await asyncio.sleep(0)
+        rank.reply(1, SHARD)
         await opening
         step, read = (
             rank.remote.execute(StepPlan(1, ())),
             rank.remote.pull(PullOrder("nobody", (1,), (4,), 0, 8, (), 5.0)),
         )
-        if isinstance(bytes_, bytes):
-            rank.writer.write(bytes_)
-            rank.writer.write_eof()
-        else:
-            rank.say(bytes_)
-        assert reason in str(await rank.lost)
+        rank.writer.write(sent)
+        rank.writer.write_eof()
+        assert re.search(f"^rank 1 {reason}", str(await rank.lost))
         for call in (step, read.done, rank.remote.execute(StepPlan(2, ()))):
             with pytest.raises(RankLost, match=r"^rank 1 "):
                 await call
         await read.settled
 
 
-async def test_an_answer_to_a_caller_who_has_gone_is_dropped_and_a_second_one_is_not() -> None:
+async def test_a_reply_to_a_caller_who_has_left_is_dropped_and_a_second_one_is_not() -> None:
     async with asyncio.timeout(SOON_S), Wire() as rank:
         step = rank.remote.execute(StepPlan(1, ()))
         step.cancel()
-        rank.say(wire.failed(1, ValueError("nobody hears this")), wire.Alive())
+        rank.stream.send(Kind.ERROR, 1, msgspec.msgpack.encode({"error": "ValueError", "reason": "nobody waits"}))
         other = rank.remote.execute(StepPlan(2, ()))
-        rank.say(wire.Stepped(2, RankStep((5,), (None,), (), 0.0)))
+        rank.reply(2, STEP)
         assert (await other).tokens == (5,)
-        rank.say(wire.Stepped(2, RankStep((6,), (None,), (), 0.0)))
-        assert "KeyError: 2" in str(await rank.lost)
+        rank.reply(2, STEP)
+        assert "number 2, which nobody expects" in str(await rank.lost)
 
 
 async def test_a_rank_that_is_silent_from_the_first_moment_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

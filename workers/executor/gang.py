@@ -17,26 +17,27 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from kvtransfer.challenge import nonce, proof, proves, require_secret
-from kvtransfer.control_wire import BROKEN, Channel
+from kvtransfer.errors import PeerRefused
 from kvtransfer.links import slowest
 from kvtransfer.open import SharedMemory
-from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
+from kvtransfer.rpc.connection import observe
+from kvtransfer.rpc.frames import FrameStream
+from kvtransfer.rpc.handshake import MAX_UNAUTHENTICATED
+from kvtransfer.rpc.listener import Listener
+from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress, rank_name
 from kvtransfer.transport import PullOrder, Read, ReadStats, summed
-from kvtransfer.unauthenticated import MAX_UNAUTHENTICATED, Unauthenticated
 from workers.config import WorkerConfig
 from workers.engine.executor import ModelFacts
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import ModelError, RankLost
-from workers.executor import gang_wire as wire
 from workers.executor.bubble import BubbleMeter
+from workers.executor.gang_wire import GANG_PROTOCOL
 from workers.executor.opening import MEET_TIMEOUT_S, open_rank, warm_up
 from workers.executor.order import RankLauncher, RankOrder, Seat
 from workers.executor.rank import Rank, RankStep
-from workers.executor.remote_rank import CLOSE_TIMEOUT_S, RemoteRank, observe
+from workers.executor.remote_rank import CLOSE_TIMEOUT_S, RemoteRank
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
 from workers.model.shard import shard_of
@@ -160,15 +161,17 @@ class _Meeting:
         self.remotes: dict[int, RemoteRank] = {}
         self._config = config
         self._incarnation = incarnation
-        self._secret = require_secret(config.secret.encode())
         self._launcher = launcher
-        self._server: asyncio.Server | None = None
+        self._listener = Listener(
+            GANG_PROTOCOL.name,
+            config.secret.encode(),
+            self._admit,
+            self._serve,
+            handshake_s=GREET_TIMEOUT_S,
+            max_unauthenticated=MAX_UNAUTHENTICATED + config.parallel.world_size,
+        )
         self._store: TCPStore | None = None
         self._joined = asyncio.Event()
-        self._greeting: set[asyncio.Task[None]] = set()
-        self._unauthenticated: Unauthenticated[Channel] = Unauthenticated(
-            MAX_UNAUTHENTICATED + config.parallel.world_size
-        )
         self._closing = False
         self._ends: list[asyncio.Future[Any]] = []
 
@@ -177,13 +180,12 @@ class _Meeting:
         try:
             return await self._gather()
         finally:
-            await self._shut_door()
+            await self._listener.stop_accepting()
 
     async def _gather(self) -> Seat:
         host = self._config.transfer.host
-        self._server = await asyncio.start_server(self._accept, host, 0)
+        port = await self._listener.start(host)
         self._store = open_store(host)
-        port = self._server.sockets[0].getsockname()[1]
         seats = [Seat(rank, host, self._store.port) for rank in range(self._config.parallel.world_size)]
         orders = [RankOrder(self._config, self._incarnation, seat, host, port) for seat in seats[1:]]
         for order, ended in zip(orders, self._launcher.launch(orders), strict=True):
@@ -209,6 +211,7 @@ class _Meeting:
         problems = await asyncio.gather(*(remote.close() for remote in self.remotes.values()))
         for problem in filter(None, problems):
             logger.warning("worker %s: %s", self._config.name, problem)
+        await self._listener.close()
         self._store = None
         await self._launcher.end()
         if self._ends:
@@ -219,64 +222,34 @@ class _Meeting:
     def lost(self, error: Exception) -> None:
         """Of no further use, whatever else still works: nobody shall wait for anybody."""
         if not self._closing and not self.failure.done():
-            logger.error("worker %s: %s", self._config.name, error)
+            # As text: a log record that somebody keeps would keep the error's frames, and the gang's memory with them.
+            logger.error("worker %s: %s", self._config.name, str(error))
             self.failure.set_result(error)
             self._break_up(error)
 
     def _break_up(self, error: Exception) -> None:
         """Let go all that wait for one another: without the store nobody meets, without a leader each rank ends."""
         for remote in self.remotes.values():
-            remote.hang_up(error)
+            remote.disconnect(error)
         self._store = None
-
-    async def _shut_door(self) -> None:
-        """Who is not in by now stays out."""
-        if self._server is not None:
-            self._server.close()
-        if self._greeting:
-            for task in self._greeting:
-                task.cancel()
-            await asyncio.wait(self._greeting)
 
     def _ended(self, rank: int, end: "asyncio.Future[Any]") -> None:
         error = None if end.cancelled() else end.exception()
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}" if error else ""
         self.lost(RankLost(f"rank {rank} ended{f' ({reason})' if reason else ''}"))
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel, rank = Channel(reader, writer), None
-        task = asyncio.current_task()
-        assert task is not None
-        self._greeting.add(task)
-        displaced = self._unauthenticated.add(channel, channel.peer_host)
-        if displaced is not None:
-            displaced.abort()
-        try:
-            async with asyncio.timeout(GREET_TIMEOUT_S):
-                rank = await self._greet(channel)
-            self.remotes[rank] = RemoteRank(rank, channel, self.lost)
-        except (*BROKEN, TimeoutError, RankLost, asyncio.CancelledError) as error:
-            reason = str(error) or "it has not said in time who it is"
-            logger.warning("worker %s: a caller was turned away: %s", self._config.name, reason)
-        finally:
-            self._greeting.discard(task)
-            self._unauthenticated.discard(channel)
-            if rank is None:
-                await channel.close()
+    def _admit(self, target: str) -> bytes:
+        missing = set(range(1, self._config.parallel.world_size)) - self.remotes.keys()
+        if target not in {rank_name(self._incarnation, rank) for rank in missing}:
+            raise PeerRefused(f"{target} is not one of the ranks that are missing")
+        return b""
+
+    async def _serve(self, target: str, stream: FrameStream) -> None:
+        rank = int(target.rpartition("/")[2])
+        remote = self.remotes[rank] = RemoteRank(rank, stream, self.lost)
         if len(self.remotes) == self._config.parallel.world_size - 1:
             self._joined.set()
-
-    async def _greet(self, channel: Channel) -> int:
-        ours = nonce()
-        channel.send(wire.Hello(ours))
-        join = msgspec.msgpack.decode(await channel.receive(wire.STRANGER_BYTES), type=wire.Join)
-        bound = wire.seat_name(self._incarnation, join.rank)
-        if not proves(join.proof, proof(self._secret, b"gang rank", ours, join.nonce, bound)):
-            raise RankLost("it does not know the secret of this gang")
-        if not 0 < join.rank < self._config.parallel.world_size or join.rank in self.remotes:
-            raise RankLost(f"rank {join.rank} is none of those that are missing")
-        channel.send(wire.Welcome(proof(self._secret, b"gang leader", ours, join.nonce, bound)))
-        return join.rank
+        await remote.run()
 
 
 def open_store(host: str) -> TCPStore:

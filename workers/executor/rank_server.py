@@ -1,4 +1,4 @@
-"""One rank of a gang on its own: calls its leader, opens, and does what the leader's frames say until that hangs up.
+"""One rank of a gang on its own: connects to its leader, opens, and serves the leader's calls until that disconnects.
 
 Runs in whatever process or task a `RankLauncher` made for it. Knows one rank and one connection; knows no schedule.
 """
@@ -10,119 +10,112 @@ from typing import Any
 
 import msgspec
 
-from kvtransfer.challenge import nonce, proof, proves
-from kvtransfer.control_wire import BROKEN, Channel
-from kvtransfer.errors import PeerRefused
 from kvtransfer.open import SharedMemory
-from kvtransfer.ticket import ShardAddress
+from kvtransfer.rpc.connection import Connection, observe
+from kvtransfer.rpc.frames import BROKEN, FrameStream, greet
+from kvtransfer.rpc.handshake import CallerHandshake
+from kvtransfer.ticket import ShardAddress, rank_name
+from kvtransfer.transport import PullOrder, ReadStats
 from workers.executor import gang_wire as wire
 from workers.executor.opening import open_rank
 from workers.executor.order import RankOrder
 from workers.executor.rank import Rank
-from workers.executor.remote_rank import observe
 from workers.model.folder import ModelFolder
 
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120.0  # to reach the leader
 END_TIMEOUT_S = 3.0  # for the reads in flight to settle; a process may end without that
-LEADER_SILENT_S = 30.0  # a leader beats every second, but may be stopped for a while by its own machine
+LEADER_SILENT_S = 30.0  # a leader sends something every second, but its machine may stop it for a while
 
 
 async def serve_rank(order: RankOrder, find: Callable[[str], ModelFolder], shared: SharedMemory | None = None) -> None:
-    """Until the leader says Close, or has gone; then nothing of the rank is left, or whatever it still waits for ends
-    without it: a load that is under way, reads that may still land.
+    """Until the leader disconnects. Then the rank is closed, except what cannot be stopped and ends without it: a model
+    that is loading, reads that may still land.
 
-    `find` answers the folder of a model's name on this machine. Raises `PeerRefused` when the leader does not know the
-    gang's secret; an error at opening is told to the leader.
+    `find` returns the folder of a model's name on this machine. Raises `PeerRefused` when the leader has another secret
+    or doesn't expect this rank; an error at opening goes to the leader.
     """
     async with asyncio.timeout(JOIN_TIMEOUT_S):
-        reader, writer = await asyncio.open_connection(order.leader_host, order.leader_port)
-    channel = Channel(reader, writer)
+        stream = FrameStream(*await asyncio.open_connection(order.leader_host, order.leader_port))
     try:
         async with asyncio.timeout(LEADER_SILENT_S):
-            await _join(channel, order)
-        await _Service(wire.Line(channel, LEADER_SILENT_S), order, find, shared).run()
+            await _join(stream, order)
+        await _Service(stream, order, find, shared).run()
     except (*BROKEN, TimeoutError) as error:
-        logger.info("rank %d of %s ends: its leader hung up (%s)", order.seat.rank, order.config.name, error)
+        logger.info("rank %d of %s ends: its leader disconnected (%s)", order.seat.rank, order.config.name, error)
     finally:
-        await channel.close()
+        await stream.close()
 
 
-async def _join(channel: Channel, order: RankOrder) -> None:
-    """The rank's half of the handshake."""
-    hello = await _receive(channel, wire.Hello)
-    ours, secret = nonce(), order.config.secret.encode()
-    bound = wire.seat_name(order.incarnation, order.seat.rank)
-    channel.send(wire.Join(order.seat.rank, ours, proof(secret, b"gang rank", hello.nonce, ours, bound)))
-    welcome = await _receive(channel, wire.Welcome)
-    if not proves(welcome.proof, proof(secret, b"gang leader", hello.nonce, ours, bound)):
-        raise PeerRefused(f"whoever listens at {order.leader_host}:{order.leader_port} is not the leader of this gang")
-
-
-async def _receive(channel: Channel, kind: type[Any]) -> Any:
-    return msgspec.msgpack.decode(await channel.receive(wire.STRANGER_BYTES), type=kind)
+async def _join(stream: FrameStream, order: RankOrder) -> None:
+    secret, leader = order.config.secret.encode(), f"the leader at {order.leader_host}:{order.leader_port}"
+    target = rank_name(order.incarnation, order.seat.rank)
+    await greet(stream, CallerHandshake(wire.GANG_PROTOCOL.name, secret, target, leader))
 
 
 class _Service:
-    """Frames in, answers out. Plans are begun in the order of their frames; everything else runs beside them."""
+    """The rank's end of the connection."""
 
     def __init__(
-        self, line: wire.Line, order: RankOrder, find: Callable[[str], ModelFolder], shared: SharedMemory | None
+        self, stream: FrameStream, order: RankOrder, find: Callable[[str], ModelFolder], shared: SharedMemory | None
     ) -> None:
-        self._line = line
         self._order = order
         self._find = find
         self._shared = shared
         self._opening: asyncio.Task[Rank] | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._shard: ShardAddress | None = None  # as the leader knows it
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._connection = Connection(
+            stream, wire.GANG_PROTOCOL, "the leader", on_call=self._on_call, on_message=lambda _: None
+        )
 
     async def run(self) -> None:
-        beating = asyncio.ensure_future(self._line.beat(self._news))
-        closing: wire.Close | None = None
+        self._connection.keep_alive(self._status, LEADER_SILENT_S)
         try:
-            while closing is None:
-                frame = await self._line.receive(wire.ToRank)
-                if isinstance(frame, wire.Close):
-                    closing = frame
-                else:
-                    self._begin(frame)
+            await self._connection.run()
         finally:
-            beating.cancel()
-            await self._end(whole=closing is not None)
-        self._line.send(wire.Done(closing.number))
+            await self._end(whole=False)
+            await self._connection.close()
 
-    async def _end(self, whole: bool) -> None:
-        """`whole`: the other ranks are there until we have closed, and nobody needs to be let go."""
-        if self._opening is None:
-            return
-        ending = asyncio.ensure_future(self._close(self._opening, whole))
-        _, running = await asyncio.wait([ending], timeout=END_TIMEOUT_S)
-        if running:
-            logger.warning(
-                "rank %d of %s ends before its reads or its loading do", self._order.seat.rank, self._order.config.name
-            )
+    async def _on_call(self, request: msgspec.Struct) -> Any:
+        """Plans begin in the order of their calls, which start in the order in which they came."""
+        match request:
+            case wire.Open():
+                return await self._open()
+            case wire.Execute(plan):
+                return await self._rank.execute(plan)
+            case wire.Connect(peer):
+                return await self._rank.connect(peer)
+            case wire.Pull(number, order):
+                return await self._pull(number, order)
+            case wire.Forget(incarnation):
+                return await self._rank.forget(incarnation)
+            case wire.Close():
+                return await self._end(whole=True)
 
-    async def _close(self, opening: "asyncio.Task[Rank]", whole: bool) -> None:
-        await asyncio.wait([opening])
-        if opening.cancelled() or opening.exception() is not None:
-            return
-        rank = opening.result()
-        if not whole:
-            rank.abort()
-        await rank.close()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+    async def _open(self) -> ShardAddress:
+        assert self._opening is None, "opened twice"
+        self._opening = asyncio.ensure_future(self._load())
+        self._opening.add_done_callback(observe)
+        rank = await asyncio.shield(self._opening)
+        self._shard = rank.shard()
+        return self._shard
 
-    def _news(self) -> wire.Moved | wire.Alive:
-        """What a beat says: a transport that was rebuilt has a new address."""
-        if self._shard is None:
-            return wire.Alive()
-        if (shard := self._rank.shard()) == self._shard:
-            return wire.Alive(self._rank.ticks)
-        self._shard = shard
-        return wire.Moved(shard)
+    async def _load(self) -> Rank:
+        order = self._order
+        try:
+            folder = await asyncio.to_thread(self._find, order.config.model)
+            _, rank = await open_rank(order.config, folder, order.incarnation, self._shared, order.seat)
+        except Exception:
+            logger.exception("rank %d of %s cannot open", order.seat.rank, order.config.name)
+            raise
+        return rank
+
+    async def _pull(self, number: int, order: PullOrder) -> ReadStats:
+        read = self._rank.pull(order)
+        read.settled.add_done_callback(lambda _: self._connection.notify(wire.Settled(number)))
+        return await asyncio.shield(read.done)
 
     @property
     def _rank(self) -> Rank:
@@ -130,47 +123,40 @@ class _Service:
         assert self._opening is not None, "a call before Open"
         return self._opening.result()
 
-    async def _open(self) -> Rank:
-        """Tells the leader how it went."""
-        order = self._order
-        try:
-            folder = await asyncio.to_thread(self._find, order.config.model)
-            _, rank = await open_rank(order.config, folder, order.incarnation, self._shared, order.seat)
-        except Exception as error:
-            logger.exception("rank %d of %s cannot open", order.seat.rank, order.config.name)
-            self._line.send(wire.failed(0, error))
-            raise
-        self._shard = rank.shard()
-        self._line.send(wire.Opened(self._shard))
-        return rank
+    def _status(self) -> wire.Moved | wire.Alive:
+        """Sent every second. A transport that was rebuilt has a new address."""
+        if self._shard is None or self._ending is not None:
+            return wire.Alive()
+        if (shard := self._rank.shard()) == self._shard:
+            return wire.Alive(self._rank.ticks)
+        self._shard = shard
+        return wire.Moved(shard)
 
-    def _begin(self, frame: wire.ToRank) -> None:
-        match frame:
-            case wire.Open() if self._opening is None:
-                self._opening = asyncio.ensure_future(self._open())
-                self._opening.add_done_callback(observe)
-            case wire.Execute(number, plan):
-                self._run(number, self._rank.execute(plan), lambda step: wire.Stepped(number, step))
-            case wire.Connect(number, peer):
-                self._run(number, self._rank.connect(peer), lambda report: wire.Connected(number, report))
-            case wire.Forget(number, incarnation):
-                self._run(number, self._rank.forget(incarnation), lambda _: wire.Done(number))
-            case wire.Pull(number, order):
-                read = self._rank.pull(order)
-                self._run(number, read.done, lambda stats: wire.Pulled(number, stats))
-                read.settled.add_done_callback(lambda _: self._line.send(wire.Settled(number)))
+    async def _end(self, whole: bool) -> None:
+        """`whole`: the other ranks live until this one has closed, so nobody waits for a lost rank."""
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._close(whole))
+        await asyncio.shield(self._ending)
 
-    def _run(self, number: int, work: Awaitable[Any], answer: Callable[[Any], msgspec.Struct]) -> None:
-        task = asyncio.ensure_future(self._answer(number, work, answer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _close(self, whole: bool) -> None:
+        if self._opening is None:
+            return
+        closing = asyncio.ensure_future(_close_rank(self._opening, whole))
+        _, running = await asyncio.wait([closing], timeout=END_TIMEOUT_S)
+        if running:
+            logger.warning(
+                "rank %d of %s ends before its reads or its loading do", self._order.seat.rank, self._order.config.name
+            )
 
-    async def _answer(self, number: int, work: Awaitable[Any], answer: Callable[[Any], msgspec.Struct]) -> None:
-        try:
-            frame = answer(await work)
-        except Exception as error:
-            frame = wire.failed(number, error)
-        self._line.send(frame)
+
+async def _close_rank(opening: "asyncio.Task[Rank]", whole: bool) -> None:
+    await asyncio.wait([opening])
+    if opening.cancelled() or opening.exception() is not None:
+        return
+    rank = opening.result()
+    if not whole:
+        rank.abort()
+    await rank.close()
 
 
 class RankTasks:
