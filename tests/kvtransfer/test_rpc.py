@@ -1,0 +1,221 @@
+"""The framed RPC under leases, gangs and TCP transfer: who gets in, how calls end, what a broken peer costs."""
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+import kvtransfer.errors
+from kvtransfer.errors import LeaseLost, PeerLost, PeerRefused, TransferError, TransportUnavailable
+from kvtransfer.rpc import handshake as handshakes
+from kvtransfer.rpc.connection import Connection, RpcProtocol
+from kvtransfer.rpc.frames import HEADER, FrameStream, Kind, greet
+from kvtransfer.rpc.handshake import HANDSHAKE_BYTES, CallerHandshake, ListenerHandshake
+from kvtransfer.rpc.listener import Listener
+
+SECRET = b"of the test"
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    what: str
+
+
+class News(msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+PROTOCOL = RpcProtocol(
+    name="test",
+    calls={Ask: str},
+    messages=(News,),
+    errors=(kvtransfer.errors,),
+    other_error=TransferError,
+    lost_error=PeerLost,
+    max_frame_bytes=1 << 10,
+    max_calls=3,
+)
+
+
+# ---- the handshake ---------------------------------------------------------------------------------------------------
+
+
+def greeted(listener: ListenerHandshake, caller: CallerHandshake) -> tuple[str, bytes]:
+    target = listener.verify(caller.claim(listener.hello))
+    return target, caller.accept(listener.welcome(b"body"))
+
+
+def test_both_ends_learn_what_the_other_sent() -> None:
+    assert greeted(ListenerHandshake("a", SECRET), CallerHandshake("a", SECRET, "life-1", "it")) == ("life-1", b"body")
+
+
+def test_a_claim_is_worth_nothing_on_another_connection() -> None:
+    first, second = ListenerHandshake("a", SECRET), ListenerHandshake("a", SECRET)
+    claim = CallerHandshake("a", SECRET, "life-1", "it").claim(first.hello)
+    assert first.verify(claim) == "life-1"
+    with pytest.raises(PeerRefused, match="secret"):
+        second.verify(claim)
+
+
+def test_a_proof_that_is_sent_back_proves_nothing() -> None:
+    listener, caller = ListenerHandshake("a", SECRET), CallerHandshake("a", SECRET, "", "it")
+    claim = msgspec.msgpack.decode(caller.claim(listener.hello), type=handshakes.Claim)
+    with pytest.raises(PeerRefused, match="it and this process don't share one secret"):
+        caller.accept(msgspec.msgpack.encode(handshakes.Verdict(claim.proof, "", b"")))
+
+
+@pytest.mark.parametrize("changed", ["target", "body", "error"])
+def test_what_is_sent_with_a_proof_cannot_be_changed(changed: str) -> None:
+    listener, caller = ListenerHandshake("a", SECRET), CallerHandshake("a", SECRET, "life-1", "it")
+    claim = msgspec.msgpack.decode(caller.claim(listener.hello), type=handshakes.Claim)
+    if changed == "target":
+        with pytest.raises(PeerRefused):
+            listener.verify(msgspec.msgpack.encode(msgspec.structs.replace(claim, target="life-2")))
+        return
+    listener.verify(msgspec.msgpack.encode(claim))
+    verdict = msgspec.msgpack.decode(listener.welcome(b"body"), type=handshakes.Verdict)
+    other = {"body": b"other"} if changed == "body" else {"error": "PeerLost"}
+    with pytest.raises(PeerRefused, match="secret"):
+        caller.accept(msgspec.msgpack.encode(msgspec.structs.replace(verdict, **other)))
+
+
+def test_another_protocol_or_release_is_named() -> None:
+    with pytest.raises(PeerRefused, match=r"it doesn't speak our a protocol \(it speaks b\).*one release"):
+        greeted(ListenerHandshake("b", SECRET), CallerHandshake("a", SECRET, "", "it"))
+    hello = msgspec.msgpack.encode(handshakes.Hello("a", handshakes.VERSION + 1, bytes(32)))
+    with pytest.raises(PeerRefused, match=f"version {handshakes.VERSION + 1}"):
+        CallerHandshake("a", SECRET, "", "it").claim(hello)
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def connected(
+    on_call: Callable[[Ask], Any], admit: Callable[[str], bytes] = lambda _: b""
+) -> AsyncIterator[tuple[Connection, Connection]]:
+    """A caller's connection and the listener's."""
+    served: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+
+    async def serve(_: str, stream: FrameStream) -> None:
+        connection = Connection(stream, PROTOCOL, "the caller", on_call=on_call)
+        if not served.done():
+            served.set_result(connection)
+        try:
+            await connection.run()
+        finally:
+            await connection.close()
+
+    listener = Listener(PROTOCOL.name, SECRET, admit, serve)
+    port = await listener.start("127.0.0.1")
+    stream = FrameStream(*await asyncio.open_connection("127.0.0.1", port))
+    caller = Connection(stream, PROTOCOL, "the listener")
+    try:
+        async with asyncio.timeout(20):
+            await greet(stream, CallerHandshake(PROTOCOL.name, SECRET, "", "the listener"))
+            running = asyncio.ensure_future(caller.run())
+            yield caller, await served
+            await caller.close()
+            await running
+    finally:
+        await caller.close()
+        await listener.close()
+
+
+async def echo(request: Ask) -> str:
+    return request.what
+
+
+async def test_a_call_that_is_refused_gets_the_listeners_error() -> None:
+    def full(_: str) -> bytes:
+        raise TransportUnavailable("no room")
+
+    with pytest.raises(TransportUnavailable, match="the listener refused the connection: no room"):
+        async with connected(echo, full):
+            raise AssertionError("admitted")
+
+
+async def test_errors_arrive_as_the_class_that_was_raised_and_bugs_as_one_line() -> None:
+    async def fail(request: Ask) -> str:
+        raise LeaseLost("expired") if request.what == "ours" else RuntimeError("a bug\nwith details")
+
+    async with connected(fail) as (caller, _):
+        with pytest.raises(LeaseLost, match=r"^expired$"):
+            await caller.call(Ask("ours"), 5)
+        with pytest.raises(TransferError, match=r"^the listener: RuntimeError: a bug$"):
+            await caller.call(Ask("bug"), 5)
+
+
+async def test_a_reply_after_the_deadline_is_dropped_and_the_connection_goes_on() -> None:
+    go_on = asyncio.Event()
+
+    async def slow(request: Ask) -> str:
+        if request.what == "slow":
+            await go_on.wait()
+        return request.what
+
+    async with connected(slow) as (caller, _):
+        with pytest.raises(TimeoutError):
+            await caller.call(Ask("slow"), 0.05)
+        go_on.set()
+        assert [await caller.call(Ask(word), 5) for word in "ab"] == ["a", "b"]
+
+
+async def test_calls_that_nobody_answers_are_bounded_at_both_ends() -> None:
+    started: list[str] = []
+    go_on = asyncio.Event()
+
+    async def slow(request: Ask) -> str:
+        started.append(request.what)
+        await go_on.wait()
+        return request.what
+
+    async with connected(slow) as (caller, _):
+        calls = [caller.begin(Ask(word)) for word in "abc"]
+        with pytest.raises(TransferError, match="the listener leaves 3 calls unanswered"):
+            await caller.begin(Ask("d"))
+        ignoring_the_bound = [asyncio.get_running_loop().create_future() for _ in range(2)]
+        for number, future in enumerate(ignoring_the_bound, 4):
+            caller._calls[number] = future, str
+            caller._stream.send(Kind.CALL, number, msgspec.msgpack.encode(Ask(str(number))))
+        await asyncio.sleep(0.1)
+        assert started == ["a", "b", "c"], "the others are not even read"
+        go_on.set()
+        assert await asyncio.gather(*calls, *ignoring_the_bound) == ["a", "b", "c", "4", "5"]
+
+
+async def test_a_broken_connection_fails_every_call_at_once_and_every_later_one() -> None:
+    async def never(_: Ask) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with connected(never) as (caller, served):
+        calls = [caller.begin(Ask("x")) for _ in range(2)]
+        served.disconnect(PeerLost("cut by the test"))
+        for call in (*calls, caller.begin(Ask("y"))):
+            with pytest.raises(PeerLost, match=r"^the listener "):
+                await call
+
+
+async def test_no_bytes_of_a_stranger_or_of_a_broken_peer_hurt_the_others() -> None:
+    draw = random.Random(0)
+    async with connected(echo) as (caller, served):
+        port = served._stream._writer.get_extra_info("sockname")[1]
+        for number in range(30):
+            kind, length = draw.choice([*Kind, 0, 255]), draw.choice([0, 1, 40, HANDSHAKE_BYTES, 1 << 40])
+            body = os.urandom(min(length, HANDSHAKE_BYTES))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            if number % 2:
+                stream = FrameStream(reader, writer)
+                await greet(stream, CallerHandshake(PROTOCOL.name, SECRET, "", "the listener"))
+            writer.write(HEADER.pack(kind, draw.randrange(4), length) + body)
+            writer.write_eof()
+            with pytest.raises((EOFError, OSError)):
+                while True:
+                    await reader.readexactly(1)
+            writer.close()
+        assert await caller.call(Ask("still there?"), 5) == "still there?"
