@@ -14,8 +14,8 @@ from torch import Tensor
 
 from workers.engine.sequence import Sequence, TokenCounts
 from workers.engine.step import Draw
-from workers.executor import race
-from workers.executor.race import Race, numbers_of, numbers_of_all, weigh, winner, winners
+from workers.executor import gumbel_max as exact
+from workers.executor.gumbel_max import Categorical, draw_tokens, gumbel_max, uniforms_of, uniforms_of_all, weights_of
 from workers.executor.sampler import _floor, sample, score
 from workers.ops.native.library import library
 from workers.request import Request, SamplingParams
@@ -45,9 +45,9 @@ def tokens_of(row: Tensor, count: int, **params) -> list[int]:
     return sample(row.expand(count, -1), [draw(position, **params) for position in range(count)])[0]
 
 
-def exact_winner(of: Race) -> int:
-    """By numpy, all tokens run to the end."""
-    weights = weigh(of.scores.copy(), of.temperature)
+def exact_token(of: Categorical) -> int:
+    """By numpy, from all tokens."""
+    weights = weights_of(of.scores.copy(), of.temperature)
     generator = np.random.Generator(np.random.Philox(key=np.array([of.seed, of.position], np.uint64)))
     return int((weights / -np.log1p(-generator.random(len(weights)))).argmax())
 
@@ -74,7 +74,7 @@ def test_a_seeded_draw_is_repeatable_and_moves_with_seed_and_position() -> None:
 
 
 def test_the_largest_seed_works() -> None:
-    numbers = numbers_of_all(2**64 - 1, 2**31, 100)
+    numbers = uniforms_of_all(2**64 - 1, 2**31, 100)
     assert numbers.shape == (100,) and (numbers > 0).all() and (numbers < 1).all()
 
 
@@ -82,7 +82,7 @@ def test_the_largest_seed_works() -> None:
 @given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**64 - 1), vocab=st.integers(1, 3000))
 def test_the_numbers_are_numpys_to_the_last_bit(seed: int, position: int, vocab: int) -> None:
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, position], np.uint64)))
-    assert numbers_of_all(seed, position, vocab).tolist() == generator.random(vocab).tolist()
+    assert uniforms_of_all(seed, position, vocab).tolist() == generator.random(vocab).tolist()
 
 
 @settings(max_examples=50, deadline=None)
@@ -93,19 +93,19 @@ def test_the_numbers_are_numpys_to_the_last_bit(seed: int, position: int, vocab:
 )
 def test_a_number_had_alone_is_that_of_the_whole_stream(seeds: list[int], position: int, tokens: list[int]) -> None:
     keys = np.array(seeds, np.uint64).repeat(len(tokens))
-    alone = numbers_of(keys, np.full_like(keys, position), np.array(tokens * len(seeds)))
-    together = [numbers_of_all(seed, position, max(tokens) + 1)[tokens] for seed in seeds]
+    alone = uniforms_of(keys, np.full_like(keys, position), np.array(tokens * len(seeds)))
+    together = [uniforms_of_all(seed, position, max(tokens) + 1)[tokens] for seed in seeds]
     assert alone.tolist() == np.concatenate(together).tolist()
 
 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32), sharpness=st.sampled_from([0.0, 1.0, 5.0, 30.0]))
-def test_the_winner_is_that_of_a_race_of_all(seed: int, sharpness: float) -> None:
+def test_gumbel_max_is_that_of_all_tokens(seed: int, sharpness: float) -> None:
     random = np.random.default_rng(seed)
     scores = sharpness * random.standard_normal(3000)
     weights = np.exp(scores - scores.max()).astype(np.float32)
-    numbers = numbers_of_all(seed, 1, 3000)
-    assert winner(weights, numbers) == int((weights / -np.log1p(-numbers)).argmax())
+    numbers = uniforms_of_all(seed, 1, 3000)
+    assert gumbel_max(weights, numbers) == int((weights / -np.log1p(-numbers)).argmax())
 
 
 @settings(max_examples=100, deadline=None)
@@ -117,36 +117,36 @@ def test_the_winner_is_that_of_a_race_of_all(seed: int, sharpness: float) -> Non
     lost=st.sampled_from([0.0, 0.5, 0.99]),
     threads=st.sampled_from([1, 2]),
 )
-def test_races_are_won_by_numpys_winner(
+def test_the_kernel_draws_the_token_that_numpy_draws(
     seed: int, vocab: int, sharpness: float, temperature: float, lost: float, threads: int
 ) -> None:
     random = np.random.default_rng(seed)
     scores = (sharpness * random.standard_normal((5, vocab))).astype(np.float32)
     scores[random.random(scores.shape) < lost] = -np.inf
-    races = [Race(row, temperature, seed + 2**63, position) for position, row in enumerate(scores)]
+    rows = [Categorical(row, temperature, seed + 2**63, position) for position, row in enumerate(scores)]
     with on_threads(threads):
-        found = winners(races)
-    assert found == [exact_winner(each) for each in races]
+        found = draw_tokens(rows)
+    assert found == [exact_token(each) for each in rows]
 
 
 @native
-def test_the_kernel_names_clear_winners_and_leaves_photo_finishes() -> None:
+def test_the_kernel_leaves_close_results_to_numpy() -> None:
     """Two tokens far above all others, the second one's score moved to where both reach the same."""
     clear, close = [], []
     for position in range(400):
         first, second = position % 97, 100 + position % 101
-        times = -np.log1p(-numbers_of_all(5, position, 300))
+        times = -np.log1p(-uniforms_of_all(5, position, 300))
         row = np.full(300, -30.0, np.float32)
         row[first], row[second] = 0.0, np.log(times[second] / times[first])
-        close.append(Race(row, 1.0, 5, position))
+        close.append(Categorical(row, 1.0, 5, position))
         row = row.copy()
         row[second] += 1e-3 if position % 2 else -1e-3
-        clear.append(Race(row, 1.0, 5, position))
-    assert set(race._clear_winners(close)) == {race._OPEN}
-    assert race._clear_winners(clear) == [exact_winner(each) for each in clear]
-    decided = winners(close)
-    assert decided == [exact_winner(each) for each in close]
-    assert len({token >= 100 for token in decided}) == 2, "either may win"
+        clear.append(Categorical(row, 1.0, 5, position))
+    assert set(exact._clear_tokens(close)) == {exact._UNDECIDED}
+    assert exact._clear_tokens(clear) == [exact_token(each) for each in clear]
+    decided = draw_tokens(close)
+    assert decided == [exact_token(each) for each in close]
+    assert len({token >= 100 for token in decided}) == 2, "either may be drawn"
 
 
 @native
@@ -167,7 +167,7 @@ def test_draws_are_the_same_without_the_kernel(
     ]
     tokens = sample(rows, draws)[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(race, "_kernel", lambda *_: None)
+        patch.setattr(exact, "_kernel", lambda *_: None)
         assert sample(rows, draws)[0] == tokens
 
 

@@ -15,13 +15,13 @@ as
     top_p   the last token of the smallest set, likeliest first, whose mass reaches top_p (of what top_k left)
     min_p   min_p times the likeliest token
 
-so tokens that tie at a floor stand or fall together. The kept tokens run an exponential race (`workers.executor.race`).
-Noise in the last digits of the logits, or a doubtful token at a floor, changes the winner only if it is part of a
-photo finish; an inverse CDF would shift the borders of all tokens behind it.
+so tokens that tie at a floor stand or fall together. One of the kept tokens is drawn by Gumbel-max
+(`workers.executor.gumbel_max`). Noise in the last digits of the logits, or a doubtful token at a floor, changes the
+result only if it was close; an inverse CDF would shift the borders of all tokens behind it.
 
 Rows are filtered one after another, on the host: one row of a vocabulary stays in the core's cache, where a batch of
-them is written to memory and read again at each step; this way takes a third of the time. Rows without filters race
-side by side on all cores.
+them is written to memory and read again at each step; this way takes a third of the time. Rows without filters are
+drawn from side by side on all cores.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.step import Draw
-from workers.executor.race import Race, Row, numbers_of, numbers_of_all, weigh, winner, winners
+from workers.executor.gumbel_max import (
+    Categorical,
+    Row,
+    draw_tokens,
+    gumbel_max,
+    uniforms_of,
+    uniforms_of_all,
+    weights_of,
+)
 from workers.request import SamplingParams, TokenLogprobs
 
 _NEAR = 1024  # the nucleus is looked for among this many tokens first
-_FEW = 16  # a race of less than vocabulary / _FEW tokens takes their numbers alone
+_FEW = 16  # a draw among less than vocabulary / _FEW tokens makes their numbers alone
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[TokenLogprobs | None]]:
@@ -72,8 +80,8 @@ def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[To
 
 
 @dataclass(frozen=True, slots=True)
-class _Entrants:
-    """The few tokens of a row that race with each other."""
+class _Kept:
+    """The few tokens of a row that the filters kept."""
 
     row: int
     tokens: NDArray[np.int64]
@@ -83,8 +91,8 @@ class _Entrants:
 def _choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     special = [row for row, draw in enumerate(draws) if draw.params.temperature > 0 or draw.adjusts]
     tokens = _likeliest(logits) if len(special) < len(draws) else [0] * len(draws)
-    few: list[_Entrants] = []
-    races: dict[int, Race] = {}
+    few: list[_Kept] = []
+    whole: dict[int, Categorical] = {}
     scratch = np.empty(logits.shape[-1], np.float32)
     for row, scores in zip(special, _on_host(logits, special), strict=True):
         draw = draws[row]
@@ -97,20 +105,20 @@ def _choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         floor = 0.0
         if _filters(draw.params, len(scores)):
             np.copyto(scratch, scores)
-            weigh(scratch, draw.params.temperature)
+            weights_of(scratch, draw.params.temperature)
             floor = _floor(scratch, draw.params)
         if not floor > 0:
-            races[row] = Race(scores, draw.params.temperature, draw.seed, draw.position)
+            whole[row] = Categorical(scores, draw.params.temperature, draw.seed, draw.position)
             continue
         kept = np.flatnonzero(~(scratch < floor))  # so written, a row of NaN keeps a token too
         if len(kept) * _FEW < len(scratch):
-            few.append(_Entrants(row, kept, scratch[kept]))
+            few.append(_Kept(row, kept, scratch[kept]))
         else:
             scratch[scratch < floor] = 0.0
-            tokens[row] = winner(scratch, numbers_of_all(draw.seed, draw.position, len(scratch)))
+            tokens[row] = gumbel_max(scratch, uniforms_of_all(draw.seed, draw.position, len(scratch)))
     for each, numbers in zip(few, _numbers(few, draws), strict=True):
-        tokens[each.row] = int(each.tokens[winner(each.weights, numbers)])
-    for row, token in zip(races, winners(list(races.values())), strict=True):
+        tokens[each.row] = int(each.tokens[gumbel_max(each.weights, numbers)])
+    for row, token in zip(whole, draw_tokens(list(whole.values())), strict=True):
         tokens[row] = token
     return tokens
 
@@ -176,7 +184,7 @@ def _nucleus_floor(weights: Row, top_p: float) -> float:
     """The weight of the last token that top-p keeps."""
     total = float(weights.sum(dtype=np.float64))
     wanted = top_p * total
-    # Together, the tokens below the first cut weigh less than what top_p leaves out.
+    # Together, the tokens below the first cut weights_of less than what top_p leaves out.
     for cut in ((1 - top_p) * total / len(weights), 0.0):
         present = weights[weights > cut]
         for count in (_NEAR, len(present)):
@@ -194,12 +202,12 @@ def _descending(weights: Row, count: int) -> Row:
     return ranked[::-1]
 
 
-def _numbers(few: list[_Entrants], draws: Sequence[Draw]) -> list[NDArray[np.float64]]:
-    """The numbers of all rows' entrants, made in one go."""
+def _numbers(few: list[_Kept], draws: Sequence[Draw]) -> list[NDArray[np.float64]]:
+    """The numbers of all rows' kept tokens, made in one go."""
     if not few:
         return []
     lengths = [len(each.tokens) for each in few]
     keys = np.array([(draws[each.row].seed, draws[each.row].position) for each in few], np.uint64)
     seeds, positions = np.repeat(keys, lengths, axis=0).T
-    numbers = numbers_of(seeds, positions, np.concatenate([each.tokens for each in few]))
+    numbers = uniforms_of(seeds, positions, np.concatenate([each.tokens for each in few]))
     return np.split(numbers, np.cumsum(lengths)[:-1])

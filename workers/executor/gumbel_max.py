@@ -1,12 +1,12 @@
-"""The exponential race: one token out of weighted ones, by numbers that depend on (seed, position, token) alone.
+"""Gumbel-max sampling: one token out of weighted ones, by numbers that depend on (seed, position, token) alone.
 
-A token weighs e^((score - largest score) / temperature). Each has a number u of its own in (0, 1), and so an
-exponential time -log(1 - u); the largest weight / time wins (Gumbel-max). The numbers are those of numpy's Philox4x64
-generator keyed by (seed, position). It is counter-based: word t of its stream can be had alone, so a few tokens cost a
-few numbers, and the same ones.
+A token's weight is e^((score - largest score) / temperature). Each has a number u of its own in (0, 1), and so an
+exponential variable -log(1 - u); the token with the largest weight / -log(1 - u) is drawn. The numbers are those of
+numpy's Philox4x64 generator keyed by (seed, position). It is counter-based: word t of its stream can be had alone, so
+a few tokens cost a few numbers, and the same ones.
 
-A native kernel names the clear winners among all tokens of a vocabulary. Photo finishes, and everything where there is
-no kernel, numpy decides: the token is the same.
+A native kernel finds the token of a whole row where the result is clear. Numpy decides close results, and everything
+where there is no kernel: the token is the same.
 
 Sources: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011); Maddison et al., A* sampling (2014).
 """
@@ -26,20 +26,20 @@ _MULTIPLIERS = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
 _WEYL = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 _ROUNDS = 10
 _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
-_LEAST = 2.0**-54  # stands for 0, so that no time is 0
-# log1p may round below its argument; a token this close to the best bound still runs.
+_LEAST = 2.0**-54  # stands for 0, whose logarithm would be 0
+# log1p may round below its argument; a token this close to the best bound is still computed.
 _SLACK = 1.0 - 1e-12
 # Below this the division leaves the range of float32; the likeliest token has all the mass long before.
 _MIN_TEMPERATURE = 1e-6
-_OPEN = -1  # in a token's place: nobody wins clearly
+_UNDECIDED = -1  # in a token's place: too close to call
 _Word = ctypes.c_uint64
 
 Row = NDArray[np.float32]  # [vocab]
 
 
 @dataclass(frozen=True, slots=True)
-class Race:
-    """One between all tokens of a vocabulary."""
+class Categorical:
+    """A row of scores to draw from, and the generator's state for this draw."""
 
     scores: Row
     temperature: float
@@ -47,15 +47,15 @@ class Race:
     position: int
 
 
-def winners(races: Sequence[Race]) -> list[int]:
-    """The token that wins each race; all of one vocabulary."""
+def draw_tokens(rows: Sequence[Categorical]) -> list[int]:
+    """One token from each row; all of one vocabulary."""
     return [
-        token if token != _OPEN else _winner_of_all(race)
-        for race, token in zip(races, _clear_winners(races), strict=True)
+        token if token != _UNDECIDED else _exact_token(row)
+        for row, token in zip(rows, _clear_tokens(rows), strict=True)
     ]
 
 
-def weigh(scores: Row, temperature: float) -> Row:
+def weights_of(scores: Row, temperature: float) -> Row:
     """Scores become weights, the largest 1; in place."""
     with np.errstate(invalid="ignore"):  # a row of nothing but -inf
         scores -= scores.max()
@@ -64,9 +64,9 @@ def weigh(scores: Row, temperature: float) -> Row:
     return np.exp(scores, out=scores)
 
 
-def numbers_of_all(seed: int, position: int, vocab_size: int) -> NDArray[np.float64]:
-    """The number [vocab] of every token."""
-    if kernel := _kernel("race_numbers", Pointer, _Word, _Word, Size):
+def uniforms_of_all(seed: int, position: int, vocab_size: int) -> NDArray[np.float64]:
+    """The uniform number [vocab] of every token."""
+    if kernel := _kernel("uniforms", Pointer, _Word, _Word, Size):
         numbers = np.empty(vocab_size)
         kernel(numbers.ctypes.data, seed, position, vocab_size)
         return numbers
@@ -75,10 +75,10 @@ def numbers_of_all(seed: int, position: int, vocab_size: int) -> NDArray[np.floa
     return np.maximum(numbers, _LEAST, out=numbers)
 
 
-def numbers_of(
+def uniforms_of(
     seeds: NDArray[np.uint64], positions: NDArray[np.uint64], tokens: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """`numbers_of_all(seeds[i], positions[i], ...)[tokens[i]]` for every i, without the other tokens' numbers."""
+    """`uniforms_of_all(seeds[i], positions[i], ...)[tokens[i]]` for every i, without the other tokens' numbers."""
     key0, key1 = seeds, positions
     block = tokens.astype(np.uint64)
     zero = np.zeros_like(block)
@@ -93,11 +93,11 @@ def numbers_of(
     return numbers
 
 
-def winner(weights: NDArray[np.float32], numbers: NDArray[np.float64]) -> int:
-    """The index of the largest weight / time.
+def gumbel_max(weights: NDArray[np.float32], numbers: NDArray[np.float64]) -> int:
+    """The index of the largest weight / -log(1 - u).
 
     A logarithm for each token would cost more than all the rest: since u <= -log(1 - u), weight / u bounds what a
-    token can reach, and only those that could beat the best bound's owner are run.
+    token can reach, and only those that could beat the best bound's owner are computed.
     """
     bounds = weights / numbers
     best = int(bounds.argmax())
@@ -106,25 +106,25 @@ def winner(weights: NDArray[np.float32], numbers: NDArray[np.float64]) -> int:
     return int(runners[(weights[runners] / -np.log1p(-numbers[runners])).argmax()])
 
 
-def _winner_of_all(race: Race) -> int:
-    weights = weigh(race.scores.copy(), race.temperature)
-    return winner(weights, numbers_of_all(race.seed, race.position, len(weights)))
+def _exact_token(row: Categorical) -> int:
+    weights = weights_of(row.scores.copy(), row.temperature)
+    return gumbel_max(weights, uniforms_of_all(row.seed, row.position, len(weights)))
 
 
-def _clear_winners(races: Sequence[Race]) -> list[int]:
-    """The token that wins each race by more than two libraries' exponentials differ, or `_OPEN`."""
-    kernel = _kernel("race", *[Pointer] * 6, *[Size] * 3)
-    if kernel is None or not races:
-        return [_OPEN] * len(races)
-    rows = [np.ascontiguousarray(race.scores) for race in races]
-    scores = np.array([row.ctypes.data for row in rows], np.uintp)
-    largest = np.array([row.max() for row in rows])
-    temperatures = np.array([max(race.temperature, _MIN_TEMPERATURE) for race in races], np.float32)
-    seeds = np.array([race.seed for race in races], np.uint64)
-    positions = np.array([race.position for race in races], np.uint64)
-    found = np.empty(len(races), np.int64)
+def _clear_tokens(rows: Sequence[Categorical]) -> list[int]:
+    """Each row's token where it leads by more than two libraries' exponentials differ, else `_UNDECIDED`."""
+    kernel = _kernel("gumbel_max", *[Pointer] * 6, *[Size] * 3)
+    if kernel is None or not rows:
+        return [_UNDECIDED] * len(rows)
+    contiguous = [np.ascontiguousarray(row.scores) for row in rows]
+    scores = np.array([row.ctypes.data for row in contiguous], np.uintp)
+    largest = np.array([row.max() for row in contiguous])
+    temperatures = np.array([max(row.temperature, _MIN_TEMPERATURE) for row in rows], np.float32)
+    seeds = np.array([row.seed for row in rows], np.uint64)
+    positions = np.array([row.position for row in rows], np.uint64)
+    found = np.empty(len(rows), np.int64)
     arrays = (scores, largest, temperatures, seeds, positions, found)
-    kernel(*[array.ctypes.data for array in arrays], len(races), len(rows[0]), torch.get_num_threads())
+    kernel(*[array.ctypes.data for array in arrays], len(rows), len(contiguous[0]), torch.get_num_threads())
     tokens: list[int] = found.tolist()
     return tokens
 

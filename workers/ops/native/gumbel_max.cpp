@@ -1,10 +1,10 @@
-// The winner of each row's exponential race of all tokens; workers/executor/race.py says what is run and by which law.
+// One token drawn from each row by Gumbel-max, over all tokens; workers/executor/gumbel_max.py has the law.
 //
 // Token t of weight w = e^((score - largest) / temperature) and number u reaches w / -log(1 - u). Every number is made,
-// but few are looked at twice: u <= -log(1 - u), so a token whose w / u is below the best so far has lost, and for that
-// a straight line through the powers of two, which lies above them, will do for w. The others are run in float64.
-// Only a clear winner is named, by a margin far above what one library's exponential and logarithm differ from
-// another's; a photo finish is left to the caller. So the answer depends on no compiler, CPU or number of threads.
+// but few are looked at twice: u <= -log(1 - u), so a token whose w / u is below the best so far cannot be drawn, and for that
+// a straight line through the powers of two, which lies above them, will do for w. The others are computed in float64.
+// Only a clear result is given, by a margin far above what one library's exponential and logarithm differ from
+// another's; what is too close is left to the caller. So the answer depends on no compiler, CPU or number of threads.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -40,10 +40,10 @@ struct Philox {
     }
 };
 
-double number_of(uint64_t word) { return std::max(double(word >> 11) * 0x1p-53, 0x1p-54); }  // never 0
+double uniform_of(uint64_t word) { return std::max(double(word >> 11) * 0x1p-53, 0x1p-54); }  // never 0
 
-// The token that clearly wins, or -1.
-int64_t winner(const float* scores, int64_t size, float largest, float temperature, const Philox& philox) {
+// The token that is clearly the one, or -1.
+int64_t clear_token(const float* scores, int64_t size, float largest, float temperature, const Philox& philox) {
     if (!std::isfinite(largest)) return -1;
     float slope = 1.44269504f / temperature, lowest = -126.0f / slope, bar = CERTAIN;
     double best = 0.0, second = 0.0;
@@ -70,7 +70,7 @@ int64_t winner(const float* scores, int64_t size, float largest, float temperatu
         for (int i = 0; i < GROUP; i++) {
             if (bounds[i] < 0.0f) continue;
             double weight = std::exp(double((group[i] - largest) / temperature));
-            double reached = weight / -std::log1p(-number_of(words[i]));
+            double reached = weight / -std::log1p(-uniform_of(words[i]));
             second = std::max(second, std::min(reached, best));
             if (reached > best) best = reached, token = first + i;
         }
@@ -83,21 +83,23 @@ int64_t winner(const float* scores, int64_t size, float largest, float temperatu
 
 extern "C" {
 
-// scores[row]: `size` numbers. winners[row]: a token, or -1 where only the exact formula can tell.
-void diptych_race(const float* const* scores, const float* largest, const float* temperatures, const uint64_t* seeds,
-                  const uint64_t* positions, int64_t* winners, int64_t rows, int64_t size, int64_t threads) {
+// scores[row]: `size` numbers. tokens[row]: a token, or -1 where only the exact formula can tell.
+void diptych_gumbel_max(const float* const* scores, const float* largest, const float* temperatures,
+                        const uint64_t* seeds, const uint64_t* positions, int64_t* tokens, int64_t rows, int64_t size,
+                        int64_t threads) {
 #pragma omp parallel for num_threads(std::max<int64_t>(1, std::min(threads, rows)))
     for (int64_t row = 0; row < rows; row++)
-        winners[row] = winner(scores[row], size, largest[row], temperatures[row], Philox(seeds[row], positions[row]));
+        tokens[row] =
+            clear_token(scores[row], size, largest[row], temperatures[row], Philox(seeds[row], positions[row]));
 }
 
-// The numbers of tokens 0 ... size - 1.
-void diptych_race_numbers(double* numbers, uint64_t seed, uint64_t position, int64_t size) {
+// The uniform numbers of tokens 0 ... size - 1.
+void diptych_uniforms(double* uniforms, uint64_t seed, uint64_t position, int64_t size) {
     Philox philox(seed, position);
     for (int64_t first = 0; first < size; first += 4) {
         uint64_t words[4];
         philox.words(first / 4 + 1, words);
-        for (int64_t i = first; i < std::min(first + 4, size); i++) numbers[i] = number_of(words[i - first]);
+        for (int64_t i = first; i < std::min(first + 4, size); i++) uniforms[i] = uniform_of(words[i - first]);
     }
 }
 }
