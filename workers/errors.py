@@ -6,7 +6,6 @@
     ├── ModelError              a model that is missing, truncated, or of an unknown architecture
     ├── Overloaded              no room now; try another worker or later (retry_after_s)
     ├── UnknownSequence         no such sequence here: finished, cancelled, or lost in a restart
-    ├── LegFailed               a sequence ended without finishing; the prompt can be recomputed elsewhere
     ├── RankLost                a process of a parallel worker died or does not answer: the whole worker is replaced
     └── WorkerClosed            the worker is shutting down
 
@@ -56,10 +55,6 @@ class Overloaded(WorkerError):
 
 class UnknownSequence(WorkerError):
     """The worker does not hold this sequence."""
-
-
-class LegFailed(WorkerError):
-    """This leg of a request failed in a way that another worker may well survive."""
 
 
 class RankLost(WorkerError):

@@ -126,7 +126,7 @@ class Request:
     It came to its gateway `waited_s` before it was sent to workers. `fresh`: trust no cached KV of this prompt, an
     earlier attempt found it corrupt. `reply_to` names the subscriber (see `Worker.poll`) that gets the outputs.
     `tenant`: on whose behalf; tenants share what is scarce by their weights, and cached KV only with `shares_prefixes`.
-    `leg`: how often the attempt had been moved to another decode worker when this one got it.
+    `num_moves`: how often the attempt had been moved to another decode worker when this one got it.
     `kv_dtype`: of the worker that computes the KV which this one is to fetch, or `MIXED_KV`; empty: as this one's own.
     `origin`: the gateway process that sends it and its count of requests; clients choose `id`, so `id` is not unique.
     """
@@ -143,7 +143,7 @@ class Request:
     group: str = ""
     tenant: str = ""
     waited_s: float = 0.0
-    leg: int = 0
+    num_moves: int = 0
     shares_prefixes: bool = False
     kv_dtype: str = ""
     origin: str = ""
@@ -152,11 +152,11 @@ class Request:
     def key(self) -> str:
         """Unique for each gateway process, request, attempt, and decode worker it is moved to: the name on workers.
 
-        So a late event of a dead attempt, of a leg that was left, or of another request of this id hits nobody.
+        So a late event of a dead attempt, of a worker that was left, or of another request of this id goes nowhere.
         """
-        leg = f".{self.leg}" if self.leg else ""
+        move = f".{self.num_moves}" if self.num_moves else ""
         origin = f"@{self.origin}" if self.origin else ""
-        return f"{self.id}/{self.attempt}{leg}{origin}"
+        return f"{self.id}/{self.attempt}{move}{origin}"
 
     @property
     def cache_salt(self) -> str:
@@ -172,12 +172,13 @@ class Request:
         return replace(self, generated=generated, attempt=self.attempt + 1, fresh=self.fresh or fresh)
 
 
-class LegTiming(Struct, frozen=True, gc=False):
-    """Durations of one leg on its worker's clock, up to now. They follow one another without a gap.
+class SequenceTiming(Struct, frozen=True, gc=False):
+    """Durations of one sequence on its worker's clock, up to now. They follow one another without a gap.
 
     To the first token of a prompt computed here: `queue_s` arrival to first step, `compute_s` first step to token.
-    After it, in the same leg: `compute_s` alone, counted from that token.
-    Decode leg: `wait_s` decode call to KV arrival, `queue_s` to its first step, `compute_s` to its newest token.
+    After it, in the same sequence: `compute_s` alone, counted from that token.
+    Prefilled elsewhere: `wait_s` decode call to KV arrival, `queue_s` to its first step, `compute_s` to its newest
+    token.
     """
 
     wait_s: float
@@ -194,7 +195,7 @@ class TokensOut(Struct, frozen=True, gc=False):
     key: str
     first_position: int
     tokens: tuple[int, ...]
-    timing: LegTiming
+    timing: SequenceTiming
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     prefilled: bool = False
@@ -214,7 +215,7 @@ class HeadOut(Struct, frozen=True, gc=False):
     """The head of a cut prompt is computed, and held for its reader; `timing` as for a first token."""
 
     key: str
-    timing: LegTiming
+    timing: SequenceTiming
     cached_tokens: int = 0
 
 
@@ -228,7 +229,7 @@ class FetchedOut:
 
 @dataclass(frozen=True, slots=True)
 class FailedOut:
-    """The leg ended without finishing; another attempt may succeed unless `final`. `corrupt`: bytes not as digested."""
+    """It ended without finishing; another attempt may succeed unless `final`. `corrupt`: bytes not as digested."""
 
     key: str
     reason: str

@@ -1,11 +1,13 @@
-"""A worker: one engine, one executor, one control port, and the calls that a dispatcher makes.
+"""A worker: one engine, one executor, one lease server, and the calls that a dispatcher makes.
 
 The async shell around the engine. It translates calls into engine verbs, runs fetches, answers the readers of its
-leases, and keeps a mailbox for each subscriber. Role-agnostic: prefill, decode and colocated legs are the same code.
+leases, and keeps a mailbox for each subscriber. It has no role: prefill, decode and both are the same code.
 
-    reserve -> fetch -> decode      a decode leg        prefill      a prefill leg, KV held for a reader
-    generate                        both on one worker  hand_over    offers a decode's KV to who shall take it over
-    cancel                          ends any of them, at any time, twice if you like
+    prefill                       compute a prompt, hold its KV for a reader
+    reserve -> fetch -> decode    read that KV, and decode
+    generate                      both, on one worker
+    hand_over                     offer the KV of a running decode to another worker
+    cancel                        end any of them, at any time, twice if you like
 """
 
 import asyncio
@@ -20,10 +22,10 @@ from diptych.shapes import Shape, Timings
 from kvtransfer.open import RESERVED_BLOCKS, host_identity
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.config import WorkerConfig
-from workers.engine.engine import Engine, Told
+from workers.engine.engine import Engine, EngineOutput
 from workers.engine.executor import Executor
 from workers.engine.pump import Pump
-from workers.engine.reservations import Reservations
+from workers.engine.reservations import ReservationQueue
 from workers.engine.sequence import Lease
 from workers.engine.step_timing import measure
 from workers.errors import UnknownSequence, WorkerClosed, WorkerError
@@ -32,9 +34,9 @@ from workers.log_fields import log_fields
 from workers.mailbox import Mailbox
 from workers.request import Bundle, Output, Request, Reservation, TicketOut
 from workers.stats import WorkerInfo, WorkerStats
-from workers.transfer.kv_fetcher import Fetching
+from workers.transfer.kv_fetcher import KVFetcher
 from workers.transfer.lease_server import LeaseServer
-from workers.transfer.peers import Peers
+from workers.transfer.peer_links import PeerLinks
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +79,9 @@ class Worker:
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due_s = 0.0
         self._late_sweeps = 0  # in a row: they judge nobody
-        self._reservations = Reservations(self.engine, self._granted)
-        self._peers = Peers(config, executor)
-        self._fetching = Fetching(config, self.engine, executor, self._peers, self._changed)
+        self._reservations = ReservationQueue(self.engine, self._granted)
+        self._peer_links = PeerLinks(config, executor)
+        self._kv_fetcher = KVFetcher(config, self.engine, executor, self._peer_links, self._changed)
         self._leases = LeaseServer(config, self.engine.leases, executor, self._peer_now, self._changed)
         self._pump = Pump(self.engine, executor, self._deliver, asyncio.get_running_loop().time)
         self._pumping = asyncio.ensure_future(self._pump.run())
@@ -157,13 +159,13 @@ class Worker:
             task.cancel()
         self._pump.stop()
         await asyncio.wait([self._pumping, *self._fetches.values(), *self._measurements])
-        await self._fetching.close()
+        await self._kv_fetcher.close()
         self._watching.cancel()
         if self._sweeper is not None:
             self._sweeper.cancel()
         for mailbox in self._mailboxes.values():
             mailbox.close()
-        await self._peers.close()
+        await self._peer_links.close()
         await self._leases.close()
         await self._executor.close()
 
@@ -197,8 +199,8 @@ class Worker:
     async def fetch(self, key: str, ticket: TransferTicket | None, goes_on: bool = False) -> None:
         """Pull what the ticket holds into the reserved blocks, behind its watermark. Outputs: FetchedOut or FailedOut.
 
-        No ticket: nothing is to come, and nothing is told. `goes_on`: then compute what is left of the prompt and draw,
-        without `decode`. Outputs: TokensOut too.
+        No ticket: nothing is to come, and there is no output. `goes_on`: then compute what is left of the prompt and
+        draw, without `decode`. Outputs: TokensOut too.
         """
         self._require_open()
         self.engine.reserved(key)
@@ -242,7 +244,7 @@ class Worker:
         Answers how many tokens lie there then; 0 when they did not come in time, which is no error.
         """
         self._accept(request)
-        return await self._fetching.fetch_prefix(request, ticket, timeout_s)
+        return await self._kv_fetcher.fetch_prefix(request, ticket, timeout_s)
 
     async def cache_since(self, last: int, reach: int) -> KVEvents:
         """What changed in our prefix cache for a reader who stands there; (0, 0): he knows nothing. See `KVEvents`."""
@@ -290,7 +292,7 @@ class Worker:
     async def connect(self, peer: PeerAddress) -> LinkReport:
         """Preflight: meet an owner, move one real block with its digest, measure. Errors: `TransferError`."""
         self._require_open()
-        _, link = await self._peers.meet(peer)
+        _, link = await self._peer_links.meet(peer)
         return link
 
     async def check(self) -> None:
@@ -331,7 +333,7 @@ class Worker:
         return asyncio.get_running_loop().time()
 
     def _stats(self) -> WorkerStats:
-        return self.engine.stats(self._executor.bubble_share, self._fetching.pulls)
+        return self.engine.stats(self._executor.bubble_share, self._kv_fetcher.pulls)
 
     def _require_open(self) -> None:
         if self._failure is not None:
@@ -362,12 +364,12 @@ class Worker:
         self._routes.pop(key, None)
         self.engine.abort(key)
 
-    def _deliver(self, told: list[Told]) -> None:
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Put the engine's outputs into mailboxes, wake the readers of leases, and let freed blocks be reserved."""
-        for each in told:
+        for each in outputs:
             output: Output = self._ticket(each) if isinstance(each, Lease) else each
             self._post(output)
-        for each in told:
+        for each in outputs:
             if not self.engine.holds(each.key):
                 self._routes.pop(each.key, None)
         self._leases.progressed()
@@ -395,7 +397,7 @@ class Worker:
     # ---- fetching ----------------------------------------------------------------------------------------------
 
     async def _fetch(self, key: str, ticket: TransferTicket, goes_on: bool) -> None:
-        fetched = await self._fetching.reserved(key, ticket, goes_on=goes_on)
+        fetched = await self._kv_fetcher.reserved(key, ticket, goes_on=goes_on)
         if fetched is not None:
             self._post(fetched)
             report = fetched.report

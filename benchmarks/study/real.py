@@ -13,7 +13,7 @@ from benchmarks.study.workload import Asked, asked
 from kvtransfer.open import RESERVED_BLOCKS
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.costs import CostModel
-from workers.engine.engine import Engine, Told
+from workers.engine.engine import Engine, EngineOutput
 from workers.engine.estimate import plan_seconds
 from workers.engine.executor import Executor, ModelFacts
 from workers.engine.pump import Pump
@@ -99,7 +99,7 @@ async def _serve(engine: Engine, executor: Executor, requests: Sequence[Asked]) 
     def now_s() -> float:
         return time.perf_counter() - begun_s
 
-    def deliver(told: list[Told]) -> None:
+    def deliver(told: list[EngineOutput]) -> None:
         for each in told:
             assert isinstance(each, TokensOut), each
             token_s[each.key].append(now_s())

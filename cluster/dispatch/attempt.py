@@ -26,8 +26,8 @@ from workers.request import (
     FetchedOut,
     FinishReason,
     HeadOut,
-    LegTiming,
     Request,
+    SequenceTiming,
     TicketOut,
     TokensOut,
 )
@@ -95,8 +95,8 @@ class Attempt:
         )  # what was heard, and who was missing, at the last look
         self._look_due: asyncio.TimerHandle | None = None
         self._known = [*request.generated]  # the answer's tokens so far
-        self._latest: LegTiming | None = None
-        self._head: LegTiming | None = None  # of a cut prompt's head, until it is booked
+        self._latest: SequenceTiming | None = None
+        self._head: SequenceTiming | None = None  # of a cut prompt's head, until it is booked
         self._head_came = self._first_came = self._ticket_came = False
         self._num_moves = 0
         self._coming: tuple[WorkerCall, asyncio.Future[TransferReport]] | None = None  # to where it moves
@@ -300,7 +300,7 @@ class Attempt:
             generated=tuple(self._known),
             group="",
             fresh=False,
-            leg=self._num_moves,
+            num_moves=self._num_moves,
             kv_dtype=MIXED_KV if unlike else "",
         )
         moving = self._moving = asyncio.ensure_future(self._move(WorkerCall(request, line), timeout_s))
@@ -385,7 +385,7 @@ class Attempt:
                 ),
             )
 
-    def _book_first(self, rest: str, timing: LegTiming | None) -> None:
+    def _book_first(self, rest: str, timing: SequenceTiming | None) -> None:
         """A lap before the first token: what head and tail of the prompt took since the last, and the rest."""
         parts = [each for each in (self._head, timing) if each is not None]
         self._head = None

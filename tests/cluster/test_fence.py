@@ -39,13 +39,13 @@ async def test_after_a_fence_no_pull_fails(side: str) -> None:
     async with cluster(split_spec(backends=("nixl",))) as served:
         decode = served.workers["decode-0"]
         await ask(served, 1)
-        pulls = decode._fetching.pulls
+        pulls = decode._kv_fetcher.pulls
         await fence(served.workers[side])
         await ask(served, 2)
         await ask(served, 3)
         await served.settle()
-        assert decode._fetching.pulls.failed == pulls.failed == 0
-        assert decode._fetching.pulls.arrived == pulls.arrived + 2
+        assert decode._kv_fetcher.pulls.failed == pulls.failed == 0
+        assert decode._kv_fetcher.pulls.arrived == pulls.arrived + 2
 
 
 async def test_a_ticket_from_before_the_owners_fence_is_read_over_the_new_link() -> None:
@@ -55,9 +55,9 @@ async def test_a_ticket_from_before_the_owners_fence_is_read_over_the_new_link()
         before = prefill._peer_now()
         await fence(prefill)
         await ask(served, 1)
-        link = decode._peers._links[before.incarnation]
+        link = decode._peer_links._links[before.incarnation]
         assert link.peer != before
-        await decode._peers.meet(before)
-        assert decode._peers._links[before.incarnation] is link
+        await decode._peer_links.meet(before)
+        assert decode._peer_links._links[before.incarnation] is link
         await ask(served, 2)
-        assert decode._fetching.pulls.failed == 0
+        assert decode._kv_fetcher.pulls.failed == 0

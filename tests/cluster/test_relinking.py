@@ -116,7 +116,7 @@ async def test_a_dead_owners_link_is_let_go_of_whoever_notices_first() -> None:
             forgotten.set_result(incarnation)
 
         executor.forget = recorded
-        reader._peers.unlink(owner.incarnation)  # a read found its memory gone
+        reader._peer_links.unlink(owner.incarnation)  # a read found its memory gone
         await owner._leases.close()  # and only then its connection breaks
         assert await asyncio.wait_for(forgotten, 5.0) == owner.incarnation
 

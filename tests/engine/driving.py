@@ -9,7 +9,7 @@ from collections import deque
 
 from workers.config import EngineConfig
 from workers.costs import CostModel
-from workers.engine.engine import Engine, Told
+from workers.engine.engine import Engine, EngineOutput
 from workers.engine.step import Chunk, StepPlan, StepResult
 from workers.request import Request, SamplingParams, TokenLogprobs, TokensOut
 
@@ -60,7 +60,9 @@ def result(plan: StepPlan, seconds: float = 0.01) -> StepResult:
     return StepResult(plan.number, tokens, tuple(None for _ in tokens), digests, seconds, scores)
 
 
-def step(engine: Engine, now_s: float = 0.0, device: "Device | None" = None) -> tuple[StepPlan | None, list[Told]]:
+def step(
+    engine: Engine, now_s: float = 0.0, device: "Device | None" = None
+) -> tuple[StepPlan | None, list[EngineOutput]]:
     """One schedule and commit; the plan and all that was told."""
     plan = engine.schedule(now_s)
     if plan is not None:
@@ -74,8 +76,8 @@ def step(engine: Engine, now_s: float = 0.0, device: "Device | None" = None) -> 
     return plan, engine.drain()
 
 
-def run_to_end(engine: Engine, now_s: float = 0.0, device: "Device | None" = None) -> list[Told]:
-    told: list[Told] = []
+def run_to_end(engine: Engine, now_s: float = 0.0, device: "Device | None" = None) -> list[EngineOutput]:
+    told: list[EngineOutput] = []
     while True:
         plan, more = step(engine, now_s, device)
         told += more
@@ -83,7 +85,7 @@ def run_to_end(engine: Engine, now_s: float = 0.0, device: "Device | None" = Non
             return told
 
 
-def tokens_of(told: list[Told], key: str) -> list[int]:
+def tokens_of(told: list[EngineOutput], key: str) -> list[int]:
     return [token for each in told if isinstance(each, TokensOut) and each.key == key for token in each.tokens]
 
 

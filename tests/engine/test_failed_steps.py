@@ -8,9 +8,9 @@ from driving import Device, engine, next_token, request, result, run_to_end, ste
 
 from workers.costs import LinearCost
 from workers.engine.blocks import prefix_hashes
-from workers.engine.engine import Engine, Told
+from workers.engine.engine import Engine, EngineOutput
 from workers.engine.pump import MOST_FAILURES, Pump
-from workers.engine.reservations import Reservations
+from workers.engine.reservations import ReservationQueue
 from workers.engine.sequence import Sequence
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import InvalidRequest
@@ -19,7 +19,7 @@ from workers.request import FailedOut
 COST = LinearCost(0.0, 0.001, 0.0, 0.001, 0.0, 0.0, 1e-9)
 
 
-def failed(told: list[Told]) -> set[str]:
+def failed(told: list[EngineOutput]) -> set[str]:
     return {each.key for each in told if isinstance(each, FailedOut)}
 
 
@@ -43,9 +43,9 @@ class Computes:
         return result(plan)
 
 
-async def pumped(subject: Engine, executor: Computes) -> list[Told]:
+async def pumped(subject: Engine, executor: Computes) -> list[EngineOutput]:
     """Until nothing is left to do."""
-    told: list[Told] = []
+    told: list[EngineOutput] = []
     pump = Pump(subject, executor, told.extend, lambda: 0.0)  # type: ignore[arg-type]
     pumping = asyncio.ensure_future(pump.run())
     async with asyncio.timeout(20.0):
@@ -160,7 +160,7 @@ def test_whichever_steps_fail_the_survivors_attend_to_the_right_kv(seed: int, pr
     draw, device = random.Random(seed), Device()
     sizes = {"kv_blocks": 18, "swap_blocks": 24, "host_cache_blocks": 24, "max_running": 6}
     subject = engine(cost=COST, block_bytes=1, preemption=preemption, **sizes)
-    told: list[Told] = []
+    told: list[EngineOutput] = []
     lengths, copied = {}, 0
     for index in range(60):
         prompt = (*range(1, 5 + draw.randrange(4) * 4), draw.randrange(1, 4))
@@ -189,7 +189,7 @@ def test_whichever_steps_fail_the_survivors_attend_to_the_right_kv(seed: int, pr
 
 async def test_an_error_over_one_reservation_is_its_callers_and_the_next_is_granted() -> None:
     subject = engine()
-    reservations = Reservations(subject, lambda request: None)
+    reservations = ReservationQueue(subject, lambda request: None)
     bad = request("a", ("x", "y"))  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         await reservations.ask(bad, 1.0)
@@ -205,7 +205,7 @@ async def test_a_prompt_that_waits_for_room_is_hashed_once(monkeypatch) -> None:
 
     monkeypatch.setattr("workers.engine.engine.prefix_hashes", counted)
     subject = engine()
-    reservations = Reservations(subject, lambda request: None)
+    reservations = ReservationQueue(subject, lambda request: None)
     taken = subject.pool.allocate(subject.pool.num_free - 2)
     asking = asyncio.ensure_future(reservations.ask(request("a", tuple(range(1, 41))), 5.0))
     for _ in range(20):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from driving import engine, next_token, request, result, tokens_of
 
-from workers.engine.engine import Engine, Told
+from workers.engine.engine import Engine, EngineOutput
 from workers.engine.pump import Pump
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import RankLost
@@ -32,9 +32,9 @@ class Stages:
             del self.running[plan.number]
 
 
-async def pumped(subject: Engine, stages: Stages, end: Callable[[], None], count: int) -> list[Told]:
+async def pumped(subject: Engine, stages: Stages, end: Callable[[], None], count: int) -> list[EngineOutput]:
     """Runs until `count` answers have ended; `end` ends some plans whenever all others wait."""
-    told: list[Told] = []
+    told: list[EngineOutput] = []
     pump = Pump(subject, stages, told.extend, lambda: 0.0)  # type: ignore[arg-type]
     pumping = asyncio.ensure_future(pump.run())
     async with asyncio.timeout(20.0):

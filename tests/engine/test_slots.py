@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from workers.config import EngineConfig
 from workers.costs import LinearCost
-from workers.engine.promises import CAREFUL, next_prompt, slot_refusal
 from workers.engine.sequence import Sequence
+from workers.engine.slo import CAREFUL, next_prompt, slot_refusal
 from workers.errors import Overloaded
 from workers.request import SLO, Request
 
@@ -51,7 +51,7 @@ def test_an_empty_worker_takes_whoever_comes_and_an_impossible_promise_binds_nob
 def test_an_answer_that_was_lost_half_way_is_not_held_up() -> None:
     subject = engine(cost=COST)
     subject.reserve(promised("a", 0.015), 0.0)
-    for fields in ({}, {"attempt": 1}, {"generated": (1,), "leg": 1}):
+    for fields in ({}, {"attempt": 1}, {"generated": (1,), "num_moves": 1}):
         with pytest.raises(Overloaded):
             subject.reserve(promised("b", None, **fields), 0.0)
     subject.reserve(promised("b", None, attempt=1, generated=(1,)), 0.0)

@@ -12,7 +12,7 @@ from kvtransfer.ticket import PeerAddress, Piece
 from kvtransfer.transport import PullOrder
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
 from workers.costs import CostModel, LinearCost
-from workers.engine.engine import Engine, Told
+from workers.engine.engine import Engine, EngineOutput
 from workers.engine.estimate import plan_seconds
 from workers.engine.pump import Pump
 from workers.engine.step import Chunk, Draw, StepPlan
@@ -208,7 +208,7 @@ def serve(stages: int, count: int, cost: CostModel) -> tuple[float, float]:
         executor = open_one("w", "modelled", stages=stages, kv_blocks=400, cost=cost)
         loop, open_answers, ended = asyncio.get_running_loop(), count, asyncio.Event()
 
-        def deliver(told: list[Told]) -> None:
+        def deliver(told: list[EngineOutput]) -> None:
             nonlocal open_answers
             open_answers -= sum(isinstance(each, TokensOut) and each.finish is not None for each in told)
             if not open_answers:

@@ -59,7 +59,7 @@ class Cached(NamedTuple):
 
     block: int
     name: bytes
-    told: int | None
+    prefix: int | None
 
 
 class BlockPool:
@@ -90,7 +90,7 @@ class BlockPool:
         self._cached: OrderedDict[int, bytes] = OrderedDict()  # unreferenced but reusable, oldest first
         self._names: dict[int, bytes] = {}  # block -> content name, referenced or not
         self._blocks: dict[bytes, int] = {}  # content name -> block
-        self._told: dict[int, int] = {}  # named block -> what the log calls the prefix that ends with it
+        self._prefixes: dict[int, int] = {}  # named block -> what the log calls the prefix that ends with it
         self.digests: dict[int, tuple[bytes, ...]] = {}  # named block -> digests of its cells on each rank
         self.sought_tokens = self.found_tokens = 0
         self.log = CacheLog(block_size)
@@ -128,7 +128,7 @@ class BlockPool:
         while len(taken) < count:
             block, name = self._cached.popitem(last=False)
             if evicted is not None:
-                evicted.append(Cached(block, name, self._told.get(block)))
+                evicted.append(Cached(block, name, self._prefixes.get(block)))
             self._forget(block)
             taken.append(block)
         for block in taken:
@@ -165,10 +165,10 @@ class BlockPool:
             found.append(block)
         return found
 
-    def name(self, block: int, content: bytes, told: int | None = None) -> None:
+    def name(self, block: int, content: bytes, prefix: int | None = None) -> None:
         """A held block is computed; `content` names it. The first block of a name keeps it.
 
-        A block that was named as a tail, and has been filled since, gets its new name instead. `told`: what the log
+        A block that was named as a tail, and has been filled since, gets its new name instead. `prefix`: what the log
         calls the prefix that ends with this block, if anything.
         """
         assert self._references[block] > 0, f"block {block} is named but nobody holds it"
@@ -178,9 +178,9 @@ class BlockPool:
             self._forget(block)
         self._blocks[content] = block
         self._names[block] = content
-        if told is not None:
-            self._told[block] = told
-            self.log.add(Tier.DEVICE, told)
+        if prefix is not None:
+            self._prefixes[block] = prefix
+            self.log.add(Tier.DEVICE, prefix)
 
     def hold_oldest(self, most: int, among: int) -> list[Cached]:
         """Up to `most` of the `among` cached blocks that go next, those whose content is not on the host.
@@ -193,7 +193,7 @@ class BlockPool:
         for block, _ in going:
             del self._cached[block]
             self._references[block] = 1
-        return [Cached(block, name, self._told.get(block)) for block, name in going]
+        return [Cached(block, name, self._prefixes.get(block)) for block, name in going]
 
     def free_oldest(self, blocks: Sequence[int]) -> None:
         """One reference less: those that nobody else took are cached again, as the ones that go next, first first."""
@@ -231,9 +231,9 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         del self._blocks[self._names.pop(block)]
         self.digests.pop(block, None)
-        told = self._told.pop(block, None)
-        if told is not None:
-            self.log.remove(Tier.DEVICE, told)
+        prefix = self._prefixes.pop(block, None)
+        if prefix is not None:
+            self.log.remove(Tier.DEVICE, prefix)
 
     def check(self, held: Iterable[Sequence[int]] = ()) -> None:
         """Prove the invariants; `held` are the block lists of every owner. Raises AssertionError."""
@@ -248,8 +248,8 @@ class BlockPool:
         assert len(self._names) == len(self._blocks) and all(self._blocks[n] == b for b, n in self._names.items())
         assert set(self.digests) <= set(self._names), "a digest outlived its block's name"
         self.host.check()
-        assert set(self._told) <= set(self._names), "a prefix is told of a block that lost its name"
-        assert self.log.names(Tier.DEVICE) == set(self._told.values()), "the log differs from what is cached"
+        assert set(self._prefixes) <= set(self._names), "a prefix outlived its block's name"
+        assert self.log.names(Tier.DEVICE) == set(self._prefixes.values()), "the log differs from what is cached"
 
 
 class HostBlocks:

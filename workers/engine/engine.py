@@ -2,7 +2,7 @@
 
     plan = engine.schedule(now)          # what to compute, or None
     engine.commit(plan, result, now)     # what came out
-    outputs = engine.drain()             # what to tell whom
+    outputs = engine.drain()             # what came of it, for the subscribers
 
 Up to `depth` plans may be in flight; they run, and are committed, in the order in which they were made.
 Time is an argument. Touched only from its worker's event loop; knows no device, no I/O and no peer.
@@ -18,9 +18,9 @@ from workers.engine.blocks import BlockPool, prefix_hashes, tail_hash
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
 from workers.engine.prefix_fetch import PrefixFetches
-from workers.engine.promises import slot_refusal
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Lease, Sequence, State
+from workers.engine.slo import slot_refusal
 from workers.engine.step import Chunk, StepPlan, StepResult
 from workers.engine.step_builder import Slice
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
@@ -38,7 +38,7 @@ from workers.stats import NO_PULLS, Pulls, WorkerStats
 
 logger = logging.getLogger(__name__)
 
-Told = TokensOut | HeadOut | FailedOut | Lease  # a Lease: a held prompt got its blocks, its reader may start
+EngineOutput = TokensOut | HeadOut | FailedOut | Lease  # a Lease: a held prompt got its blocks, its reader may start
 
 
 class BrokenStep(Exception):
@@ -97,7 +97,7 @@ class Engine:
         self._transfers: list[tuple[int, ...]] = []  # blocks into which bytes may still land
         prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
         self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks)
-        self._told: list[Told] = []
+        self._outputs: list[EngineOutput] = []
         self._steps = 0
         self._step_s = 0.0
         self._non_finite = 0
@@ -211,7 +211,7 @@ class Engine:
         """Sequences that hold or were promised a decode slot."""
         return len(self._scheduler.queues.running) + sum(s.state is State.RESERVED for s in self._sequences.values())
 
-    # ---- the decode leg ----------------------------------------------------------------------------------------
+    # ---- decoding what was prefilled elsewhere -----------------------------------------------------------------
 
     def reserved(self, key: str) -> Sequence:
         """The reserved sequence of this key. Raises `UnknownSequence`."""
@@ -297,7 +297,7 @@ class Engine:
             raise BrokenStep(StepPlan(self._steps, (), swap_out=tuple(step.moves.swap_out))) from step.error
         for sequence in step.admitted:
             if sequence.hold:
-                self._told.append(self.leases.hold(sequence, now_s))
+                self._outputs.append(self.leases.hold(sequence, now_s))
                 sequence.leased = True
         chunks: list[Chunk] = []
         digests: list[tuple[int, int]] = []
@@ -358,7 +358,7 @@ class Engine:
                 if token is not None:
                     self._append(sequence, token, logprobs, now_s)
                 elif sequence.cut_tokens == sequence.num_computed:
-                    self._told.append(HeadOut(sequence.key, sequence.timing(now_s), sequence.cached_tokens))
+                    self._outputs.append(HeadOut(sequence.key, sequence.timing(now_s), sequence.cached_tokens))
                     self._end_held(sequence)
             except Exception as error:
                 self._blame(sequence, error)
@@ -370,7 +370,7 @@ class Engine:
         sequence.tokens.append(token)
         finish = sequence.finish_reason(self._eos)
         first = sequence.decode_called_s is None and sequence.first_token_s is None
-        self._told.append(
+        self._outputs.append(
             TokensOut(
                 sequence.key,
                 sequence.num_output - 1,
@@ -409,8 +409,8 @@ class Engine:
             sequence.hashes = prefix_hashes(tokens, self.pool.block_size, sequence.hashes, salt)
             sequence.chain = chain(tokens, known=sequence.chain, salt=salt)
             for index in range(sequence.num_named, full):
-                told = None if sequence.kv_dtype else name_of_block(sequence.chain, index, self.pool.block_size)
-                self.pool.name(sequence.blocks[index], sequence.hashes[index], told)
+                prefix = None if sequence.kv_dtype else name_of_block(sequence.chain, index, self.pool.block_size)
+                self.pool.name(sequence.blocks[index], sequence.hashes[index], prefix)
             sequence.num_named = full
         if sequence.request.group and sequence.num_output == 0 and sequence.num_computed == len(sequence.tokens):
             name = tail_hash(sequence.tokens, self.pool.block_size, sequence.hashes, sequence.salt)
@@ -419,7 +419,7 @@ class Engine:
     # ---- endings -----------------------------------------------------------------------------------------------
 
     def abort(self, key: str) -> bool:
-        """End a sequence and the lease of its KV; False when neither is here. Nothing more is told about it."""
+        """End a sequence and the lease of its KV; False when neither is here. It has no further outputs."""
         leased = self.leases.drop(key)
         sequence = self._sequences.get(key)
         if sequence is None or sequence.doomed:
@@ -433,7 +433,7 @@ class Engine:
     def fail(self, key: str, reason: str, *, corrupt: bool = False, final: bool = False) -> None:
         """Abort, and tell the subscriber why. `final`: another attempt would end in the same way."""
         if key in self._sequences:
-            self._told.append(FailedOut(key, reason, corrupt, final))
+            self._outputs.append(FailedOut(key, reason, corrupt, final))
         self.abort(key)
 
     def _blame(self, sequence: Sequence, error: Exception) -> None:
@@ -479,10 +479,10 @@ class Engine:
 
     # ---- looking in --------------------------------------------------------------------------------------------
 
-    def drain(self) -> list[Told]:
+    def drain(self) -> list[EngineOutput]:
         """What happened since the last call, in order."""
-        told, self._told = self._told, []
-        return told
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def holds(self, key: str) -> bool:
         """Whether a sequence of this key is alive here (its lease may outlive it)."""

@@ -1,6 +1,6 @@
 """What the engine believes its next steps will cost: a cost model, corrected by the steps it has seen.
 
-Pure: it is told the seconds, it reads no clock.
+Pure: seconds are arguments; it reads no clock.
 """
 
 import math

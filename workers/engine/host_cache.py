@@ -23,7 +23,7 @@ class HostCache:
         self._log = log
         self._free = dict.fromkeys(range(first, first + num_blocks))
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # name -> host block, oldest first
-        self._told: dict[bytes, int] = {}
+        self._prefixes: dict[bytes, int] = {}
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._kept
@@ -31,7 +31,7 @@ class HostCache:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def save(self, name: bytes, told: int | None, busy: Collection[int]) -> int | None:
+    def save(self, name: bytes, prefix: int | None, busy: Collection[int]) -> int | None:
         """The host block into which the step in the making copies this content. None: there is none to spare.
 
         `busy` are those that this step reads: it saves before it reads.
@@ -46,9 +46,9 @@ class HostCache:
             self.forget([oldest])
         del self._free[block]
         self._kept[name] = block
-        if told is not None:
-            self._told[name] = told
-            self._log.add(Tier.HOST, told)
+        if prefix is not None:
+            self._prefixes[name] = prefix
+            self._log.add(Tier.HOST, prefix)
         return block
 
     def match(self, names: Sequence[bytes]) -> list[int]:
@@ -70,9 +70,9 @@ class HostCache:
             if block is None:
                 continue
             self._free[block] = None
-            told = self._told.pop(name, None)
-            if told is not None:
-                self._log.remove(Tier.HOST, told)
+            prefix = self._prefixes.pop(name, None)
+            if prefix is not None:
+                self._log.remove(Tier.HOST, prefix)
 
     def clear(self) -> None:
         self.forget(list(self._kept))
@@ -81,5 +81,5 @@ class HostCache:
         """Prove that each block is free or kept, once, and that the log says so. Raises AssertionError."""
         ids = sorted([*self._free, *self._kept.values()])
         assert ids == list(range(self._first, self._first + self.num_blocks)), "host cache blocks do not balance"
-        assert set(self._told) <= set(self._kept), "a prefix is told of content that is not kept"
-        assert self._log.names(Tier.HOST) == set(self._told.values()), "the log differs from what is kept"
+        assert set(self._prefixes) <= set(self._kept), "a prefix outlived its content"
+        assert self._log.names(Tier.HOST) == set(self._prefixes.values()), "the log differs from what is kept"

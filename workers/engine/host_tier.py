@@ -86,7 +86,7 @@ class HostTier:
         for each in (*moves.evicted, *ahead):
             if each.name in host:
                 continue
-            target = host.save(each.name, each.told, busy)
+            target = host.save(each.name, each.prefix, busy)
             if target is not None:
                 moves.swap_out.append((each.block, target))
 

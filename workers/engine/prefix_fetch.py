@@ -68,6 +68,6 @@ class PrefixFetches:
         self._coming.remove(fetch)
         if arrived:
             for index in range(fetch.num_shared, len(fetch.hashes)):
-                told = name_of_block(fetch.names, index, self._pool.block_size)
-                self._pool.name(fetch.blocks[index], fetch.hashes[index], told)
+                prefix = name_of_block(fetch.names, index, self._pool.block_size)
+                self._pool.name(fetch.blocks[index], fetch.hashes[index], prefix)
         self._pool.free(fetch.blocks)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from workers.engine.engine import BrokenStep, Engine, Told
+from workers.engine.engine import BrokenStep, Engine, EngineOutput
 from workers.engine.executor import Executor
 from workers.engine.step import StepPlan, StepResult
 from workers.engine.timer import Timer
@@ -28,7 +28,11 @@ class Pump:
     """Owned by a Worker. `deliver` gets the engine's outputs after every change; `wake` says that there is work."""
 
     def __init__(
-        self, engine: Engine, executor: Executor, deliver: Callable[[list[Told]], None], now_s: Callable[[], float]
+        self,
+        engine: Engine,
+        executor: Executor,
+        deliver: Callable[[list[EngineOutput]], None],
+        now_s: Callable[[], float],
     ) -> None:
         self._engine = engine
         self._executor = executor

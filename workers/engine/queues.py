@@ -5,8 +5,8 @@ from itertools import islice
 
 from workers.config import EngineConfig
 from workers.engine.estimate import StepEstimate
-from workers.engine.promises import next_prompt
 from workers.engine.sequence import Sequence, State
+from workers.engine.slo import next_prompt
 
 
 class Queues:

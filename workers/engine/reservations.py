@@ -1,4 +1,4 @@
-"""Reservations that wait for blocks and a slot: granted in the order they were asked for, each within its own time.
+"""ReservationQueue that wait for blocks and a slot: granted in the order they were asked for, each within its own time.
 
 Knows the engine's word on whether one fits; knows no subscriber and no wire.
 """
@@ -25,8 +25,8 @@ class _Asked:
     wanted: Sequence | None = None  # made when it is first its turn: hashing a long prompt takes milliseconds
 
 
-class Reservations:
-    """Owned by a Worker. `granted` is told of each request that got its promise, before its caller is."""
+class ReservationQueue:
+    """Owned by a Worker. `granted` is called for each request that got its reservation, before its caller resumes."""
 
     def __init__(self, engine: Engine, granted: Callable[[Request], None]) -> None:
         self._engine = engine

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from workers.engine.step import Draw
-from workers.request import FinishReason, LegTiming, Request, TokenLogprobs
+from workers.request import FinishReason, Request, SequenceTiming, TokenLogprobs
 
 INT32 = next(code for code in "il" if array(code).itemsize == 4)
 
@@ -124,7 +124,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the prompt's own log probabilities are still to be told: they come with the first token."""
+        """Whether the prompt's own log probabilities are still to come: they go out with the first token."""
         return self.request.sampling.prompt_logprobs is not None and self.num_output == 0
 
     def begin(self, now_s: float) -> None:
@@ -140,14 +140,14 @@ class Sequence:
         began_s = self.first_token_s if self.first_token_s is not None else self.ready_s
         return -math.inf if began_s is None else began_s + (len(self.tokens) - self.num_given) * promise_s
 
-    def timing(self, now_s: float) -> LegTiming:
-        """See `LegTiming`."""
+    def timing(self, now_s: float) -> SequenceTiming:
+        """See `SequenceTiming`."""
         assert self.first_step_s is not None, "a token came out of a step that never began"
         if self.first_token_s is not None:
-            return LegTiming(0.0, 0.0, now_s - self.first_token_s)
+            return SequenceTiming(0.0, 0.0, now_s - self.first_token_s)
         began_s = self.arrival_s if self.ready_s is None else self.ready_s
         wait_s = 0.0 if self.decode_called_s is None else began_s - self.decode_called_s
-        return LegTiming(wait_s, self.first_step_s - began_s, now_s - self.first_step_s)
+        return SequenceTiming(wait_s, self.first_step_s - began_s, now_s - self.first_step_s)
 
     def restart(self) -> None:
         """Its KV is gone: all tokens are to be computed again, and here."""

@@ -1,6 +1,6 @@
 """The bubble of a pipeline: which share of its stages' time went by idle while there was something to compute.
 
-Pure: it is told the seconds, it reads no clock.
+Pure: seconds are arguments; it reads no clock.
 
 Source of the name and the measure: Huang et al., GPipe (NeurIPS'19).
 """
@@ -12,7 +12,7 @@ WINDOW = 256  # plans; recent enough to follow the load, long enough to smooth a
 
 
 class BubbleMeter:
-    """Owned by an executor of `stages` stages. Plans are told in the order in which they ended."""
+    """Owned by an executor of `stages` stages. Plans are added in the order in which they ended."""
 
     def __init__(self, stages: int, window: int = WINDOW) -> None:
         self._stages = stages

@@ -20,21 +20,26 @@ from workers.errors import UnknownSequence
 from workers.log_fields import log_fields
 from workers.request import MIXED_KV, FetchedOut, Request
 from workers.stats import NO_PULLS
-from workers.transfer.peers import Peers
+from workers.transfer.peer_links import PeerLinks
 
 logger = logging.getLogger(__name__)
 
 
-class Fetching:
+class KVFetcher:
     """Owned by a Worker. `changed` is called when blocks became free. `close` before the peers."""
 
     def __init__(
-        self, config: WorkerConfig, engine: Engine, executor: Executor, peers: Peers, changed: Callable[[], None]
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        executor: Executor,
+        peer_links: PeerLinks,
+        changed: Callable[[], None],
     ) -> None:
         self._config = config
         self._engine = engine
         self._executor = executor
-        self._peers = peers
+        self._peer_links = peer_links
         self._changed = changed
         self._prefix_fetches: set[asyncio.Task[int]] = set()
         self.pulls = NO_PULLS
@@ -60,8 +65,8 @@ class Fetching:
             corrupt = isinstance(error, DigestMismatch)
             self._engine.fail(key, f"{type(error).__name__}: {error}", corrupt=corrupt)
         except Exception as error:
-            told = log_fields(self._config.name, key)
-            logger.exception("worker %s: fetch of %s", self._config.name, key, extra=told)
+            fields = log_fields(self._config.name, key)
+            logger.exception("worker %s: fetch of %s", self._config.name, key, extra=fields)
             self._engine.fail(key, f"unexpected {type(error).__name__}: {error}")
         return None
 
@@ -77,7 +82,7 @@ class Fetching:
 
     async def _pull(self, ticket: TransferTicket, blocks: tuple[int, ...], skip_tokens: int) -> TransferReport:
         try:
-            client, link = await self._peers.meet(ticket.owner)
+            client, link = await self._peer_links.meet(ticket.owner)
             ours = [(shard.layout, shard.rank) for shard in self._executor.shards()]
             return await pull(
                 client,
@@ -91,7 +96,7 @@ class Fetching:
                 skip_tokens=skip_tokens,
             )
         except PeerLost:
-            self._peers.unlink(ticket.owner.incarnation)
+            self._peer_links.unlink(ticket.owner.incarnation)
             raise
 
     async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:

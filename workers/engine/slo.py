@@ -1,4 +1,4 @@
-"""What promises mean to an engine: whether one more may decode, and whose prompt is next. Pure."""
+"""What SLOs mean to an engine: whether one more sequence may decode here, and whose prompt is next. Pure."""
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
@@ -19,7 +19,7 @@ def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, 
     alone would break bind nobody, an empty worker takes everybody, and any worker an answer that was lost half way on
     another. Of `depth` steps in flight each has an equal part of the decodes.
     """
-    if newcomer.generated and not newcomer.leg:
+    if newcomer.generated and not newcomer.num_moves:
         return ""
     batch = -(-(len(decoding) + 1) // depth)
     context_tokens = sum(len(each.tokens) for each in decoding) + newcomer.num_tokens

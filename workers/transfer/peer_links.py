@@ -35,7 +35,7 @@ class _Link:
     proof: "asyncio.Future[LinkReport] | None"
 
 
-class Peers:
+class PeerLinks:
     """Owned by a Worker."""
 
     def __init__(self, config: WorkerConfig, executor: Executor) -> None:
