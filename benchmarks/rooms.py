@@ -153,9 +153,10 @@ def svg(drawing: Drawing) -> str:
         for n, each in enumerate(row):
             place[each] = left + n * (BOX_WIDTH + GAP), height - (floor + 1) * FLOOR_HEIGHT + 20
     reach = {each: _reach(arrows, each) for each in arrows}
+    fonts = "Helvetica, Arial, DejaVu Sans, sans-serif"
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif" '
-        f'font-size="12"><rect width="{width}" height="{height}" fill="white"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="{fonts}" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for each, found in arrows.items():
         for other in sorted(found):
