@@ -1,6 +1,6 @@
-"""Where a gateway is and how to get in: the options of every command that asks one, and of those that open one.
+"""Where a gateway is and how to authenticate: options of the commands that talk to one, and of those that open one.
 
-A key is never an argument: it would stand in the shell's history and in the list of processes.
+A key is never an argument: it would show in the shell's history and in the process list.
 """
 
 import os
@@ -10,34 +10,45 @@ from typing import Any
 
 import click
 
+from cluster.cli.groups import grouped
+from cluster.cli.local_servers import last_endpoint
 from diptych.access import Access
 
-ENDPOINT = click.option(
+DEFAULT = "[default: $DIPTYCH_ENDPOINT, else the last server started on this machine, else 127.0.0.1:50051]"
+
+connection = grouped("Connection")
+security = grouped("Security")
+
+
+def default_endpoint(ctx: click.Context, option: click.Parameter, value: str | None) -> str:
+    return value or last_endpoint()
+
+
+ENDPOINT = connection(
     "--endpoint",
-    default="127.0.0.1:50051",
-    show_default=True,
     envvar="DIPTYCH_ENDPOINT",
     metavar="ADDRESS",
-    help="HOST:PORT, or grpcs://HOST:PORT of a gateway with TLS.",
+    callback=default_endpoint,
+    help=f"Gateway to talk to: HOST:PORT, or grpcs://HOST:PORT for TLS. {DEFAULT}",
 )
 FILE = click.Path(exists=True, dir_okay=False)
 ACCESS = (
-    click.option("--ca", type=FILE, envvar="DIPTYCH_CA", help="Authorities that may have signed its certificate."),
-    click.option("--cert", type=FILE, envvar="DIPTYCH_CERT", help="A certificate to show to it."),
-    click.option("--cert-key", type=FILE, envvar="DIPTYCH_CERT_KEY", help="The key of --cert."),
-    click.option(
+    connection("--ca", type=FILE, envvar="DIPTYCH_CA", help="CA certificates (PEM) to verify the gateway with."),
+    connection("--cert", type=FILE, envvar="DIPTYCH_CERT", help="Client certificate (PEM)."),
+    connection("--cert-key", type=FILE, envvar="DIPTYCH_CERT_KEY", help="Private key of --cert."),
+    connection(
         "--key-file",
         type=FILE,
         envvar="DIPTYCH_KEY_FILE",
-        help="The first line in it is the API key. [default: the key in DIPTYCH_API_KEY]",
+        help="File whose first line is the API key. [default: the key in $DIPTYCH_API_KEY]",
     ),
 )
 
 FILES = (
-    ("--tls-cert-file", "The gateway's certificate: TLS at both doors, see docs/security.md."),
-    ("--tls-key-file", "Its key."),
-    ("--tls-client-ca-file", "Authorities: clients must show a certificate of one of them."),
-    ("--api-keys-file", "API keys, one a line: requests must carry one of them."),
+    ("--tls-cert-file", "Certificate (PEM) for gRPC and HTTP: turns TLS on, see docs/security.md."),
+    ("--tls-key-file", "Private key of --tls-cert-file."),
+    ("--tls-client-ca-file", "CA certificates: clients must present a certificate that one of them signed."),
+    ("--api-keys-file", "API keys, one per line: requests must carry one of them."),
 )
 
 
@@ -53,7 +64,7 @@ def filed(command: Callable[..., None]) -> Callable[..., None]:
         command(*args, files=files, **options)
 
     for option, words in reversed(FILES):
-        with_files = click.option(option, type=click.Path(dir_okay=False), metavar="FILE", help=words)(with_files)
+        with_files = security(option, type=click.Path(dir_okay=False), metavar="FILE", help=words)(with_files)
     return with_files
 
 
@@ -69,12 +80,14 @@ def accessed(command: Callable[..., None]) -> Callable[..., None]:
 
 def addressed(command: Callable[..., None]) -> Callable[..., None]:
     """The same and `endpoint`."""
-    return ENDPOINT(accessed(command))
+    with_endpoint: Callable[..., None] = ENDPOINT(accessed(command))
+    return with_endpoint
 
 
 def addressed_for_long(command: Callable[..., None]) -> Callable[..., None]:
     """For commands that stay while keys are renewed: `access` is a function that reads the key again."""
-    return ENDPOINT(_accessed(command))
+    with_endpoint: Callable[..., None] = ENDPOINT(_accessed(command))
+    return with_endpoint
 
 
 def _accessed(command: Callable[..., None]) -> Callable[..., None]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cluster.cli.address import addressed
+from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import print_json
 from cluster.spec import Role
 from diptych.access import Access
@@ -24,7 +25,7 @@ REVISION = click.option(
 JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of words.")
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("worker")
 @click.argument("role", type=click.Choice([role.value for role in Role]))
 @addressed
@@ -41,7 +42,7 @@ def flip(worker: str, role: str, endpoint: str, access: Access, revision: int, a
     _tell(as_json, new, f"{worker} is a {role} worker", worker=worker, role=role)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("worker")
 @addressed
 @click.option(
@@ -64,7 +65,7 @@ def drain(worker: str, endpoint: str, access: Access, deadline_s: float | None, 
     _tell(as_json, new, f"{worker} takes no new work, and leaves when it is empty", worker=worker)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("pool")
 @click.argument("replicas", type=click.IntRange(min=0))
 @addressed

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.address import addressed_for_long
+from cluster.cli.groups import GroupedCommand
 from cluster.cli.lifetime import run
 from diptych.access import Access
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 SECONDS = click.FloatRange(min=0, min_open=True)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option(
     "-f", "--file", "file", required=True, type=click.Path(exists=True, dir_okay=False), help="The cluster's file."
 )

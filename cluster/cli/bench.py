@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.address import accessed
+from cluster.cli.address import DEFAULT, accessed, connection, default_endpoint
 from cluster.cli.comparison import positive_slo
+from cluster.cli.groups import GroupedCommand
 from diptych.access import Access
 
 if TYPE_CHECKING:
@@ -16,15 +17,14 @@ LENGTHS = "128/64"
 SEEDS_OF_GOODPUT, SEEDS_OF_COMPARE = 3, 5
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("configurations", nargs=-1)
-@click.option(
+@connection(
     "--endpoint",
-    default="127.0.0.1:50051",
-    show_default=True,
     envvar="DIPTYCH_ENDPOINT",
     metavar="ADDRESS",
-    help="grpc://HOST:PORT, or http://HOST:PORT[/v1] of any OpenAI server; with TLS grpcs:// and https://.",
+    callback=default_endpoint,
+    help=f"grpc://HOST:PORT, or http://HOST:PORT[/v1] of any OpenAI server (TLS: grpcs://, https://). {DEFAULT}",
 )
 @accessed
 @click.option("--model", default="", metavar="NAME", help="With http://: which; else the only one there is.")

@@ -4,7 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.cli.lifetime import run, running_cluster, with_port
+from cluster.cli.groups import GroupedCommand
+from cluster.cli.launch import with_port
+from cluster.cli.lifetime import run, running_cluster
 from cluster.cli.screen import answer_json, console, ledger_table, print_json, say, way_lines, worker_json
 from cluster.cli.serve import check_pools
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 PROMPT = "Explain in two sentences why the sea is salty."
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--prompt", default=PROMPT, show_default=True)
 @click.option("--model", default="smollm2-135m", show_default=True)
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True)

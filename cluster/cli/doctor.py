@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import print_json, size
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Compute:
     ray_address: str
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 def doctor(as_json: bool) -> None:
     """Check this machine: torch, Ray, and the paths that KV can take.

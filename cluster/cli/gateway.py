@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.address import filed
-from cluster.cli.lifetime import Interrupts, closing_words, run, with_files, with_http, with_port
+from cluster.cli.groups import GroupedCommand
+from cluster.cli.launch import with_files, with_http, with_other_http, with_port
+from cluster.cli.lifetime import Interrupts, closing_words, run
+from cluster.cli.local_servers import announced
 
 if TYPE_CHECKING:
     from cluster.join import JoinedGateway
     from cluster.spec import ClusterSpec
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--cluster", help="The name that it is served under. [default: the one of this machine, else diptych]")
 @click.option("--port", type=click.IntRange(0, 65535), help="gRPC port; 0 takes any free one. [default: the cluster's]")
 @click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port. [default: the cluster's, or none]")
@@ -98,12 +101,13 @@ def _changed(port: int | None, http_port: int | None, files: dict[str, str], spe
     spec = with_files(spec, files)
     if port is not None:
         spec = with_port(spec, port)
-    return spec if http_port is None else with_http(spec, http_port)
+    return with_other_http(spec, click.echo) if http_port is None else with_http(spec, http_port)
 
 
 async def _tell(joined: "JoinedGateway", scheme: str) -> None:
     click.echo(f"ready: {scheme}://{joined.endpoint}")
     if joined.http_url:
         click.echo(f"ready: {joined.http_url}/v1")
-    await joined.wait_orphaned()
+    with announced(f"{scheme}://{joined.endpoint}"):
+        await joined.wait_orphaned()
     raise click.ClickException("the cluster is gone: its controller does not answer any more")

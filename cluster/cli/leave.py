@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import click
 
+from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import print_json
 
 LOOK_S = 5.0  # Ray's table is looked at again after every change, and so often without any
@@ -21,7 +22,7 @@ class Left:
     seconds: float
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("node", required=False)
 @click.option(
     "--deadline",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import print_json, say
 from cluster.cli.searching import INTERRUPTED, cut_short, search
 
@@ -24,7 +25,7 @@ TTFT_S, TPOT_S = 1.0, 0.05  # the buyer's promise, unless told
 USERS = "1,8,64"
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--model", metavar="NAME", help="A model's name, such as llama-3-8b, or the folder of its config.json.")
 @click.option("--hardware", metavar="H[,H2]", help="Kinds of GPU, such as a100-80gb,h100-80gb.")
 @click.option("--gpus", type=click.IntRange(1, 4096), help="At most so many in all.")

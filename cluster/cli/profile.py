@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.address import addressed
-from cluster.cli.lifetime import private, run, running_cluster
+from cluster.cli.groups import GroupedCommand
+from cluster.cli.launch import private
+from cluster.cli.lifetime import run, running_cluster
 from cluster.cli.screen import console, print_json, progress_bar, say
 from cluster.cli.serve import check_pools
 from diptych.access import Access
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from workers.profiles.measured import ClusterProfile
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @addressed
 @click.option("-f", "--file", metavar="YAML", help="Start this cluster, measure it, and take it down again.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True, help="For -f.")

@@ -1,4 +1,4 @@
-"""`diptych serve`: a cluster from a YAML file, until it is told to stop."""
+"""`diptych serve`: a cluster from a YAML file or a model's name, until Ctrl-C."""
 
 import os
 from dataclasses import replace
@@ -8,50 +8,89 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.address import filed
-from cluster.cli.lifetime import check_doors, run, running_cluster, with_files, with_http, with_port
+from cluster.cli.groups import GroupedCommand, grouped
+from cluster.cli.launch import (
+    Sizes,
+    check_servers,
+    described,
+    with_default_http,
+    with_files,
+    with_http,
+    with_port,
+)
+from cluster.cli.lifetime import run, running_cluster
+from cluster.cli.local_servers import announced
 from cluster.cli.screen import progress_bar
 
 if TYPE_CHECKING:
+    from cluster.serving import Serving
     from cluster.spec import ClusterSpec
 
+cluster_option = grouped("Cluster")
+server_option = grouped("Server")
+REPLICAS = click.IntRange(1, 1024)
 
-@click.command()
-@click.option("-f", "--file", metavar="YAML", help="The cluster's description; without it, one prefill + one decode.")
-@click.option("--model", help="Serve this model instead: a name from `diptych models list`, a path, or owner/name.")
-@click.option("--port", type=click.IntRange(0, 65535), help="gRPC port; 0 takes any free one.")
-@click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port, see docs/http.md; 0 takes any free one.")
-@filed
-@click.option("--log-format", type=click.Choice(["text", "json"]), help="Of every process; logs go to standard error.")
-@click.option(
+
+@click.command(cls=GroupedCommand)
+@click.argument("model", required=False)
+@cluster_option("-f", "--file", metavar="YAML", help="Cluster file, see docs/configuration.md.")
+@cluster_option("--prefill-replicas", type=REPLICAS, metavar="N", help="Prefill workers. Not with -f. [default: 1]")
+@cluster_option("--decode-replicas", type=REPLICAS, metavar="N", help="Decode workers. Not with -f. [default: 1]")
+@cluster_option(
+    "--tensor-parallel-size", "-tp", type=REPLICAS, metavar="N",
+    help="Ranks (GPUs or processes) that share each layer of a worker. Not with -f. [default: 1]",
+)  # fmt: skip
+@cluster_option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True,
+    help="local: everything in this process, for debugging.")  # fmt: skip
+@cluster_option("--model", "model_option", hidden=True)
+@server_option("--port", type=click.IntRange(0, 65535), help="gRPC port, 0 for any free one. [default: 50051]")
+@server_option(
+    "--http-port", type=click.IntRange(0, 65535),
+    help="HTTP port (OpenAI API), 0 for any free one. [default: 8000 when fastapi and uvicorn are installed; another "
+    "free port when 8000 is in use; none when RAY_ADDRESS is set]",
+)  # fmt: skip
+@server_option("--no-http", is_flag=True, help="Serve gRPC only.")
+@server_option("--no-gateways", is_flag=True, help="Start only the workers; `diptych gateway` adds gateways.")
+@server_option(
     "--grace",
     "grace_s",
     type=click.FloatRange(min=0),
     default=10.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long running requests may go on after Ctrl-C or SIGTERM; a second one cuts them.",
+    help="Time that running requests get to finish after Ctrl-C or SIGTERM; a second Ctrl-C cuts them.",
 )
-@click.option("--no-gateways", is_flag=True, help="Only the workers; `diptych gateway` brings the gateways.")
-@click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True)
+@server_option("--log-format", type=click.Choice(["text", "json"]), help="Log format of every process (to stderr).")
+@filed
 def serve(
-    file: str | None,
     model: str | None,
+    model_option: str | None,
+    file: str | None,
+    prefill_replicas: int | None,
+    decode_replicas: int | None,
+    tensor_parallel_size: int | None,
     port: int | None,
     http_port: int | None,
+    no_http: bool,
     log_format: str | None,
     grace_s: float,
     no_gateways: bool,
     runtime: str,
     files: dict[str, str],
 ) -> None:
-    """Bring a cluster up and keep it until Ctrl-C. What runs then may end within --grace; a second Ctrl-C cuts it.
+    """Serve MODEL, or the cluster of a YAML file, until Ctrl-C.
 
-    Joins the Ray cluster of RAY_ADDRESS, or starts Ray on this machine. When everything is ready it says
-    `ready: grpc://HOST:PORT`, and where HTTP is served as well `ready: http://HOST:PORT/v1`; with TLS it is grpcs and
-    https.
+    MODEL is a short name (`diptych models list`), a folder in Hugging Face layout, a .gguf file, or a hub id
+    (owner/name). Without a file the cluster has one prefill and one decode worker, on this machine's GPUs if it has
+    any. With -f, MODEL replaces the file's model.
+
+    Joins the Ray cluster of RAY_ADDRESS, or starts Ray on this machine. When everything is ready it prints
+    `ready: grpc://HOST:PORT` and `ready: http://HOST:PORT/v1` (with TLS: grpcs and https).
 
     \b
     Example:
+      diptych serve smollm2-135m
+      diptych serve smollm2-135m --prefill-replicas 1 --decode-replicas 2 --http-port 8080
       diptych serve -f examples/laptop.yaml --port 50051
       diptych serve --tls-cert-file cert.pem --tls-key-file key.pem --api-keys-file keys
     """
@@ -59,19 +98,21 @@ def serve(
 
     if no_gateways and runtime == "local":
         raise click.UsageError("--no-gateways: gateways join through Ray; leave --runtime local out")
-    spec = _described(file)
-    if model is not None:
-        spec = spec.with_model(model)
+    if no_http and http_port is not None:
+        raise click.UsageError("--no-http and --http-port exclude each other")
+    spec = described(file, model or model_option, Sizes(prefill_replicas, decode_replicas, tensor_parallel_size))
     if port is not None:
         spec = with_port(spec, port)
-    if http_port is not None:
+    if http_port is not None or no_http:
         spec = with_http(spec, http_port)
+    elif not no_gateways:
+        spec = with_default_http(spec, click.echo)
     if log_format is not None:
         spec = replace(spec, logs=replace(spec.logs, format=log_format))
     spec = with_files(spec, files)
     begin(spec.logs, "serve")
     if not no_gateways:
-        check_doors(spec)
+        check_servers(spec)
     check_pools(spec, file, runtime)
     try:
         run(_serve(spec, runtime, grace_s, gateways=not no_gateways))
@@ -79,18 +120,8 @@ def serve(
         click.echo("closed")  # the ordinary end
 
 
-def _described(file: str | None) -> "ClusterSpec":
-    if file is None:
-        from cluster.spec import laptop_spec
-
-        return laptop_spec()
-    from cluster.spec import load_spec
-
-    return load_spec(file)
-
-
 def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> None:
-    """Fetch the model, and raise now what can be known of the pools without a worker, with the line of the file."""
+    """Fetch the model and check the pools against it before any worker starts. Raises `SpecError`."""
     from cluster.precheck import check_devices, check_model, check_readers
     from cluster.spec import SpecError
     from cluster.spec_lines import located
@@ -107,10 +138,7 @@ def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> None:
 
 
 def fetch_model(spec: "ClusterSpec") -> Path:
-    """Have the model here before workers start, with a bar to look at; on other hosts, workers fetch it themselves.
-
-    Answers its folder.
-    """
+    """Have the model here before workers start, with progress; on other hosts, workers fetch it themselves."""
     from workers.model.store import resolve
 
     with progress_bar() as progress:
@@ -120,10 +148,16 @@ def fetch_model(spec: "ClusterSpec") -> Path:
 async def _serve(spec: "ClusterSpec", runtime: str, grace_s: float, *, gateways: bool) -> None:
     async with running_cluster(spec, runtime, click.echo, gateways=gateways, grace_s=grace_s) as serving:
         if not gateways:
-            click.echo(f"ready: the workers of {spec.name}; `diptych gateway` opens its doors")
+            click.echo(f"ready: the workers of {spec.name}; `diptych gateway` adds gateways")
+            await _until_gone(serving)
         for endpoint in serving.endpoints:
             click.echo(f"ready: {spec.gateway.grpc_scheme}://{endpoint}")
         for url in serving.http_urls:
             click.echo(f"ready: {url}/v1")
-        await serving.wait_closed()
-        raise click.ClickException("the cluster is gone: its controller does not answer any more")
+        with announced(f"{spec.gateway.grpc_scheme}://{serving.endpoint}"):
+            await _until_gone(serving)
+
+
+async def _until_gone(serving: "Serving") -> None:
+    await serving.wait_closed()
+    raise click.ClickException("the cluster is gone: its controller does not answer any more")

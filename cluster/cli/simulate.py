@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.comparison import positive_slo, tell, write
+from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import progress_bar
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Wanted:
     around: "Surroundings | None" = None
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("-f", "--file", "path", type=click.Path(dir_okay=False), help="A cluster YAML: its pools are the system.")
 @click.option("--profile", type=click.Path(dir_okay=False, path_type=Path), help="With -f: of `diptych profile`.")
 @click.option("--compare", metavar="A,B,...", help="Systems of the field on equal workers; see below.")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.address import addressed
+from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import console, links_table, print_json, trouble_lines, view_json, workers_table
 from cluster.cli.shape import decision_json, decisions_table, pools_table
 from cluster.cli.slo import calibration_line, promises_table, refusals_line, standing_json
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from diptych.view import ClusterView
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @addressed
 @click.option("--wait", "wait_s", type=float, metavar="SECONDS", help="Wait until the cluster is ready, so long.")
 @click.option("--audit", is_flag=True, help="Have every worker prove that its KV blocks are accounted for.")

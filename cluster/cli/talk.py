@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cluster.cli.address import addressed
+from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import answer_json, console, ledger_table, print_json, queued_line, say, way_lines
 from diptych.access import Access
 from diptych.errors import DiptychError
@@ -99,7 +100,7 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
     return said
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("text")
 @addressed
 @answer_options
@@ -245,7 +246,7 @@ async def _report(client: "AsyncClient", answer: "Answer") -> None:
     screen.print(ledger_table(answer.completed.ledger))
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @addressed
 @click.option("--system", help="What the model is told first.")
 @sampling_options

@@ -9,6 +9,7 @@ import click
 
 from cluster.cli.address import addressed
 from cluster.cli.dashboard import screen, screen_json
+from cluster.cli.groups import GroupedCommand
 from cluster.cli.lifetime import run
 from cluster.cli.rates import Look, Looks
 from cluster.cli.screen import console, print_json
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from diptych.client import AsyncClient
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @addressed
 @click.option(
     "--interval",

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.cli.address import accessed
+from cluster.cli.address import DEFAULT, accessed, connection
+from cluster.cli.groups import GroupedCommand
+from cluster.cli.local_servers import last_endpoint
 from cluster.cli.screen import say
 from diptych.access import Access
 
@@ -41,16 +43,15 @@ def _moment(ctx: click.Context, option: click.Parameter, given: str | None) -> i
         raise click.BadParameter(f"{given!r} is no time; {right}", ctx, option) from None
 
 
-@click.command()
-@click.option(
+@click.command(cls=GroupedCommand)
+@connection(
     "--endpoint",
     "endpoints",
     multiple=True,
-    default=("127.0.0.1:50051",),
-    show_default=True,
     envvar="DIPTYCH_ENDPOINT",
     metavar="ADDRESS",
-    help="May be given again: each gateway knows its own requests.",
+    callback=lambda ctx, option, given: given or (last_endpoint(),),
+    help=f"Gateway to ask; repeatable, since each gateway knows only its own requests. {DEFAULT}",
 )
 @accessed
 @click.option("--last", "last_s", metavar="TIME", callback=_lasting, help="So long, up to now. [default: 60s]")
@@ -68,7 +69,7 @@ def _moment(ctx: click.Context, option: click.Parameter, given: str | None) -> i
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("trace.json"),
     show_default=True,
-    help="Goes there.",
+    help="Output file.",
 )
 def trace(
     endpoints: tuple[str, ...],

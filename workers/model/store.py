@@ -10,6 +10,7 @@ Knows where models come from and where they are kept. Knows no torch and prints 
 Two processes that want the same model meet at a file lock; what is half done never bears its final name.
 """
 
+import difflib
 import fcntl
 import hashlib
 import logging
@@ -87,8 +88,10 @@ def resolve(name: str, progress: Progress = no_progress) -> ModelFolder:
                 f"give its weights as {WEIGHTS[shape]}" if shape in WEIGHTS else "Diptych does not serve its family"
             )
             raise ModelError(f"{name!r} is a shape to plan and simulate with; {served}")
+        near = difflib.get_close_matches(name.lower(), PINNED, n=1)
+        hint = f"did you mean {near[0]!r}? Otherwise " if near else ""
         raise ModelError(
-            f"no model {name!r}: give a short name ({', '.join(PINNED)}), a .gguf file, "
+            f"no model {name!r}: {hint}give a short name ({', '.join(PINNED)}), a .gguf file, "
             "a folder with config.json and safetensors, or a hub id like owner/name"
         )
     check_folder(folder)

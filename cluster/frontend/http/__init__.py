@@ -8,9 +8,13 @@ from importlib.util import find_spec
 from cluster.runtime.interface import RuntimeUnavailable
 
 
+def missing_packages() -> list[str]:
+    """Packages of the extra that are not installed."""
+    return [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+
+
 def check_extra() -> None:
-    """Raises `RuntimeUnavailable` when the packages of the extra are not there."""
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
-    if missing:
+    """Raises `RuntimeUnavailable` when packages of the extra are missing."""
+    if missing := missing_packages():
         lacks = f"gateway.http_port is set, but {' and '.join(missing)} cannot be imported"
         raise RuntimeUnavailable(f"{lacks}; pip install 'diptych[http]', or leave http_port out")

@@ -1,0 +1,187 @@
+"""The cluster that a command starts: from a file, or from a model's name and a few numbers; its ports and its files."""
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from cluster.spec import ClusterSpec, PoolSpec
+
+HTTP_PORT = 8000
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What `diptych serve` takes instead of a file. None: one replica, one rank."""
+
+    prefill_replicas: int | None = None
+    decode_replicas: int | None = None
+    tensor_parallel_size: int | None = None
+
+    def check_no_file(self, file: str) -> None:
+        """Raises `click.UsageError` when a size is given: a file has its own."""
+        named = {
+            "--prefill-replicas": (self.prefill_replicas, "replicas"),
+            "--decode-replicas": (self.decode_replicas, "replicas"),
+            "--tensor-parallel-size": (self.tensor_parallel_size, "parallel: {tensor: 2}"),
+        }
+        for option, (value, key) in named.items():
+            if value is not None:
+                raise click.UsageError(f"{option} is for a cluster without a file; set {key} in {file}")
+
+
+def described(file: str | None, model: str | None, sizes: Sizes) -> "ClusterSpec":
+    """The cluster of the file, or one prefill pool and one decode pool on this machine. Raises `SpecError`."""
+    from cluster.spec import load_spec
+
+    if model is not None and model.endswith((".yaml", ".yml")):
+        raise click.UsageError(f"{model} is a cluster file; write -f {model}")
+    if file is None:
+        return _without_file(model, sizes)
+    sizes.check_no_file(file)
+    spec = load_spec(file)
+    return spec if model is None else spec.with_model(model)
+
+
+def _without_file(model: str | None, sizes: Sizes) -> "ClusterSpec":
+    from cluster.spec import Role, laptop_spec
+    from workers.config import EngineConfig
+
+    spec = laptop_spec()
+    tensor = sizes.tensor_parallel_size or 1
+    replicas = {Role.PREFILL: sizes.prefill_replicas or 1, Role.DECODE: sizes.decode_replicas or 1}
+    gpus = 0 if "RAY_ADDRESS" in os.environ else num_gpus()
+    share = gpu_share(gpus, sum(replicas.values()) * tensor, tensor)
+
+    def sized(pool: "PoolSpec") -> "PoolSpec":
+        return replace(
+            pool,
+            replicas=replicas[pool.role],
+            parallel=replace(pool.parallel, tensor=tensor),
+            resources=replace(pool.resources, gpu=share),
+            engine=EngineConfig() if share else pool.engine,
+        )
+
+    spec = replace(spec, name="diptych", pools=tuple(map(sized, spec.pools)))
+    return spec if model is None else spec.with_model(model)
+
+
+def num_gpus(devices: Path = Path("/dev")) -> int:
+    """NVIDIA GPUs of this machine, by the files of their driver."""
+    return len(list(devices.glob("nvidia[0-9]*")))
+
+
+def gpu_share(gpus: int, ranks: int, tensor: int) -> float:
+    """GPUs that Ray sets aside for each rank: 1, or a fraction when single ranks share them; 0 on a machine without.
+
+    Raises `SpecError` when ranks of one worker would share a GPU.
+    """
+    from cluster.spec import SpecError
+
+    if gpus == 0 or ranks <= gpus:
+        return float(gpus > 0)
+    if tensor > 1:
+        raise SpecError(
+            f"--tensor-parallel-size {tensor} needs {ranks} GPUs in all, this machine has {gpus}; ask for less"
+        )
+    return 1 / -(-ranks // gpus)
+
+
+def with_default_http(spec: "ClusterSpec", say: Callable[[str], None]) -> "ClusterSpec":
+    """HTTP on port 8000 when its extra is installed and nobody asked for another port or for none.
+
+    Any free port is taken where gRPC takes any, or, with a line, where 8000 is in use. A Ray of others (RAY_ADDRESS)
+    opens gateways on hosts that cannot be asked from here: there HTTP is opened only on request.
+    """
+    from cluster.frontend.http import missing_packages
+
+    if spec.gateway.http_port is not None or missing_packages() or "RAY_ADDRESS" in os.environ:
+        return spec
+    if spec.gateway.grpc_port == 0:
+        return with_http(spec, 0)
+    replicas, host = spec.gateway.replicas, spec.gateway.host
+    meets_grpc = abs(spec.gateway.grpc_port - HTTP_PORT) < replicas
+    if meets_grpc or not all(is_free(host, HTTP_PORT + index) for index in range(replicas)):
+        say(f"port {HTTP_PORT} is in use: HTTP takes any free one; --http-port chooses it, --no-http leaves HTTP out")
+        return with_http(spec, 0)
+    return with_http(spec, HTTP_PORT)
+
+
+def with_other_http(spec: "ClusterSpec", say: Callable[[str], None]) -> "ClusterSpec":
+    """For one more gateway of a cluster: its HTTP port, or any free one where this machine uses that already."""
+    port = spec.gateway.http_port
+    if not port or is_free(spec.gateway.host, port):
+        return spec
+    say(f"port {port} is in use: HTTP takes any free one; --http-port chooses it")
+    return with_http(spec, 0)
+
+
+def check_servers(spec: "ClusterSpec") -> None:
+    """Raise now if a gateway's port is taken here (OSError), a file of certificates or keys cannot be used (SpecError)
+    or HTTP is not installed, rather than after the model is loaded. In a Ray of others, all this is elsewhere."""
+    if spec.gateway.http_port is not None:
+        from cluster.frontend.http import check_extra
+
+        check_extra()
+    if "RAY_ADDRESS" in os.environ:
+        return
+    for port, option in ((spec.gateway.grpc_port, "--port"), (spec.gateway.http_port, "--http-port")):
+        if port:
+            _check_free(spec.gateway.host, port, option)
+    from cluster.frontend.auth import Guard
+
+    Guard(spec.gateway)
+
+
+def is_free(host: str, port: int) -> bool:
+    try:
+        _bind(host, port)
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE
+    return True
+
+
+def _check_free(host: str, port: int, option: str) -> None:
+    try:
+        _bind(host, port)
+    except OSError as error:
+        where = f"cannot listen on {host}:{port} ({error.strerror})"
+        raise OSError(error.errno, f"{where}; choose another port with {option} (0: any free one)") from None
+
+
+def _bind(host: str, port: int) -> None:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+
+
+def with_port(spec: "ClusterSpec", port: int) -> "ClusterSpec":
+    return replace(spec, gateway=replace(spec.gateway, grpc_port=port))
+
+
+def with_files(spec: "ClusterSpec", files: dict[str, str]) -> "ClusterSpec":
+    """Files of certificates and keys, by their keys in the cluster file. Raises `SpecError`."""
+    from cluster.spec import SpecError
+
+    try:
+        return replace(spec, gateway=replace(spec.gateway, **files))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise SpecError(f"gateway: {error}") from None
+
+
+def private(spec: "ClusterSpec") -> "ClusterSpec":
+    """Reachable from this machine alone: any free loopback port, no HTTP, no TLS, no keys."""
+    alone = replace(spec.gateway, host="127.0.0.1", grpc_port=0, http_port=None)
+    open_ = replace(alone, tls_cert_file=None, tls_key_file=None, tls_client_ca_file=None, api_keys_file=None)
+    return replace(spec, gateway=open_)
+
+
+def with_http(spec: "ClusterSpec", port: int | None) -> "ClusterSpec":
+    return replace(spec, gateway=replace(spec.gateway, http_port=port))

@@ -1,0 +1,136 @@
+"""`diptych serve MODEL` without a file: its pools, its HTTP port, and how other commands find it."""
+
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cluster.cli import local_servers, main
+from cluster.cli.launch import Sizes, described, gpu_share, num_gpus, with_default_http, with_http, with_port
+from cluster.cli.local_servers import DEFAULT_ENDPOINT, announced, last_endpoint
+from cluster.spec import ClusterSpec, Role, SpecError, laptop_spec
+
+
+@pytest.fixture(autouse=True)
+def own_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def taken() -> socket.socket:
+    subject = socket.socket()
+    subject.bind(("127.0.0.1", 0))
+    subject.listen()
+    return subject
+
+
+def serve(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["serve", *arguments])
+
+
+def test_a_model_alone_has_one_prefill_and_one_decode_worker() -> None:
+    spec = described(None, "smollm2-135m", Sizes())
+    assert spec.model == "smollm2-135m"
+    assert [(pool.role, pool.replicas, pool.parallel.tensor) for pool in spec.pools] == [
+        (Role.PREFILL, 1, 1),
+        (Role.DECODE, 1, 1),
+    ]
+
+
+def test_sizes_are_those_of_the_options() -> None:
+    spec = described(None, None, Sizes(prefill_replicas=2, decode_replicas=3, tensor_parallel_size=2))
+    assert [(pool.replicas, pool.parallel.tensor) for pool in spec.pools] == [(2, 2), (3, 2)]
+
+
+@pytest.mark.parametrize("option", ["--prefill-replicas", "--decode-replicas", "--tensor-parallel-size"])
+def test_sizes_do_not_go_with_a_file(option: str) -> None:
+    result = serve("-f", "examples/laptop.yaml", option, "2")
+    assert result.exit_code == 2 and f"{option} is for a cluster without a file" in result.stderr
+
+
+def test_a_file_given_as_the_model_is_one_line() -> None:
+    assert "cluster.yaml is a cluster file; write -f cluster.yaml" in serve("cluster.yaml").stderr
+
+
+def test_a_misspelled_model_names_its_neighbor() -> None:
+    result = serve("SmolLM-135M", "--port", "0", "--no-http")
+    assert result.exit_code == 1 and result.stdout == ""
+    assert "no model 'SmolLM-135M': did you mean 'smollm2-135m'?" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "tensor", "share"), [(0, 4, 2, 0), (2, 2, 1, 1), (1, 2, 1, 0.5)])
+def test_ranks_have_a_gpu_each_or_share_one(gpus: int, ranks: int, tensor: int, share: float) -> None:
+    assert gpu_share(gpus, ranks, tensor) == share
+
+
+def test_ranks_of_one_worker_never_share_a_gpu() -> None:
+    with pytest.raises(SpecError, match="needs 4 GPUs in all, this machine has 2"):
+        gpu_share(2, 4, 2)
+
+
+def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert num_gpus(tmp_path) == 2
+
+
+def http(spec: ClusterSpec) -> tuple[int | None, list[str]]:
+    said: list[str] = []
+    return with_default_http(spec, said.append).gateway.http_port, said
+
+
+def test_http_is_on_a_port_of_its_own_unless_grpc_takes_any(
+    monkeypatch: pytest.MonkeyPatch, taken: socket.socket
+) -> None:
+    port = taken.getsockname()[1]
+    monkeypatch.setattr("cluster.cli.launch.HTTP_PORT", port)
+    used = http(laptop_spec())
+    assert used[0] == 0 and len(used[1]) == 1 and f"port {port} is in use" in used[1][0]
+    taken.close()
+    assert http(laptop_spec()) == (port, [])
+    assert http(with_port(laptop_spec(), 0)) == (0, [])
+    assert http(with_http(laptop_spec(), 9000)) == (9000, [])
+
+
+def test_http_stays_off_without_its_extra_and_in_a_ray_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert http(laptop_spec()) == (None, [])
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr("cluster.frontend.http.missing_packages", lambda: ["fastapi"])
+    assert http(laptop_spec()) == (None, [])
+
+
+def test_two_gateways_have_two_http_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(laptop_spec(), gateway=replace(laptop_spec().gateway, replicas=2, grpc_port=7999))
+    assert http(spec)[0] == 0
+
+
+def test_the_last_server_of_this_machine_is_the_default(taken: socket.socket) -> None:
+    assert last_endpoint() == DEFAULT_ENDPOINT
+    address = f"grpc://127.0.0.1:{taken.getsockname()[1]}"
+    with announced(address):
+        assert last_endpoint() == address
+    assert last_endpoint() == DEFAULT_ENDPOINT
+
+
+def test_a_server_that_was_killed_is_forgotten(taken: socket.socket, runtime_folder: Path) -> None:
+    with announced(f"grpc://127.0.0.1:{taken.getsockname()[1]}"):
+        file = next(runtime_folder.rglob(f"{os.getpid()}.json"))
+        taken.close()
+        assert last_endpoint() == DEFAULT_ENDPOINT and not file.exists()
+
+
+def test_a_command_without_an_endpoint_asks_the_last_server(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with announced(f"grpc://{endpoint}"):
+        result = CliRunner().invoke(main, ["generate", "--raw", "the sea is salty"])
+    assert (result.exit_code, result.stdout) == (0, "SEA IS SALTY\n")
+    monkeypatch.setenv("DIPTYCH_ENDPOINT", "127.0.0.1:1")
+    assert "nothing answers at 127.0.0.1:1 (" in CliRunner().invoke(main, ["generate", "hi"]).stderr
+
+
+def test_help_finds_servers_only_when_a_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_servers, "_folder", lambda: pytest.fail("help looked for servers"))
+    assert CliRunner().invoke(main, ["status", "--help"]).exit_code == 0
