@@ -19,8 +19,6 @@ from cluster.control.controller import Controller
 from cluster.control.gateway_manager import Doors, GatewayManager
 from cluster.control.keep_alive import ORPHAN_AFTER_S, KeepAlive
 from cluster.control.membership import Membership
-from cluster.control.planner_process import ChildPlanner
-from cluster.control.replanning import Planner, limit_s
 from cluster.control.scaling_loop import Decider
 from cluster.control.supervised import Failures, supervised
 from cluster.dispatch.dispatcher import Dispatcher
@@ -147,14 +145,12 @@ class Serving:
         self,
         spec: ClusterSpec,
         runtime: Runtime,
-        planner: Planner | None = None,
         decider: Decider | None = None,
         *,
         gateways: bool = True,
     ) -> None:
         self.spec = spec
         self.runtime = runtime
-        self._planner = planner
         self._decider = decider
         self._num_gateways = spec.gateway.replicas if gateways else 0
         self.endpoints: list[str] = []
@@ -190,7 +186,7 @@ class Serving:
         orphan_after_s = ORPHAN_AFTER_S if self.runtime.name == "ray" else None
         self._controller = await self.runtime.start_service(
             *("controller", make_controller, spec, self.runtime, secrets.token_hex(16)),
-            *(orphan_after_s, self._planner, self._decider),
+            *(orphan_after_s, self._decider),
         )
         await self._controller.call("begin", timeout_s=FIRST_CALL_S)
         again = self.runtime.restart_service
@@ -289,19 +285,15 @@ def make_controller(
     runtime: Runtime,
     secret: str,
     orphan_after_s: float | None,
-    planner: Planner | None,
     decider: Decider | None = None,
 ) -> Controller:
     elastic = Elastic(spec) if spec.elastic.mode != "off" else None
-    plans = spec.elastic.replan != "off"
     return Controller(
         spec,
         runtime,
         secret,
         orphan_after_s=orphan_after_s,
         decider=decider or elastic,
-        planner=(planner or ChildPlanner(limit_s=limit_s(spec))) if plans else None,
-        aimed=elastic if spec.elastic.replan == "act" and decider is None else None,
     )
 
 
@@ -311,17 +303,15 @@ async def serve(
     door: ServerFactory,
     runtime: str | Runtime = "ray",
     progress: Progress = lambda line: None,
-    planner: Planner | None = None,
     decider: Decider | None = None,
     gateways: bool = True,
 ) -> Serving:
-    """Bring a cluster up. On any error everything that was started is taken down again. `planner`, for
-    `elastic.replan`: None is a process of its own for each question. `decider`, where `elastic` is on: None is the rule
-    of `cluster.policy.scaling.elastic`. Without `gateways` others bring them (`cluster.join`).
+    """Bring a cluster up. On any error everything that was started is taken down again. `decider`, where `elastic` is
+    on: None is the rule of `cluster.policy.scaling.elastic`. Without `gateways` others bring them (`cluster.join`).
 
     Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
     """
-    serving = Serving(spec, await open_runtime(spec, runtime, progress), planner, decider, gateways=gateways)
+    serving = Serving(spec, await open_runtime(spec, runtime, progress), decider, gateways=gateways)
     try:
         await serving.open(door, progress)
     except BaseException:

@@ -323,6 +323,8 @@ class HealthSpec:
 
 
 ELASTIC = ("off", "advise", "act")
+_NO_REPLANNING = "replanning was removed; delete the key: elastic.mode act or advise follows the load without it"
+REMOVED = {"elastic.replan": _NO_REPLANNING, "elastic.replan_after_s": _NO_REPLANNING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,22 +345,11 @@ class ElasticSpec:
     """It comes so long after the last change at the earliest."""
     floors: dict[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
     """No fewer workers of these roles; mixed ones count in both."""
-    replan: str = "off"
-    """Ask the planner what the roles should be once the shape of the load has moved far for good. `advise` logs its
-    answer, `act` has the steps lead there. Not more than `mode` allows.
-    """
-    replan_after_s: float = 300.0
-    """It is asked at most so often."""
 
     def __post_init__(self) -> None:
-        for name in ("mode", "replan"):
-            if getattr(self, name) not in ELASTIC:
-                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(ELASTIC)}")
-        if ELASTIC.index(self.replan) > ELASTIC.index(self.mode):
-            raise ValueError(f"replan is {self.replan} and mode {self.mode}, which allows less; raise mode")
-        if self.replan != "off" and self.replan_after_s < self.window_s:
-            raise ValueError(f"replan_after_s is {self.replan_after_s}; it must be at least window_s ({self.window_s})")
-        for name in ("period_s", "window_s", "replan_after_s"):
+        if self.mode not in ELASTIC:
+            raise ValueError(f"mode {self.mode!r} is not one of {', '.join(ELASTIC)}")
+        for name in ("period_s", "window_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 seconds")
         for name in ("margin", "dwell_s", "cooldown_s"):
@@ -523,9 +514,8 @@ def parse_spec(document: object) -> ClusterSpec:
     if isinstance(pools, list):
         document = document | {"pools": [_bounded(pool, f"pools[{index}]") for index, pool in enumerate(pools)]}
     elastic = document.get("elastic")
-    if isinstance(elastic, dict):
-        bare = {key: "off" for key in ("mode", "replan") if elastic.get(key) is False}  # as YAML reads a bare off
-        document = document | {"elastic": elastic | bare}
+    if isinstance(elastic, dict) and elastic.get("mode") is False:  # as YAML reads a bare off
+        document = document | {"elastic": elastic | {"mode": "off"}}
     spec: ClusterSpec = _convert(document, ClusterSpec, "")
     return spec
 
@@ -579,6 +569,8 @@ def _refuse_unknown_keys(value: object, expected: Any, path: str) -> None:
     known = [each.name for each in fields(kind)]
     for key, item in value.items():
         where = f"{path}.{key}" if path else str(key)
+        if where in REMOVED:
+            raise SpecError(f"{where}: {REMOVED[where]}")
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"

@@ -44,7 +44,6 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (spec.GatewaySpec, "admission"): spec.ADMISSION,
     (spec.ClassSpec, "on_miss"): spec.ON_MISS,
     (spec.ElasticSpec, "mode"): spec.ELASTIC,
-    (spec.ElasticSpec, "replan"): spec.ELASTIC,
     (spec.MetricsSpec, "compat"): spec.COMPAT,
     (spec.LogSpec, "format"): spec.LOG_FORMATS,
     (spec.LogSpec, "level"): spec.LOG_LEVELS,

@@ -39,8 +39,6 @@ def decisions_table(decisions: Iterable[Taken]) -> "Table":
 def decision_words(decision: Decision) -> str:
     if decision.kind == "flip":
         return f"{decision.worker} -> {decision.role.value if decision.role else '?'}"
-    if decision.kind == "plan":
-        return "plan"
     return f"grow {decision.pool}" if decision.kind == "grow" else f"shrink {decision.pool}: {decision.worker}"
 
 

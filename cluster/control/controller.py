@@ -23,7 +23,6 @@ from cluster.control.changes import (
 from cluster.control.floors import index_of, is_ready, least_busy, refuse_below_floors, refuse_beyond_bounds
 from cluster.control.membership import Listeners, Member, Membership
 from cluster.control.preflight import Preflight
-from cluster.control.replanning import Aimed, Planner, Replanner
 from cluster.control.replicas import Keeping, ReplicaManager, order_of
 from cluster.control.scaling_loop import Decider, ScalingLoop
 from cluster.control.supervised import Failures, supervised
@@ -46,9 +45,7 @@ NOTHING_REPORTED = ServerReport()
 
 
 class Controller:
-    """One for each cluster. Owns the keepers. `decider` judges the roles, where the specification lets it; `planner` is
-    asked when the load is another one, and what it says is an aim of `aimed`, or advice.
-    """
+    """One for each cluster. Owns the workers' replica managers. `decider` judges the roles; None: nobody does."""
 
     def __init__(
         self,
@@ -58,8 +55,6 @@ class Controller:
         *,
         orphan_after_s: float | None = None,
         decider: Decider | None = None,
-        planner: Planner | None = None,
-        aimed: Aimed | None = None,
     ) -> None:
         self._spec = spec
         self._runtime = runtime
@@ -85,7 +80,6 @@ class Controller:
             limit_s = spec.health.place_timeout_s + spec.health.start_timeout_s + spec.health.drain_s
             acts = spec.elastic.mode == "act"
             self._scaling_loop = ScalingLoop(decider, self, spec.elastic.period_s, limit_s, acts=acts)
-        self._replanner = None if planner is None else Replanner(spec, planner, self.view, aimed)
 
     # ---- life ------------------------------------------------------------------------------------------------
 
@@ -105,8 +99,6 @@ class Controller:
         self._tending = asyncio.ensure_future(supervised("linking workers", self._preflight.tend, self._failures))
         if self._scaling_loop is not None:
             self._scaling_loop.begin(self._failures)
-        if self._replanner is not None:
-            self._replanner.begin(self._failures)
         self._bump()
         self._called_in()
 
@@ -150,8 +142,6 @@ class Controller:
             self._tending.cancel()
         if self._scaling_loop is not None:
             self._scaling_loop.close()
-        if self._replanner is not None:
-            self._replanner.close()
         staying = [keeper for keeper in self._keepers.values() if not keeper.is_over]
         over = [keeper.name for keeper in self._keepers.values() if keeper.is_over and keeper.name in self._leaving]
         ending = [self._leaving.pop(name) for name in over]
@@ -337,14 +327,10 @@ class Controller:
         """What one gateway saw lately."""
         if self._scaling_loop is not None:
             self._scaling_loop.told(report)
-        if self._replanner is not None:
-            self._replanner.told(report)
 
     async def decisions(self) -> tuple[Taken, ...]:
-        """Of the elastic policy and of the planner, the latest last."""
-        owners = (self._scaling_loop, self._replanner)
-        taken = [each for owner in owners if owner is not None for each in owner.taken()]
-        return tuple(sorted(taken, key=lambda each: -each.age_s))
+        """The elastic policy's, the latest last."""
+        return () if self._scaling_loop is None else self._scaling_loop.taken()
 
     async def decision_counts(self) -> tuple[tuple[str, str, int], ...]:
         """Of the elastic policy since this controller began: kind, outcome, how many."""

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from cluster.events import ClusterError, Completed, Delta, Event
 from cluster.policy.scaling.evidence import Report, Sample
 from workers.request import SLO, Request
@@ -42,7 +40,7 @@ class LoadReporter:
         self._arrived = 0
         self._arrived_tokens = 0
         self._expected_tokens = 0
-        self._samples: deque[tuple[float, Sample]] = deque(maxlen=MOST_SAMPLES)  # when it arrived
+        self._samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
 
     @contextmanager
     def seen(
@@ -74,13 +72,13 @@ class LoadReporter:
                     del self._waiting[request.id]
                 seen.output_tokens += len(event.tokens)
             elif isinstance(event, Completed):
-                self._samples.append((arrived_s, _completed(seen, event)))
+                self._samples.append(_completed(seen, event))
             emit(event)
 
         try:
             yield hear
         except ClusterError:
-            self._samples.append((arrived_s, _broken(seen)))
+            self._samples.append(_broken(seen))
             raise
         finally:
             self._waiting.pop(request.id, None)
@@ -105,7 +103,7 @@ class LoadReporter:
             overdue=sum(promised_s is not None and waited_s > promised_s for waited_s, promised_s in waits),
             oldest_wait_s=max((waited_s for waited_s, _ in waits), default=0.0),
             expected_tokens=self._expected_tokens,
-            samples=tuple(replace(sample, age_s=now_s - arrived_s) for arrived_s, sample in self._samples),
+            samples=tuple(self._samples),
         )
         self._told_s, self._arrived, self._arrived_tokens, self._expected_tokens = now_s, 0, 0, 0
         self._samples.clear()
@@ -135,5 +133,4 @@ def _broken(seen: _Seen) -> Sample:
         ttft_s=None if seen.first_s is None else seen.first_s - seen.arrived_s,
         promised_ttft_s=seen.promised_ttft_s,
         promised_tpot_s=seen.promised_tpot_s,
-        refused=seen.first_s is None,
     )

@@ -76,7 +76,7 @@ def _pool_from(message: admin_pb2.Pool) -> PoolView:
 
 
 def _taken_from(message: admin_pb2.Decision) -> Taken:
-    kind = cast(Literal["flip", "grow", "shrink", "plan"], message.kind)
+    kind = cast(Literal["flip", "grow", "shrink"], message.kind)
     role = ROLES_FROM.get(message.role)
     decision = Decision(kind, message.reason, message.worker, role, message.pool)
     return Taken(decision, seconds(message.age), message.outcome)

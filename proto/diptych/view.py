@@ -251,7 +251,7 @@ class Decision:
     `reason` explains it to a person, with the figures it rests on.
     """
 
-    kind: Literal["flip", "grow", "shrink", "plan"]
+    kind: Literal["flip", "grow", "shrink"]
     reason: str
     worker: str = ""
     role: Role | None = None

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from cluster.control.controller import Controller
-from cluster.control.replanning import Planner
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Completed, Delta, Event
 from cluster.frontend.context import GatewayContext
@@ -93,7 +92,6 @@ async def cluster(
     spec: ClusterSpec,
     cost: CostModel = FAST,
     build: Callable[[WorkerOrder], WorkerServer] | None = None,
-    planner: Planner | None = None,
 ) -> AsyncIterator[Cluster]:
     shared = SharedMemory()
 
@@ -102,7 +100,7 @@ async def cluster(
 
     runtime = LocalRuntime(build or build_here)
     dispatchers: list[Dispatcher] = []
-    serving = await serve(spec, runtime=runtime, door=lambda context: _Door(context, dispatchers), planner=planner)
+    serving = await serve(spec, runtime=runtime, door=lambda context: _Door(context, dispatchers))
     try:
         assert isinstance(serving.controller, LocalService)
         yield Cluster(dispatchers[0], runtime, serving.controller.target)

@@ -317,6 +317,14 @@ def test_a_bare_off_of_yaml_is_a_mode() -> None:
     assert parse_spec(pools(1) | {"elastic": {"mode": False}}).elastic.mode == "off"
     with pytest.raises(SpecError, match=r"elastic\.mode"):
         parse_spec(pools(1) | {"elastic": {"mode": True}})
+    with pytest.raises(SpecError, match="elastic: mode 'yes' is not one of off, advise, act"):
+        parse_spec(pools(1) | {"elastic": {"mode": "yes"}})
+
+
+@pytest.mark.parametrize(("key", "value"), [("replan", "act"), ("replan_after_s", 60)])
+def test_a_file_that_asks_for_replanning_is_refused_with_what_to_do(key: str, value: object) -> None:
+    with pytest.raises(SpecError, match=rf"^elastic\.{key}: replanning was removed; delete the key"):
+        parse_spec(pools(1) | {"elastic": {"mode": "act", key: value}})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from cluster.policy.scaling.balance import Group, Mix, shares
-from cluster.policy.scaling.elastic import CALM, PATIENCE, STEP_BACK, Elastic
+from cluster.policy.scaling.elastic import CALM, PATIENCE, Elastic
 from cluster.policy.scaling.evidence import Decision, Report, Sample
 from cluster.policy.scaling.offered_load import LATELY_S
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
@@ -352,75 +352,6 @@ def test_no_step_leads_from_nowhere_to_nowhere() -> None:
     hopeless = Cluster(spec(1, 1, floors={}))
     hopeless.workers = {"prefill-0": structs.replace(hopeless.workers["prefill-0"], role=Role.MIXED)}
     assert not hopeless.run(30, replace(ANSWERS, tpot_s=0.02))
-
-
-# ---- roles that were planned -------------------------------------------------------------------------------------
-
-
-def aimed(cluster: Cluster, prefill: int, decode: int) -> None:
-    """Of 3 workers in each of two pools."""
-    wanted = {("prefill", Role.PREFILL): min(3, prefill), ("decode", Role.DECODE): min(3, decode)}
-    if prefill > 3:
-        wanted["decode", Role.PREFILL] = prefill - 3
-    if decode > 3:
-        wanted["prefill", Role.DECODE] = decode - 3
-    cluster.subject.aim(wanted, "as somebody planned")
-
-
-def test_steps_lead_to_a_plan_where_the_closed_forms_are_content() -> None:
-    calm = replace(PROMPTS, rate=1.0)
-    assert not Cluster(spec()).run(60, calm)
-    cluster = Cluster(spec())
-    aimed(cluster, 5, 1)
-    made = cluster.run(60, calm)
-    assert [decision.role for decision in made] == [Role.PREFILL] * 2 and cluster.roles() == (5, 1, 0)
-    assert all("as planned (as somebody planned)" in decision.reason for decision in made)
-    assert cluster.subject.aims, "it is kept to"
-
-
-def test_steps_to_a_plan_wait_for_the_cooldown_and_keep_the_floors() -> None:
-    calm = replace(PROMPTS, rate=1.0)
-    cluster = Cluster(spec(cooldown_s=1000.0))
-    aimed(cluster, 5, 1)
-    assert len(cluster.run(60, calm)) == 1
-    floored = Cluster(spec(floors={"prefill": 1, "decode": 2}))
-    aimed(floored, 5, 1)
-    floored.run(60, calm)
-    assert floored.roles() == (4, 2, 0)
-
-
-def test_no_step_to_a_plan_makes_the_worst_much_worse() -> None:
-    cluster = Cluster(spec())
-    aimed(cluster, 5, 1)
-    before = shares(split(3, 3), ANSWERS)
-    assert shares(split(4, 2), ANSWERS).worst > before.worst * STEP_BACK
-    cluster.run(60, ANSWERS)
-    _, decodes, mixed = cluster.roles()
-    assert decodes + mixed > 3 and not cluster.subject.aims, "the closed forms go their own way then"
-
-
-def test_a_plan_is_kept_to_until_it_breaks_promises_that_others_keep() -> None:
-    """The closed forms would take a step that is better by a tenth."""
-    cluster, held = Cluster(spec()), Cluster(spec())
-    mild = replace(ANSWERS, rate=3.0)
-    aimed(held, 3, 3)
-    assert cluster.run(60, mild) and not held.run(60, mild)
-    assert held.subject.aims and held.run(60, replace(PROMPTS, rate=8.0)) and not held.subject.aims
-
-
-def test_a_plan_that_is_withdrawn_leads_nowhere() -> None:
-    cluster = Cluster(spec())
-    aimed(cluster, 5, 1)
-    cluster.subject.aim(None, "")
-    assert not cluster.run(60, replace(PROMPTS, rate=1.0)) and not cluster.subject.aims
-
-
-def test_a_plan_for_workers_that_are_gone_is_reached_as_far_as_can_be() -> None:
-    cluster = Cluster(spec())
-    aimed(cluster, 5, 1)
-    del cluster.workers["decode-0"], cluster.workers["prefill-0"]
-    cluster.run(60, replace(PROMPTS, rate=1.0))
-    assert cluster.roles() == (3, 1, 0)
 
 
 def test_what_may_be_the_chance_of_few_requests_moves_nobody() -> None:

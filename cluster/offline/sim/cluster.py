@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
-from cluster.control.replanning import PlanFailed, Planned, Planner, Question
 from cluster.control.scaling_loop import Decider
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.context import GatewayContext
@@ -55,26 +54,13 @@ class Surroundings:
     """What lies around the workers. `slowdown`: they share one machine; without it each has its own.
 
     `door_s`: what a request pays in the gateway before it is dispatched. `stale_s`: what gateways hear of a worker's
-    state is so old; tokens come in time. `planner`: whom the controller asks where roles are planned anew; a process of
-    its own would take no virtual time, so there is none unless it is given. `decider`: who decides about roles, if not
-    the elastic rule.
+    state is so old; tokens come in time. `decider`: who decides about roles, if not the elastic rule.
     """
 
     slowdown: Slowdown | None = None
     door_s: float = 0.0
     stale_s: float = 0.0
-    planner: Planner | None = None
     decider: Decider | None = None
-
-
-class NoPlanner:
-    """Answers nothing."""
-
-    async def roles(self, question: Question) -> Planned:
-        raise PlanFailed("nobody plans in this simulation")
-
-    async def fleet(self, question: Question) -> str:
-        return ""
 
 
 @dataclass(slots=True)
@@ -222,7 +208,6 @@ async def open_cluster(
         virtual(spec, models),
         runtime=runtime,
         door=lambda context: _Door(context, dispatchers),
-        planner=around.planner or NoPlanner(),
         decider=around.decider,
     )
     try:

@@ -14,11 +14,10 @@ A pool with room to grow gets a worker when no step keeps the promises; one that
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from cluster.policy.scaling.aim import Aim
 from cluster.policy.scaling.balance import Group, Mix, Shares, shares
 from cluster.policy.scaling.evidence import Decision, Report
 from cluster.policy.scaling.offered_load import LEAST_REQUESTS, Offered
@@ -28,7 +27,6 @@ from workers.costs import LinearCost
 
 CALM = 0.7  # of what can be borne: below, no step is worth its while
 STEP_BACK = 1.1  # so much worse a step may make it that leads on to better roles
-HELD = 0.25  # by so much a step must make the worst better to leave a plan that breaks promises
 ROOMY = 0.6  # of what could be borne without a worker that leaves
 PATIENCE = 20.0
 SETTLED = 10.0  # times `dwell_s` without a reason for another step
@@ -57,18 +55,6 @@ class Elastic:
         self._offered = Offered(spec.elastic, spec.gateway.slo, puts_off=puts_off)
         self._wanted_since_s: dict[str, float] = {}  # kind of step -> since when it is wanted without a break
         self._stepped_s: float | None = None
-        self._aim: Aim | None = None
-
-    @property
-    def aims(self) -> bool:
-        """Whether a plan is kept to."""
-        return self._aim is not None
-
-    def aim(self, counts: Mapping[tuple[str, Role], int] | None, reason: str) -> None:
-        """Steps lead to these roles and no further, until these break a promise and a step elsewhere is better by
-        `HELD`. None: they are free.
-        """
-        self._aim = None if counts is None else Aim(counts, reason)
 
     def told(self, report: Report, now_s: float) -> None:
         """What one gateway saw since it last told."""
@@ -86,21 +72,16 @@ class Elastic:
         in_danger = surely > CALM or (now.worst > 1.0 and mix.is_known)
         flip = self._best_flip(groups, now, mix) if in_danger else None
         haste = max(1.0, now.worst)  # the more a promise breaks, the sooner the next step
-        planned, margin = self._planned(groups, now, mix)
-        if self._ripe("planned", planned is not None, now_s, 0.0, haste):
-            assert planned is not None
-            return self._flip(view, planned, now, mix, now_s)
-        is_settled = flip is None and self._aim is None and CALM < now.worst <= 1.0
+        is_settled = flip is None and CALM < now.worst <= 1.0
         half = self._halfway(groups, now, mix) if is_settled else None
         if self._ripe("whole", half is not None, now_s, SETTLED * self._elastic.dwell_s):
             assert half is not None
             return self._flip(view, half, now, mix, now_s)
-        is_better = flip is not None and flip.at_last <= now.worst * (1.0 - margin)
+        is_better = flip is not None and flip.at_last <= now.worst * (1.0 - self._elastic.margin)
         flips = flip is not None and is_better and flip.at_last < math.inf  # endless is not better than endless
         grows = in_danger and now.worst > 1.0 and (flip is None or flip.at_last > 1.0)
         if self._ripe("flip", flips, now_s, self._elastic.dwell_s, haste):
             assert flip is not None
-            self._aim = None
             return self._flip(view, flip, now, mix, now_s)
         if self._ripe("grow", grows and not flips, now_s, self._elastic.dwell_s, haste):
             return self._grow(view, groups, now, mix, now_s)
@@ -168,18 +149,6 @@ class Elastic:
                     return self._best(towards)
         return None
 
-    def _planned(self, groups: Sequence[Group], now: Shares, mix: Mix) -> tuple[_Step | None, float]:
-        """The best step towards the plan, if one can be borne, and the margin by which others must be better."""
-        if self._aim is None:
-            return None, self._elastic.margin
-        ways = [(source, to, _changed(groups, source, to)) for source, to in self._aim.steps(groups)]
-        steps = [_Step(source, to, shares(after, mix)) for source, to, after in ways if self._keeps_floors(after)]
-        step = self._best([step for step in steps if step.after.worst <= max(CALM, now.worst * STEP_BACK)])
-        is_stuck = step is None and bool(ways)
-        if is_stuck:
-            return step, self._elastic.margin
-        return step, max(HELD, self._elastic.margin) if now.worst > 1.0 else 1.0
-
     def _leaving(self, groups: Sequence[Group], mix: Mix) -> Iterator[_Step]:
         for source, after in self._without_one(groups):
             if (needed := shares(after, mix)).worst <= ROOMY:
@@ -223,8 +192,7 @@ class Elastic:
     def _flip(self, view: ClusterView, step: _Step, now: Shares, mix: Mix, now_s: float) -> Decision:
         assert step.source is not None and step.target is not None
         worker = _least_busy(view, step.source)
-        plan = f" as planned ({self._aim.reason})" if self._aim is not None else ""
-        reason = f"{step.source.role.value} to {step.target.role.value}{plan}: {_words(now, step.after, mix)}"
+        reason = f"{step.source.role.value} to {step.target.role.value}: {_words(now, step.after, mix)}"
         self._stepped(now_s)
         return Decision("flip", reason, worker=worker.name, role=step.target.role)
 

@@ -8,8 +8,7 @@ from diptych.view import Decision as Decision
 class Sample(Struct, frozen=True, gc=False):
     """One request, told once when it has ended. Seconds are None where there was no such token or no such promise.
 
-    `computed_tokens` of its prompt were not cached. `refused`: it was turned away, and had no tokens at all.
-    `age_s`: since it had arrived, when it was told.
+    `computed_tokens` of its prompt were not cached.
     """
 
     prompt_tokens: int
@@ -19,8 +18,6 @@ class Sample(Struct, frozen=True, gc=False):
     tpot_s: float | None = None
     promised_ttft_s: float | None = None
     promised_tpot_s: float | None = None
-    refused: bool = False
-    age_s: float = 0.0
 
 
 class Report(Struct, frozen=True, gc=False):
