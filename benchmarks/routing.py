@@ -146,7 +146,7 @@ def main() -> None:
         print(f"{name:<52}{figures}", flush=True)
     for share in (0.01, 0.1, 1.0):
         name = f"promise, {share:.0%} of workers with new statistics"
-        times = (measure("promise", "none", n, indices[n], round(n * share)) for n in WORKERS)
+        times = (measure("slo", "none", n, indices[n], round(n * share)) for n in WORKERS)
         print(f"{name:<52}" + "".join(f"{each * 1e6:>10.0f}" for each in times), flush=True)
     lookups = "".join(f"{lookup_seconds(indices[n]) * 1e6:>10.0f}" for n in WORKERS)
     print(f"{'of these, to look up what all workers have':<52}{lookups}")

@@ -98,7 +98,7 @@ def cluster_of(kinds: Sequence[Kind], elastic: ElasticSpec) -> ClusterSpec:
     return ClusterSpec(
         MODEL,
         tuple(kind.pool(number) for number, kind in enumerate(kinds)),
-        gateway=GatewaySpec(routing="promise", slo=PROMISE),
+        gateway=GatewaySpec(routing="slo", slo=PROMISE),
         health=HealthSpec(heartbeat_s=1.0, dead_after_s=10.0),
         executor="modelled",
         elastic=elastic,

@@ -5,6 +5,7 @@ nearest right key.
 """
 
 import difflib
+import logging
 import math
 import re
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -24,13 +25,15 @@ class SpecError(ValueError):
 
 ROUTING = (
     *("least-loaded", "random", "round-robin", "power-of-two", "product"),
-    *("distserve", "splitwise", "tetri", "mooncake", "mooncake-local", "promise"),
+    *("distserve", "splitwise", "tetri", "mooncake", "mooncake-local", "slo"),
 )
-ADMISSION = ("none", "late", "early", "predictive", "promise")
+ADMISSION = ("none", "late", "early", "predictive", "slo")
 ON_MISS = ("reject", "queue")
 EXECUTORS = ("torch", "modelled")
+RENAMED = {"promise": "slo", "promised": "slo"}  # of routing and admission: what files may still say
 MOST_REPLICAS = 1024
 
+logger = logging.getLogger(__name__)
 
 _LABEL = r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
 _LABEL_KEY = re.compile(rf"([A-Za-z0-9]([-A-Za-z0-9.]{{0,251}}[A-Za-z0-9])?/)?{_LABEL}", re.ASCII)
@@ -513,11 +516,22 @@ def parse_spec(document: object) -> ClusterSpec:
     pools = document.get("pools")
     if isinstance(pools, list):
         document = document | {"pools": [_bounded(pool, f"pools[{index}]") for index, pool in enumerate(pools)]}
+    gateway = document.get("gateway")
+    if isinstance(gateway, dict):
+        document = document | {"gateway": gateway | _renamed(gateway)}
     elastic = document.get("elastic")
     if isinstance(elastic, dict) and elastic.get("mode") is False:  # as YAML reads a bare off
         document = document | {"elastic": elastic | {"mode": "off"}}
     spec: ClusterSpec = _convert(document, ClusterSpec, "")
     return spec
+
+
+def _renamed(gateway: dict[str, Any]) -> dict[str, str]:
+    """The policies of a gateway that have another name today, by that name. Logs a warning for each."""
+    names = {key: RENAMED[old] for key in ("routing", "admission") if (old := str(gateway.get(key))) in RENAMED}
+    for key, name in names.items():
+        logger.warning("gateway.%s: %s is now called %s; write %s: %s", key, gateway[key], name, key, name)
+    return names
 
 
 def _convert(value: object, kind: Any, path: str) -> Any:

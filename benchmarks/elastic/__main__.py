@@ -29,7 +29,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 QUICK = Effort(
     *((0,), (0,), 0.3, 0.3, 0.3, 1),
     systems=("vllm", "distserve"),
-    routers=("random", "promise"),
+    routers=("random", "slo"),
     prompt_chunks=(2048,),
     chunks=(512,),
 )

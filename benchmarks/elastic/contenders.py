@@ -14,8 +14,8 @@ CHUNKS = (256, 512, 1024, 2048)  # tokens of a colocated worker's step
 PROMPT_CHUNKS = (1024, 2048, 8192)  # of a prefill worker's
 SPLIT, COLOCATED = "distserve", "sarathi"  # whose pools a static configuration has
 SPLITTING = ("distserve", "splitwise", "tetri")  # routers that are made for workers of two roles
-OUR_ROUTER = "promise"
-KEEPING = "promise+admission"  # with our admission too
+OUR_ROUTER = "slo"
+KEEPING = "slo+admission"  # with our admission too
 ROUTERS = (*ROUTING, KEEPING)
 _NAMED = re.compile(
     r"((?P<routing>\S+) on )?(split (?P<prefills>\d+), chunk (?P<chunk>\d+)|colocated, chunk (?P<mixed>\d+)"
@@ -128,9 +128,7 @@ def _arranged(contender: Contender, scenario: Scenario) -> ClusterSpec:
         engine["max_batch_tokens"] = max(contender.chunk, fleet.engine.max_running)
     pools = tuple(replace(pool, engine=replace(pool.engine, **engine)) for pool in spec.pools)
     routing = contender.routing or ("least-loaded" if contender.plain else spec.gateway.routing)
-    known: dict[str, Any] = (
-        {"routing": OUR_ROUTER, "admission": "promise"} if routing == KEEPING else {"routing": routing}
-    )
+    known: dict[str, Any] = {"routing": OUR_ROUTER, "admission": "slo"} if routing == KEEPING else {"routing": routing}
     gateway = replace(spec.gateway, **known)
     return replace(spec, pools=pools, gateway=gateway)
 

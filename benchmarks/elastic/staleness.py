@@ -17,7 +17,7 @@ SHORTER = 3.0  # than in the campaign: nothing is searched, so runs are whole
 CHUNK = 2048
 SEEDS = (0, 1, 2)
 AGES_S = (0.0, 0.25, 1.0, 4.0)
-GATEWAYS = {"least-loaded": (1, 2, 4), "promise": (1, 2, 4), "": (1, 4)}  # by router; of ours, whose runs take longest
+GATEWAYS = {"least-loaded": (1, 2, 4), "slo": (1, 2, 4), "": (1, 4)}  # by router; of ours, whose runs take longest
 
 
 @dataclass(frozen=True, slots=True)

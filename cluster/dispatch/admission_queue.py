@@ -185,7 +185,7 @@ class AdmissionQueue:
     def _begin(self, asked: Ask, placement: Placement) -> Placement:
         """What is told counts from the request's arrival."""
         self._policy.began(asked, placement)
-        return self._policy.told(asked, placement)
+        return self._policy.for_client(asked, placement)
 
     def _wake_in(self, seconds: float) -> None:
         if self._timer is not None:
@@ -210,7 +210,7 @@ def _in_vain(request: Request, seat: QueuedRequest, queued: Queued) -> Refusal |
     if not seat.rejects or promised_s is None or ttft_s <= HOPE * promised_s:
         return None
     why = f"behind {queued.position} who wait the first token would take {ttft_s:.3g} s"
-    return Refusal(f"{why}, {promised_s:.3g} s are promised ({queued.reason})", ttft_s - promised_s)
+    return Refusal(f"{why}, the SLO is {promised_s:.3g} s ({queued.reason})", ttft_s - promised_s)
 
 
 def _start_s(answer: Placement | Later, ahead: list[QueuedRequest], view: ClusterView) -> float:

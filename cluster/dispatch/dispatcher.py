@@ -150,7 +150,7 @@ class Dispatcher:
 
     def _score(self, life: Life) -> None:
         """The request is over."""
-        ended = life.timing.ended(self._classes.promised(life.request), life.error, asyncio.get_running_loop().time())
+        ended = life.timing.ended(self._classes.slo_of(life.request), life.error, asyncio.get_running_loop().time())
         self._promises.ended(ended)
         self._request_metrics.ended(ended, life.completed, life.transfers)
         self._policy.answered(life.request, len(life.sent), life.finish)
@@ -445,7 +445,7 @@ class Dispatcher:
     def standing(self) -> GatewayAttainment:
         """How this gateway has kept its promises, and what it moved to keep them."""
         return replace(
-            self._promises.standing(self._policy.lengths.calibration()),
+            self._promises.attainment(self._policy.lengths.calibration()),
             moves=self._moving.counts(),
             moved_bytes=self._moved_bytes,
             role_changes=self.roster.role_changes(),

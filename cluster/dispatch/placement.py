@@ -166,7 +166,7 @@ class Placing:
         assert not isinstance(answer, Later), "only first attempts wait, and in the admission_queue"
         if isinstance(answer, Placement):
             self._policy.began(ask, answer)
-            return self._policy.told(ask, answer)
+            return self._policy.for_client(ask, answer)
         return answer
 
     def find(self, key: str) -> Life | None:

@@ -20,8 +20,8 @@ class _Seen:
     """A request under way."""
 
     arrived_s: float
-    promised_ttft_s: float | None
-    promised_tpot_s: float | None
+    ttft_slo_s: float | None
+    tpot_slo_s: float | None
     prompt_tokens: int
     first_s: float | None = None
     output_tokens: int = 0
@@ -93,7 +93,7 @@ class LoadReporter:
     def report(self) -> Report:
         """What was seen since the last call."""
         now_s = self._clock()
-        waits = [(now_s - seen.arrived_s, seen.promised_ttft_s) for seen in self._waiting.values()]
+        waits = [(now_s - seen.arrived_s, seen.ttft_slo_s) for seen in self._waiting.values()]
         report = Report(
             gateway=self._gateway,
             seconds=now_s - self._told_s,
@@ -119,8 +119,8 @@ def _completed(seen: _Seen, event: Completed) -> Sample:
         output_tokens=seen.output_tokens,
         ttft_s=ttft_s,
         tpot_s=(event.ledger.total_ns - event.ledger.ttft_ns) / 1e9 / gaps if gaps > 0 else None,
-        promised_ttft_s=seen.promised_ttft_s,
-        promised_tpot_s=seen.promised_tpot_s,
+        ttft_slo_s=seen.ttft_slo_s,
+        tpot_slo_s=seen.tpot_slo_s,
     )
 
 
@@ -131,6 +131,6 @@ def _broken(seen: _Seen) -> Sample:
         computed_tokens=0 if seen.first_s is None else seen.prompt_tokens,
         output_tokens=seen.output_tokens,
         ttft_s=None if seen.first_s is None else seen.first_s - seen.arrived_s,
-        promised_ttft_s=seen.promised_ttft_s,
-        promised_tpot_s=seen.promised_tpot_s,
+        ttft_slo_s=seen.ttft_slo_s,
+        tpot_slo_s=seen.tpot_slo_s,
     )

@@ -58,8 +58,8 @@ class RequestTiming:
             waited_s=now_s - self.arrived_s,
             predicted_ttft_s=predicted_s,
             predicted_tpot_s=self._predicted_tpot_s,
-            promised_ttft_s=promised.ttft_s,
-            promised_tpot_s=promised.tpot_s,
+            ttft_slo_s=promised.ttft_s,
+            tpot_slo_s=promised.tpot_s,
         )
 
 

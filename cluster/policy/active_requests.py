@@ -15,7 +15,7 @@ _MEMORY = 1000  # ends of answers that the mean looks back on
 class Work:
     """One attempt under way. `new_tokens` of its prompt must be computed, which shall take `prefill_s`.
 
-    `first_token_s` is when that is expected to be done, and when it was once `prefilled_s` tells; its turn had come at
+    `first_token_s` is when that is expected to be done, and when it was once `prefilled_s` is set; its turn had come at
     `turn_s`, as far as we can see.
     """
 
@@ -30,12 +30,12 @@ class Work:
     first_token_s: float
     prefilled_s: float | None = None
     turn_s: float = 0.0
-    reserved_s: float = 0.0  # when the decode worker had promised its blocks, so that the prompt could be sent
+    reserved_s: float = 0.0  # when the decode worker had reserved its blocks, so that the prompt could be sent
     correction: float = 1.0  # that is in `prefill_s`
     plain_tpot_s: float = 0.0  # predicted, without a correction
     is_guess: bool = False  # costs were not given
     is_cut: bool = False  # `prefill` computes the first `new_tokens` only, `decode` the rest
-    promised_tpot_s: float | None = None
+    tpot_slo_s: float | None = None
     computed_s: float = 0.0  # by the decode worker, of prompts of ours, when this one began to decode
 
     @property
@@ -64,10 +64,10 @@ class WorkerLoad(Struct, frozen=True, gc=False):
 
     Of its prompts: how many wait or run, their tokens, those to compute, and the seconds of all and of the first one,
     whose turn came at `turn_s`. Of what decodes there or will: the sums, those of what has begun or was computed here
-    first, and the tightest promise.
+    first, and the tightest TPOT SLO.
     """
 
-    promised: DecodeLoad = _NOTHING
+    assigned: DecodeLoad = _NOTHING
     begun: DecodeLoad = _NOTHING
     tightest_s: float | None = None
     num_prompts: int = 0
@@ -95,11 +95,11 @@ class ActiveRequests:
     def __init__(self) -> None:
         self._works: dict[str, Work] = {}
         self._prefilling: dict[str, dict[str, Work]] = {}  # worker -> key -> work, oldest first
-        self._decoding: dict[str, dict[str, Work]] = {}  # from the promise of a slot to the last token
-        self._promised: dict[str, DecodeLoad] = {}  # of what decodes there or will
+        self._decoding: dict[str, dict[str, Work]] = {}  # from the reservation of a slot to the last token
+        self._assigned: dict[str, DecodeLoad] = {}  # of what decodes there or will
         self._touched_s: dict[str, float] = {}  # worker -> when work of ours last began or ended there
         self._news: set[str] = set()  # workers, since `news` was asked for
-        self._standings: dict[str, WorkerLoad] = {}  # those that were asked for, while nothing has changed
+        self._worker_loads: dict[str, WorkerLoad] = {}  # those that were asked for, while nothing has changed
         self._prefilled_s: dict[str, float] = {}  # worker -> when it last ended a prompt of ours
         self._computed_s: dict[str, float] = {}  # worker -> seconds of all prompts of ours that it has computed
         self._num_decoded = 0
@@ -122,9 +122,9 @@ class ActiveRequests:
         """Requests of ours that decode there or will."""
         return self._decoding.get(worker, {}).values()
 
-    def promised(self, worker: str) -> DecodeLoad:
+    def assigned(self, worker: str) -> DecodeLoad:
         """Sums over `decoding`, at no cost."""
-        return self._promised.get(worker, _NOTHING)
+        return self._assigned.get(worker, _NOTHING)
 
     def touched_s(self, worker: str) -> float:
         """When work of ours last began or ended there; 0 when none has."""
@@ -135,22 +135,22 @@ class ActiveRequests:
         news, self._news = self._news, set()
         return news
 
-    def standing(self, worker: str) -> WorkerLoad:
+    def worker_load(self, worker: str) -> WorkerLoad:
         """All that can be summed of what is on its way to the worker, and under way there."""
-        known = self._standings.get(worker)
+        known = self._worker_loads.get(worker)
         return self._sum_up(worker) if known is None else known
 
     def _sum_up(self, worker: str) -> WorkerLoad:
         waiting, decoding = self._prefilling.get(worker), self._decoding.get(worker)
         if not waiting and not decoding:
-            self._standings[worker] = _IDLE
+            self._worker_loads[worker] = _IDLE
             return _IDLE
         sequences = prompts = answers = 0
         tightest_s: float | None = None
         for work in decoding.values() if decoding else ():
-            promised_s = work.promised_tpot_s
-            if promised_s is not None and (tightest_s is None or promised_s < tightest_s):
-                tightest_s = promised_s
+            slo_s = work.tpot_slo_s
+            if slo_s is not None and (tightest_s is None or slo_s < tightest_s):
+                tightest_s = slo_s
             if work.prefilled_s is not None or work.prefill == worker:
                 sequences, prompts, answers = sequences + 1, prompts + work.prompt_tokens, answers + work.output_tokens
         begun = DecodeLoad(sequences, prompts, answers) if sequences else _NOTHING
@@ -162,8 +162,8 @@ class ActiveRequests:
             for work in waiting.values():
                 waiting_tokens, new_tokens = waiting_tokens + work.prompt_tokens, new_tokens + work.new_tokens
                 prompts_s += work.prefill_s
-        found = self._standings[worker] = WorkerLoad(
-            self.promised(worker),
+        found = self._worker_loads[worker] = WorkerLoad(
+            self.assigned(worker),
             begun,
             tightest_s,
             len(waiting or ()),
@@ -177,7 +177,7 @@ class ActiveRequests:
 
     def ahead_s(self, worker: str, now_s: float) -> float:
         """How long the prompts of ours that wait or run there will still take, one after the other."""
-        return self.standing(worker).ahead_s(now_s)
+        return self.worker_load(worker).ahead_s(now_s)
 
     def decode_seconds(self, now_s: float) -> float:
         """How long a request decodes, on average; infinite until one has ended.
@@ -192,7 +192,7 @@ class ActiveRequests:
 
     def began(self, work: Work) -> None:
         """The request is on its way to its workers."""
-        assert work.key not in self._works, f"{work.key} is in the book already"
+        assert work.key not in self._works, f"{work.key} is active already"
         self._works[work.key] = work
         self._prefilling.setdefault(work.prefill, {})[work.key] = work
         self._touch(work.prefill, work.began_s)
@@ -221,7 +221,7 @@ class ActiveRequests:
         self._change(worker)
 
     def prefilled(self, key: str, now_s: float) -> Work | None:
-        """Its first token came. Answers the work, or None when it is not here or was told before."""
+        """Its first token came. Answers the work, or None when it is not here or was so already."""
         work = self._works.get(key)
         if work is None or work.prefilled_s is not None:
             return None
@@ -272,7 +272,7 @@ class ActiveRequests:
         work = self._works[key]
         queue = self._prefilling[work.prefill]
         self._prefilling[work.prefill] = {each: other for each, other in queue.items() if each != key}
-        decoding, promised = self._decoding.get(work.decode), self._promised.get(work.decode)
+        decoding, assigned = self._decoding.get(work.decode), self._assigned.get(work.decode)
         if work.decodes:
             self._decoding[work.decode] = dict(decoding or {})
             self._no_more_to_decode(work)
@@ -281,8 +281,8 @@ class ActiveRequests:
             yield
         finally:
             self._prefilling[work.prefill] = queue
-            if work.decodes and decoding is not None and promised is not None:
-                self._decoding[work.decode], self._promised[work.decode] = decoding, promised
+            if work.decodes and decoding is not None and assigned is not None:
+                self._decoding[work.decode], self._assigned[work.decode] = decoding, assigned
             self._change(work.prefill, work.decode)
 
     def _touch(self, worker: str, now_s: float) -> None:
@@ -290,23 +290,23 @@ class ActiveRequests:
         self._change(worker)
 
     def _change(self, *workers: str) -> None:
-        """Whatever changes anything of these says so: what was summed of them is forgotten, and told as news."""
+        """Whatever changes anything of these says so: what was summed of them is forgotten, and in `news`."""
         self._news.update(workers)
         for worker in workers:
-            self._standings.pop(worker, None)
+            self._worker_loads.pop(worker, None)
 
     def _to_decode(self, work: Work, worker: str) -> None:
         self._decoding.setdefault(worker, {})[work.key] = work
-        known = self.promised(worker)
+        known = self.assigned(worker)
         prompts, answers = known.prompt_tokens + work.prompt_tokens, known.output_tokens + work.output_tokens
-        self._promised[worker] = DecodeLoad(known.sequences + 1, prompts, answers)
+        self._assigned[worker] = DecodeLoad(known.sequences + 1, prompts, answers)
 
     def _no_more_to_decode(self, work: Work) -> None:
         self._drop(self._decoding, work.decode, work.key)
-        known = self._promised.pop(work.decode)
+        known = self._assigned.pop(work.decode)
         if known.sequences > 1:
             prompts, answers = known.prompt_tokens - work.prompt_tokens, known.output_tokens - work.output_tokens
-            self._promised[work.decode] = DecodeLoad(known.sequences - 1, prompts, answers)
+            self._assigned[work.decode] = DecodeLoad(known.sequences - 1, prompts, answers)
 
     def _turn_s(self, work: Work) -> float:
         return max(work.began_s, work.reserved_s, self._prefilled_s.get(work.prefill, 0.0))
@@ -331,8 +331,8 @@ class ActiveRequests:
         for worker, works in self._decoding.items():
             prompts = sum(work.prompt_tokens for work in works.values())
             answers = sum(work.output_tokens for work in works.values())
-            assert self._promised[worker] == DecodeLoad(len(works), prompts, answers), worker
-        assert self._promised.keys() == self._decoding.keys()
-        for worker, known in list(self._standings.items()):
+            assert self._assigned[worker] == DecodeLoad(len(works), prompts, answers), worker
+        assert self._assigned.keys() == self._decoding.keys()
+        for worker, known in list(self._worker_loads.items()):
             assert self._sum_up(worker) == known, worker
         assert all(self._prefilling.values()) and all(self._decoding.values()), "an empty shelf was kept"

@@ -1,8 +1,8 @@
-"""The policy of one gateway, put together: a router, an admission, and the book of what is under way.
+"""The policy of one gateway, put together: a router, an admission, and the active requests.
 
     choose ──> Placement ──> began ──> prefilled ──> ended
        ├─────> Refusal                     └──────> Refusal (late admission only)
-       └─────> Later (admission "promise" only): ask again when something has ended
+       └─────> Later (admission "slo" only): ask again when something has ended
 
 Pure. The one place that knows routers by name.
 """
@@ -39,8 +39,8 @@ from workers.request import SLO, FinishReason, Request
 class Parts:
     """What routers are made of."""
 
-    book: ActiveRequests
-    forecast: LatencyPredictor
+    active: ActiveRequests
+    latency: LatencyPredictor
     draws: Draws
     lengths: Predictor
     index: PrefixIndex
@@ -52,14 +52,14 @@ _ROUTERS: dict[str, Callable[[Parts], Router]] = {
     "random": lambda parts: Random(parts.draws),
     "round-robin": lambda parts: RoundRobin(),
     "power-of-two": lambda parts: PowerOfTwo(parts.draws),
-    "product": lambda parts: Product(parts.forecast, parts.index),
+    "product": lambda parts: Product(parts.latency, parts.index),
     "distserve": lambda parts: DistServe(),
-    "splitwise": lambda parts: Splitwise(parts.forecast, parts.book, asked_length),
-    "tetri": lambda parts: Tetri(parts.forecast, parts.book, parts.lengths, parts.draws),
-    "mooncake": lambda parts: Mooncake(parts.forecast, parts.index),
-    "mooncake-local": lambda parts: MooncakeLocal(parts.forecast, parts.index),
-    "promise": lambda parts: SLORouter(
-        parts.forecast, parts.index, parts.book, parts.slo, partial(expected_tokens, parts.lengths)
+    "splitwise": lambda parts: Splitwise(parts.latency, parts.active, asked_length),
+    "tetri": lambda parts: Tetri(parts.latency, parts.active, parts.lengths, parts.draws),
+    "mooncake": lambda parts: Mooncake(parts.latency, parts.index),
+    "mooncake-local": lambda parts: MooncakeLocal(parts.latency, parts.index),
+    "slo": lambda parts: SLORouter(
+        parts.latency, parts.index, parts.active, parts.slo, partial(expected_tokens, parts.lengths)
     ),
 }
 
@@ -71,23 +71,23 @@ class Policy:
         self,
         router: Router,
         admission: Admission,
-        forecast: LatencyPredictor,
-        book: ActiveRequests,
+        latency: LatencyPredictor,
+        active: ActiveRequests,
         index: PrefixIndex,
         lengths: Predictor,
         mover: MigrationPlanner,
         requeue: Requeue,
     ) -> None:
-        self.book = book
+        self.active = active
         self.index = index
         self.lengths = lengths
         self.mover = mover
         self.requeue = requeue
         self._find = Finder()
-        self._reserving = Reserving(forecast, book)
+        self._reserving = Reserving(latency, active)
         self._router = router
         self._admission = admission
-        self._latency = forecast
+        self._latency = latency
 
     @property
     def links_all(self) -> bool:
@@ -119,11 +119,11 @@ class Policy:
             return None
         if placement.predicted_ttft_s is None:
             placement = self._predicted(ask, placement)
-        told = self._reserved(ask, placement)
+        predicted = self._reserved(ask, placement)
         if ask.request.attempt or ask.beside or not self._admission.looks:
-            return told
-        judged = told if self._admission.queues else placement  # the papers' admissions know of no reservation
-        return self._admission.at_arrival(ask, judged, self._worker(ask, placement.decode)) or told
+            return predicted
+        judged = predicted if self._admission.queues else placement  # the papers' admissions know of no reservation
+        return self._admission.at_arrival(ask, judged, self._worker(ask, placement.decode)) or predicted
 
     def _predicted(self, ask: Ask, placement: Placement) -> Placement:
         """With what is expected of it, where anything is known of costs or the admission needs to know."""
@@ -171,19 +171,19 @@ class Policy:
             correction=self._latency.prompt_correction(prefill),
             plain_tpot_s=self._latency.plain_tpot_seconds(ask, decode),
             is_guess=not (self._latency.is_sure(prefill) and self._latency.is_sure(decode)),
-            promised_tpot_s=request.slo.tpot_s,
+            tpot_slo_s=request.slo.tpot_s,
             is_cut=cut_tokens > 0,
         )
         self._router.began(ask, placement)
-        self.book.began(work)
+        self.active.began(work)
 
     def _worker(self, ask: Ask, name: str) -> WorkerView:
         worker = self._find(ask.view, name)
         assert worker is not None, f"{name} was chosen from this view"
         return worker
 
-    def told(self, ask: Ask, placement: Placement) -> Placement:
-        """As the client is told of it: from the request's arrival, and nothing where all would be a guess."""
+    def for_client(self, ask: Ask, placement: Placement) -> Placement:
+        """As the client sees it: from the request's arrival, and nothing where all would be a guess."""
         if self._latency.knows(self._worker(ask, placement.prefill), self._worker(ask, placement.decode)):
             return placement.after(ask.waited_s)
         return structs.replace(placement, predicted_ttft_s=None, predicted_tpot_s=None)
@@ -193,18 +193,18 @@ class Policy:
         return max(min(2, asked_length(request)), expected_tokens(self.lengths, request))
 
     def reserved(self, key: str, now_s: float) -> None:
-        """The decode worker has promised its blocks: the prompt is sent only now. Unknown keys are ignored."""
-        self.book.reserved(key, now_s)
+        """The decode worker has reserved its blocks: the prompt is sent only now. Unknown keys are ignored."""
+        self.active.reserved(key, now_s)
 
     def prefilled(
         self, key: str, now_s: float, cached_tokens: int | None = None, compute_s: float | None = None
     ) -> None:
         """The attempt's first token came; so much of its prompt was cached where it was computed in so many seconds.
 
-        Told twice, or of an unknown key, it says nothing new.
+        Calls for unknown keys, and second calls, change nothing.
         """
         self.index.settle(key, now_s)
-        work = self.book.prefilled(key, now_s)
+        work = self.active.prefilled(key, now_s)
         if work is not None and not work.is_cut:
             self._latency.learn_prompt(work, compute_s)
             if cached_tokens is not None:
@@ -212,18 +212,18 @@ class Policy:
 
     def moved(self, key: str, worker: str, now_s: float) -> None:
         """The attempt decodes on another worker from now on. Unknown keys are ignored."""
-        self.book.moved(key, worker, now_s)
+        self.active.moved(key, worker, now_s)
 
     def better(self, ask: Ask, key: str) -> Placement | None:
-        """Where the attempt `key`, not begun, should be made anew, as `ask`; None: it stays where it is."""
+        """Where the attempt `key`, not begun, should be placed again, as `ask`; None: it stays where it is."""
         return self.requeue.better(ask, key, self.choose)
 
     def again(self, ask: Ask, key: str, placement: Placement) -> Placement:
-        """The attempt `key`, not begun, is given up for another one, which goes there. As the client is told of it."""
+        """The attempt `key`, not begun, gives way to another one, which goes there. Answers it as clients see it."""
         self.index.withdraw(key)
-        self.book.ended(key, ask.now_s)
+        self.active.ended(key, ask.now_s)
         self.began(ask, placement)
-        return self.told(ask, placement)
+        return self.for_client(ask, placement)
 
     def judge(self, ask: Ask, decode: str) -> Refusal | None:
         """Whether a request whose prompt is done is turned away after all. Not by a worker that is there no more."""
@@ -235,7 +235,7 @@ class Policy:
     def ended(self, key: str, now_s: float, num_tokens: int = 0) -> None:
         """The attempt is over, its answer ended with so many tokens, or did not end (0). Unknown keys are ignored."""
         self.index.settle(key, now_s)
-        work = self.book.ended(key, now_s)
+        work = self.active.ended(key, now_s)
         if work is not None and num_tokens:
             self._latency.learn_steps(work, num_tokens, now_s)
 
@@ -255,21 +255,21 @@ def open_policy(
     for name, known in ((routing, ROUTING), (admission, ADMISSION)):
         if name not in known:
             raise SpecError(f"gateway: {name!r} is not one of {', '.join(known)}")
-    book = ActiveRequests()
-    forecast = LatencyPredictor(spec, book)
+    active = ActiveRequests()
+    latency = LatencyPredictor(spec, active)
     lengths = lengths or Learned()
     index = index or PrefixIndex(hope_s=HOPE_S + spec.gateway.cache_news_s)
-    parts = Parts(book, forecast, Draws(seed), lengths, index, spec.gateway.slo)
+    parts = Parts(active, latency, Draws(seed), lengths, index, spec.gateway.slo)
     judges: dict[str, Callable[[], Admission]] = {
         "none": Admission,
-        "late": lambda: Late(spec.gateway.slo, forecast, book),
-        "early": lambda: Early(spec.gateway.slo, forecast, book),
-        "predictive": lambda: Predictive(spec.gateway.slo, forecast, book),
-        "promise": lambda: SLOAdmission(spec.gateway, forecast, book, partial(expected_tokens, lengths)),
+        "late": lambda: Late(spec.gateway.slo, latency, active),
+        "early": lambda: Early(spec.gateway.slo, latency, active),
+        "predictive": lambda: Predictive(spec.gateway.slo, latency, active),
+        "slo": lambda: SLOAdmission(spec.gateway, latency, active, partial(expected_tokens, lengths)),
     }
-    mover = MigrationPlanner(forecast, book, rebalances=spec.gateway.rebalance, tpot_s=spec.gateway.slo.tpot_s)
-    requeue = Requeue(forecast, book, index, moves=spec.gateway.rebalance, ttft_s=spec.gateway.slo.ttft_s)
-    return Policy(_ROUTERS[routing](parts), judges[admission](), forecast, book, index, lengths, mover, requeue)
+    mover = MigrationPlanner(latency, active, rebalances=spec.gateway.rebalance, tpot_s=spec.gateway.slo.tpot_s)
+    requeue = Requeue(latency, active, index, moves=spec.gateway.rebalance, ttft_s=spec.gateway.slo.ttft_s)
+    return Policy(_ROUTERS[routing](parts), judges[admission](), latency, active, index, lengths, mover, requeue)
 
 
 def _cached_tokens(ask: Ask, placement: Placement) -> int:

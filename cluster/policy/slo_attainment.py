@@ -1,6 +1,6 @@
-"""Promises and predictions, scored when a request has ended: how often one was kept, how far the other was off. Pure.
+"""SLOs and predictions, scored when a request has ended: how often an SLO was met, how far a prediction was off. Pure.
 
-A promise is kept or not on the client's clock, from the request's arrival. A prediction is made when workers are chosen
+An SLO is met or missed on the client's clock, from the request's arrival. A prediction is made when workers are chosen
 and is held against what came after that. Memory is bounded whatever classes clients think of.
 """
 
@@ -30,7 +30,7 @@ _MOST_OFF = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One request that is over. Seconds; None: there was no such token, prediction or promise.
+    """One request that is over. Seconds; None: there was no such token, prediction or SLO.
 
     `ttft_s` is counted from arrival; `after_placement_s` from the choice of workers, as `predicted_ttft_s` is. A
     request that has no first token has `waited_s` for it. `refusal` is why it was turned away.
@@ -45,17 +45,17 @@ class Ended:
     waited_s: float = 0.0
     predicted_ttft_s: float | None = None
     predicted_tpot_s: float | None = None
-    promised_ttft_s: float | None = None
-    promised_tpot_s: float | None = None
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
 
     def kept(self, kind: str) -> bool | None:
-        """Whether this promise was kept; None when there was none, or nothing tells."""
+        """Whether this SLO was met; None when there was none, or when it cannot be known."""
         if kind == "tpot":
-            return _within(self.tpot_s, self.promised_tpot_s)
-        if self.ttft_s is None and self.promised_ttft_s is not None and self.outcome != "refused":
-            broken = self.outcome == "failed" or self.waited_s > self.promised_ttft_s
+            return _within(self.tpot_s, self.tpot_slo_s)
+        if self.ttft_s is None and self.ttft_slo_s is not None and self.outcome != "refused":
+            broken = self.outcome == "failed" or self.waited_s > self.ttft_slo_s
             return False if broken else None
-        return _within(self.ttft_s, self.promised_ttft_s)
+        return _within(self.ttft_s, self.ttft_slo_s)
 
     def error(self, kind: str) -> float | None:
         """(seen - predicted) / predicted: above 0 it took longer."""
@@ -78,10 +78,10 @@ class ErrorCounts:
 
 @dataclass(frozen=True, slots=True)
 class GatewayAttainment(SLOAttainment):
-    """How one gateway has kept its promises since it began, with what only its metrics show."""
+    """How often one gateway has met SLOs since it began, with what only its metrics show."""
 
     errors: tuple[ErrorCounts, ...] = ()
-    moves: tuple[tuple[str, str, int], ...] = ()  # of decodes, and of prompts (anew): why, what became of them, count
+    moves: tuple[tuple[str, str, int], ...] = ()  # of decodes, and of prompts (`anew`): why, what became of them, count
     moved_bytes: int = 0
     role_changes: tuple[tuple[str, str, int], ...] = ()  # of workers, from one role to another, as far as it was there
     uncovered: tuple[tuple[str, int], ...] = ()  # requests that others served, since no worker of this role was ready
@@ -113,7 +113,7 @@ class SLOScores:
         self._totals = dict.fromkeys(KINDS, 0.0)
 
     def ended(self, ended: Ended) -> None:
-        """Score a request. Each is told once."""
+        """Score a request. Called once for each."""
         self._outcomes[ended.outcome] += 1
         if ended.outcome == "refused":
             self._refused[ended.refusal if ended.refusal in REASONS else OTHER] += 1
@@ -133,7 +133,7 @@ class SLOScores:
                 self._counts[kind][bisect_left(ERROR_BOUNDS, error)] += 1
                 self._totals[kind] += error
 
-    def standing(self, calibration: Calibration) -> GatewayAttainment:
+    def attainment(self, calibration: Calibration) -> GatewayAttainment:
         return GatewayAttainment(
             classes=tuple(known.score(name) for name, known in sorted(self._classes.items())),
             outcomes=tuple(self._outcomes.items()),
@@ -148,8 +148,8 @@ class SLOScores:
         return self._classes.setdefault(name, _Class())
 
 
-def _within(seen_s: float | None, promised_s: float | None) -> bool | None:
-    return None if seen_s is None or promised_s is None else seen_s <= promised_s
+def _within(seen_s: float | None, slo_s: float | None) -> bool | None:
+    return None if seen_s is None or slo_s is None else seen_s <= slo_s
 
 
 def _errors(found: Iterable[float]) -> Errors | None:

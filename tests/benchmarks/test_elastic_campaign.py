@@ -111,7 +111,7 @@ def test_routers_get_the_workers_of_the_best_static_choice() -> None:
     assert set(routers) == set(ROUTERS)
     for name, spec in routers.items():
         routing, _, admission = name.partition("+")
-        assert (spec.gateway.routing, spec.gateway.admission) == (routing, "promise" if admission else "none")
+        assert (spec.gateway.routing, spec.gateway.admission) == (routing, "slo" if admission else "none")
         assert spec.pools == case_of(split if name in ("distserve", "splitwise", "tetri") else mixed, load).spec.pools
     assert all(len(case_of(one, load).spec.pools) == 2 for one in routed(split, split))
 
@@ -175,7 +175,7 @@ def test_every_router_looks_through_every_view(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(staleness, "_attained", attained)
     made_rows = staleness.study(SMALL, map, lambda _: None)
     assert {(each.routing, each.gateways) for each in made_rows} == {
-        *((f"{name} on split 1, chunk 2048", number) for name in ("least-loaded", "promise") for number in (1, 2, 4)),
+        *((f"{name} on split 1, chunk 2048", number) for name in ("least-loaded", "slo") for number in (1, 2, 4)),
         *(("ours", number) for number in (1, 4)),
     }
     assert len(made_rows) == 4 * 8
@@ -198,7 +198,7 @@ def all_searched(load: Scenario, effort: Effort) -> Found:
 def test_goodputs_are_those_of_the_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
     most = {"ours": 4.0, "vllm": 1.0, "sarathi": 1.5}
     pretend(monkeypatch, lambda one: 2.5 if one.routing == "random" else most.get(one.name, 2.0))
-    effort = Effort(tolerance=0.02, rough=0.1, systems=("vllm", "sarathi"), routers=("random", "promise"), finalists=1)
+    effort = Effort(tolerance=0.02, rough=0.1, systems=("vllm", "sarathi"), routers=("random", "slo"), finalists=1)
     found = all_searched(made("phases-a100"), effort).entries
     assert [each.kind for each in found] == ["ours", "best split", "best colocated", *[SYSTEM] * 2, *[ROUTER] * 2]
     by_name = {each.name.partition(" on ")[0]: each for each in found}
@@ -206,7 +206,7 @@ def test_goodputs_are_those_of_the_contenders(monkeypatch: pytest.MonkeyPatch) -
     assert found[0].by_seed[0] == found[0].by_seed[2]
     for name, rate in (("sarathi", 1.5), ("random", 2.5)):  # the best of their kind, so with all seeds, and closely
         assert len(by_name[name].by_seed) == 3 and by_name[name].rate == pytest.approx(rate, rel=0.02)
-    for name, rate in (("vllm", 1.0), ("promise", 2.0)):
+    for name, rate in (("vllm", 1.0), ("slo", 2.0)):
         assert len(by_name[name].by_seed) == 1 and by_name[name].rate == pytest.approx(rate, rel=0.1)
 
 

@@ -39,7 +39,7 @@ def test_who_is_ahead_of_ours_is_named() -> None:
         Entry(SPLIT, "split 1, chunk 1024", (1.0,), 1.0, 1.0, 1.0, 1),
         Entry(SYSTEM, "vllm", (4.0,), 4.0, 4.0, 4.0),
         Entry(ROUTER, "random on split 1, chunk 1024", (1.0,), 1.0, 1.0, 1.0, 1),
-        Entry(ROUTER, "promise on split 1, chunk 1024", (3.0,), 3.0, 3.0, 3.0, 1),
+        Entry(ROUTER, "slo on split 1, chunk 1024", (3.0,), 3.0, 3.0, 3.0, 1),
         Entry(PER_PHASE, "knows", (8.0,), 8.0, 8.0, 8.0),
     )
     nothing = Entry(SYSTEM, "static", (0.0,), 0.0, 0.0, 0.0)
@@ -47,7 +47,7 @@ def test_who_is_ahead_of_ours_is_named() -> None:
     found = Record("", "", "", (result,))
     assert page.losing(found) == [
         "phases: 0.50 of vllm, one seed",
-        "phases: 0.67 of our router, roles fixed: promise on split 1, chunk 1024, one seed",
+        "phases: 0.67 of our router, roles fixed: slo on split 1, chunk 1024, one seed",
     ]
     assert [line.partition(":")[0] for line in page.aims(found)] == ["holds", "holds", "FALLS SHORT"]
     row = page.verdicts(found).splitlines()[-1]

@@ -30,7 +30,7 @@ SPEC = replace(SPEC, transfer=replace(SPEC.transfer, digest=False, host="127.0.0
 # Ours: decodes move off workers that are to prefill, and prompts that have not begun are placed anew.
 REBALANCED = replace(
     SPEC,
-    gateway=replace(SPEC.gateway, routing="promise", rebalance=True, slo=SLO(ttft_s=0.02, tpot_s=0.05)),
+    gateway=replace(SPEC.gateway, routing="slo", rebalance=True, slo=SLO(ttft_s=0.02, tpot_s=0.05)),
     pools=tuple(replace(pool, cost=FAST) for pool in SPEC.pools),
 )
 

@@ -208,8 +208,8 @@ def test_moves_at_any_moment_to_and_fro_lose_and_double_no_token(
                 completed(events).ledger.check()
                 assert completed(events).attempts <= (1 if killed_s is None else 2)
             await asyncio.gather(*asked)
-            subject.dispatcher._policy.book.check()
-            assert not len(subject.dispatcher._policy.book)
+            subject.dispatcher._policy.active.check()
+            assert not len(subject.dispatcher._policy.active)
             await subject.settle()
 
     clock.run(run())
@@ -250,7 +250,7 @@ def test_a_decode_moves_to_and_fro_even_where_it_has_no_full_block(length: int) 
             async for event in subject.dispatcher.generate(request("a", length, max_tokens=50)):
                 events.append(event)
                 if isinstance(event, Delta) and event.first_position in (3, 15, 25, 35):
-                    owner = next(work.decode for work in subject.dispatcher._policy.book)
+                    owner = next(work.decode for work in subject.dispatcher._policy.active)
                     taker = next(name for name in subject.workers if name != owner)
                     moving.append(asyncio.ensure_future(subject.dispatcher.move("a", taker)))
             assert all(await asyncio.gather(*moving)) and len(moving) == 4

@@ -30,15 +30,15 @@ async def opened(*, rebalance: bool = True, mixed: bool = False) -> AsyncIterato
     pools = tuple(replace(pool, cost=COST) for pool in spec.pools)
     if mixed:
         pools = (PoolSpec("prefill", Role.MIXED, 2, engine=pools[0].engine, cost=COST),)
-    gateway = replace(spec.gateway, routing="promise", rebalance=rebalance)
+    gateway = replace(spec.gateway, routing="slo", rebalance=rebalance)
     async with cluster(replace(spec, gateway=gateway, pools=pools), COST) as subject:
         policy = subject.dispatcher._policy
         honest = policy.choose
         decode = "prefill-0" if mixed else "decode-0"
         policy.choose = lambda ask: honest(ask) if ask.request.attempt else Placement("prefill-0", decode, "crowded")
         yield subject
-        policy.book.check()
-        assert not len(policy.book) and not policy.index._expected.keys() - {key for _, key in policy.index._settled}
+        policy.active.check()
+        assert not len(policy.active) and not policy.index._expected.keys() - {key for _, key in policy.index._settled}
         await subject.settle()
 
 

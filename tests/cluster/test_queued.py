@@ -30,7 +30,7 @@ CLASSES = {
 
 
 def promising(spec: ClusterSpec, classes: dict[str, ClassSpec] = CLASSES, **gateway: object) -> ClusterSpec:
-    made = replace(spec.gateway, admission="promise", classes=classes, **gateway)  # type: ignore[arg-type]
+    made = replace(spec.gateway, admission="slo", classes=classes, **gateway)  # type: ignore[arg-type]
     return replace(spec, gateway=made)
 
 
@@ -42,7 +42,7 @@ async def opened(spec: ClusterSpec) -> AsyncIterator[SimCluster]:
         for dispatcher in cluster.dispatchers:
             dispatcher._admission_queue.room.check()
             assert not len(dispatcher._admission_queue.room) and not dispatcher._admission_queue._guests
-            assert len(dispatcher._policy.book) == 0
+            assert len(dispatcher._policy.active) == 0
             assert dispatcher._admission_queue._timer is None and dispatcher._admission_queue._watching is None
         await asyncio.sleep(1.0)  # the last cancels arrive
         for worker in cluster.runtime.workers.values():
@@ -117,7 +117,7 @@ def test_who_finds_no_slot_is_queued_with_a_prediction_and_gets_in_when_one_is_f
             assert [each.first(Queued) is not None for each in seen] == [False, False, False, True]
             queued, accepted = seen[3].first(Queued), seen[3].first(Accepted)
             assert queued is not None and accepted is not None and queued[0] < accepted[0]
-            assert queued[1].position == 0 and "0.035 s are promised" in queued[1].reason
+            assert queued[1].position == 0 and "the SLO is 0.035 s" in queued[1].reason
             assert queued[1].predicted_start_s > 0.0
             assert queued[1].predicted_ttft_s == pytest.approx(seen[3].ttft_s, abs=0.5)
             assert accepted[1].predicted_ttft_s == pytest.approx(seen[3].ttft_s, abs=0.1)

@@ -15,7 +15,7 @@ async def cached(subject: Cluster, name: str, asked: Request) -> int:
     return completed(events).cached_tokens
 
 
-@pytest.mark.parametrize("routing", ["least-loaded", "mooncake", "product", "promise"])
+@pytest.mark.parametrize("routing", ["least-loaded", "mooncake", "product", "slo"])
 async def test_a_tenant_finds_its_own_prefix_and_no_other_tenant_s(routing: str) -> None:
     spec = split_spec(2, 1)
     spec = replace(spec, gateway=replace(spec.gateway, routing=routing))

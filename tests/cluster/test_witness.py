@@ -71,7 +71,7 @@ def test_a_request_that_is_turned_away_is_a_sample_and_one_that_its_caller_ends_
         raise Rejected("late", 1.0)
     refused, late = load_reporter.report().samples
     assert refused.ttft_s is None and refused.output_tokens == 0
-    assert (refused.promised_ttft_s, refused.promised_tpot_s) == (2.0, 0.1)
+    assert (refused.ttft_slo_s, refused.tpot_slo_s) == (2.0, 0.1)
     assert late.ttft_s == 1.0 and late.output_tokens == 1
 
 
@@ -122,5 +122,5 @@ async def test_gateways_report_what_they_served_every_period() -> None:
     assert (sample.prompt_tokens, sample.computed_tokens, sample.output_tokens) == (40, 40, 9)
     assert sample.ttft_s == ledger.ttft_ns / 1e9
     assert sample.tpot_s == (ledger.total_ns - ledger.ttft_ns) / 1e9 / 8
-    assert (sample.promised_ttft_s, sample.promised_tpot_s) == (5.0, 0.5)
+    assert (sample.ttft_slo_s, sample.tpot_slo_s) == (5.0, 0.5)
     assert {each.gateway for each in reports} == {"gateway-0"}

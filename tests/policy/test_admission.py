@@ -24,7 +24,7 @@ def refused(story: Story, picture: ClusterView, length: int = 100, **asked: obje
 def test_a_first_token_that_would_come_too_late_is_refused_with_the_time_to_wait(admission: str) -> None:
     story = Story("least-loaded", admission, TIGHT)
     assert not refused(story, CALM, length=500)
-    assert refused(story, CALM, length=501) == "the first token would take 0.501 s, 0.5 s are promised"
+    assert refused(story, CALM, length=501) == "the first token would take 0.501 s, the SLO is 0.5 s"
     story.send(CALM, request("a", length=400))
     answer = story.choose(CALM, request("b", length=200))
     assert isinstance(answer, Refusal) and answer.retry_after_s == pytest.approx(0.1)
@@ -55,13 +55,13 @@ def test_a_siblings_prompt_counts_once() -> None:
     story = Story("least-loaded", "early", TIGHT)
     for n in range(3):
         story.send(CALM, request(f"r{n}", 400), beside="p0" if n else "")
-    assert story.policy.book.ahead_s("p0", story.now_s) == pytest.approx(0.402)
+    assert story.policy.active.ahead_s("p0", story.now_s) == pytest.approx(0.402)
 
 
 def test_early_looks_at_what_decodes_now() -> None:
     story = Story("least-loaded", "early", TIGHT)
     assert not refused(story, changed(CALM, worker("d0", running=4, reserved=90)))
-    assert "0.05 s are promised" in refused(story, changed(CALM, worker("d0", running=5)))
+    assert "the SLO is 0.05 s" in refused(story, changed(CALM, worker("d0", running=5)))
     assert not refused(story, changed(CALM, worker("d0", running=5)), max_tokens=1), "one token needs no decode"
 
 
@@ -98,18 +98,18 @@ def test_predictive_counts_the_prefills_that_end_before_and_drops_the_decodes_th
 
 
 def test_how_long_requests_decode_is_not_that_of_the_short_ones_alone() -> None:
-    story, book = Story("least-loaded"), Story("least-loaded").policy.book
-    assert book.decode_seconds(0.0) == float("inf")
+    story, active = Story("least-loaded"), Story("least-loaded").policy.active
+    assert active.decode_seconds(0.0) == float("inf")
     for n in range(4):
         story.send(CALM, request(f"r{n}"))
         story.prefilled(request(f"r{n}"))
     story.now_s += 1.0
     story.ended(request("r0"))
-    assert story.policy.book.decode_seconds(story.now_s) == pytest.approx(4.0), "four seconds decoded, one end"
+    assert story.policy.active.decode_seconds(story.now_s) == pytest.approx(4.0), "four seconds decoded, one end"
     story.now_s += 9.0
     for n in range(1, 4):
         story.ended(request(f"r{n}"))
-    assert story.policy.book.decode_seconds(story.now_s) == pytest.approx((1 + 3 * 10) / 4)
+    assert story.policy.active.decode_seconds(story.now_s) == pytest.approx((1 + 3 * 10) / 4)
 
 
 def test_predictions_come_with_the_placement_where_costs_are_known() -> None:

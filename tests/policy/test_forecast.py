@@ -24,7 +24,7 @@ from workers.request import SLO, FinishReason
 WORKER = worker("m0")
 
 
-def forecast(batching: str = "chunked", budget: int = 100, tpot_slo_s: float | None = None) -> LatencyPredictor:
+def latency(batching: str = "chunked", budget: int = 100, tpot_slo_s: float | None = None) -> LatencyPredictor:
     """Costs: a millisecond for each prompt token, ten for each sequence that decodes."""
     engine = EngineConfig(
         block_size=BLOCK, kv_blocks=BLOCKS, batching=batching, max_batch_tokens=budget, max_running=10,
@@ -47,17 +47,17 @@ def forecast(batching: str = "chunked", budget: int = 100, tpot_slo_s: float | N
     ],
 )
 def test_a_prompt_is_cut_to_what_the_promise_leaves(decodes: Decodes, seconds: float, steps: int) -> None:
-    told = forecast().prefill_beside(WORKER, 200, 0, decodes)
+    told = latency().prefill_beside(WORKER, 200, 0, decodes)
     assert told == (pytest.approx(seconds), steps)
 
 
 def test_each_batching_cuts_in_its_own_way() -> None:
     decodes = Decodes(2, 0, 0.0505)
-    told = {name: forecast(name).prefill_beside(WORKER, 200, 0, decodes)[1] for name in ("chunked", "adaptive", "orca")}
+    told = {name: latency(name).prefill_beside(WORKER, 200, 0, decodes)[1] for name in ("chunked", "adaptive", "orca")}
     assert told == {"chunked": 7, "adaptive": 8, "orca": 1}
-    assert forecast("prefill-first").prefill_beside(WORKER, 200, 0, decodes) == (pytest.approx(0.2), 1)
-    assert forecast("prefill-only").prefill_beside(WORKER, 200, 0, decodes) == (pytest.approx(0.2), 2)
-    assert forecast(tpot_slo_s=0.0405).prefill_beside(WORKER, 200, 0, decodes)[1] == 10, "the engine's own bound"
+    assert latency("prefill-first").prefill_beside(WORKER, 200, 0, decodes) == (pytest.approx(0.2), 1)
+    assert latency("prefill-only").prefill_beside(WORKER, 200, 0, decodes) == (pytest.approx(0.2), 2)
+    assert latency(tpot_slo_s=0.0405).prefill_beside(WORKER, 200, 0, decodes)[1] == 10, "the engine's own bound"
 
 
 @given(
@@ -67,7 +67,7 @@ def test_each_batching_cuts_in_its_own_way() -> None:
 def test_more_decodes_and_tighter_promises_never_make_a_prompt_quicker(
     batching: str, tokens: int, cached: int, batch: int, tpot_slo_s: float | None
 ) -> None:
-    subject = forecast(batching)
+    subject = latency(batching)
     alone_s, _ = subject.prefill_beside(WORKER, tokens, cached, Decodes(0, 0, None))
     beside_s, steps = subject.prefill_beside(WORKER, tokens, cached, Decodes(batch, 10 * batch, tpot_slo_s))
     free_s, _ = subject.prefill_beside(WORKER, tokens, cached, Decodes(batch, 10 * batch, None))
@@ -102,7 +102,7 @@ def test_first_tokens_come_when_they_were_foreseen_though_decodes_were_promised_
 
     monkeypatch.setattr(dispatcher_module.Dispatcher, "__init__", remembered)
     whole = colocated(2, engine=replace(ENGINE, kv_blocks=3000, batching=batching))
-    spec = replace(whole, gateway=replace(whole.gateway, slo=SLO(2.0, 0.03), admission="promise"))
+    spec = replace(whole, gateway=replace(whole.gateway, slo=SLO(2.0, 0.03), admission="slo"))
     simulate(spec, models(spec, COST), load_workload("poisson:rate=16,count=250,lengths=mixed", seed=3))
     errors = list(opened[0]._promises._classes["default"].errors["ttft"])
     assert len(errors) > 150
@@ -110,7 +110,7 @@ def test_first_tokens_come_when_they_were_foreseen_though_decodes_were_promised_
 
 
 def test_shares_are_paid_by_what_answers_are_expected_to_have() -> None:
-    story = Story("least-loaded", "promise", SLO(ttft_s=1.0))
+    story = Story("least-loaded", "slo", SLO(ttft_s=1.0))
     wanted = request("a", length=100, max_tokens=400)
     room = RequestQueue(GatewaySpec(), story.policy.expected_tokens)
     before = room.enter(wanted, 0.0, 0.1)

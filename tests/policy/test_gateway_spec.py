@@ -12,7 +12,7 @@ def gateway(**keys: object) -> dict[str, object]:
 def test_classes_and_tenants_are_read() -> None:
     spec = parse_spec(
         gateway(
-            admission="promise",
+            admission="slo",
             classes={"interactive": {"ttft_s": 1, "tpot_s": 0.1}, "batch": {"priority": 1, "max_wait_s": 600}},
             tenants={"alice": 0.7, "bob": 0.2, "*": 0.1},
         )
@@ -48,10 +48,19 @@ def test_classes_and_tenants_are_read() -> None:
         ({"classes": {"x": {"priority": "high"}}}, "gateway.classes.x: priority: Expected int, got str"),
         ({"classes": {"x": 3}}, "gateway.classes.x: Expected object, got int"),
         ({"max_queued": -1}, "gateway: max_queued is -1"),
-        ({"admission": "promises"}, "admission 'promises' is not one of none, late, early, predictive, promise"),
+        ({"admission": "promises"}, "admission 'promises' is not one of none, late, early, predictive, slo"),
     ],
 )
 def test_what_contradicts_itself_is_refused_with_the_reason(keys: dict[str, object], told: str) -> None:
     with pytest.raises(SpecError) as refused:
         parse_spec(gateway(**keys))
     assert told in str(refused.value)
+
+
+def test_the_old_names_of_our_policies_still_work_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    spec = parse_spec(gateway(routing="promise", admission="promised")).gateway
+    assert (spec.routing, spec.admission) == ("slo", "slo")
+    assert [each.getMessage() for each in caplog.records] == [
+        "gateway.routing: promise is now called slo; write routing: slo",
+        "gateway.admission: promised is now called slo; write admission: slo",
+    ]

@@ -36,7 +36,7 @@ class Floor:
     def __init__(self, *, rebalances: bool = True) -> None:
         self.story = Story("random")
         policy = self.story.policy
-        self.mover = MigrationPlanner(policy._latency, policy.book, rebalances=rebalances, tpot_s=None)
+        self.mover = MigrationPlanner(policy._latency, policy.active, rebalances=rebalances, tpot_s=None)
         self.contexts: dict[str, int] = {}
         self.now_s = 1000.0
 
@@ -305,4 +305,4 @@ def test_moves_make_sense_whatever_the_picture(
                 assert move.target not in visited[move.key] or floor.now_s - 1000.0 > REST_S
                 visited[move.key].add(move.target)
                 where[move.key] = move.target
-    floor.story.policy.book.check()
+    floor.story.policy.active.check()

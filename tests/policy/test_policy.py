@@ -88,11 +88,11 @@ def test_a_placement_can_always_be_carried_out(routing: str, told: list[tuple], 
         for _ in range(min(ends, len(under_way))):
             story.prefilled(under_way[0])
             story.ended(under_way.pop(0))
-        story.policy.book.check()
+        story.policy.active.check()
     for wanted in under_way:
         story.ended(wanted)
-    story.policy.book.check()
-    assert len(story.policy.book) == 0
+    story.policy.active.check()
+    assert len(story.policy.active) == 0
 
 
 def possible(picture: ClusterView, ask: Ask, placement: Placement | Refusal | Later | None) -> None:

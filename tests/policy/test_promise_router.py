@@ -14,7 +14,7 @@ WEIGHTS = LinearCost(0.04, 0.001, 0.0, 0.001, 0.0, 0.0, 0.0, 0.0)  # a step is d
 
 
 def story(slo: SLO | None = TIGHT, cost: LinearCost | None = None) -> Story:
-    return Story("promise", slo=slo) if cost is None else Story("promise", slo=slo, cost=cost)
+    return Story("slo", slo=slo) if cost is None else Story("slo", slo=slo, cost=cost)
 
 
 def test_a_pair_shares_a_request_by_its_roles() -> None:

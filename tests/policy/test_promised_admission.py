@@ -24,7 +24,7 @@ class Gate:
     """A policy with admission by promise, on a clock of its own."""
 
     def __init__(self, cost: CostModel | None = SIMPLE, **engine: int) -> None:
-        made = spec("least-loaded", "promise", cost=cost, **engine)
+        made = spec("least-loaded", "slo", cost=cost, **engine)
         gateway = replace(made.gateway, classes=CLASSES)
         self.policy: Policy = open_policy(replace(made, gateway=gateway), seed=1)
         self.now_s = 1000.0
@@ -69,7 +69,7 @@ def test_a_first_token_that_comes_too_late_is_refused_with_the_time_to_wait() ->
     gate.send(CALM, "interactive", 800, "a")
     answer = gate.choose(CALM, "interactive", 400)
     assert isinstance(answer, Refusal)
-    assert answer.reason == "the first token would take 1.2 to 1.32 s, 1 s are promised"
+    assert answer.reason == "the first token would take 1.2 to 1.32 s, the SLO is 1 s"
     assert answer.retry_after_s == pytest.approx(0.32)
     gate.now_s += 0.3
     assert isinstance(gate.choose(CALM, "interactive", 400), Placement)
@@ -83,7 +83,7 @@ def test_a_full_step_is_waited_for_as_long_as_the_first_token_comes_in_time() ->
     gate, full = Gate(), changed(CALM, worker("d0", running=5))
     answer = gate.choose(full, "interactive")
     assert isinstance(answer, Later)
-    assert answer.reason == "each token on d0 would take 0.06 s, 0.05 s are promised"
+    assert answer.reason == "each token on d0 would take 0.06 s, the SLO is 0.05 s"
     assert answer.need_s == pytest.approx(0.1)
     assert answer.start_s == pytest.approx(9 * 0.05 / 5), "one of five answers of nine tokens ends"
     assert isinstance(gate.choose(full, "interactive", 500, max_tokens=40), Later)
@@ -111,7 +111,7 @@ def test_decodes_without_a_promise_leave_slots_for_those_with_one() -> None:
     assert isinstance(gate.choose(changed(CALM, worker("d0", running=2)), "batch", 10), Placement)
     answer = gate.choose(changed(CALM, worker("d0", running=3)), "batch", 10)
     assert isinstance(answer, Later)
-    assert answer.reason == "each token on d0 would take 0.04 s, 0.0375 s are left for it"
+    assert answer.reason == "each token on d0 would take 0.04 s, its share is 0.0375 s"
     assert isinstance(gate.choose(changed(CALM, worker("d0", running=4)), "interactive", 10), Placement)
 
 

@@ -42,20 +42,20 @@ from workers.request import SLO
 
 # ---- scores ------------------------------------------------------------------------------------------------------
 
-KEPT = Ended("completed", "fast", ttft_s=1.0, tpot_s=0.05, promised_ttft_s=1.0, promised_tpot_s=0.06)
+KEPT = Ended("completed", "fast", ttft_s=1.0, tpot_s=0.05, ttft_slo_s=1.0, tpot_slo_s=0.06)
 
 
 def standing(*ended: Ended) -> GatewayAttainment:
     promises = SLOScores()
     for each in ended:
         promises.ended(each)
-    return promises.standing(Calibration())
+    return promises.attainment(Calibration())
 
 
 def test_a_promise_is_kept_to_the_very_second_and_both_only_together() -> None:
     late = replace(KEPT, ttft_s=1.001)
     slow = replace(KEPT, tpot_s=0.07)
-    (score,) = standing(KEPT, late, slow, replace(KEPT, promised_tpot_s=None)).classes
+    (score,) = standing(KEPT, late, slow, replace(KEPT, tpot_slo_s=None)).classes
     assert (score.name, score.requests) == ("fast", 4)
     assert (score.ttft, score.tpot, score.both) == (Kept(4, 3), Kept(3, 2), Kept(3, 1))
     assert score.ttft.share == 0.75
@@ -277,8 +277,8 @@ def believing(patch: pytest.MonkeyPatch, cost: CostModel | None) -> Iterator[lis
     ("whole", "true_ratio", "routing"),
     [
         pytest.param(split(2, 2), 1.5, "least-loaded", id="split"),
-        pytest.param(split(2, 2), 0.6, "promise", id="split, faster"),
-        pytest.param(colocated(3), 1.5, "promise", id="colocated"),
+        pytest.param(split(2, 2), 0.6, "slo", id="split, faster"),
+        pytest.param(colocated(3), 1.5, "slo", id="colocated"),
     ],
 )
 def test_costs_that_are_off_by_a_factor_are_mended(
@@ -314,7 +314,7 @@ async def test_requests_are_scored_by_their_class_and_promise() -> None:
     assert {name: count for name, count in told.outcomes if count} == {"completed": 4, "invalid": 1}
 
 
-@pytest.mark.parametrize("routing", ["least-loaded", "promise"])
+@pytest.mark.parametrize("routing", ["least-loaded", "slo"])
 async def test_clients_are_told_what_to_expect_once_anything_is_known(routing: str) -> None:
     spec = split_spec()
     async with cluster(replace(spec, gateway=replace(spec.gateway, routing=routing))) as subject:

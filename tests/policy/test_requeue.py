@@ -18,10 +18,10 @@ PICTURE = view(worker("p0"), worker("p1"), worker("d0"))
 class Queue:
     """Prompts of one gateway, sent by hand; prompts take a millisecond a token."""
 
-    def __init__(self, routing: str = "promise", *, moves: bool = True) -> None:
+    def __init__(self, routing: str = "slo", *, moves: bool = True) -> None:
         self.story = Story(routing, slo=PROMISED)
         policy = self.story.policy
-        self.requeue = Requeue(policy._latency, policy.book, policy.index, moves=moves, ttft_s=None)
+        self.requeue = Requeue(policy._latency, policy.active, policy.index, moves=moves, ttft_s=None)
 
     def send(self, name: str, to: str = "p0", *, length: int = 500, first: int = 0, slo: SLO = PROMISED) -> Request:
         wanted = request(name, length, first=first, slo=slo)
@@ -52,7 +52,7 @@ def test_the_last_of_a_long_queue_go_where_it_is_short_until_both_are() -> None:
     expected = "4 s ahead of none; then 3.5 and 3 s against 0.5 and 1 s; 2.5 s against 1.5 s, as an idle one helps"
     assert moved == ["r7/0", "r6/0", "r5/0", "r4/0"], expected
     assert placement is None
-    queue.story.policy.book.check()
+    queue.story.policy.active.check()
 
 
 def test_nobody_moves_for_little() -> None:
@@ -65,13 +65,13 @@ def test_nobody_moves_for_little() -> None:
 
 def test_nobody_moves_who_was_promised_nothing_or_where_moves_are_not_wanted() -> None:
     queue = Queue()
-    queue.story = Story("promise")
+    queue.story = Story("slo")
     for routing in (Queue(), Queue(moves=False)):
         for n in range(8):
             routing.send(f"r{n}", first=1000 * n)
         assert bool(routing.late()) is routing.requeue._moves
     policy = queue.story.policy
-    queue.requeue = Requeue(policy._latency, policy.book, policy.index, moves=True, ttft_s=None)
+    queue.requeue = Requeue(policy._latency, policy.active, policy.index, moves=True, ttft_s=None)
     sent = [queue.send(f"r{n}", first=1000 * n, slo=SLO()) for n in range(8)]
     assert queue.better(sent[-1]) is None
 
@@ -100,7 +100,7 @@ def test_prompts_leave_a_worker_whose_new_decodes_slow_them() -> None:
     prompts=st.lists(
         st.tuples(st.integers(1, 3000), st.sampled_from(["p0", "p1", "d0"]), st.booleans()), min_size=1, max_size=20
     ),
-    routing=st.sampled_from(["promise", "least-loaded", "mooncake"]),
+    routing=st.sampled_from(["slo", "least-loaded", "mooncake"]),
 )
 def test_asking_binds_to_nothing(prompts: list[tuple[int, str, bool]], routing: str) -> None:
     """The book and the index are what they were, whoever is asked for, and who moves is asked for once."""
@@ -114,17 +114,17 @@ def test_asking_binds_to_nothing(prompts: list[tuple[int, str, bool]], routing: 
     queue.late()
 
     def known() -> object:
-        book, index = policy.book, policy.index
-        shelves = [(name, *map(list, (book.prefilling(name), book.decoding(name)))) for name in ("p0", "p1", "d0")]
-        sums = [(book.promised(name), book.standing(name)) for name in ("p0", "p1", "d0")]
+        active, index = policy.active, policy.index
+        shelves = [(name, *map(list, (active.prefilling(name), active.decoding(name)))) for name in ("p0", "p1", "d0")]
+        sums = [(active.assigned(name), active.worker_load(name)) for name in ("p0", "p1", "d0")]
         return shelves, sums, dict(index._hopes), dict(index._expected), dict(index._hoped)
 
     before = known()
     for wanted in sent:
         placement = queue.better(wanted)
-        policy.book.check()
+        policy.active.check()
         assert known() == before
-        work = policy.book.find(wanted.key)
+        work = policy.active.find(wanted.key)
         assert work is not None
         if placement is not None:
             assert work.prefilled_s is None and placement.prefill != work.prefill

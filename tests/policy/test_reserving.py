@@ -45,7 +45,7 @@ def test_a_wait_is_foretold_where_the_engine_would_let_wait_and_nowhere_else(
 ) -> None:
     settings_ = {"kv_blocks": blocks, "max_running": slots, "staging_blocks": staging}
     engine, story = opened(**settings_), Story("random", **settings_)
-    reserving = Reserving(story.policy._latency, story.policy.book)
+    reserving = Reserving(story.policy._latency, story.policy.active)
 
     def picture() -> ClusterView:
         return view(worker("p0"), with_stats(worker("d0"), stats=engine.stats()))
@@ -70,7 +70,7 @@ def test_a_wait_is_foretold_where_the_engine_would_let_wait_and_nowhere_else(
 
 def test_who_asked_before_goes_first() -> None:
     story = Story("random", max_running=1)
-    reserving = Reserving(story.policy._latency, story.policy.book)
+    reserving = Reserving(story.policy._latency, story.policy.active)
     waits_s = []
     for number in range(4):
         wanted = request(f"r{number}", 100, max_tokens=11, first=200 * number)

@@ -171,7 +171,7 @@ class Answering:
         self.at_first: dict[str, int] = {}
 
     def later(self, workers: Sequence[WorkerView], told: Report, now_s: float) -> list[WorkerView]:
-        began = [now_s + each.output_tokens * (each.promised_tpot_s or 0.0) for each in told.samples]
+        began = [now_s + each.output_tokens * (each.tpot_slo_s or 0.0) for each in told.samples]
         self.ends_s = [end_s for end_s in (*self.ends_s, *began) if end_s > now_s]
         decoding = [worker.name for worker in workers if worker.role is not Role.PREFILL]
         found = []

@@ -31,8 +31,8 @@ def routed(spec: ClusterSpec, routing: str, admission: str = "none", slo: SLO | 
 
 
 def books_are_empty(dispatcher: Dispatcher) -> bool:
-    dispatcher._policy.book.check()
-    return len(dispatcher._policy.book) == 0
+    dispatcher._policy.active.check()
+    return len(dispatcher._policy.active) == 0
 
 
 def expected(wanted: Request) -> list[int]:
@@ -54,7 +54,7 @@ async def test_every_router_serves_the_same_tokens_and_leaves_nothing(routing: s
         await subject.settle()
         assert books_are_empty(subject.dispatcher)
         view = subject.dispatcher.view
-        expects_all = routing in ("splitwise", "tetri", "mooncake", "promise")
+        expects_all = routing in ("splitwise", "tetri", "mooncake", "slo")
         assert view.linked("decode-0", "prefill-0") == view.linked("prefill-0", "prefill-1") == expects_all
 
 
@@ -177,7 +177,7 @@ async def test_a_gateway_turns_away_what_it_could_not_serve_in_time() -> None:
     spec = routed(split_spec(), "least-loaded", "early", SLO(ttft_s=0.5))
     spec = replace(spec, pools=tuple(replace(pool, cost=SLOW) for pool in spec.pools))
     async with cluster(spec) as subject:
-        with pytest.raises(Rejected, match=r"the first token would take 1.15 s, 0.5 s are promised") as refused:
+        with pytest.raises(Rejected, match=r"the first token would take 1.15 s, the SLO is 0.5 s") as refused:
             await subject.run(request("long", 990))
         assert refused.value.retry_after_s == pytest.approx(0.65)
         told = (await subject.run(request("short", 100)))[0]

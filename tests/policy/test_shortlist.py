@@ -38,13 +38,13 @@ EVERYBODY = 1 << 20
 
 def opened(few: int, cost: CostModel | None = SIMPLE, **engine: int) -> Policy:
     """With our router, which looks at everybody where there are at most `few`."""
-    made = spec("promise", slo=PROMISED, cost=cost, **engine)
-    book, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
-    forecast = LatencyPredictor(made, book)
-    router = SLORouter(forecast, index, book, PROMISED, partial(expected_tokens, lengths), few)
-    mover = MigrationPlanner(forecast, book, rebalances=False, tpot_s=None)
-    requeue = Requeue(forecast, book, index, moves=False, ttft_s=None)
-    return Policy(router, Admission(), forecast, book, index, lengths, mover, requeue)
+    made = spec("slo", slo=PROMISED, cost=cost, **engine)
+    active, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
+    latency = LatencyPredictor(made, active)
+    router = SLORouter(latency, index, active, PROMISED, partial(expected_tokens, lengths), few)
+    mover = MigrationPlanner(latency, active, rebalances=False, tpot_s=None)
+    requeue = Requeue(latency, active, index, moves=False, ttft_s=None)
+    return Policy(router, Admission(), latency, active, index, lengths, mover, requeue)
 
 
 @given(told=steps)
@@ -97,7 +97,7 @@ def follow(policies: tuple[Policy, ...], ask: Ask, placed: object, fate: int) ->
             policy.prefilled(ask.request.key, ask.now_s + 0.5, 0, 0.4)
         if fate > 1:
             policy.ended(ask.request.key, ask.now_s + 1.5, 7)
-        policy.book.check()
+        policy.active.check()
 
 
 class Town:
@@ -186,12 +186,12 @@ def test_rows_are_the_same_whether_few_or_many_are_written(
     told: list[tuple[int, int, int]], running: list[int], cost: CostModel
 ) -> None:
     """A worker at a time, or all at once: the same numbers, to the bit."""
-    made = spec("promise", slo=PROMISED, cost=cost, max_batch_tokens=64, max_running=64)
-    book = ActiveRequests()
-    short = [Shortlist(LatencyPredictor(made, book), book, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2)]
+    made = spec("slo", slo=PROMISED, cost=cost, max_batch_tokens=64, max_running=64)
+    active = ActiveRequests()
+    short = [Shortlist(LatencyPredictor(made, active), active, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2)]
     for number, row in enumerate(running):
         decode = f"{'pdm'[row % 3]}{row}"
-        book.began(Work(f"r{number}", "p0", decode, 300, 200, 50, 0.1 * number, 1000.0, 1000.1, promised_tpot_s=0.05))
+        active.began(Work(f"r{number}", "p0", decode, 300, 200, 50, 0.1 * number, 1000.0, 1000.1, tpot_slo_s=0.05))
     workers = tuple(
         worker(f"{'pdm'[row % 3]}{row}", running=busy, queued_tokens=busy + queued, used=used)
         for row, (busy, queued, used) in enumerate(told)
@@ -208,15 +208,15 @@ def test_rows_are_the_same_whether_few_or_many_are_written(
 
 def test_a_worker_that_turns_up_in_another_pool_is_derived_anew() -> None:
     """Though it tells the same and the book says the same."""
-    made = spec("promise", slo=PROMISED, cost=SIMPLE)
+    made = spec("slo", slo=PROMISED, cost=SIMPLE)
     costs = (REAL, SIMPLE, A100)
     made = replace(made, pools=tuple(replace(each, cost=cost) for each, cost in zip(made.pools, costs, strict=True)))
     workers = tuple(worker(f"d{row}", running=3, queued_tokens=500, used=40) for row in range(20))
     moved = tuple(structs.replace(each, pool="mixed") if row % 9 == 1 else each for row, each in enumerate(workers))
     asks = [Ask(ClusterView(1, "c", None, each), request(), now_s=1000.0) for each in (workers, moved)]
-    book = ActiveRequests()
+    active = ActiveRequests()
     followed, fresh = (
-        Shortlist(LatencyPredictor(made, book), book, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2)
+        Shortlist(LatencyPredictor(made, active), active, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2)
     )
     for ask in asks:
         followed.look(ask, tuple, 9)

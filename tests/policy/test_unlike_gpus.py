@@ -49,14 +49,14 @@ def opened(few: int, **pools: tuple[Role, CostModel]) -> Policy:
     made = ClusterSpec(
         "m",
         tuple(PoolSpec(name, role, engine=ENGINE, cost=cost) for name, (role, cost) in pools.items()),
-        gateway=GatewaySpec(routing="promise", slo=PROMISED),
+        gateway=GatewaySpec(routing="slo", slo=PROMISED),
     )
-    book, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
-    forecast = LatencyPredictor(made, book)
-    router = SLORouter(forecast, index, book, PROMISED, partial(expected_tokens, lengths), few)
-    mover = MigrationPlanner(forecast, book, rebalances=False, tpot_s=None)
-    requeue = Requeue(forecast, book, index, moves=False, ttft_s=None)
-    return Policy(router, Admission(), forecast, book, index, lengths, mover, requeue)
+    active, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
+    latency = LatencyPredictor(made, active)
+    router = SLORouter(latency, index, active, PROMISED, partial(expected_tokens, lengths), few)
+    mover = MigrationPlanner(latency, active, rebalances=False, tpot_s=None)
+    requeue = Requeue(latency, active, index, moves=False, ttft_s=None)
+    return Policy(router, Admission(), latency, active, index, lengths, mover, requeue)
 
 
 def worker(pool: str, role: Role, running: int = 0) -> WorkerView:

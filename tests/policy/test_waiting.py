@@ -101,7 +101,7 @@ def test_unknown_classes_and_tenants_are_refused_with_those_there_are() -> None:
 
 
 def test_a_request_without_a_class_gets_the_gateways_promise_under_a_promising_admission() -> None:
-    gateway = GatewaySpec(admission="promise", slo=SLO(1.0, 0.1), classes=CLASSES)
+    gateway = GatewaySpec(admission="slo", slo=SLO(1.0, 0.1), classes=CLASSES)
     assert Classes(gateway).resolved(Request("r", (1,))).slo == SLO(1.0, 0.1, "default", 0, True)
     own = Request("r", (1,), slo=SLO(ttft_s=0.5, class_name="relaxed"))
     assert Classes(gateway).resolved(own).slo == SLO(0.5, None, "relaxed", 0, True), "its own time comes first"

@@ -1,4 +1,4 @@
-"""What a request's class and tenant mean: its promises, its priority, whose share it takes. Pure; knows no queue."""
+"""What a request's class and tenant mean: its SLO, its priority, whose share it takes. Pure; knows no queue."""
 
 from dataclasses import replace
 
@@ -15,15 +15,15 @@ class Classes:
     def __init__(self, gateway: GatewaySpec) -> None:
         self._classes = gateway.classes
         self._tenants = gateway.tenants
-        self._promises = gateway.admission == "promise"
+        self._is_by_slo = gateway.admission == "slo"
         self._plain = ClassSpec(gateway.slo.ttft_s, gateway.slo.tpot_s)
 
     def of(self, request: Request) -> ClassSpec:
-        """The request's class; the gateway's own promise where it names none."""
+        """The request's class; the gateway's own SLO where it names none."""
         return self._classes.get(request.slo.class_name, self._plain)
 
-    def promised(self, request: Request) -> SLO:
-        """What the request asks for; where it does not, what its class promises."""
+    def slo_of(self, request: Request) -> SLO:
+        """The request's SLO; where it has none, its class's."""
         slo, known = request.slo, self.of(request)
         return replace(
             slo,
@@ -39,7 +39,7 @@ class Classes:
         return name, self._tenants[name]
 
     def rejects(self, request: Request) -> bool:
-        """Whether it would rather be refused than have its promise broken."""
+        """Whether it would rather be refused than miss its SLO."""
         on_miss = self.of(request).on_miss
         if on_miss is None:
             return request.slo.ttft_s is not None or request.slo.tpot_s is not None
@@ -53,7 +53,7 @@ class Classes:
             if self._classes and slo.class_name != "default":
                 names = ", ".join(self._classes)
                 raise InvalidRequest("slo.class_name", f"is {slo.class_name[:64]!r}; the classes here are {names}")
-            if not self._promises:
+            if not self._is_by_slo:
                 return request
             known = self._plain
         return replace(
@@ -63,7 +63,7 @@ class Classes:
                 ttft_s=known.ttft_s if slo.ttft_s is None else slo.ttft_s,
                 tpot_s=known.tpot_s if slo.tpot_s is None else slo.tpot_s,
                 priority=known.priority,
-                promised=self._promises,
+                promised=self._is_by_slo,
             ),
         )
 

@@ -1,4 +1,4 @@
-"""Whom to turn away when the promises could not be kept. Qin et al., Mooncake (arXiv 2407.00079), section 7.
+"""Whom to turn away when SLOs could not be met. Qin et al., Mooncake (arXiv 2407.00079), section 7.
 
 A pool's load is the predicted time over its SLO: to the first token for prefill, between tokens for decode. A request
 whose load would pass 1 on either side is refused. The policies differ in when they look at the decode side: behind the
@@ -40,27 +40,27 @@ class Late(Admission):
     looks = True
     looks_behind_prefill = True
 
-    def __init__(self, default: SLO, forecast: LatencyPredictor, book: ActiveRequests) -> None:
+    def __init__(self, default: SLO, latency: LatencyPredictor, active: ActiveRequests) -> None:
         self._default = default
-        self._latency = forecast
-        self._active = book
+        self._latency = latency
+        self._active = active
 
     def at_arrival(self, ask: Ask, placement: Placement, decode: WorkerView) -> Refusal | None:
         ttft_s = _ttft_s(placement)
-        promised_s = ask.request.slo.ttft_s or self._default.ttft_s
-        if promised_s is None or ttft_s <= promised_s:
+        slo_s = ask.request.slo.ttft_s or self._default.ttft_s
+        if slo_s is None or ttft_s <= slo_s:
             return None
-        reason = f"the first token would take {ttft_s:.3g} s, {promised_s:.3g} s are promised"
-        return Refusal(reason, retry_after_s=ttft_s - promised_s)
+        reason = f"the first token would take {ttft_s:.3g} s, the SLO is {slo_s:.3g} s"
+        return Refusal(reason, retry_after_s=ttft_s - slo_s)
 
     def behind_prefill(self, ask: Ask, decode: WorkerView) -> Refusal | None:
         return self._judge_decode(ask, self._latency.tpot_now_seconds(ask, decode))
 
     def _judge_decode(self, ask: Ask, tpot_s: float) -> Refusal | None:
-        promised_s = ask.request.slo.tpot_s or self._default.tpot_s
-        if promised_s is None or ask.tokens_left == 1 or tpot_s <= promised_s:
+        slo_s = ask.request.slo.tpot_s or self._default.tpot_s
+        if slo_s is None or ask.tokens_left == 1 or tpot_s <= slo_s:
             return None
-        reason = f"each token would take {tpot_s:.3g} s, {promised_s:.3g} s are promised"
+        reason = f"each token would take {tpot_s:.3g} s, the SLO is {slo_s:.3g} s"
         return Refusal(reason, retry_after_s=DECODE_RETRY_S)
 
 

@@ -29,8 +29,8 @@ _SLACK = 16
 class QueuedRequest:
     """One who waits. `tokens` of work, prompt and expected answer; `need_s` from its turn to its first token, at best.
 
-    From `claim_s` on it goes first. `promised`: the deadline is that of its first token, not only its claim. `rejects`:
-    it would rather be refused than miss it.
+    From `claim_s` on it goes first. `has_ttft_slo`: the deadline is that of its first token, not only its claim.
+    `rejects`: it would rather be refused than miss it.
     """
 
     number: int
@@ -43,21 +43,21 @@ class QueuedRequest:
     need_s: float
     deadline_s: float
     claim_s: float
-    promised: bool
+    has_ttft_slo: bool
     rejects: bool = False
 
     @property
     def latest_s(self) -> float:
         """A turn after this comes too late for its deadline."""
-        return self.deadline_s - self.need_s if self.promised else self.deadline_s
+        return self.deadline_s - self.need_s if self.has_ttft_slo else self.deadline_s
 
 
-def _by_deadline(seat: QueuedRequest) -> tuple[float, int]:
-    return seat.deadline_s, seat.number
+def _by_deadline(queued: QueuedRequest) -> tuple[float, int]:
+    return queued.deadline_s, queued.number
 
 
-def _by_claim(seat: QueuedRequest) -> tuple[float, int]:
-    return seat.claim_s, seat.number
+def _by_claim(queued: QueuedRequest) -> tuple[float, int]:
+    return queued.claim_s, queued.number
 
 
 @dataclass(slots=True, eq=False)
@@ -75,13 +75,13 @@ class _Queue:
     def __bool__(self) -> bool:
         return bool(self.timely or self.late)
 
-    def enter(self, seat: QueuedRequest) -> None:
-        insort(self.timely, seat, key=_by_deadline)
-        heapq.heappush(self.latest, (seat.latest_s, seat.number, seat))
+    def enter(self, queued: QueuedRequest) -> None:
+        insort(self.timely, queued, key=_by_deadline)
+        heapq.heappush(self.latest, (queued.latest_s, queued.number, queued))
 
-    def leave(self, seat: QueuedRequest) -> None:
-        if not _drop(self.timely, seat):
-            assert _drop(self.late, seat), f"{seat.request_id} does not wait here"
+    def leave(self, queued: QueuedRequest) -> None:
+        if not _drop(self.timely, queued):
+            assert _drop(self.late, queued), f"{queued.request_id} does not wait here"
         if len(self.latest) > 2 * len(self.timely) + _SLACK:
             self.latest = [(each.latest_s, each.number, each) for each in self.timely]
             heapq.heapify(self.latest)
@@ -93,16 +93,16 @@ class _Queue:
     def settle(self, now_s: float) -> None:
         """Put behind who can no longer make it."""
         while self.latest and self.latest[0][0] < now_s:
-            _, _, seat = heapq.heappop(self.latest)
-            if _drop(self.timely, seat):
-                insort(self.late, seat, key=_by_deadline)
+            _, _, queued = heapq.heappop(self.latest)
+            if _drop(self.timely, queued):
+                insort(self.late, queued, key=_by_deadline)
 
 
-def _drop(seats: list[QueuedRequest], seat: QueuedRequest) -> bool:
-    index = bisect_left(seats, _by_deadline(seat), key=_by_deadline)
-    if index == len(seats) or seats[index] is not seat:
+def _drop(requests: list[QueuedRequest], queued: QueuedRequest) -> bool:
+    index = bisect_left(requests, _by_deadline(queued), key=_by_deadline)
+    if index == len(requests) or requests[index] is not queued:
         return False
-    del seats[index]
+    del requests[index]
     return True
 
 
@@ -118,13 +118,13 @@ class _Level:
         heap = [(queue.tag, name, queue.in_order(now_s), queue.share) for name, queue in self.queues.items() if queue]
         heapq.heapify(heap)
         while heap:
-            tag, name, seats, share = heap[0]
-            seat = next(seats, None)
-            if seat is None:
+            tag, name, requests, share = heap[0]
+            queued = next(requests, None)
+            if queued is None:
                 heapq.heappop(heap)
                 continue
-            heapq.heapreplace(heap, (tag + seat.tokens / share, name, seats, share))
-            yield seat
+            heapq.heapreplace(heap, (tag + queued.tokens / share, name, requests, share))
+            yield queued
 
 
 class RequestQueue:
@@ -160,7 +160,7 @@ class RequestQueue:
         known, slo = self._classes.of(request), request.slo
         tenant, share = self._classes.share(request)
         claim_s = arrived_s + known.patience_s
-        seat = QueuedRequest(
+        queued = QueuedRequest(
             number=self._number,
             request_id=request.id,
             class_name=slo.class_name,
@@ -171,36 +171,36 @@ class RequestQueue:
             need_s=need_s,
             deadline_s=claim_s if slo.ttft_s is None else arrived_s + slo.ttft_s,
             claim_s=claim_s,
-            promised=slo.ttft_s is not None,
+            has_ttft_slo=slo.ttft_s is not None,
             rejects=slo.ttft_s is not None and self._classes.rejects(request),
         )
         self._number += 1
-        level = self._levels.setdefault(seat.priority, _Level())
+        level = self._levels.setdefault(queued.priority, _Level())
         queue = level.queues.setdefault(tenant, _Queue(share))
         if not queue:
             queue.tag = max(queue.tag, level.clock)
-        queue.enter(seat)
-        insort(self._claims, seat, key=_by_claim)
-        self._of_class[seat.class_name] += 1
-        return seat
+        queue.enter(queued)
+        insort(self._claims, queued, key=_by_claim)
+        self._of_class[queued.class_name] += 1
+        return queued
 
-    def take(self, seat: QueuedRequest) -> None:
+    def take(self, queued: QueuedRequest) -> None:
         """It is served: its tenant pays for it."""
-        level = self._levels[seat.priority]
-        queue = level.queues[seat.tenant]
+        level = self._levels[queued.priority]
+        queue = level.queues[queued.tenant]
         level.clock = max(level.clock, min(each.tag for each in level.queues.values() if each))
-        self.leave(seat)
-        queue.tag += seat.tokens / seat.share
+        self.leave(queued)
+        queue.tag += queued.tokens / queued.share
 
-    def leave(self, seat: QueuedRequest) -> None:
+    def leave(self, queued: QueuedRequest) -> None:
         """It gave up, or was turned away."""
-        self._levels[seat.priority].queues[seat.tenant].leave(seat)
-        index = bisect_left(self._claims, _by_claim(seat), key=_by_claim)
-        assert self._claims[index] is seat, f"{seat.request_id} does not wait here"
+        self._levels[queued.priority].queues[queued.tenant].leave(queued)
+        index = bisect_left(self._claims, _by_claim(queued), key=_by_claim)
+        assert self._claims[index] is queued, f"{queued.request_id} does not wait here"
         del self._claims[index]
-        self._of_class[seat.class_name] -= 1
-        if not self._of_class[seat.class_name]:
-            del self._of_class[seat.class_name]
+        self._of_class[queued.class_name] -= 1
+        if not self._of_class[queued.class_name]:
+            del self._of_class[queued.class_name]
 
     def in_order(self, now_s: float, most: int | None = None) -> list[QueuedRequest]:
         """Whose turn it is, one after the other; at most so many."""
@@ -208,15 +208,15 @@ class RequestQueue:
 
     def _in_order(self, now_s: float) -> Iterator[QueuedRequest]:
         num_claimed = 0
-        for seat in self._claims:
-            if seat.claim_s > now_s:
+        for queued in self._claims:
+            if queued.claim_s > now_s:
                 break
             num_claimed += 1
-            yield seat
+            yield queued
         if num_claimed == len(self._claims):
             return
         for _, level in sorted(self._levels.items()):
-            yield from (seat for seat in level.in_order(now_s) if seat.claim_s > now_s)
+            yield from (queued for queued in level.in_order(now_s) if queued.claim_s > now_s)
 
     def hopeless(self, now_s: float) -> list[QueuedRequest]:
         """Those who would rather be refused, and whose deadline can no longer be met."""
@@ -224,7 +224,7 @@ class RequestQueue:
         for level in self._levels.values():
             for queue in level.queues.values():
                 queue.settle(now_s)
-                found += [seat for seat in queue.late if seat.rejects]
+                found += [queued for queued in queue.late if queued.rejects]
         return found
 
     def outranks(self, request: Request, now_s: float) -> bool:
@@ -237,8 +237,8 @@ class RequestQueue:
     def check(self) -> None:
         """Prove that every place is counted once, and that the bounds hold. Raises AssertionError."""
         queues = [queue for level in self._levels.values() for queue in level.queues.values()]
-        waiting = [seat for queue in queues for seat in (*queue.timely, *queue.late)]
-        assert len({seat.number for seat in waiting}) == len(waiting) == len(self._claims), "somebody has two places"
+        waiting = [queued for queue in queues for queued in (*queue.timely, *queue.late)]
+        assert len({queued.number for queued in waiting}) == len(waiting) == len(self._claims), "one has two places"
         assert set(waiting) == set(self._claims), "a claim without a place"
-        assert self._of_class == Counter(seat.class_name for seat in waiting), "classes do not add up"
+        assert self._of_class == Counter(queued.class_name for queued in waiting), "classes do not add up"
         assert len(waiting) <= self._most, f"{len(waiting)} wait, {self._most} may"

@@ -1,15 +1,15 @@
-"""Admission as a promise: a request gets in when its promise will be kept and breaks nobody's, waits when it will be
-later, and is turned away when it cannot be. Pure.
+"""Admission by SLO: a request gets in when it will meet its SLO and makes nobody miss theirs, waits when it would meet
+it later, and is refused when it cannot. Pure.
 
     predicted                                   answer
-    TTFT and TPOT are kept                      in
-    TTFT is kept, TPOT or a slot is missing     later, if a decode ends in time for the first token; else refused
+    TTFT and TPOT are met                       in
+    TTFT is met, TPOT or a slot  is missing     later, if a decode ends in time for the first token; else refused
     TTFT is missed                              refused: whoever waits here, the prompts ahead are computed no sooner
-    no promise was asked for                    in, where room is left for those who come with one; else later
+    it has no SLO                               in, where room is left for those who come with one; else later
 
-What a class says of `on_miss` turns a refusal into a place at the end of its queue; from then on it is one without a
-promise. A request that has waited for its class's patience gets in wherever the router puts it: the worker itself
-still gives no decode slot away that would break a promise (`Engine.reserve`).
+What a class says of `on_miss` turns a refusal into a place at the end of its queue; from then on it is one without an
+SLO. A request that has waited for its class's patience gets in wherever the router puts it: the worker itself
+still gives no decode slot away that would miss an SLO (`Engine.reserve`).
 
 Source of the early refusal by prediction: Qin et al., Mooncake (arXiv 2407.00079), section 7.
 """
@@ -28,10 +28,10 @@ from cluster.spec import ClassSpec, GatewaySpec
 from diptych.view import WorkerView
 from workers.request import Request
 
-TTFT_SHARE = 0.5  # of the tightest promised TTFT may be taken by prompts without a promise; the rest is for others
-TPOT_SHARE = 0.75  # of the tightest promised TPOT, likewise
-DOUBT = 1.1  # what is predicted to take a second may take a tenth more, and the promise shall hold then, too
-USUAL_TTFT_S = 2.0  # where no class promises one: prompts wait in the gateway, in order, rather than on a worker
+TTFT_SHARE = 0.5  # of the tightest TTFT SLO may be taken by prompts without an SLO; the rest is for others
+TPOT_SHARE = 0.75  # of the tightest TPOT SLO, likewise
+DOUBT = 1.1  # what is predicted to take a second may take a tenth more, and the SLO must be met then, too
+USUAL_TTFT_S = 2.0  # where no class has one: prompts wait in the gateway, in order, rather than on a worker
 LEAST_WAIT_S = 0.01
 
 
@@ -42,15 +42,15 @@ class SLOAdmission(Admission):
     def __init__(
         self,
         gateway: GatewaySpec,
-        forecast: LatencyPredictor,
-        book: ActiveRequests,
+        latency: LatencyPredictor,
+        active: ActiveRequests,
         expected: Callable[[Request], int] = asked_length,
     ) -> None:
         """`expected`: how many tokens an answer will have."""
         self._expected = expected
         self._classes = Classes(gateway)
-        self._latency = forecast
-        self._active = book
+        self._latency = latency
+        self._active = active
         classes = (*gateway.classes.values(), ClassSpec(gateway.slo.ttft_s, gateway.slo.tpot_s))
         tightest_s = min((each.ttft_s for each in classes if each.ttft_s is not None), default=USUAL_TTFT_S)
         self._room_s = TTFT_SHARE * tightest_s
@@ -86,7 +86,7 @@ class SLOAdmission(Admission):
         took = f"after {ask.waited_s:.3g} s of waiting " if ask.waited_s >= LEAST_WAIT_S else ""
         alone = ", even with nobody ahead" if need_s >= ttft_s else ""
         reason = f"{took}the first token would take {ttft_s:.3g} to {DOUBT * ttft_s:.3g} s{alone}"
-        return f"{reason}, {ask.request.slo.ttft_s:.3g} s are promised"
+        return f"{reason}, the SLO is {ask.request.slo.ttft_s:.3g} s"
 
     def _need_s(self, ask: Ask, placement: Placement) -> float:
         """From the prompt's turn to the first token."""
@@ -107,7 +107,7 @@ class SLOAdmission(Admission):
     ) -> tuple[str, float, float] | None:
         """Why the worker should not decode one more now, when it should, and how far apart others are; None: it should.
 
-        `most_s`: how long its step may then take, whatever was promised to those that decode there.
+        `most_s`: how long its step may then take, whatever the SLOs of those that decode there.
         """
         if ask.tokens_left == 1:
             return None
@@ -120,25 +120,25 @@ class SLOAdmission(Admission):
             return f"all {most} decode slots of {decode.name} are taken", *self._ends_s(ask, decode, batch, 1)
         tpot_s = self._tpot_s(ask, placement, decode, batch)
         alone_s = self._latency.step_seconds(decode, 1, ask.request.num_tokens)
-        promises = (ask.request.slo.tpot_s, *(work.promised_tpot_s for work in ours))
-        bound_s = min((each for each in promises if each is not None and each >= alone_s), default=math.inf)
+        slos = (ask.request.slo.tpot_s, *(work.tpot_slo_s for work in ours))
+        bound_s = min((each for each in slos if each is not None and each >= alone_s), default=math.inf)
         bound_s = min(bound_s, most_s)
         if tpot_s <= bound_s:
             return None
         too_many = math.ceil(batch * (tpot_s - bound_s) / max(tpot_s - alone_s, 1e-9))
-        kept = "left for it" if bound_s == most_s else "promised"
-        reason = f"each token on {decode.name} would take {tpot_s:.3g} s, {bound_s:.3g} s are {kept}"
+        bound = "its share is" if bound_s == most_s else "the SLO is"
+        reason = f"each token on {decode.name} would take {tpot_s:.3g} s, {bound} {bound_s:.3g} s"
         return reason, *self._ends_s(ask, decode, batch, min(batch, max(1, too_many)))
 
     def _impossible(self, ask: Ask, decode: WorkerView) -> str:
-        """Why no wait would help: an empty worker would break the promise of each token's time."""
-        promised_s = ask.request.slo.tpot_s
-        if promised_s is None or ask.tokens_left == 1 or not self._latency.is_sure(decode):
+        """Why no wait would help: an empty worker would miss the TPOT SLO."""
+        slo_s = ask.request.slo.tpot_s
+        if slo_s is None or ask.tokens_left == 1 or not self._latency.is_sure(decode):
             return ""
         alone_s = self._latency.step_seconds(decode, 1, ask.request.num_tokens)
-        if alone_s <= promised_s:
+        if alone_s <= slo_s:
             return ""
-        return f"each token would take {alone_s:.3g} s, even with nobody beside it, {promised_s:.3g} s are promised"
+        return f"each token would take {alone_s:.3g} s, even with nobody beside it, the SLO is {slo_s:.3g} s"
 
     def _tpot_s(self, ask: Ask, placement: Placement, decode: WorkerView, batch: int) -> float:
         """A decode step with this request in it. Whom we sent a moment ago, no statistics and no line show yet."""
@@ -166,7 +166,7 @@ class SLOAdmission(Admission):
         return max(LEAST_WAIT_S, min(count * apart_s, expected_s)), apart_s
 
     def _behind_others(self, ask: Ask, placement: Placement, need_s: float) -> Later | None:
-        """Its prompt must leave room on its worker for those that come with a promise."""
+        """Its prompt must leave room on its worker for those that come with an SLO."""
         assert placement.predicted_ttft_s is not None
         queue_s = placement.predicted_ttft_s - need_s
         over_s = placement.predicted_ttft_s - self._room_s

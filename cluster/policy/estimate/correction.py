@@ -1,4 +1,4 @@
-"""How much longer things take than was told, learned worker by worker. Pure; knows no costs and no requests."""
+"""How much longer things take than predicted, learned worker by worker. Pure; knows no costs and no requests."""
 
 import math
 
@@ -12,7 +12,7 @@ _DIGITS = 2
 
 
 class Correction:
-    """Seconds seen for each second told: a ratio of sums, both fading, so that long pieces say more.
+    """Seconds seen for each second predicted: a ratio of sums, both fading, so that long pieces say more.
 
     The newest piece stands apart until the next one comes: what ends with it was computed in the same steps.
     """
@@ -59,7 +59,7 @@ class Correction:
 
 
 class Corrections:
-    """By worker; 1 for one that nobody has told of."""
+    """By worker; 1 for one without observations."""
 
     def __init__(self) -> None:
         self._found: dict[str, Correction] = {}
@@ -77,7 +77,7 @@ class Corrections:
         return 1.0 if found is None else found.rounded(now_s)
 
     def learn(self, worker: str, seen_s: float, told_s: float, now_s: float, *, is_guess: bool) -> None:
-        """What was told by costs alone, above 0, took so long. Costs that were given stand against the first news."""
+        """What was predicted by costs alone, above 0, took so long. Given costs outweigh the first observations."""
         found = self._found.get(worker)
         if found is None:
             found = self._found[worker] = Correction(0.0 if is_guess else _PRIOR * told_s)

@@ -23,7 +23,7 @@ RANGES = tuple(float(4**power) for power in range(11))
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class HistogramRow:
     """One histogram: `counts` up to each bound, and beyond the last; not cumulative."""
 
     labels: tuple[str, ...]
@@ -36,13 +36,13 @@ class Histograms:
     """Of one quantity, by labels."""
 
     bounds: tuple[float, ...]
-    rows: tuple[Counted, ...] = ()
+    rows: tuple[HistogramRow, ...] = ()
 
     def summed(self, *first: str) -> "Histograms":
         """All rows whose labels begin so as one, without labels."""
         rows = [row for row in self.rows if row.labels[: len(first)] == first]
         counts = tuple(map(sum, zip(*(row.counts for row in rows), strict=True))) or (0,) * (len(self.bounds) + 1)
-        return Histograms(self.bounds, (Counted((), counts, sum(row.total for row in rows)),))
+        return Histograms(self.bounds, (HistogramRow((), counts, sum(row.total for row in rows)),))
 
     def ending(self, last: str) -> "Histograms":
         """Those rows whose last label this is."""
@@ -66,7 +66,7 @@ class Counting:
         self._totals[labels] += value * times
 
     def told(self) -> Histograms:
-        rows = (Counted(labels, tuple(counts), self._totals[labels]) for labels, counts in self._counts.items())
+        rows = (HistogramRow(labels, tuple(counts), self._totals[labels]) for labels, counts in self._counts.items())
         return Histograms(self._bounds, tuple(rows))
 
 

@@ -26,7 +26,7 @@ _MOST_SCALED = 1024  # cost models that are kept
 
 
 class Decodes(Struct, frozen=True, gc=False):
-    """Those of a worker: sequences, the tokens they attend to, and the tightest promise that was made to them."""
+    """Those of a worker: sequences, the tokens they attend to, and their tightest SLO."""
 
     batch: int
     context_tokens: int
@@ -44,7 +44,7 @@ class _Pool(Struct, frozen=True):
     is_given: bool  # the costs, and not guessed
     is_apart: bool
     is_cutting: bool
-    margin: float  # of a promised time per token that a step with prompts may take
+    margin: float  # of a TPOT SLO that a step with prompts may take
 
     @classmethod
     def of(cls, engine: EngineConfig, cost: CostModel | None) -> "_Pool":
@@ -66,15 +66,15 @@ class _Pools(dict[str, _Pool]):
 class LatencyPredictor:
     """Owned by a Policy."""
 
-    def __init__(self, spec: ClusterSpec, book: ActiveRequests) -> None:
-        self._active = book
+    def __init__(self, spec: ClusterSpec, active: ActiveRequests) -> None:
+        self._active = active
         self._pools = _Pools((pool.name, _Pool.of(pool.engine, pool.cost)) for pool in spec.pools)
         self._speeds = _speeds(spec)
         self._tpot_slo_s = spec.gateway.slo.tpot_s
         self._prompts = Corrections()
         self._steps = Corrections()
         self._scaled: dict[tuple[str, float], CostModel] = {}  # pool, ratio -> its costs times that
-        self._now_s = 0.0  # when we were last asked or told
+        self._now_s = 0.0  # of the last call
 
     def is_sure(self, worker: WorkerView) -> bool:
         """Whether the worker's costs are known, and not guessed."""
@@ -103,7 +103,7 @@ class LatencyPredictor:
     def prefill_beside(
         self, worker: WorkerView, num_tokens: int, cached_tokens: int, decodes: Decodes
     ) -> tuple[float, int]:
-        """Seconds and steps of that; 0 steps: the decodes leave no time for it, so that their promise breaks.
+        """Seconds and steps of that; 0 steps: the decodes leave no time for it, so that they miss their SLO.
 
         A prompt is cut as `workers.engine.batching` does it, and each of its steps carries the decodes along.
         """
@@ -126,14 +126,14 @@ class LatencyPredictor:
         return seconds, whole + bool(rest) if is_able else 0
 
     def _decodes(self, worker: WorkerView) -> Decodes:
-        """Of the worker, under way or promised a slot: ours by the book, and those that it has beyond them.
+        """Of the worker, under way or with a reserved slot: ours, and those that it has beyond them.
 
-        To others the same was promised as this gateway promises.
+        Requests of other gateways are taken to have this gateway's SLO.
         """
-        standing = self._active.standing(worker.name)
-        (batch, prompts, answers), tightest_s = standing.promised, standing.tightest_s
+        worker_load = self._active.worker_load(worker.name)
+        (batch, prompts, answers), tightest_s = worker_load.assigned, worker_load.tightest_s
         context_tokens = prompts + answers // 2
-        foreign = worker.stats.running + worker.stats.reserved - batch - standing.num_prompts
+        foreign = worker.stats.running + worker.stats.reserved - batch - worker_load.num_prompts
         if foreign > 0:
             batch, context_tokens = batch + foreign, context_tokens + max(0, self._used_tokens(worker) - prompts)
             if self._tpot_slo_s is not None and (tightest_s is None or self._tpot_slo_s < tightest_s):
@@ -146,13 +146,13 @@ class LatencyPredictor:
 
     def queued_tokens(self, ask: Ask, worker: WorkerView) -> tuple[int, int]:
         """Prompt tokens to compute there: ours, without those that are cached, and those of other gateways."""
-        ours = self._active.standing(worker.name)
+        ours = self._active.worker_load(worker.name)
         return ours.new_tokens, _foreign_tokens(ask, worker, ours)
 
     def queue_seconds(self, ask: Ask, worker: WorkerView) -> float:
-        """How long the prompts ahead will take: ours by the book, those of other gateways by their tokens."""
+        """How long the prompts ahead will take: ours exactly, those of other gateways by their tokens."""
         self._now_s = max(self._now_s, ask.now_s)
-        ours = self._active.standing(worker.name)
+        ours = self._active.worker_load(worker.name)
         foreign = _foreign_tokens(ask, worker, ours)
         foreign_s = self.prefill_seconds(worker, foreign, 0) if foreign else 0.0
         return ours.ahead_s(ask.now_s) + foreign_s
@@ -167,7 +167,7 @@ class LatencyPredictor:
         return self.plain_cost(worker).transfer_seconds(num_tokens * worker.kv_token_bytes)
 
     def tpot_seconds(self, ask: Ask, worker: WorkerView) -> float:
-        """A decode step of the worker once all that were promised a slot decode, this request among them."""
+        """A decode step of the worker once all with a reserved slot decode, this request among them."""
         self._now_s = max(self._now_s, ask.now_s)
         return self.step_seconds(worker, *self._batch_with(ask, worker))
 
@@ -256,7 +256,7 @@ class LatencyPredictor:
 
 
 def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, decodes: Decodes) -> tuple[int, bool]:
-    """How much of a prompt a step takes, about, and whether the decodes' promise holds then.
+    """How much of a prompt a step takes, about, and whether the decodes still meet their SLO.
 
     Where the corrected costs leave no time, those that were given have the last word: the engine cuts by them.
     """

@@ -115,7 +115,7 @@ class Learned:
     def ended(self, request: Request, num_output: int, finish: FinishReason | None) -> None:
         """Learn from an answer of `num_output` tokens.
 
-        One that was cut, by its bound or its client, tells only that it would have been longer.
+        One that was cut, by its bound or its client, says only that it would have been longer.
         """
         if num_output < 1:
             return

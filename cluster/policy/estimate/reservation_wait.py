@@ -1,4 +1,4 @@
-"""How long a decode worker's word takes: blocks and a slot are promised before the prompt is sent, or are waited for.
+"""How long a reservation takes: blocks and a slot are reserved before the prompt is sent, or are waited for.
 
     asked ──(slot, blocks, credits)──> staged ──first token──> decodes ──its last token──> gone
             in order of arrival              holds credits           holds its blocks, and more
@@ -54,18 +54,18 @@ class _Event:
 class Reserving:
     """Owned by a Policy."""
 
-    def __init__(self, forecast: LatencyPredictor, book: ActiveRequests) -> None:
-        self._latency = forecast
-        self._active = book
+    def __init__(self, latency: LatencyPredictor, active: ActiveRequests) -> None:
+        self._latency = latency
+        self._active = active
 
     def wait_s(self, ask: Ask, worker: WorkerView) -> float:
-        """Until the worker has promised this request its blocks and a slot; 0 where it has both."""
+        """Until the worker has reserved this request's blocks and slot; 0 where it has both."""
         engine, stats, num_tokens = self._latency.engine(worker), worker.stats, ask.request.num_tokens
-        promised = self._active.promised(worker.name)
-        tokens = num_tokens + promised.prompt_tokens + engine.block_size * (2 * promised.sequences + 2)
+        assigned = self._active.assigned(worker.name)
+        tokens = num_tokens + assigned.prompt_tokens + engine.block_size * (2 * assigned.sequences + 2)
         is_staged = tokens <= engine.block_size * self._credits(worker)
-        is_roomy = tokens + promised.output_tokens <= engine.block_size * min(stats.total_blocks, stats.free_blocks)
-        is_few = max(promised.sequences, stats.running + stats.reserved) < engine.max_running
+        is_roomy = tokens + assigned.output_tokens <= engine.block_size * min(stats.total_blocks, stats.free_blocks)
+        is_few = max(assigned.sequences, stats.running + stats.reserved) < engine.max_running
         if is_staged and is_roomy and is_few:
             return 0.0
         return self._played(ask, worker)
@@ -94,7 +94,7 @@ class Reserving:
         return self._until(at_s, room, events, -(-ask.request.num_tokens // size), worker) - ask.now_s
 
     def _now(self, ask: Ask, worker: WorkerView, works: Iterable[Work], step_s: float) -> tuple[list[_Event], _Room]:
-        """What will come of those that have their promise, and the room beside them."""
+        """What will come of those that have a reservation, and the room beside them."""
         size, stats = self._latency.engine(worker).block_size, worker.stats
         events: list[_Event] = []
         staged = held = coming = running = 0
@@ -123,7 +123,7 @@ class Reserving:
         return at_s
 
     def _fits(self, room: _Room, blocks: int, worker: WorkerView) -> bool:
-        """As `Engine.reserve` decides, but for the promises of those that decode: an admission foresees these."""
+        """As `Engine.reserve` decides, except for the SLOs of those that decode: an admission foresees these."""
         engine = self._latency.engine(worker)
         if room.running + room.coming >= engine.max_running or blocks + room.running > room.free:
             return False
@@ -135,12 +135,12 @@ class Reserving:
 
     def _step_s(self, worker: WorkerView) -> float:
         """A step with as many of them as fit at once."""
-        promised, engine = self._active.promised(worker.name), self._latency.engine(worker)
-        if not promised.sequences:
+        assigned, engine = self._active.assigned(worker.name), self._latency.engine(worker)
+        if not assigned.sequences:
             return self._latency.step_seconds(worker, 1, 0)
-        mean = (promised.prompt_tokens + promised.output_tokens / 2) / promised.sequences
+        mean = (assigned.prompt_tokens + assigned.output_tokens / 2) / assigned.sequences
         fit = min(engine.max_running, max(1.0, worker.stats.total_blocks * engine.block_size / mean))
-        batch = min(promised.sequences, fit)
+        batch = min(assigned.sequences, fit)
         return max(LEAST_STEP_S, self._latency.step_seconds(worker, batch, batch * mean))
 
 

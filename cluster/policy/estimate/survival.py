@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 _FADED = 1e-3  # weight, in newest observations, of a bin that is dropped
-_STALE = 0.01  # of all weight, that may come before a curve is made anew
+_STALE = 0.01  # of all weight, that may come before a curve is made again
 _MOST_WEIGHT = 1e9  # of a new observation, before all weights are scaled down
 
 

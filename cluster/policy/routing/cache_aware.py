@@ -11,7 +11,7 @@ from cluster.spec import Role
 from diptych.view import WorkerView
 from workers.request import Request
 
-BALANCING_THRESHOLD = 1.5  # the paper's is tuned by hand and not told
+BALANCING_THRESHOLD = 1.5  # the paper's is tuned by hand and not published
 
 
 class CacheAware(LeastLoaded):
@@ -19,8 +19,8 @@ class CacheAware(LeastLoaded):
 
     wants_caches: ClassVar[bool] = True
 
-    def __init__(self, forecast: LatencyPredictor, index: PrefixIndex) -> None:
-        self.forecast = forecast
+    def __init__(self, latency: LatencyPredictor, index: PrefixIndex) -> None:
+        self.latency = latency
         self._index = index
         self._asked: tuple[Request, float] | None = None
         self._find = Finder()
@@ -94,7 +94,7 @@ class MooncakeLocal(CacheAware):
         return round(way.ttft_s, 6), way.prefix_owner, worker.name
 
     def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
-        return min(workers, key=lambda worker: (self.forecast.tpot_seconds(ask, worker), worker.name))
+        return min(workers, key=lambda worker: (self.latency.tpot_seconds(ask, worker), worker.name))
 
     def pick_whole(self, ask: Ask, workers: Workers) -> WorkerView:
         return self.pick_prefill(ask, workers)
@@ -106,7 +106,7 @@ class MooncakeLocal(CacheAware):
 
     def _way(self, ask: Ask, worker: WorkerView) -> Way:
         cached = self.cached_tokens(ask, worker)
-        return Way(self.forecast.ttft_seconds(ask, worker, cached), cached)
+        return Way(self.latency.ttft_seconds(ask, worker, cached), cached)
 
     @property
     def reason(self) -> str:
@@ -122,8 +122,8 @@ class Mooncake(MooncakeLocal):
 
     links_all: ClassVar[bool] = True
 
-    def __init__(self, forecast: LatencyPredictor, index: PrefixIndex, threshold: float = BALANCING_THRESHOLD) -> None:
-        super().__init__(forecast, index)
+    def __init__(self, latency: LatencyPredictor, index: PrefixIndex, threshold: float = BALANCING_THRESHOLD) -> None:
+        super().__init__(latency, index)
         self._threshold = threshold
         self._owners: list[tuple[int, str]] = []  # of the request asked for last: cached tokens, worker; most first
 
@@ -147,10 +147,10 @@ class Mooncake(MooncakeLocal):
 
     def _saved_seconds(self, ask: Ask, worker: WorkerView, own_tokens: int, fetched_tokens: int) -> float:
         """How much sooner the prompt is done with the fetched prefix, its way here counted."""
-        num_tokens, forecast = ask.request.num_tokens, self.forecast
-        computing_s = forecast.prefill_seconds(worker, num_tokens - own_tokens, own_tokens)
-        rest_s = forecast.prefill_seconds(worker, num_tokens - fetched_tokens, fetched_tokens)
-        return computing_s - rest_s - forecast.transfer_seconds(worker, fetched_tokens - own_tokens)
+        num_tokens, latency = ask.request.num_tokens, self.latency
+        computing_s = latency.prefill_seconds(worker, num_tokens - own_tokens, own_tokens)
+        rest_s = latency.prefill_seconds(worker, num_tokens - fetched_tokens, fetched_tokens)
+        return computing_s - rest_s - latency.transfer_seconds(worker, fetched_tokens - own_tokens)
 
 
 class Product(CacheAware):
@@ -167,7 +167,7 @@ class Product(CacheAware):
         return self.pick_prefill(ask, workers)
 
     def _product(self, ask: Ask, worker: WorkerView) -> int:
-        new_tokens = sum(self.forecast.queued_tokens(ask, worker)) + ask.request.num_tokens
+        new_tokens = sum(self.latency.queued_tokens(ask, worker)) + ask.request.num_tokens
         batch = num_sequences(ask, worker) + worker.stats.waiting
         return (new_tokens - self.cached_tokens(ask, worker)) * (batch + 1)
 

@@ -109,7 +109,7 @@ def queued_tokens(ask: Ask, worker: WorkerView) -> int:
 
 
 def num_sequences(ask: Ask, worker: WorkerView) -> int:
-    """Sequences that decode there, or were promised a slot."""
+    """Sequences that decode there, or have a slot reserved."""
     return worker.stats.running + worker.stats.reserved + ask.sent_to(worker.name).sequences
 
 

@@ -224,10 +224,10 @@ class PrefixIndex:
         """What this incarnation says of its cache; of another one, all is forgotten."""
         bit = self._bit(worker, incarnation)
         self._set_step(bit, max(1, news.grain // self.grain))
-        for told, changes in ((self._device, news.device), (self._host, news.host)):
+        for known, changes in ((self._device, news.device), (self._host, news.host)):
             if news.whole:
-                told.forget(bit)
-            told.change(bit, changes)
+                known.forget(bit)
+            known.change(bit, changes)
 
     def forget(self, worker: str) -> None:
         """It is gone."""

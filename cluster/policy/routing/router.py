@@ -76,15 +76,15 @@ class Placement(Struct, frozen=True, gc=False):
     cut_tokens: int = 0
     predicted_ttft_s: float | None = None
     predicted_tpot_s: float | None = None
-    prefill_s: float | None = None  # computing the prompt, once it is its turn; None: the forecast's
-    reserve_s: float = 0.0  # until the decode worker has promised blocks and a slot; only then is the prompt sent
+    prefill_s: float | None = None  # computing the prompt, once it is its turn; None: as predicted
+    reserve_s: float = 0.0  # until the decode worker has reserved blocks and a slot; only then is the prompt sent
 
     @property
     def colocated(self) -> bool:
         return self.prefill == self.decode
 
     def after(self, waited_s: float) -> "Placement":
-        """With the first token counted from the request's arrival, so long ago, as it is told."""
+        """With the first token counted from the request's arrival, so long ago, as clients see it."""
         if self.predicted_ttft_s is None:
             return self
         return structs.replace(self, predicted_ttft_s=waited_s + self.predicted_ttft_s)
@@ -100,7 +100,7 @@ class Placement(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The request is better turned away: the promise made to it could not be kept."""
+    """The request is refused: its SLO could not be met."""
 
     reason: str
     retry_after_s: float

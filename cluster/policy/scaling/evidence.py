@@ -16,8 +16,8 @@ class Sample(Struct, frozen=True, gc=False):
     output_tokens: int
     ttft_s: float | None = None
     tpot_s: float | None = None
-    promised_ttft_s: float | None = None
-    promised_tpot_s: float | None = None
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
 
 
 class Report(Struct, frozen=True, gc=False):

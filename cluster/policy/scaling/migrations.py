@@ -137,7 +137,7 @@ class MigrationPlanner:
             if worker.state in (WorkerState.READY, WorkerState.DRAINING):
                 total = self._latency.kv_tokens(worker)
                 stats, used = worker.stats, total - self._latency.free_tokens(worker)
-                seen, ours = stats.running + stats.reserved, self._active.promised(worker.name).sequences
+                seen, ours = stats.running + stats.reserved, self._active.assigned(worker.name).sequences
                 side = sides[worker.name] = _Side(worker, max(seen, ours), used, total)
                 side.decodes = list(self._decodes(worker.name, contexts))
                 side.promise_s = _tightest(each.promise_s for each in side.decodes)
@@ -155,7 +155,7 @@ class MigrationPlanner:
             context = contexts.get(work.key)
             if context is not None:
                 left = max(LEAST_LEFT, work.num_tokens - context)
-                yield _Decode(work.key, context, left, work.promised_tpot_s or self._tpot_s)
+                yield _Decode(work.key, context, left, work.tpot_slo_s or self._tpot_s)
 
     # ---- off a worker that leaves --------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class Offered:
         asked = sum(sample.prompt_tokens for sample in samples)
         computed = sum(sample.computed_tokens for sample in samples) / asked if asked else 1.0
         computed_tokens = max(1.0, prompt * (computed or 1.0))
-        ttft_s = _promised([sample.promised_ttft_s for sample in samples], self._slo.ttft_s)
+        ttft_s = _promised([sample.ttft_slo_s for sample in samples], self._slo.ttft_s)
         usual = lately.requests / late_s * (ttft_s or 0.0) / 2.0  # wait where each waits for half of what is promised
         waiting = sum(worker.stats.queued_tokens for worker in workers) / computed_tokens
         backlog = max(0.0, waiting - usual)
@@ -77,7 +77,7 @@ class Offered:
             computed_tokens=computed_tokens,
             output_tokens=max(1.0, lately.expected_tokens / lately.requests),
             ttft_s=ttft_s,
-            tpot_s=_promised([sample.promised_tpot_s for sample in samples], self._slo.tpot_s),
+            tpot_s=_promised([sample.tpot_slo_s for sample in samples], self._slo.tpot_s),
             spread=spread,
             backlog=backlog / BACKLOG_S,
             answers=max(kinds, key=lambda each: each.rate * each.output_tokens),

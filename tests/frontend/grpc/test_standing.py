@@ -114,7 +114,7 @@ def served() -> Iterator[tuple[str, FakeDispatcher]]:
 
     async def open_door() -> tuple[GrpcDoor, str, FakeDispatcher]:
         dispatcher = FakeDispatcher()
-        fast = Ended("completed", "fast", ttft_s=1.0, tpot_s=0.1, promised_ttft_s=2.0, promised_tpot_s=0.05)
+        fast = Ended("completed", "fast", ttft_s=1.0, tpot_s=0.1, ttft_slo_s=2.0, tpot_slo_s=0.05)
         dispatcher._promises.ended(fast)
         dispatcher._promises.ended(Ended("completed", "fast", after_placement_s=1.5, predicted_ttft_s=1.0))
         dispatcher._promises.ended(Ended("refused", "[bold]", "queue-full"))

@@ -27,7 +27,7 @@ class DistServe(LeastLoaded):
     """The shortest prefill queue, counted in requests, first come first served; then the least-loaded decode worker.
 
     Zhong et al., OSDI 2024, section 4.3. There the decode worker is chosen when the prompt is done; here it is when the
-    request comes, since it promises its blocks first.
+    request comes, since it reserves its blocks first.
     """
 
     def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:

@@ -29,10 +29,10 @@ class Splitwise(LeastLoaded):
     links_all: ClassVar[bool] = True
 
     def __init__(
-        self, forecast: LatencyPredictor, book: ActiveRequests, lengths: Lengths, queue_tokens: int = QUEUE_TOKENS
+        self, latency: LatencyPredictor, active: ActiveRequests, lengths: Lengths, queue_tokens: int = QUEUE_TOKENS
     ) -> None:
-        self._latency = forecast
-        self._active = book
+        self._latency = latency
+        self._active = active
         self._lengths = lengths
         self._queue_tokens = queue_tokens
 
@@ -73,7 +73,7 @@ class Splitwise(LeastLoaded):
         return None if is_long else best
 
     def _roomiest(self, ask: Ask, workers: list[WorkerView]) -> WorkerView | None:
-        """The one with the least memory promised, if the request and its answer fit there."""
+        """The one with the least memory assigned, if the request and its answer fit there."""
         if not workers:
             return None
         best = min(workers, key=self._memory)
@@ -83,9 +83,9 @@ class Splitwise(LeastLoaded):
 
     def _memory(self, worker: WorkerView) -> tuple[int, str]:
         """Tokens of KV that are there, or will be when our requests there have all their answers."""
-        promised = sum(work.num_tokens for work in self._active.decoding(worker.name))
+        assigned = sum(work.num_tokens for work in self._active.decoding(worker.name))
         used = self._latency.kv_tokens(worker) - self._latency.free_tokens(worker)
-        return max(promised, used), worker.name
+        return max(assigned, used), worker.name
 
     @property
     def reason(self) -> str:

@@ -35,15 +35,15 @@ class Tetri(LeastLoaded):
 
     def __init__(
         self,
-        forecast: LatencyPredictor,
-        book: ActiveRequests,
+        latency: LatencyPredictor,
+        active: ActiveRequests,
         lengths: Lengths,
         draws: Draws,
         *,
         idle_s: float = IDLE_S,
     ) -> None:
-        self._latency = forecast
-        self._active = book
+        self._latency = latency
+        self._active = active
         self._lengths = lengths
         self._draws = draws
         self._idle_s = idle_s

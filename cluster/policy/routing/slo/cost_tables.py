@@ -20,7 +20,7 @@ _CONTEXTS = (128, 2048)  # tokens of a sequence, between which a step's time is 
 _PROMPTS = tuple(1 << power for power in range(0, 21, 2))
 
 
-class Told(NamedTuple):
+class Reported(NamedTuple):
     """Of a worker by its statistics, and what was sent since: sequences, prompt tokens, and blocks."""
 
     seen: float
@@ -31,7 +31,7 @@ class Told(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """Of a worker by the book: what decodes there or will, what does already, and the prompts before that."""
+    """Of a worker's active requests: what decodes there or will, what does already, and the prompts before that."""
 
     sequences: float
     prompt_tokens: float
@@ -46,7 +46,7 @@ class Noted(NamedTuple):
     prompt_ratio: float
 
 
-class Rates:
+class CostColumns:
     """Seconds of steps as `cost` says; a decode step of a batch takes `decode_base_s` + tokens * `decode_token_s`.
 
     Exact for costs that are linear. How prompts are cut is the engine's batching, about.
@@ -77,7 +77,7 @@ class Rates:
         return self._cost == cost and self._engine == engine
 
     def bound_s(self, tpot_slo_s: float | None) -> float:
-        """What a step with prompts may take, where decodes were promised so much."""
+        """What a step with prompts may take, where decodes have this SLO."""
         if not self.is_cutting:
             return math.inf
         bounds = [each for each in (tpot_slo_s, self._engine.tpot_slo_s) if each is not None]
@@ -88,12 +88,12 @@ class Rates:
         seconds: Floats = np.interp(num_tokens, _PROMPTS, self._prompts_s)
         return seconds
 
-    def row(self, told: tuple[float, ...], noted: tuple[float, ...], bound_s: float) -> tuple[float, ...]:
+    def row(self, reported: tuple[float, ...], noted: tuple[float, ...], bound_s: float) -> tuple[float, ...]:
         """What follows for one worker, in the order of a shortlist's columns: as it derives many at once, to the bit.
 
-        `told` and `noted` as `Told` and `Noted`; `bound_s`: what its steps with prompts may take.
+        `reported` and `noted` as `Reported` and `Noted`; `bound_s`: what its steps with prompts may take.
         """
-        seen, queued, total, free, step_ratio = told
+        seen, queued, total, free, step_ratio = reported
         ours, prompts, answers, begun, begun_prompts, begun_answers = noted[:6]
         waiting, waiting_tokens, until_s, rest_s, ratio = noted[6:]
         kv_tokens = total * self.block_size

@@ -1,4 +1,4 @@
-"""Our router: both phases where both promises hold, roles kept for as long as they do.
+"""Routing by SLO: requests go where both SLOs are met; roles are kept while that works.
 
 Every worker can do both phases; a role says what it is there for, and the controller changes it (`elastic`). Between
 two such changes the router bends it:
@@ -7,7 +7,7 @@ two such changes the router bends it:
   cache has, at the speed that the worker's decodes leave; to a worker without decodes, if it is early enough there. It
   goes to a decode worker when it would be late everywhere else and is not late there.
 - **Decoding** goes where a step will be shortest once this prompt is done, with all that are on their way by then, and
-  where memory has room for the answer. It goes to a prefill worker when the promise breaks everywhere else, and
+  where memory has room for the answer. It goes to a prefill worker when the SLO is missed everywhere else, and
   prompts can spare that worker.
 - **A beginning is fetched** from another worker's cache, when that is quicker than computing it.
 - **A prompt is cut** while others wait: the decode worker computes its end, if its decodes leave the time.
@@ -39,17 +39,17 @@ from diptych.view import WorkerView
 from workers.request import SLO, Request
 
 FEW = 12  # workers: all of them are looked at
-FEW_DECODES = 4  # whose promise may break before a worker that is there for prompts computes none
+FEW_DECODES = 4  # whose SLO may be missed before a worker that is there for prompts computes none
 LATELY_S = 10.0
 SPARE = 0.6  # of their time: prompts that need no more of it wait little
 LEAST_PART = 128  # tokens of a cut prompt: below, the hand-over costs more than it moves
-EARLY = 0.8  # of the promised time to the first token: so late a prompt may be for the sake of decodes elsewhere
+EARLY = 0.8  # of the TTFT SLO: so late a prompt may be for the sake of decodes elsewhere
 
 Look = Everyone | Glance
 
 
 class SLORouter(CacheAware):
-    """`default`: the promise to requests that ask for none. Any two workers may be paired.
+    """`default`: the SLO of requests without one. Any two workers may be paired.
 
     Where more than `few` workers can hold a request, only those on the shortlist are looked at.
     """
@@ -58,24 +58,24 @@ class SLORouter(CacheAware):
 
     def __init__(
         self,
-        forecast: LatencyPredictor,
+        latency: LatencyPredictor,
         index: PrefixIndex,
-        book: ActiveRequests,
+        active: ActiveRequests,
         default: SLO,
         expected: Callable[[Request], int],
         few: int = FEW,
     ) -> None:
-        super().__init__(forecast, index)
-        self._estimate = WorkerEstimate(forecast, book)
+        super().__init__(latency, index)
+        self._estimate = WorkerEstimate(latency, active)
         self._expected = expected
-        self._shortlist = Shortlist(forecast, book, index, default.tpot_s, few)
+        self._shortlist = Shortlist(latency, active, index, default.tpot_s, few)
         self._default = default
         self._came: deque[tuple[float, float]] = deque()  # when a prompt was sent, its seconds alone
         self._came_s = 0.0
         self._first_s = 0.0
 
     def choose(self, ask: Ask) -> Placement | None:
-        slo, answer = self._promised(ask), self._expected(ask.request)
+        slo, answer = self._slo_of(ask), self._expected(ask.request)
         look = self._shortlist.look(ask, partial(self._depths, ask), answer) or Everyone(
             ask, partial(self.cached_tokens, ask)
         )
@@ -95,7 +95,7 @@ class SLORouter(CacheAware):
         if not decodes:
             return None
         if not is_free and (both := _whole(sides, decodes, slo)) is not None:
-            return _placed(*both, "one worker keeps both promises")
+            return _placed(*both, "one worker meets both SLOs")
         decode = _roomiest(decodes, slo, spares=self._spares(ask, look, slo, sides, decodes))
         return self._paired(ask, look, slo, sides, first, decode)
 
@@ -125,8 +125,8 @@ class SLORouter(CacheAware):
         worker = self._find(ask.view, placement.prefill)
         assert worker is not None, "it was chosen from this view"
         cached = placement.cached_tokens
-        alone_s = self.forecast.cost(worker).prefill_seconds(max(1, ask.request.num_tokens - cached), cached)
-        alone_s *= self.forecast.prompt_speed(worker)
+        alone_s = self.latency.cost(worker).prefill_seconds(max(1, ask.request.num_tokens - cached), cached)
+        alone_s *= self.latency.prompt_speed(worker)
         self._first_s = self._first_s or ask.now_s
         self._came.append((ask.now_s, alone_s))
         self._came_s += alone_s
@@ -169,7 +169,7 @@ class SLORouter(CacheAware):
 
         The quickest one, of those that might decode: prompts are counted as its pool would compute them.
         """
-        speed_of = self.forecast.prompt_speed
+        speed_of = self.latency.prompt_speed
         asked = [speed_of(look.worker(side.name)) for side in decodes if side.role is PREFILL]
         if not asked:
             return False
@@ -188,7 +188,7 @@ class SLORouter(CacheAware):
     def _depths(self, ask: Ask) -> Sequence[Depth]:
         return () if ask.request.fresh else self._index.depths(self.names(ask), ask.now_s)
 
-    def _promised(self, ask: Ask) -> SLO:
+    def _slo_of(self, ask: Ask) -> SLO:
         asked, default = ask.request.slo, self._default
         if not asked.ttft_s and not asked.tpot_s:
             return default
@@ -219,8 +219,8 @@ class SLORouter(CacheAware):
             return placement
         tokens, owner = prefix_owner
         worker = look.worker(placement.prefill)
-        rest_s = self.forecast.prefill_seconds(worker, num_tokens - tokens, tokens)
-        saved_s = self.forecast.prefill_seconds(worker, num_tokens - own, own) - rest_s
+        rest_s = self.latency.prefill_seconds(worker, num_tokens - tokens, tokens)
+        saved_s = self.latency.prefill_seconds(worker, num_tokens - own, own) - rest_s
         saved_s -= self._estimate.transfer_seconds(ask, owner, worker, tokens - own)
         if saved_s <= 0.0 or placement.predicted_ttft_s is None:
             return placement
@@ -294,7 +294,7 @@ def _is_free(side: PromptSide, slo: SLO) -> bool:
 def _whole(
     prompts: Mapping[str, PromptSide], decodes: Sequence[DecodeSide], slo: SLO
 ) -> tuple[PromptSide, DecodeSide] | None:
-    """The mixed worker that keeps both promises on its own, if one does: the first token soonest."""
+    """The mixed worker that meets both SLOs on its own, if one does: the first token soonest."""
     kept = [
         (prompts[side.name], side)
         for side in decodes

@@ -1,9 +1,9 @@
 """The few workers out of many that are worth an exact look: columns of numbers, a row for each worker of the view.
 
-    view, what was sent, book ──changes──> rows ──a few operations on columns──> the best few by estimate
+    view, active requests ──changes──> rows ──a few operations on columns──> the best few by estimate
 
 What is summed and counted is exact; what a step costs is read off tables of each pool's `CostModel`, times the
-correction of the worker. Estimates only say who is looked at: `Promise` decides by the exact outlook of these.
+correction of the worker. Estimates only say who is looked at: `SLORouter` decides by the exact estimate of these.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LEAST_CHUNK, LatencyPredictor
 from cluster.policy.routing.prefix_index import Depth, PrefixIndex
 from cluster.policy.routing.router import NOTHING_SENT, Ask, Sent
-from cluster.policy.routing.slo.cost_tables import TOP_BATCH, Noted, Rates, Told
+from cluster.policy.routing.slo.cost_tables import TOP_BATCH, CostColumns, Noted, Reported
 from cluster.policy.routing.slo.exhaustive import has_time
 from cluster.policy.routing.slo.worker_estimate import MOST_FULL, PromptSide
 from cluster.spec import Role
@@ -29,23 +29,23 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.intp]
 
-REFRESH_S = 5.0  # each row is looked at anew at least so often: corrections fade with time
+REFRESH_S = 5.0  # each row is refreshed at least this often: corrections fade with time
 _MOST_GROUPS = 1 << 10
 _ONE_BY_ONE = 24  # rows: more are derived all at once
 
 
 class Shortlist:
-    """Owned by a router, and the only one that asks its book for `news`. `tpot_slo_s`: what this gateway promises."""
+    """Owned by a router, and the only one that asks its active requests for `news`. `tpot_slo_s`: this gateway's."""
 
     def __init__(
-        self, forecast: LatencyPredictor, book: ActiveRequests, index: PrefixIndex, tpot_slo_s: float | None, few: int
+        self, latency: LatencyPredictor, active: ActiveRequests, index: PrefixIndex, tpot_slo_s: float | None, few: int
     ) -> None:
         self._few = few
-        self._latency = forecast
+        self._latency = latency
         self._tpot_slo_s = tpot_slo_s
-        self._active = book
+        self._active = active
         self._index = index
-        self._rates: dict[str, Rates] = {}
+        self._rates: dict[str, CostColumns] = {}
         self._groups: dict[int, Rows] = {}  # bits of slots -> their rows
         self._reaches: dict[str, Flags] = {}  # reader -> who is linked to it
         self._pairs: object = None
@@ -80,14 +80,14 @@ class Shortlist:
         count = len(self.workers)
         self.row = {worker.name: row for row, worker in enumerate(self.workers)}
         # In the order of their fields; plain tuples, which are quicker to make.
-        self._told: list[tuple[float, ...]] = [()] * count
+        self._reported: list[tuple[float, ...]] = [()] * count
         self._noted: list[tuple[float, ...]] = [()] * count
         self._noted_columns = np.zeros((len(Noted._fields), count))
         self._fresh: set[int] = set()  # rows of `_noted` that these columns do not have yet
         self._sent: Mapping[str, Sent] = {}
         self._lives = -1
         self._turn, self._turned_s = 0, 0.0
-        self.rates: list[Rates] = []
+        self.rates: list[CostColumns] = []
         self.speed: Floats = np.zeros(0)  # of prompts, pool by pool
         self.is_prefill, self.is_decode, self.is_mixed = np.zeros((3, count), dtype=np.bool_)
         self.is_prompt_home, self.is_decode_home = np.zeros((2, count), dtype=np.bool_)  # mixed ones are both
@@ -103,35 +103,35 @@ class Shortlist:
     def _follow(self, ask: Ask) -> None:
         """Write the rows of which something has changed."""
         known, workers = self.workers, ask.view.workers
-        told: set[int] = set()
+        reported: set[int] = set()
         if workers is not known:
-            told.update(compress(range(len(workers)), map(is_not, workers, known)))
+            reported.update(compress(range(len(workers)), map(is_not, workers, known)))
             self.workers = workers
-            others = [row for row in told if not _same_place(workers[row], known[row])]
+            others = [row for row in reported if not _same_place(workers[row], known[row])]
             if len(workers) != len(known) or any(workers[row].name != known[row].name for row in others):
                 self._clear()
                 others, known = list(range(len(workers))), ()
-                told.update(others)
+                reported.update(others)
             for row in others:
                 self._place(row, workers[row])
         if ask.sent or self._sent:
             before, now = self._sent, dict(ask.sent)
             resent = [name for name in before.keys() | now.keys() if before.get(name) is not now.get(name)]
-            told.update(self.row[name] for name in resent if name in self.row)
+            reported.update(self.row[name] for name in resent if name in self.row)
             self._sent = now
         noted = {self.row[name] for name in self._active.news() if name in self.row} | self._due(ask.now_s)
         if not known:
-            noted = told
-        told |= noted
+            noted = reported
+        reported |= noted
         if self._lives != self._index.lives:
             self._lives = self._index.lives
             self._slot = np.array([self._index.slot(each.name, each.incarnation) for each in workers], dtype=np.intp)
             self._groups.clear()
-        changed = {*filter(self._note, noted), *filter(self._tell, told)}
+        changed = {*filter(self._note, noted), *filter(self._tell, reported)}
         if len(changed) <= _ONE_BY_ONE:
             for row in changed:
                 pool = self._pools[row]
-                self.columns[:, row] = self.rates[pool].row(self._told[row], self._noted[row], self._bounds[pool])
+                self.columns[:, row] = self.rates[pool].row(self._reported[row], self._noted[row], self._bounds[pool])
         else:
             self._derive(np.fromiter(changed, np.intp, len(changed)))
 
@@ -165,34 +165,34 @@ class Shortlist:
         self.is_decode_home[row] = worker.role is not Role.PREFILL
         self.capacity[row] = worker.capacity_tokens if worker.state is WorkerState.READY else 0
         self.pool[row] = self._pools[row] = self.rates.index(rates)
-        self._told[row] = ()  # what follows may be another
+        self._reported[row] = ()  # what follows may be another
         self._lives = -1  # it may be another incarnation
 
-    def _rates_of(self, worker: WorkerView) -> Rates:
+    def _rates_of(self, worker: WorkerView) -> CostColumns:
         """Its pool's; pools that are alike share them."""
         known = self._rates.get(worker.pool)
         if known is None:
             cost, engine = self._latency.plain_cost(worker), self._latency.engine(worker)
             alike = (each for each in self._rates.values() if each.is_of(cost, engine))
-            known = self._rates[worker.pool] = next(alike, None) or Rates(cost, engine)
+            known = self._rates[worker.pool] = next(alike, None) or CostColumns(cost, engine)
         return known
 
     def _tell(self, row: int) -> bool:
-        """What the worker told, and what was sent since; whether it is new."""
+        """What the worker reported, and what was sent since; whether it is new."""
         worker = self.workers[row]
         stats, since = worker.stats, self._sent.get(worker.name, NOTHING_SENT)
         seen, queued = stats.running + stats.reserved + since.sequences, stats.queued_tokens + since.prompt_tokens
-        told = (seen, queued, stats.total_blocks, stats.free_blocks, self._latency.step_correction(worker))
-        if told == self._told[row]:
+        reported = (seen, queued, stats.total_blocks, stats.free_blocks, self._latency.step_correction(worker))
+        if reported == self._reported[row]:
             return False
-        self._told[row] = told
+        self._reported[row] = reported
         return True
 
     def _note(self, row: int) -> bool:
-        """What the book says; whether it is new."""
+        """What our active requests say; whether it is new."""
         worker = self.workers[row]
-        ours, ratio = self._active.standing(worker.name), self._latency.prompt_correction(worker)
-        noted = (*ours.promised, *ours.begun, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio)
+        ours, ratio = self._active.worker_load(worker.name), self._latency.prompt_correction(worker)
+        noted = (*ours.assigned, *ours.begun, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio)
         if noted == self._noted[row]:
             return False
         self._noted[row] = noted
@@ -200,18 +200,18 @@ class Shortlist:
         return True
 
     def _derive(self, rows: Rows) -> None:
-        """As `Outlook` and `LatencyPredictor` do, for these rows at once."""
+        """As `WorkerEstimate` and `LatencyPredictor` do, for these rows at once."""
         pool = self.pool[rows]
         fresh = list(self._fresh)
         self._noted_columns[:, fresh] = _columns([self._noted[row] for row in fresh], len(Noted._fields))
         self._fresh.clear()
-        told = Told(*_columns([self._told[row] for row in rows.tolist()], len(Told._fields)))
+        reported = Reported(*_columns([self._reported[row] for row in rows.tolist()], len(Reported._fields)))
         noted = Noted(*self._noted_columns.take(rows, axis=1))
-        seen, ours, prompts, answers = told.seen, noted.sequences, noted.prompt_tokens, noted.output_tokens
-        block, ratio, step_ratio = self._block_size[pool], noted.prompt_ratio, told.step_ratio
-        kv_tokens = told.total_blocks * block
+        seen, ours, prompts, answers = reported.seen, noted.sequences, noted.prompt_tokens, noted.output_tokens
+        block, ratio, step_ratio = self._block_size[pool], noted.prompt_ratio, reported.step_ratio
+        kv_tokens = reported.total_blocks * block
         foreign = np.maximum(seen - ours - noted.num_waiting, 0.0)
-        theirs = np.where(foreign > 0.0, np.maximum(kv_tokens - told.free_blocks * block - prompts, 0.0), 0.0)
+        theirs = np.where(foreign > 0.0, np.maximum(kv_tokens - reported.free_blocks * block - prompts, 0.0), 0.0)
         batch, context = noted.begun + foreign, noted.begun_prompt_tokens + noted.begun_output_tokens // 2 + theirs
         first = pool * (TOP_BATCH + 1)
         at = first + np.minimum(batch, TOP_BATCH - 1).astype(np.intp)
@@ -225,7 +225,7 @@ class Shortlist:
         self.tpot_s[rows] = step_ratio * self._base_s.take(at + 1) + token_s * context
         self.tpot_token_s[rows] = token_s
         self.foreign_s[rows] = 0.0
-        queued = np.maximum(told.queued_tokens - noted.waiting_tokens, 0.0) - seen
+        queued = np.maximum(reported.queued_tokens - noted.waiting_tokens, 0.0) - seen
         is_queued = queued > 0.0
         if is_queued.any():
             self.foreign_s[rows[is_queued]] = self._queue_seconds(rows[is_queued], queued[is_queued])
@@ -245,7 +245,7 @@ class Shortlist:
     def beside(
         self, rows: Rows | slice, work_s: Floats, tokens: Floats | float, bound_s: Floats
     ) -> tuple[Floats, Flags]:
-        """Seconds of prompts, in steps that carry these rows' decodes, and who keeps these decodes' promise so."""
+        """Seconds of prompts, in steps that carry these rows' decodes, and who still meets these decodes' SLO."""
         step_s, pool = self.step_s[rows], self.pool[rows]
         is_busy = (self.batch[rows] > 0.0) & self._is_carrying[pool]
         token_s = np.maximum(work_s, 1e-12) / tokens
@@ -355,7 +355,7 @@ class Glance:
         return float(self._table.speed[self._table.pool[able]].sum())
 
     def wholes(self, slo: SLO, early: float) -> list[WorkerView]:
-        """Mixed workers to do both phases; the first token comes within so much of its promised time."""
+        """Mixed workers to do both phases; the first token comes within this share of its SLO."""
         table = self._table
         mixed = self._roomy(self._fits & table.is_decode_home) & table.is_mixed
         if not np.count_nonzero(mixed):

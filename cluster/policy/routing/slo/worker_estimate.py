@@ -1,6 +1,6 @@
 """What a worker would make of a request: when the first token comes, how long the others take, whether there is room.
 
-Knows that prompts are cut to what the promises of decodes leave (`workers.engine.batching`): a worker whose decodes
+Knows that prompts are cut to what the SLOs of decodes leave (`workers.engine.batching`): a worker whose decodes
 take most of each step computes prompts slowly, and one whose decodes take all of it should not be given any.
 """
 
@@ -16,18 +16,18 @@ from cluster.spec import Role
 from diptych.view import WorkerView
 from kvtransfer.ticket import LinkReport
 
-MOST_FULL = 0.97  # of a pool's tokens promised
+MOST_FULL = 0.97  # of a pool's tokens assigned
 NEAR_S = 0.25
 _MOST_ENDS = 4096  # workers of which these are kept
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED  # Python 3.11 takes its time to find an Enum's members
 
 
-class Load(Struct, frozen=True, gc=False):
+class Decoding(Struct, frozen=True, gc=False):
     """Decodes of a worker at a moment: sequences, the tokens they attend to, and those they will have in the end."""
 
     batch: int
     context_tokens: int
-    promised_tokens: int
+    assigned_tokens: int
 
 
 class PromptSide(Struct, frozen=True, gc=False):
@@ -52,7 +52,7 @@ class PromptSide(Struct, frozen=True, gc=False):
 class DecodeSide(Struct, frozen=True, gc=False):
     """One worker as who decodes.
 
-    `leaves_time`: it could still compute prompts, and keep this request's promise; asked of prefill workers only.
+    `leaves_time`: it could still compute prompts, and meet this request's SLO; asked of prefill workers only.
     """
 
     name: str
@@ -66,7 +66,7 @@ class DecodeSide(Struct, frozen=True, gc=False):
 class _Ends(Struct, frozen=True, gc=False):
     """When each request that decodes on a worker, or will, ends at the soonest; the first one first."""
 
-    standing: WorkerLoad
+    worker_load: WorkerLoad
     step_s: float
     works: list[tuple[float, Work]]
 
@@ -74,79 +74,83 @@ class _Ends(Struct, frozen=True, gc=False):
 class WorkerEstimate:
     """Owned by a router."""
 
-    def __init__(self, forecast: LatencyPredictor, book: ActiveRequests) -> None:
-        self._latency = forecast
-        self._active = book
+    def __init__(self, latency: LatencyPredictor, active: ActiveRequests) -> None:
+        self._latency = latency
+        self._active = active
         self._links: tuple[LinkReport, ...] = ()
         self._pairs: dict[tuple[str, str], LinkReport] = {}
         self._ends: dict[str, _Ends] = {}  # by worker
 
     def prompt_side(self, ask: Ask, worker: WorkerView, cached_tokens: int, tpot_slo_s: float | None) -> PromptSide:
-        """`tpot_slo_s`: what decodes there were promised, as far as that is known."""
-        forecast, standing = self._latency, self._active.standing(worker.name)
-        load = self._with_foreign(ask, worker, standing, standing.begun)  # who knows when the turn of the others comes
+        """`tpot_slo_s`: the SLO of decodes there, as far as that is known."""
+        latency, worker_load = self._latency, self._active.worker_load(worker.name)
+        load = self._with_foreign(
+            ask, worker, worker_load, worker_load.begun
+        )  # who knows when the turn of the others comes
         new_tokens = max(1, ask.request.num_tokens - cached_tokens)
         decodes = Decodes(load.batch, load.context_tokens, tpot_slo_s)
-        prefill_s, steps = forecast.prefill_beside(worker, new_tokens, cached_tokens, decodes)
-        queue_s = forecast.queue_seconds(ask, worker)
+        prefill_s, steps = latency.prefill_beside(worker, new_tokens, cached_tokens, decodes)
+        queue_s = latency.queue_seconds(ask, worker)
         return PromptSide(worker.name, worker.role, cached_tokens, load.batch, queue_s, prefill_s, steps)
 
     def decode_side(
         self, ask: Ask, worker: WorkerView, answer: int, begin_s: float, tpot_slo_s: float | None
     ) -> DecodeSide:
         """`answer`: its tokens, as expected; `begin_s`: when its prompt will be done, on the dispatcher's clock."""
-        forecast, num_tokens = self._latency, ask.request.num_tokens
+        latency, num_tokens = self._latency, ask.request.num_tokens
         load = self._load(ask, worker, begin_s)
-        capacity = forecast.kv_tokens(worker)
-        free_tokens, batch = capacity - load.promised_tokens, load.batch + 1
+        capacity = latency.kv_tokens(worker)
+        free_tokens, batch = capacity - load.assigned_tokens, load.batch + 1
         context = load.context_tokens + num_tokens + answer // 2
         has_room = num_tokens + answer <= free_tokens - (1 - MOST_FULL) * capacity
         leaves_time = True
         if tpot_slo_s is not None and worker.role is PREFILL:
-            leaves_time = forecast.cost(worker).mixed_seconds(((LEAST_CHUNK, 0),), batch, context) <= tpot_slo_s
-        tpot_s = forecast.step_seconds(worker, batch, context)
+            leaves_time = latency.cost(worker).mixed_seconds(((LEAST_CHUNK, 0),), batch, context) <= tpot_slo_s
+        tpot_s = latency.step_seconds(worker, batch, context)
         return DecodeSide(worker.name, worker.role, free_tokens, tpot_s, has_room, leaves_time)
 
-    def _load(self, ask: Ask, worker: WorkerView, at_s: float) -> Load:
+    def _load(self, ask: Ask, worker: WorkerView, at_s: float) -> Decoding:
         """Of those that will not have ended by then, whether they have begun or not.
 
         A request of ours decodes from its first token, or when that is expected, for as many steps as its answer has
         tokens; a moment that is near is now.
         """
-        standing = self._active.standing(worker.name)
-        ours: tuple[int, int, int] = standing.promised
+        worker_load = self._active.worker_load(worker.name)
+        ours: tuple[int, int, int] = worker_load.assigned
         if ours[0] and at_s - ask.now_s > NEAR_S:
             batch, prompts, answers = ours
-            for work in self._ended(worker, standing, ask.now_s, at_s):
+            for work in self._ended(worker, worker_load, ask.now_s, at_s):
                 batch, prompts, answers = batch - 1, prompts - work.prompt_tokens, answers - work.output_tokens
             ours = batch, prompts, answers
-        return self._with_foreign(ask, worker, standing, ours)
+        return self._with_foreign(ask, worker, worker_load, ours)
 
-    def _with_foreign(self, ask: Ask, worker: WorkerView, standing: WorkerLoad, ours: tuple[int, int, int]) -> Load:
-        """These of ours by the book; of other gateways, what the worker has beyond all of ours stays."""
+    def _with_foreign(
+        self, ask: Ask, worker: WorkerView, worker_load: WorkerLoad, ours: tuple[int, int, int]
+    ) -> Decoding:
+        """These are ours; of other gateways, what the worker has beyond all of ours stays."""
         (batch, prompts, answers), stats = ours, worker.stats
-        context, promised = prompts + answers // 2, prompts + answers
+        context, assigned = prompts + answers // 2, prompts + answers
         seen = stats.running + stats.reserved + ask.sent_to(worker.name).sequences
-        foreign = seen - standing.promised.sequences - standing.num_prompts
+        foreign = seen - worker_load.assigned.sequences - worker_load.num_prompts
         if foreign > 0:
             used = (stats.total_blocks - stats.free_blocks) * self._latency.engine(worker).block_size
-            theirs = max(0, used - standing.promised.prompt_tokens)
-            batch, context, promised = batch + foreign, context + theirs, promised + theirs
-        return Load(batch, context, promised)
+            theirs = max(0, used - worker_load.assigned.prompt_tokens)
+            batch, context, assigned = batch + foreign, context + theirs, assigned + theirs
+        return Decoding(batch, context, assigned)
 
-    def _ended(self, worker: WorkerView, standing: WorkerLoad, now_s: float, at_s: float) -> Iterator[Work]:
+    def _ended(self, worker: WorkerView, worker_load: WorkerLoad, now_s: float, at_s: float) -> Iterator[Work]:
         """Those of ours that will not decode there any more."""
-        sequences, prompts, answers = standing.promised
+        sequences, prompts, answers = worker_load.assigned
         step_s = self._latency.step_seconds(worker, sequences, prompts + answers)
         known = self._ends.get(worker.name)
-        if known is None or known.standing is not standing or known.step_s != step_s:
+        if known is None or known.worker_load is not worker_load or known.step_s != step_s:
             works = [
                 (work.first_token_s + work.output_tokens * step_s, work) for work in self._active.decoding(worker.name)
             ]
             works.sort(key=itemgetter(0))
             if len(self._ends) >= _MOST_ENDS:
                 self._ends.clear()
-            known = self._ends[worker.name] = _Ends(standing, step_s, works)
+            known = self._ends[worker.name] = _Ends(worker_load, step_s, works)
         for end_s, work in known.works:
             if end_s >= at_s:
                 return
