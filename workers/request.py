@@ -167,6 +167,10 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.generated)
 
+    def is_sibling(self, other: "Request") -> bool:
+        """Whether both are of one group, and have their whole prompt in common."""
+        return self.group == other.group != "" and self.prompt == other.prompt and self.cache_salt == other.cache_salt
+
     def retry(self, generated: tuple[int, ...], *, fresh: bool) -> "Request":
         """The next attempt, going on after `generated`."""
         return replace(self, generated=generated, attempt=self.attempt + 1, fresh=self.fresh or fresh)
@@ -261,6 +265,20 @@ class Reservation:
     incarnation: str
     num_blocks: int
     cached_tokens: int
+
+
+def check_prompt(request: Request, max_length: int, vocab_size: int) -> None:
+    """Check that a worker of this longest sequence and vocabulary can take it. Raises `InvalidRequest`."""
+    if not request.prompt:
+        raise InvalidRequest("prompt", "is empty; give at least one token")
+    if request.num_tokens >= max_length:
+        raise InvalidRequest(
+            "prompt",
+            f"has {request.num_tokens} tokens; with one token of answer it must fit {max_length} "
+            f"(context length and KV pool of this worker)",
+        )
+    if not 0 <= min(request.prompt) <= max(request.prompt) < vocab_size:
+        raise InvalidRequest("prompt", f"holds a token id outside the vocabulary (0..{vocab_size - 1})")
 
 
 def check_shape(engine: EngineConfig, shape: Shape, repeats: int) -> None:

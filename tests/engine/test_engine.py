@@ -205,12 +205,12 @@ def test_blocks_of_an_aborted_fetch_stay_quarantined_until_it_settles() -> None:
     subject = engine()
     subject.reserve(request("a", tuple(range(1, 13))), 0.0)
     blocks = tuple(subject.reserved("a/0").blocks)
-    subject.transfer_begins(blocks)
+    subject.pool.begin_transfer(blocks)
     subject.abort("a/0")
     subject.check()
     assert subject.stats().quarantined_blocks == 3
     assert subject.stats().free_blocks == subject.stats().total_blocks - 3
-    subject.transfer_settled(blocks)
+    subject.pool.end_transfer(blocks)
     subject.check()
     assert subject.stats().free_blocks == subject.stats().total_blocks
 
@@ -296,7 +296,7 @@ def test_whatever_happens_no_block_is_lost_and_no_token_doubled(data: st.DataObj
         elif action == "fetch":
             try:
                 blocks = tuple(subject.reserved(key).blocks)
-                subject.transfer_begins(blocks)
+                subject.pool.begin_transfer(blocks)
                 reading.append(blocks)
                 if data.draw(st.booleans()):
                     subject.fetched(key, now)
@@ -304,10 +304,10 @@ def test_whatever_happens_no_block_is_lost_and_no_token_doubled(data: st.DataObj
             except (UnknownSequence, InvalidRequest):
                 pass
             if reading and data.draw(st.booleans()):
-                subject.transfer_settled(reading.pop(0))
+                subject.pool.end_transfer(reading.pop(0))
         subject.check()
     for blocks in reading:
-        subject.transfer_settled(blocks)
+        subject.pool.end_transfer(blocks)
     for index in range(count):
         subject.abort(f"r{index}/0")
     subject.expire(now + 100.0)

@@ -203,7 +203,7 @@ def test_who_was_let_in_by_a_step_is_not_preempted_by_it() -> None:
     leg = device.know(request("leg", tuple(range(50, 57)), max_tokens=1))
     subject.reserve(leg, 0.0)
     blocks = tuple(subject.reserved(leg.key).blocks)
-    subject.transfer_begins(blocks)  # not settled: its last block must be copied before it is written
+    subject.pool.begin_transfer(blocks)  # not settled: its last block must be copied before it is written
     device.fill(blocks, leg.prompt)
     subject.fetched(leg.key, 0.0)
     subject.decode(leg.key, [next_token(leg.key, 7)], 0.0)
@@ -325,7 +325,7 @@ class EngineMachine(RuleBasedStateMachine):
             length, most = sequence.request.num_tokens, sequence.request.sampling.max_tokens or 1
             arrived = data.draw(st.just(length) | st.integers(0, length))
             blocks = tuple(sequence.blocks[sequence.cached_tokens // 4 : -(-arrived // 4)])
-            self.engine.transfer_begins(blocks)
+            self.engine.pool.begin_transfer(blocks)
             self.reading.append(blocks)
             self.device.fill(tuple(sequence.blocks), sequence.request.prompt[: max(arrived, sequence.cached_tokens)])
             self.engine.fetched(key, self.now_s, num_tokens=arrived, goes_on=goes_on)
@@ -340,7 +340,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reading)
     @rule()
     def settle(self) -> None:
-        self.engine.transfer_settled(self.reading.pop(0))
+        self.engine.pool.end_transfer(self.reading.pop(0))
 
     @rule(fill=st.booleans())
     def begin_steps(self, fill: bool) -> None:

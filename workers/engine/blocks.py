@@ -92,6 +92,7 @@ class BlockPool:
         self._blocks: dict[bytes, int] = {}  # content name -> block
         self._prefixes: dict[int, int] = {}  # named block -> what the log calls the prefix that ends with it
         self.digests: dict[int, tuple[bytes, ...]] = {}  # named block -> digests of its cells on each rank
+        self._transfers: list[tuple[int, ...]] = []  # into which bytes may still land
         self.sought_tokens = self.found_tokens = 0
         self.log = CacheLog(block_size)
         self.host = HostCache(host_blocks, first_host, self.log)
@@ -152,6 +153,20 @@ class BlockPool:
                 self._cached[block] = self._names[block]
             else:
                 heapq.heappush(self._clean, block)
+
+    def begin_transfer(self, blocks: tuple[int, ...]) -> None:
+        """Bytes may land in these blocks until `end_transfer`, whatever becomes of their other owners."""
+        self.share(blocks)
+        self._transfers.append(blocks)
+
+    def end_transfer(self, blocks: tuple[int, ...]) -> None:
+        self._transfers.remove(blocks)
+        self.free(blocks)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks into which bytes may land."""
+        return len(set().union(*self._transfers))
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks of the longest known prefix, with one more reference each."""
@@ -236,9 +251,9 @@ class BlockPool:
             self.log.remove(Tier.DEVICE, prefix)
 
     def check(self, held: Iterable[Sequence[int]] = ()) -> None:
-        """Prove the invariants; `held` are the block lists of every owner. Raises AssertionError."""
+        """Prove the invariants; `held` are the block lists of every other owner. Raises AssertionError."""
         expected = [0] * len(self._references)
-        for blocks in held:
+        for blocks in (*held, *self._transfers):
             for block in blocks:
                 expected[block] += 1
         assert expected == self._references, "references differ from what the owners hold"

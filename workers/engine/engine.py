@@ -14,7 +14,7 @@ from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
-from workers.engine.blocks import BlockPool, prefix_hashes, tail_hash
+from workers.engine.blocks import BlockPool, prefix_hashes
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
 from workers.engine.prefix_fetch import PrefixFetches
@@ -22,18 +22,8 @@ from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Lease, Sequence, State
 from workers.engine.slo import slot_refusal
 from workers.engine.step import Chunk, StepPlan, StepResult
-from workers.engine.step_builder import Slice
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
-from workers.kv_events import chain, name_of_block
-from workers.request import (
-    MIXED_KV,
-    FailedOut,
-    HeadOut,
-    Request,
-    Reservation,
-    TokenLogprobs,
-    TokensOut,
-)
+from workers.request import MIXED_KV, FailedOut, HeadOut, Request, Reservation, TokenLogprobs, TokensOut, check_prompt
 from workers.stats import NO_PULLS, Pulls, WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -93,8 +83,8 @@ class Engine:
         self._scheduler = Scheduler(
             config, self.pool, self.leases, self._estimate, block_bytes=block_bytes, depth=depth
         )
+        self._kv = self._scheduler.kv
         self._sequences: dict[str, Sequence] = {}
-        self._transfers: list[tuple[int, ...]] = []  # blocks into which bytes may still land
         prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
         self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks)
         self._outputs: list[EngineOutput] = []
@@ -110,7 +100,8 @@ class Engine:
         `cut_tokens`: hold the KV of so many tokens only, and draw none: its reader computes the rest (0: all).
         Raises `InvalidRequest` or `Overloaded`.
         """
-        self._admissible(request)
+        self._refuse_known(request)
+        check_prompt(request, self.max_length, self._vocab_size)
         if cut_tokens and not (hold and 0 < cut_tokens < request.num_tokens):
             rule = f"a held prompt may be cut behind 1 to {request.num_tokens - 1} of its tokens"
             raise InvalidRequest("cut_tokens", f"is {cut_tokens}; {rule}")
@@ -130,7 +121,8 @@ class Engine:
         `asked_s` is when it was asked for: what prompts that have waited here for longer need is not given away.
         Raises `InvalidRequest`.
         """
-        self._admissible(request)
+        self._refuse_known(request)
+        check_prompt(request, self.max_length, self._vocab_size)
         sequence = Sequence(request, asked_s, max_length=self.max_length, state=State.RESERVED)
         if request.kv_dtype != self._config.dtype:
             sequence.kv_dtype = request.kv_dtype
@@ -139,77 +131,48 @@ class Engine:
         return sequence
 
     def grant(self, sequence: Sequence) -> Reservation:
-        """Promise blocks for a wanted prompt. Raises `Overloaded`, or `InvalidRequest` if its key came meanwhile."""
-        request, asked_s = sequence.request, sequence.arrival_s
+        """Reserve blocks for a wanted prompt. Raises `Overloaded`, or `InvalidRequest` if its key came meanwhile."""
+        request = sequence.request
         self._refuse_known(request)
-        if self.waits_for_sibling(request):
-            raise Overloaded(
-                f"the KV of a sibling of {request.key} is on its way; it will be shared", retry_after_s=0.1
-            )
-        total = -(-request.num_tokens // self.pool.block_size)
-        staged = self._staged_blocks()
-        # An empty staging area takes one prompt of any size: the budget is a brake, not a bound on length.
-        if staged and staged + total > self._staging:
-            raise Overloaded(f"{staged} of {self._staging} staging blocks are promised", retry_after_s=0.1)
-        earlier = [each for each in self._scheduler.queues.waiting if each.arrival_s < asked_s]
-        if self._num_active() + len(earlier) >= self._config.max_running:
-            raise Overloaded(f"all {self._config.max_running} decode slots are taken, or waited for", retry_after_s=0.1)
-        if why := slot_refusal(self._estimate.cost, self._decoding(), request, self._depth):
-            raise Overloaded(why, retry_after_s=0.1)
-        if request.fresh:
-            self.pool.forget(sequence.hashes)
-        shared = self.prefix_fetches.known(sequence.hashes)
-        kept = sum(-(-len(each.tokens) // self.pool.block_size) for each in earlier)
-        if not self._scheduler.kv.fits(sequence, held=len(shared), wanted=total - len(shared), kept=kept):
-            self.pool.free(shared)
-            why = f"{total} blocks wanted, {self.pool.num_free} free, {kept} kept for prompts that came earlier"
-            raise Overloaded(why, retry_after_s=0.1)
-        sequence.blocks = shared + self.pool.allocate(total - len(shared))
-        sequence.num_named = len(shared)
-        sequence.cached_tokens = len(shared) * self.pool.block_size
-        self.pool.looked_up(request.num_tokens, sequence.cached_tokens)
+        if refusal := self._refusal(sequence):
+            raise Overloaded(refusal, retry_after_s=0.1)
         self._sequences[request.key] = sequence
         return Reservation(request.key, "", len(sequence.blocks), sequence.cached_tokens)
+
+    def _refusal(self, sequence: Sequence) -> str:
+        """Why there is no room for a wanted prompt; empty: it has its blocks now."""
+        request, queues = sequence.request, self._scheduler.queues
+        if self.waits_for_sibling(request):
+            return f"the KV of a sibling of {request.key} is on its way; it will be shared"
+        reserved = [each for each in self._sequences.values() if each.state is State.RESERVED]
+        total = -(-request.num_tokens // self.pool.block_size)
+        staged = sum(len(each.blocks) for each in reserved)
+        # An empty staging area takes one prompt of any size: the budget is a brake, not a bound on length.
+        if staged and staged + total > self._staging:
+            return f"{staged} of {self._staging} staging blocks are reserved"
+        earlier = [each for each in queues.waiting if each.arrival_s < sequence.arrival_s]
+        if len(queues.running) + len(reserved) + len(earlier) >= self._config.max_running:
+            return f"all {self._config.max_running} decode slots are taken, or waited for"
+        decoding = reserved + [each for each in queues.running if not each.hold]
+        if refusal := slot_refusal(self._estimate.cost, decoding, request, self._depth):
+            return refusal
+        if request.fresh:
+            self.pool.forget(sequence.hashes)
+        kept = sum(-(-len(each.tokens) // self.pool.block_size) for each in earlier)
+        if not self._kv.reserve(sequence, self.prefix_fetches.known(sequence.hashes), kept):
+            return f"{total} blocks wanted, {self.pool.num_free} free, {kept} kept for prompts that came earlier"
+        return ""
 
     def _refuse_known(self, request: Request) -> None:
         if request.key in self._sequences:
             raise InvalidRequest("request.id", f"{request.key!r} is already running here")
 
-    def _admissible(self, request: Request) -> None:
-        self._refuse_known(request)
-        if not request.prompt:
-            raise InvalidRequest("prompt", "is empty; give at least one token")
-        if request.num_tokens >= self.max_length:
-            raise InvalidRequest(
-                "prompt",
-                f"has {request.num_tokens} tokens; with one token of answer it must fit {self.max_length} "
-                f"(context length and KV pool of this worker)",
-            )
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self._vocab_size:
-            raise InvalidRequest("prompt", f"holds a token id outside the vocabulary (0..{self._vocab_size - 1})")
-
     def waits_for_sibling(self, request: Request) -> bool:
         """Whether a reservation now would fetch what a sibling's transfer is about to bring."""
-        return bool(request.group) and any(
-            each.state is State.RESERVED
-            and not each.fetched
-            and each.request.group == request.group
-            and each.request.prompt == request.prompt
-            and each.request.cache_salt == request.cache_salt
+        return any(
+            each.state is State.RESERVED and not each.fetched and each.request.is_sibling(request)
             for each in self._sequences.values()
         )
-
-    def _staged_blocks(self) -> int:
-        return sum(len(s.blocks) for s in self._sequences.values() if s.state is State.RESERVED)
-
-    def _decoding(self) -> list[Sequence]:
-        """Sequences that decode here, or will."""
-        reserved = [each for each in self._sequences.values() if each.state is State.RESERVED]
-        return reserved + [each for each in self._scheduler.queues.running if not each.hold]
-
-    def _num_active(self) -> int:
-        """Sequences that hold or were promised a decode slot."""
-        return len(self._scheduler.queues.running) + sum(s.state is State.RESERVED for s in self._sequences.values())
 
     # ---- decoding what was prefilled elsewhere -----------------------------------------------------------------
 
@@ -228,7 +191,7 @@ class Engine:
         sequence = self.reserved(key)
         arrived = sequence.request.num_tokens if num_tokens is None else num_tokens
         sequence.num_computed = max(arrived, sequence.cached_tokens)
-        self._name_blocks(sequence)
+        self._kv.name_blocks(sequence)
         sequence.fetched = True
         sequence.goes_on = goes_on
         self._start_if_ready(sequence, now_s)
@@ -268,23 +231,6 @@ class Engine:
         """Whether a sequence or a lease is here."""
         return bool(self._sequences or len(self.leases))
 
-    def take_blocks(self, count: int) -> tuple[int, ...]:
-        """Blocks for steps of nobody's request, until `transfer_settled`. Raises `Overloaded` unless all are free."""
-        if self.has_work or self._transfers:
-            raise Overloaded("this worker has work; measure it when it is idle", retry_after_s=1.0)
-        blocks = tuple(self.pool.allocate(count))
-        self._transfers.append(blocks)
-        return blocks
-
-    def transfer_begins(self, blocks: tuple[int, ...]) -> None:
-        """Bytes may land in these blocks until `transfer_settled`, whatever becomes of their sequence."""
-        self.pool.share(blocks)
-        self._transfers.append(blocks)
-
-    def transfer_settled(self, blocks: tuple[int, ...]) -> None:
-        self._transfers.remove(blocks)
-        self.pool.free(blocks)
-
     # ---- stepping ----------------------------------------------------------------------------------------------
 
     def schedule(self, now_s: float) -> StepPlan | None:
@@ -298,12 +244,11 @@ class Engine:
         for sequence in step.admitted:
             if sequence.hold:
                 self._outputs.append(self.leases.hold(sequence, now_s))
-                sequence.leased = True
         chunks: list[Chunk] = []
         digests: list[tuple[int, int]] = []
         for each in step.slices:
             try:
-                chunks.append(self._chunk(each, now_s))
+                chunks.append(each.sequence.chunk(each.first, each.count, self.pool.block_size, self._eos, now_s))
             except Exception as error:
                 self._blame(each.sequence, error)
                 continue
@@ -318,16 +263,6 @@ class Engine:
             swap_in=tuple(step.moves.swap_in),
             copies=tuple(step.moves.copies),
         )
-
-    def _chunk(self, each: Slice, now_s: float) -> Chunk:
-        sequence, first, stop = each.sequence, each.first, each.first + each.count
-        if sequence.first_step_s is None:
-            sequence.first_step_s = now_s
-        blocks = tuple(sequence.blocks[: -(-stop // self.pool.block_size)])
-        draw = sequence.draw(self._eos) if stop == len(sequence.tokens) and not sequence.cut_tokens else None
-        targets = tuple(sequence.tokens[first + 1 : stop + 1]) if sequence.wants_prompt_logprobs else ()
-        num_top = sequence.request.sampling.prompt_logprobs or 0
-        return Chunk(sequence.key, tuple(sequence.tokens[first:stop]), first, blocks, draw, targets, num_top)
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """Take in what the oldest step in flight computed."""
@@ -352,7 +287,7 @@ class Engine:
                 if prompt:
                     sequence.prompt_logprobs += prompt
                 if sequence.num_computed >= (sequence.num_named + 1) * size or sequence.request.group:
-                    self._name_blocks(sequence)
+                    self._kv.name_blocks(sequence)
                 if len(self.leases):
                     self.leases.advance(sequence, digests)
                 if token is not None:
@@ -372,15 +307,15 @@ class Engine:
         first = sequence.decode_called_s is None and sequence.first_token_s is None
         self._outputs.append(
             TokensOut(
-                sequence.key,
-                sequence.num_output - 1,
-                (token,),
-                sequence.timing(now_s),
-                (logprobs,) if logprobs is not None else (),
-                finish,
-                first,
-                sequence.cached_tokens,
-                tuple(sequence.prompt_logprobs) if first else (),
+                key=sequence.key,
+                first_position=sequence.num_output - 1,
+                tokens=(token,),
+                timing=sequence.timing(now_s),
+                logprobs=(logprobs,) if logprobs is not None else (),
+                finish=finish,
+                prefilled=first,
+                cached_tokens=sequence.cached_tokens,
+                prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
             )
         )
         if first:
@@ -394,27 +329,6 @@ class Engine:
     def _end_held(self, sequence: Sequence) -> None:
         self.leases.finish(sequence.key)
         self._end(sequence)
-
-    def _name_blocks(self, sequence: Sequence) -> None:
-        """Offer newly full blocks to the prefix index.
-
-        Of a sequence that came in another dtype only those that came: what is computed behind them attends to numbers
-        that were rounded on their way, and a sequence that is computed as a whole does not.
-        """
-        if sequence.kv_dtype and (sequence.kv_dtype == MIXED_KV or sequence.state is not State.RESERVED):
-            return
-        full = sequence.num_computed // self.pool.block_size
-        if full > sequence.num_named:
-            tokens, salt = sequence.tokens[: full * self.pool.block_size], sequence.salt
-            sequence.hashes = prefix_hashes(tokens, self.pool.block_size, sequence.hashes, salt)
-            sequence.chain = chain(tokens, known=sequence.chain, salt=salt)
-            for index in range(sequence.num_named, full):
-                prefix = None if sequence.kv_dtype else name_of_block(sequence.chain, index, self.pool.block_size)
-                self.pool.name(sequence.blocks[index], sequence.hashes[index], prefix)
-            sequence.num_named = full
-        if sequence.request.group and sequence.num_output == 0 and sequence.num_computed == len(sequence.tokens):
-            name = tail_hash(sequence.tokens, self.pool.block_size, sequence.hashes, sequence.salt)
-            self.pool.name(sequence.blocks[full - (full * self.pool.block_size == sequence.num_computed)], name)
 
     # ---- endings -----------------------------------------------------------------------------------------------
 
@@ -503,13 +417,13 @@ class Engine:
             leases=len(self.leases),
             free_blocks=self.pool.num_free,
             cached_blocks=self.pool.num_cached,
-            quarantined_blocks=len(set().union(*self._transfers)),
+            quarantined_blocks=self.pool.num_quarantined,
             total_blocks=self.pool.num_blocks,
             steps=self._steps,
             step_s=self._step_s,
             preemptions=self._scheduler.queues.preemptions,
             swaps=self._scheduler.queues.swaps,
-            swapped_blocks=self._scheduler.kv.host.num_blocks - self._scheduler.kv.host.num_free,
+            swapped_blocks=self._kv.host.num_blocks - self._kv.host.num_free,
             expired_leases=self.leases.expired,
             bubble_share=bubble_share,
             cache_number=self.pool.log.number,
@@ -525,7 +439,6 @@ class Engine:
             [
                 *(s.blocks for s in self._sequences.values()),
                 *self._scheduler.leaving(),
-                *self._transfers,
                 *(x.blocks for x in self.leases),
                 *(x.blocks for x in self.prefix_fetches),
             ]

@@ -14,7 +14,9 @@ from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool, HostBlocks, prefix_hashes, tail_hash
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import BlockMoves, HostTier
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import Sequence, State
+from workers.kv_events import chain, name_of_block
+from workers.request import MIXED_KV
 
 
 class KVCacheManager:
@@ -111,6 +113,21 @@ class KVCacheManager:
                 return shared + tail, most
         return shared, len(shared) * size
 
+    def reserve(self, sequence: Sequence, shared: list[int], kept: int) -> bool:
+        """Blocks for a prompt that another worker computes, those that are `shared` first. False: they are not free.
+
+        `kept` blocks stay free beside. Whatever becomes of it, the references to `shared` are no more the caller's.
+        """
+        num_blocks = -(-len(sequence.tokens) // self._pool.block_size) - len(shared)
+        if not self.fits(sequence, held=len(shared), wanted=num_blocks, kept=kept):
+            self._pool.free(shared)
+            return False
+        sequence.blocks = shared + self._pool.allocate(num_blocks)
+        sequence.num_named = len(shared)
+        sequence.cached_tokens = len(shared) * self._pool.block_size
+        self._pool.looked_up(len(sequence.tokens), sequence.cached_tokens)
+        return True
+
     def swap_in(self, sequence: Sequence, moves: BlockMoves) -> bool:
         """Blocks for a swapped sequence, and the copies that bring it back. False: they are not free."""
         num_blocks = len(sequence.host_blocks)
@@ -149,6 +166,27 @@ class KVCacheManager:
         if missing > 0 and self.fits(sequence, held=len(sequence.blocks), wanted=missing):
             sequence.blocks += self._pool.allocate(missing)
         return len(sequence.blocks) * size - sequence.num_scheduled
+
+    def name_blocks(self, sequence: Sequence) -> None:
+        """Offer newly full blocks to the prefix index.
+
+        Of a sequence that came in another dtype only those that came: what is computed behind them attends to numbers
+        that were rounded on their way, and a sequence that is computed as a whole does not.
+        """
+        if sequence.kv_dtype and (sequence.kv_dtype == MIXED_KV or sequence.state is not State.RESERVED):
+            return
+        full = sequence.num_computed // self._pool.block_size
+        if full > sequence.num_named:
+            tokens, salt = sequence.tokens[: full * self._pool.block_size], sequence.salt
+            sequence.hashes = prefix_hashes(tokens, self._pool.block_size, sequence.hashes, salt)
+            sequence.chain = chain(tokens, known=sequence.chain, salt=salt)
+            for index in range(sequence.num_named, full):
+                prefix = None if sequence.kv_dtype else name_of_block(sequence.chain, index, self._pool.block_size)
+                self._pool.name(sequence.blocks[index], sequence.hashes[index], prefix)
+            sequence.num_named = full
+        if sequence.request.group and sequence.num_output == 0 and sequence.num_computed == len(sequence.tokens):
+            name = tail_hash(sequence.tokens, self._pool.block_size, sequence.hashes, sequence.salt)
+            self._pool.name(sequence.blocks[full - (full * self._pool.block_size == sequence.num_computed)], name)
 
     # ---- a sequence goes ---------------------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ class LeaseBook:
         self._pool.share(blocks)
         lease = Lease(sequence.key, self._epoch, blocks, len(sequence.tokens), self._ttl_s, now_s + self._ttl_s)
         self._leases[lease.key] = lease
+        sequence.leased = True
         self._advance_known(lease, sequence.num_computed)
         return lease
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
 
-from workers.engine.step import Draw
+from workers.engine.step import Chunk, Draw
 from workers.request import FinishReason, Request, SequenceTiming, TokenLogprobs
 
 INT32 = next(code for code in "il" if array(code).itemsize == 4)
@@ -184,6 +184,21 @@ class Sequence:
             self.tokens, len(self.request.prompt), with_prompt=params.repetition_penalty != 1.0
         )
         return Draw(params, params.seed, len(self.tokens), seen, counts, banned)
+
+    def chunk(self, first: int, count: int, block_size: int, end_tokens: tuple[int, ...], now_s: float) -> Chunk:
+        """Its tokens at positions `first` ... `first + count - 1`, for the step that begins now."""
+        if self.first_step_s is None:
+            self.first_step_s = now_s
+        stop = first + count
+        return Chunk(
+            key=self.key,
+            tokens=tuple(self.tokens[first:stop]),
+            first_position=first,
+            blocks=tuple(self.blocks[: -(-stop // block_size)]),
+            draw=self.draw(end_tokens) if stop == len(self.tokens) and not self.cut_tokens else None,
+            targets=tuple(self.tokens[first + 1 : stop + 1]) if self.wants_prompt_logprobs else (),
+            num_top=self.request.sampling.prompt_logprobs or 0,
+        )
 
     def finish_reason(self, end_tokens: tuple[int, ...]) -> FinishReason | None:
         """Whether the newest token ends the sequence."""

@@ -13,6 +13,7 @@ from workers.engine.engine import Engine
 from workers.engine.executor import Executor
 from workers.engine.pump import STEP_TIMEOUT_S
 from workers.engine.step import Chunk, Draw, StepPlan
+from workers.errors import Overloaded
 from workers.request import SamplingParams, check_shape, refuse_outside
 
 CALL_S = 5.0  # no step begins later than this after the call
@@ -71,7 +72,7 @@ async def measure(
     refuse_outside("the number of swapped blocks", swaps, 0, config.swap_blocks)
     refuse_outside("the number of blocks", wanted, 1, engine.pool.num_blocks)
     seconds: list[float] = []
-    blocks = engine.take_blocks(wanted)
+    blocks = _take_blocks(engine, wanted)
     try:
         async with asyncio.timeout(STEP_TIMEOUT_S):
             await _touch(executor, blocks)
@@ -82,8 +83,18 @@ async def measure(
             if asyncio.get_running_loop().time() - begun_s > CALL_S:
                 break
     finally:
-        engine.transfer_settled(blocks)
+        engine.pool.end_transfer(blocks)
     return Timings(tuple(seconds), asyncio.get_running_loop().time() - begun_s)
+
+
+def _take_blocks(engine: Engine, count: int) -> tuple[int, ...]:
+    """Blocks that nobody else gets until `BlockPool.end_transfer`. Raises `Overloaded` unless the engine is idle."""
+    if engine.has_work or engine.pool.num_quarantined:
+        raise Overloaded("this worker has work; measure it when it is idle", retry_after_s=1.0)
+    blocks = tuple(engine.pool.allocate(count))
+    engine.pool.begin_transfer(blocks)
+    engine.pool.free(blocks)
+    return blocks
 
 
 async def _touch(executor: Executor, blocks: Sequence[int]) -> None:

@@ -145,10 +145,10 @@ class KVFetcher:
 
     def _read(self, order: PullOrder) -> Read:
         read = self._executor.pull(order)
-        self._engine.transfer_begins(order.target_blocks)
+        self._engine.pool.begin_transfer(order.target_blocks)
         read.settled.add_done_callback(lambda _: self._settled(order.target_blocks))
         return read
 
     def _settled(self, blocks: tuple[int, ...]) -> None:
-        self._engine.transfer_settled(blocks)
+        self._engine.pool.end_transfer(blocks)
         self._changed()
