@@ -12,7 +12,7 @@ from workers.executor.modelled import open_modelled as open_modelled_executor
 from workers.executor.order import RankLauncher, RankOrder
 from workers.server import ExecutorFactory, WorkerServer
 
-ZERO_COST = LinearCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+ZERO_COST = replace(LinearCost().scaled(0.0), transfer_latency_s=0.0, transfer_byte_s=0.0)
 
 
 def build_worker(

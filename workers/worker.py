@@ -401,8 +401,14 @@ class Worker:
         if fetched is not None:
             self._post(fetched)
             report = fetched.report
-            words = report.num_bytes, ticket.owner.worker, report.transport, 1e3 * report.elapsed_s
-            self._log(key, "%d bytes of KV came from %s over %s in %.1f ms", *words)
+            self._log(
+                key,
+                "%d bytes of KV came from %s over %s in %.1f ms",
+                report.num_bytes,
+                ticket.owner.worker,
+                report.transport,
+                1e3 * report.elapsed_s,
+            )
         self._changed()
 
     # ---- reclaim -----------------------------------------------------------------------------------------------

@@ -92,8 +92,14 @@ class GangExecutor:
         busy = [max(step.seconds - step.wait_s for step in stage) for stage in stages]
         self._bubble.add(begun_s, asyncio.get_running_loop().time(), busy)
         drawn = stages[-1][0]
-        digests = tuple(step.digests for step in steps)
-        return StepResult(plan.number, drawn.tokens, drawn.logprobs, digests, sum(busy), drawn.prompt_logprobs)
+        return StepResult(
+            number=plan.number,
+            tokens=drawn.tokens,
+            logprobs=drawn.logprobs,
+            digests=tuple(step.digests for step in steps),
+            seconds=sum(busy),
+            prompt_logprobs=drawn.prompt_logprobs,
+        )
 
     @property
     def ticks(self) -> int:

@@ -69,11 +69,19 @@ def modelled_facts(
     block_size: int = 16, model: Modelled | None = None, *, layout: KVLayout | None = None
 ) -> ModelFacts:
     """A model that needs no weights; its KV takes 16 bytes a token unless `model` or `layout` says otherwise."""
-    sizes = model or Modelled(1, 1, 2)
+    sizes = model or Modelled(num_layers=1, num_kv_heads=1, head_dim=2)
     layout = layout or KVLayout(
         "modelled", sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, block_size, dtype=sizes.dtype
     )
-    return ModelFacts("modelled", sizes.vocab_size, sizes.context_length, (0,), layout, 0, 0)
+    return ModelFacts(
+        name="modelled",
+        vocab_size=sizes.vocab_size,
+        context_length=sizes.context_length,
+        eos_token_ids=(0,),
+        layout=layout,
+        num_parameters=0,
+        weight_bytes=0,
+    )
 
 
 @dataclass(slots=True)
@@ -99,6 +107,7 @@ class ModelledExecutor:
         cost: CostModel,
         transports: TransportSet,
         region: Region,
+        *,
         fill: bool,
         depth: int = 1,
         observe: Observe | None = None,
@@ -163,7 +172,14 @@ class ModelledExecutor:
         tokens = tuple([self._token(chunk) for chunk in plan.chunks])
         logprobs = tuple([_logprobs(chunk.draw) for chunk in plan.chunks])
         scored = tuple([(TokenLogprobs(chosen=0.0),) * len(chunk.targets) for chunk in plan.chunks])
-        return StepResult(plan.number, tokens, logprobs, (digests,), seconds, scored)
+        return StepResult(
+            number=plan.number,
+            tokens=tokens,
+            logprobs=logprobs,
+            digests=(digests,),
+            seconds=seconds,
+            prompt_logprobs=scored,
+        )
 
     @property
     def ticks(self) -> int:
@@ -231,7 +247,9 @@ def open_modelled(
         shared=shared,
         model=LinkModel(cost.transfer_latency_s, 1 / max(cost.transfer_byte_s, 1e-15)),
     )
-    return ModelledExecutor(facts, cost, transports, region, fill, config.parallel.pipeline, observe, pace)
+    return ModelledExecutor(
+        facts, cost, transports, region, fill=fill, depth=config.parallel.pipeline, observe=observe, pace=pace
+    )
 
 
 class _Pattern:

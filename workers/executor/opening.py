@@ -21,7 +21,7 @@ from workers.engine.step import Chunk, Draw, StepPlan
 from workers.executor.kv_pool import KVPool, allocate_pool
 from workers.executor.order import Seat
 from workers.executor.rank import Part, Rank
-from workers.executor.threads import ComputeThread, multiplies_bfloat16
+from workers.executor.threads import ComputeThread
 from workers.model.config import ModelConfig, read_model_config
 from workers.model.content import content_id
 from workers.model.folder import ModelFolder, count_parameters, tokenizer_id
@@ -29,6 +29,7 @@ from workers.model.load import load_decoder
 from workers.model.shard import ModelShard, shard_of
 from workers.ops.attention import best_attention
 from workers.ops.collective import StageLink, TensorGroup, open_groups
+from workers.ops.narrow import multiplies_bfloat16
 from workers.request import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,14 @@ class SoloExecutor:
 
     async def execute(self, plan: StepPlan) -> StepResult:
         step = await self._rank.execute(plan)
-        return StepResult(plan.number, step.tokens, step.logprobs, (step.digests,), step.seconds, step.prompt_logprobs)
+        return StepResult(
+            number=plan.number,
+            tokens=step.tokens,
+            logprobs=step.logprobs,
+            digests=(step.digests,),
+            seconds=step.seconds,
+            prompt_logprobs=step.prompt_logprobs,
+        )
 
     @property
     def ticks(self) -> int:

@@ -36,11 +36,6 @@ def usable_cores() -> tuple[int, ...]:
     return tuple(cores[: max(1, paid)])
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it; without them bfloat16 products are many times slower than float32."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
 def parse_cores(text: str) -> tuple[int, ...]:
     """Cores from "auto" (all usable ones) or a list like "0,2-3". Raises `ModelError`."""
     usable = usable_cores()

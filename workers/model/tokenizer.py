@@ -21,12 +21,32 @@ NOTHING: Mapping[str, Any] = {}
 BYTE_OF = {letter: byte for byte, letter in enumerate(byte_letters())}
 # What transformers gives a template, and the names of its own arguments.
 OWN_VARIABLES = frozenset(
-    (
-        *("messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
-        *("chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs", "raise_exception", "strftime_now"),
-        *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"),
-    )
+    [
+        "messages",
+        "conversation",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "raise_exception",
+        "strftime_now",
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "pad_token",
+        "sep_token",
+        "cls_token",
+        "mask_token",
+    ]
 )
 # Of a template over what a client sent.
 REJECTIONS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)

@@ -57,7 +57,12 @@ class Hardware:
 
 
 _FIGURES = (
-    *("memory_bytes", "memory_byte_s", "node_link_byte_s", "cross_link_byte_s", "host_link_byte_s", "gpus_per_node"),
+    "memory_bytes",
+    "memory_byte_s",
+    "node_link_byte_s",
+    "cross_link_byte_s",
+    "host_link_byte_s",
+    "gpus_per_node",
     "watts",
 )
 

@@ -21,13 +21,22 @@ from statistics import median
 DATA = Path(__file__).with_name("data")
 FILES = ("distserve.json", "splitwise.csv", "vidur_layers.csv", "vidur_links.csv")
 OPERATORS = (
-    *("input_layernorm", "attn_pre_proj", "attn_rope", "attn_post_proj", "post_attention_layernorm"),
-    *("mlp_up_proj", "mlp_act", "mlp_down_proj", "add"),
+    "input_layernorm",
+    "attn_pre_proj",
+    "attn_rope",
+    "attn_post_proj",
+    "post_attention_layernorm",
+    "mlp_up_proj",
+    "mlp_act",
+    "mlp_down_proj",
+    "add",
 )
+# fmt: off
 TOKENS = (
-    *(1, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
-    *(6144, 8192, 12288, 16384, 24576, 32768),
+    1, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096,
+    6144, 8192, 12288, 16384, 24576, 32768,
 )
+# fmt: on
 SIZES = tuple(2**power for power in range(11, 27))
 Row = Sequence[object]
 
@@ -44,10 +53,8 @@ def distserve(folder: Path) -> str:
 def splitwise(folder: Path) -> str:
     prompt_ms, token_ms = defaultdict(list), defaultdict(list)
     for row in _rows(folder / "perf_model.csv"):
-        key = (
-            *(row["model"], row["hardware"], int(row["tensor_parallel"])),
-            *(int(row["prompt_size"]), int(row["batch_size"])),
-        )
+        sizes = tuple(int(row[name]) for name in ("tensor_parallel", "prompt_size", "batch_size"))
+        key = (row["model"], row["hardware"], *sizes)
         prompt_ms[key].append(float(row["prompt_time"]))
         token_ms[key].append(float(row["token_time"]))
     header = ("model", "hardware", "tensor", "prompt", "batch", "prompt_ms", "token_ms")

@@ -45,8 +45,16 @@ class PoolModel:
 
     def modelled(self, observe: Observe, pace: Pace | None) -> Modelled:
         # One layer and one head of the same size: whole blocks move, and the arithmetic of re-sharding costs nothing.
-        sizes = (1, 1, self.kv_token_bytes // 4, "bfloat16", self.context_length, self.vocab_size)
-        return Modelled(*sizes, observe=observe, pace=pace)
+        return Modelled(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=self.kv_token_bytes // 4,
+            dtype="bfloat16",
+            context_length=self.context_length,
+            vocab_size=self.vocab_size,
+            observe=observe,
+            pace=pace,
+        )
 
 
 @dataclass(frozen=True, slots=True)
