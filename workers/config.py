@@ -35,7 +35,7 @@ class EngineConfig:
     """Token budget of a step. Larger: prompts are done sooner, decodes beside them wait longer."""
     tpot_slo_s: float | None = None
     """Under `chunked` and `adaptive`, a step that holds a decode is kept below this time by smaller pieces of prompts.
-    Left out: only promises of requests do that.
+    Left out: only the SLOs of requests do that.
     """
     prompt_order: str = "fcfs"
     """Who of the waiting prompts is next: first come, shortest, longest, or by priority and then so that most are in
@@ -50,7 +50,7 @@ class EngineConfig:
     max_model_len: int | None = None
     """Longest sequence. Left out: the model's own context, as far as the KV pool holds it."""
     staging_blocks: int = 0
-    """Blocks that may be promised to prompts whose KV has not arrived. 0: half the pool."""
+    """Blocks that may be reserved for prompts whose KV has not arrived. 0: half the pool."""
     swap_blocks: int = 0
     """Blocks of host memory for preempted sequences. 0: they are computed again."""
     host_cache_blocks: int = 0
@@ -123,11 +123,11 @@ class TransferConfig:
     digest: bool = True
     """Compare a digest of every block on arrival; a block that differs is computed again."""
     lease_s: float = 10.0
-    """The owner frees a held prompt so long after the last sign of its reader."""
+    """The owner frees a held prompt this long after the last sign of its reader."""
     read_timeout_s: float = 30.0
     """Bound of one read."""
     quarantine_s: float = 60.0
-    """A read that is not settled so long after its deadline has its backend made anew."""
+    """A read that is still not settled this long after its deadline makes its backend restart."""
     max_readers: int = 256
     """Readers that a worker serves at once: workers on its control connection, and ranks of theirs on each of its ranks
     over `tcp`. A larger cluster needs more, and about twice as many open files (`ulimit -n`).

@@ -25,7 +25,7 @@ class NameChanges(Struct, frozen=True, gc=False):
 class KVEvents(Struct, frozen=True, gc=False):
     """How a cache changed behind event `first`, up to event `last`: take the removed names away, then add the others.
 
-    `whole`: forget what was known before, this begins anew. Names that came by events up to `reach` have been told;
+    `whole`: forget what was known before, this starts over. Names that came by events up to `reach` are included;
     where that is not `last` yet, there are more to ask for. Prefixes of multiples of `grain` tokens have names here.
     """
 

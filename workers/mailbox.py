@@ -49,7 +49,7 @@ class Mailbox:
         async with self._turn:
             if received < self.number and self._sent:
                 return self.number, self._sent
-            if not self._fresh and self.number:  # a new subscriber hears at once that we are here
+            if not self._fresh and self.number:  # a new subscriber gets its first bundle at once
                 await self._wait(wait_s)
             self._sent, self._fresh = tuple(self._fresh), []
             self.number += 1

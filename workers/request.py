@@ -245,7 +245,7 @@ Output = TokensOut | TicketOut | HeadOut | FetchedOut | FailedOut
 
 
 class Bundle(Struct, frozen=True, gc=False):
-    """All that one worker has to say to one subscriber since the last bundle; when idle, a heartbeat.
+    """The outputs of one worker for one subscriber since the last bundle; when there are none, a heartbeat.
 
     `number` counts a subscriber's bundles from 1. The next poll acknowledges it; until then it is sent again.
     """
@@ -259,7 +259,7 @@ class Bundle(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A decode worker's promise: blocks for the whole prompt. `cached_tokens` need not be moved."""
+    """A decode worker holds blocks for the whole prompt. `cached_tokens` of them need not be moved."""
 
     key: str
     incarnation: str

@@ -10,7 +10,7 @@ from kvtransfer.ticket import PeerAddress
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Who a worker is, told once it is ready. `capacity_tokens`: the longest sequence it can hold."""
+    """Who a worker is, known once it is ready. `capacity_tokens`: the longest sequence it can hold."""
 
     name: str
     pool: str

@@ -221,7 +221,7 @@ class Worker:
         self._log(key, "decode goes on here, behind %d tokens drawn elsewhere", len(tokens))
 
     async def hand_over(self, key: str, most_tokens: int) -> TransferTicket | None:
-        """The KV of a running sequence, of its first `most_tokens` tokens at most, held for who shall take it over.
+        """Hold the KV of a running sequence, of its first `most_tokens` tokens at most, for another worker.
 
         It goes on here until it is cancelled. None: it was preempted, or has no full block. Raises `UnknownSequence`.
         """

@@ -1,6 +1,6 @@
-"""The batching policies of the literature, each one screenful: which sequences the next step computes, and how much.
+"""The batching policies of the literature, one screen each: which sequences the next step computes, and how much.
 
-A policy fills a `Step` through its verbs; the step minds budget, slots and blocks. A policy holds no clock and no
+A policy fills a `Step` through its methods; the step keeps to budget, slots and blocks. A policy has no clock and no
 device, and runs unchanged in the engine and in the simulator.
 
     static         a batch is closed when it starts; nobody joins until its longest answer has ended
@@ -10,8 +10,8 @@ device, and runs unchanged in the engine and in the simulator.
     adaptive       as chunked beside decodes; without any, whole prompts one after the other
     prefill-only   prompts in chunks of fixed size, never beside a decode
 
-Several steps are in flight when the model is cut into stages. Each then gets its part of the decodes and of the
-prompts, so that no stage waits for another: all decodes means all that are dealt to this step.
+With pipeline stages, several steps are in flight. Each gets its part of the decodes and of the prompts, so that no
+stage waits for another: "all decodes" means all that belong to this step.
 
 Sources: Yu et al., Orca (OSDI'22); Kwon et al., vLLM (SOSP'23); Holmes et al., DeepSpeed-FastGen (2024) and Agrawal et
 al., Sarathi-Serve (OSDI'24); Hu et al., TetriInfer (2024).
@@ -124,8 +124,8 @@ class PrefillFirst:
 class Chunked:
     """`tpot_slo_s` bounds a step that has a decode in it or beside it; so does the tightest `SLO.tpot_s` of them.
 
-    A promise that the smallest chunk breaks cannot be kept while prompts come: a step then takes at most twice as long
-    as its decodes alone.
+    An SLO that the smallest chunk misses cannot be met while prompts come: a step then takes at most twice as long as
+    its decodes alone.
     """
 
     reserves_answer = False
@@ -149,7 +149,7 @@ class Chunked:
             if bound_s is not None:
                 within = cost.prompt_tokens_within(bound_s, first, chunks, len(decoding), context_tokens)
                 if not chunks and within < self._least_chunk:
-                    # However tight the promise, a prompt moves on, and not by crumbs: each pays for a whole step.
+                    # However tight the SLO, a prompt moves on, and not by tiny chunks: each pays for a whole step.
                     loose_s = MISSED_SLO_SLOWDOWN * cost.decode_seconds(len(decoding), context_tokens)
                     within = cost.prompt_tokens_within(loose_s, first, chunks, len(decoding), context_tokens)
                     most = min(most, max(within, self._least_chunk))
@@ -160,24 +160,24 @@ class Chunked:
             if min(step.left, step.share) <= 0 or count >= within:
                 return
 
-    def _bound_s(self, promised: list[Sequence], now_s: float) -> float | None:
-        """The tightest promise to these decodes; None: no promise to keep.
+    def _bound_s(self, decoding: list[Sequence], now_s: float) -> float | None:
+        """The tightest TPOT SLO of these decodes; None: there is none.
 
         The decodes of other steps count: each stage has to compute this step between two of theirs.
         """
-        promises = [self._tpot_slo_s, *(sequence.request.slo.tpot_s for sequence in promised)]
-        bounds = [promise for promise in promises if promise is not None]
-        return min(bounds) if promised and bounds else None
+        slos = [self._tpot_slo_s, *(sequence.request.slo.tpot_s for sequence in decoding)]
+        bounds = [slo_s for slo_s in slos if slo_s is not None]
+        return min(bounds) if decoding and bounds else None
 
 
 class Adaptive(Chunked):
-    """Chunked beside decodes. Without any there is no promise that a cut would help to keep: a prompt that ends in this
-    step is not slowed down by the beginning of another, as one that is longer than the budget would be.
+    """Chunked beside decodes. Without decodes, cutting helps no SLO: a prompt that ends in this step is not slowed down
+    by the beginning of another, as it would be if prompts were cut at the budget.
 
-    A promise is of the mean over an answer, so tokens that came early leave time: a step may last until the first of
-    its streams would be behind, but no stream pauses for longer than `PAUSE` times its promise. Of the promise `MARGIN`
-    is used in a single step, and `AHEAD` over several: a stream that pauses once, for a hand-over or a step not as
-    short as believed, could hardly make it up again.
+    A TPOT SLO is about the mean over an answer, so tokens that came early leave time: a step may last until the first
+    of its streams would be behind, but no stream pauses for longer than `PAUSE` times its SLO. A single step uses
+    `ADAPTIVE_MARGIN` of the SLO, and several use `AHEAD`: a stream that pauses once, for a hand-over or a step that
+    was not as short as predicted, could hardly catch up.
     """
 
     AHEAD = 0.92
@@ -195,14 +195,14 @@ class Adaptive(Chunked):
             if len(sequence.tokens) - sequence.num_scheduled <= self._room(step):
                 step.chunk(sequence)
 
-    def _bound_s(self, promised: list[Sequence], now_s: float) -> float | None:
-        """Until the first of them would be behind; not less than one step's share of the promise."""
+    def _bound_s(self, decoding: list[Sequence], now_s: float) -> float | None:
+        """Until the first of them would be behind; not less than one step's share of the SLO."""
         bounds = []
-        for sequence in promised:
-            promise_s = super()._bound_s([sequence], now_s)
-            if promise_s is not None:
-                ahead_s = sequence.next_due_s(self.AHEAD * promise_s) - now_s
-                bounds.append(min(max(ADAPTIVE_MARGIN * promise_s, ahead_s), self.PAUSE * promise_s))
+        for sequence in decoding:
+            slo_s = super()._bound_s([sequence], now_s)
+            if slo_s is not None:
+                ahead_s = sequence.next_due_s(self.AHEAD * slo_s) - now_s
+                bounds.append(min(max(ADAPTIVE_MARGIN * slo_s, ahead_s), self.PAUSE * slo_s))
         return min(bounds, default=None)
 
     @staticmethod

@@ -76,7 +76,7 @@ class LeaseBook:
         return lease
 
     def offer(self, key: str, blocks: list[int], now_s: float) -> Lease:
-        """Keep full blocks of a sequence that goes on for a reader that shall take it over.
+        """Keep full blocks of a running sequence for a reader that is to take it over.
 
         Where KV is digested, the watermark stands before the first block without a digest: later steps take them.
         """

@@ -135,10 +135,10 @@ class Sequence:
         if self.num_computed < len(self.tokens) - 1:
             self.num_given = len(self.tokens)
 
-    def next_due_s(self, promise_s: float) -> float:
-        """When its next token is due, at `promise_s` for each since it began to decode here."""
+    def next_due_s(self, tpot_s: float) -> float:
+        """When its next token is due, at `tpot_s` for each since it began to decode here."""
         began_s = self.first_token_s if self.first_token_s is not None else self.ready_s
-        return -math.inf if began_s is None else began_s + (len(self.tokens) - self.num_given) * promise_s
+        return -math.inf if began_s is None else began_s + (len(self.tokens) - self.num_given) * tpot_s
 
     def timing(self, now_s: float) -> SequenceTiming:
         """See `SequenceTiming`."""

@@ -9,15 +9,15 @@ from workers.costs import CostModel
 from workers.engine.sequence import Sequence
 from workers.request import Request
 
-CAREFUL = 1.3  # times what a prompt should take: to be just too late is to have been computed in vain
+CAREFUL = 1.3  # times the predicted time of a prompt: one that is just too late was computed for nothing
 
 
 def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, depth: int = 1) -> str:
-    """Why no slot is left for one more beside those that decode or were promised a slot; empty: one is.
+    """Why no decode slot is left for one more beside those that decode or have a reservation; empty: one is left.
 
-    With it a step must take no longer than was promised to any of them, or to it. Promises that a step for that request
-    alone would break bind nobody, an empty worker takes everybody, and any worker an answer that was lost half way on
-    another. Of `depth` steps in flight each has an equal part of the decodes.
+    With the newcomer, a step must stay within the TPOT SLO of each of them. An SLO that even a step for its request
+    alone would miss does not count. So an empty worker takes any request; and every worker takes an answer that was
+    lost half way elsewhere. Each of `depth` steps in flight has an equal part of the decodes.
     """
     if newcomer.generated and not newcomer.num_moves:
         return ""
@@ -30,7 +30,7 @@ def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, 
             continue
         if cost.decode_seconds(1, request.num_tokens) <= tpot_s:
             why = f"a step for {len(decoding) + 1} would take {step_s:.3g} s"
-            return f"{why}, {request.key} was promised {tpot_s:.3g} s"
+            return f"{why}, the TPOT SLO of {request.key} is {tpot_s:.3g} s"
     return ""
 
 
@@ -39,10 +39,10 @@ def next_prompt(
 ) -> Sequence:
     """The first of them in `prompt_order`, of those that came less than `prompt_window` arrivals behind the oldest.
 
-    "deadline": lower priority first; of equals those that can all be in time together, as many as can, the earliest
-    deadline of a first token first; behind these who would cost others theirs, then those without a deadline.
-    `prompt_seconds`: what so many tokens behind so many computed ones will take here. Raises ValueError when there are
-    no candidates.
+    "deadline": lower priority first. Among equals, the largest set that can meet their TTFT deadlines together, the
+    earliest deadline first; then those that would make others late, then those without a deadline.
+    `prompt_seconds(tokens, computed)`: what these tokens behind computed ones will take here. Raises ValueError when
+    there are no candidates.
     """
     waiting = list(candidates)
     behind = min(each.number for each in waiting) + config.prompt_window
@@ -58,22 +58,22 @@ def _most_in_time(candidates: Items[Sequence], prompt_seconds: Callable[[int, in
     """The first one of an order in which the fewest are late (Moore, 1968): by deadline, and whenever one would be
     late, the longest so far is put off.
     """
-    promised = [each for each in candidates if each.request.slo.ttft_s is not None]
-    if not promised:
+    with_slo = [each for each in candidates if each.request.slo.ttft_s is not None]
+    if not with_slo:
         return min(candidates, key=lambda each: each.number)
     kept: list[tuple[float, int, Sequence]] = []  # a heap, the longest on top
     end_s = now_s
-    for each in sorted(promised, key=lambda each: (_due_s(each), each.number)):
+    for each in sorted(with_slo, key=lambda each: (_due_s(each), each.number)):
         seconds = CAREFUL * prompt_seconds(len(each.tokens) - each.num_computed, each.num_computed)
         heappush(kept, (-seconds, each.number, each))
         end_s += seconds
         if end_s > _due_s(each):
             end_s += heappop(kept)[0]
-    chosen = [each for _, _, each in kept] or promised
+    chosen = [each for _, _, each in kept] or with_slo
     return min(chosen, key=lambda each: (_due_s(each), each.number))
 
 
 def _due_s(sequence: Sequence) -> float:
     ttft_s = sequence.request.slo.ttft_s
-    assert ttft_s is not None, "asked of those who were promised a first token"
+    assert ttft_s is not None, "only requests with a TTFT SLO have a deadline"
     return sequence.arrival_s - sequence.request.waited_s + ttft_s

@@ -1,4 +1,4 @@
-"""Steps of nobody's request: plans of a given shape, timed on an idle worker's own executor.
+"""Times steps that belong to no request: plans of a given shape, on an idle worker's own executor.
 
 Their blocks come from the engine's pool and go back to it. Steps stop as soon as a request comes. Knows shapes and
 plans; knows no cost model.
@@ -18,7 +18,7 @@ from workers.request import SamplingParams, check_shape, refuse_outside
 
 CALL_S = 5.0  # no step begins later than this after the call
 TOUCH_BLOCKS = 32  # copied at once: the pool gathers copies in memory of its own
-STRIDE = 7919  # token ids that differ, lest the experts of a layer are all the same
+STRIDE = 7919  # token ids that differ, so that not all tokens go to the same experts
 
 
 def step_plan(shape: Shape, blocks: Sequence[int], block_size: int, vocab_size: int, swaps: int = 0) -> StepPlan:

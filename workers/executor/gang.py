@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120.0  # for a rank's process to start and call; a busy machine imports for a minute
 GREET_TIMEOUT_S = 10.0  # for a caller to say who it is
-CAUSE_TIMEOUT_S = 1.0  # for the rank that neighbours miss to say itself what befell it
+CAUSE_TIMEOUT_S = 1.0  # for the rank that its neighbors miss to report its own error
 
 
 class GangExecutor:
@@ -140,7 +140,7 @@ class GangExecutor:
         await self._own.close()
 
     async def _cause(self, error: Exception, calls: "set[asyncio.Future[RankStep]]") -> Exception:
-        """A rank that fails leaves its gang first: that its neighbours miss it may be heard before what it says."""
+        """A rank that fails leaves its gang first, so its neighbors' errors may arrive before its own."""
         loop, failure = asyncio.get_running_loop(), self._meeting.failure
         deadline_s = loop.time() + CAUSE_TIMEOUT_S
         waits: set[asyncio.Future[Any]] = {*calls, failure}
@@ -226,7 +226,7 @@ class _Meeting:
             self.failure.cancel()
 
     def lost(self, error: Exception) -> None:
-        """Of no further use, whatever else still works: nobody shall wait for anybody."""
+        """The gang is of no further use, whatever still works: nobody is left waiting."""
         if not self._closing and not self.failure.done():
             # As text: a log record that somebody keeps would keep the error's frames, and the gang's memory with them.
             logger.error("worker %s: %s", self._config.name, str(error))

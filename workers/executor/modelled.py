@@ -50,9 +50,9 @@ Pace = Callable[[float], Awaitable[float]]  # waits for a step that takes so lon
 
 @dataclass(frozen=True, slots=True)
 class Modelled:
-    """What a modelled worker stands for: the sizes of a model. The KV is SmolLM2-135M's unless told otherwise.
+    """What a modelled worker stands for: the sizes of a model. The KV is SmolLM2-135M's unless given.
 
-    `observe` is told of every step. `pace` lets a step take its time where others slow it down: one step at a time.
+    `observe` sees every step. `pace` lets a step take its time where others slow it down: one step at a time.
     """
 
     num_layers: int = 30
@@ -253,7 +253,7 @@ def open_modelled(
 
 
 class _Pattern:
-    """What stands for K and V: a number from (token, position), told apart by head, layer and dimension."""
+    """What stands for K and V: a number from (token, position), another for each head, layer and dimension."""
 
     def __init__(self, region: Region) -> None:
         heads, layers, two, slots, dim = region.layout.shape

@@ -1,4 +1,4 @@
-"""What one rank of a gang is told before it starts, and the port to whatever starts it.
+"""What one rank of a gang needs before it starts, and the port to whatever starts it.
 
 Plain values; knows no torch, so that any process may hold them.
 """

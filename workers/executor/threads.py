@@ -2,7 +2,7 @@
 
 Every worker of a machine and user claims as many cores as it has threads, by locks on small files that end with the
 process, whatever ends it. Oversubscribed OpenMP threads wait for one another in loops: two workers of two threads on
-two cores run 17 to 50 times slower, so a claim that fails is told.
+two cores run 17 to 50 times slower, so a claim that fails is reported.
 """
 
 import asyncio

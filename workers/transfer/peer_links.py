@@ -66,7 +66,7 @@ class PeerLinks:
         return proof
 
     def unlink(self, incarnation: str) -> None:
-        """A read found the owner's memory gone: the next reader proves the link anew, if the owner lives."""
+        """A read found the owner's memory gone: the next reader proves the link again, if the owner lives."""
         link = self._links.get(incarnation)
         if link and link.proof and link.proof.done():
             self._links[incarnation] = replace(link, proof=None)
