@@ -18,8 +18,8 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import Piece, Progress
 from kvtransfer.transport import Region
 
-MAX_DIGESTS = 1 << 20  # in one answer to a watch: 9 MiB of msgpack at most
-MAX_PIECES = 4096  # that a reader may ask for
+MAX_DIGESTS = 1 << 20  # in one reply to a watch: 9 MiB of msgpack at most
+MAX_PIECES = 4096  # that a reader may request
 
 Span = tuple[int, int, int]  # block, first slot, number of slots
 
@@ -52,14 +52,14 @@ def combine(cells: Sequence[bytes], layout: KVLayout, piece: Piece) -> tuple[int
     Raises `PeerRefused` when the rank does not hold the piece.
     """
     if not (_within(piece.heads, layout.heads) and _within(piece.layers, layout.layers)):
-        raise PeerRefused(f"{piece} is asked for, but that rank holds heads {layout.heads} of layers {layout.layers}")
+        raise PeerRefused(f"{piece} was requested, but that rank holds heads {layout.heads} of layers {layout.layers}")
     num_heads, num_layers, *_ = layout.shape
     grid = np.frombuffer(b"".join(cells), "<u8").reshape(len(cells), num_heads, num_layers)
     heads, layers = _places(piece, layout)
     return tuple(grid[:, heads, layers].sum(axis=(1, 2), dtype=np.uint64).tolist())
 
 
-def answer(
+def watch_reply(
     cells: Sequence[Sequence[bytes]],
     layouts: Sequence[KVLayout],
     pieces: Sequence[Piece],
@@ -69,12 +69,12 @@ def answer(
     finished: bool,
     ttl_s: float,
 ) -> Progress:
-    """What a watch is told of blocks first_block .. ready_blocks: cells[rank][block] combined (no ranks: no digests).
+    """The reply to a watch, for blocks first_block .. ready_blocks: cells[rank][block] combined (no ranks: no digests).
 
-    More digests than fit one answer are left to the next. Raises `PeerRefused` when no rank holds one of the pieces.
+    Digests that don't fit one reply are left to the next. Raises `PeerRefused` when no rank holds one of the pieces.
     """
     if len(pieces) > MAX_PIECES or any(not 0 <= piece.shard < len(layouts) for piece in pieces):
-        raise PeerRefused(f"digests of {len(pieces)} pieces are asked for, some of which none of our ranks holds")
+        raise PeerRefused(f"digests of {len(pieces)} pieces were requested, some of which none of our ranks holds")
     most = MAX_DIGESTS // max(1, len(pieces))
     if cells and ready_blocks - first_block > most:
         ready_blocks, finished = first_block + most, False

@@ -75,8 +75,8 @@ def _try_nixl() -> tuple[str, str, str]:
         owner.communicate()
     lines = reader.stdout.splitlines()
     if len(lines) != 3:
-        said = (reader.stderr or reader.stdout).strip().splitlines() or ["it said nothing"]
-        raise TransportUnavailable(f"the trial over NIXL failed: {said[-1]}")
+        output = (reader.stderr or reader.stdout).strip().splitlines() or ["no output"]
+        raise TransportUnavailable(f"the trial over NIXL failed: {output[-1]}")
     return lines[0], lines[1], lines[2]
 
 
@@ -110,7 +110,7 @@ async def _read(address: bytes) -> None:
 
 
 def ucx_version() -> str:
-    """Asked of the UCX that this process has loaded; "unknown" when there is none."""
+    """The version of the UCX that this process has loaded; "unknown" when there is none."""
     found = re.search(r"(/\S*libucp[^/\s]*\.so\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
     if not found:
         return "unknown"

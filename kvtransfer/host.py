@@ -1,4 +1,4 @@
-"""What this machine allows: who we are on it, and which doors the kernel leaves open between processes.
+"""What this machine allows: the identity of this process, and what the kernel allows between processes.
 
 Knows /proc, /sys and one system call; knows no backend.
 """
@@ -28,7 +28,7 @@ print(read_process_memory(pid, address, 17).decode())
 
 
 def host_identity() -> HostIdentity:
-    """Boot id, pid namespace and pid of this process; empty words where the kernel does not tell."""
+    """Boot id, pid namespace and pid of this process; empty strings where the kernel doesn't provide them."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pid_namespace = os.readlink("/proc/self/ns/pid")

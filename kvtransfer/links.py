@@ -3,7 +3,7 @@
 Knows preference, probes and digests; does not know which backends exist (`kvtransfer.open` does), nor leases.
 
     connect(peer) ── for each of its ranks that holds KV of ours, for each transport both sides have, in our order
-                         ── meet, probe real bytes, measure ──> LinkReport of the slowest
+                         ── connect, probe real bytes, measure ──> LinkReport of the slowest
     pull(order)   ── each piece: plan copies ── read ── compare digests ──> done, when all are
                                                   └── settled, and the check is over ──> settled, when all are
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from kvtransfer.copies import pieces_of
 from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, TransportUnavailable
-from kvtransfer.landing import Landing, Link
+from kvtransfer.piece_reader import Link, PieceReader
 from kvtransfer.probe import measure, verify_probe
 from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress, rank_name
 from kvtransfer.transport import Place, PullOrder, Read, ReadStats, Region, Transport, summed
@@ -71,11 +71,11 @@ class TransportSet:
         self._meeting: dict[str, asyncio.Lock] = {}  # one preflight of a peer at a time
         self._pulls: set[asyncio.Task[None]] = set()
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
-        self._landing = Landing(region, self._checker, place, verifies=verifies)
+        self._piece_reader = PieceReader(region, self._checker, place, verifies=verifies)
         self._reads = self._failures = self._num_bytes = 0
 
     def shard(self) -> ShardAddress:
-        """Ask anew for every handshake: a transport that was rebuilt has another address."""
+        """Call it for every handshake: a transport that was rebuilt has another address."""
         addresses = tuple((transport.name, transport.address()) for transport in self._transports)
         return ShardAddress(self._rank, self._region.layout, self._region.num_blocks, addresses)
 
@@ -93,27 +93,27 @@ class TransportSet:
         """Prove the invariants: a report for every link, and nothing unsettled that is not counted."""
         assert self._links.keys() == self._reports.keys()
         assert all(not task.done() for task in self._pulls)
-        self._landing.check()
+        self._piece_reader.check()
 
     async def connect(self, peer: PeerAddress, *, reader: str = "", deadline_s: float = PROBE_S) -> LinkReport:
         """Find the best path to each of the peer's ranks that holds KV of ours, prove it with real bytes, measure it.
 
         `deadline_s` bounds each step. Connecting again measures again, and leaves pulls in flight alone. Raises
-        `PeerRefused` when the peer's KV cannot become ours, else the gravest of what the transports raised. On cancel
+        `PeerRefused` when the peer's KV cannot become ours, else the most serious error of the transports. On cancel
         new links are not used.
         """
         pieces = self._pieces(peer)
-        met: list[tuple[Link, LinkReport]] = []
+        connected: list[tuple[Link, LinkReport]] = []
         async with self._meeting.setdefault(peer.incarnation, asyncio.Lock()):
             try:
                 for piece in pieces:
-                    met.append(await self._choose(peer, piece, deadline_s))
+                    connected.append(await self._choose(peer, piece, deadline_s))
             except BaseException:
                 if peer.incarnation not in self._links:  # else others may be reading over them
-                    await asyncio.gather(*(link.transport.forget(link.name) for link, _ in met))
+                    await asyncio.gather(*(link.transport.forget(link.name) for link, _ in connected))
                 raise
-        self._links[peer.incarnation] = tuple(link for link, _ in met)
-        report = replace(slowest([report for _, report in met]), reader=reader)
+        self._links[peer.incarnation] = tuple(link for link, _ in connected)
+        report = replace(slowest([report for _, report in connected]), reader=reader)
         self._reports[peer.incarnation] = report
         return report
 
@@ -148,7 +148,7 @@ class TransportSet:
         if len({(layout.block_size, layout.dtype) for layout in layouts}) > 1:
             raise PeerRefused(f"the ranks of {peer.worker} differ in block size or dtype: they are no one worker's")
         pieces = pieces_of(layouts, self._region.layout, self._rank)
-        self._landing.refuse(layouts[0], pieces)
+        self._piece_reader.refuse(layouts[0], pieces)
         return pieces
 
     async def _choose(self, peer: PeerAddress, piece: Piece, deadline_s: float) -> tuple[Link, LinkReport]:
@@ -168,7 +168,7 @@ class TransportSet:
                 skipped.append(f"{transport.name}: {error}")
                 continue
             return Link(transport, name, shard, piece), replace(report, skipped=tuple(skipped))
-        raise _gravest(errors)(f"no transport reaches {peer.worker} ({name}): " + "; ".join(skipped))
+        raise _most_serious(errors)(f"no transport reaches {peer.worker} ({name}): " + "; ".join(skipped))
 
     async def _preflight(
         self, transport: Transport, peer: PeerAddress, shard: ShardAddress, name: str, deadline_s: float
@@ -207,7 +207,7 @@ class TransportSet:
             if links is None:
                 raise PeerLost(f"{order.peer} is not connected: connect to its present incarnation first")
             digests = [_digests_of(order, link.piece) for link in links]
-            reads = (self._landing.read(order, *each, fail) for each in zip(links, digests, strict=True))
+            reads = (self._piece_reader.read(order, *each, fail) for each in zip(links, digests, strict=True))
             landed = await asyncio.gather(*reads)
         except Exception as error:
             fail(error)
@@ -248,8 +248,8 @@ def _digests_of(order: PullOrder, piece: Piece) -> tuple[int, ...]:
     return found
 
 
-def _gravest(errors: list[TransferError]) -> type[TransferError]:
-    """What all the failed attempts amount to: a refusal or a dead peer says more than a missing module."""
+def _most_serious(errors: list[TransferError]) -> type[TransferError]:
+    """The most serious of the failures: a refusal or a dead peer explains more than a missing module."""
     kinds: tuple[type[TransferError], ...] = (PeerRefused, PeerLost, TransferTimeout)
     for kind in kinds:
         if any(isinstance(error, kind) for error in errors):
@@ -258,6 +258,6 @@ def _gravest(errors: list[TransferError]) -> type[TransferError]:
 
 
 def _observe(done: "asyncio.Future[ReadStats]") -> None:
-    """Mark the error as seen: whoever cancelled the pull will not come back for it."""
+    """Mark the error as seen: after a cancelled pull nobody waits for it."""
     if not done.cancelled():
         done.exception()

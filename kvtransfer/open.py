@@ -30,7 +30,7 @@ BACKENDS = ("memory", "nixl", "tcp")  # what moves bytes, in order of preference
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """What a backend may ask for when it is opened."""
+    """What a backend may need when it is opened."""
 
     region: Region
     name: str  # of the rank
@@ -60,8 +60,8 @@ def open_transports(
 
     `host` is our address that peers can reach; `quarantine_s` bounds how long an unfinished read may hold its target
     blocks; `max_readers` ranks may read over `tcp` at once; `place` brings KV of another dtype into the pool's form.
-    A backend that cannot work here is left out, and `doctor` says why. `modelled` moves no bytes, so it cannot be mixed
-    with the others. Raises `TransportUnavailable` when nothing is left.
+    A backend that cannot work here is left out, and `doctor` reports why. `modelled` moves no bytes, so it works only
+    alone. Raises `TransportUnavailable` when nothing is left.
     """
     moves_bytes = "modelled" not in backends
     verifies = moves_bytes and region.device == "cpu"

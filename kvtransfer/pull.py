@@ -44,7 +44,7 @@ async def pull(
     pieces: tuple[Piece, ...],
     skip_tokens: int = 0,
 ) -> TransferReport:
-    """Bring the prompt's KV into `target_blocks` of `block_size` tokens; its first `skip_tokens` tokens are here.
+    """Read the prompt's KV into `target_blocks` of `block_size` tokens; its first `skip_tokens` tokens are here.
 
     `pieces` are those of all our ranks. Returns when every byte has arrived, its digest agreed, and the owner confirmed
     that the lease held to the end. Raises a `TransferError` otherwise (`PeerRefused` when the tokens that are here end
@@ -73,7 +73,7 @@ async def pull(
 
 
 class _Pull:
-    """The state of one pull: what is ready, what is asked for, what has landed. Counts blocks of the ticket.
+    """The state of one pull: what is ready, what is requested, what has landed. Counts blocks of the ticket.
 
     Our blocks may be longer: then an order ends, and the next begins, inside one of ours.
     """
@@ -113,10 +113,10 @@ class _Pull:
         self._read_timeout_s = read_timeout_s
         self._loop = asyncio.get_running_loop()
         self._ready = skip_blocks
-        self._asked = skip_blocks
-        self._digests: list[tuple[int, ...]] = []  # [piece][block - self._asked]; none: unchecked
+        self._requested = skip_blocks
+        self._digests: list[tuple[int, ...]] = []  # [piece][block - self._requested]; none: unchecked
         self._finished = skip_blocks == len(ticket.blocks)
-        self._flying: set[asyncio.Future[ReadStats]] = set()
+        self._in_flight: set[asyncio.Future[ReadStats]] = set()
         self._busy_since = 0.0
         self.busy_s = 0.0
         self.landed: list[ReadStats] = []
@@ -127,13 +127,13 @@ class _Pull:
         ttl_s = self._ticket.ttl_s
         beat = self._loop.time()
         try:
-            while self._asked < len(self._ticket.blocks) or self._flying:
+            while self._requested < len(self._ticket.blocks) or self._in_flight:
                 period_s = min(LONGEST_WATCH_S, ttl_s / HEARTBEATS_PER_TTL)
                 due_s = beat + period_s - self._loop.time() if self._finished else 0.0
                 if watch is None and due_s <= 0:
                     beat = self._loop.time()
                     watch = self._loop.create_task(self._watch(period_s))
-                waiting: set[asyncio.Future[ReadStats] | asyncio.Task[Progress]] = {*self._flying}
+                waiting: set[asyncio.Future[ReadStats] | asyncio.Task[Progress]] = {*self._in_flight}
                 if watch:
                     waiting.add(watch)
                 await asyncio.wait(waiting, timeout=None if watch else due_s, return_when=asyncio.FIRST_COMPLETED)
@@ -141,7 +141,7 @@ class _Pull:
                 if watch and watch.done():
                     ttl_s = self._take(watch.result())
                     watch = None
-                self._ask()
+                self._request()
         finally:
             if watch:
                 watch.cancel()
@@ -152,13 +152,13 @@ class _Pull:
         return await self._client.watch(lease, epoch, self._ready, timeout_s, self._pieces)
 
     def _take(self, progress: Progress) -> float:
-        """Move the watermark and keep the new digests; answers the lease's time to live."""
+        """Move the watermark and keep the new digests; returns the lease's time to live."""
         fresh = progress.ready_blocks - self._ready
         total = len(self._ticket.blocks)
         if progress.first_block > self._ready or progress.ready_blocks > total:
             raise PeerRefused(
                 f"{self._ticket.lease}: the owner reports blocks {progress.first_block}..{progress.ready_blocks} of "
-                f"{total} when asked from {self._ready} on"
+                f"{total} to a watch from {self._ready} on"
             )
         if progress.finished and progress.ready_blocks < total:
             raise TransferError(
@@ -175,31 +175,31 @@ class _Pull:
         self._finished = progress.finished
         return progress.ttl_s
 
-    def _ask(self) -> None:
+    def _request(self) -> None:
         """Start one read of all that is ready, if there is room for a read."""
-        if self._asked == self._ready or len(self._flying) >= READS_AT_ONCE:
+        if self._requested == self._ready or len(self._in_flight) >= READS_AT_ONCE:
             return
-        first_token = self._asked * self._source_size
+        first_token = self._requested * self._source_size
         num_tokens = min(self._ready * self._source_size, self._ticket.num_tokens) - first_token
         start, stop = covering(self._target_size, first_token, num_tokens)
         order = PullOrder(
             peer=self._ticket.owner.incarnation,
-            source_blocks=self._ticket.blocks[self._asked : self._ready],
+            source_blocks=self._ticket.blocks[self._requested : self._ready],
             target_blocks=self._targets[start - self._first_target : stop - self._first_target],
             first_token=first_token,
             num_tokens=num_tokens,
             digests=tuple(zip(self._pieces, self._digests, strict=True)) if self._digests else (),
             deadline_s=self._read_timeout_s,
         )
-        if not self._flying:
+        if not self._in_flight:
             self._busy_since = self._loop.time()
-        self._flying.add(self._reader(order).done)
-        self._asked, self._digests = self._ready, []
+        self._in_flight.add(self._reader(order).done)
+        self._requested, self._digests = self._ready, []
 
     def _collect(self) -> None:
         """Take in the reads that ended. Raises the first failure."""
-        for done in [done for done in self._flying if done.done()]:
-            self._flying.discard(done)
+        for done in [done for done in self._in_flight if done.done()]:
+            self._in_flight.discard(done)
             self.landed.append(done.result())
-            if not self._flying:
+            if not self._in_flight:
                 self.busy_s += self._loop.time() - self._busy_since

@@ -45,7 +45,7 @@ class PeerAddress:
 
 
 def rank_name(incarnation: str, rank: int) -> str:
-    """How transports call one rank of one incarnation: a rank that answers in another's place is found out."""
+    """The name of one rank of one incarnation, for transports: a rank that replies in another's place is detected."""
     return f"{incarnation}/{rank}"
 
 
@@ -78,15 +78,15 @@ class TransferTicket:
     owner: PeerAddress
     blocks: tuple[int, ...]
     num_tokens: int
-    ttl_s: float  # a duration, not a date: clocks of two hosts never meet
+    ttl_s: float  # a duration, not a date: the clocks of two hosts may differ
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Answer to a watch: how far the KV under a lease is computed.
+    """The reply to a watch: how far the KV under a lease is computed.
 
-    `digests[piece][i]` belongs to the asked piece of block `first_block + i` of the ticket (see `kvtransfer.digest`),
-    and is empty where the owner makes none; `ready_blocks` is the watermark, counted in blocks; `finished` means that
+    `digests[piece][i]` belongs to the piece in block `first_block + i` of the ticket (see `kvtransfer.digest`), and
+    is empty where the owner makes none; `ready_blocks` is the watermark, counted in blocks; `finished` means that
     the watermark will not move again.
     """
 
@@ -99,7 +99,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """All a decode needs to go on where a prefill stopped."""
+    """All that a decode needs to continue where a prefill stopped."""
 
     ticket: TransferTicket
     first_token: int

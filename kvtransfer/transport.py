@@ -1,4 +1,4 @@
-"""The port between "these blocks shall arrive here" and whatever moves the bytes.
+"""The port between "these blocks must arrive here" and the backend that moves the bytes.
 
 One `Transport` per rank and backend. It owns that rank's registration and its peers. It knows byte ranges;
 it knows no lease, no request, no token. All methods are called from one event loop; a backend that blocks keeps
@@ -73,7 +73,7 @@ class Region:
 class ReadStats:
     """What one read did. `seconds` is the time from its start on the wire to its end, without waiting in a queue.
 
-    A checked pull also says how many digests it compared, and the seconds that took.
+    A checked pull also reports how many digests it compared, and the seconds that took.
     """
 
     num_bytes: int
@@ -145,7 +145,7 @@ class Transport(Protocol):
         ...
 
     async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:
-        """Meet the rank `peer` (see `rank_name`), and answer the path in words ("UCX cma/memory").
+        """Connect to the rank `peer` (see `rank_name`); returns the path in words ("UCX cma/memory").
 
         Repeating it is harmless.
         """
@@ -160,5 +160,5 @@ class Transport(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of everything; returns when no byte can land any more."""
+        """Release everything; returns when no byte can land any more."""
         ...

@@ -24,7 +24,7 @@ LAYERS = [
     ["kvtransfer.ticket", "kvtransfer.rpc"],
     ["kvtransfer.transport", "kvtransfer.host"],
     ["kvtransfer.copies", "kvtransfer.backends", "kvtransfer.digest"],
-    ["kvtransfer.probe", "kvtransfer.landing", "kvtransfer.links", "kvtransfer.control", "kvtransfer.pull"],
+    ["kvtransfer.probe", "kvtransfer.piece_reader", "kvtransfer.links", "kvtransfer.control", "kvtransfer.pull"],
     ["kvtransfer.open", "kvtransfer.doctor"],
     ["workers.costs"],
     [

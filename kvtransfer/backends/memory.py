@@ -6,7 +6,7 @@ Knows the pools that joined the same `SharedMemory`; knows no thread and no sock
 import asyncio
 import uuid
 
-from kvtransfer.backends.flight import Flight
+from kvtransfer.backends.pending_read import PendingRead
 from kvtransfer.copies import refuse_outside
 from kvtransfer.errors import PeerLost, TransferError, TransportUnavailable
 from kvtransfer.ticket import ShardAddress
@@ -43,15 +43,15 @@ class MemoryTransport:
         return "in-process copy"
 
     def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
-        flight = Flight(peer, copies, deadline_s)
+        pending = PendingRead(peer, copies, deadline_s)
         begun = asyncio.get_running_loop().time()
         try:
             self._copy(peer, copies)
         except (TransferError, ValueError) as error:
-            flight.crash(error)
+            pending.abort(error)
         else:
-            flight.land(asyncio.get_running_loop().time() - begun)
-        return flight.read
+            pending.complete(asyncio.get_running_loop().time() - begun)
+        return pending.read
 
     def _copy(self, peer: str, copies: Copies) -> None:
         source = self._shared.regions.get(self._peers.get(peer, ""))

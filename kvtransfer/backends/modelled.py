@@ -7,7 +7,7 @@ under virtual time. Reads over one link queue behind each other, as they would o
 import asyncio
 from dataclasses import dataclass
 
-from kvtransfer.backends.flight import Flight
+from kvtransfer.backends.pending_read import PendingRead
 from kvtransfer.copies import refuse_outside
 from kvtransfer.errors import PeerLost, TransferError, TransferTimeout
 from kvtransfer.ticket import ShardAddress
@@ -27,7 +27,7 @@ class LinkModel:
 
 @dataclass(slots=True)
 class _Wire:
-    """One owner's link to us: the size of its pool, and when the reads asked for so far will have passed."""
+    """One owner's link to us: the size of its pool, and when all reads requested so far will have passed."""
 
     source_bytes: int
     free_s: float = 0.0
@@ -45,7 +45,7 @@ class ModelledTransport:
         self._region = region
         self._model = model
         self._wires: dict[str, _Wire] = {}
-        self._flights: dict[Flight, asyncio.TimerHandle] = {}
+        self._pending: dict[PendingRead, asyncio.TimerHandle] = {}
 
     def address(self) -> bytes:
         return b"modelled"
@@ -59,36 +59,36 @@ class ModelledTransport:
         return f"modelled ({self._model.latency_s * 1e6:.0f} us, {self._model.bytes_per_s / 1e9:.2f} GB/s)"
 
     def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
-        flight = Flight(peer, copies, deadline_s, overdue=self._stop)
+        pending = PendingRead(peer, copies, deadline_s, overdue=self._stop)
         wire = self._wires.get(peer)
         if wire is None:
-            flight.crash(PeerLost(f"{peer} is not connected: connect to its present incarnation first"))
-            return flight.read
+            pending.abort(PeerLost(f"{peer} is not connected: connect to its present incarnation first"))
+            return pending.read
         try:
             refuse_outside(copies, wire.source_bytes, self._region.num_bytes)
         except (TransferError, ValueError) as error:
-            flight.crash(error)
-            return flight.read
+            pending.abort(error)
+            return pending.read
         loop = asyncio.get_running_loop()
-        seconds = self._model.seconds(flight.num_bytes) if len(copies) else 0.0
+        seconds = self._model.seconds(pending.num_bytes) if len(copies) else 0.0
         wire.free_s = max(wire.free_s, loop.time()) + seconds
-        self._flights[flight] = loop.call_at(wire.free_s, self._land, flight, seconds)
-        return flight.read
+        self._pending[pending] = loop.call_at(wire.free_s, self._complete, pending, seconds)
+        return pending.read
 
-    def _land(self, flight: Flight, seconds: float) -> None:
-        del self._flights[flight]
-        flight.land(seconds)
+    def _complete(self, pending: PendingRead, seconds: float) -> None:
+        del self._pending[pending]
+        pending.complete(seconds)
 
-    def _stop(self, flight: Flight) -> None:
-        if (timer := self._flights.pop(flight, None)) is not None:
+    def _stop(self, pending: PendingRead) -> None:
+        if (timer := self._pending.pop(pending, None)) is not None:
             timer.cancel()
-            flight.settle()
+            pending.settle()
 
     async def forget(self, peer: str) -> None:
         self._wires.pop(peer, None)
-        for flight in [flight for flight in self._flights if flight.peer == peer]:
-            flight.fail(PeerLost(f"{peer} was given up while {flight.num_bytes} bytes were on their way"))
-            self._stop(flight)
+        for pending in [pending for pending in self._pending if pending.peer == peer]:
+            pending.fail(PeerLost(f"{peer} was given up while {pending.num_bytes} bytes were on their way"))
+            self._stop(pending)
 
     async def close(self) -> None:
         for peer in list(self._wires):

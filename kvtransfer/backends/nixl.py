@@ -1,7 +1,7 @@
 """KV over NIXL on UCX: memory to memory between processes of one host (CMA), or over RDMA and NVLink.
 
 Reads only. A NIXL read cannot be cancelled: one that outlives its deadline stays quarantined until it is over, and
-past `quarantine_s` the whole agent is destroyed and made anew, because nothing less keeps late bytes out. Then
+past `quarantine_s` the whole agent is destroyed and rebuilt, because nothing less keeps late bytes out. Then
 `address` changes, and every peer must be connected again. UCX installs exit handlers that can crash a process on
 hosts with rdma-core: leave such a process by `os._exit` after `close`.
 """
@@ -9,9 +9,9 @@ hosts with rdma-core: leave such a process by `os._exit` after `close`.
 import asyncio
 from collections.abc import Callable
 
-from kvtransfer.backends.flight import NO_COPIES, Flight
 from kvtransfer.backends.nixl_agent import NixlAddress, NixlAgent, load_nixl
 from kvtransfer.backends.nixl_pump import NixlPump
+from kvtransfer.backends.pending_read import NO_COPIES, PendingRead
 from kvtransfer.errors import PeerLost
 from kvtransfer.ticket import HostIdentity, ShardAddress
 from kvtransfer.transport import Copies, Read, Region
@@ -24,7 +24,7 @@ class NixlTransport:
 
     def __init__(self, region: Region, *, identity: HostIdentity, quarantine_s: float) -> None:
         api = load_nixl()
-        self._flights: set[Flight] = set()
+        self._pending: set[PendingRead] = set()
         self._pump = NixlPump(lambda: NixlAgent(api, region, identity), region.num_bytes, quarantine_s)
         try:
             self._pump.submit(self._pump.start).result()
@@ -37,29 +37,29 @@ class NixlTransport:
 
     async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:
         address = NixlAddress.parse(dict(shard.transports)[self.name])
-        flight = Flight(peer, NO_COPIES, deadline_s, self._pump.abandon)
-        await self._launch(flight, lambda begun: self._pump.meet(begun, address)).done
+        pending = PendingRead(peer, NO_COPIES, deadline_s, self._pump.abandon)
+        await self._launch(pending, lambda begun: self._pump.connect(begun, address)).done
         return await asyncio.wrap_future(self._pump.submit(lambda: self._pump.path(peer)))
 
     def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
-        return self._launch(Flight(peer, copies, deadline_s, self._pump.abandon), self._pump.read)
+        return self._launch(PendingRead(peer, copies, deadline_s, self._pump.abandon), self._pump.read)
 
-    def _launch(self, flight: Flight, begin: Callable[[Flight], None]) -> Read:
-        self._flights.add(flight)
-        flight.read.settled.add_done_callback(lambda _: self._flights.discard(flight))
-        self._pump.submit(lambda: begin(flight))
-        return flight.read
+    def _launch(self, pending: PendingRead, begin: Callable[[PendingRead], None]) -> Read:
+        self._pending.add(pending)
+        pending.read.settled.add_done_callback(lambda _: self._pending.discard(pending))
+        self._pump.submit(lambda: begin(pending))
+        return pending.read
 
     async def forget(self, peer: str) -> None:
-        self._give_up([flight for flight in self._flights if flight.peer == peer])
+        self._give_up([pending for pending in self._pending if pending.peer == peer])
         await asyncio.wrap_future(self._pump.submit(lambda: self._pump.forget(peer)))
 
     async def close(self) -> None:
-        self._give_up(list(self._flights))
+        self._give_up(list(self._pending))
         self._pump.submit(self._pump.stop)
         await asyncio.to_thread(self._pump.thread.join)
 
-    def _give_up(self, flights: list[Flight]) -> None:
-        for flight in flights:
-            flight.fail(PeerLost(f"{flight.peer} was given up while {flight.num_bytes} bytes were on their way"))
-            self._pump.abandon(flight)
+    def _give_up(self, pending_reads: list[PendingRead]) -> None:
+        for pending in pending_reads:
+            pending.fail(PeerLost(f"{pending.peer} was given up while {pending.num_bytes} bytes were on their way"))
+            self._pump.abandon(pending)

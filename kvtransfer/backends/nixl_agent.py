@@ -1,7 +1,7 @@
-"""One NIXL agent: a registration of the whole pool, the peers it met, and reads from them.
+"""One NIXL agent: a registration of the whole pool, the peers it knows, and reads from them.
 
 Blocking and single-threaded: `kvtransfer.backends.nixl` calls it from one thread. An agent never changes its name or
-its registration; whoever wants a fence destroys it and makes another.
+its registration: the fence is to destroy it and make another.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 FRAME_VERSION = 1
 MODULES = ("nixl", "nixl_cu13", "nixl_cu12")  # the meta package first: it matches torch's CUDA version
-TASTE_BYTES = 64
+TRIAL_BYTES = 64
 PROGRESS_PAUSE_US = 100  # a read that needs the thread (connecting, RDMA) may wait so long for it
 
 
 class NixlAddress(msgspec.Struct, frozen=True):
-    """What travels in a shard's address. NIXL trusts its metadata blindly, so ours says how long and what it is."""
+    """What travels in a shard's address. NIXL doesn't check its metadata, so this holds its length and digest."""
 
     version: int
     metadata: bytes
@@ -57,7 +57,7 @@ class NixlAddress(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, eq=False)
-class Met:
+class NixlPeer:
     """A peer that this agent knows: its agent's name and the prepared list of its blocks."""
 
     name: str
@@ -114,7 +114,7 @@ class NixlAgent:
         self._memory, self._device = ("DRAM", 0) if region.device == "cpu" else ("VRAM", _ordinal(region.device))
         self.lost: type[Exception] = api.nixlBind.nixlRemoteDisconnectError
         self._paths: dict[str, str] = {}
-        self._taste = np.zeros(TASTE_BYTES, np.uint8)
+        self._trial_buffer = np.zeros(TRIAL_BYTES, np.uint8)
         with ucx_report.environment():
             config = api.nixl_agent_config(enable_prog_thread=True, backends=[])
             with _calm_progress(api.nixlBind):
@@ -122,7 +122,7 @@ class NixlAgent:
             self._agent.create_backend("UCX", {})
         self._registered = [
             self._agent.register_memory([(region.address, region.num_bytes, self._device, "")], self._memory),
-            self._agent.register_memory([(self._taste.ctypes.data, TASTE_BYTES, 0, "")], "DRAM"),
+            self._agent.register_memory([(self._trial_buffer.ctypes.data, TRIAL_BYTES, 0, "")], "DRAM"),
         ]
         size = region.layout.block_bytes
         rows = _rows(region.address, size, region.num_bytes // size, self._device)
@@ -144,9 +144,9 @@ class NixlAgent:
             )
         )
 
-    def meet(self, peer: str, address: NixlAddress) -> Met:
-        """Learn a peer's metadata, provided that a read cannot go over emulated TCP. Raises when there is no door."""
-        door_for(self._identity, self._region.device, address)
+    def add_peer(self, peer: str, address: NixlAddress) -> NixlPeer:
+        """Register a peer's metadata, unless a read would go over emulated TCP: then raises `TransportUnavailable`."""
+        safe_route(self._identity, self._region.device, address)
         try:
             name = self._agent.add_remote_agent(address.metadata).decode()
             memory, device = ("DRAM", 0) if address.device == "cpu" else ("VRAM", _ordinal(address.device))
@@ -154,45 +154,45 @@ class NixlAgent:
             rows = _rows(address.base, address.block_bytes, count, device)
             blocks = self._agent.prep_xfer_dlist(name, rows, mem_type=memory)
         except self.lost as error:
-            raise PeerLost(f"{peer} was gone before we met it") from error
+            raise PeerLost(f"{peer} was gone before it was connected") from error
         except Exception as error:
-            raise PeerRefused(f"NIXL does not take the metadata of {peer}: {error}") from error
-        return Met(name, address, "", blocks)
+            raise PeerRefused(f"NIXL does not accept the metadata of {peer}: {error}") from error
+        return NixlPeer(name, address, "", blocks)
 
-    def taste(self, met: Met) -> Any:
+    def trial_read(self, peer: NixlPeer) -> Any:
         """Start a tiny read of the peer's first bytes into memory of our own, so that UCX must choose a path."""
-        memory, device = ("DRAM", 0) if met.address.device == "cpu" else ("VRAM", _ordinal(met.address.device))
-        local = self._agent.get_xfer_descs([(self._taste.ctypes.data, TASTE_BYTES, 0)], mem_type="DRAM")
-        remote = self._agent.get_xfer_descs([(met.address.base, TASTE_BYTES, device)], mem_type=memory)
-        return self._agent.initialize_xfer("READ", local, remote, met.name, b"")
+        memory, device = ("DRAM", 0) if peer.address.device == "cpu" else ("VRAM", _ordinal(peer.address.device))
+        local = self._agent.get_xfer_descs([(self._trial_buffer.ctypes.data, TRIAL_BYTES, 0)], mem_type="DRAM")
+        remote = self._agent.get_xfer_descs([(peer.address.base, TRIAL_BYTES, device)], mem_type=memory)
+        return self._agent.initialize_xfer("READ", local, remote, peer.name, b"")
 
-    def judge(self, met: Met, said_before: int) -> str:
+    def trial_path(self, peer: NixlPeer, log_position: int) -> str:
         """The path in words, from what UCX reported during the taste. Raises when it would read over TCP."""
-        door = door_for(self._identity, self._region.device, met.address)
-        paths = ucx_report.read_paths(said_before)
+        route = safe_route(self._identity, self._region.device, peer.address)
+        paths = ucx_report.read_paths(log_position)
         if any(path.startswith("tcp") or "emulation" in path for path in paths):
             raise TransportUnavailable(f"UCX would read over {', '.join(paths)}, which can crash the owner")
         if paths:
-            self._paths[door] = f"UCX {', '.join(paths)} ({door})"
-        return self._paths.get(door, f"UCX ({door}; UCX did not report its path)")
+            self._paths[route] = f"UCX {', '.join(paths)} ({route})"
+        return self._paths.get(route, f"UCX ({route}; UCX did not report its path)")
 
-    def prepare(self, met: Met, copies: Copies) -> Any:
+    def prepare(self, peer: NixlPeer, copies: Copies) -> Any:
         """A read's handle, not yet posted. Whole blocks go by index, anything else by address."""
         size = self._region.layout.block_bytes
         source, target, num_bytes = copies.T
-        if size == met.address.block_bytes and not (copies % size).any():
+        if size == peer.address.block_bytes and not (copies % size).any():
             sources, targets = _indices(source, num_bytes, size), _indices(target, num_bytes, size)
-            return self._agent.make_prepped_xfer("READ", self._blocks, targets, met.blocks, sources, b"")
-        memory, device = ("DRAM", 0) if met.address.device == "cpu" else ("VRAM", _ordinal(met.address.device))
+            return self._agent.make_prepped_xfer("READ", self._blocks, targets, peer.blocks, sources, b"")
+        memory, device = ("DRAM", 0) if peer.address.device == "cpu" else ("VRAM", _ordinal(peer.address.device))
         local, remote = np.empty((2, len(copies), 3), np.uint64)  # [range, (address, length, device)]
-        local[:, 0], remote[:, 0] = self._region.address + target, met.address.base + source
+        local[:, 0], remote[:, 0] = self._region.address + target, peer.address.base + source
         local[:, 1] = remote[:, 1] = num_bytes
         local[:, 2], remote[:, 2] = self._device, device
         return self._agent.initialize_xfer(
             "READ",
             self._agent.get_xfer_descs(local, mem_type=self._memory),
             self._agent.get_xfer_descs(remote, mem_type=memory),
-            met.name,
+            peer.name,
             b"",
         )
 
@@ -203,15 +203,15 @@ class NixlAgent:
     def poll(self, handle: Any) -> bool:
         return _over(self._agent.check_xfer_state(handle))
 
-    def leave(self, met: Met) -> None:
+    def remove_peer(self, peer: NixlPeer) -> None:
         """Forget a peer that has no read in flight."""
-        quietly("releasing a peer's blocks", met.blocks.release)
-        met.blocks = None
-        quietly("removing a peer", self._agent.remove_remote_agent, met.name)
+        quietly("releasing a peer's blocks", peer.blocks.release)
+        peer.blocks = None
+        quietly("removing a peer", self._agent.remove_remote_agent, peer.name)
 
-    def destroy(self, met: list[Met], *, idle: bool) -> None:
-        """Let go of every reference. `idle`: nothing is in flight, so the memory can be deregistered in good order."""
-        for peer in met:
+    def destroy(self, peers: list[NixlPeer], *, idle: bool) -> None:
+        """Drop every reference. `idle`: nothing is in flight, so the memory can be deregistered in good order."""
+        for peer in peers:
             quietly("releasing a peer's blocks", peer.blocks.release)
             peer.blocks = None  # a list keeps the agent alive
         quietly("releasing our blocks", self._blocks.release)
@@ -223,14 +223,14 @@ class NixlAgent:
 
 
 def quietly(what: str, action: Callable[..., object], *arguments: object) -> None:
-    """Tidy up before something is dropped anyway. NIXL raises for peers that it has given up by itself."""
+    """Clean up before something is dropped anyway. NIXL raises for peers that it has dropped itself."""
     try:
         action(*arguments)
     except Exception as error:
         logger.debug("%s failed: %s", what, error)
 
 
-def door_for(ours: HostIdentity, device: str, theirs: NixlAddress) -> str:
+def safe_route(ours: HostIdentity, device: str, theirs: NixlAddress) -> str:
     """Why a one-sided read is safe between the two. Raises `TransportUnavailable` when nothing makes it so."""
     shared = sorted(set(fabrics(device)) & set(theirs.fabrics))
     if shared:

@@ -1,13 +1,13 @@
 """The one thread that talks to a NIXL agent: posts reads, polls those in flight, fences those that never end.
 
-    job ──> begin ──> posted ──> landed                 (settled)
+    job ──> begin ──> posted ──> complete               (settled)
                         ├──────> peer lost              (settled; the peer is forgotten)
                         ├──────> in doubt               (failed, but quarantined: bytes may land)
                         └──────> overdue                (timed out, but quarantined: still polled)
     quarantined for longer than `quarantine_s` ──> fence: the agent is destroyed, all reads settle, a new agent starts
 
 All methods but `submit` and `abandon` run on the thread. Its jobs wait in a `queue.Queue`: before CPython 3.13,
-`SimpleQueue.get` waits for ever when a short timeout is over before the wait begins, and nobody polls any more.
+`SimpleQueue.get` waits for ever when a short timeout ends before the wait begins, and then nobody polls.
 """
 
 import concurrent.futures
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtransfer.backends import ucx_report
-from kvtransfer.backends.flight import Flight
-from kvtransfer.backends.nixl_agent import Met, NixlAddress, NixlAgent, quietly
+from kvtransfer.backends.nixl_agent import NixlAddress, NixlAgent, NixlPeer, quietly
+from kvtransfer.backends.pending_read import PendingRead
 from kvtransfer.copies import refuse_outside
 from kvtransfer.errors import PeerLost, TransferError, TransportUnavailable
 
@@ -29,19 +29,19 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-POLL_MIN_S, POLL_MAX_S = 50e-6, 200e-6  # asking more often fights UCX's own thread for the worker's lock
+POLL_MIN_S, POLL_MAX_S = 50e-6, 200e-6  # polling more often competes with UCX's own thread for the worker's lock
 
 
 @dataclass(slots=True, eq=False)
 class _Posted:
     """A read that NIXL has, until it is provably over."""
 
-    flight: Flight
-    met: Met
+    pending: PendingRead
+    nixl_peer: NixlPeer
     handle: Any
     begun_s: float
     fence_s: float
-    said_before: int | None = None  # set for a first taste: where UCX's report on its path begins
+    log_position: int | None = None  # set for a trial read: where UCX's report on its path begins
     in_doubt: bool = False
 
 
@@ -56,16 +56,16 @@ class NixlPump:
         self._lock = threading.Lock()
         self._jobs: queue.Queue[Callable[[], None]] = queue.Queue()
         self._agent: NixlAgent | None = None
-        self._met: dict[str, Met] = {}
-        self._leaving: list[Met] = []  # forgotten, but a read of theirs is still in flight
+        self._peers: dict[str, NixlPeer] = {}
+        self._forgotten: list[NixlPeer] = []  # forgotten, but a read of theirs is still in flight
         self._posted: list[_Posted] = []
         self._stopped = self._ended = False
         self.thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
         self.thread.start()
 
     def submit(self, action: Callable[[], Result]) -> "concurrent.futures.Future[Result]":
-        """Have the thread do something; its outcome comes through the future. After `stop` it is done at once:
-        without an agent nothing blocks.
+        """Run `action` on the thread; the future has its outcome. After `stop` it runs at once: without an agent
+        nothing blocks.
         """
         outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
@@ -83,12 +83,12 @@ class NixlPump:
             job()
         return outcome
 
-    def abandon(self, flight: Flight) -> None:
-        """A flight that has not begun never begins, and settles; one that has begun settles when it is over."""
+    def abandon(self, pending: PendingRead) -> None:
+        """A read that has not begun never begins, and settles; one that has begun settles when it is over."""
         with self._lock:
-            flight.abandoned = True
-        if not flight.begun:
-            flight.settle()
+            pending.abandoned = True
+        if not pending.begun:
+            pending.settle()
 
     def start(self) -> None:
         try:
@@ -97,48 +97,48 @@ class NixlPump:
         except Exception as error:
             raise TransportUnavailable(f"NIXL cannot start here: {error}") from error
 
-    def meet(self, flight: Flight, address: NixlAddress) -> None:
-        """Land `flight` once the peer is known, a tiny read has succeeded and its path is no emulation."""
-        known = self._met.get(flight.peer)
+    def connect(self, pending: PendingRead, address: NixlAddress) -> None:
+        """Complete `pending` once the peer is known, a tiny read has succeeded and its path is no emulation."""
+        known = self._peers.get(pending.peer)
         if known and known.address == address:
-            flight.post(flight.land, 0.0)
+            pending.post(pending.complete, 0.0)
             return
-        if not self._begin(flight):
+        if not self._begin(pending):
             return
-        met = None
+        nixl_peer = None
         try:
-            agent = self._present_agent()
-            self.forget(flight.peer)
-            said_before = ucx_report.position()
-            met = agent.meet(flight.peer, address)
-            self._post(flight, met, agent.taste(met), said_before)
+            agent = self._live_agent()
+            self.forget(pending.peer)
+            log_position = ucx_report.position()
+            nixl_peer = agent.add_peer(pending.peer, address)
+            self._post(pending, nixl_peer, agent.trial_read(nixl_peer), log_position)
         except Exception as error:
-            if met:
-                self._leave(met)
-            flight.post(flight.crash, self._translate(error, flight.peer))
+            if nixl_peer:
+                self._retire(nixl_peer)
+            pending.post(pending.abort, self._translate(error, pending.peer))
 
     def path(self, peer: str) -> str:
         return self._known(peer).path
 
-    def read(self, flight: Flight) -> None:
+    def read(self, pending: PendingRead) -> None:
         """Post a read. What fails before the post has moved nothing, so it settles at once."""
-        if not self._begin(flight):
+        if not self._begin(pending):
             return
         try:
-            met = self._known(flight.peer)
-            refuse_outside(flight.copies, met.address.num_bytes, self._pool_bytes)
-            if len(flight.copies):
-                self._post(flight, met, self._present_agent().prepare(met, flight.copies))
+            nixl_peer = self._known(pending.peer)
+            refuse_outside(pending.copies, nixl_peer.address.num_bytes, self._pool_bytes)
+            if len(pending.copies):
+                self._post(pending, nixl_peer, self._live_agent().prepare(nixl_peer, pending.copies))
             else:
-                flight.post(flight.land, 0.0)
+                pending.post(pending.complete, 0.0)
         except Exception as error:
-            flight.post(flight.crash, self._translate(error, flight.peer))
+            pending.post(pending.abort, self._translate(error, pending.peer))
 
     def forget(self, peer: str) -> None:
         """Drop a peer; as long as a read of it is in flight, the agent keeps it."""
-        met = self._met.pop(peer, None)
-        if met:
-            self._leave(met)
+        nixl_peer = self._peers.pop(peer, None)
+        if nixl_peer:
+            self._retire(nixl_peer)
 
     def stop(self) -> None:
         """Destroy the agent and end the thread. Every read in flight fails and settles."""
@@ -161,17 +161,17 @@ class NixlPump:
         while not self._jobs.empty():
             self._jobs.get()()
 
-    def _begin(self, flight: Flight) -> bool:
+    def _begin(self, pending: PendingRead) -> bool:
         with self._lock:
-            flight.begun = not flight.abandoned
-            return flight.begun
+            pending.begun = not pending.abandoned
+            return pending.begun
 
-    def _post(self, flight: Flight, met: Met, handle: Any, said_before: int | None = None) -> None:
+    def _post(self, pending: PendingRead, nixl_peer: NixlPeer, handle: Any, log_position: int | None = None) -> None:
         now_s = time.monotonic()
-        fence_s = now_s + flight.deadline_s + self._quarantine_s
-        posted = _Posted(flight, met, handle, now_s, fence_s, said_before)
+        fence_s = now_s + pending.deadline_s + self._quarantine_s
+        posted = _Posted(pending, nixl_peer, handle, now_s, fence_s, log_position)
         self._posted.append(posted)
-        self._ask(posted, self._present_agent().post)
+        self._check(posted, self._live_agent().post)
 
     def _poll(self) -> None:
         now_s = time.monotonic()
@@ -180,66 +180,67 @@ class NixlPump:
             return
         for posted in tuple(self._posted):
             if not posted.in_doubt:
-                self._ask(posted, self._present_agent().poll)
+                self._check(posted, self._live_agent().poll)
 
-    def _ask(self, posted: _Posted, question: Callable[[Any], bool]) -> None:
-        """One post or one poll, and what follows from the answer."""
-        flight = posted.flight
+    def _check(self, posted: _Posted, state_of: Callable[[Any], bool]) -> None:
+        """One post or one poll, and what follows from it."""
+        pending = posted.pending
         try:
-            over = question(posted.handle)
+            over = state_of(posted.handle)
         except Exception as error:
-            failure = self._translate(error, flight.peer)
+            failure = self._translate(error, pending.peer)
             if not isinstance(failure, PeerLost):
                 posted.in_doubt = True
-                flight.post(flight.fail, failure)
+                pending.post(pending.fail, failure)
                 return
             self._end(posted)
-            self._give_up(posted)
-            flight.post(flight.crash, failure)
+            self._drop_peer(posted)
+            pending.post(pending.abort, failure)
             return
         if over:
-            self._land(posted)
+            self._complete(posted)
 
-    def _land(self, posted: _Posted) -> None:
+    def _complete(self, posted: _Posted) -> None:
         self._end(posted)
-        flight = posted.flight
-        if posted.said_before is not None:
+        pending = posted.pending
+        if posted.log_position is not None:
             try:
-                posted.met.path = self._present_agent().judge(posted.met, posted.said_before)
+                posted.nixl_peer.path = self._live_agent().trial_path(posted.nixl_peer, posted.log_position)
             except Exception as error:
-                self._leave(posted.met)
-                flight.post(flight.crash, self._translate(error, flight.peer))
+                self._retire(posted.nixl_peer)
+                pending.post(pending.abort, self._translate(error, pending.peer))
                 return
-            self._met[flight.peer] = posted.met
-        flight.post(flight.land, time.monotonic() - posted.begun_s)
+            self._peers[pending.peer] = posted.nixl_peer
+        pending.post(pending.complete, time.monotonic() - posted.begun_s)
 
     def _end(self, posted: _Posted) -> None:
         quietly("releasing a read", posted.handle.release)
         self._posted.remove(posted)
-        self._see_off()
+        self._release_forgotten()
 
-    def _give_up(self, posted: _Posted) -> None:
-        """Drop the peer of a lost read, unless it was met anew in the meantime."""
-        if self._met.get(posted.flight.peer) is posted.met:
-            del self._met[posted.flight.peer]
-        if posted.met not in self._leaving:
-            self._leave(posted.met)
+    def _drop_peer(self, posted: _Posted) -> None:
+        """Drop the peer of a lost read, unless it was connected again in the meantime."""
+        if self._peers.get(posted.pending.peer) is posted.nixl_peer:
+            del self._peers[posted.pending.peer]
+        if posted.nixl_peer not in self._forgotten:
+            self._retire(posted.nixl_peer)
 
-    def _leave(self, met: Met) -> None:
-        self._leaving.append(met)
-        self._see_off()
+    def _retire(self, nixl_peer: NixlPeer) -> None:
+        self._forgotten.append(nixl_peer)
+        self._release_forgotten()
 
-    def _see_off(self) -> None:
-        """Let go of forgotten peers that no read holds any more."""
-        for met in [met for met in self._leaving if not any(posted.met is met for posted in self._posted)]:
-            self._leaving.remove(met)
+    def _release_forgotten(self) -> None:
+        """Remove forgotten peers that no read holds any more."""
+        held = {id(posted.nixl_peer) for posted in self._posted}
+        for nixl_peer in [each for each in self._forgotten if id(each) not in held]:
+            self._forgotten.remove(nixl_peer)
             if self._agent:
-                self._agent.leave(met)
+                self._agent.remove_peer(nixl_peer)
 
     def _fence(self) -> None:
         logger.warning(
             "%d reads over NIXL did not end within their quarantine of %.1f s: the agent is rebuilt, all peers must "
-            "be connected anew",
+            "be connected again",
             len(self._posted),
             self._quarantine_s,
         )
@@ -250,26 +251,27 @@ class NixlPump:
             logger.error("%s", error)
 
     def _destroy(self, cause: PeerLost) -> None:
-        """The fence itself: with the agent's last reference gone, no byte can land, so everything settles."""
+        """The fence itself: without the last reference to the agent no byte can land, so everything settles."""
         agent, self._agent = self._agent, None
         posted, self._posted = self._posted, []
-        met = {id(each): each for each in (*self._met.values(), *self._leaving, *(each.met for each in posted))}
-        self._met, self._leaving = {}, []
+        reading = (each.nixl_peer for each in posted)
+        peers = {id(each): each for each in (*self._peers.values(), *self._forgotten, *reading)}
+        self._peers, self._forgotten = {}, []
         for each in posted:
             quietly("releasing a read", each.handle.release)
             each.handle = None  # a handle keeps the agent alive
         if agent:
-            agent.destroy(list(met.values()), idle=not posted)
+            agent.destroy(list(peers.values()), idle=not posted)
         for each in posted:
-            each.flight.post(each.flight.crash, cause)
+            each.pending.post(each.pending.abort, cause)
 
-    def _known(self, peer: str) -> Met:
-        met = self._met.get(peer)
-        if met is None:
+    def _known(self, peer: str) -> NixlPeer:
+        nixl_peer = self._peers.get(peer)
+        if nixl_peer is None:
             raise PeerLost(f"{peer} is not connected: connect to its present incarnation first")
-        return met
+        return nixl_peer
 
-    def _present_agent(self) -> NixlAgent:
+    def _live_agent(self) -> NixlAgent:
         if self._agent is None:
             raise TransportUnavailable("the NIXL agent is gone")
         return self._agent

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.backends.flight import NO_COPIES, Flight, call_loop
+from kvtransfer.backends.pending_read import NO_COPIES, PendingRead, call_loop
 from kvtransfer.backends.tcp_owner import MAX_RANGES, PROTOCOL, RANGE, TcpOwner
 from kvtransfer.copies import refuse_outside
 from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, unreachable
@@ -64,7 +64,7 @@ class TcpTransport:
             source_bytes = shard.num_blocks * shard.layout.block_bytes
             link = self._links[peer] = _Link(peer, address, source_bytes, self._region, self._secret)
         try:
-            await link.submit(Flight(peer, NO_COPIES, deadline_s, overdue=link.abandon)).done
+            await link.submit(PendingRead(peer, NO_COPIES, deadline_s, overdue=link.abandon)).done
         except BaseException:
             if is_new and self._links.get(peer) is link:
                 await self.forget(peer)
@@ -73,18 +73,18 @@ class TcpTransport:
 
     def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
         link = self._links.get(peer)
-        flight = Flight(peer, copies, deadline_s, overdue=link.abandon if link else None)
+        pending = PendingRead(peer, copies, deadline_s, overdue=link.abandon if link else None)
         try:
             if link is None:
                 raise PeerLost(f"{peer} is not connected: connect to its present incarnation first")
             refuse_outside(copies, link.source_bytes, self._region.num_bytes)
         except (TransferError, ValueError) as error:
-            flight.crash(error)
-            return flight.read
+            pending.abort(error)
+            return pending.read
         if not len(copies):
-            flight.land(0.0)
-            return flight.read
-        return link.submit(flight)
+            pending.complete(0.0)
+            return pending.read
+        return link.submit(pending)
 
     async def forget(self, peer: str) -> None:
         link = self._links.pop(peer, None)
@@ -98,10 +98,10 @@ class TcpTransport:
 
 
 class _Link:
-    """The reader's end: one owner, one thread, one connection, dialled again after it broke.
+    """The reader's end: one owner, one thread, one connection, connected again after it broke.
 
-    `_lock` guards the moment at which a flight becomes the current one: a deadline must cut the socket only under
-    its own flight, never under the next.
+    `_lock` guards the moment at which a pending becomes the current one: a deadline must cut the socket only under
+    its own pending, never under the next.
     """
 
     def __init__(self, peer: str, address: TcpAddress, source_bytes: int, region: Region, secret: bytes) -> None:
@@ -112,88 +112,88 @@ class _Link:
         self._secret = secret
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._flights: set[Flight] = set()
-        self._jobs: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+        self._pending: set[PendingRead] = set()
+        self._jobs: queue.SimpleQueue[PendingRead | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._current: Flight | None = None
+        self._current: PendingRead | None = None
         self._socket: socket.socket | None = None
         threading.Thread(target=self._run, name=f"kv-tcp-read-{peer[:12]}", daemon=True).start()
 
-    def submit(self, flight: Flight) -> Read:
-        self._flights.add(flight)
-        flight.read.settled.add_done_callback(lambda _: self._flights.discard(flight))
-        self._jobs.put(flight)
-        return flight.read
+    def submit(self, pending: PendingRead) -> Read:
+        self._pending.add(pending)
+        pending.read.settled.add_done_callback(lambda _: self._pending.discard(pending))
+        self._jobs.put(pending)
+        return pending.read
 
-    def abandon(self, flight: Flight) -> None:
-        """Stop a flight: cut the socket under it, or never start it. The thread settles what it had begun."""
+    def abandon(self, pending: PendingRead) -> None:
+        """Stop a pending: cut the socket under it, or never start it. The thread settles what it had begun."""
         with self._lock:
-            flight.abandoned = True
-            if flight is self._current:
+            pending.abandoned = True
+            if pending is self._current:
                 if self._socket:
-                    with contextlib.suppress(OSError):  # not connected yet: the dial has its own time limit
+                    with contextlib.suppress(OSError):  # not connected yet: connecting has its own time limit
                         self._socket.shutdown(socket.SHUT_RDWR)
                 return
-        flight.settle()
+        pending.settle()
 
     async def close(self) -> None:
-        for flight in tuple(self._flights):
-            flight.fail(PeerLost(f"{self._peer} was given up while {flight.num_bytes} bytes were on their way"))
-            self.abandon(flight)
+        for pending in tuple(self._pending):
+            pending.fail(PeerLost(f"{self._peer} was given up while {pending.num_bytes} bytes were on their way"))
+            self.abandon(pending)
         self._jobs.put(None)
         await asyncio.shield(self._ended)
 
     def _run(self) -> None:
-        while (flight := self._jobs.get()) is not None:
+        while (pending := self._jobs.get()) is not None:
             with self._lock:
-                if flight.abandoned:
+                if pending.abandoned:
                     continue
-                self._current = flight
+                self._current = pending
             begun = time.perf_counter()
-            error = self._attempt(flight)
+            error = self._attempt(pending)
             with self._lock:
                 self._current = None
             if error:
-                self._hang_up()
-                flight.post(flight.crash, error)
+                self._disconnect()
+                pending.post(pending.abort, error)
             else:
-                flight.post(flight.land, time.perf_counter() - begun)
-        self._hang_up()
+                pending.post(pending.complete, time.perf_counter() - begun)
+        self._disconnect()
         call_loop(self._loop, _resolve, self._ended)
 
-    def _attempt(self, flight: Flight) -> Exception | None:
+    def _attempt(self, pending: PendingRead) -> Exception | None:
         """Fetch it. The thread outlives every failure: the error travels to whoever awaits the read."""
         where = f"{self._peer} at {self.address.host}:{self.address.port}"
         try:
-            link = self._socket or self._dial(flight)
-            self._fetch(link, flight)
+            link = self._socket or self._connect(pending)
+            self._fetch(link, pending)
         except TimeoutError as error:
-            return TransferTimeout(f"{where} did not answer within {flight.deadline_s} s: {error}")
+            return TransferTimeout(f"{where} did not answer within {pending.deadline_s} s: {error}")
         except (OSError, ProtocolError) as error:
             return unreachable(where, error)
         except Exception as error:
             return error
         return None
 
-    def _dial(self, flight: Flight) -> socket.socket:
+    def _connect(self, pending: PendingRead) -> socket.socket:
         found = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, place = found[0]
         link = socket.socket(family, kind, protocol)
         with self._lock:
             self._socket = link
-            link.settimeout(0.001 if flight.abandoned else flight.deadline_s)
+            link.settimeout(0.001 if pending.abandoned else pending.deadline_s)
         link.connect(place)
         blocking.tune(link)
         blocking.greet_listener(link, CallerHandshake(PROTOCOL, self._secret, self._peer, self._peer))
         link.settimeout(None)  # from here on the event loop's deadline cuts the socket
         return link
 
-    def _fetch(self, link: socket.socket, flight: Flight) -> None:
+    def _fetch(self, link: socket.socket, pending: PendingRead) -> None:
         ours = self._region.bytes()
-        for number, first in enumerate(range(0, len(flight.copies), MAX_RANGES)):
-            batch = flight.copies[first : first + MAX_RANGES]
-            if flight.abandoned:
-                raise ConnectionError("the read was given up")
+        for number, first in enumerate(range(0, len(pending.copies), MAX_RANGES)):
+            batch = pending.copies[first : first + MAX_RANGES]
+            if pending.abandoned:
+                raise ConnectionError("the read was cancelled")
             call = b"".join(RANGE.pack(*each) for each in _joined(batch[:, [0, 2]]))
             blocking.send_frame(link, Kind.CALL, number, [memoryview(call)])
             views = [ours[start : start + size] for start, size in _joined(batch[:, 1:])]
@@ -202,7 +202,7 @@ class _Link:
                 raise ConnectionError("the owner sent something else than the reply to this call")
             blocking.receive_into(link, views)
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         with self._lock:
             link, self._socket = self._socket, None
         if link:

@@ -43,9 +43,9 @@ class TcpOwner:
         self._closed = threading.Event()
         self.num_accept_failures = 0
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._door = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        self.port: int = self._door.getsockname()[1]
-        self._accepting = threading.Thread(target=self._accept, name=f"kv-tcp-door-{self.port}", daemon=True)
+        self._server = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        self.port: int = self._server.getsockname()[1]
+        self._accepting = threading.Thread(target=self._accept, name=f"kv-tcp-accept-{self.port}", daemon=True)
         self._accepting.start()
 
     @property
@@ -53,15 +53,15 @@ class TcpOwner:
         return len(self._serving)
 
     def close(self) -> None:
-        """Hang up on everybody. Blocks until the threads have ended: call it off the event loop."""
+        """Disconnect everybody. Blocks until the threads have ended: call it off the event loop."""
         with self._lock:
             self._closed.set()
             serving = dict(self._serving)
             for link in serving:
                 _cut(link)
-        _cut(self._door)
+        _cut(self._server)
         self._accepting.join()
-        self._door.close()
+        self._server.close()
         for thread in serving.values():
             thread.join()
 
@@ -69,7 +69,7 @@ class TcpOwner:
         pause_s = ACCEPT_RETRY_MIN_S
         while not self._closed.is_set():
             try:
-                link, address = self._door.accept()
+                link, address = self._server.accept()
                 self._start(link, address[0])
             except (OSError, RuntimeError, MemoryError) as error:
                 if self._closed.is_set():
@@ -95,7 +95,7 @@ class TcpOwner:
                 link.close()
                 return
             try:
-                thread.start()  # it takes the lock before it changes what is noted here
+                thread.start()  # it takes the lock before it changes what is recorded here
             except BaseException:
                 link.close()
                 raise
@@ -156,6 +156,6 @@ def _receive_call(link: socket.socket, pool_bytes: int) -> tuple[int, tuple[tupl
 
 
 def _cut(link: socket.socket) -> None:
-    """Wake whoever blocks on this socket, in whatever call."""
+    """Wake every thread that blocks on this socket."""
     with contextlib.suppress(OSError):  # not connected, or cut already: then nobody blocks on it
         link.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
-"""What UCX says about the path it chose, and the environment in which it is loaded.
+"""What UCX reports about the path it chose, and the environment in which it is loaded.
 
 UCX prints a table for each kind of operation once it has chosen a protocol. We have it written to an anonymous file
-instead of stderr, and read there which fabric remote reads take: a path is reported because UCX said so, never
+instead of stderr, and read there which fabric remote reads take: a path is known because UCX reported it, never
 because it is likely. UCX keeps its log file per process, so this file does too.
 """
 
@@ -46,12 +46,12 @@ def environment() -> Iterator[None]:
 
 
 def position() -> int:
-    """How much UCX has said so far: what `read_paths` shall skip."""
+    """How much UCX has reported so far: `read_paths` can skip it."""
     return len(_text())
 
 
 def read_paths(after: int = 0) -> tuple[str, ...]:
-    """Fabrics UCX chose for remote reads ("cma/memory", "tcp/lo: software emulation"), said since `after`."""
+    """Fabrics UCX chose for remote reads ("cma/memory", "tcp/lo: software emulation"), reported since `after`."""
     return parse_read_paths(_text()[after:])
 
 

@@ -85,7 +85,7 @@ class ListenerHandshake:
 
 
 class CallerHandshake:
-    """The caller's half, for one connection: `claim` answers the hello, `accept` takes the verdict.
+    """The caller's half, for one connection: `claim` is the reply to the hello, `accept` reads the verdict.
 
     `target` is whom the caller expects; `listener` names the other end in errors.
     """

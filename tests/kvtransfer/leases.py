@@ -6,7 +6,7 @@ It has no clock: a lease ends when a reader releases it, or when the test expire
 import asyncio
 from dataclasses import dataclass, field
 
-from kvtransfer.digest import answer
+from kvtransfer.digest import watch_reply
 from kvtransfer.errors import LeaseLost
 from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import Piece, Progress
@@ -71,7 +71,7 @@ class MemoryLeases:
             pass  # nothing new: say so
         first = min(have_blocks, held.ready_blocks)
         cells, ready = [rank[first:] for rank in held.cells], held.ready_blocks
-        return answer(cells, self._layouts, pieces, first, ready, finished=held.finished, ttl_s=held.ttl_s)
+        return watch_reply(cells, self._layouts, pieces, first, ready, finished=held.finished, ttl_s=held.ttl_s)
 
     def release(self, lease: str, epoch: int) -> None:
         self._valid(lease, epoch)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvtransfer.copies import pieces_of
-from kvtransfer.digest import MAX_DIGESTS, answer, combine, digest_block, digest_cells, spans_of, verify_piece
+from kvtransfer.digest import MAX_DIGESTS, combine, digest_block, digest_cells, spans_of, verify_piece, watch_reply
 from kvtransfer.errors import DigestMismatch, PeerRefused
 from kvtransfer.ticket import Piece
 from tests.kvtransfer.grids import Case, by_slots, cases
@@ -94,15 +94,15 @@ def test_a_piece_that_the_rank_does_not_hold_is_refused(piece: Piece) -> None:
 @pytest.mark.parametrize("shard", [-1, 1])
 def test_a_piece_of_no_rank_is_refused(shard: int) -> None:
     with pytest.raises(PeerRefused, match="none of our ranks"):
-        answer([(bytes(64),)], [LAYOUT], (replace(whole_piece(), shard=shard),), 0, 1, finished=True, ttl_s=1.0)
+        watch_reply([(bytes(64),)], [LAYOUT], (replace(whole_piece(), shard=shard),), 0, 1, finished=True, ttl_s=1.0)
 
 
 def test_more_digests_than_fit_one_answer_are_left_to_the_next() -> None:
     pieces = (whole_piece(),) * 4096
     count = MAX_DIGESTS // len(pieces) + 3
     cells = [(bytes(8 * whole_piece().num_cells),) * count]
-    first = answer(cells, [LAYOUT], pieces, 10, 10 + count, finished=True, ttl_s=1.0)
+    first = watch_reply(cells, [LAYOUT], pieces, 10, 10 + count, finished=True, ttl_s=1.0)
     assert (first.ready_blocks, first.finished) == (10 + count - 3, False)
     assert {len(piece) for piece in first.digests} == {count - 3}
-    rest = answer([cells[0][-3:]], [LAYOUT], pieces, first.ready_blocks, 10 + count, finished=True, ttl_s=1.0)
+    rest = watch_reply([cells[0][-3:]], [LAYOUT], pieces, first.ready_blocks, 10 + count, finished=True, ttl_s=1.0)
     assert (rest.ready_blocks, rest.finished) == (10 + count, True)

@@ -256,11 +256,11 @@ class StuckAgent:
     def address(self) -> bytes:
         return b"agent %d" % StuckAgent.made
 
-    def destroy(self, met: object, *, idle: bool) -> None:
+    def destroy(self, peers: object, *, idle: bool) -> None:
         assert not idle
         StuckAgent.destroyed += 1
 
-    def prepare(self, met: object, copies: object) -> "StuckAgent":
+    def prepare(self, nixl_peer: object, copies: object) -> "StuckAgent":
         return self
 
     def post(self, handle: object) -> bool:
@@ -275,28 +275,28 @@ class StuckAgent:
 async def test_a_read_that_never_ends_is_fenced_by_a_new_agent() -> None:
     from types import SimpleNamespace
 
-    from kvtransfer.backends.flight import Flight
     from kvtransfer.backends.nixl_pump import NixlPump
+    from kvtransfer.backends.pending_read import PendingRead
 
     pump = NixlPump(StuckAgent, 100, quarantine_s=0.3)  # type: ignore[arg-type]
     pump.submit(pump.start).result()
-    pump._met["owner"] = SimpleNamespace(address=SimpleNamespace(num_bytes=100))  # type: ignore[assignment]
-    flight = Flight("owner", whole_blocks((0, 0), size=10), 0.2, pump.abandon)
-    read: Read = flight.read
-    pump.submit(lambda: pump.read(flight))
+    pump._peers["owner"] = SimpleNamespace(address=SimpleNamespace(num_bytes=100))  # type: ignore[assignment]
+    pending = PendingRead("owner", whole_blocks((0, 0), size=10), 0.2, pump.abandon)
+    read: Read = pending.read
+    pump.submit(lambda: pump.read(pending))
     with pytest.raises(TransferTimeout):
         await read.done
     assert not read.settled.done(), "bytes may still land"
     await asyncio.wait_for(read.settled, 2)
     await asyncio.wait_for(asyncio.wrap_future(pump.submit(lambda: None)), 1)  # the thread goes on
-    assert (StuckAgent.made, StuckAgent.destroyed, pump._met) == (2, 1, {})
+    assert (StuckAgent.made, StuckAgent.destroyed, pump._peers) == (2, 1, {})
     assert pump.address == b"agent 2"
     pump._agent = None
     pump.submit(pump.stop)
     pump.thread.join(2)
 
 
-async def test_a_rebuilt_agent_meets_its_peers_anew_under_another_address(
+async def test_a_rebuilt_agent_connects_to_its_peers_again_under_another_address(
     nixl_owner: tuple[Child, PeerAddress],
 ) -> None:
     peer = nixl_owner[1]

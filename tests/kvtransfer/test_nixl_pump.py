@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvtransfer.backends import nixl_pump
-from kvtransfer.backends.flight import NO_COPIES, Flight
-from kvtransfer.backends.nixl_agent import Met, NixlAddress
+from kvtransfer.backends.nixl_agent import NixlAddress, NixlPeer
 from kvtransfer.backends.nixl_pump import NixlPump
+from kvtransfer.backends.pending_read import NO_COPIES, PendingRead
 from kvtransfer.host import host_identity
 
 ADDRESS = NixlAddress(1, b"", b"", 0, 1 << 20, 1 << 10, "cpu", (), host_identity())
@@ -25,13 +25,13 @@ class StubAgent:
     def address(self) -> bytes:
         return b""
 
-    def meet(self, peer: str, address: NixlAddress) -> Met:
-        return Met(peer, address, "", None)
+    def add_peer(self, peer: str, address: NixlAddress) -> NixlPeer:
+        return NixlPeer(peer, address, "", None)
 
-    def taste(self, met: Met) -> Any:
+    def trial_read(self, nixl_peer: NixlPeer) -> Any:
         return SimpleNamespace(release=lambda: None, answers=iter((False, True)))
 
-    def judge(self, met: Met, said_before: int) -> str:
+    def trial_path(self, nixl_peer: NixlPeer, log_position: int) -> str:
         return "stub"
 
     def post(self, handle: Any) -> bool:
@@ -40,9 +40,9 @@ class StubAgent:
     def poll(self, handle: Any) -> bool:
         return next(handle.answers)
 
-    def leave(self, met: Met) -> None: ...
+    def remove_peer(self, nixl_peer: NixlPeer) -> None: ...
 
-    def destroy(self, met: list[Met], *, idle: bool) -> None: ...
+    def destroy(self, nixl_peer: list[NixlPeer], *, idle: bool) -> None: ...
 
 
 async def test_a_read_under_way_is_asked_about_even_when_the_pause_is_over_before_it_begins(
@@ -58,11 +58,11 @@ async def test_a_read_under_way_is_asked_about_even_when_the_pause_is_over_befor
         for _ in range(ROUNDS):
             queued = threading.Event()
             pump.submit(queued.wait)
-            flight = Flight("owner", NO_COPIES, 10, pump.abandon)
+            pending = PendingRead("owner", NO_COPIES, 10, pump.abandon)
             pump.submit(lambda: pump.forget("owner"))
-            pump.submit(lambda flight=flight: pump.meet(flight, ADDRESS))
+            pump.submit(lambda pending=pending: pump.connect(pending, ADDRESS))
             queued.set()
-            await flight.read.done
+            await pending.read.done
     finally:
         pump.submit(pump.stop)
         await asyncio.to_thread(pump.thread.join)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvtransfer.copies import covering, union_of_pieces
-from kvtransfer.digest import answer
+from kvtransfer.digest import watch_reply
 from kvtransfer.errors import DigestMismatch, PeerRefused, TransferTimeout
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory, TransportSet
@@ -86,7 +86,7 @@ class Reader:
         blocks = blocks_of(theirs[0])[first_block:stop_block]
         pieces = union_of_pieces(theirs, [(layout, rank) for rank, layout in enumerate(self.side.ranks)])
         slots = tuple((b, min(size, NUM_TOKENS - i * size)) for i, b in enumerate(blocks, first_block))
-        told = answer(self.ask("cells", slots), theirs, pieces, 0, len(blocks), finished=True, ttl_s=1.0)
+        told = watch_reply(self.ask("cells", slots), theirs, pieces, 0, len(blocks), finished=True, ttl_s=1.0)
         first, stop = first_block * size, min(stop_block * size, NUM_TOKENS)
         start, end = covering(self.side.block_size, first, stop - first)
         digests = tuple(zip(pieces, told.digests, strict=True))

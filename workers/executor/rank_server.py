@@ -172,7 +172,7 @@ class RankTasks:
         return self._tasks
 
     async def end(self) -> None:
-        """They end by themselves when their leader has hung up; one that does not is cancelled after a while."""
+        """They end by themselves when their leader has disconnected; one that does not is cancelled after a while."""
         if not self._tasks:
             return
         _, running = await asyncio.wait(self._tasks, timeout=2 * END_TIMEOUT_S)

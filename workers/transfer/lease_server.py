@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvtransfer.control import ControlServer
-from kvtransfer.digest import answer
+from kvtransfer.digest import watch_reply
 from kvtransfer.ticket import PeerAddress, Piece, Progress
 from workers.config import WorkerConfig
 from workers.engine.executor import Executor
@@ -63,7 +63,7 @@ class LeaseServer:
             progressed = self._progressed
             mark = self._leases.progress(lease, epoch, have_blocks, loop.time())
             if mark.ready_blocks > have_blocks or mark.finished or loop.time() >= deadline_s:
-                return answer(
+                return watch_reply(
                     mark.cells,
                     self._layouts,
                     pieces,

@@ -1,10 +1,10 @@
 """One read between the event loop that asked for it and whatever moves its bytes.
 
-    flying ──> landed   (done = stats)          ──> settled
-       ├─────> failed   (done = error)          ──> settled
-       └─────> overdue  (done = TransferTimeout) ··> settled, when the backend knows that nothing lands any more
+    in flight ──> complete  (done = stats)           ──> settled
+       ├────────> failed    (done = error)           ──> settled
+       └────────> overdue   (done = TransferTimeout) ··> settled, when the backend knows that nothing lands any more
 
-Loop-side methods run on the loop; `post` is the one door for other threads.
+Methods run on the event loop; `post` calls them from other threads.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from kvtransfer.transport import Copies, Read, ReadStats
 NO_COPIES: Copies = np.empty((0, 3), np.int64)
 
 
-class Flight:
+class PendingRead:
     """A read's futures and deadline. Owned by its backend until `settle`."""
 
     def __init__(
-        self, peer: str, copies: Copies, deadline_s: float, overdue: "Callable[[Flight], None] | None" = None
+        self, peer: str, copies: Copies, deadline_s: float, overdue: "Callable[[PendingRead], None] | None" = None
     ) -> None:
         self.peer = peer
         self.copies = copies
@@ -30,13 +30,13 @@ class Flight:
         self._loop = asyncio.get_running_loop()
         self._overdue = overdue
         self.deadline_s = deadline_s
-        self.begun = False  # both belong to the backend, under its lock: a flight either begins
+        self.begun = False  # both belong to the backend, under its lock: a read either begins
         self.abandoned = False  # or is abandoned before it did, and then no byte of it can land
         self.read = Read(self._loop.create_future(), self._loop.create_future())
         self.read.done.add_done_callback(_observe)
         self._timer = self._loop.call_later(deadline_s, self._expire)
 
-    def land(self, seconds: float) -> None:
+    def complete(self, seconds: float) -> None:
         """Every byte is here: done and settled."""
         if not self.read.done.done():
             self.read.done.set_result(ReadStats(self.num_bytes, len(self.copies), seconds))
@@ -48,7 +48,7 @@ class Flight:
         if not self.read.done.done():
             self.read.done.set_exception(error)
 
-    def crash(self, error: Exception) -> None:
+    def abort(self, error: Exception) -> None:
         """The read is lost and nothing lands any more."""
         self.fail(error)
         self.settle()
@@ -59,7 +59,7 @@ class Flight:
             self.read.settled.set_result(None)
 
     def post(self, action: Callable[..., None], *arguments: object) -> None:
-        """Run a method of this flight on the loop, from another thread."""
+        """Run a method of this pending on the loop, from another thread."""
         call_loop(self._loop, action, *arguments)
 
     def _expire(self) -> None:
@@ -74,7 +74,7 @@ class Flight:
 
 
 def call_loop(loop: asyncio.AbstractEventLoop, action: Callable[..., None], *arguments: object) -> None:
-    """call_soon_threadsafe that tolerates a loop which has ended: then nobody is left to be told."""
+    """call_soon_threadsafe that tolerates a loop which has ended: then nobody waits any more."""
     if loop.is_closed():
         return
     try:
@@ -85,6 +85,6 @@ def call_loop(loop: asyncio.AbstractEventLoop, action: Callable[..., None], *arg
 
 
 def _observe(done: "asyncio.Future[ReadStats]") -> None:
-    """Mark the error as seen: whoever cancelled the pull will not come back for it."""
+    """Mark the error as seen: after a cancelled pull nobody waits for it."""
     if not done.cancelled():
         done.exception()

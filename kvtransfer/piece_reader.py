@@ -4,7 +4,7 @@
     another form   plan ── read into a slot of the staging area ── compare digests ── place into our blocks   } in turn
 
 Another form is another dtype; or another block size, where there is a staging area: a staged block is one range or a
-few, while one that is cut anew costs a range for each head, layer, K and V. Knows links; knows no lease.
+few; a block that is split again costs a range for each head, layer, K and V. Knows links; knows no lease.
 """
 
 import asyncio
@@ -47,10 +47,10 @@ class _Part:
     digests: tuple[int, ...]
 
 
-class Landing:
+class PieceReader:
     """Owned by a TransportSet, for all its links. `checker` is the thread that checks and places, beside the reads.
 
-    A slot stays lent until its read has settled and its content is placed, so a late byte never meets another's KV.
+    A slot stays in use until its read has settled and its content is placed, so a late byte never damages other KV.
     """
 
     def __init__(self, region: Region, checker: Executor, place: Place | None, *, verifies: bool) -> None:
@@ -80,8 +80,8 @@ class Landing:
     async def read(self, order: PullOrder, link: Link, digests: tuple[int, ...], failed: Failed) -> ReadStats | None:
         """Bring the link's piece of an order into our blocks; returns when no byte of it can land any more.
 
-        `digests` has one number for each source block, or none. A failure is told to `failed` at once, though bytes
-        may still land, and then the answer is None.
+        `digests` has one number for each source block, or none. A failure is passed to `failed` at once, though bytes
+        may still land; then the result is None.
         """
         loop = asyncio.get_running_loop()
         stop_s = loop.time() + order.deadline_s
@@ -173,7 +173,7 @@ class Landing:
                 offset = await self._slots.get()
         except TimeoutError:
             raise TransferTimeout(
-                f"the staging area had no room within {deadline_s:.1f} s: raise transfer.staging_bytes, or ask again"
+                f"the staging area had no room within {deadline_s:.1f} s: raise transfer.staging_bytes, or try again"
             ) from None
         try:
             yield offset
@@ -182,7 +182,7 @@ class Landing:
 
 
 async def _landed(read: Read, failed: Failed) -> ReadStats | None:
-    """Await a read until it has settled; its failure is told before."""
+    """Await a read until it has settled; its failure is passed on before."""
     try:
         return await read.done
     except Exception as error:
