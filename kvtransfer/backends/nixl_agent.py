@@ -167,7 +167,7 @@ class NixlAgent:
         return self._agent.initialize_xfer("READ", local, remote, peer.name, b"")
 
     def trial_path(self, peer: NixlPeer, log_position: int) -> str:
-        """The path in words, from what UCX reported during the taste. Raises when it would read over TCP."""
+        """The path in words, from what UCX reported during the trial read. Raises when it would read over TCP."""
         route = safe_route(self._identity, self._region.device, peer.address)
         paths = ucx_report.read_paths(log_position)
         if any(path.startswith("tcp") or "emulation" in path for path in paths):

@@ -87,7 +87,7 @@ def test_pieces_of_a_block_add_up() -> None:
 
 @pytest.mark.parametrize("piece", [Piece(0, (0, 3), (0, 4)), Piece(0, (1, 1), (0, 4)), Piece(0, (-1, 1), (0, 4))])
 def test_a_piece_that_the_rank_does_not_hold_is_refused(piece: Piece) -> None:
-    with pytest.raises(PeerRefused, match="is asked for"):
+    with pytest.raises(PeerRefused, match="was requested"):
         combine(cells_of(make_region(), (4,)), LAYOUT, piece)
 
 

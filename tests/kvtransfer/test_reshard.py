@@ -225,7 +225,7 @@ async def test_pulls_that_share_a_staging_area_take_turns(meet: Meet) -> None:
 
 async def test_without_room_a_staged_pull_times_out_and_settles(meet: Meet) -> None:
     reader = await meet(*CASES["eight bits"])
-    slots = reader.sets[0]._landing._slots
+    slots = reader.sets[0]._piece_reader._slots
     taken = [slots.get_nowait() for _ in range(slots.qsize())]
     read = reader.sets[0].pull(replace(reader.order(0, 6), deadline_s=0.05))
     with pytest.raises(TransferTimeout, match=r"transfer\.staging_bytes"):
