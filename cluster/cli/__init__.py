@@ -28,11 +28,27 @@ from cluster.cli.trace import trace
 OURS = ("diptych", "cluster", "workers", "kvtransfer")
 
 
+GROUPS: dict[str, tuple[click.Command, ...]] = {
+    "Serve": (demo, serve, gateway, models, doctor),
+    "Talk": (generate, chat),
+    "Observe": (status, top, trace),
+    "Operate": (scale, flip, drain, leave, autoscaler),
+    "Plan": (plan, simulate),
+    "Measure": (bench, profile),
+}
+
+
 class DiptychGroup(click.Group):
-    """Turns what a command raises into one line. Commands stand in the order of a first visit."""
+    """Turns what a command raises into one line, and lists commands by what they are for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{each.name:{width}}", each.get_short_help_str(110)) for each in commands])
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -44,12 +60,12 @@ class DiptychGroup(click.Group):
         except Exception as error:
             if ctx.params.get("debug"):
                 raise
-            told = missing_extra(error, ctx.invoked_subcommand or "") or one_line(error)
-            raise click.ClickException(told) from None
+            line = missing_extra(error, ctx.invoked_subcommand or "") or one_line(error)
+            raise click.ClickException(line) from None
 
 
 def one_line(error: BaseException) -> str:
-    """What happened, as one line. Ours and the system's errors speak for themselves; others get their type's name."""
+    """The error as one line. Errors that are neither ours nor the system's get their type's name."""
     if isinstance(error, OSError) and error.strerror:
         named = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         return " ".join(named.split())
@@ -63,31 +79,13 @@ def one_line(error: BaseException) -> str:
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @click.version_option(package_name="diptych", prog_name="diptych")
 def main(debug: bool) -> None:
-    """Serve large language models with prefill and decode apart.
+    """Serve large language models with prefill and decode on separate workers.
 
-    Start with `diptych demo`: two workers on this machine, a real model, and the way of one request.
+    Start with `diptych demo`: two workers on this machine, a real model, and the route of one request. Then
+    `diptych serve smollm2-135m` and, in another terminal, `diptych chat`.
     """
 
 
-for command in (
-    demo,
-    serve,
-    gateway,
-    generate,
-    chat,
-    status,
-    top,
-    trace,
-    flip,
-    drain,
-    scale,
-    leave,
-    autoscaler,
-    bench,
-    simulate,
-    plan,
-    models,
-    doctor,
-    profile,
-):
-    main.add_command(command)
+for commands in GROUPS.values():
+    for command in commands:
+        main.add_command(command)

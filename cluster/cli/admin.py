@@ -20,9 +20,9 @@ REVISION = click.option(
     type=click.IntRange(min=0),
     default=0,
     metavar="NUMBER",
-    help="Only if the cluster is still at this one (`diptych status` shows it).",
+    help="Apply only if the cluster is still at this revision (see `diptych status`).",
 )
-JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of words.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 
 
 @click.command(cls=GroupedCommand)
@@ -32,14 +32,14 @@ JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object ins
 @REVISION
 @JSON
 def flip(worker: str, role: str, endpoint: str, access: Access, revision: int, as_json: bool) -> None:
-    """Give a worker another role. What runs there goes on; new work follows the new role.
+    """Change a worker's role. Running requests continue; new ones follow the new role.
 
     \b
     Example:
       diptych flip decode-1 prefill
     """
     new = _change(endpoint, access, lambda client: client.flip(worker, Role(role), revision=revision))
-    _tell(as_json, new, f"{worker} is a {role} worker", worker=worker, role=role)
+    _print(as_json, new, f"{worker}: role set to {role}", worker=worker, role=role)
 
 
 @click.command(cls=GroupedCommand)
@@ -50,19 +50,19 @@ def flip(worker: str, role: str, endpoint: str, access: Access, revision: int, a
     "deadline_s",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="Stop it then, whatever still runs there. [default: health.drain_s of the cluster]",
+    help="Stop it after this time even if requests still run there. [default: health.drain_s of the cluster]",
 )
 @REVISION
 @JSON
 def drain(worker: str, endpoint: str, access: Access, deadline_s: float | None, revision: int, as_json: bool) -> None:
-    """Let a worker go. It takes no new work and is stopped once it is empty; its pool has one fewer.
+    """Remove a worker: it takes no new work and stops when it is empty. Its pool shrinks by one.
 
     \b
     Example:
       diptych drain decode-1 --deadline 30
     """
     new = _change(endpoint, access, lambda client: client.drain(worker, deadline_s=deadline_s, revision=revision))
-    _tell(as_json, new, f"{worker} takes no new work, and leaves when it is empty", worker=worker)
+    _print(as_json, new, f"{worker}: draining, stops when it is empty", worker=worker)
 
 
 @click.command(cls=GroupedCommand)
@@ -72,14 +72,14 @@ def drain(worker: str, endpoint: str, access: Access, deadline_s: float | None, 
 @REVISION
 @JSON
 def scale(pool: str, replicas: int, endpoint: str, access: Access, revision: int, as_json: bool) -> None:
-    """Let a pool have so many workers. New ones are started; those with the least work are drained.
+    """Set the number of workers of a pool. New ones are started; those with the least work are drained.
 
     \b
     Example:
       diptych scale decode 3 --revision 12
     """
     new = _change(endpoint, access, lambda client: client.scale(pool, replicas, revision=revision))
-    _tell(as_json, new, f"pool {pool} shall have {replicas} worker{'s' * (replicas != 1)}", pool=pool, wanted=replicas)
+    _print(as_json, new, f"{pool}: target set to {replicas} worker{'s' * (replicas != 1)}", pool=pool, wanted=replicas)
 
 
 def _change(endpoint: str, access: Access, ask: Callable[["AsyncClient"], Awaitable[int]]) -> int:
@@ -92,7 +92,7 @@ def _change(endpoint: str, access: Access, ask: Callable[["AsyncClient"], Awaita
     return asyncio.run(change())
 
 
-def _tell(as_json: bool, revision: int, words: str, **facts: Any) -> None:
+def _print(as_json: bool, revision: int, words: str, **facts: Any) -> None:
     if as_json:
         print_json({**facts, "revision": revision})
     else:

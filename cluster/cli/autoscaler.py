@@ -1,4 +1,4 @@
-"""`diptych autoscaler`: pods of pools follow the workers that these shall have."""
+"""`diptych autoscaler`: the pods of each pool follow its target number of workers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +19,8 @@ SECONDS = click.FloatRange(min=0, min_open=True)
 
 
 @click.command(cls=GroupedCommand)
-@click.option(
-    "-f", "--file", "file", required=True, type=click.Path(exists=True, dir_okay=False), help="The cluster's file."
-)
-@click.option("--prefix", required=True, metavar="NAME", help="The StatefulSet of a pool is called NAME-POOL.")
+@click.option("-f", "--file", "file", required=True, type=click.Path(exists=True, dir_okay=False), help="Cluster file.")
+@click.option("--prefix", required=True, metavar="NAME", help="Each pool's StatefulSet is named NAME-POOL.")
 @addressed_for_long
 @click.option(
     "--window",
@@ -31,20 +29,20 @@ SECONDS = click.FloatRange(min=0, min_open=True)
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="Fewer pods must have been enough for so long before any goes.",
+    help="Remove pods only after fewer have been enough for this long.",
 )
 @click.option(
-    "--period", "period_s", type=SECONDS, default=5.0, show_default=True, metavar="SECONDS", help="Between two looks."
+    "--period", "period_s", type=SECONDS, default=5.0, show_default=True, metavar="SECONDS", help="Time between checks."
 )
 @click.option(
     "--service-account",
     "account",
     type=click.Path(file_okay=False, path_type=Path),
     envvar="DIPTYCH_SERVICE_ACCOUNT",
-    help="The folder with token, ca.crt and namespace. [default: where Kubernetes mounts it]",
+    help="Folder with token, ca.crt and namespace. [default: where Kubernetes mounts it]",
 )
-@click.option("--health-port", type=click.IntRange(1, 65535), help="/health and /ready for a kubelet. [default: none]")
-@click.option("--log-format", type=click.Choice(["text", "json"]), help="Logs go to standard error.")
+@click.option("--health-port", type=click.IntRange(1, 65535), help="Port of /health and /ready. [default: none]")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="Log format (to stderr).")
 def autoscaler(
     file: str,
     prefix: str,
@@ -56,10 +54,10 @@ def autoscaler(
     health_port: int | None,
     log_format: str | None,
 ) -> None:
-    """Keep as many pods for each pool as the workers need that it shall have; runs in a pod of Kubernetes.
+    """Scale each pool's pods to its target number of workers; runs in a Kubernetes pod.
 
-    For pools with replicas: {min, max} that are StatefulSets. How many workers there shall be is decided elsewhere: by
-    the elastic policy, or with `diptych scale`. Goes on until SIGTERM, whatever fails meanwhile.
+    For pools with replicas: {min, max} that are StatefulSets. The elastic policy or `diptych scale` sets the target.
+    Runs until SIGTERM and survives failures of the gateway and the API server.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""`diptych bench`: load on a running endpoint, or on several configurations in turn, judged like a simulated one."""
+"""`diptych bench`: load on a running endpoint, or on several configurations in turn."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,12 +7,16 @@ import click
 
 from cluster.cli.address import DEFAULT, accessed, connection, default_endpoint
 from cluster.cli.comparison import positive_slo
-from cluster.cli.groups import GroupedCommand
+from cluster.cli.groups import GroupedCommand, grouped
 from diptych.access import Access
 
 if TYPE_CHECKING:
     from cluster.cli.benching import Asked
 
+workload = grouped("Load")
+goodput = grouped("SLO and goodput")
+compared = grouped("Comparison")
+output = grouped("Output")
 LENGTHS = "128/64"
 SEEDS_OF_GOODPUT, SEEDS_OF_COMPARE = 3, 5
 
@@ -27,29 +31,56 @@ SEEDS_OF_GOODPUT, SEEDS_OF_COMPARE = 3, 5
     help=f"grpc://HOST:PORT, or http://HOST:PORT[/v1] of any OpenAI server (TLS: grpcs://, https://). {DEFAULT}",
 )
 @accessed
-@click.option("--model", default="", metavar="NAME", help="With http://: which; else the only one there is.")
-@click.option("--api-key", default="", envvar="OPENAI_API_KEY", metavar="KEY", help="With http:// (OPENAI_API_KEY).")
-@click.option("--tokenizer", type=click.Path(exists=True, file_okay=False, path_type=Path), help="With http://.")
-@click.option("--workload", "source", metavar="SOURCE", help="A trace file, or such as poisson:rate=4,count=100.")
-@click.option("--concurrency", type=click.IntRange(1, 4096), help="Keep so many in flight; times do not count.")
-@click.option("--count", type=click.IntRange(1), help="With --concurrency, instead of a workload: how many requests.")
-@click.option("--lengths", metavar="P/O", help=f"With --count or --batches: prompt/answer or a mix ({LENGTHS}).")
-@click.option("--batches", metavar="N,N,...", help="Send so many at once, each size in turn: 1,2,4 or 1..128.")
-@click.option("--repeats", type=click.IntRange(1, 100), default=3, show_default=True, help="Of each batch size.")
-@click.option("--goodput", "wants_goodput", is_flag=True, help="Search the largest rate that keeps the promise.")
-@click.option("--attainment", "target", type=float, default=0.9, show_default=True, help="Share that must keep it.")
-@click.option("--tolerance", type=float, default=0.1, show_default=True, help="How closely goodput is searched.")
-@click.option("--rates", metavar="R,R,...", help="Also run at these rates; with --compare, at these only.")
-@click.option("--compare", is_flag=True, help="Run CONFIGURATIONS, cluster YAMLs or http:// endpoints, in turn.")
-@click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", help="With --compare: of each cluster.")
-@click.option("--ttft", "ttft_s", type=float, metavar="S", help="Promise: seconds to the first token.")
-@click.option("--tpot", "tpot_s", type=float, metavar="S", help="Promise: seconds for each token after it.")
-@click.option("--deadline", "deadline_s", type=float, default=300.0, show_default=True, help="Of one request.")
-@click.option("--in-flight", type=click.IntRange(1), default=256, show_default=True, help="More are refused here.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn; the first one.")
-@click.option("--seeds", type=click.IntRange(1, 100), help="How many: of --goodput (3), of --compare (5).")
-@click.option("-o", "--out", type=click.Path(file_okay=False, path_type=Path), help="Report, pictures, JSON go here.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@connection("--model", default="", metavar="NAME", help="With http://: model to ask. [default: the only one there]")
+@connection(
+    "--api-key", default="", envvar="OPENAI_API_KEY", metavar="KEY", help="With http://. [default: $OPENAI_API_KEY]"
+)
+@connection(
+    "--tokenizer",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="With http://: folder of the model's tokenizer.",
+)
+@workload("--workload", "source", metavar="SOURCE", help="Trace file, or a generator: poisson:rate=4,count=100.")
+@workload(
+    "--concurrency",
+    type=click.IntRange(1, 4096),
+    metavar="N",
+    help="Keep N requests in flight, ignoring arrival times.",
+)
+@workload("--count", type=click.IntRange(1), metavar="N", help="Requests in all, with --concurrency and no --workload.")
+@workload("--lengths", metavar="P/O", help=f"Prompt/output tokens, with --count or --batches. [default: {LENGTHS}]")
+@workload("--batches", metavar="N,N,...", help="Send static batches of these sizes: 1,2,4 or 1..128.")
+@workload("--repeats", type=click.IntRange(1, 100), default=3, show_default=True, help="Runs of each batch size.")
+@goodput("--goodput", "wants_goodput", is_flag=True, help="Search the highest rate that meets the SLO.")
+@goodput(
+    "--attainment", "target", type=float, default=0.9, show_default=True, help="Share of requests that must meet it."
+)
+@goodput("--tolerance", type=float, default=0.1, show_default=True, help="Relative precision of the search.")
+@workload("--rates", metavar="R,R,...", help="Also run at these requests/s; with --compare, at these only.")
+@compared("--compare", is_flag=True, help="Measure CONFIGURATIONS (cluster YAMLs or http:// endpoints) in turn.")
+@compared("--runtime", type=click.Choice(["ray", "local"]), default="ray", help="Runtime of each cluster.")
+@goodput("--ttft", "ttft_s", type=float, metavar="SECONDS", help="SLO: time to first token.")
+@goodput("--tpot", "tpot_s", type=float, metavar="SECONDS", help="SLO: time per output token after the first.")
+@workload(
+    "--deadline",
+    "deadline_s",
+    type=float,
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time limit of a request.",
+)
+@workload(
+    "--in-flight",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Client-side limit of requests in flight; more fail.",
+)
+@workload("--seed", type=int, default=0, show_default=True, help="First seed of everything generated.")
+@workload("--seeds", type=click.IntRange(1, 100), help="Number of seeds. [default: 3 with --goodput, 5 with --compare]")
+@output("-o", "--out", type=click.Path(file_okay=False, path_type=Path), help="Output folder: report, pictures, JSON.")
+@output("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def bench(
     configurations: tuple[str, ...],
     endpoint: str,
@@ -78,10 +109,10 @@ def bench(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure a running cluster or any OpenAI server, or compare configurations; see docs/benchmarking.md.
+    """Measure a running cluster or any OpenAI server, or compare configurations.
 
-    A workload's requests are sent each at its time, whatever became of those before it. The workload, the figures, the
-    report and the trace for ui.perfetto.dev are those of `diptych simulate`.
+    Each request is sent at its arrival time, whether or not earlier ones have finished (open loop). Workloads, figures,
+    report and the trace for ui.perfetto.dev are the same as those of `diptych simulate`. See docs/benchmarking.md.
 
     \b
     Examples:
@@ -97,7 +128,7 @@ def bench(
 
     _check_modes(configurations, compare, batches, source, concurrency, count, lengths, wants_goodput, rates)
     if seeds is not None and not (compare or wants_goodput):
-        raise click.UsageError("--seeds goes with --goodput or --compare; --seed says which one a single run has")
+        raise click.UsageError("--seeds goes with --goodput or --compare; a single run has --seed")
     for name, value, most in (("--attainment", target, 1.0), ("--tolerance", tolerance, 1e3)):
         if not 0.0 < value <= most:
             raise click.UsageError(f"{name} is {value}; it is above 0 and at most {most:g}")
@@ -105,7 +136,7 @@ def bench(
         raise click.UsageError(f"--deadline is {deadline_s}; it is above 0 seconds")
     slo = positive_slo(ttft_s, tpot_s)
     if wants_goodput and slo.ttft_s is None and slo.tpot_s is None:
-        raise click.UsageError("--goodput needs a promise: --ttft, --tpot, or both")
+        raise click.UsageError("--goodput needs an SLO: --ttft, --tpot, or both")
     wanted = seeds or (SEEDS_OF_COMPARE if compare else SEEDS_OF_GOODPUT if wants_goodput else 1)
     asked: Asked = benching.Asked(
         target=None if compare else Target(endpoint, model, api_key, tokenizer, access),
@@ -146,11 +177,11 @@ def _check_modes(
 ) -> None:
     """What does not go together. Raises `click.UsageError`."""
     if configurations and not compare:
-        raise click.UsageError(f"{configurations[0]} stands alone; configurations go with --compare")
+        raise click.UsageError(f"{configurations[0]} is a configuration; add --compare")
     if compare and (len(configurations) < 2 or len(set(configurations)) != len(configurations)):
         raise click.UsageError("--compare needs two or more configurations, each once: YAMLs or http:// endpoints")
     if compare and (batches is not None or wants_goodput):
-        raise click.UsageError("--compare goes neither with --batches nor with --goodput")
+        raise click.UsageError("--compare excludes --batches and --goodput")
     if batches is not None:
         others = {"--workload": source, "--concurrency": concurrency, "--count": count, "--rates": rates}
         given = [name for name, value in others.items() if value is not None] + ["--goodput"] * wants_goodput
@@ -158,7 +189,7 @@ def _check_modes(
             raise click.UsageError(f"--batches sends its own load; leave {given[0]} out")
         return
     if source is None and (concurrency is None or count is None):
-        raise click.UsageError("say what to send: --workload SOURCE, --concurrency N --count M, or --batches 1..128")
+        raise click.UsageError("choose what to send: --workload SOURCE, --concurrency N --count M, or --batches 1..128")
     if source is not None and (count is not None or lengths is not None):
         extra = "--count" if count is not None else "--lengths"
         raise click.UsageError(f"the workload has its own {extra[2:]}; leave {extra} out")

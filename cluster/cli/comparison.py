@@ -1,4 +1,4 @@
-"""How compared runs, real or simulated, look on a terminal and in a folder."""
+"""Compared runs, real or simulated, on a terminal and in a folder."""
 
 import re
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def positive_slo(ttft_s: float | None, tpot_s: float | None) -> "SLO":
-    """The promises of the command line, checked."""
+    """The SLO of the command line, checked."""
     from workers.request import SLO
 
     for name, value in (("--ttft", ttft_s), ("--tpot", tpot_s)):
         if value is not None and not 0.0 < value < float("inf"):
-            raise click.UsageError(f"{name} is {value}; a promise is above 0 seconds")
+            raise click.UsageError(f"{name} is {value}; an SLO is above 0 seconds")
     return SLO(ttft_s, tpot_s)
 
 
@@ -42,7 +42,7 @@ def tell(compared: "Sequence[Compared]", as_json: bool) -> None:
 
 
 def _file_name(name: str) -> str:
-    """Whatever a system is called, a file inside of the folder."""
+    """A file name inside the folder, whatever the system is called."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "system"
 
 
@@ -64,9 +64,9 @@ def write(
     notes: Sequence[str] = (),
     more: "More | None" = None,
 ) -> None:
-    """Figures as JSON, every picture, one page with all of them, and a trace of each run that has one.
+    """Write figures as JSON, every picture, one page with all of them, and a trace of each run that has one.
 
-    `document`: the JSON, where it is more than the systems' figures. `notes` and `more` go into the page.
+    `document`: the JSON, when it is more than the systems' figures. `notes` and `more` go into the page.
     """
     import json
 
@@ -76,8 +76,8 @@ def write(
 
     more = more or NO_MORE
     out.mkdir(parents=True, exist_ok=True)
-    told = document if document is not None else [system_json(each) for each in compared]
-    (out / "figures.json").write_text(json.dumps(told, indent=2) + "\n")
+    shown = document if document is not None else [system_json(each) for each in compared]
+    (out / "figures.json").write_text(json.dumps(shown, indent=2) + "\n")
     written = ["figures.json", "report.html"]
     images = {each.name: png(each.draw()) for each in (*more.pictures, *pictures(compared))}
     (out / "report.html").write_text(page(title, compared, subtitle=source, notes=notes, images=images, more=more))

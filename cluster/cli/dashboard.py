@@ -1,4 +1,4 @@
-"""How `diptych top` looks: one screen of a cluster, for any width from 80 columns on, and the same as JSON."""
+"""The screen of `diptych top`, for 80 columns and more, and the same as JSON."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from diptych.client import ClusterStatus
 
-WIDE = 120  # columns; below, what can be done without is left out
-FOOTER_LINES, MOST_PROMISE_LINES = 6, 3
+WIDE = 120  # columns; narrower screens leave details out
+FOOTER_LINES, MOST_SLO_LINES = 6, 3
 NARROW_REST = 67  # columns that a narrow table needs beside the names of workers
 COLOURS = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
 UNKNOWN = "-"
@@ -29,8 +29,8 @@ TIED = "\u00a0"  # a space where no line breaks
 
 
 def screen(looks: Looks, width: int, height: int | None = None, *, trouble: str = "", once: bool = False) -> Any:
-    """Header, a row for each worker under its pool's, and what happened last. `height`: lines that there are; rows of
-    workers that do not fit are counted instead. `trouble`: why there is no newer answer."""
+    """Header, a row for each pool and its workers, and the latest events. `height`: lines of the terminal; workers that
+    do not fit are counted instead. `trouble`: why there is no newer answer."""
     from rich.console import Group
 
     status, rates = looks.latest.status, looks.rates(since_beginning=once)
@@ -48,12 +48,12 @@ def _header(status: "ClusterStatus", rates: Rates, width: int, trouble: str) -> 
     named = f"{view.name}  model {model}  revision {view.revision}  {status.gateway} up {uptime}"
     yield Text(named, style="bold", no_wrap=True, overflow="ellipsis")
     refused = f"  {rates.refused_s:.1f} refused/s" if rates.refused_s else ""
-    load = f"{status.active_requests} of {status.max_requests} under way, {status.standing.queued} queued"
+    load = f"{status.active_requests} of {status.max_requests} in flight, {status.standing.queued} queued"
     yield _line(f"{_rate(rates.requests_s)} requests/s  {_rate(rates.tokens_s)} tokens/s{refused}  {load}")
-    when = "since the gateway began" if rates.kept_s is None else f"last {rates.kept_s:.0f} s"
+    when = "since the gateway started" if rates.kept_s is None else f"last {rates.kept_s:.0f} s"
     kept = [f"{score.name}{TIED}{words}" for score in rates.kept if (words := _kept_words(score.ttft, score.tpot))]
-    promises = f"promises kept, {when}: {'; '.join(kept) or 'none was due'}"
-    for line in wrap(promises, width, subsequent_indent="  ")[:MOST_PROMISE_LINES]:
+    attained = f"SLO attainment, {when}: {'; '.join(kept) or 'no request yet'}"
+    for line in wrap(attained, width, subsequent_indent="  ")[:MOST_SLO_LINES]:
         yield _line(line.replace(TIED, " "))
     if trouble:
         yield Text(trouble, style="bold red", no_wrap=True, overflow="ellipsis")
@@ -66,9 +66,9 @@ def _line(text: str) -> "Text":
 
 
 def _kept_words(ttft: Kept, tpot: Kept) -> str:
-    told = (f"{name} {kept.share:.0%} of {kept.settled}" for name, kept in (("TTFT", ttft), ("TPOT", tpot))
+    shares = (f"{name} {kept.share:.0%} of {kept.settled}" for name, kept in (("TTFT", ttft), ("TPOT", tpot))
             if kept.share is not None)  # fmt: skip
-    return " ".join(told).replace(" ", TIED)
+    return " ".join(shares).replace(" ", TIED)
 
 
 def _table(status: "ClusterStatus", rates: Rates, width: int, room: int | None) -> "Table":
@@ -106,7 +106,7 @@ def _rows(view: ClusterView) -> Iterator[tuple[str, WorkerView | None]]:
 def _fitting(
     rows: list[tuple[str, WorkerView | None]], room: int | None
 ) -> tuple[list[tuple[str, WorkerView | None]], int]:
-    """Pools always; of the workers as many as there is room for, and how many have none."""
+    """All pools, as many workers as fit, and how many do not."""
     if room is None or len(rows) <= room:
         return rows, 0
     workers = room - 1 - sum(worker is None for _, worker in rows)
@@ -122,7 +122,7 @@ def _fitting(
 
 
 def _pool_cells(name: str, view: ClusterView, rates: Rates, wide: bool) -> list["str | Text"]:
-    """The pool as one: sums of what its workers have."""
+    """Sums over the pool's workers."""
     staff = [worker for worker in view.workers if worker.pool == name]
     pool = next((pool for pool in view.pools if pool.name == name), None)
     ready = sum(worker.state is WorkerState.READY for worker in staff)
@@ -180,7 +180,7 @@ def _blocks(used: int, total: int, wide: bool) -> str:
 
 
 def _bar(used: int, total: int, cells: int) -> "Text":
-    """Filled as far as blocks are used; any use shows."""
+    """Filled by the share of blocks in use; any use shows."""
     from rich.text import Text
 
     share = used / total if total else 0.0
@@ -217,11 +217,11 @@ def span(seconds: float) -> str:
 
 
 def _footer(status: "ClusterStatus", width: int) -> "Iterator[Text]":
-    """The latest of decisions and happenings, the newest on top; before them troubles that have no column."""
+    """The latest decisions and events, newest first; before them troubles that have no column."""
     troubled = [worker for worker in status.view.workers if worker.trouble and width < WIDE]
     for worker in troubled[:FOOTER_LINES]:
         yield _line(f"{worker.name}: {worker.trouble}")
-    entries = [*map(_decided, status.decisions), *_happened(status.recent.happenings)]
+    entries = [*map(_decided, status.decisions), *_events(status.recent.happenings)]
     for age_s, words in sorted(entries, key=lambda entry: entry[0])[:FOOTER_LINES]:
         yield _line(f"{span(age_s):>7} ago  {words}")
 
@@ -230,10 +230,10 @@ def _decided(taken: Taken) -> tuple[float, str]:
     return taken.age_s, f"{taken.outcome}: {decision_words(taken.decision)}: {taken.decision.reason}"
 
 
-def _happened(happenings: tuple[tuple[float, Happening], ...]) -> Iterator[tuple[float, str]]:
-    """Refusals of one cause are one line: the latest, and how many there are lately."""
-    causes = Counter(each.text.partition(":")[0] for _, each in happenings if each.kind == "refused")
-    for age_s, each in reversed(happenings):
+def _events(events: tuple[tuple[float, Happening], ...]) -> Iterator[tuple[float, str]]:
+    """Refusals with one cause are one line: the latest, and how many there were."""
+    causes = Counter(each.text.partition(":")[0] for _, each in events if each.kind == "refused")
+    for age_s, each in reversed(events):
         count = causes.pop(each.text.partition(":")[0], 0) if each.kind == "refused" else 1
         if count:
             who = " ".join(filter(None, (each.worker, each.request_id)))

@@ -1,13 +1,13 @@
-"""`diptych demo`: two workers here, a real model, one answer, and where it went."""
+"""`diptych demo`: two workers here, a real model, one answer and its route."""
 
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cluster.cli.groups import GroupedCommand
-from cluster.cli.launch import with_port
+from cluster.cli.launch import private
 from cluster.cli.lifetime import run, running_cluster
-from cluster.cli.screen import answer_json, console, ledger_table, print_json, say, way_lines, worker_json
+from cluster.cli.screen import answer_json, console, ledger_table, print_json, route_lines, say, worker_json
 from cluster.cli.serve import check_pools
 
 if TYPE_CHECKING:
@@ -18,15 +18,15 @@ PROMPT = "Explain in two sentences why the sea is salty."
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--prompt", default=PROMPT, show_default=True)
-@click.option("--model", default="smollm2-135m", show_default=True)
-@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--prompt", default=PROMPT, show_default=True, help="Message to answer.")
+@click.option("--model", default="smollm2-135m", show_default=True, help="Short name, folder, .gguf file or hub id.")
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Length of each answer.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def demo(prompt: str, model: str, max_tokens: int, runtime: str, as_json: bool) -> None:
-    """Start a prefill and a decode worker here, answer one prompt, show its way.
+    """Start a prefill and a decode worker here, answer one prompt, and show where it ran.
 
-    Fetches the model on the first run. Everything that was started is closed again.
+    The first run downloads the model. Everything that was started is stopped at the end.
 
     \b
     Example:
@@ -34,7 +34,7 @@ def demo(prompt: str, model: str, max_tokens: int, runtime: str, as_json: bool) 
     """
     from cluster.spec import laptop_spec
 
-    spec = with_port(laptop_spec().with_model(model), 0)
+    spec = private(laptop_spec().with_model(model))
     check_pools(spec, None, runtime)
     try:
         run(_demo(spec, runtime, prompt, max_tokens, as_json))
@@ -51,12 +51,12 @@ async def _demo(spec: "ClusterSpec", runtime: str, prompt: str, max_tokens: int,
         view = (await client.status()).view
         workers = {worker.name: worker for worker in view.workers}
         if as_json:
-            told: dict[str, Any] = answer_json(answer.text, answer.output.tokens, answer.accepted, answer.completed)
-            print_json(told | {"workers": [worker_json(worker) for worker in view.workers]})
+            found: dict[str, Any] = answer_json(answer.text, answer.output.tokens, answer.accepted, answer.completed)
+            print_json(found | {"workers": [worker_json(worker) for worker in view.workers]})
             return
         screen = console()
-        screen.print("\n[bold]Where it went[/]")
-        for line in way_lines(answer.accepted, answer.completed, workers):
+        screen.print("\n[bold]Where it ran[/]")
+        for line in route_lines(answer.accepted, answer.completed, workers):
             screen.print(line, markup=False, soft_wrap=True)
         screen.print("\n[bold]Where its time went[/]")
         screen.print(ledger_table(answer.completed.ledger))

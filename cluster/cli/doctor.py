@@ -1,4 +1,4 @@
-"""`diptych doctor`: what this machine has, what will be used, and why."""
+"""`diptych doctor`: what this machine has, what Diptych will use, and why."""
 
 import importlib.util
 import os
@@ -31,11 +31,11 @@ class Compute:
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 def doctor(as_json: bool) -> None:
-    """Check this machine: torch, Ray, and the paths that KV can take.
+    """Check torch, Ray and the transports for KV on this machine.
 
-    Tries a transfer between two processes of its own, which takes some seconds.
+    Runs a trial transfer between two processes, which takes some seconds.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""`diptych gateway`: one more gateway for a cluster that `diptych serve` keeps."""
+"""`diptych gateway`: one more gateway for a cluster that `diptych serve` runs."""
 
 import socket
 from collections.abc import Callable
@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--cluster", help="The name that it is served under. [default: the one of this machine, else diptych]")
-@click.option("--port", type=click.IntRange(0, 65535), help="gRPC port; 0 takes any free one. [default: the cluster's]")
-@click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port. [default: the cluster's, or none]")
+@click.option("--cluster", help="Name of the cluster. [default: the one served on this machine, else diptych]")
+@click.option("--port", type=click.IntRange(0, 65535), help="gRPC port, 0 for any free one. [default: the cluster's]")
+@click.option(
+    "--http-port",
+    type=click.IntRange(0, 65535),
+    help="HTTP port, 0 for any free one. [default: the cluster's, if any]",
+)
 @click.option(
     "--grace",
     "grace_s",
@@ -30,14 +34,14 @@ if TYPE_CHECKING:
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long running requests may go on after Ctrl-C or SIGTERM; a second one cuts them.",
+    help="Time that running requests get to finish after Ctrl-C or SIGTERM; a second one cuts them.",
 )
 @click.option(
     "--wait", "wait_s", type=click.FloatRange(min=0), default=600.0, show_default=True, metavar="SECONDS",
-    help="For the cluster to be served, and its model to be loaded.",
+    help="Time to wait for the cluster and its model.",
 )  # fmt: skip
 @filed
-@click.option("--log-format", type=click.Choice(["text", "json"]), help="Logs go to standard error.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="Log format (to stderr).")
 def gateway(
     cluster: str | None,
     port: int | None,
@@ -47,11 +51,11 @@ def gateway(
     log_format: str | None,
     files: dict[str, str],
 ) -> None:
-    """Open one more gateway for a cluster that is served, and keep it until Ctrl-C.
+    """Add a gateway to a running cluster, until Ctrl-C.
 
-    It runs in this process, on a node of the Ray on which the cluster is served: that of RAY_ADDRESS, or the one that
-    your `diptych serve` started on this machine, or another Ray of this machine. Told to end it refuses new requests,
-    lets running ones end, and goes.
+    It runs in this process, on a node of the cluster's Ray: that of RAY_ADDRESS, or the one that your `diptych serve`
+    started on this machine, or another Ray of this machine. On Ctrl-C or SIGTERM it refuses new requests and lets
+    running ones finish.
 
     \b
     Example:
@@ -97,7 +101,7 @@ async def _gateway(
 
 
 def _changed(port: int | None, http_port: int | None, files: dict[str, str], spec: "ClusterSpec") -> "ClusterSpec":
-    """What is served, but for what was said here."""
+    """The cluster's spec with the options of this command."""
     spec = with_files(spec, files)
     if port is not None:
         spec = with_port(spec, port)

@@ -1,4 +1,4 @@
-"""`diptych leave`: a node of Ray goes, and what is computed on it goes on elsewhere first."""
+"""`diptych leave`: empty a Ray node before it goes; its work continues elsewhere."""
 
 import asyncio
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import click
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import print_json
 
-LOOK_S = 5.0  # Ray's table is looked at again after every change, and so often without any
+LOOK_S = 5.0  # Ray's table is read after every change, and this often without one
 AGAIN_S = 0.5
 
 
@@ -31,14 +31,14 @@ class Left:
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="Wait no longer; what is left then is computed anew elsewhere when the node ends.",
+    help="Wait no longer than this; what is left is computed again elsewhere when the node goes.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of words.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def leave(node: str | None, deadline_s: float, as_json: bool) -> None:
-    """Empty a node of Ray before it goes: NODE is its id or its address; without one, it is this machine.
+    """Empty a Ray node before it goes. NODE is its id or its address; the default is this machine.
 
-    Ray places nothing more there. Its workers take no new work, their streams move to others, and each is started anew
-    where there is room. Done when none is left. Joins the Ray of RAY_ADDRESS, or the one of this machine.
+    Ray places nothing more there. Its workers take no new work, their streams migrate to other workers, and each worker
+    restarts where there is room. Returns when none is left. Joins the Ray of RAY_ADDRESS, or the one of this machine.
 
     \b
     Example:
@@ -46,8 +46,8 @@ def leave(node: str | None, deadline_s: float, as_json: bool) -> None:
     """
     left = asyncio.run(_leave(node, deadline_s))
     if as_json:
-        told = {"node": left.node, "left": left.gone, "still_there": left.still_there, "seconds": left.seconds}
-        print_json(told)
+        facts = {"node": left.node, "left": left.gone, "still_there": left.still_there, "seconds": left.seconds}
+        print_json(facts)
     else:
         click.echo(_words(left))
     if left.still_there:

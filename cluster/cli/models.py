@@ -1,4 +1,4 @@
-"""`diptych models`: what can be served from here, and what is here already."""
+"""`diptych models`: which models can be served, and which are on this machine."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def models() -> None:
-    """List, fetch and look into models.
+    """List, download and inspect models.
 
     \b
     Example:
@@ -22,9 +22,9 @@ def models() -> None:
 
 
 @models.command("list")
-@click.option("--json", "as_json", is_flag=True, help="A JSON list instead of lines.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of lines.")
 def list_command(as_json: bool) -> None:
-    """Models known by name, and those already on this machine.
+    """List models known by name, and those already on this machine.
 
     \b
     Example:
@@ -37,14 +37,14 @@ def list_command(as_json: bool) -> None:
         print_json([asdict(each) | {"path": None if each.path is None else str(each.path)} for each in listings])
         return
     for each in listings:
-        here = f"here, {size(each.num_bytes)}" if each.path else "not here yet"
+        here = f"local, {size(each.num_bytes)}" if each.path else "not downloaded"
         click.echo(f"{each.name:24} {here:18} {each.description}")
 
 
 @models.command()
 @click.argument("name")
 def pull(name: str) -> None:
-    """Fetch model NAME now: a short name, or owner/name on the hub.
+    """Download model NAME: a short name, or owner/name on the hub.
 
     \b
     Example:
@@ -59,7 +59,7 @@ def pull(name: str) -> None:
 
 @models.command()
 @click.argument("name")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 def inspect(name: str, as_json: bool) -> None:
     """Show the shape of model NAME: a short name, a .gguf file, a folder, or owner/name.
 
@@ -79,10 +79,10 @@ def inspect(name: str, as_json: bool) -> None:
 
 
 def inspected(summary: "ModelSummary") -> list[tuple[str, str]]:
-    """What a person asks of a model, in words; --json has the rest."""
+    """The main facts for a person; --json has the rest."""
     config = summary.config
     windows = sum(layer.window > 0 for layer in config.layers)
-    layers = f"{len(config.layers)}{f', {windows} of them with a sliding window' if windows else ''}"
+    layers = f"{len(config.layers)}{f', {windows} with a sliding window' if windows else ''}"
     stated = {name: value for name, value in asdict(config.generation).items() if value is not None}
     rows = [
         ("name", summary.name),

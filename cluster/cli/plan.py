@@ -21,54 +21,60 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BUYING_S, PLACING_S = 120.0, 600.0  # usual time limits: of the buyer's question, and of the others
-TTFT_S, TPOT_S = 1.0, 0.05  # the buyer's promise, unless told
+TTFT_S, TPOT_S = 1.0, 0.05  # the SLO of --prompt and --machines by default
 USERS = "1,8,64"
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--model", metavar="NAME", help="A model's name, such as llama-3-8b, or the folder of its config.json.")
-@click.option("--hardware", metavar="H[,H2]", help="Kinds of GPU, such as a100-80gb,h100-80gb.")
-@click.option("--gpus", type=click.IntRange(1, 4096), help="At most so many in all.")
-@click.option("--nodes", type=click.IntRange(1), help="On so many equal nodes; else as the data sheet has them.")
-@click.option("--workload", "source", metavar="SPEC", help="A trace file, or such as poisson:rate=4,lengths=mixed.")
-@click.option("--own-times", is_flag=True, help="Keep the workload's own gaps and prefixes; else Poisson arrivals.")
-@click.option("--rate", type=float, help="Requests a second to serve; without it, the most goodput is looked for.")
-@click.option("--ttft", "ttft_s", type=float, metavar="S", help="Promise: seconds to the first token.")
-@click.option("--tpot", "tpot_s", type=float, metavar="S", help="Promise: seconds for each token after it.")
-@click.option("--target", type=float, default=0.9, show_default=True, help="Share of requests that must have both.")
+@click.option("--model", metavar="NAME", help="Model, such as llama-3-8b, or a folder with its config.json.")
+@click.option("--hardware", metavar="H[,H2]", help="GPU types, such as a100-80gb,h100-80gb.")
+@click.option("--gpus", type=click.IntRange(1, 4096), help="Maximum number of GPUs.")
+@click.option("--nodes", type=click.IntRange(1), help="Number of equal nodes. [default: by the GPU's data sheet]")
+@click.option("--workload", "source", metavar="SPEC", help="Trace file, or a generator: poisson:rate=4,lengths=mixed.")
+@click.option(
+    "--own-times", is_flag=True, help="Keep the workload's own arrival times and prefixes. [default: Poisson]"
+)
+@click.option("--rate", type=float, help="Requests/s to serve. [default: maximize goodput]")
+@click.option("--ttft", "ttft_s", type=float, metavar="SECONDS", help="SLO: time to first token.")
+@click.option("--tpot", "tpot_s", type=float, metavar="SECONDS", help="SLO: time per output token after the first.")
+@click.option("--target", type=float, default=0.9, show_default=True, help="Share of requests that must meet the SLO.")
 @click.option(
     "--objective", type=click.Choice(("gpus", "cost", "power", "throughput")), default="gpus", show_default=True
 )
-@click.option("--network", type=click.Choice(("fast", "slow")), default="fast", show_default=True, help="Across nodes.")
-@click.option("--source", "costs", default="best", show_default=True, help="Of step times: best, roofline, vidur, ...")
-@click.option("--what-if", "pair", nargs=2, type=click.Path(dir_okay=False), help="Two cluster files to compare.")
-@click.option("--prompt", metavar="N[-M]", help="The buyer's question: tokens of a prompt.")
-@click.option("--output", metavar="N[-M]", help="The buyer's question: tokens of an answer.")
-@click.option("--users", default=USERS, show_default=True, help="The buyer's question: how many at once.")
-@click.option("--machines", type=click.IntRange(2), help="Splitwise's provisioning: at most so many of 8 GPUs.")
-@click.option("--requests", type=click.IntRange(10, 100_000), default=300, show_default=True, help="Of one run.")
-@click.option("--seeds", type=click.IntRange(1, 100), default=3, show_default=True)
-@click.option("--processes", type=click.IntRange(1), help="How many to use (all cores).")
+@click.option(
+    "--network", type=click.Choice(("fast", "slow")), default="fast", show_default=True, help="Network between nodes."
+)
+@click.option(
+    "--source", "costs", default="best", show_default=True, help="Source of step times: best, roofline, vidur, ..."
+)
+@click.option("--what-if", "pair", nargs=2, type=click.Path(dir_okay=False), help="Compare two cluster files.")
+@click.option("--prompt", metavar="N[-M]", help="Prompt tokens, to ask what one instance gives.")
+@click.option("--output", metavar="N[-M]", help="Output tokens, to ask what one instance gives.")
+@click.option("--users", default=USERS, show_default=True, help="With --prompt: numbers of concurrent users.")
+@click.option("--machines", type=click.IntRange(2), help="Provision as Splitwise does: maximum machines of 8 GPUs.")
+@click.option(
+    "--requests", type=click.IntRange(10, 100_000), default=300, show_default=True, help="Requests of one run."
+)
+@click.option("--seeds", type=click.IntRange(1, 100), default=3, show_default=True, help="Seeds of each run.")
+@click.option("--processes", type=click.IntRange(1), help="Processes to use. [default: one per core]")
 @click.option(
     "--limit",
     "limit_s",
     type=click.FloatRange(min=1.0, max=86_400.0),
-    metavar="S",
-    help=f"Seconds to simulate; then what is known is the answer ({BUYING_S:g} for the buyer's question, else "
-    f"{PLACING_S:g}).",
+    metavar="SECONDS",
+    help=f"Time limit of the simulation; the best answer by then is printed. [default: {BUYING_S:g} with --prompt, "
+    f"else {PLACING_S:g}]",
 )
 @click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan as a cluster YAML.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def plan(**said: Any) -> None:
-    """Find the cluster for a load: pools, parallelism, replicas and chunk sizes, or not to disaggregate at all.
+    """Find the best cluster for a load: whether to disaggregate, pools, parallelism, replicas, chunk sizes.
 
-    An estimate from closed forms comes at once; then everything is simulated with the shipped scheduling code, and
-    nothing needs a GPU. With two files (--what-if) they are compared. With --prompt and --output the answer is what one
-    instance gives: TTFT, TPOT and throughput apart. With --machines, prompt and token machines are provisioned as
-    Splitwise does.
+    An estimate from closed forms comes at once; then everything is simulated with the shipped scheduling code. Nothing
+    needs a GPU. --what-if compares two cluster files. --prompt and --output ask what one instance gives: TTFT, TPOT and
+    throughput. --machines provisions prompt and token machines as Splitwise does.
 
-    When --limit is over, what is known is the answer, and is marked so. Ctrl-C prints what is known, too, and exits
-    with status 130.
+    At --limit, or on Ctrl-C (exit status 130), the best answer so far is printed and marked as incomplete.
 
     \b
     Examples:
@@ -113,7 +119,7 @@ def _slo(said: dict[str, Any]) -> "SLO":
 
     for name in ("ttft_s", "tpot_s"):
         if not 0.0 < said[name] < float("inf"):
-            raise click.UsageError(f"--{name.removesuffix('_s')} is {said[name]}; a promise is above 0 seconds")
+            raise click.UsageError(f"--{name.removesuffix('_s')} is {said[name]}; an SLO is above 0 seconds")
     return SLO(said["ttft_s"], said["tpot_s"])
 
 
@@ -185,7 +191,7 @@ def _place(said: dict[str, Any]) -> None:
     lines = described(asked, searched, verdict) if verdict else undecided(asked, searched)
     _tell(said, lines, {**as_json(asked, searched, verdict), "estimates": plain(first)}, ended_by)
     if verdict is None and said["out"] is not None:
-        raise click.ClickException(f"{said['out']} is not written: nothing was decided in time; give a longer --limit")
+        raise click.ClickException(f"{said['out']} was not written: nothing was decided in time; give a longer --limit")
 
 
 def _compare(said: dict[str, Any]) -> None:

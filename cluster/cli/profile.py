@@ -1,4 +1,4 @@
-"""`diptych profile`: what steps, transfers and calls cost on a running cluster, as a file for simulations and plans."""
+"""`diptych profile`: measure what steps, transfers and calls cost, into a file for simulations and plans."""
 
 import asyncio
 from pathlib import Path
@@ -21,19 +21,24 @@ if TYPE_CHECKING:
 
 @click.command(cls=GroupedCommand)
 @addressed
-@click.option("-f", "--file", metavar="YAML", help="Start this cluster, measure it, and take it down again.")
-@click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True, help="For -f.")
+@click.option("-f", "--file", metavar="YAML", help="Start this cluster, measure it, and stop it.")
+@click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True, help="With -f.")
 @click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default="profile.json", show_default=True
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default="profile.json",
+    show_default=True,
+    help="Output file.",
 )
-@click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="Of measuring every step.")
-@click.option("--json", "as_json", is_flag=True, help="The profile as JSON on standard output, too.")
+@click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="Measurements of every step.")
+@click.option("--json", "as_json", is_flag=True, help="Also print the profile as JSON.")
 def profile(
     endpoint: str, access: Access, file: str | None, runtime: str, output: Path, rounds: int, as_json: bool
 ) -> None:
     """Measure the workers of an idle cluster and fit a cost model to each pool.
 
-    Some minutes on CPUs. Requests that come meanwhile are served first; a worker that has work is not measured.
+    Takes some minutes on CPUs. Requests are served first: a worker that has work is not measured.
 
     \b
     Example:
@@ -42,7 +47,7 @@ def profile(
     from workers.profiles.measured import save
 
     if not output.parent.is_dir():
-        raise click.BadParameter(f"{output.parent} is no folder; make it first", param_hint="--output")
+        raise click.BadParameter(f"{output.parent} is not a folder; create it first", param_hint="--output")
     found = asyncio.run(_measure(endpoint, access, rounds)) if file is None else _measure_file(file, runtime, rounds)
     save(found, output)
     if as_json:
@@ -84,10 +89,10 @@ def _show(found: "ClusterProfile") -> None:
     for pool in found.pools:
         cost, error = pool.cost, pool.error
         screen.print(
-            f"{pool.pool}: step {cost.step_s * 1e3:.2f} ms, + {cost.prefill_token_s * 1e3:.3f} ms a prompt token, "
-            f"+ {cost.decode_row_s * 1e3:.3f} ms a decode, + {cost.decode_context_s * 1e6:.2f} us a token of context; "
-            f"error on {error.points} steps not fitted: median {error.median:.1%}, greatest {error.greatest:.1%}; "
-            f"between steps {pool.gap_s * 1e3:.2f} ms, a call {pool.call_s * 1e3:.2f} ms",
+            f"{pool.pool}: step {cost.step_s * 1e3:.2f} ms, + {cost.prefill_token_s * 1e3:.3f} ms per prompt token, "
+            f"+ {cost.decode_row_s * 1e3:.3f} ms per decode, + {cost.decode_context_s * 1e6:.2f} us per context token; "
+            f"error on {error.points} held-out steps: median {error.median:.1%}, maximum {error.greatest:.1%}; "
+            f"gap between steps {pool.gap_s * 1e3:.2f} ms, call {pool.call_s * 1e3:.2f} ms",
             markup=False,
         )
     for link in found.links:

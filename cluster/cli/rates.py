@@ -1,7 +1,7 @@
-"""What two looks at a cluster say about the time between them. Pure: whoever looks gives the time.
+"""Rates between two snapshots of a cluster. Pure: the caller gives the time.
 
-Counters of a gateway begin anew when it restarts, those of a worker with each incarnation: a rate that spans such a
-beginning is not known (None), and none is ever negative.
+A gateway's counters restart at 0 with the gateway, a worker's with each incarnation: a rate across a restart is unknown
+(None), and none is ever negative.
 """
 
 from collections import deque
@@ -31,14 +31,14 @@ class WorkerRates:
     """Per second; `hit_share` of the prompt tokens of the last while."""
 
     steps_s: float | None = None
-    tokens_s: float | None = None  # computed of prompts and drawn, without what was cached
+    tokens_s: float | None = None  # prefilled and generated, without cached ones
     bytes_s: float | None = None
     hit_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Between the last two looks. `kept`: promises of each class over the last `kept_s`; None: since the beginning."""
+    """Between the last two snapshots. `kept`: SLO attainment over the last `kept_s` (None: since the start)."""
 
     requests_s: float | None = None
     tokens_s: float | None = None
@@ -49,7 +49,7 @@ class Rates:
 
 
 class Looks:
-    """The looks of the last minute. A gateway that restarted begins a new one."""
+    """The snapshots of the last minute. It starts over when the gateway restarts."""
 
     def __init__(self) -> None:
         self._looks: deque[Look] = deque()
@@ -66,14 +66,14 @@ class Looks:
         return self._looks[-1]
 
     def rates(self, *, since_beginning: bool = False) -> Rates:
-        """`since_beginning`: promises are those since the gateway began, as of one look only."""
+        """`since_beginning`: SLO attainment since the gateway started."""
         before = self._looks[-2] if len(self._looks) > 1 else None
         oldest = None if since_beginning or before is None else self._looks[0]
         return rates(before, self.latest, oldest)
 
 
 def rates(before: Look | None, now: Look, oldest: Look | None = None) -> Rates:
-    """`before`: the look before. `oldest`: where the last while began, for what a second is too short for."""
+    """`before`: the previous snapshot. `oldest`: the start of the window for what needs more than a second."""
     status = now.status
     then = before.status if before is not None and _continues(before, now) and now.at_s > before.at_s else None
     first = oldest.status if oldest is not None and _continues(oldest, now) else None
@@ -134,7 +134,7 @@ def _hits(first: Traffic, now: Traffic) -> float | None:
 
 
 def _since(first: "ClusterStatus", now: "ClusterStatus") -> Iterator[ClassScore]:
-    """What each class got since; classes without a request in that time are left out."""
+    """Each class since then; classes without a request in that time are left out."""
     before = {score.name: score for score in first.standing.classes}
     for score in now.standing.classes:
         was = before.get(score.name, ClassScore(score.name, 0, Kept(), Kept(), Kept()))

@@ -1,7 +1,8 @@
-"""How answers, hand-offs, ledgers and workers look on a terminal, and as JSON. Knows no cluster and no connection."""
+"""Answers, KV handoffs, ledgers and workers on a terminal and as JSON. Knows no cluster and no connection."""
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,7 +20,8 @@ if TYPE_CHECKING:  # rich costs a tenth of a second that --help must not pay
     from rich.console import Console
     from rich.table import Table
 
-PIPE_WIDTH = 200  # what reads a pipe should get whole rows
+PIPE_WIDTH = 200  # a pipe gets whole rows
+LINE_S = 3.0  # between lines of progress where there is no terminal
 
 PullProgress = Callable[[str, int, int | None], None]
 
@@ -32,7 +34,7 @@ def console(stderr: bool = False) -> "Console":
 
 
 def say(line: str) -> None:
-    """A line about the work, beside the output that a program may read."""
+    """A line on standard error, beside the output that a program may read."""
     click.echo(line, err=True)
 
 
@@ -42,16 +44,10 @@ def print_json(value: Any) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[PullProgress]:
-    """A callback (what, done, total) that draws bars on a terminal and writes lines elsewhere."""
+    """A callback (what, done, total) that draws bars on a terminal. Elsewhere it prints each part once, and then how
+    far the part is, every few seconds and at its end."""
     if not sys.stderr.isatty():
-        told: set[str] = set()
-
-        def tell(what: str, done: int, total: int | None) -> None:
-            if what not in told:
-                told.add(what)
-                say(what)
-
-        yield tell
+        yield ProgressLines().tell
         return
     from rich.progress import Progress, TaskID
 
@@ -64,6 +60,25 @@ def progress_bar() -> Iterator[PullProgress]:
             progress.update(bars[what], completed=done, total=total)
 
         yield draw
+
+
+class ProgressLines:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due_s: dict[str, float] = {}
+
+    def tell(self, what: str, done: int, total: int | None) -> None:
+        now_s = self._clock()
+        due_s = self._due_s.get(what)
+        if due_s is None:
+            say(what)
+        elif now_s < due_s and done != total:
+            return
+        elif total is None:
+            say(f"{what}: {done}")
+        else:
+            say(f"{what}: {done} of {total} ({done / max(1, total):.0%})")
+        self._due_s[what] = now_s + LINE_S
 
 
 def answer_json(text: str, tokens: tuple[int, ...], accepted: Accepted, completed: Completed) -> dict[str, Any]:
@@ -94,8 +109,8 @@ def answer_json(text: str, tokens: tuple[int, ...], accepted: Accepted, complete
 
 
 def worker_json(worker: WorkerView) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(worker)
-    return told
+    built: dict[str, Any] = msgspec.to_builtins(worker)
+    return built
 
 
 def view_json(view: ClusterView) -> dict[str, Any]:
@@ -114,7 +129,7 @@ def view_json(view: ClusterView) -> dict[str, Any]:
 def ledger_table(ledger: LatencyLedger) -> "Table":
     """One row for each phase; the columns add up to TTFT, to what came after, and to the total."""
     first, rest = dict(ledger.first), dict(ledger.rest)
-    table = plain_table("phase", ">to first token", ">after it", ">together")
+    table = plain_table("phase", ">to first token", ">after it", ">total")
     for phase in PHASES:
         if phase in first or phase in rest:
             both = first.get(phase, 0) + rest.get(phase, 0)
@@ -129,14 +144,14 @@ def _ms(ns: int | None) -> str:
 
 
 def queued_line(event: Queued) -> str:
-    """Why there is nothing yet, and when there should be."""
-    ahead = f"behind {event.position} others" if event.position else "next in turn"
+    """Why there is no token yet, and when the first is expected."""
+    ahead = f"behind {event.position} others" if event.position else "next in line"
     start, first = f"{event.predicted_start_s:.1f} s", f"{event.predicted_ttft_s:.1f} s"
-    return f"queued {ahead} ({event.reason}); its turn should come in {start}, the first token {first} after it came"
+    return f"queued {ahead} ({event.reason}); expected to start in {start}, with a TTFT of {first}"
 
 
-def way_lines(accepted: Accepted, completed: Completed, workers: dict[str, WorkerView]) -> list[str]:
-    """Where a request went, in a few lines."""
+def route_lines(accepted: Accepted, completed: Completed, workers: dict[str, WorkerView]) -> list[str]:
+    """Where a request ran, in a few lines."""
 
     def named(name: str) -> str:
         worker = workers.get(name)
@@ -148,33 +163,33 @@ def way_lines(accepted: Accepted, completed: Completed, workers: dict[str, Worke
         lines.append(f"chosen    {accepted.reason}")
     if accepted.predicted_ttft_s is not None:
         tpot_s = accepted.predicted_tpot_s
-        later = "" if tpot_s is None else f", {tpot_s * 1e3:.1f} ms for each token behind it"
-        lines.append(f"predicted first token after {accepted.predicted_ttft_s * 1e3:.1f} ms{later}")
+        later = "" if tpot_s is None else f", then {tpot_s * 1e3:.1f} ms per token"
+        lines.append(f"predicted TTFT {accepted.predicted_ttft_s * 1e3:.1f} ms{later}")
     if not completed.transfers:
-        lines.append("hand-off  none: one worker did both phases")
+        lines.append("handoff   none: one worker ran both phases")
     for report in completed.transfers:
-        lines += _hand_off_lines(report, completed.ledger)
+        lines += _handoff_lines(report, completed.ledger)
     tokens = f"{completed.prompt_tokens} in ({completed.cached_tokens} cached), {completed.completion_tokens} out"
     lines.append(f"tokens    {tokens}, finish {completed.finish.value}, attempts {completed.attempts}")
     return lines
 
 
-def _hand_off_lines(report: TransferReport, ledger: LatencyLedger) -> list[str]:
+def _handoff_lines(report: TransferReport, ledger: LatencyLedger) -> list[str]:
     waited_s = (dict(ledger.first).get("transfer_wait", 0) + dict(ledger.rest).get("transfer_wait", 0)) / 1e9
     hidden_s = max(0.0, report.elapsed_s - waited_s)
     moved = f"{report.num_blocks} blocks, {size(report.num_bytes)}"
     return [
-        f"hand-off  {report.transport}, {report.path}, lease {report.lease}",
+        f"handoff   {report.transport}, {report.path}, lease {report.lease}",
         f"moved     {moved} in {report.num_reads} reads of {report.num_descriptors} ranges; "
-        f"{report.reused_blocks} blocks were there already",
-        f"checked   {report.digests_verified} digests verified in {report.digest_s * 1e3:.2f} ms",
+        f"{report.reused_blocks} blocks were cached there",
+        f"verified  {report.digests_verified} digests in {report.digest_s * 1e3:.2f} ms",
         f"overlap   pull {report.elapsed_s * 1e3:.2f} ms (bytes in flight {report.busy_s * 1e3:.2f} ms), "
-        f"{hidden_s * 1e3:.2f} ms of it while the prompt was still computed",
+        f"{hidden_s * 1e3:.2f} ms of it during prefill",
     ]
 
 
 def workers_table(view: ClusterView) -> "Table":
-    """Columns of ranks stand only where a worker has several, that of restarts where there were any."""
+    """Columns for ranks and restarts appear only when a worker has any."""
     headers = ["worker", "role", "state", "pid", "node", ">running", ">waiting", ">queued", ">blocks free", ">step"]
     in_gangs = any(worker.parallel.world_size > 1 for worker in view.workers)
     restarted = any(worker.restarts for worker in view.workers)
@@ -202,7 +217,7 @@ def workers_table(view: ClusterView) -> "Table":
 
 
 def _role(worker: WorkerView, view: ClusterView) -> str:
-    """With its pool's, where they differ."""
+    """With its pool's role when they differ."""
     pool = next((pool for pool in view.pools if pool.name == worker.pool), None)
     if pool is None or pool.role is worker.role:
         return worker.role.value
@@ -218,7 +233,7 @@ def _bubble(worker: WorkerView) -> str:
 
 
 def links_table(view: ClusterView) -> "Table":
-    table = plain_table("owner", "reader", "transport", "path", ">latency", ">bandwidth", "not taken")
+    table = plain_table("owner", "reader", "transport", "path", ">latency", ">bandwidth", "skipped")
     for link in view.links:
         speed = f"{link.bytes_per_s / 1e9:.2f} GB/s"
         latency = f"{link.latency_s * 1e6:.0f} us"
@@ -227,9 +242,9 @@ def links_table(view: ClusterView) -> "Table":
 
 
 def trouble_lines(view: ClusterView) -> list[str]:
-    """What is or was wrong beside the workers; nothing where all is well."""
+    """What is or was wrong, apart from the workers; nothing when all is well."""
     lines = [
-        f"pool {pool.name} has no ready worker: others serve its requests"
+        f"pool {pool.name} has no ready worker: other pools serve its requests"
         for pool in view.pools
         if _is_empty(pool, view)
     ]
@@ -240,11 +255,11 @@ def trouble_lines(view: ClusterView) -> list[str]:
             if count
         )
         if counts or each.state is not GatewayState.OPEN:
-            told = "; ".join(filter(None, (each.detail, counts)))
-            lines.append(f"{each.name} is {each.state.value}: {told}")
+            detail = "; ".join(filter(None, (each.detail, counts)))
+            lines.append(f"{each.name} is {each.state.value}: {detail}")
     for failed in view.failures:
         times = f"{failed.count} time{'s' * (failed.count != 1)}"
-        lines.append(f"{failed.process}: {failed.task} failed {times} and went on; its log says why")
+        lines.append(f"{failed.process}: {failed.task} failed {times} and continued; see its log")
     return lines
 
 
@@ -262,7 +277,7 @@ def size(num_bytes: float) -> str:
 
 
 def plain_table(*headers: str) -> "Table":
-    """Headers that begin with ">" stand, like their columns, on the right."""
+    """A header that starts with ">" aligns its column to the right."""
     from rich import box
     from rich.table import Table
 

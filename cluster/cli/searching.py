@@ -1,4 +1,4 @@
-"""A search that may take a while: bounded in time, shown while it runs, ended by Ctrl-C with what is known."""
+"""A search that may take a while: limited in time, with progress, stopped by Ctrl-C with the best answer so far."""
 
 import os
 import time
@@ -28,7 +28,7 @@ class Shown(Protocol):
 
 
 class Lines:
-    """What has changed, line by line, every few seconds."""
+    """What has changed, as lines, every few seconds."""
 
     def __init__(self) -> None:
         self._said: dict[str, str] = {}
@@ -67,7 +67,7 @@ class Bar:
 
         head = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self._limit_s, completed=self._limit_s - left_s, width=WIDTH)
-        head.add_row("simulating", bar, f"at most {left_s:.0f} s left; Ctrl-C prints what is known")
+        head.add_row("simulating", bar, f"at most {left_s:.0f} s left; Ctrl-C prints the best so far")
         rows = Table.grid(padding=(0, 1))
         for what, how_far in list(self._rows.items()):
             rows.add_row(what, how_far)
@@ -101,8 +101,8 @@ def search(limit_s: float, processes: int | None, work: "Callable[[Budget, Shown
 
 
 def cut_short(ended_by: str, limit_s: float) -> list[str]:
-    """A line that marks an answer as what was known by then."""
+    """A line that marks an answer as incomplete."""
     if not ended_by:
         return []
     more = f"; for more, give --limit above {limit_s:g} s" if ended_by != "Ctrl-C" else ""
-    return ["", f"{ended_by} ended the simulation: this is what was known by then{more}"]
+    return ["", f"{ended_by} ended the simulation: this is the best answer so far{more}"]

@@ -1,4 +1,4 @@
-"""How pools and the decisions about them look on a terminal, and as JSON."""
+"""Pools and the decisions about them on a terminal and as JSON."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 def pools_table(view: ClusterView) -> "Table":
-    """Bounds are those of the elastic policy; a pool whose size is fixed has none, and `scale` may give it any."""
-    table = plain_table("pool", "role", ">ready", ">wanted", ">min", ">max")
+    """Minimum and maximum are the elastic policy's; a pool of fixed size has none."""
+    table = plain_table("pool", "role", ">ready", ">target", ">min", ">max")
     for pool in view.pools:
-        staff = (worker for worker in view.workers if worker.pool == pool.name)
-        ready = sum(worker.state is WorkerState.READY for worker in staff)
+        workers = (worker for worker in view.workers if worker.pool == pool.name)
+        ready = sum(worker.state is WorkerState.READY for worker in workers)
         bounds = (pool.min_replicas, pool.max_replicas) if pool.min_replicas < pool.max_replicas else ("-", "-")
         table.add_row(pool.name, pool.role.value, *map(str, (ready, pool.wanted, *bounds)))
     return table
 
 
 def decisions_table(decisions: Iterable[Taken]) -> "Table":
-    """The latest on top."""
+    """The latest first."""
     from rich.markup import escape
 
     table = plain_table(">age", "decision", "outcome", "reason")
@@ -43,5 +43,5 @@ def decision_words(decision: Decision) -> str:
 
 
 def decision_json(taken: Taken) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(taken.decision)
-    return told | {"age_s": taken.age_s, "outcome": taken.outcome}
+    built: dict[str, Any] = msgspec.to_builtins(taken.decision)
+    return built | {"age_s": taken.age_s, "outcome": taken.outcome}

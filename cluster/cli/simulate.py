@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.comparison import positive_slo, tell, write
-from cluster.cli.groups import GroupedCommand
+from cluster.cli.groups import GroupedCommand, grouped
 from cluster.cli.screen import progress_bar
 
 if TYPE_CHECKING:
@@ -21,9 +21,15 @@ if TYPE_CHECKING:
     from workers.request import SLO
 
 
+system = grouped("System")
+load = grouped("Load")
+goodput = grouped("SLO and goodput")
+output = grouped("Output")
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What was asked for on the command line, checked."""
+    """The checked options."""
 
     cases: "Sequence[Case]"
     workload: "Workload"
@@ -37,31 +43,39 @@ class Wanted:
 
 
 @click.command(cls=GroupedCommand)
-@click.option("-f", "--file", "path", type=click.Path(dir_okay=False), help="A cluster YAML: its pools are the system.")
-@click.option("--profile", type=click.Path(dir_okay=False, path_type=Path), help="With -f: of `diptych profile`.")
-@click.option("--compare", metavar="A,B,...", help="Systems of the field on equal workers; see below.")
-@click.option("--model", metavar="NAME", help="With --compare: a model's name, such as llama-2-70b.")
-@click.option("--hardware", metavar="GPU", help="With --compare, or for pools that name none: such as h100-80gb.")
-@click.option("--workers", type=click.IntRange(1), default=8, show_default=True, help="With --compare: how many.")
-@click.option("--tensor", type=click.IntRange(1), default=1, show_default=True, help="GPUs that share a layer.")
-@click.option("--pipeline", type=click.IntRange(1), default=1, show_default=True, help="Stages of a worker.")
-@click.option("--prefills", type=click.IntRange(1), help="Workers that prefill in systems that split; else balanced.")
-@click.option("--network", type=click.Choice(("cross", "node")), default="cross", help="Which link KV takes.")
-@click.option("--workload", "source", required=True, metavar="SOURCE", help="A trace file, or such as poisson:rate=4.")
-@click.option("--ttft", "ttft_s", type=float, metavar="S", help="Promise: seconds to the first token.")
-@click.option("--tpot", "tpot_s", type=float, metavar="S", help="Promise: seconds for each token after it.")
-@click.option("--goodput", "wants_goodput", is_flag=True, help="Search the largest rate that keeps both promises.")
-@click.option("--target", "targets", type=float, multiple=True, help="Share of requests that must (0.9 and 0.99).")
-@click.option("--rates", metavar="R,R,...", help="Also run at these rates, for curves of latency over rate.")
-@click.option(
-    "--requests", type=click.IntRange(10), default=300, show_default=True, help="Of a goodput probe, at least."
+@system("-f", "--file", "path", type=click.Path(dir_okay=False), help="Cluster YAML to simulate.")
+@system("--profile", type=click.Path(dir_okay=False, path_type=Path), help="With -f: output of `diptych profile`.")
+@system("--compare", metavar="A,B,...", help="Systems to compare on equal workers; see above.")
+@system("--model", metavar="NAME", help="With --compare: model, such as llama-2-70b.")
+@system("--hardware", metavar="GPU", help="GPU, such as h100-80gb: with --compare, or for pools that name none.")
+@system("--workers", type=click.IntRange(1), default=8, show_default=True, help="With --compare: number of workers.")
+@system("--tensor", type=click.IntRange(1), default=1, show_default=True, help="Tensor parallel size of a worker.")
+@system("--pipeline", type=click.IntRange(1), default=1, show_default=True, help="Pipeline parallel size of a worker.")
+@system("--prefills", type=click.IntRange(1), help="Prefill workers of disaggregated systems. [default: balanced]")
+@system(
+    "--network", type=click.Choice(("cross", "node")), default="cross", show_default=True, help="Link that KV takes."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn.")
-@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Of a goodput search.")
-@click.option("--processes", type=click.IntRange(1), help="How many to use (all cores).")
-@click.option("-o", "--out", type=click.Path(file_okay=False, path_type=Path), help="Report, pictures, JSON go here.")
-@click.option("--trace", "wants_trace", is_flag=True, help="Keep every step: Gantt pictures and a Perfetto file (-o).")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+@load("--workload", "source", required=True, metavar="SOURCE", help="Trace file, or a generator: poisson:rate=4.")
+@goodput("--ttft", "ttft_s", type=float, metavar="SECONDS", help="SLO: time to first token.")
+@goodput("--tpot", "tpot_s", type=float, metavar="SECONDS", help="SLO: time per output token after the first.")
+@goodput("--goodput", "wants_goodput", is_flag=True, help="Search the highest rate that meets the SLO.")
+@goodput(
+    "--target",
+    "targets",
+    type=float,
+    multiple=True,
+    help="Share of requests that must meet it; repeatable. [default: 0.9 and 0.99]",
+)
+@load("--rates", metavar="R,R,...", help="Also run at these requests/s, for latency curves.")
+@goodput(
+    "--requests", type=click.IntRange(10), default=300, show_default=True, help="Minimum requests of a goodput probe."
+)
+@load("--seed", type=int, default=0, show_default=True, help="Seed of everything generated.")
+@goodput("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Seeds of a goodput search.")
+@click.option("--processes", type=click.IntRange(1), help="Processes to use. [default: one per core]")
+@output("-o", "--out", type=click.Path(file_okay=False, path_type=Path), help="Output folder: report, pictures, JSON.")
+@output("--trace", "wants_trace", is_flag=True, help="With -o: also Gantt charts and a Perfetto file of every step.")
+@output("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def simulate(
     path: str | None,
     profile: Path | None,
@@ -87,10 +101,12 @@ def simulate(
     wants_trace: bool,
     as_json: bool,
 ) -> None:
-    """Replay a workload through the shipped scheduling code on a virtual clock; no GPU and no model is needed.
+    """Replay a workload through the shipped scheduling code in virtual time.
+
+    Needs no GPU and no model.
 
     Systems for --compare: static, orca, vllm, sarathi, distserve, splitwise, tetri, mooncake, mooncake-late,
-    mooncake-early, mooncake-predictive, ours. Each gets the same workers.
+    mooncake-early, mooncake-predictive, ours. All get the same workers.
 
     \b
     Examples:
@@ -103,7 +119,7 @@ def simulate(
     workload = load_workload(source, seed=seed)
     slo = positive_slo(ttft_s, tpot_s)
     if wants_goodput and slo.ttft_s is None and slo.tpot_s is None:
-        raise click.UsageError("--goodput needs a promise: --ttft, --tpot, or both")
+        raise click.UsageError("--goodput needs an SLO: --ttft, --tpot, or both")
     if (path is None) == (compare is None):
         raise click.UsageError("give either a cluster YAML (-f) or systems (--compare), one of them")
     around: Surroundings | None = None

@@ -1,4 +1,4 @@
-"""How kept promises and predictions look on a terminal, and as JSON."""
+"""SLO attainment and predictions on a terminal and as JSON."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -10,30 +10,30 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def promises_table(standing: SLOAttainment) -> "Table":
-    """One row for each SLO class. Errors are of predictions: above 0 % it took longer."""
+def attainment_table(standing: SLOAttainment) -> "Table":
+    """One row for each SLO class. Errors are of predictions: above 0 % means slower than predicted."""
     from rich.markup import escape
 
-    kept = [">TTFT kept", ">TPOT kept", ">both kept"]
-    table = plain_table("class", ">requests", *kept, ">TTFT error p10 / p50 / p90", ">TPOT error p10 / p50 / p90")
+    shares = [">TTFT attainment", ">TPOT attainment", ">SLO attainment"]
+    table = plain_table("class", ">requests", *shares, ">TTFT error p10 / p50 / p90", ">TPOT error p10 / p50 / p90")
     for score in standing.classes:
-        shares = map(_kept, (score.ttft, score.tpot, score.both))
+        attained = map(_share, (score.ttft, score.tpot, score.both))
         errors = map(_errors, (score.ttft_errors, score.tpot_errors))
-        table.add_row(escape(score.name), str(score.requests), *shares, *errors)
+        table.add_row(escape(score.name), str(score.requests), *attained, *errors)
     return table
 
 
-def calibration_line(told: Calibration) -> str:
-    """How well the lengths of answers were predicted."""
-    within = f"{told.within_p50:.0%} within the predicted p50, {told.within_p90:.0%} within p90"
-    error = f"mean error {told.error_tokens:.0f} tokens ({told.asked_error_tokens:.0f} when taken as long as allowed)"
-    return f"answer lengths: {told.answers} scored, {within}, {told.bucket_share:.0%} in the bucket, {error}"
+def calibration_line(found: Calibration) -> str:
+    """How well output lengths were predicted."""
+    within = f"{found.within_p50:.0%} within the predicted p50, {found.within_p90:.0%} within p90"
+    error = f"mean error {found.error_tokens:.0f} tokens ({found.asked_error_tokens:.0f} when taken as max_tokens)"
+    return f"output lengths: {found.answers} scored, {within}, {found.bucket_share:.0%} in the bucket, {error}"
 
 
 def refusals_line(standing: SLOAttainment) -> str:
-    """Why requests were turned away; empty when none was."""
-    told = ", ".join(f"{count} {reason}" for reason, count in standing.refused if count)
-    return f"turned away: {told}" if told else ""
+    """Why requests were rejected; empty when none was."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in standing.refused if count)
+    return f"rejected: {reasons}" if reasons else ""
 
 
 def standing_json(standing: SLOAttainment) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def standing_json(standing: SLOAttainment) -> dict[str, Any]:
     }
 
 
-def _kept(kept: Kept) -> str:
+def _share(kept: Kept) -> str:
     return "" if kept.share is None else f"{kept.share:.1%} of {kept.settled}"
 
 

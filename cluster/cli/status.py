@@ -1,4 +1,4 @@
-"""`diptych status`: one look at a running cluster."""
+"""`diptych status`: a snapshot of a running cluster."""
 
 import asyncio
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from cluster.cli.address import addressed
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import console, links_table, print_json, trouble_lines, view_json, workers_table
 from cluster.cli.shape import decision_json, decisions_table, pools_table
-from cluster.cli.slo import calibration_line, promises_table, refusals_line, standing_json
+from cluster.cli.slo import attainment_table, calibration_line, refusals_line, standing_json
 from diptych.access import Access
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @click.command(cls=GroupedCommand)
 @addressed
-@click.option("--wait", "wait_s", type=float, metavar="SECONDS", help="Wait until the cluster is ready, so long.")
-@click.option("--audit", is_flag=True, help="Have every worker prove that its KV blocks are accounted for.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-@click.option("--metrics", is_flag=True, help="Only the gateway's metrics, as Prometheus reads them.")
+@click.option("--wait", "wait_s", type=float, metavar="SECONDS", help="Wait this long for the cluster to be ready.")
+@click.option("--audit", is_flag=True, help="Have every worker check that all its KV blocks are accounted for.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option("--metrics", is_flag=True, help="Print the gateway's metrics in Prometheus format instead.")
 def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_json: bool, metrics: bool) -> None:
-    """Show workers, their load, their pools, the links between them, and how promises were kept.
+    """Show workers, their load, pools, links and SLO attainment.
 
     \b
     Example:
@@ -64,7 +64,7 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
     if found.decisions:
         screen.print(decisions_table(found.decisions))
     if found.standing.classes:
-        screen.print(promises_table(found.standing))
+        screen.print(attainment_table(found.standing))
     if refusals := refusals_line(found.standing):
         screen.print(refusals, markup=False)
     if found.standing.calibration.answers:

@@ -1,4 +1,4 @@
-"""`diptych top`: a running cluster, again every second, until Ctrl-C."""
+"""`diptych top`: a running cluster, refreshed every second, until Ctrl-C."""
 
 import asyncio
 import sys
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="Between two looks.",
+    help="Time between snapshots.",
 )
-@click.option("--once", is_flag=True, help="Two looks, one screen. So it is too where the output is no terminal.")
-@click.option("--json", "as_json", is_flag=True, help="Once, as one JSON object.")
+@click.option("--once", is_flag=True, help="Print one snapshot and exit, as without a terminal.")
+@click.option("--json", "as_json", is_flag=True, help="Print one snapshot as JSON and exit.")
 @click.option(
     "--deadline",
     "deadline_s",
     type=click.FloatRange(min=0),
     metavar="SECONDS",
-    help="Give up a gateway that does not answer for so long. [default: never]",
+    help="Exit when the gateway has not answered for this long. [default: never]",
 )
 def top(endpoint: str, access: Access, interval_s: float, once: bool, as_json: bool, deadline_s: float | None) -> None:
-    """Watch a cluster: pools, queues, KV, transfers, promises kept. Until Ctrl-C.
+    """Watch pools, queues, KV, transfers and SLO attainment until Ctrl-C.
 
     \b
-    in, out    KV that workers wait for, and that they hold for others
-    KV/s       KV that came to a worker
-    hits       share of the prompts' tokens that were cached
+    in, out    KV handoffs that a worker waits for, and that it holds for others
+    KV/s       KV received by a worker
+    hits       share of prompt tokens that were cached
 
-    Requests, tokens and promises are those of the gateway that answers.
+    Requests, tokens and SLO attainment are those of the gateway that answers.
 
     \b
     Example:

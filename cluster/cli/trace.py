@@ -1,4 +1,4 @@
-"""`diptych trace`: what a running cluster did a moment ago, for ui.perfetto.dev."""
+"""`diptych trace`: what a running cluster did recently, for ui.perfetto.dev."""
 
 import asyncio
 import re
@@ -27,7 +27,7 @@ def _lasting(ctx: click.Context, option: click.Parameter, given: str | None) -> 
         return None
     found = SPAN.fullmatch(given)
     if found is None or not float(found[1]) > 0:
-        raise click.BadParameter(f"{given!r} is no length of time; write 60s, 5m or 1h", ctx, option)
+        raise click.BadParameter(f"{given!r} is not a duration; write 60s, 5m or 1h", ctx, option)
     return float(found[1]) * SECONDS[found[2]]
 
 
@@ -40,7 +40,7 @@ def _moment(ctx: click.Context, option: click.Parameter, given: str | None) -> i
         return round(datetime.fromisoformat(text).timestamp() * 1e6) * 1000
     except ValueError:
         right = "write 14:05:09 or 2026-01-31T14:05:09"
-        raise click.BadParameter(f"{given!r} is no time; {right}", ctx, option) from None
+        raise click.BadParameter(f"{given!r} is not a time; {right}", ctx, option) from None
 
 
 @click.command(cls=GroupedCommand)
@@ -54,15 +54,21 @@ def _moment(ctx: click.Context, option: click.Parameter, given: str | None) -> i
     help=f"Gateway to ask; repeatable, since each gateway knows only its own requests. {DEFAULT}",
 )
 @accessed
-@click.option("--last", "last_s", metavar="TIME", callback=_lasting, help="So long, up to now. [default: 60s]")
+@click.option(
+    "--last",
+    "last_s",
+    metavar="TIME",
+    callback=_lasting,
+    help="Window up to now: 60s, 5m or 1h. [default: 60s]",
+)
 @click.option(
     "--from",
     "begin_ns",
     metavar="TIME",
     callback=_moment,
-    help="Begin there, such as 14:05:09, by the gateway's clock.",
+    help="Start of the window, such as 14:05:09, by the gateway's clock.",
 )
-@click.option("--to", "end_ns", metavar="TIME", callback=_moment, help="End there. [default: now]")
+@click.option("--to", "end_ns", metavar="TIME", callback=_moment, help="End of the window. [default: now]")
 @click.option(
     "-o",
     "--out",
@@ -79,9 +85,10 @@ def trace(
     end_ns: int | None,
     out: Path,
 ) -> None:
-    """Write a window of a running cluster as a trace, which ui.perfetto.dev and chrome://tracing open.
+    """Write a time window of a cluster as a trace for ui.perfetto.dev.
 
-    Requests with all parts of their time, where they were spent; flips, moves and refusals; queues and KV.
+    The trace has each request's phases on the workers that ran them; role changes, migrations and refusals; queues
+    and KV.
 
     \b
     Example:
@@ -89,15 +96,15 @@ def trace(
       diptych trace --from 14:05:00 --to 14:06:30
     """
     if last_s is not None and (begin_ns is not None or end_ns is not None):
-        raise click.UsageError("--last ends now: give either it, or --from and --to")
+        raise click.UsageError("--last ends now: give either --last, or --from and --to")
     if begin_ns is None and end_ns is not None:
         raise click.UsageError("--to needs a --from")
     if begin_ns is not None and end_ns is not None and begin_ns > end_ns:
-        raise click.UsageError("--from lies behind --to")
+        raise click.UsageError("--from is later than --to")
     if last_s is None and begin_ns is None:
         last_s = 60.0
-    told = asyncio.run(_ask(endpoints, access, last_s, begin_ns or 0, end_ns or 0))
-    _write(told, out)
+    windows = asyncio.run(_ask(endpoints, access, last_s, begin_ns or 0, end_ns or 0))
+    _write(windows, out)
 
 
 async def _ask(
@@ -105,31 +112,31 @@ async def _ask(
 ) -> dict[str, "Window"]:
     from diptych.client import AsyncClient
 
-    told = {}
+    windows = {}
     for endpoint in endpoints:
         async with AsyncClient(endpoint, access=access) as client:
             gateway, window = await client.trace(last_s=last_s, begin_unix_ns=begin_ns, end_unix_ns=end_ns)
-            told[gateway] = window
-    return told
+            windows[gateway] = window
+    return windows
 
 
-def _write(told: dict[str, "Window"], out: Path) -> None:
+def _write(windows: dict[str, "Window"], out: Path) -> None:
     from cluster.offline.report.perfetto import write_events
     from cluster.offline.report.window import events
 
-    about: dict[str, Any] = {"gateways": list(told), "written": datetime.now(UTC).isoformat(timespec="seconds")}
-    cut = {gateway: _second(window.whole_ns) for gateway, window in told.items() if window.whole_ns}
+    about: dict[str, Any] = {"gateways": list(windows), "written": datetime.now(UTC).isoformat(timespec="seconds")}
+    cut = {gateway: _second(window.whole_ns) for gateway, window in windows.items() if window.whole_ns}
     if cut:
         about["complete_from"] = {gateway: whole.isoformat() for gateway, whole in cut.items()}
-    write_events(events(told), about, out)
-    trails = [trail for window in told.values() for trail in window.trails]
+    write_events(events(windows), about, out)
+    trails = [trail for window in windows.values() for trail in window.trails]
     under_way = sum(not trail.outcome for trail in trails)
-    happenings = sum(len(window.happenings) for window in told.values())
-    say(f"{out}: {len(trails)} requests, {under_way} of them under way, {happenings} happenings")
+    num_events = sum(len(window.happenings) for window in windows.values())
+    say(f"{out}: {len(trails)} requests, {under_way} of them in progress, {num_events} events")
     for gateway, whole in cut.items():
-        say(f"{gateway}: complete only from {whole.astimezone():%H:%M:%S} on; it remembers no more of what was before")
+        say(f"{gateway}: complete only from {whole.astimezone():%H:%M:%S} on; older requests are no longer in memory")
     if not trails:
-        say("no request is remembered of that time; gateway.trace_s and gateway.trace_requests say how much is kept")
+        say("no request of that time is in memory; gateway.trace_s and gateway.trace_requests set how much is kept")
     say("open it in ui.perfetto.dev")
 
 

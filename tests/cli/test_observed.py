@@ -135,7 +135,7 @@ def test_top_shows_pools_workers_and_promises(served: Served) -> None:
     rows = {line.split()[0]: line.split() for line in shown.stdout.splitlines() if line}
     assert rows["prefill-0"][1:5] == ["prefill", "ready", "0", "0"] and rows["decode"][2:5] == ["2", "of", "2"]
     assert "decode-1" in rows and rows["observed"][1] == "model"
-    assert "promises kept, since the gateway began: default TTFT 100% of 3 TPOT 100% of 3" in shown.stdout
+    assert "SLO attainment, since the gateway started: default TTFT 100% of 3 TPOT 100% of 3" in shown.stdout
 
 
 def test_top_as_json_counts_what_went_through_each_worker(served: Served) -> None:
@@ -224,11 +224,11 @@ def in_terminal(*options: str, heed: Any = None) -> tuple[int, str]:
     ("options", "words"),
     [
         (("top", "--interval", "0"), "0.0 is not in the range x>=0.1"),
-        (("trace", "--last", "5x"), "'5x' is no length of time; write 60s, 5m or 1h"),
-        (("trace", "--from", "noon"), "'noon' is no time; write 14:05:09"),
+        (("trace", "--last", "5x"), "'5x' is not a duration; write 60s, 5m or 1h"),
+        (("trace", "--from", "noon"), "'noon' is not a time; write 14:05:09"),
         (("trace", "--last", "5s", "--from", "00:00"), "--last ends now"),
         (("trace", "--to", "00:00"), "--to needs a --from"),
-        (("trace", "--from", "00:01", "--to", "00:00"), "--from lies behind --to"),
+        (("trace", "--from", "00:01", "--to", "00:00"), "--from is later than --to"),
         (("trace", "--endpoint", "127.0.0.1:1"), "nothing answers at 127.0.0.1:1"),
         (("top", "--endpoint", "127.0.0.1:1"), "nothing answers at 127.0.0.1:1"),
     ],

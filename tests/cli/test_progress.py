@@ -8,7 +8,7 @@ from io import StringIO
 
 import pytest
 
-from cluster.cli.screen import progress_bar
+from cluster.cli.screen import LINE_S, ProgressLines, progress_bar
 
 
 def seen(terminal: int) -> str:
@@ -44,3 +44,15 @@ def test_elsewhere_each_part_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
         for done in range(3):
             tell("model.safetensors", done, 200)
     assert stream.getvalue() == "model.safetensors\n"
+
+
+def test_elsewhere_long_work_says_how_far_it_is_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = 0.0
+    lines = ProgressLines(lambda: now_s)
+    for done in range(9):
+        lines.tell("requests finished", done, 8)
+        now_s += LINE_S / 2
+    assert capsys.readouterr().err.splitlines() == [
+        "requests finished",
+        *(f"requests finished: {done} of 8 ({done / 8:.0%})" for done in (2, 4, 6, 8)),
+    ]

@@ -139,7 +139,7 @@ def test_in_80_columns_a_busy_gateway_shows_its_queue() -> None:
         looks.add(Look(at_s, replace(seen, active_requests=250, standing=refused)))
     console = Console(width=80, record=True, file=StringIO())
     console.print(screen(looks, 80, 24))
-    assert "12.0 refused/s  250 of 256 under way, 37 queued" in console.export_text()
+    assert "12.0 refused/s  250 of 256 in flight, 37 queued" in console.export_text()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a measurement was: when, where, by which command, with which seeds. Written into everything that comes of it."""
+"""When, where, by which command and with which seeds a measurement was made; part of every report."""
 
 import shlex
 import sys
@@ -37,11 +37,11 @@ class About:
             f"Command: {self.command}",
             *(f"Endpoint: {each}" for each in self.endpoints),
             f"Seeds: {', '.join(map(str, self.seeds))}",
-            f"Begun {self.date}; {self.cpu}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB, {self.system}; "
+            f"Started {self.date}; {self.cpu}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB, {self.system}; "
             f"load before {load} (1, 5 and 15 minutes)",
             f"Versions: {versions}",
             *(
-                ["The machine had much else to do when this began: the figures are not its own."]
+                ["The machine was busy with other work when this started: do not quote these figures."]
                 if self.is_busy
                 else []
             ),
@@ -49,14 +49,14 @@ class About:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the machine had much else to do when it began."""
+        """Whether the machine was busy with other work at the start."""
         return self.load_before[0] > BUSY * self.cores
 
     def as_json(self) -> dict[str, Any]:
         import msgspec
 
-        told: dict[str, Any] = msgspec.to_builtins(self)
-        return told
+        built: dict[str, Any] = msgspec.to_builtins(self)
+        return built
 
 
 def about(endpoints: Sequence[str], seeds: Sequence[int]) -> About:

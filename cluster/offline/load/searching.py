@@ -70,7 +70,7 @@ def search(wanted: Wanted, drive: Drive, gpus: int, told: Callable[[str], object
         nonlocal turn
         turn += 1
         attained = attainment(drive(wanted.probe(rate, seed, turn), seed), wanted.slo)
-        told(f"{rate:.4g} requests/s, seed {seed}: {attained.both:.1%} kept the promise")
+        told(f"{rate:.4g} requests/s, seed {seed}: SLO attainment {attained.both:.1%}")
         return attained
 
     start = wanted.start

@@ -144,9 +144,9 @@ class _Sender:
         served = tuple(watch.served() for watch in self._watches)
         ends = [each.token_s[-1] for each in served if len(each.token_s)]
         concurrency = self._load.concurrency
-        sent = f"sent at most {self._late_s * 1e3:.1f} ms late"
+        sent = f"load generator lag: max {self._late_s * 1e3:.1f} ms"
         if concurrency is not None:
-            sent = f"{concurrency} in flight, each sent when another had ended"
+            sent = f"{concurrency} in flight: each request is sent when another has finished"
         return Run(
             system=self._load.system,
             workload=self._workload.name + ("" if concurrency is None else f", {concurrency} in flight"),
@@ -171,11 +171,11 @@ class _Sender:
         notes = []
         if untimed:
             notes.append(
-                f"{untimed} tokens came in chunks that do not say how many they hold; they count as come with their "
-                "answer's last chunk, so gaps between tokens are gaps between chunks"
+                f"{untimed} tokens came in chunks without a token count; they are timed with their answer's last "
+                "chunk, so gaps between tokens are gaps between chunks"
             )
         if uncounted:
-            notes.append(f"{uncounted} answers came without usage: their tokens are their chunks")
+            notes.append(f"{uncounted} answers came without usage: each chunk counts as one token")
         if counted != asked:
-            notes.append(f"the server counted {counted} prompt tokens where {asked} were asked for")
+            notes.append(f"the server counted {counted} prompt tokens where {asked} were requested")
         return tuple(notes)

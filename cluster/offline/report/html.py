@@ -52,11 +52,11 @@ def _pictures(systems: Sequence[Compared]) -> Iterator[Picture]:
         )
         yield Picture("attainment", curves, partial(attainment_curves, systems))
     if any(system.sweep for system in systems):
-        yield Picture("latency", "Latencies over the rate that was offered.", partial(latency_curves, systems))
+        yield Picture("latency", "Latency over the offered rate.", partial(latency_curves, systems))
     runs = [system.run for system in systems if system.run is not None]
     if runs:
         slo = systems[0].figures.slo
-        yield Picture("requests", "Every request against the promises.", partial(scatter, runs, slo))
+        yield Picture("requests", "TTFT and TPOT of every request, and the SLO.", partial(scatter, runs, slo))
     if any(system.figures.phases_s for system in systems):
         yield Picture("phases", "Where a finished request's time went, on average.", partial(phase_bars, systems))
     for number, run in enumerate(runs):

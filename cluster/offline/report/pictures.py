@@ -1,4 +1,4 @@
-"""Systems beside each other: goodput, attainment and latency over the rate, every request against its promise.
+"""Systems side by side: goodput, attainment and latency over the rate, every request against its SLO.
 
 Pictures for matplotlib, from figures alone. Rates are per GPU, counting all that were provisioned.
 """
@@ -18,7 +18,7 @@ from workers.request import SLO
 
 LINES = {"p50": "-", "p90": "--", "p99": ":"}
 COLUMNS = 3
-# name -> what is drawn of the figures, times what, and the promise on it
+# name -> figure, factor, and its SLO
 METRICS: Mapping[str, tuple[Callable[[Figures], Percentiles | None], float, Callable[[SLO], float | None]]] = {
     "TTFT, s": (lambda figures: figures.ttft_s, 1.0, lambda slo: slo.ttft_s),
     "TPOT, ms": (lambda figures: figures.tpot_s, 1e3, lambda slo: slo.tpot_s),
@@ -65,10 +65,10 @@ def _interval(panel: Any, goodput: Goodput, at: float) -> None:
 
 @drawn
 def attainment_curves(systems: Sequence[Compared]) -> Any:
-    """Share of requests that kept both promises, over the rate: means of all seeds, and a dot for each seed's probe."""
+    """SLO attainment over the rate: means of all seeds, and a dot for each seed's probe."""
     targets = sorted({goodput.target for system in systems for goodput in system.goodputs})
     if not targets:
-        raise ValueError("no system's goodput was searched: there are no curves to draw")
+        raise ValueError("no system's goodput was searched, so there are no curves to draw")
     picture, ((panel,),) = panels(1, 1, 8.5, 4.4)
     for number, system in enumerate(systems):
         if system.goodputs:
@@ -94,7 +94,7 @@ def attainment_curves(systems: Sequence[Compared]) -> Any:
     slo = next(goodput.slo for system in systems for goodput in system.goodputs)
     panel.set(
         xlabel=f"requests/s per {unit_of(systems)}",
-        ylabel="requests that keep both promises, %",
+        ylabel="SLO attainment, %",
         title=f"Attainment of {promise(slo)}",
     )
     _legend(picture, panel)
@@ -103,7 +103,7 @@ def attainment_curves(systems: Sequence[Compared]) -> Any:
 
 @drawn
 def scatter(runs: Sequence[Run], slo: SLO) -> Any:
-    """Every finished request's TTFT and TPOT, and the box that the promises make; one panel a run."""
+    """Every finished request's TTFT and TPOT, and the box of the SLO; one panel per run."""
     columns = min(COLUMNS, len(runs))
     rows = -(-len(runs) // columns)
     picture, grid = panels(rows, columns, 1.0 + 3.6 * columns, 0.9 + 3.0 * rows, sharex=True, sharey=True)
@@ -112,15 +112,15 @@ def scatter(runs: Sequence[Run], slo: SLO) -> Any:
         each = latencies(run.served)
         done = each.finished & (each.output_tokens > 1)
         ttft, tpot = each.ttft_s[done], 1e3 * each.tpot_s[done]
-        kept = (ttft <= _bound(slo.ttft_s)) & (each.tpot_s[done] <= _bound(slo.tpot_s))
-        for mask, colour, marker, label in ((kept, BLUE, "o", "kept"), (~kept, RED, "x", "missed")):
+        met = (ttft <= _bound(slo.ttft_s)) & (each.tpot_s[done] <= _bound(slo.tpot_s))
+        for mask, colour, marker, label in ((met, BLUE, "o", "met"), (~met, RED, "x", "missed")):
             panel.plot(
                 *(ttft[mask], tpot[mask], marker), color=colour, markersize=2.5, alpha=0.5, label=label, rasterized=True
             )
         missing = len(each.finished) - int(each.finished.sum())
         unserved = f", {missing} not served" if missing else ""
         both = attainment(run, slo).both
-        panel.set_title(f"{run.system}\n{both:.1%} of {len(done)} kept both{unserved}")
+        panel.set_title(f"{run.system}\nSLO attainment {both:.1%}, {len(done)} shown{unserved}")
     for panel in grid.flat[len(runs) :]:
         panel.axis("off")
     for panel in grid.flat[: len(runs)]:
@@ -141,12 +141,12 @@ def _bound(seconds: float | None) -> float:
 
 
 def _box(panel: Any, slo: SLO) -> None:
-    """The promises as a box from the lower left corner; the axes reach beyond it."""
+    """The SLO as a box from the lower left corner; the axes reach beyond it."""
     ttft_s, tpot_ms = _bound(slo.ttft_s), 1e3 * _bound(slo.tpot_s)
     (left, right), (low, high) = panel.get_xlim(), panel.get_ylim()
     right, high = (max(end, 1.3 * bound) if bound < inf else end for end, bound in ((right, ttft_s), (high, tpot_ms)))
     corner = min(right, ttft_s), min(high, tpot_ms)
-    panel.fill_between([left, corner[0]], low, corner[1], color=GREEN, alpha=0.12, linewidth=0, label="promised")
+    panel.fill_between([left, corner[0]], low, corner[1], color=GREEN, alpha=0.12, linewidth=0, label="SLO")
     panel.plot([corner[0], corner[0], left], [low, corner[1], corner[1]], color=GREEN, linewidth=1.0)
     panel.set(xlim=(left, right), ylim=(low, high))
 
@@ -182,7 +182,7 @@ def _line_legend(picture: Any, systems: Sequence[Compared]) -> None:
             for number, each in enumerate(systems)
         ),
         *({"color": GREY, "linestyle": line, "label": name} for name, line in LINES.items()),
-        {"color": "black", "alpha": 0.6, "linewidth": 1.2, "label": "promised"},
+        {"color": "black", "alpha": 0.6, "linewidth": 1.2, "label": "SLO"},
     ]
     handles = [Line2D([], [], **each) for each in looks]
     picture.legend(handles=handles, loc="outside lower center", ncols=4)

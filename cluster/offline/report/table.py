@@ -27,7 +27,7 @@ def comparison(systems: Sequence[Compared]) -> Grid:
     unit = unit_of(systems)
     headers = (
         *("system", f"{unit}s", *(f"goodput/{unit}\nat {100 * target:g} %, req/s" for target in targets)),
-        *("kept\nboth", f"TTFT, ms\n{SPREAD}", f"TPOT, ms\n{SPREAD}", "rejected/\nfailed/\npreempted"),
+        *("SLO\nattainment", f"TTFT, ms\n{SPREAD}", f"TPOT, ms\n{SPREAD}", "rejected/\nfailed/\npreempted"),
     )
     return Grid(_title(systems), headers, tuple(_row(system, targets) for system in systems))
 
@@ -45,7 +45,7 @@ def _title(systems: Sequence[Compared]) -> str:
     sure = f"Goodput counts all {unit_of(systems)}s provisioned, with its 95 % CI over seeds. "
     return (
         f"{workloads} at {rates} requests/s; {promises}. {sure if any(system.goodputs for system in systems) else ''}"
-        "Percentiles are of finished requests, kept both is of all."
+        "Percentiles cover finished requests; SLO attainment counts every request, failures included."
     )
 
 
@@ -85,8 +85,8 @@ def probes(systems: Sequence[Compared]) -> Grid:
         if system.goodputs
         for probe in max(system.goodputs, key=lambda each: len(each.probes)).probes
     ]
-    headers = ("system, requests/s", "seed", "kept TTFT", "kept TPOT", "kept both", "served")
-    return Grid("Every rate that was probed", headers, tuple(rows))
+    headers = ("system, requests/s", "seed", "TTFT attainment", "TPOT attainment", "SLO attainment", "served")
+    return Grid("All rates probed", headers, tuple(rows))
 
 
 def details(systems: Sequence[Compared]) -> Grid:
@@ -94,7 +94,7 @@ def details(systems: Sequence[Compared]) -> Grid:
     rows = [_detail(system.figures) for system in systems]
     names = list(rows[0]) if rows else []
     return Grid(
-        "All figures at the load that is shown",
+        "All figures at this load",
         ("", *(system.name for system in systems)),
         tuple((name, *(row[name] for row in rows)) for name in names),
     )
@@ -118,7 +118,7 @@ def _detail(figures: Figures) -> dict[str, str]:
         "finished / rejected / failed / unfinished": (
             f"{figures.finished} / {figures.rejected} / {figures.failed} / {figures.unfinished}"
         ),
-        "why not": ", ".join(f"{count} {reason}" for reason, count in figures.reasons) or NOTHING,
+        "failure reasons": ", ".join(f"{count} {reason}" for reason, count in figures.reasons) or NOTHING,
         "retried requests, preemptions": f"{figures.retried}, {figures.preemptions}",
         "offered / finished, requests/s": f"{figures.offered_rate:.4g} / {figures.requests_rate:.4g}",
         "prompt / output tokens/s": f"{figures.prompt_tokens_rate:.4g} / {figures.output_tokens_rate:.4g}",

@@ -8,8 +8,8 @@ from cluster.offline.report.table import NOTHING, Grid
 from cluster.offline.scoring.trials import METRICS, Against, Interval, Metric, Trials, Verdict
 
 SHOWN = (
-    "kept TTFT and TPOT",
-    "kept TTFT and worst TBT",
+    "TTFT and TPOT attainment",
+    "TTFT and worst-TBT attainment",
     "TTFT p50",
     "TTFT p99",
     "TPOT p99",
@@ -32,8 +32,8 @@ def trial_tables(trials: Trials) -> Iterator[Grid]:
         others = [name for name in trials.configurations if _compared(trials, name)]
         if others:
             yield Grid(
-                f"{load}: each against the colocated configuration that is best at this figure, seed by seed; "
-                "times for ratios, points for shares, 95 % confidence intervals",
+                f"{load}: each against the best colocated configuration by this figure, seed by seed; "
+                "x for ratios, points for shares, 95 % confidence intervals",
                 ("", "best colocated", *others),
                 tuple(_against(trials, metric, load, others) for metric in METRICS),
             )
@@ -92,7 +92,7 @@ def _regions(trials: Trials, name: str, load: str) -> str:
         found = trials.against_best(metric, name, load)
         if found is not None:
             named[found.verdict].append(f"{metric.name} {by_text(found, metric, sure=False)} of {found.other}")
-    heads = {Verdict.BETTER: "wins", Verdict.WORSE: "loses", Verdict.EVEN: "not told apart"}
+    heads = {Verdict.BETTER: "wins", Verdict.WORSE: "loses", Verdict.EVEN: "no difference"}
     return "; ".join(f"{heads[verdict]}: {', '.join(lines)}" for verdict, lines in named.items() if lines)
 
 
@@ -141,7 +141,7 @@ def verdict_map(trials: Trials) -> Any:
     panel.set_xticks(range(len(columns)), [f"{name}\n{load}" for name, load in columns])
     panel.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(METRICS) - 0.5, -0.5))
     panel.grid(visible=False)
-    panel.set_title("Against the best colocated: green better, red worse, grey not told apart")
+    panel.set_title("Against the best colocated: green better, red worse, grey no clear difference")
     return picture
 
 

@@ -1,1 +1,1 @@
-"""What a run of requests amounts to: records, percentiles, promises kept, goodput. For real and virtual runs alike."""
+"""Figures of a run of requests: records, percentiles, SLO attainment, goodput. For real and virtual runs alike."""

@@ -1,4 +1,4 @@
-"""What a run amounts to: latencies, promises kept, rates, and what the machines did meanwhile. Pure.
+"""The figures of a run: latencies, SLO attainment, rates, and the use of the machines. Pure.
 
 `DEFINITIONS` has every metric in words, with its source. They differ between papers; these hold wherever we report.
 """
@@ -44,7 +44,7 @@ DEFINITIONS = {
     "KV occupancy": "used blocks x seconds / (all blocks x the run's seconds)",
     "busy share": "seconds with a step in flight / (workers x the run's seconds)",
     "exposed transfer": "seconds that decode waited for KV after the first token / E2E, over finished requests",
-    "transfer": "elapsed seconds of KV hand-offs, most of which overlap with prefill / E2E, over finished requests",
+    "transfer": "elapsed seconds of KV handoffs, most of which overlap with prefill / E2E, over finished requests",
     "cached": "prompt tokens found in a prefix cache / prompt tokens of finished requests",
 }
 
@@ -63,7 +63,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """Shares of all requests, 0 to 1: those that kept each promise, both, and those that were served at all."""
+    """Shares of all requests, 0 to 1: those that met each target, both, and those that were served at all."""
 
     ttft: float
     tpot: float
@@ -163,7 +163,7 @@ def promise(slo: SLO) -> str:
     parts = [
         f"{name} <= {bound:g} s" for name, bound in (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s)) if bound is not None
     ]
-    return " and ".join(parts) or "no promise"
+    return " and ".join(parts) or "no SLO"
 
 
 def attainment(run: Run, slo: SLO) -> Attainment:

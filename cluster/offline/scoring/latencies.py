@@ -1,6 +1,6 @@
 """Every request's latencies as arrays, which all scores start from. Pure; numpy is loaded when it is called.
 
-Only a request that finished has latencies. All others have infinite ones, so that they miss every promise.
+Only a request that finished has latencies. All others have infinite ones, so that they miss every SLO.
 """
 
 from collections.abc import Sequence

@@ -47,8 +47,8 @@ def _of(which: Callable[[Figures], Percentiles | None], name: str) -> Callable[[
 
 
 METRICS = (
-    Metric("kept TTFT and TPOT", lambda each: each.attainment.both, "%", 100.0, True, True),
-    Metric("kept TTFT and worst TBT", lambda each: each.effective_capacity, "%", 100.0, True, True),
+    Metric("TTFT and TPOT attainment", lambda each: each.attainment.both, "%", 100.0, True, True),
+    Metric("TTFT and worst-TBT attainment", lambda each: each.effective_capacity, "%", 100.0, True, True),
     *(Metric(f"TTFT {name}", _of(lambda each: each.ttft_s, name), "s") for name in ("p50", "p99")),
     *(Metric(f"TPOT {name}", _of(lambda each: each.tpot_s, name), "ms", 1e3) for name in ("p50", "p99")),
     *(Metric(f"TBT {name}", _of(lambda each: each.tbt_s, name), "ms", 1e3) for name in ("p50", "p90", "p99", "max")),

@@ -95,7 +95,7 @@ class Watch:
         del self._token_s[wanted - 1 : -1]
 
     def can_keep(self, slo: SLO) -> bool:
-        """Whether it kept both promises, or still may."""
+        """Whether it met its SLO, or still may."""
         done = self.ending is not Ending.UNFINISHED
         so_far = self.served()
         now_s = self._clock()

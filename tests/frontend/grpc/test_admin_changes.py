@@ -190,9 +190,9 @@ def test_commands_change_the_cluster_and_tell_the_revision(served: tuple[str, Fa
     endpoint, operator = served
     operator.asked.clear()
     told = run(endpoint, "flip", "decode-1", "prefill", "--revision", "9")
-    assert (told.exit_code, told.stdout) == (0, "decode-1 is a prefill worker (revision 42)\n")
+    assert (told.exit_code, told.stdout) == (0, "decode-1: role set to prefill (revision 42)\n")
     told = run(endpoint, "drain", "decode-1", "--deadline", "5")
-    assert told.stdout == "decode-1 takes no new work, and leaves when it is empty (revision 43)\n"
+    assert told.stdout == "decode-1: draining, stops when it is empty (revision 43)\n"
     told = run(endpoint, "scale", "decode", "3", "--json")
     assert json.loads(told.stdout) == {"pool": "decode", "wanted": 3, "revision": 44}
     assert operator.asked == [

@@ -91,8 +91,8 @@ def test_the_command_line_says_why_nothing_comes_yet(endpoint: str) -> None:
     result = CliRunner().invoke(main, ["generate", "--raw", "hello", "--max-tokens", "3", "--endpoint", endpoint])
     assert result.stdout == "abc\n"
     assert result.stderr.strip() == (
-        "queued behind 2 others (all 4 decode slots of decode-0 are taken); its turn should come in 1.5 s, the first "
-        "token 2.2 s after it came"
+        "queued behind 2 others (all 4 decode slots of decode-0 are taken); expected to start in 1.5 s, with a "
+        "TTFT of 2.2 s"
     )
     result = CliRunner().invoke(
         main, ["generate", "--raw", "hello", "--max-tokens", "3", "--endpoint", endpoint, "--json"]

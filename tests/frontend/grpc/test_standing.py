@@ -138,8 +138,8 @@ def test_status_tells_how_promises_were_kept(served: tuple[str, FakeDispatcher])
     row = next(line.split() for line in shown.splitlines() if " fast " in line)
     assert row == ["fast", "2", *["100.0%", "of", "1"], *["0.0%", "of", "1"], *["0.0%", "of", "1"],
                    *["+50%", "/", "+50%", "/", "+50%"]]  # fmt: skip
-    assert "[bold]" in shown and "turned away: 1 queue-full" in shown
-    assert "answer lengths: 7 scored, 50% within the predicted p50, 88% within p90, 75% in the bucket" in shown
+    assert "[bold]" in shown and "rejected: 1 queue-full" in shown
+    assert "output lengths: 7 scored, 50% within the predicted p50, 88% within p90, 75% in the bucket" in shown
 
 
 def test_status_as_json_has_the_scores(served: tuple[str, FakeDispatcher]) -> None:
@@ -157,7 +157,7 @@ def test_status_and_top_tell_how_many_wait_in_the_gateway(served: tuple[str, Fak
         for command in ("status", "top"):
             told = json.loads(run(command, "--endpoint", served[0], "--json").stdout)
             assert told["gateway"]["queued"] == 3
-        assert "0 of 256 under way, 3 queued" in run("top", "--endpoint", served[0], "--once").stdout
+        assert "0 of 256 in flight, 3 queued" in run("top", "--endpoint", served[0], "--once").stdout
     finally:
         served[1].queued = 0
 
@@ -176,6 +176,6 @@ def test_promises_and_tenants_are_asked_for_on_the_command_line(served: tuple[st
     told = json.loads(result.stdout)
     assert (told["predicted_ttft_s"], told["predicted_tpot_s"]) == (0.5, None)
     report = run("generate", "hi", "--endpoint", served[0], "--max-tokens", "2", "--report")
-    assert "predicted first token after 500.0 ms" in report.stderr
+    assert "predicted TTFT 500.0 ms" in report.stderr
     line = run("generate", "hi", "--endpoint", served[0], "--tpot", "0").stderr.strip()
     assert line.startswith("Error: slo.time_per_output_token: is 0 s; it must be above 0") and "\n" not in line

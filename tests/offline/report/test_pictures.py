@@ -68,7 +68,7 @@ def test_every_finished_request_is_a_point_and_kept_ones_lie_in_the_box() -> Non
 
 def test_the_axes_of_latencies_name_units_and_percentiles() -> None:
     shown = texts(latency_curves(systems()))
-    for word in ("TTFT, s", "TPOT, ms", "E2E, s", "p50", "p90", "p99", "promised", "per GPU"):
+    for word in ("TTFT, s", "TPOT, ms", "E2E, s", "p50", "p90", "p99", "SLO", "per GPU"):
         assert word in shown
 
 

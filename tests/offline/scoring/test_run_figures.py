@@ -106,7 +106,7 @@ def test_json_names_promise_gpus_and_metrics() -> None:
     assert (written["gpus"], written["slo"]["ttft_s"]) == (4, 0.25)
     assert set(written["ttft_s"]) == {"count", "mean", "p50", "p90", "p99", "max"}
     assert written["definitions"] == DEFINITIONS
-    assert promise(SLO(tpot_s=0.1)) == "TPOT <= 0.1 s" and promise(ANY) == "no promise"
+    assert promise(SLO(tpot_s=0.1)) == "TPOT <= 0.1 s" and promise(ANY) == "no SLO"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.offline.scoring.made import split_run, steady
 from workers.request import SLO
 
 TTFT = next(metric for metric in METRICS if metric.name == "TTFT p50")
-KEPT = next(metric for metric in METRICS if metric.name == "kept TTFT and TPOT")
+KEPT = next(metric for metric in METRICS if metric.name == "TTFT and TPOT attainment")
 TOKENS = next(metric for metric in METRICS if metric.name == "output tokens")
 PROMISE = SLO(1.0, 0.1)
 
@@ -97,7 +97,7 @@ def test_losing_regions_are_told_and_drawn() -> None:
     low, high = told(trials)
     assert "wins: TTFT p50 0.25x of mixed" in low and "loses" not in low
     assert "loses: TTFT p50 2.25x of mixed" in high
-    assert "not told apart: kept TTFT and TPOT +0 points" in high
+    assert "no difference: TTFT and TPOT attainment +0 points" in high
     tables = list(trial_tables(trials))
     assert len(tables) == 4 and has_verdicts(trials)
     row = next(row for row in tables[3].rows if row[0] == "TTFT p50")
