@@ -50,7 +50,7 @@ study: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.study $(ARGS)
 
 # Loads that shift: ours against every system, every static split, colocated, and the best per phase, all simulated; writes
-# docs/elastic-campaign.md and its pictures. ARGS=--quick, ARGS=--full, ARGS="bursts day", ARGS=--recorded.
+# benchmarks/results/elastic-campaign.md and its pictures. ARGS=--quick, ARGS=--full, ARGS="bursts day", ARGS=--recorded.
 elastic: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.elastic $(ARGS)
 

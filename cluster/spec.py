@@ -371,7 +371,7 @@ class MetricsSpec:
     """What `/metrics` tells beside our own series."""
 
     compat: str | None = None
-    """Series under another system's names too, beside ours: docs/metrics.md."""
+    """Series under another system's names too, beside ours: docs/reference/metrics.md."""
 
     def __post_init__(self) -> None:
         if self.compat is not None and self.compat not in COMPAT:

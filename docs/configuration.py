@@ -19,7 +19,7 @@ from workers import config
 from workers.costs import CostModel, LinearCost
 from workers.request import SLO
 
-PAGE = Path(__file__).resolve().parent / "configuration.md"
+PAGE = Path(__file__).resolve().parent / "reference" / "configuration.md"
 BEGIN, END = "<!-- keys -->\n", "<!-- end of keys -->\n"
 BLOCKS: dict[str, type] = {
     "": spec.ClusterSpec,
@@ -83,7 +83,8 @@ def _block(path: str, kind: type) -> str:
 def rows(kind: type) -> Iterator[tuple[str, str, str, str]]:
     hints, words = get_type_hints(kind), meanings(kind)
     for each in fields(kind):
-        said = re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", words.get(each.name, ""))
+        said = re.sub(r"docs/([\w-]+\.md)", r"[\1](../\1)", words.get(each.name, ""))
+        said = re.sub(r"docs/reference/([\w-]+\.md)", r"[\1](\1)", said)
         yield each.name, _read(kind, each.name, hints[each.name]), _default(each), said
 
 

@@ -1,4 +1,4 @@
-"""docs/configuration.md has every key of a cluster file, with what the code says of it."""
+"""docs/reference/configuration.md has every key of a cluster file, with what the code says of it."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from workers.costs import CostModel, LinearCost
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "docs"))
 from configuration import BLOCKS, CHOICES, PAGE, meanings, reference, rows, written
 
-SCHEMA = json.loads((PAGE.parent.parent / "helm" / "diptych" / "values.schema.json").read_text())
+SCHEMA = json.loads((PAGE.parents[2] / "helm" / "diptych" / "values.schema.json").read_text())
 
 
 def nested(hint: Any) -> set[type]:

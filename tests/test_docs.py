@@ -14,6 +14,7 @@ from cluster.spec import laptop_spec, load_spec, parse_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 FAILURES = (ROOT / "docs" / "failures.md").read_text()
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
@@ -73,9 +74,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{page_name(page)} links to {link}, which has no such heading"
 
 
-def test_the_readme_lists_every_page() -> None:
-    listed = set(LINK.findall((ROOT / "README.md").read_text().partition("## The docs")[2]))
-    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= listed
+def test_the_index_lists_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    listed = {(index.parent / link).resolve() for link in LINK.findall(index.read_text())}
+    pages = {page for page in PAGES if page.parent.name != "decisions" and page.is_relative_to(ROOT / "docs")}
+    assert pages - {index} <= listed
+    assert "docs/README.md" in LINK.findall((ROOT / "README.md").read_text())
 
 
 def test_every_command_of_the_readme_exists() -> None:

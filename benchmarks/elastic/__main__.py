@@ -25,7 +25,8 @@ from cluster.offline.workload.arrivals import WorkloadError
 from cluster.spec import ROUTING, SpecError
 
 PLAIN = {"split": SPLIT, "colocated": COLOCATED}
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "pictures"
 QUICK = Effort(
     *((0,), (0,), 0.3, 0.3, 0.3, 1),
     systems=("vllm", "distserve"),
@@ -121,9 +122,9 @@ def main(
     """Goodput under loads that shift: ours against every system, every static split, colocated, and the best per phase.
 
     Without WORKLOADS, all of them: hours. Ours and the best static choices alone took about four minutes a workload on
-    two cores. What is found goes into the committed record, workload by workload, and into docs/elastic-campaign.md;
-    with --out, only there. An older record in that place is completed. After a change of ours, --again ours is a matter
-    of minutes.
+    two cores. What is found goes into the committed record, workload by workload, and into
+    benchmarks/results/elastic-campaign.md; with --out, only there. An older record in that place is completed. After a
+    change of ours, --again ours is a matter of minutes.
 
     For tuning, one run in seconds:
 
@@ -165,12 +166,11 @@ def main(
                     record.save(found, file)
         except Unlike as error:
             raise click.ClickException(str(error)) from None
-    folder = out or DOCS
-    page.write(folder, found, "elastic-{}.png" if out else "pictures/elastic-{}.svg")
+    page.write(out or RESULTS, found, "elastic-{}.png" if out else page.PICTURES)
     if reason := pictures.missing():
         click.echo(reason, err=True)
     else:
-        pictures.draw(folder if out else folder / "pictures", found, "png" if out else "svg")
+        pictures.draw(out or PICTURES, found, "png" if out else "svg")
     click.echo("a quick run only shows that it runs" if effort == "quick" else page.summary(found))
 
 

@@ -1,4 +1,4 @@
-"""docs/elastic-campaign.md from the record. Its words stand in page.md.jinja."""
+"""benchmarks/results/elastic-campaign.md from the record. Its words stand in page.md.jinja."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -27,6 +27,7 @@ from benchmarks.filled import filled
 from cluster.offline.scoring.figures import promise
 
 PAGE = "elastic-campaign.md"
+PICTURES = "../../docs/pictures/elastic-{}.svg"  # from benchmarks/results
 TEMPLATE = Path(__file__).with_name("page.md.jinja")
 NEVER_WORSE, AHEAD, NEAR = 0.97, 1.25, 0.9  # the aims
 AIMS = (
@@ -36,12 +37,12 @@ AIMS = (
 LESS = 0.01  # of a phase's requests: who keeps so much less than another loses there
 
 
-def write(folder: Path, found: Record, pictures: str = "pictures/elastic-{}.svg") -> None:
+def write(folder: Path, found: Record, pictures: str = PICTURES) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PAGE).write_text(markdown(found, pictures))
 
 
-def markdown(found: Record, pictures: str = "pictures/elastic-{}.svg") -> str:
+def markdown(found: Record, pictures: str = PICTURES) -> str:
     """`pictures`: where they lie, seen from the page, with braces for the name."""
     from jinja2 import Environment, StrictUndefined
 

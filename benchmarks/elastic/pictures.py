@@ -30,6 +30,8 @@ LOOKS = {
 }
 LANES = {"steps with prompts": style.RED, "steps of decodes only": style.SKY}
 COLUMNS = 3
+HEADLINE = "phases-a100"
+HEADLINE_NAMES = {OURS: "Diptych", SYSTEM: "best other system", SPLIT: "best static split", COLOCATED: "best colocated"}
 
 
 def missing() -> str:
@@ -44,6 +46,8 @@ def draw(folder: Path, found: Record, suffix: str) -> None:
     if not found.results:
         return
     style.save(_goodputs(found), folder / f"elastic-goodput.{suffix}")
+    if shifting := [result for result in found.results if result.scenario == HEADLINE]:
+        style.save(_headline(shifting[0]), folder / f"elastic-headline.{suffix}")
     for result in found.results:
         if len(result.boundaries) > 1:
             style.save(_over_time(result), folder / f"elastic-{result.scenario}.{suffix}")
@@ -71,6 +75,39 @@ def _goodputs(found: Record) -> Any:
     for panel in cells[len(found.results) :]:
         panel.axis("off")
     picture.supxlabel("goodput, requests/s and GPU, 90 % keep both promises; *: first seed alone")
+    return picture
+
+
+@style.drawn
+def _headline(result: Result) -> Any:
+    """For a narrow page: goodput of ours beside the best of each kind, and what our workers computed over time."""
+    kinds = list(reversed(HEADLINE_NAMES))
+    best = [max((each for each in result.entries if each.kind == kind), key=lambda each: each.rate) for kind in kinds]
+    picture, panels = style.panels(2, 1, 8.0, 5.2)
+    above, below = panels[0][0], panels[1][0]
+    rates = [each.rate for each in best]
+    off = [[each.rate - each.low for each in best], [each.high - each.rate for each in best]]
+    above.barh(range(len(best)), rates, xerr=off, capsize=3, color=[LOOKS[kind] for kind in kinds])
+    for lane, rate in enumerate(rates):
+        above.text(0.06, lane, f"{rate:.2f}", va="center", color="white", fontweight="bold", fontsize=12)
+    named = [
+        HEADLINE_NAMES[kind] + ("" if kind in (OURS, COLOCATED) else f"\n({each.name})")
+        for kind, each in zip(kinds, best, strict=True)
+    ]
+    above.set_yticks(range(len(best)), named, fontsize=11)
+    above.grid(axis="y", visible=False)
+    above.set_title("requests/s with 90 % SLO attainment", fontsize=12)
+    ours = result.timelines[0]
+    _roles(below, ours)
+    for name, begin_s in result.boundaries:
+        below.axvline(begin_s, color="black", linewidth=1.0)
+        below.text(begin_s + 2, -0.75, f"long {name}", va="bottom", fontsize=11)
+    below.set_ylim(len(ours.workers) - 0.4, -1.5)
+    below.set_yticks(range(len(ours.workers)), [f"worker {n}" for n in range(len(ours.workers))], fontsize=11)
+    below.set_xlabel("seconds", fontsize=11)
+    below.set_xlim(0, result.seconds)
+    below.grid(visible=False)
+    picture.legend(loc="outside lower center", ncols=len(LANES), fontsize=11)
     return picture
 
 

@@ -20,7 +20,8 @@ from benchmarks.elastic.timeline import Timeline
 from cluster.offline.scoring.figures import Attainment
 from tests.benchmarks.elastic_probes import SMALL, made, pretend
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 # ---- the record --------------------------------------------------------------------------------------------------
 
@@ -196,13 +197,12 @@ def _result() -> record.Result:
 @pytest.mark.skipif(not record.FILE.exists(), reason="no campaign was recorded yet")
 def test_the_page_is_what_the_committed_record_gives() -> None:
     again = "run `make elastic ARGS=--recorded`"
-    assert (DOCS / page.PAGE).read_text() == page.markdown(record.load()), again
+    assert (RESULTS / page.PAGE).read_text() == page.markdown(record.load()), again
 
 
 def test_the_comparison_has_no_figures_of_its_own() -> None:
     """What it says of the campaign's goodputs is what the campaign's page says."""
-    docs = Path(__file__).resolve().parents[2] / "docs"
     goodput = re.compile(r"\b0\.\d{3}\s+\(0\.\d{3}\s+to\s+0\.\d{3}\)")
-    told = {" ".join(found.split()) for found in goodput.findall((docs / "comparison.md").read_text())}
+    told = {" ".join(found.split()) for found in goodput.findall((ROOT / "docs" / "comparison.md").read_text())}
     assert len(told) >= 5
-    assert told <= set(goodput.findall((docs / "elastic-campaign.md").read_text()))
+    assert told <= set(goodput.findall((RESULTS / page.PAGE).read_text()))

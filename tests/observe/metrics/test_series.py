@@ -1,4 +1,4 @@
-"""The series of a gateway are what docs/metrics.md says, add up, and stay as many as they are."""
+"""The series of a gateway are what docs/reference/metrics.md says, add up, and stay as many as they are."""
 
 import re
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from kvtransfer.ticket import TransferReport
 from workers.request import FinishReason
 from workers.stats import Pulls, WorkerStats
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "metrics.md"
 ROW = re.compile(r"^\| `((?:diptych_|vllm:)\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", re.M)
 COMMON = {"gateway", "model_name", "engine", "le"}
 REPORT = TransferReport("lease", "tcp", "path", 3, 4096, 1, 3, 1, 3, 0.002, 0.001, 0.003)
@@ -73,7 +73,7 @@ def value(text: str, name: str, **labels: str) -> float:
 def test_the_tables_of_the_docs_are_the_series_that_there_are(texts: list[str]) -> None:
     wanted = list(rows(families(texts[0])))
     table = "\n".join(f"| `{name}` | {kind} | {labels} | {words} |" for name, kind, labels, words in wanted)
-    assert ROW.findall(PAGE.read_text()) == wanted, f"docs/metrics.md should have these rows:\n{table}"
+    assert ROW.findall(PAGE.read_text()) == wanted, f"docs/reference/metrics.md should have these rows:\n{table}"
 
 
 def test_every_series_of_dashboard_and_rules_exists(texts: list[str]) -> None:
