@@ -33,7 +33,7 @@ REPLICAS = click.IntRange(1, 1024)
 
 @click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
-@cluster_option("-f", "--file", metavar="YAML", help="Cluster file, see docs/configuration.md.")
+@cluster_option("-f", "--file", metavar="YAML", help="Cluster file, see docs/reference/configuration.md.")
 @cluster_option("--prefill-replicas", type=REPLICAS, metavar="N", help="Prefill workers. Not with -f. [default: 1]")
 @cluster_option("--decode-replicas", type=REPLICAS, metavar="N", help="Decode workers. Not with -f. [default: 1]")
 @cluster_option(
