@@ -323,11 +323,11 @@ class Worker:
 
     # ---- inside ----------------------------------------------------------------------------------------------
 
-    def _log(self, key: str, words: str, *args: object) -> None:
-        """A request's way through this worker."""
+    def _log(self, key: str, message: str, *args: object) -> None:
+        """Log what this worker does for a request."""
         if logger.isEnabledFor(logging.INFO):
-            about_it = log_fields(self.config.name, key)
-            logger.info(f"request %s: {words}", about_it["request_id"], *args, extra=about_it)
+            fields = log_fields(self.config.name, key)
+            logger.info(f"request %s: {message}", fields["request_id"], *args, extra=fields)
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()

@@ -352,7 +352,7 @@ class Engine:
 
     def _blame(self, sequence: Sequence, error: Exception) -> None:
         """An error in what was done for this sequence alone is the end of it, and of nothing else."""
-        logger.error("%s fails by an error that was not foreseen", sequence.key, exc_info=error)
+        logger.error("%s failed with an unexpected error", sequence.key, exc_info=error)
         self.fail(sequence.key, f"unexpected {type(error).__name__}: {error}")
 
     def steps_failed(self, plans: Items[StepPlan], reason: str) -> None:

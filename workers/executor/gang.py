@@ -206,7 +206,7 @@ class _Meeting:
             raise self.failure.result()
         if not self._joined.is_set():
             missing = sorted({order.seat.rank for order in orders} - self.remotes.keys())
-            raise RankLost(f"{self._config.name}: ranks {missing} did not come within {JOIN_TIMEOUT_S:.0f} s")
+            raise RankLost(f"{self._config.name}: ranks {missing} did not join within {JOIN_TIMEOUT_S:.0f} s")
         return seats[0]
 
     async def close(self, error: Exception | None = None) -> None:

@@ -126,7 +126,7 @@ class KVFetcher:
             arrived = True
         except (TransferError, TimeoutError) as error:
             reason = str(error) or f"it took longer than {timeout_s:.1f} s"
-            logger.warning("worker %s: a prefix did not come: %s", self._config.name, reason)
+            logger.warning("worker %s: could not fetch a prefix: %s", self._config.name, reason)
         finally:
             self._engine.prefix_fetches.end(fetch, arrived=arrived)
             self._changed()

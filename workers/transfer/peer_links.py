@@ -111,7 +111,7 @@ class PeerLinks:
         try:
             await self._executor.forget(incarnation)
         except Exception:
-            logger.exception("the link to %s could not be let go of", incarnation)
+            logger.exception("could not drop the link to %s", incarnation)
 
 
 def _addresses(shards: Iterable[ShardAddress]) -> Addresses:

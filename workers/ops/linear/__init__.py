@@ -6,17 +6,32 @@ int8                     a quarter; 8-bit rows of W meet rows of x rounded to 8 
 q8_0 q4_1 q4_0 q4_k      blocks as GGUF files have them; x is rounded to 8 bits in blocks of 32
 """
 
+from typing import Protocol
+
 from torch import Tensor
 
 from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, quantise
 from workers.ops.linear.dense import Bfloat16Linear, Linear
-from workers.ops.linear.method import LinearMethod
 from workers.ops.linear.quantised import BlockLinear, Int8Linear
 
 __all__ = ["BLOCK_FORMATS", "WEIGHT_FORMATS", "Linear", "LinearMethod", "linear_from_blocks", "make_linear"]
 
 BLOCK_FORMATS = tuple(BLOCK_COLUMNS)
 WEIGHT_FORMATS = ("float32", "bfloat16", "int8", *BLOCK_FORMATS)
+
+
+class LinearMethod(Protocol):
+    """y = x Wᵀ + b with fixed W [out, in] and b [out] or none."""
+
+    @property
+    def weight_format(self) -> str: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights as the format stores them, bias and padding left out: what a pass over one row must read."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, in] to y [rows, out], both float32 on a CPU."""
 
 
 def make_linear(
