@@ -14,7 +14,7 @@ import time
 
 from kvtransfer.errors import PeerLost, TransferError, TransportUnavailable
 from kvtransfer.rpc import blocking
-from kvtransfer.rpc.frames import BROKEN, HEADER, Kind, ProtocolError, expect, parse_header
+from kvtransfer.rpc.frames import BROKEN, HEADER_BYTES, Kind, ProtocolError, expect, parse_header
 from kvtransfer.rpc.handshake import HANDSHAKE_S, ListenerHandshake, Unauthenticated, too_many_readers
 from kvtransfer.transport import Region
 
@@ -143,7 +143,7 @@ def _receive_call(link: socket.socket, pool_bytes: int) -> tuple[int, tuple[tupl
     link.settimeout(None)
     head = blocking.receive_exactly(link, 1)
     stop_s = time.monotonic() + STALL_S
-    head += blocking.receive_exactly(link, HEADER.size - 1, stop_s)
+    head += blocking.receive_exactly(link, HEADER_BYTES - 1, stop_s)
     kind, number, length = parse_header(head, MAX_RANGES * RANGE.size)
     expect(kind, Kind.CALL)
     if not length or length % RANGE.size:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvtransfer.errors import TransferError
-from kvtransfer.rpc.frames import HEADER, Kind, ProtocolError, expect, parse_header
+from kvtransfer.rpc.frames import HEADER_BYTES, Kind, ProtocolError, expect, pack_header, parse_header
 from kvtransfer.rpc.handshake import HANDSHAKE_BYTES, CallerHandshake, ListenerHandshake
 
 MAX_IOVECS = 512  # below the kernel's 1024 for one call
@@ -47,12 +47,12 @@ def receive_exactly(link: socket.socket, num_bytes: int, stop_s: float | None = 
 
 def receive_header(link: socket.socket, max_bytes: int, stop_s: float | None = None) -> tuple[int, int, int]:
     """Kind, number and length of the next frame; its body follows."""
-    return parse_header(receive_exactly(link, HEADER.size, stop_s), max_bytes)
+    return parse_header(receive_exactly(link, HEADER_BYTES, stop_s), max_bytes)
 
 
 def send_frame(link: socket.socket, kind: Kind, number: int, views: Sequence[memoryview]) -> None:
     """Send all views in order as one body, without joining them."""
-    header = HEADER.pack(kind, number, sum(view.nbytes for view in views))
+    header = pack_header(kind, number, sum(view.nbytes for view in views))
     pending = [memoryview(header), *(view for view in views if view.nbytes)]
     first = 0
     while first < len(pending):

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from diptych.watchdog import patient_timeout
-from kvtransfer.rpc.frames import FrameStream, Kind, ProtocolError
+from kvtransfer.rpc.frames import MAX_NUMBER, FrameStream, Kind, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Connection:
         elif len(self._calls) >= self._protocol.max_calls:
             future.set_exception(self._protocol.other_error(f"{self._peer} leaves {len(self._calls)} calls unanswered"))
         else:
-            self._number += 1
+            self._number = self._number % MAX_NUMBER + 1
             self._calls[self._number] = future, self._protocol.calls[type(request)]
             self._stream.send(Kind.CALL, self._number, msgspec.msgpack.encode(request))
         return future

@@ -19,7 +19,7 @@ from kvtransfer.errors import (
     TransportUnavailable,
 )
 from kvtransfer.host import host_identity
-from kvtransfer.rpc.frames import FrameStream, Kind
+from kvtransfer.rpc.frames import FrameStream, Kind, pack_header
 from kvtransfer.rpc.handshake import HANDSHAKE_S, MAX_UNAUTHENTICATED, ListenerHandshake, Unauthenticated
 from kvtransfer.ticket import PeerAddress, Progress, ShardAddress
 from tests.kvtransfer.leases import MemoryLeases
@@ -233,7 +233,13 @@ async def test_closing_a_client_does_not_call_it_lost(owner: Owner) -> None:
 
 
 async def test_garbage_does_not_hurt_the_server(owner: Owner) -> None:
-    for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\x01" + bytes(15) + b"\x05hello", os.urandom(300)):
+    for garbage in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 100,
+        pack_header(Kind.HANDSHAKE, 0, 5) + b"hello",
+        os.urandom(300),
+    ):
         reader, writer = await asyncio.open_connection("127.0.0.1", owner.port)
         writer.write(garbage)
         writer.write_eof()
@@ -245,7 +251,7 @@ async def test_garbage_does_not_hurt_the_server(owner: Owner) -> None:
 
 async def test_garbage_after_the_handshake_ends_only_that_connection(owner: Owner) -> None:
     bad, good = await owner.meet(), await owner.meet()
-    bad._connection._stream._writer.write(b"\x02" + bytes(15) + b"\x04\xde\xad\xbe\xef")
+    bad._connection._stream._writer.write(pack_header(Kind.CALL, 1, 4) + b"\xde\xad\xbe\xef")
     with pytest.raises(PeerLost):
         await bad.watch("lease", 3, 0, timeout_s=5, pieces=PIECES)
     assert (await good.watch("lease", 3, 0, timeout_s=0, pieces=PIECES)).ready_blocks == 0

@@ -16,7 +16,7 @@ import pytest
 
 from kvtransfer.backends import tcp_owner
 from kvtransfer.errors import PeerLost, TransferTimeout, TransportUnavailable
-from kvtransfer.rpc.frames import HEADER, Kind
+from kvtransfer.rpc.frames import Kind, pack_header
 from kvtransfer.rpc.handshake import HANDSHAKE_BYTES, MAX_UNAUTHENTICATED
 from kvtransfer.ticket import PeerAddress, rank_name
 from kvtransfer.transport import Read
@@ -148,9 +148,9 @@ def test_garbage_does_not_hurt_a_tcp_owner(tcp_owner: tuple[Child, PeerAddress])
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
         os.urandom(200),
-        HEADER.pack(Kind.HANDSHAKE, 0, 1 << 60),
-        HEADER.pack(Kind.HANDSHAKE, 0, HANDSHAKE_BYTES) + os.urandom(HANDSHAKE_BYTES),
-        HEADER.pack(Kind.CALL, 1, 16) + bytes(16),
+        pack_header(Kind.HANDSHAKE, 0, 1 << 50),
+        pack_header(Kind.HANDSHAKE, 0, HANDSHAKE_BYTES) + os.urandom(HANDSHAKE_BYTES),
+        pack_header(Kind.CALL, 1, 16) + bytes(16),
         bytes(5000),
     ):
         with socket.create_connection(("127.0.0.1", port)) as link:

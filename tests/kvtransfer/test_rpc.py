@@ -14,7 +14,7 @@ import kvtransfer.errors
 from kvtransfer.errors import LeaseLost, PeerLost, PeerRefused, TransferError, TransportUnavailable
 from kvtransfer.rpc import handshake as handshakes
 from kvtransfer.rpc.connection import Connection, RpcProtocol
-from kvtransfer.rpc.frames import HEADER, FrameStream, Kind, greet
+from kvtransfer.rpc.frames import FrameStream, Kind, greet, pack_header
 from kvtransfer.rpc.handshake import HANDSHAKE_BYTES, CallerHandshake, ListenerHandshake
 from kvtransfer.rpc.listener import Listener
 
@@ -212,7 +212,7 @@ async def test_no_bytes_of_a_stranger_or_of_a_broken_peer_hurt_the_others() -> N
             if number % 2:
                 stream = FrameStream(reader, writer)
                 await greet(stream, CallerHandshake(PROTOCOL.name, SECRET, "", "the listener"))
-            writer.write(HEADER.pack(kind, draw.randrange(4), length) + body)
+            writer.write(pack_header(kind, draw.randrange(4), length) + body)
             writer.write_eof()
             with pytest.raises((EOFError, OSError)):
                 while True:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvtransfer.layout import KVLayout
-from kvtransfer.rpc.frames import HEADER, FrameStream, Kind
+from kvtransfer.rpc.frames import FrameStream, Kind, pack_header
 from kvtransfer.ticket import ShardAddress
 from kvtransfer.transport import PullOrder
 from workers.engine.step import StepPlan
@@ -60,14 +60,14 @@ STEP = RankStep((5,), (None,), (), 0.0)
 
 def frame(kind: int, number: int, body: object) -> bytes:
     data = msgspec.msgpack.encode(body)
-    return HEADER.pack(kind, number, len(data)) + data
+    return pack_header(kind, number, len(data)) + data
 
 
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
-        (HEADER.pack(Kind.MESSAGE, 0, 3) + b"abc", "broke the protocol"),
-        (HEADER.pack(Kind.MESSAGE, 0, 1 << 40), "broke the protocol: .* exceeds the limit"),
+        (pack_header(Kind.MESSAGE, 0, 3) + b"abc", "broke the protocol"),
+        (pack_header(Kind.MESSAGE, 0, 1 << 40), "broke the protocol: .* exceeds the limit"),
         (b"\x02\x00", "hung up"),
         (frame(Kind.REPLY, 99, STEP), "broke the protocol: .* number 99, which nobody expects"),
         (frame(Kind.REPLY, 2, SHARD), "broke the protocol: ValidationError"),
