@@ -197,7 +197,7 @@ class _Link:
             call = b"".join(RANGE.pack(*each) for each in _joined(batch[:, [0, 2]]))
             blocking.send_frame(link, Kind.CALL, number, [memoryview(call)])
             views = [ours[start : start + size] for start, size in _joined(batch[:, 1:])]
-            num_bytes = int(batch[:, 2].sum())
+            num_bytes = sum(view.nbytes for view in views)
             if blocking.receive_header(link, num_bytes) != (Kind.REPLY, number, num_bytes):
                 raise ConnectionError("the owner sent something else than the reply to this call")
             blocking.receive_into(link, views)
