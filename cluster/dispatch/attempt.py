@@ -1,402 +1,366 @@
-"""One attempt at a request on chosen workers: the way from reservation to last token, as one coroutine.
+"""One attempt at a request on chosen workers: from the reservation to the last token, one coroutine for each way.
 
+    colocated   generate(W) ─ tokens ─>
     split       reserve(D) ─> prefill(P) ─ ticket ─> fetch(D) ─ first token ─> decode(D) ─ tokens ─>
     cut         reserve(D) ─> prefill(P, head) ─ ticket ─> fetch(D) ─> D computes the tail ─ tokens ─>
-    colocated   generate(W) ─ tokens ─>
-    moved       reserve(E) ─> hand_over(D) ─ ticket ─> fetch(E) ─> decode(E, what D drew meanwhile) ─ tokens ─>
 
-Whatever goes wrong raises `AttemptFailed` (another attempt may do) or lets a caller's error through; whatever is still
-held on any side is released behind. A move that goes wrong leaves the request where it is. Knows no policy.
+Every failure raises `AttemptFailed` (another attempt may succeed) or the caller's own error; `release` then frees what
+workers still hold. A running decode may move to another worker: `cluster.dispatch.migration`. Knows no policy.
 """
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from enum import StrEnum
+from typing import Any, TypeVar, overload
 
 from cluster.dispatch.worker_call import AttemptFailed, Background, WorkerCall
-from cluster.dispatch.worker_client import LineLost, Said, WorkerClient
-from cluster.events import NotComputable, Unservable
+from cluster.dispatch.worker_client import Message, WorkerClient, WorkerLost
+from cluster.events import NotComputable
 from cluster.observe.ledger import Stopwatch
 from kvtransfer.ticket import TransferReport
 from workers.log_fields import log_fields
-from workers.request import (
-    MIXED_KV,
-    FailedOut,
-    FetchedOut,
-    FinishReason,
-    HeadOut,
-    Request,
-    SequenceTiming,
-    TicketOut,
-    TokensOut,
-)
+from workers.request import FailedOut, FetchedOut, FinishReason, HeadOut, Request, SequenceTiming, TicketOut, TokensOut
 
 logger = logging.getLogger(__name__)
 
-MOVE_RESERVE_S = 2.0  # a worker that has no room sooner is no place to move to, and others wait behind
-LIVENESS_S = 5.0  # after so long without a word, the workers are asked whether they still have the request
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+
+LIVENESS_S = 5.0  # the workers are asked whether they still have the request when nothing came for so long
 
 
-class _Switch:
-    """In the inbox: what was said before it is taken first, and what is said after it waits."""
+class Phase(StrEnum):
+    """Where a request is. The names are those that traces and deadlines show."""
 
-    def __init__(self) -> None:
-        self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-
-class _Look:
-    """In the inbox: `LIVENESS_S` have passed."""
+    QUEUEING = "queueing"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    DECODE = "decode"
+    RECOVERY = "recovery"
 
 
 class Attempt:
-    """Owned by its dispatcher coroutine. `prefill` and `decode` are one line when colocated.
+    """Owned by its request's coroutine. `prefill` and `decode` are the same client when colocated.
 
-    `cut_tokens`: the prefill worker computes only so many, the decode worker the rest of the prompt (0: nothing is
-    cut). `lender` may have the prompt's beginning; the prefill worker then fetches it first, for at most `borrow_s`.
+    `cut_tokens`: the prefill worker computes only so many, the decode worker the rest of the prompt (0: no cut).
+    `prefix_owner` may have the prompt's beginning; the prefill worker then fetches it first, for at most
+    `prefix_fetch_s`.
     """
 
     def __init__(
         self,
         request: Request,
+        *,
         prefill: WorkerClient,
         decode: WorkerClient,
         watch: Stopwatch,
-        tokens: Callable[[TokensOut], None],
+        on_tokens: Callable[[TokensOut], None],
         background: Background,
-        *,
         cut_tokens: int = 0,
-        lender: WorkerClient | None = None,
-        borrow_s: float = 0.0,
+        prefix_owner: WorkerClient | None = None,
+        prefix_fetch_s: float = 0.0,
     ) -> None:
         unlike = prefill.kv_dtype != decode.kv_dtype
-        if unlike and request.generated:  # the answer's KV is rounded as the first time: computed where it decodes
+        if unlike and request.generated:  # the answer's KV must be rounded as before: computed where it decodes
             request = replace(request, group="")
             cut_tokens = min(cut_tokens or len(request.prompt), len(request.prompt))
-        self._request = request
-        self._prefill = WorkerCall(request, prefill)
+        self.request = request
+        self._prefill = WorkerCall(request=request, worker=prefill)
         fetching = replace(request, kv_dtype=prefill.kv_dtype) if unlike else request
-        self._decode = self._prefill if prefill is decode else WorkerCall(fetching, decode)
-        self._split = prefill is not decode
-        self._cut_tokens = cut_tokens if self._split else 0
+        self.decode = self._prefill if prefill is decode else WorkerCall(request=fetching, worker=decode)
+        self._cut_tokens = 0 if prefill is decode else cut_tokens
         self._watch = watch
-        self._tokens = tokens
-        self._background = background
-        self._lender = lender if lender is not None and lender.kv_dtype == prefill.kv_dtype else None
-        self._borrow_s = borrow_s
-        self._inbox: asyncio.Queue[tuple[WorkerCall, Said | Exception | _Switch | _Look]] = (
-            asyncio.Queue()
-        )  # bounded by its tokens
-        self._taking = False
-        self._num_heard = 0
-        self._quiet: tuple[int, frozenset[WorkerCall]] = (
-            0,
-            frozenset(),
-        )  # what was heard, and who was missing, at the last look
-        self._look_due: asyncio.TimerHandle | None = None
-        self._known = [*request.generated]  # the answer's tokens so far
+        self._on_tokens = on_tokens
+        self.background = background
+        self._prefix_owner = prefix_owner if prefix_owner and prefix_owner.kv_dtype == prefill.kv_dtype else None
+        self._prefix_fetch_s = prefix_fetch_s
+        # Bounded by the attempt's own tokens. An exception is one that `on_tokens` raised outside of `run`.
+        self._inbox: deque[tuple[WorkerCall, Message | Exception]] = deque()
+        self._has_mail = asyncio.Event()
+        self._num_messages = 0
+        self._look_s = 0.0  # when liveness is looked at next
+        self._num_messages_then = 0  # at the last look
+        self._missing_then: list[WorkerCall] = []
         self._latest: SequenceTiming | None = None
         self._head: SequenceTiming | None = None  # of a cut prompt's head, until it is booked
-        self._head_came = self._first_came = self._ticket_came = False
-        self._num_moves = 0
-        self._coming: tuple[WorkerCall, asyncio.Future[TransferReport]] | None = None  # to where it moves
-        self._moving: asyncio.Task[bool] | None = None
-        self.transfer: TransferReport | None = None
+        self.phase = Phase.QUEUEING
+        self.known = [*request.generated]  # the answer's tokens so far
         self.transfers: list[TransferReport] = []
         self.cached_tokens = 0
         self.decode_workers = [decode.name]  # the last one decodes now
-        self.phase = "queueing"
+        self.switching = asyncio.Lock()  # held while the decode changes its worker: no message is taken meanwhile
+        self.migration: asyncio.Task[bool] | None = None
+        self.num_moves = 0  # tried
 
     # ---- the ways ----------------------------------------------------------------------------------------------
 
     async def reserve(self, timeout_s: float) -> None:
-        """Split only: have the decode worker promise blocks within `timeout_s`."""
-        leg = self._decode
-        leg.hold(self._hear, self._request.num_tokens - self._cut_tokens if self._cut_tokens else 0)
+        """Split and cut only: reserve blocks on the decode worker, within `timeout_s`."""
+        decode = self.decode
+        tail_tokens = self.request.num_tokens - self._cut_tokens if self._cut_tokens else 0
+        decode.hold(self.on_message, prompt_tokens=tail_tokens)
         try:
-            reservation = await leg.take(leg.handle.reserve(leg.request, timeout_s))
+            reservation = await decode.take(decode.handle.reserve(decode.request, timeout_s))
         except AttemptFailed as failure:
             if failure.refused_s is not None:
                 self._watch.lap("reserve")
             raise
         self._watch.lap("reserve")
-        if reservation.cached_tokens >= self._cut_tokens > 0:  # it has the head already
+        if self._cut_tokens:
             self.cached_tokens = reservation.cached_tokens
-            await leg.call(leg.handle.fetch(leg.key, None, True))
-            self._split = False
 
     async def run(self) -> FinishReason:
-        """To the last token."""
-        self.phase = "prefill"
-        leg = self._prefill if self._split or self._prefill is self._decode else None
-        if leg is not None:
-            leg.hold(self._hear, self._cut_tokens or self._request.num_tokens)
-            if self._lender is not None:
-                await self._borrow(self._lender)
-            handle, request = leg.handle, leg.request
-            await leg.take(handle.prefill(request, self._cut_tokens) if self._split else handle.generate(request))
-        self._look_later()
-        while True:
-            leg, said = await self._inbox.get()
-            self._taking = True
-            finish = await self._take(leg, said)
-            self._taking = False
-            if finish is not None:
-                return finish
+        """Run to the last token, after `reserve` where there are two workers."""
+        self.phase = Phase.PREFILL
+        if self._prefill is self.decode:
+            return await self._run_colocated()
+        if self._cut_tokens:
+            return await self._run_cut()
+        return await self._run_split()
 
-    async def _borrow(self, lender: WorkerClient) -> None:
-        """Have the prefill worker fetch the prompt's beginning from who has it. If that fails, it computes more."""
+    async def _run_colocated(self) -> FinishReason:
+        worker = self.decode
+        worker.hold(self.on_message, prompt_tokens=self.request.num_tokens)
+        await self._fetch_prefix()
+        await worker.take(worker.handle.generate(worker.request))
+        return await self._answer(await self._receive(TokensOut))
+
+    async def _run_split(self) -> FinishReason:
+        prefill, decode = self._prefill, self.decode
+        await self._start_prefill(self.request.num_tokens)
+        ticket = await self._receive(TicketOut)
+        await decode.call(decode.handle.fetch(decode.key, ticket.ticket, False))
+        first: TokensOut | None = None
+        while first is None or not self.transfers:
+            output = await self._receive(FetchedOut, TokensOut)
+            if isinstance(output, FetchedOut):
+                self.transfers.append(output.report)
+                continue
+            first = output
+            self._emit_first(first, Phase.TRANSFER)
+            if first.finish is not None:
+                return first.finish
+            await decode.call(decode.handle.decode(decode.key, first.tokens[-1:]))
+        prefill.done()  # bytes and first token are both here
+        self.phase = Phase.DECODE
+        return await self._decode_to_end()
+
+    async def _run_cut(self) -> FinishReason:
+        decode = self.decode
+        if self.cached_tokens >= self._cut_tokens:  # the decode worker has the head already
+            await decode.call(decode.handle.fetch(decode.key, None, True))
+            return await self._answer(await self._receive(TokensOut))
+        await self._start_prefill(self._cut_tokens)
+        ticket = await self._receive(TicketOut)
+        await decode.call(decode.handle.fetch(decode.key, ticket.ticket, True))
+        while not isinstance(output := await self._receive(HeadOut, FetchedOut, TokensOut), TokensOut):
+            if isinstance(output, HeadOut):
+                self._on_head(output)
+            else:
+                self._on_head_fetched(output)
+        return await self._answer(output)
+
+    async def _start_prefill(self, num_tokens: int) -> None:
+        prefill = self._prefill
+        prefill.hold(self.on_message, prompt_tokens=num_tokens)
+        await self._fetch_prefix()
+        await prefill.take(prefill.handle.prefill(prefill.request, self._cut_tokens))
+
+    async def _fetch_prefix(self) -> None:
+        """Have the prefill worker fetch the prompt's beginning from its owner. If that fails, it computes more."""
+        owner = self._prefix_owner
+        if owner is None:
+            return
         try:
-            ticket = await WorkerCall(self._request, lender).call(lender.handle.hold_prefix(self._request))
+            holding = owner.handle.hold_prefix(self.request)
+            ticket = await WorkerCall(request=self.request, worker=owner).call(holding)
         except AttemptFailed as failure:
-            told = log_fields(key=self._request.id, worker=failure.worker)
-            logger.warning("request %s: nothing could be borrowed from %s", self._request.id, failure, extra=told)
+            extra = log_fields(key=self.request.id, worker=failure.worker)
+            logger.warning("request %s: no prefix could be fetched from %s", self.request.id, failure, extra=extra)
             return
         if ticket is not None:
-            borrowing = self._prefill.handle.fetch_prefix(self._request, ticket, self._borrow_s)
-            await self._prefill.call(borrowing)
+            fetching = self._prefill.handle.fetch_prefix(self.request, ticket, self._prefix_fetch_s)
+            await self._prefill.call(fetching)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether nothing was heard of its prompt yet: it may be given up for another attempt."""
-        begun = self._ticket_came or self._head_came or self._first_came or self._taking
-        return self.phase == "prefill" and not begun and self._inbox.empty()
-
-    # ---- what the workers say ----------------------------------------------------------------------------------
-
-    def _hear(self, leg: WorkerCall, said: Said) -> None:
-        """Something came from one of our lines. Tokens in the middle of an answer wait for nobody: they go out at once.
-
-        Everything else is taken in its turn.
-        """
-        self._num_heard += 1
-        if self._coming is not None and leg is self._coming[0] and not self._coming[1].done():
-            self._arrives(self._coming[1], leg, said)
-            return
-        waits = self._taking or not self._inbox.empty()
-        if waits or not isinstance(said, TokensOut) or said.prefilled or said.finish is not None:
-            self._inbox.put_nowait((leg, said))
-        elif leg is self._decode:
-            self._latest = said.timing
-            try:
-                self._give(said)
-            except Exception as error:  # ours to end with, not the line's
-                self._inbox.put_nowait((leg, error))
-
-    async def _take(self, leg: WorkerCall, said: Said | Exception | _Switch | _Look) -> FinishReason | None:
-        if isinstance(said, _Switch):
-            said.done.set_result(await self._switch(leg))
-            return None
-        if isinstance(said, _Look):
-            await self._look()
-            return None
-        if leg not in (self._prefill, self._decode) or not (leg.is_held or isinstance(said, HeadOut)):
-            return None  # it has done its part, or the request has left there
-        if isinstance(said, LineLost):
-            raise AttemptFailed(leg.name, f"the worker was lost ({said.reason})")
-        if isinstance(said, Exception):
-            raise said
-        if isinstance(said, FailedOut):
-            if said.final:
-                raise NotComputable(f"{leg.name}: {said.reason}")
-            raise AttemptFailed(leg.name, said.reason, corrupt=said.corrupt)
-        if isinstance(said, TicketOut):
-            self._ticket_came, decode = True, self._decode
-            await decode.call(decode.handle.fetch(decode.key, said.ticket, bool(self._cut_tokens)))
-        elif isinstance(said, HeadOut):
-            self._take_head(said)
-        elif isinstance(said, FetchedOut):
-            self._take_fetched(said)
-        else:
-            return await self._take_tokens(leg, said)
-        return None
-
-    def _take_head(self, output: HeadOut) -> None:
+    def _on_head(self, output: HeadOut) -> None:
+        """A cut prompt's head is computed."""
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
-        self._head_came = True
         self._head = output.timing
-        if self.transfer is None:
-            self._book_first("prefill_wire", None)
-            self.phase = "transfer"
-        else:
+        if self.transfers:
             self._prefill.done()
+        else:
+            self._lap_prompt(None)
+            self.phase = Phase.TRANSFER
 
-    def _take_fetched(self, output: FetchedOut) -> None:
-        self.transfer = output.report
+    def _on_head_fetched(self, output: FetchedOut) -> None:
+        """A cut prompt's head lies where it decodes; its tail is computed there."""
         self.transfers.append(output.report)
-        self.phase = "decode" if self._first_came else "prefill"
-        if not self._cut_tokens:
-            self._release_prefill_when_done()
-        elif self._head_came:
+        if self.phase is Phase.TRANSFER:  # the head's timing came before
             self._watch.lap("transfer_wait")
             self._prefill.done()
         else:
-            self._prefill.is_held = False  # all there is to come is its timing
+            self._prefill.is_held = False  # only the head's timing is still to come
+        self.phase = Phase.PREFILL
 
-    async def _take_tokens(self, leg: WorkerCall, output: TokensOut) -> FinishReason | None:
-        self._latest = output.timing
-        if output.prefilled:
-            self._first_came = True
-            self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
-            self.close_lap()
-            self.phase = "decode" if self.transfer or leg is self._decode else "transfer"
-            self._latest = None
-        self._give(output)
-        if output.finish is not None:
-            if not output.prefilled:
+    async def _answer(self, first: TokensOut) -> FinishReason:
+        """To the last token, on the worker that drew the first one and goes on with it."""
+        self._emit_first(first, Phase.DECODE)
+        if first.finish is not None:
+            self.decode.done()
+            return first.finish
+        return await self._decode_to_end()
+
+    async def _decode_to_end(self) -> FinishReason:
+        while True:
+            output = await self._receive(HeadOut, TokensOut)
+            if isinstance(output, HeadOut):  # of a cut prompt, overtaken by its first token
+                self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+                self._prefill.done()
+                continue
+            self._emit(output)
+            if output.finish is not None:
                 self.close_lap()
-            if leg is self._decode:
-                leg.done()
-            return output.finish
-        if output.prefilled and leg is not self._decode:
-            await self._decode.call(self._decode.handle.decode(self._decode.key, output.tokens[-1:]))
-            self._release_prefill_when_done()
-        return None
+                self.decode.done()
+                return output.finish
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no worker has begun with its prompt, as far as is known: it may be given up for another attempt."""
+        return self.phase is Phase.PREFILL and not self._num_messages
+
+    # ---- messages of the workers -------------------------------------------------------------------------------
+
+    def on_message(self, call: WorkerCall, message: Message) -> None:
+        """A worker of ours sent something. Tokens in the middle of an answer go out at once, the rest in its turn."""
+        self._num_messages += 1
+        in_turn = self.phase is Phase.DECODE and not self._inbox and not self.switching.locked()
+        if in_turn and isinstance(message, TokensOut) and message.finish is None and call is self.decode:
+            try:
+                self._emit(message)
+            except Exception as error:  # ends this attempt, not the client of the worker
+                self._put(call, error)
+        else:
+            self._put(call, message)
+
+    def _put(self, call: WorkerCall, message: Message | Exception) -> None:
+        self._inbox.append((call, message))
+        self._has_mail.set()
+
+    @overload
+    async def _receive(self, one: type[A], /) -> A: ...
+    @overload
+    async def _receive(self, one: type[A], two: type[B], /) -> A | B: ...
+    @overload
+    async def _receive(self, one: type[A], two: type[B], three: type[C], /) -> A | B | C: ...
+
+    async def _receive(self, *expected: type[Any]) -> Any:
+        """The next output of our workers, of one of these types. Raises what ends the attempt."""
+        while True:
+            await self._wait_for_mail()
+            async with self.switching:
+                call, message = self._inbox.popleft()
+            if not self._inbox:
+                self._has_mail.clear()
+            is_ours = call is self._prefill or call is self.decode
+            if not is_ours or not (call.is_held or isinstance(message, HeadOut)):
+                continue  # it has done its part, or the request has left there
+            if isinstance(message, WorkerLost):
+                raise AttemptFailed(call.name, f"the worker was lost ({message.reason})")
+            if isinstance(message, Exception):
+                raise message
+            if isinstance(message, FailedOut):
+                if message.final:
+                    raise NotComputable(f"{call.name}: {message.reason}")
+                raise AttemptFailed(call.name, message.reason, corrupt=message.corrupt)
+            if not isinstance(message, expected):
+                raise AttemptFailed(call.name, f"it sent {type(message).__name__} out of turn")
+            return message
+
+    async def _wait_for_mail(self) -> None:
+        """Looks at liveness every `LIVENESS_S`."""
+        clock = asyncio.get_running_loop()
+        self._look_s = self._look_s or clock.time() + LIVENESS_S
+        while not self._inbox:
+            try:
+                async with asyncio.timeout_at(self._look_s):
+                    await self._has_mail.wait()
+            except TimeoutError:
+                await self._check_liveness()
+                self._look_s = clock.time() + LIVENESS_S
+
+    async def _check_liveness(self) -> None:
+        """Fail if a worker that must speak next no longer has the request: then no message would ever come.
+
+        It must be missing at two looks with no message between them, since its last messages may be on their way.
+        """
+        missing: list[WorkerCall] = []
+        if self._num_messages == self._num_messages_then:
+            speak = [self.decode] if self.phase in (Phase.TRANSFER, Phase.DECODE) else [self._prefill, self.decode]
+            missing = [call for call in dict.fromkeys(speak) if await call.is_missing()]
+            for call in missing:
+                if call in self._missing_then:
+                    raise AttemptFailed(call.name, "the worker no longer has the request")
+        self._num_messages_then, self._missing_then = self._num_messages, missing
+
+    def _emit_first(self, output: TokensOut, phase: Phase) -> None:
+        """The first token of this attempt; `phase` comes behind it."""
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self._lap_prompt(output.timing)
+        self._watch.first_token()
+        self.phase, self._latest = phase, None
+        self._give(output)
+
+    def _emit(self, output: TokensOut) -> None:
+        self._latest = output.timing
+        self._give(output)
 
     def _give(self, output: TokensOut) -> None:
-        self._known += output.tokens
-        self._tokens(output)
+        self.known += output.tokens
+        self._on_tokens(output)
 
-    def _release_prefill_when_done(self) -> None:
-        """Bytes and first token are both here: the prefill side holds nothing of ours, and may die in peace."""
-        if self.transfer is not None and self._first_came:
-            self._prefill.done()
-
-    # ---- liveness ----------------------------------------------------------------------------------------------
-
-    def _look_later(self) -> None:
-        look = self._decode, _Look()
-        self._look_due = asyncio.get_running_loop().call_later(LIVENESS_S, self._inbox.put_nowait, look)
-
-    async def _look(self) -> None:
-        """Fail if a worker that must speak next has lost the request without a word: then no word would ever come.
-
-        It must be missing at two looks with nothing heard between them, since its last words may be on their way.
-        """
-        heard_before, missing_before = self._quiet
-        missing: frozenset[WorkerCall] = frozenset()
-        if self._num_heard == heard_before:
-            speaks = [self._decode] if self._first_came or self._head_came else [self._prefill, self._decode]
-            missing = frozenset([leg for leg in dict.fromkeys(speaks) if await leg.is_missing()])
-            for leg in missing & missing_before:
-                raise AttemptFailed(leg.name, "the worker no longer has the request")
-        self._quiet = self._num_heard, missing
-        self._look_later()
-
-    # ---- moving ------------------------------------------------------------------------------------------------
-
-    async def move(self, line: WorkerClient, timeout_s: float) -> bool:
-        """Have another worker go on with the decode, which goes on meanwhile; False when it stays where it is.
-
-        The last step, after all has arrived there, is not bounded by `timeout_s` but by the worker's answer.
-        """
-        moves = self._moving is not None and not self._moving.done()
-        if moves or self.phase != "decode" or not self._decode.is_held or line is self._decode.line:
-            return False
-        self._num_moves += 1
-        unlike = self._decode.request.kv_dtype or self._decode.line.kv_dtype != line.kv_dtype
-        request = replace(
-            self._request,
-            generated=tuple(self._known),
-            group="",
-            fresh=False,
-            num_moves=self._num_moves,
-            kv_dtype=MIXED_KV if unlike else "",
-        )
-        moving = self._moving = asyncio.ensure_future(self._move(WorkerCall(request, line), timeout_s))
-        await asyncio.wait({moving})
-        return not moving.cancelled() and moving.result()
-
-    async def _move(self, leg: WorkerCall, timeout_s: float) -> bool:
-        owner = self._decode
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._bring(leg, owner, timeout_s)
-            switch = _Switch()
-            self._inbox.put_nowait((leg, switch))
-            return await switch.done
-        except (AttemptFailed, Unservable, TimeoutError) as error:
-            reason = str(error) or f"it took longer than {timeout_s:.1f} s"
-            told = log_fields(key=self._request.id, worker=owner.name)
-            logger.warning("request %s stays at %s: %s", self._request.id, owner.name, reason, extra=told)
-            return False
-        finally:
-            self._coming = None
-            if self._decode is not leg:
-                leg.release(self._background)
-
-    async def _bring(self, leg: WorkerCall, owner: WorkerCall, timeout_s: float) -> None:
-        """Bring what the owner has computed to where the request moves."""
-        arrived: asyncio.Future[TransferReport] = asyncio.get_running_loop().create_future()
-        arrived.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may come too late to matter
-        self._coming = leg, arrived
-        leg.hold(self._hear, 0)
-        await leg.take(leg.handle.reserve(leg.request, min(timeout_s, MOVE_RESERVE_S)))
-        ticket = await owner.call(owner.handle.hand_over(owner.key, leg.request.num_tokens))
-        await leg.call(leg.handle.fetch(leg.key, ticket))
-        if ticket is None:
-            arrived.cancel()  # nothing is to come
-        else:
-            self.transfers.append(await arrived)
-
-    @staticmethod
-    def _arrives(arrived: "asyncio.Future[TransferReport]", leg: WorkerCall, said: Said) -> None:
-        if isinstance(said, FetchedOut):
-            arrived.set_result(said.report)
-        elif isinstance(said, (FailedOut, LineLost)):
-            arrived.set_exception(AttemptFailed(leg.name, said.reason))
-
-    async def _switch(self, leg: WorkerCall) -> bool:
-        """From here on the other worker decodes. What the owner says meanwhile waits, and counts only if this fails."""
-        drawn = tuple(self._known[len(leg.request.generated) :])
-        try:
-            await leg.call(leg.handle.decode(leg.key, drawn))
-        except (AttemptFailed, Unservable) as error:
-            told = log_fields(key=self._request.id, worker=self._decode.name)
-            logger.warning("request %s stays at %s: %s", self._request.id, self._decode.name, error, extra=told)
-            return False
-        self.close_lap()
-        self._latest = None
-        owner, self._decode = self._decode, leg
-        self.decode_workers.append(leg.name)
-        owner.release(self._background)
-        return True
-
-    # ---- the books ---------------------------------------------------------------------------------------------
+    # ---- laps, and the end -------------------------------------------------------------------------------------
 
     def close_lap(self) -> None:
         """Book the time since the last lap, divided as the worker measured it."""
         timing = self._latest
-        if not self._first_came:
-            self._watch.lap("reserve" if self.phase == "queueing" else "prefill_wire")
-        elif self.phase == "prefill":
-            assert timing is not None, "a first token always carries its timing"
-            self._book_first("prefill_wire", timing)
-            self._watch.first_token()
+        if self.phase is Phase.QUEUEING:
+            self._watch.lap("reserve")
+        elif len(self.known) == len(self.request.generated):
+            self._watch.lap("prefill_wire")
         elif timing is None:
             self._watch.lap("decode_wire")
         else:
+            waited = ("transfer_wait", timing.wait_s)
             self._watch.lap(
-                "decode_wire",
-                (
-                    ("transfer_wait", timing.wait_s),
-                    ("decode_queue", timing.queue_s),
-                    ("decode_compute", timing.compute_s),
-                ),
+                "decode_wire", (waited, ("decode_queue", timing.queue_s), ("decode_compute", timing.compute_s))
             )
 
-    def _book_first(self, rest: str, timing: SequenceTiming | None) -> None:
-        """A lap before the first token: what head and tail of the prompt took since the last, and the rest."""
+    def _lap_prompt(self, timing: SequenceTiming | None) -> None:
+        """A lap of the prompt: what its head and this computation took since the last lap, and the rest."""
         parts = [each for each in (self._head, timing) if each is not None]
         self._head = None
         queued = [("prefill_queue", each.queue_s) for each in parts]
-        self._watch.lap(rest, (*queued, *(("prefill_compute", each.compute_s) for each in parts)))
+        self._watch.lap("prefill_wire", (*queued, *(("prefill_compute", each.compute_s) for each in parts)))
+
+    def may_move_to(self, worker: WorkerClient) -> bool:
+        moves = self.migration is not None and not self.migration.done()
+        return self.phase is Phase.DECODE and self.decode.is_held and not moves and worker is not self.decode.worker
+
+    def moved_to(self, call: WorkerCall) -> None:
+        """From here on another worker decodes."""
+        self.close_lap()
+        self._latest = None
+        owner, self.decode = self.decode, call
+        self.decode_workers.append(call.name)
+        owner.release(self.background)
 
     def release(self) -> None:
         """Let all sides drop what they still hold; does not wait."""
-        if self._look_due is not None:
-            self._look_due.cancel()
-        if self._moving is not None:
-            self._moving.cancel()  # and then it releases where it was to move
-        for leg in (self._prefill, self._decode):
-            leg.release(self._background)
+        if self.migration is not None:
+            self.migration.cancel()  # it releases the worker that it was to move to
+        for call in (self._prefill, self.decode):
+            call.release(self.background)

@@ -15,9 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.dispatch.admission_queue import AdmissionQueue
-from cluster.dispatch.attempt import Attempt
+from cluster.dispatch.attempt import Attempt, Phase
 from cluster.dispatch.discovery import REDIAL_S, WatchMembers, WorkerDiscovery
-from cluster.dispatch.migration import Migration
+from cluster.dispatch.migration import migrate
+from cluster.dispatch.migration_loop import MigrationLoop
 from cluster.dispatch.placement import Life, PlacedAnew, Placing
 from cluster.dispatch.worker_call import AttemptFailed
 from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
@@ -77,7 +78,7 @@ class Dispatcher:
         self._admission_queue = AdmissionQueue(spec.gateway, self._policy, spec.health.heartbeat_s, self.roster.change)
         self._placing = Placing(spec, self._policy, self._admission_queue, self.roster, self._lives)
         verbs = self._contexts, self._move_attempt, self._place_anew
-        self._moving = Migration(
+        self._moving = MigrationLoop(
             self._policy.mover, self._policy.requeue, self.roster.picture, self.roster.change, *verbs
         )
 
@@ -200,7 +201,7 @@ class Dispatcher:
         if life is None or life.attempt is None or line is None or line.lost is not None:
             return False
         attempt, key, before = life.attempt, life.request.key, len(life.attempt.transfers)
-        moved = await attempt.move(line, timeout_s or self._spec.transfer.read_timeout_s)
+        moved = await migrate(attempt, line, timeout_s or self._spec.transfer.read_timeout_s)
         if moved and life.attempt is attempt:
             self._policy.moved(key, worker, asyncio.get_running_loop().time())
         if moved:
@@ -225,7 +226,7 @@ class Dispatcher:
         return {
             life.request.key: len(life.request.prompt) + len(life.sent)
             for life in self._lives.values()
-            if life.attempt is not None and life.attempt.phase == "decode"
+            if life.attempt is not None and life.attempt.phase is Phase.DECODE
         }
 
     def finish(self, request_id: str) -> None:
@@ -280,7 +281,7 @@ class Dispatcher:
                 if nobody_else:
                     life.avoid.clear()
                 life.request = life.request.retry(tuple(life.sent), fresh=failure.corrupt)
-                life.phase = "recovery"
+                life.phase = Phase.RECOVERY
                 await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2**life.request.attempt))
 
     def _go_on_elsewhere(self, life: Life) -> None:
@@ -289,21 +290,21 @@ class Dispatcher:
         logger.info("request %s fills %s, and goes on elsewhere", life.request.id, life.decode_workers[-1], extra=told)
         life.request = life.request.retry(tuple(life.sent), fresh=False)
         life.num_anew += 1
-        life.phase = "recovery"
+        life.phase = Phase.RECOVERY
 
     async def _attempt(self, life: Life) -> FinishReason:
         placement = self._placing.placed_before(life) or await self._placing.place(life)
         key = life.request.key
-        lines = self.roster.lines[placement.prefill], self.roster.lines[placement.decode]
         attempt = Attempt(
             life.request,
-            *lines,
-            life.watch,
-            lambda output: self._on_tokens(life, output),
-            self._in_background,
+            prefill=self.roster.lines[placement.prefill],
+            decode=self.roster.lines[placement.decode],
+            watch=life.watch,
+            on_tokens=lambda output: self._on_tokens(life, output),
+            background=self._in_background,
             cut_tokens=placement.cut(life.request),
-            lender=self.roster.lines.get(placement.prefix_owner),
-            borrow_s=self._spec.transfer.read_timeout_s,
+            prefix_owner=self.roster.lines.get(placement.prefix_owner),
+            prefix_fetch_s=self._spec.transfer.read_timeout_s,
         )
         life.attempt, life.num_counted, attempt_tokens = attempt, 0, 0
         try:

@@ -1,119 +1,101 @@
-"""Carries out what `cluster.policy.scaling.migrations` and `requeue` find: asks at times, and when members change.
+"""Moves a running decode to another worker, while it goes on:
 
-Knows no request and no worker; whoever owns it lends it the verbs.
+    reserve(E) ─> hand_over(D) ─ ticket ─> fetch(E) ─> decode(E, what D drew meanwhile) ─ tokens ─>
+
+A move that fails leaves the request where it is.
 """
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 
-from cluster.control.supervised import Failures, supervised
-from cluster.policy.scaling.migrations import MigrationPlanner, Move
-from cluster.policy.scaling.requeue import Requeue
-from diptych.view import ClusterView
+from cluster.dispatch.attempt import Attempt
+from cluster.dispatch.worker_call import AttemptFailed, WorkerCall
+from cluster.dispatch.worker_client import Message, WorkerClient, WorkerLost
+from cluster.events import Unservable
+from kvtransfer.ticket import TransferReport
 from workers.log_fields import log_fields
+from workers.request import MIXED_KV, FailedOut, FetchedOut
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-MOST_ANEW = 16  # prompts placed anew at a look
+MOVE_RESERVE_S = 2.0  # a worker without room by then is no place to move to, and others wait for the move's end
 
 
-class Migration:
-    """Owned by a Dispatcher. `start` before use, `close` after.
+async def migrate(attempt: Attempt, worker: WorkerClient, timeout_s: float) -> bool:
+    """Have `worker` go on with the decode, which continues meanwhile; False when it stays where it is.
 
-    `contexts` are the tokens so far of each attempt that may be moved; `move` has another worker go on with one.
-    `place_anew` gives one up whose prompt waits, for another, unless it is better off where it is.
+    Once all KV has arrived there, the last step is not bounded by `timeout_s` but by the worker's answer.
     """
+    if not attempt.may_move_to(worker):
+        return False
+    attempt.num_moves += 1
+    unlike = attempt.decode.request.kv_dtype or attempt.decode.worker.kv_dtype != worker.kv_dtype
+    request = replace(
+        attempt.request,
+        generated=tuple(attempt.known),
+        group="",
+        fresh=False,
+        num_moves=attempt.num_moves,
+        kv_dtype=MIXED_KV if unlike else "",
+    )
+    moving = _Migration(attempt, WorkerCall(request=request, worker=worker)).run(timeout_s)
+    attempt.migration = task = asyncio.ensure_future(moving)
+    await asyncio.wait({task})
+    return not task.cancelled() and task.result()
 
-    def __init__(
-        self,
-        mover: MigrationPlanner,
-        requeue: Requeue,
-        picture: Callable[[], ClusterView],
-        change: Callable[[], Awaitable[object]],
-        contexts: Callable[[], Mapping[str, int]],
-        move: Callable[[str, str], Awaitable[bool]],
-        place_anew: Callable[[str], bool],
-    ) -> None:
-        self._migration_planner = mover
-        self._requeue = requeue
-        self._picture = picture
-        self._change = change
-        self._contexts = contexts
-        self._move = move
-        self._place_anew = place_anew
-        self._under_way: set[asyncio.Task[None]] = set()
-        self._following: asyncio.Task[None] | None = None
-        self._looking = asyncio.Event()
-        self._counts: Counter[tuple[str, str]] = Counter()
 
-    def counts(self) -> tuple[tuple[str, str, int], ...]:
-        """How many were begun for each reason, by what became of them."""
-        return tuple((kind, outcome, count) for (kind, outcome), count in sorted(self._counts.items()))
+class _Migration:
+    """One move. Owned by its attempt, which cancels it when it ends."""
 
-    def start(self, failures: Failures) -> None:
-        self._following = asyncio.ensure_future(supervised("planning moves", self._follow, failures))
+    def __init__(self, attempt: Attempt, target: WorkerCall) -> None:
+        self._attempt = attempt
+        self._owner = attempt.decode
+        self._target = target
+        self._arrived: asyncio.Future[TransferReport] = asyncio.get_running_loop().create_future()
+        self._arrived.add_done_callback(lambda done: done.cancelled() or done.exception())  # may come too late
 
-    async def close(self) -> None:
-        """End the moves under way: their requests stay where they are."""
-        tasks = [*self._under_way, *([self._following] if self._following else [])]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-
-    async def _follow(self) -> None:
-        await self._occasion()
-        self.look()
-
-    async def _occasion(self) -> None:
-        """Somebody came or left or has another role, what was begun is over, or some time has passed."""
-        self._looking.clear()
-        either = {asyncio.ensure_future(self._looking.wait()), asyncio.ensure_future(_wait(self._change()))}
+    async def run(self, timeout_s: float) -> bool:
+        attempt, target = self._attempt, self._target
         try:
-            await asyncio.wait(either, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout(timeout_s):
+                await self._bring(timeout_s)
+            async with attempt.switching:
+                await self._switch()
+            return True
+        except (AttemptFailed, Unservable, TimeoutError) as error:
+            reason = str(error) or f"it took longer than {timeout_s:.1f} s"
+            extra = log_fields(key=attempt.request.id, worker=self._owner.name)
+            logger.warning("request %s stays on %s: %s", attempt.request.id, self._owner.name, reason, extra=extra)
+            return False
         finally:
-            for each in either:
-                each.cancel()
+            if attempt.decode is not target:
+                target.release(attempt.background)
 
-    def look(self) -> None:
-        """Begin what should move now."""
-        contexts, now_s = self._contexts(), asyncio.get_running_loop().time()
-        if contexts:
-            for move in self._migration_planner.plan(self._picture(), contexts, now_s):
-                task = asyncio.ensure_future(self._carry_out(move))
-                self._under_way.add(task)
-                task.add_done_callback(self._ended)
-        left = MOST_ANEW
-        for keys in self._requeue.late(self._picture(), now_s):
-            for key in keys[:left]:
-                left -= 1
-                if not self._place_anew(key):
-                    break
-                self._counts["anew", "moved"] += 1
+    async def _bring(self, timeout_s: float) -> None:
+        """Bring what the owner has computed to the target."""
+        owner, target = self._owner, self._target
+        target.hold(self._on_message, prompt_tokens=0)
+        await target.take(target.handle.reserve(target.request, min(timeout_s, MOVE_RESERVE_S)))
+        ticket = await owner.call(owner.handle.hand_over(owner.key, target.request.num_tokens))
+        await target.call(target.handle.fetch(target.key, ticket))
+        if ticket is not None:  # None: the target has all of it
+            self._attempt.transfers.append(await self._arrived)
 
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        """When the last of a few has moved, it is time for the next ones."""
-        self._under_way.discard(task)
-        if not (self._under_way or task.cancelled()):
-            self._looking.set()
+    def _on_message(self, call: WorkerCall, message: Message) -> None:
+        if self._arrived.done():
+            return
+        if isinstance(message, FetchedOut):
+            self._arrived.set_result(message.report)
+        elif isinstance(message, (FailedOut, WorkerLost)):
+            self._arrived.set_exception(AttemptFailed(call.name, message.reason))
 
-    async def _carry_out(self, move: Move) -> None:
-        moved = False
-        try:
-            moved = await self._move(move.key, move.target)
-        except Exception:
-            logger.exception("%s stays on %s", move.key, move.source, extra=log_fields(key=move.key))
-        finally:
-            self._migration_planner.ended(move, asyncio.get_running_loop().time(), moved=moved)
-            self._counts[move.kind, "moved" if moved else "stayed"] += 1
-            outcome = "moved" if moved else "could not move"
-            told = log_fields(key=move.key, source=move.source, target=move.target)
-            words = move.key, outcome, move.source, move.target, move.reason
-            logger.info("%s %s from %s to %s: %s", *words, extra=told)
-
-
-async def _wait(change: Awaitable[object]) -> None:
-    await change
+    async def _switch(self) -> None:
+        """From here on the target decodes. Messages of both workers wait; the owner's count only if this fails."""
+        attempt, target = self._attempt, self._target
+        if not self._owner.is_held:
+            raise AttemptFailed(self._owner.name, "it has ended there")
+        target.redirect(attempt.on_message)
+        drawn = tuple(attempt.known[len(target.request.generated) :])
+        await target.call(target.handle.decode(target.key, drawn))
+        attempt.moved_to(target)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from cluster.dispatch.admission_queue import AdmissionQueue
-from cluster.dispatch.attempt import Attempt
+from cluster.dispatch.attempt import Attempt, Phase
 from cluster.dispatch.discovery import WorkerDiscovery
 from cluster.events import Completed, Event, Rejected, Unservable
 from cluster.observe.ledger import Stopwatch
@@ -53,7 +53,7 @@ class Life:
     decode_workers: tuple[str, ...] = ()  # of the latest attempt
     moves: list[tuple[int, str]] = field(default_factory=list)  # when its decode moved (ns), and to whom
     num_counted: int = 0  # transfers of the attempt that runs
-    phase: str = "queueing"
+    phase: Phase = Phase.QUEUEING
     finish: FinishReason | None = None
     completed: Completed | None = None
     error: BaseException | None = None

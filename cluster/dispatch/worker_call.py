@@ -1,14 +1,15 @@
-"""One worker's part in an attempt: the key that it has there, the calls to it, and whether it may still hold something.
+"""One worker's part in an attempt: its key there, the calls to it, and whether the worker may still hold something.
 
-Knows one line; knows no other leg and no order of things.
+Knows one worker client, no other call, and no order of calls.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
-from cluster.dispatch.worker_client import Said, WorkerClient
+from cluster.dispatch.worker_client import Message, WorkerClient
 from cluster.events import Unservable
 from cluster.runtime.interface import WorkerGone, WorkerHandle
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError
@@ -21,9 +22,9 @@ Background = Callable[[Coroutine[Any, Any, None]], None]
 
 
 class AttemptFailed(Exception):
-    """This attempt is over without a finish; `worker` is where it failed, `corrupt` that its KV was.
+    """This attempt ended without a finish. `worker`: where it failed. `corrupt`: its KV was.
 
-    `refused_s`: the worker is well but has no room, and says when to come again.
+    `refused_s`: the worker is healthy but has no room; come back after this many seconds.
     """
 
     def __init__(self, worker: str, reason: str, *, corrupt: bool = False, refused_s: float | None = None) -> None:
@@ -38,36 +39,40 @@ class AttemptFailed(Exception):
 
 
 class WorkerCall:
-    """Owned by an Attempt. Whoever holds it releases it; that does not wait."""
+    """Owned by an Attempt or a migration, which must release it; releasing does not wait."""
 
-    def __init__(self, request: Request, line: WorkerClient) -> None:
-        self.line = line
-        self.request = replace(request, reply_to=line.subscriber)
+    def __init__(self, *, request: Request, worker: WorkerClient) -> None:
+        self.worker = worker
+        self.request = replace(request, reply_to=worker.subscriber)
         self.key = request.key
         self.is_held = False  # the worker may hold something of ours
-        self.is_taken = False  # the worker has said that it does
+        self.is_taken = False  # the worker confirmed that it does
 
     @property
     def name(self) -> str:
-        return self.line.name
+        return self.worker.name
 
     @property
     def handle(self) -> WorkerHandle:
-        return self.line.handle
+        return self.worker.handle
 
-    def hold(self, hear: "Callable[[WorkerCall, Said], None]", prompt_tokens: int) -> None:
-        """From now on what the worker says of it goes to `hear`. `prompt_tokens`: what it is to compute."""
+    def hold(self, on_message: "Callable[[WorkerCall, Message], None]", *, prompt_tokens: int) -> None:
+        """Send the worker's messages for this key to `on_message`. `prompt_tokens`: how many it has to compute."""
         if not self.is_held:
             self.is_held = True
-            self.line.join(self.key, lambda _, said: hear(self, said), prompt_tokens)
+            self.worker.join(self.key, partial(on_message, self), prompt_tokens)
+
+    def redirect(self, on_message: "Callable[[WorkerCall, Message], None]") -> None:
+        """Send further messages to somebody else."""
+        self.worker.redirect(self.key, partial(on_message, self))
 
     def done(self) -> None:
-        """The worker holds nothing of ours any more, and may die in peace."""
+        """The worker holds nothing of ours any more; its death no longer matters."""
         self.is_held = self.is_taken = False
-        self.line.leave(self.key)
+        self.worker.leave(self.key)
 
     async def take(self, call: Coroutine[Any, Any, T]) -> T:
-        """The call by which the worker takes our key. If the worker refuses, it holds nothing, and nothing is canceled.
+        """The call that gives the worker our key. A worker that refuses holds nothing, so nothing is canceled.
 
         Raises what `call` does.
         """
@@ -88,19 +93,19 @@ class WorkerCall:
         return self.is_held and self.is_taken and not await self.call(self.handle.holds(self.key))
 
     async def call(self, call: Coroutine[Any, Any, T]) -> T:
-        """A call that fails with its worker, or outlives it, fails the attempt; a caller's mistake is the caller's.
+        """Run a call to the worker. It ends at once when the worker is lost.
 
-        Raises `AttemptFailed`, also where the worker has no room, and `Unservable`.
+        Raises `AttemptFailed`, also where the worker has no room, and `Unservable` for the caller's own mistakes.
         """
         calling = asyncio.ensure_future(call)
-        either: set[asyncio.Future[Any]] = {calling, self.line.ended}
+        either: set[asyncio.Future[Any]] = {calling, self.worker.ended}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not calling.done():
-                raise AttemptFailed(self.name, f"the worker was lost ({self.line.lost})")
+                raise AttemptFailed(self.name, f"the worker was lost ({self.worker.lost})")
             return calling.result()
         except (WorkerGone, WorkerClosed) as error:
-            self.line.hang_up(f"{type(error).__name__}: {error}")  # now, lest the next attempt goes there again
+            self.worker.hang_up(f"{type(error).__name__}: {error}")  # now: the next attempt must not go there again
             raise AttemptFailed(self.name, f"{type(error).__name__}: {error}") from None
         except InvalidRequest as error:
             raise Unservable(str(error)) from None
@@ -115,11 +120,11 @@ class WorkerCall:
         """Let the worker drop what it still holds."""
         was_held = self.is_held
         self.done()
-        if was_held and self.line.lost is None:
+        if was_held and self.worker.lost is None:
             background(self._cancel())
 
     async def _cancel(self) -> None:
-        """Best effort: a worker that cannot be told has died, or will drop us as a silent subscriber."""
+        """Best effort: a worker that does not answer has died, or will drop us as a silent subscriber."""
         try:
             async with asyncio.timeout(CANCEL_TIMEOUT_S):
                 await self.handle.cancel(self.key)

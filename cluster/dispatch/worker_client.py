@@ -1,7 +1,7 @@
-"""One gateway's line to one incarnation of one worker: polls its bundles, sorts outputs to attempts, notices its death.
+"""A gateway's client of one incarnation of a worker: polls its bundles, routes outputs to attempts, notices its death.
 
-A worker that is silent for `dead_after_s` of time in which this process ran, or whose process is gone, ends the line:
-every attempt on it gets `LineLost` at once, and nobody places on it again. Knows no policy and no request.
+A worker that is silent for `dead_after_s` of time in which this process ran, or whose process is gone, is lost: every
+attempt on it gets `WorkerLost` at once, and nothing is placed there again. Knows no policy and no request.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LineLost:
-    """The worker at the other end of a line is gone."""
+class WorkerLost:
+    """The worker is gone."""
 
     reason: str
 
 
-Said = Output | LineLost
-Hear = Callable[[str, Said], None]  # the worker's name, and what it said
+Message = Output | WorkerLost
+OnMessage = Callable[[Message], None]
 
 
 class WorkerClient:
-    """Owned by a Roster. `changed` is called when it first hears the worker, and when it ends.
+    """Owned by a WorkerDiscovery. `changed` is called when the worker first answers, and when it is lost.
 
-    `cache` is told when there is news of what the worker has cached, and ends with the line.
+    `cache` learns of changes of what the worker has cached, and stops with the client.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class WorkerClient:
         self._silence_s = silence_s
         self._changed = changed
         self._cache = cache
-        self._attempts: dict[str, Hear] = {}
+        self._attempts: dict[str, OnMessage] = {}
         self._seen: tuple[tuple[WorkerView, WorkerStats, bool, str | None], WorkerView] | None = None
         self._loop = asyncio.get_running_loop()
         self.heard_s = self._loop.time()
@@ -74,7 +74,7 @@ class WorkerClient:
         return self.view.name
 
     def seen(self, published: WorkerView) -> WorkerView:
-        """The published view with what this line knows of the worker; the same object while nothing changes."""
+        """The published view with what this client knows of the worker; the same object while nothing changes."""
         if (last := self._seen) is not None:  # asked of each worker for each request
             view, stats, heard, lost = last[0]
             if published is view and self.stats is stats and self.heard is heard and self.lost is lost:
@@ -89,12 +89,17 @@ class WorkerClient:
         self._seen = (published, self.stats, self.heard, self.lost), seen
         return seen
 
-    def join(self, key: str, hear: Hear, prompt_tokens: int) -> None:
-        """From now on, outputs for `key` go to `hear`."""
-        self._attempts[key] = hear
+    def join(self, key: str, on_message: OnMessage, prompt_tokens: int) -> None:
+        """Send outputs for `key` to `on_message` from now on, and `WorkerLost` at the end."""
+        self._attempts[key] = on_message
         self.sent = Sent(self.sent.prompt_tokens + prompt_tokens, self.sent.sequences + 1)
         if self.lost is not None:
-            hear(self.name, LineLost(self.lost))
+            on_message(WorkerLost(self.lost))
+
+    def redirect(self, key: str, on_message: OnMessage) -> None:
+        """Send further outputs of a `key` that joined before to somebody else."""
+        if key in self._attempts:
+            self._attempts[key] = on_message
 
     def leave(self, key: str) -> None:
         self._attempts.pop(key, None)
@@ -134,16 +139,16 @@ class WorkerClient:
         if self._cache is not None:
             self._cache.heard(bundle.stats.cache_number)
         for output in bundle.outputs:
-            hear = self._attempts.get(output.key)
-            if hear is not None:
-                hear(self.view.name, output)
+            on_message = self._attempts.get(output.key)
+            if on_message is not None:
+                on_message(output)
 
     def _fall_silent(self) -> None:
         self.hang_up(f"it was silent for {self._silence_s:.1f} s")
         self._listening.cancel()
 
     def hang_up(self, reason: str) -> None:
-        """End the line; every attempt on it learns why. Only the first reason counts."""
+        """Give the worker up; every attempt on it gets the reason. Only the first reason counts."""
         if self.lost is not None:
             return
         logger.warning("worker %s is lost: %s", self.name, reason)
@@ -151,6 +156,6 @@ class WorkerClient:
         if self._cache is not None:
             self._cache.stop()
         self.ended.set_result(None)
-        for hear in tuple(self._attempts.values()):
-            hear(self.name, LineLost(reason))
+        for on_message in tuple(self._attempts.values()):
+            on_message(WorkerLost(reason))
         self._changed()

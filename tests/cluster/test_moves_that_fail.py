@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.control.supervised import Failures
-from cluster.dispatch.migration import Migration
+from cluster.dispatch.migration_loop import MigrationLoop
 from cluster.policy.scaling.migrations import Move
 from diptych.view import ClusterView
 
@@ -44,7 +44,7 @@ def test_a_move_that_raises_is_told_and_the_next_one_is_looked_for(caplog: pytes
 
     async def scene() -> tuple[tuple[str, str, int], ...]:
         requeue = SimpleNamespace(late=lambda view, now_s: [])
-        subject = Migration(plans, requeue, lambda: VIEW, changed, lambda: {"r": 1}, move, lambda key: False)  # type: ignore[arg-type]
+        subject = MigrationLoop(plans, requeue, lambda: VIEW, changed, lambda: {"r": 1}, move, lambda key: False)  # type: ignore[arg-type]
         subject.start(Failures())
         subject.look()
         async with asyncio.timeout(10.0):

@@ -1,0 +1,119 @@
+"""Carries out what `cluster.policy.scaling.migrations` and `requeue` find: asks at times, and when members change.
+
+Knows no request and no worker; whoever owns it lends it the verbs.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+
+from cluster.control.supervised import Failures, supervised
+from cluster.policy.scaling.migrations import MigrationPlanner, Move
+from cluster.policy.scaling.requeue import Requeue
+from diptych.view import ClusterView
+from workers.log_fields import log_fields
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+MOST_ANEW = 16  # prompts placed anew at a look
+
+
+class MigrationLoop:
+    """Owned by a Dispatcher. `start` before use, `close` after.
+
+    `contexts` are the tokens so far of each attempt that may be moved; `move` has another worker go on with one.
+    `place_anew` gives one up whose prompt waits, for another, unless it is better off where it is.
+    """
+
+    def __init__(
+        self,
+        mover: MigrationPlanner,
+        requeue: Requeue,
+        picture: Callable[[], ClusterView],
+        change: Callable[[], Awaitable[object]],
+        contexts: Callable[[], Mapping[str, int]],
+        move: Callable[[str, str], Awaitable[bool]],
+        place_anew: Callable[[str], bool],
+    ) -> None:
+        self._migration_planner = mover
+        self._requeue = requeue
+        self._picture = picture
+        self._change = change
+        self._contexts = contexts
+        self._move = move
+        self._place_anew = place_anew
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Task[None] | None = None
+        self._looking = asyncio.Event()
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def counts(self) -> tuple[tuple[str, str, int], ...]:
+        """How many were begun for each reason, by what became of them."""
+        return tuple((kind, outcome, count) for (kind, outcome), count in sorted(self._counts.items()))
+
+    def start(self, failures: Failures) -> None:
+        self._following = asyncio.ensure_future(supervised("planning moves", self._follow, failures))
+
+    async def close(self) -> None:
+        """End the moves under way: their requests stay where they are."""
+        tasks = [*self._under_way, *([self._following] if self._following else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _follow(self) -> None:
+        await self._occasion()
+        self.look()
+
+    async def _occasion(self) -> None:
+        """Somebody came or left or has another role, what was begun is over, or some time has passed."""
+        self._looking.clear()
+        either = {asyncio.ensure_future(self._looking.wait()), asyncio.ensure_future(_wait(self._change()))}
+        try:
+            await asyncio.wait(either, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in either:
+                each.cancel()
+
+    def look(self) -> None:
+        """Begin what should move now."""
+        contexts, now_s = self._contexts(), asyncio.get_running_loop().time()
+        if contexts:
+            for move in self._migration_planner.plan(self._picture(), contexts, now_s):
+                task = asyncio.ensure_future(self._carry_out(move))
+                self._under_way.add(task)
+                task.add_done_callback(self._ended)
+        left = MOST_ANEW
+        for keys in self._requeue.late(self._picture(), now_s):
+            for key in keys[:left]:
+                left -= 1
+                if not self._place_anew(key):
+                    break
+                self._counts["anew", "moved"] += 1
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        """When the last of a few has moved, it is time for the next ones."""
+        self._under_way.discard(task)
+        if not (self._under_way or task.cancelled()):
+            self._looking.set()
+
+    async def _carry_out(self, move: Move) -> None:
+        moved = False
+        try:
+            moved = await self._move(move.key, move.target)
+        except Exception:
+            logger.exception("%s stays on %s", move.key, move.source, extra=log_fields(key=move.key))
+        finally:
+            self._migration_planner.ended(move, asyncio.get_running_loop().time(), moved=moved)
+            self._counts[move.kind, "moved" if moved else "stayed"] += 1
+            outcome = "moved" if moved else "could not move"
+            told = log_fields(key=move.key, source=move.source, target=move.target)
+            words = move.key, outcome, move.source, move.target, move.reason
+            logger.info("%s %s from %s to %s: %s", *words, extra=told)
+
+
+async def _wait(change: Awaitable[object]) -> None:
+    await change
