@@ -1,6 +1,6 @@
-"""Composition: a specification becomes a running cluster, with its doors open.
+"""Composition: a specification becomes a running cluster, with its servers open.
 
-The one place that puts runtime, controller, dispatchers and doors together. Knows who is built in which order and who
+The one place that puts runtime, controller, dispatchers and servers together. Knows who is built in which order and who
 closes whom; knows no scheduling and no wire format.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.control.changes import ServerReport
 from cluster.control.client import ControllerCalls
 from cluster.control.controller import Controller
-from cluster.control.gateway_manager import Doors, GatewayManager
+from cluster.control.gateway_manager import GatewayManager, GatewayPorts
 from cluster.control.keep_alive import ORPHAN_AFTER_S, KeepAlive
 from cluster.control.membership import Membership
 from cluster.control.scaling_loop import Decider
@@ -27,7 +27,7 @@ from cluster.frontend.context import GatewayContext, Server, ServerFactory
 from cluster.policy.scaling.elastic import Elastic
 from cluster.runtime.interface import Runtime, RuntimeUnavailable, ServiceHandle, WorkerGone
 from cluster.spec import ClusterSpec
-from diptych.view import ClusterView, ModelView, WorkerState
+from diptych.view import ClusterView, ModelView, WorkerState, WorkerView
 
 if TYPE_CHECKING:
     from cluster.observe.otlp import Spans
@@ -42,16 +42,16 @@ FIRST_CALL_S = 120.0  # a process may be slow to come: libraries are read from d
 
 
 class GatewayService:
-    """One gateway process: a dispatcher behind a door."""
+    """One gateway process: a dispatcher behind its servers."""
 
     def __init__(self, name: str, spec: ClusterSpec, controller: ServiceHandle, door: ServerFactory) -> None:
         self._name = name
         self._spec = spec
         decides = spec.elastic.mode != "off"
         self._controller = ControllerCalls(controller, name, spec.transfer.read_timeout_s, decides=decides)
-        self._make_door = door
+        self._make_server = door
         self._dispatcher: Dispatcher | None = None
-        self._door: Server | None = None
+        self._server: Server | None = None
         self._spans: Spans | None = None
         self._endpoint = ""
         self._opening = asyncio.Lock()  # who asks again may do so before the first answer
@@ -71,17 +71,17 @@ class GatewayService:
     async def _open(self, model: ModelView, port: int, http_port: int | None) -> None:
         spec = replace(self._spec, gateway=replace(self._spec.gateway, grpc_port=port, http_port=http_port))
         spans = await _spans(spec, self._name)
-        told_ends = None if spans is None else spans.ended
-        dispatcher = Dispatcher(spec, model, self._controller.members, self._name, told_ends)
+        on_end = None if spans is None else spans.ended
+        dispatcher = Dispatcher(spec, model, self._controller.members, self._name, on_end)
         async with AsyncExitStack() as undo:
             if spans is not None:
                 undo.push_async_callback(spans.close)
-            door = self._make_door(GatewayContext(self._name, spec, model, dispatcher, self._controller))
+            server = self._make_server(GatewayContext(self._name, spec, model, dispatcher, self._controller))
             undo.push_async_callback(dispatcher.close)
             await dispatcher.start()
-            self._endpoint = await door.open()
+            self._endpoint = await server.open()
             undo.pop_all()
-        self._dispatcher, self._door, self._spans = dispatcher, door, spans
+        self._dispatcher, self._server, self._spans = dispatcher, server, spans
         if spec.elastic.mode != "off":
             period_s = spec.elastic.period_s
             self._supervise(dispatcher, "reporting the load", lambda: self._report(dispatcher, period_s))
@@ -92,22 +92,22 @@ class GatewayService:
         self._tasks.append(asyncio.ensure_future(supervised(task, work, dispatcher.roster.failures)))
 
     async def _report(self, dispatcher: Dispatcher, period_s: float) -> None:
-        """Tell the controller of the load. What it cannot hear is lost: the next report is of what comes then."""
+        """Report the load to the controller. A report that does not arrive is lost."""
         await asyncio.sleep(period_s)
         try:
             await self._controller.report(dispatcher.load_reporter.report())
         except WorkerGone as error:
-            logger.debug("the controller heard no report: %s", error)
+            logger.debug("the controller got no report: %s", error)
 
     @staticmethod
     async def _sample(dispatcher: Dispatcher) -> None:
-        """Remember how full the workers are, for traces."""
+        """Record how full the workers are, for traces."""
         dispatcher.history.sample(dispatcher.roster.picture())
         await asyncio.sleep(SAMPLE_S)
 
     async def http_url(self) -> str:
-        assert self._door is not None, "a gateway is asked for its URL after it opened"
-        return self._door.http_url
+        assert self._server is not None, "a gateway is asked for its URL after it opened"
+        return self._server.http_url
 
     async def view(self) -> ClusterView:
         assert self._dispatcher is not None, "a gateway is asked for its view after it opened"
@@ -115,14 +115,14 @@ class GatewayService:
 
     async def cut(self) -> None:
         """End the requests that a `close` lets run on."""
-        if self._door is not None:
-            await self._door.close(0.0)
+        if self._server is not None:
+            await self._server.close(0.0)
 
     async def close(self, grace_s: float) -> None:
         for task in self._tasks:
             task.cancel()
-        if self._door is not None:
-            await self._door.close(grace_s)
+        if self._server is not None:
+            await self._server.close(grace_s)
         if self._dispatcher is not None:
             await self._dispatcher.close()
         if self._spans is not None:
@@ -157,7 +157,7 @@ class Serving:
         self.http_urls: list[str] = []
         self._controller: ServiceHandle | None = None
         self._gateways: list[ServiceHandle] = []
-        self._keepers: list[GatewayManager] = []
+        self._gateway_managers: list[GatewayManager] = []
         self._failures = Failures()
         self._keep_alive: KeepAlive | None = None
         self._closed = asyncio.Event()
@@ -168,7 +168,7 @@ class Serving:
 
     @property
     def controller(self) -> ServiceHandle:
-        """Where changes are asked for (`cluster.control.controller.Controller`)."""
+        """Takes changes (`cluster.control.controller.Controller`)."""
         assert self._controller is not None, "a cluster is changed after it opened"
         return self._controller
 
@@ -216,46 +216,51 @@ class Serving:
             )
 
     async def _ready(self, progress: Progress) -> ModelView:
-        """Wait for the workers, telling each one's state as it changes."""
+        """Wait for the workers. `progress` gets each change of a worker's state."""
         controller = self._controller
         assert controller is not None
         deadline_s = asyncio.get_running_loop().time() + self.spec.health.start_timeout_s
-        told: dict[str, WorkerState] = {}
+        shown: dict[str, WorkerView] = {}
         while True:
             model: ModelView | None = await controller.call("ready", 1.0)
             membership: Membership = await controller.call("members", 0, 1.0)
             for member in membership.members:
-                if told.get(member.view.name) is not member.view.state:
-                    told[member.view.name] = member.view.state
-                    detail = member.view.trouble or (f"pid {member.view.pid}" if member.view.pid else "")
-                    progress(f"{member.view.name}: {member.view.state.value}{f' ({detail})' if detail else ''}")
+                view, before = member.view, shown.get(member.view.name)
+                shown[view.name] = view
+                if before is None or before.state is not view.state:
+                    detail = view.trouble or (f"pid {view.pid}" if view.pid else "")
+                    progress(f"{view.name}: {view.state.value}{f' ({detail})' if detail else ''}")
             if model is not None:
                 return model
             if asyncio.get_running_loop().time() > deadline_s:
-                waiting = ", ".join(name for name, state in told.items() if state is not WorkerState.READY)
+                waiting = ", ".join(
+                    f"{view.name} ({view.trouble})" if view.trouble else view.name
+                    for view in shown.values()
+                    if view.state is not WorkerState.READY
+                )
                 raise RuntimeUnavailable(
                     f"{waiting} not ready within health.start_timeout_s ({self.spec.health.start_timeout_s:.0f} s)"
                 )
 
     def _keep(self, index: int, gateway: ServiceHandle, model: ModelView) -> None:
-        """From now on it is kept open, on the ports that it has."""
+        """Supervise it from now on. After a restart it opens on the same ports."""
         port = int(self.endpoints[index].rpartition(":")[2])
         http_port = int(self.http_urls[index].rpartition(":")[2]) if self.http_urls else None
-        doors = Doors(model, port, http_port)
-        keeper = GatewayManager(f"gateway-{index}", gateway, doors, self.runtime, self._failures)
-        self._keepers.append(keeper)
-        keeper.begin()
+        ports = GatewayPorts(model, port, http_port)
+        manager = GatewayManager(f"gateway-{index}", gateway, ports, self.runtime, self._failures)
+        self._gateway_managers.append(manager)
+        manager.begin()
 
     def _report(self) -> ServerReport:
-        return ServerReport(tuple(keeper.view for keeper in self._keepers), self._failures.told())
+        return ServerReport(tuple(manager.view for manager in self._gateway_managers), self._failures.counts())
 
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
-        """Doors first, then workers, then the controller. What does not answer is killed.
+        """Servers first, then workers, then the controller. What does not answer is killed.
 
         Requests may run on for `grace_s`; `cut` ends that. The controller is kept alive meanwhile.
         """
-        for keeper in self._keepers:
-            keeper.close()
+        for manager in self._gateway_managers:
+            manager.close()
         await asyncio.gather(*(self._end(gateway, "close", grace_s, grace_s=grace_s) for gateway in self._gateways))
         self._gateways = []  # a call by Ray after its end would start another Ray
         if self._keep_alive is not None:
@@ -266,7 +271,7 @@ class Serving:
         self._closed.set()
 
     async def cut(self) -> None:
-        """End the requests that a `close` lets run on; their callers hear that the gateway was closed."""
+        """End the requests that a `close` lets run on; their callers get an error that says so."""
         asked = (gateway.call("cut", timeout_s=CLOSE_GRACE_S) for gateway in self._gateways)
         for error in await asyncio.gather(*asked, return_exceptions=True):
             if error is not None:
@@ -333,7 +338,7 @@ async def open_runtime(spec: ClusterSpec, runtime: str | Runtime, progress: Prog
         from cluster.runtime.auth import settle_auth
 
         settle_auth()
-        from cluster.runtime.ray import open_ray
+        from cluster.runtime.ray_start import open_ray
 
         return await open_ray(spec, progress)
     raise RuntimeUnavailable(f"runtime {runtime!r} is neither ray nor local")

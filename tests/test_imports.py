@@ -66,6 +66,7 @@ HEAVY = {
     "ray": (
         *("cluster.runtime.ray", "cluster.runtime.ray_ranks", "cluster.runtime.ray_metrics"),
         "cluster.runtime.ray_nodes",
+        "cluster.runtime.ray_start",
         *("benchmarks.gang.ways", "cluster.cli"),
     ),
     "grpc": ("cluster.frontend.grpc", "benchmarks.bare", "diptych.channel", "diptych.failures", "diptych.aio"),

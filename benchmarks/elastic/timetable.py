@@ -38,7 +38,7 @@ class Timetable:
     entries: tuple[tuple[float, int], ...]
     _begun_s: float | None = field(default=None, init=False)
 
-    def told(self, report: Report, now_s: float) -> None:
+    def on_report(self, report: Report, now_s: float) -> None:
         """It knows without being told."""
 
     def decide(self, view: ClusterView, now_s: float) -> Decision | None:

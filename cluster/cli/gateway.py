@@ -80,8 +80,8 @@ async def _gateway(
     from cluster.runtime.sessions import settle_join
 
     cluster = settle_join(named) or named or "diptych"
-    from cluster.runtime.ray import join_ray
     from cluster.runtime.ray_nodes import await_controller
+    from cluster.runtime.ray_start import join_ray
 
     name = f"gateway-{socket.gethostname()}"
     await join_ray()

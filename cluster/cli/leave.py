@@ -66,8 +66,8 @@ async def _leave(named: str | None, deadline_s: float) -> Left:
     from cluster.runtime.sessions import settle_join
 
     settle_join()
-    from cluster.runtime.ray import join_ray
     from cluster.runtime.ray_nodes import drain, find_node, served_from, this_node
+    from cluster.runtime.ray_start import join_ray
 
     await join_ray()
     node = this_node() if named is None else find_node(named)

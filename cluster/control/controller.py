@@ -1,6 +1,6 @@
-"""The controller: which workers there shall be, which there are, and which pairs may move KV.
+"""The controller: the target set of workers, the workers there are, and the pairs that may move KV.
 
-It keeps every worker alive, changes roles and numbers as it is told (by an operator or by the elastic policy), and
+It restarts workers that fail, changes roles and pool sizes on request (of an operator or of the scaling loop), and
 publishes the membership as a long poll. Requests do not pass through it: gateways go on with the last membership while
 it is away.
 """
@@ -20,19 +20,27 @@ from cluster.control.changes import (
     Taken,
     UnknownMember,
 )
-from cluster.control.floors import index_of, is_ready, least_busy, refuse_below_floors, refuse_beyond_bounds
-from cluster.control.membership import Listeners, Member, Membership
+from cluster.control.membership import Listeners, Member, Membership, task_failures
+from cluster.control.pools import (
+    free_name,
+    in_order,
+    is_ready,
+    least_busy,
+    pool_views,
+    refuse_below_floors,
+    refuse_beyond_bounds,
+    worker_name,
+)
 from cluster.control.preflight import Preflight
-from cluster.control.replicas import Keeping, ReplicaManager, order_of
+from cluster.control.replicas import ReplicaContext, ReplicaManager, order_of
 from cluster.control.scaling_loop import Decider, ScalingLoop
 from cluster.control.supervised import Failures, supervised
 from cluster.policy.policy import open_policy
 from cluster.policy.scaling.evidence import Report
 from cluster.runtime.interface import Runtime, WorkerGone
 from cluster.spec import ClusterSpec, PoolSpec, Role
-from diptych.view import ClusterView, ModelView, PoolView, TaskFailures, WorkerState
+from diptych.view import ClusterView, ModelView, WorkerState
 from diptych.watchdog import Watchdog
-from workers.stats import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +48,7 @@ STOP_GRACE_S = 0.5
 NOT_BEGUN = "the controller was restarted and has not begun"
 SILENT_S = 5.0  # a gateway that has its answer and does not ask again for so long is gone
 QUIET_S = 1.0  # a worker that leaves must have been empty for so long: what was on its way to it has come
-REVISIONS_APART = 1_000_000  # more than a controller made since it last told its revision: none is used twice
+REVISIONS_APART = 1_000_000  # more than a controller makes between two reports: no revision is used twice
 NOTHING_REPORTED = ServerReport()
 
 
@@ -63,8 +71,8 @@ class Controller:
         links_all = open_policy(spec, seed=0).links_all
         self._preflight = Preflight(links_all, spec.gateway.rebalance, spec.transfer.read_timeout_s, self._bump)
         self._failures = Failures(self._bump)
-        self._keeping = Keeping(runtime, spec.health.start_timeout_s, self._introduce, self._bump)
-        self._keepers: dict[str, ReplicaManager] = {}
+        self._context = ReplicaContext(runtime, spec.health.start_timeout_s, self._introduce, self._bump)
+        self._replicas: dict[str, ReplicaManager] = {}
         self._listeners = Listeners()
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._tending: asyncio.Task[None] | None = None
@@ -89,13 +97,15 @@ class Controller:
             return
         if memory is None:
             pools = self._spec.pools
-            posts = [Post(_name(pool, index), pool.name, pool.role) for pool in pools for index in range(pool.replicas)]
+            posts = [
+                Post(worker_name(pool, index), pool.name, pool.role) for pool in pools for index in range(pool.replicas)
+            ]
         else:
             posts, self._revision = list(memory.posts), memory.revision + REVISIONS_APART
         for post in posts:
-            keeper = self._hire(self._pools[post.pool], post.name, post.role, required=memory is None)
+            replica = self._add(self._pools[post.pool], post.name, post.role, required=memory is None)
             if post.is_leaving:
-                self._leave(keeper, self._spec.health.drain_s, waits=True)
+                self._leave(replica, self._spec.health.drain_s, waits=True)
         self._tending = asyncio.ensure_future(supervised("linking workers", self._preflight.tend, self._failures))
         if self._scaling_loop is not None:
             self._scaling_loop.begin(self._failures)
@@ -117,7 +127,7 @@ class Controller:
             self._server = report
             self._bump()
         await self._news(revision, timeout_s)
-        posts = (Post(each.name, each.pool.name, each.role, each.is_leaving) for each in self._keepers.values())
+        posts = (Post(each.name, each.pool.name, each.role, each.is_leaving) for each in self._replicas.values())
         return Memory(self._revision, tuple(posts))
 
     def _called_in(self) -> None:
@@ -142,12 +152,14 @@ class Controller:
             self._tending.cancel()
         if self._scaling_loop is not None:
             self._scaling_loop.close()
-        staying = [keeper for keeper in self._keepers.values() if not keeper.is_over]
-        over = [keeper.name for keeper in self._keepers.values() if keeper.is_over and keeper.name in self._leaving]
+        staying = [replica for replica in self._replicas.values() if not replica.is_over]
+        over = [
+            replica.name for replica in self._replicas.values() if replica.is_over and replica.name in self._leaving
+        ]
         ending = [self._leaving.pop(name) for name in over]
         for leaving in self._leaving.values():
             leaving.cancel()
-        await asyncio.gather(*(keeper.end(STOP_GRACE_S) for keeper in staying), *ending)
+        await asyncio.gather(*(replica.end(STOP_GRACE_S) for replica in staying), *ending)
 
     async def ready(self, timeout_s: float) -> ModelView | None:
         """The model's facts once every worker of the specification is ready, None when that takes longer.
@@ -156,21 +168,20 @@ class Controller:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while awaited := [each for each in self._keepers.values() if each.required and not is_ready(each)]:
-                    for keeper in awaited:
-                        if keeper.fatal is not None:
-                            raise keeper.fatal
+                while awaited := [each for each in self._replicas.values() if each.required and not is_ready(each)]:
+                    for replica in awaited:
+                        if replica.fatal is not None:
+                            raise replica.fatal
                     await self._changed.wait()
         except TimeoutError:
             return None
         return self._model()
 
     def _model(self) -> ModelView | None:
-        infos = (keeper.info for keeper in self._keepers.values() if keeper.info is not None)
-        info: WorkerInfo | None = next(infos, None)
-        if info is None:
-            return None
-        return ModelView(self._spec.model, info.context_length, info.vocab_size, info.default_sampling)
+        for info in (replica.info for replica in self._replicas.values()):
+            if info is not None:
+                return ModelView(self._spec.model, info.context_length, info.vocab_size, info.default_sampling)
+        return None
 
     # ---- what it publishes -----------------------------------------------------------------------------------
 
@@ -199,12 +210,20 @@ class Controller:
         await self._news(revision, timeout_s)
         if self._tending is None:
             raise WorkerGone(NOT_BEGUN)
-        members = tuple(Member(keeper.view, keeper.handle) for keeper in self._keepers.values())
+        members = tuple(Member(replica.view, replica.handle) for replica in self._replicas.values())
         listeners = self._listeners.names(clock())
         now_id = self._preflight.links_id
         links = self._preflight.links if links_id != now_id else ()
-        more = self._pool_views(), listeners, self._server.gateways, self._task_failures()
-        return Membership(self._revision, members, links, *more, now_id)
+        return Membership(
+            revision=self._revision,
+            members=members,
+            links=links,
+            pools=pool_views(self._spec.pools, self._replicas.values()),
+            gateways=listeners,
+            served_gateways=self._server.gateways,
+            failures=task_failures(server=self._server.failures, controller=self._failures.counts()),
+            links_id=now_id,
+        )
 
     async def _news(self, revision: int, timeout_s: float) -> None:
         try:
@@ -216,18 +235,10 @@ class Controller:
 
     def view(self) -> ClusterView:
         """What a gateway sees."""
-        workers = tuple(keeper.view for keeper in self._keepers.values())
+        workers = tuple(replica.view for replica in self._replicas.values())
+        pools = pool_views(self._spec.pools, self._replicas.values())
         links, pairs = self._preflight.links, self._preflight.pairs
-        return ClusterView(self._revision, self._spec.name, self._model(), workers, links, pairs, self._pool_views())
-
-    def _task_failures(self) -> tuple[TaskFailures, ...]:
-        told = ("server", self._server.failures), ("controller", self._failures.told())
-        return tuple(TaskFailures(process, task, count) for process, each in told for task, count in each)
-
-    def _pool_views(self) -> tuple[PoolView, ...]:
-        return tuple(
-            PoolView(pool.name, pool.role, len(self._staff(pool.name)), *pool.bounds) for pool in self._spec.pools
-        )
+        return ClusterView(self._revision, self._spec.name, self._model(), workers, links, pairs, pools)
 
     def _bump(self) -> None:
         self._revision += 1
@@ -243,40 +254,40 @@ class Controller:
         """
         async with self._changing:
             self._check(revision)
-            keeper = self._find(worker)
-            if keeper.is_leaving:
+            replica = self._find(worker)
+            if replica.is_leaving:
                 raise ChangeRefused(f"{worker} is draining and takes no new work in any role")
-            if keeper.role is role:
+            if replica.role is role:
                 return self._revision
-            if not is_ready(keeper):
-                state = keeper.view.state.value
+            if not is_ready(replica):
+                state = replica.view.state.value
                 raise ChangeRefused(f"{worker} is {state}, not ready; flip it when it is")
             self._refuse_below_floors({worker: role})
-            before = keeper.role
-            await self._preflight.flip(keeper, role, self._keepers.values)
-            logger.info("worker %s is a %s worker now, and was a %s worker", worker, role.value, before.value)
+            before = replica.role
+            await self._preflight.flip(replica, role, self._replicas.values)
+            logger.info("%s: role set to %s, was %s", worker, role.value, before.value)
             return self._revision
 
     async def drain(self, worker: str, revision: int = 0, deadline_s: float = 0.0) -> int:
         """Send a worker no new work, and stop it once it is empty or after `deadline_s` (0: `health.drain_s`).
 
-        Its pool shall have one worker fewer from now on. Does not wait for the end. Errors: `ChangeError`.
+        Its pool's target is one worker less from now on. Does not wait for the end. Errors: `ChangeError`.
         """
         async with self._changing:
             self._check(revision)
             if not 0.0 <= deadline_s <= LONGEST_DRAIN_S:
                 raise ChangeRefused(f"a drain takes at most {LONGEST_DRAIN_S:.0f} s; {deadline_s:g} s are asked for")
-            keeper = self._find(worker)
-            if keeper.is_leaving:
+            replica = self._find(worker)
+            if replica.is_leaving:
                 return self._revision
-            now = len(self._staff(keeper.pool.name))
-            refuse_beyond_bounds(keeper.pool, now, now - 1)
+            now = len(self._workers_of(replica.pool.name))
+            refuse_beyond_bounds(replica.pool, now, now - 1)
             self._refuse_below_floors({worker: None})
-            self._leave(keeper, deadline_s or self._spec.health.drain_s)
+            self._leave(replica, deadline_s or self._spec.health.drain_s)
             return self._revision
 
     async def scale(self, pool: str, replicas: int, revision: int = 0) -> int:
-        """Let a pool have so many workers: new ones are started, those with the least work are drained.
+        """Set a pool's target: new workers are started, those with the least work are drained.
 
         Does not wait for either. Errors: `ChangeError`.
         """
@@ -284,16 +295,16 @@ class Controller:
             self._check(revision)
             if pool not in self._pools:
                 raise UnknownMember(f"there is no pool {pool!r}; there are {', '.join(self._pools)}")
-            spec, staff = self._pools[pool], self._staff(pool)
-            refuse_beyond_bounds(spec, len(staff), replicas)
-            leaving = least_busy(staff, len(staff) - replicas, self._refuse_below_floors)
-            for _ in range(replicas - len(staff)):
-                self._hire(spec, self._free_name(spec), spec.role, required=False)
-            for keeper in leaving:
-                self._leave(keeper, self._spec.health.drain_s)
-            if replicas != len(staff):
-                logger.info("pool %s shall have %d workers, and had %d", pool, replicas, len(staff))
-                self._in_order()
+            spec, workers = self._pools[pool], self._workers_of(pool)
+            refuse_beyond_bounds(spec, len(workers), replicas)
+            leaving = least_busy(workers, len(workers) - replicas, self._refuse_below_floors)
+            for _ in range(replicas - len(workers)):
+                self._add(spec, free_name(spec, self._replicas), spec.role, required=False)
+            for replica in leaving:
+                self._leave(replica, self._spec.health.drain_s)
+            if replicas != len(workers):
+                logger.info("%s: target set to %d workers, was %d", pool, replicas, len(workers))
+                self._replicas = in_order(self._replicas, self._spec.pools)
                 self._bump()
             return self._revision
 
@@ -308,25 +319,25 @@ class Controller:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s / 2):
                 while self._going(workers) and any(
-                    not (is_ready(each) or each.is_leaving or each.name in workers) for each in self._keepers.values()
+                    not (is_ready(each) or each.is_leaving or each.name in workers) for each in self._replicas.values()
                 ):
                     await self._changed.wait()
         async with self._changing:
-            for keeper in self._going(workers):
-                name = self._free_name(keeper.pool)
-                self._hire(keeper.pool, name, keeper.role, required=False)
-                logger.info("the node of worker %s goes, and %s takes its place", keeper.name, name)
-                self._leave(keeper, ends_s - clock())
-            self._in_order()
+            for replica in self._going(workers):
+                name = free_name(replica.pool, self._replicas)
+                self._add(replica.pool, name, replica.role, required=False)
+                logger.info("the node of worker %s goes, and %s takes its place", replica.name, name)
+                self._leave(replica, ends_s - clock())
+            self._replicas = in_order(self._replicas, self._spec.pools)
             return self._revision
 
     def _going(self, workers: Collection[str]) -> list[ReplicaManager]:
-        return [each for each in self._keepers.values() if each.name in workers and not each.is_leaving]
+        return [each for each in self._replicas.values() if each.name in workers and not each.is_leaving]
 
     async def report(self, report: Report) -> None:
-        """What one gateway saw lately."""
+        """A gateway's report of its load."""
         if self._scaling_loop is not None:
-            self._scaling_loop.told(report)
+            self._scaling_loop.on_report(report)
 
     async def decisions(self) -> tuple[Taken, ...]:
         """The elastic policy's, the latest last."""
@@ -344,69 +355,56 @@ class Controller:
             )
 
     def _find(self, worker: str) -> ReplicaManager:
-        keeper = self._keepers.get(worker)
-        if keeper is None:
-            raise UnknownMember(f"there is no worker {worker!r}; there are {', '.join(self._keepers)}")
-        return keeper
+        replica = self._replicas.get(worker)
+        if replica is None:
+            raise UnknownMember(f"there is no worker {worker!r}; there are {', '.join(self._replicas)}")
+        return replica
 
-    def _staff(self, pool: str) -> list[ReplicaManager]:
-        """The workers that a pool shall have."""
-        return [each for each in self._keepers.values() if each.pool.name == pool and not each.is_leaving]
+    def _workers_of(self, pool: str) -> list[ReplicaManager]:
+        """The workers that count for a pool's target."""
+        return [each for each in self._replicas.values() if each.pool.name == pool and not each.is_leaving]
 
     def _refuse_below_floors(self, becomes: Mapping[str, Role | None]) -> None:
-        refuse_below_floors(self._spec.elastic.floors, self._keepers.values(), becomes)
+        refuse_below_floors(self._spec.elastic.floors, self._replicas.values(), becomes)
 
-    def _hire(self, pool: PoolSpec, name: str, role: Role, *, required: bool) -> ReplicaManager:
-        keeper = self._keepers[name] = ReplicaManager(
-            pool, order_of(self._spec, pool, name, self._secret), self._keeping, role=role, required=required
+    def _add(self, pool: PoolSpec, name: str, role: Role, *, required: bool) -> ReplicaManager:
+        replica = self._replicas[name] = ReplicaManager(
+            pool, order_of(self._spec, pool, name, self._secret), self._context, role=role, required=required
         )
-        keeper.begin()
-        return keeper
+        replica.begin()
+        return replica
 
-    def _in_order(self) -> None:
-        """Pools as in the specification, and their workers by number: what is published keeps its order."""
-        places = {name: place for place, name in enumerate(self._pools)}
-        staff = sorted(self._keepers.values(), key=lambda each: (places[each.pool.name], index_of(each.name)))
-        self._keepers = {each.name: each for each in staff}
-
-    def _free_name(self, pool: PoolSpec) -> str:
-        """The first that no worker has, those that leave among them."""
-        taken = self._keepers
-        return next(name for index in range(len(taken) + 1) if (name := _name(pool, index)) not in taken)
-
-    def _leave(self, keeper: ReplicaManager, deadline_s: float, *, waits: bool = False) -> None:
+    def _leave(self, replica: ReplicaManager, deadline_s: float, *, waits: bool = False) -> None:
         """`waits`: this controller has not met the worker yet, which may have work."""
-        keeper.leave()
+        replica.leave()
         self._bump()
-        logger.info("worker %s takes no new work and ends within %.0f s", keeper.name, deadline_s)
-        waits = waits or keeper.view.state is WorkerState.DRAINING
-        self._leaving[keeper.name] = asyncio.ensure_future(self._see_off(keeper, deadline_s if waits else None))
+        logger.info("worker %s takes no new work and ends within %.0f s", replica.name, deadline_s)
+        waits = waits or replica.view.state is WorkerState.DRAINING
+        self._leaving[replica.name] = asyncio.ensure_future(
+            self._end_when_empty(replica, deadline_s if waits else None)
+        )
 
-    async def _see_off(self, keeper: ReplicaManager, deadline_s: float | None) -> None:
+    async def _end_when_empty(self, replica: ReplicaManager, deadline_s: float | None) -> None:
         """Stop a worker that leaves once it is empty, or at the deadline: then what is left there fails over."""
         if deadline_s is not None:
-            leading = asyncio.ensure_future(self._preflight.lead_out(keeper, self._keepers.values))
+            leading = asyncio.ensure_future(self._preflight.lead_out(replica, self._replicas.values))
             try:
                 async with asyncio.timeout(deadline_s):
-                    await keeper.emptied(QUIET_S)
+                    await replica.emptied(QUIET_S)
             except TimeoutError:
-                logger.warning("worker %s is stopped with work left after %.0f s", keeper.name, deadline_s)
+                logger.warning("worker %s is stopped with work left after %.0f s", replica.name, deadline_s)
             finally:
                 leading.cancel()
         try:
-            await keeper.end(STOP_GRACE_S)
-            logger.info("worker %s has left", keeper.name)
+            await replica.end(STOP_GRACE_S)
+            logger.info("worker %s has left", replica.name)
         except Exception:  # its process is the runtime's to end, with the cluster at the latest
-            logger.exception("worker %s could not be stopped", keeper.name)
+            logger.exception("worker %s could not be stopped", replica.name)
         # Only now: a controller that takes over in between must know that there is something to stop.
-        del self._keepers[keeper.name]
-        self._leaving.pop(keeper.name, None)
-        self._preflight.forget(keeper.name)
+        del self._replicas[replica.name]
+        self._leaving.pop(replica.name, None)
+        self._preflight.forget(replica.name)
         self._bump()
 
     async def _introduce(self, new: ReplicaManager) -> None:
-        await self._preflight.introduce(new, self._keepers.values)
-
-
-def _name(pool: PoolSpec, index: int) -> str:
-    return f"{pool.name}-{index}"
+        await self._preflight.introduce(new, self._replicas.values)

@@ -1,10 +1,10 @@
-"""Keeping one gateway process answering: ask it again and again, say how it does, and replace it when it hangs.
+"""Supervises one gateway process: polls it, publishes its state, and replaces it when it hangs.
 
-    STARTING ──its doors are open──> OPEN ──no answer for ANSWER_S──> SILENT ──none for HUNG_S──> killed ─┐
+    STARTING ──servers are open────> OPEN ──no answer for ANSWER_S──> SILENT ──none for HUNG_S──> killed ─┐
        ^                              │ └<───────it answers─────────────┘                                 │
        └───────its process died───────┴───────────────────────────────────────────────────────────────────┘
 
-One keeper and one task for each gateway, so that no gateway waits for another and nothing else waits for any of them.
+One manager and one task for each gateway, so that no gateway waits for another and nothing else waits for one.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 ASK_AGAIN_S = 2.0  # between two questions
 ANSWER_S = 5.0  # for an answer of an open gateway
 HUNG_S = 30.0  # without any answer: longer than a large prompt or the migration of a machine holds it up
-OPEN_S = 120.0  # for its doors to open: its process may be slow to come
+OPEN_S = 120.0  # for its servers to open: its process may be slow to start
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
-    """What a gateway opens with. `http_port` None: no HTTP."""
+class GatewayPorts:
+    """The model and ports that a gateway opens with. `http_port` None: no HTTP."""
 
     model: ModelView
     port: int
@@ -40,14 +40,14 @@ class GatewayManager:
         self,
         name: str,
         handle: ServiceHandle,
-        doors: Doors,
+        ports: GatewayPorts,
         runtime: Runtime,
         failures: Failures,
         changed: Callable[[], object] = lambda: None,
     ) -> None:
         self.handle = handle
         self.view = GatewayView(name, GatewayState.OPEN)
-        self._doors = doors
+        self._ports = ports
         self._runtime = runtime
         self._failures = failures
         self._changed = changed
@@ -55,37 +55,37 @@ class GatewayManager:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        work = supervised(f"keeping {self.view.name}", self._look, self._failures, pause_s=ASK_AGAIN_S)
+        work = supervised(f"supervising {self.view.name}", self._poll, self._failures, pause_s=ASK_AGAIN_S)
         self._task = asyncio.ensure_future(work)
 
     def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
-    async def _look(self) -> None:
-        """Ask once, and act on the answer. Raises what kept its doors shut."""
+    async def _poll(self) -> None:
+        """Poll once, and act on the answer. Raises what kept its servers from opening."""
         is_open = self.view.state is not GatewayState.STARTING
         limit_s = ANSWER_S if is_open else OPEN_S
         try:
-            doors = self._doors
-            await self.handle.call("open", doors.model, doors.port, doors.http_port, timeout_s=limit_s)
+            ports = self._ports
+            await self.handle.call("open", ports.model, ports.port, ports.http_port, timeout_s=limit_s)
         except NoAnswer:
             self._silent_s += limit_s
             if self._silent_s >= HUNG_S:
                 await self._replace()
             elif self.view.state is GatewayState.OPEN:
                 logger.warning("%s does not answer; it is replaced after %.0f s", self.view.name, HUNG_S)
-                told = f"no answer for {limit_s:.0f} s; replaced after {HUNG_S:.0f} s"
-                self._show(GatewayState.SILENT, told, silences=1)
+                detail = f"no answer for {limit_s:.0f} s; replaced after {HUNG_S:.0f} s"
+                self._show(GatewayState.SILENT, detail, silences=1)
             return
         except WorkerGone as error:
             self._silent_s = 0.0
             if is_open:
-                logger.warning("%s died and is started again: %s", self.view.name, error)
+                logger.warning("%s died and is restarted: %s", self.view.name, error)
                 self._show(GatewayState.STARTING, str(error), restarts=1)
         except Exception as error:
             self._silent_s = 0.0
-            self._show(GatewayState.STARTING, f"its doors are shut: {type(error).__name__}: {error}")
+            self._show(GatewayState.STARTING, f"cannot open its servers: {type(error).__name__}: {error}")
             raise
         else:
             self._silent_s = 0.0
@@ -97,15 +97,14 @@ class GatewayManager:
     async def _replace(self) -> None:
         """Its streams end here; clients that retry go on at another gateway, or at this one when it is back."""
         logger.error("%s has not answered for %.0f s and is replaced", self.view.name, self._silent_s)
-        told = f"no answer for {self._silent_s:.0f} s; it is started again"
+        detail = f"no answer for {self._silent_s:.0f} s; it is restarted"
         self._silent_s = 0.0
-        self._show(GatewayState.STARTING, told, restarts=1)
+        self._show(GatewayState.STARTING, detail, restarts=1)
         self.handle = await self._runtime.restart_service(self.handle)
 
     def _show(self, state: GatewayState, detail: str, *, restarts: int = 0, silences: int = 0) -> None:
-        """`restarts` and `silences`: so many more."""
+        """`restarts` and `silences` are added to the counts."""
         before = self.view
-        counts = before.restarts + restarts, before.silences + silences
-        self.view = GatewayView(before.name, state, *counts, detail)
+        self.view = GatewayView(before.name, state, before.restarts + restarts, before.silences + silences, detail)
         if self.view != before:
             self._changed()

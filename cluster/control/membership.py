@@ -1,5 +1,6 @@
 """What the controller publishes to gateways: the members, how to call them, which pairs may move KV, who listens."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cluster.runtime.interface import WorkerHandle
@@ -35,6 +36,11 @@ class Membership:
     def pairs(self) -> frozenset[tuple[str, str]]:
         """Owner and reader of each link."""
         return frozenset((link.owner, link.reader) for link in self.links)
+
+
+def task_failures(**by_process: Iterable[tuple[str, int]]) -> tuple[TaskFailures, ...]:
+    """By process, how often each of its background tasks failed."""
+    return tuple(TaskFailures(process, task, count) for process, counts in by_process.items() for task, count in counts)
 
 
 class Listeners:

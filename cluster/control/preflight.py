@@ -1,7 +1,7 @@
 """Which pairs of workers may move KV: each is proven by moving one block before traffic does.
 
 A new worker is introduced to its peers, a worker that changes its role to those that the new role meets, and one that
-leaves to those that may take over what it decodes. Owns the links; knows workers as keepers, and no gateway.
+leaves to those that may take over what it decodes. Owns the links; knows workers as replicas, and no gateway.
 """
 
 import asyncio
@@ -66,14 +66,14 @@ class Preflight:
             self._number += 1
         return self._told
 
-    async def introduce(self, new: ReplicaManager, keepers: Callable[[], Iterable[ReplicaManager]]) -> None:
+    async def introduce(self, new: ReplicaManager, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
         """Let the new worker and every ready peer of the other phase move one block before traffic does.
 
         Raises `ModelError` for a worker that can never work with one that is here.
         """
         async with self._introducing:
-            self._unlink(new.name, (keeper.name for keeper in keepers()))
-            peers = [peer for peer in keepers() if peer is not new and peer.introduced]
+            self._unlink(new.name, (replica.name for replica in replicas()))
+            peers = [peer for peer in replicas() if peer is not new and peer.introduced]
             for peer in peers:
                 _refuse_misfit(new, peer, moving=self._may_move(new, peer) or self._may_move(peer, new))
             pairs = [(new, peer) for peer in peers] + [(peer, new) for peer in peers]
@@ -84,21 +84,21 @@ class Preflight:
                     raise ModelError(f"{new.name} cannot exchange KV: {error}") from error
             new.introduced = True
 
-    async def flip(self, keeper: ReplicaManager, role: Role, keepers: Callable[[], Iterable[ReplicaManager]]) -> None:
+    async def flip(self, replica: ReplicaManager, role: Role, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
         """Give a ready worker another role, once every pair that the role needs has been proven.
 
         Raises `ChangeRefused`, and the role is the old one, when one of them has not.
         """
         async with self._introducing:
-            peers = [peer for peer in keepers() if peer is not keeper and _is_ready(peer)]
-            ways = [((keeper, peer), (role, peer.role)) for peer in peers]
-            ways += [((peer, keeper), (peer.role, role)) for peer in peers]
+            peers = [peer for peer in replicas() if peer is not replica and _is_ready(peer)]
+            ways = [((replica, peer), (role, peer.role)) for peer in peers]
+            ways += [((peer, replica), (peer.role, role)) for peer in peers]
             pairs = [
                 (owner, reader)
                 for (owner, reader), roles in ways
                 if self._is_used(*roles) and (owner.name, reader.name) not in self._links
             ]
-            refused = f"{keeper.name} stays a {keeper.role.value} worker"
+            refused = f"{replica.name} stays a {replica.role.value} worker"
             for pair in pairs:
                 try:
                     _refuse_misfit(*pair, moving=True)
@@ -110,18 +110,18 @@ class Preflight:
                 if failure is not None:
                     why = str(failure) or "preflight timed out"
                     raise ChangeRefused(f"{refused}: no KV can move from {owner.name} to {reader.name}: {why}")
-            if not _is_ready(keeper):
-                raise ChangeRefused(f"{refused}: it is {keeper.view.state.value}; try again when it is ready")
-            keeper.assign(role)
+            if not _is_ready(replica):
+                raise ChangeRefused(f"{refused}: it is {replica.view.state.value}; try again when it is ready")
+            replica.assign(role)
 
-    async def lead_out(self, leaving: ReplicaManager, keepers: Callable[[], Iterable[ReplicaManager]]) -> None:
+    async def lead_out(self, leaving: ReplicaManager, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
         """Link a worker that leaves to those that may take over what it decodes. Those that fail are logged."""
         async with self._introducing:
             if leaving.info is None:
                 return
             pairs = [
                 (leaving, peer)
-                for peer in keepers()
+                for peer in replicas()
                 if _is_ready(peer) and self._may_move(leaving, peer) and (leaving.name, peer.name) not in self._links
             ]
             made = [error is None for error in await asyncio.gather(*(self._link(*pair) for pair in pairs))]
@@ -195,8 +195,8 @@ class Preflight:
             return error
 
 
-def _is_ready(keeper: ReplicaManager) -> bool:
-    return keeper.introduced and keeper.view.state is WorkerState.READY
+def _is_ready(replica: ReplicaManager) -> bool:
+    return replica.introduced and replica.view.state is WorkerState.READY
 
 
 def _refuse_misfit(new: ReplicaManager, peer: ReplicaManager, *, moving: bool) -> None:

@@ -3,7 +3,7 @@
     start ──ready──> introduce ──> READY ──silent, gone or unfit──> DEAD ──restart──> start ...
                                      └──leave──> DRAINING ──empty, late or dead──> the end
 
-One `ReplicaManager` for each replica, one task for each keeper. Knows one worker; the controller knows all.
+One `ReplicaManager` and one task for each replica. Knows one worker; the controller knows all.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ STEADY_S = 10.0  # a worker that was ready for so long ends the row
 TAKEN_OUT = "the controller took it out"
 CRASH_LOOP = 3  # failures in a row that are called so
 RETRY_S = 0.2  # between calls to a process that is coming up
-IMPOSSIBLE = (ModelError, RuntimeUnavailable, TransportUnavailable)  # the specification's fault, at a first start
+IMPOSSIBLE = (ModelError, RuntimeUnavailable, TransportUnavailable)  # at a first start: the configuration is wrong
 FORESEEN = (*IMPOSSIBLE, WorkerGone, WorkerError, TransferError, TimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
-    """What all keepers of a controller share. `changed` is called after every change of a keeper's `view`."""
+class ReplicaContext:
+    """What all replicas of a controller share. `changed` is called after every change of a replica's `view`."""
 
     runtime: Runtime
     start_timeout_s: float
@@ -48,10 +48,18 @@ class Keeping:
 
 
 class ReplicaManager:
-    """Owned by the Controller. One that is not `required` came later: whatever is wrong with it, it is tried again."""
+    """Owned by the Controller, one for each worker. Starts again after every failure; only a `required` one, there from
+    the start, gives up where its configuration is wrong.
+    """
 
     def __init__(
-        self, pool: PoolSpec, order: WorkerOrder, keeping: Keeping, *, role: Role | None = None, required: bool = True
+        self,
+        pool: PoolSpec,
+        order: WorkerOrder,
+        context: ReplicaContext,
+        *,
+        role: Role | None = None,
+        required: bool = True,
     ) -> None:
         self.pool = pool
         self.order = order
@@ -70,14 +78,14 @@ class ReplicaManager:
         self.introduced = False  # its peers know this incarnation
         self.is_leaving = False
         self.is_over = False
-        self.fatal: Exception | None = None  # the specification's fault: trying again cannot help
-        self._keeping = keeping
+        self.fatal: Exception | None = None  # the configuration is wrong: another try cannot help
+        self._context = context
         self._in_a_row = 0  # failures
         self._ready_s: float | None = None  # since when it is ready
         self._died_s: float | None = None  # since when it is not, though it was
-        self._told = ""  # what was wrong last, until it is ready again
+        self._last_failure = ""  # until it is ready again
         self._task: asyncio.Task[None] | None = None
-        self._heard = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def name(self) -> str:
@@ -91,14 +99,14 @@ class ReplicaManager:
         self._task = asyncio.ensure_future(self._keep())
 
     async def end(self, grace_s: float) -> None:
-        """Stop keeping, tell everybody that it is dead, and stop the worker."""
+        """Stop supervising it, publish that it is dead, and stop the worker."""
         self.is_over = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
         self._show(WorkerState.DEAD, detail=TAKEN_OUT, waits_for="")
         if self.handle is not None:
-            await self._keeping.runtime.stop_worker(self.handle, grace_s)
+            await self._context.runtime.stop_worker(self.handle, grace_s)
 
     def assign(self, role: Role) -> None:
         """From now on it is published with this role; what runs there goes on."""
@@ -124,10 +132,10 @@ class ReplicaManager:
                 empty_since_s = clock.time()
             elif clock.time() - empty_since_s >= quiet_s:
                 return
-            await self._heard.wait()
+            await self._changed.wait()
 
     async def _keep(self) -> None:
-        """Run it again and again, whatever ends it, until it shall be no more or can never be."""
+        """Run it again after every failure, until it is taken out or its configuration is wrong."""
         while True:
             try:
                 await self._run_once()
@@ -138,7 +146,7 @@ class ReplicaManager:
                 await asyncio.sleep(wait_s)
 
     def _failed(self, error: Exception) -> float | None:
-        """Show what happened. Answers how long to wait before the next start; None: there is none."""
+        """Publish the failure. Returns the seconds to wait before the next start; None: there is none."""
         reason = self._words(error)
         self.introduced = False
         if self.is_leaving:
@@ -148,7 +156,7 @@ class ReplicaManager:
         died = _is_death(error) or self.view.state is WorkerState.READY
         unforeseen = not isinstance(error, FORESEEN)
         logger.log(logging.ERROR, "worker %s failed: %s", self.name, reason, exc_info=error if unforeseen else None)
-        if self.required and not self.view.incarnation and (unforeseen or isinstance(error, IMPOSSIBLE)):
+        if self.required and not self.view.incarnation and isinstance(error, IMPOSSIBLE):
             self.fatal = error
             self._show(WorkerState.DEAD, detail=reason)
             return None
@@ -160,19 +168,21 @@ class ReplicaManager:
         if self.handle is None:  # it has no place: nothing of it ran, and nothing is to be restarted
             self._show(WorkerState.STARTING, detail=reason)
             return wait_s
-        self._told = f"died: {reason}" if died else f"cannot start: {reason}"
+        self._last_failure = f"died: {reason}" if died else f"cannot start: {reason}"
         if self._in_a_row >= CRASH_LOOP:
-            self._told = f"crash loop, {self._in_a_row} failures in a row, the last: {self._told}"
+            self._last_failure = f"crash loop, {self._in_a_row} failures in a row, the last: {self._last_failure}"
         again = f"next start in {wait_s:.0f} s" if wait_s else "restarting"
         restarts = self.view.restarts + 1
-        self._show(WorkerState.DEAD, detail=f"{self._told}; {again}", restarts=restarts, failures=self._in_a_row)
+        self._show(
+            WorkerState.DEAD, detail=f"{self._last_failure}; {again}", restarts=restarts, failures=self._in_a_row
+        )
         return wait_s
 
     def _words(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
             if self.view.state in (WorkerState.READY, WorkerState.DRAINING):
                 return f"it was silent for {self.order.dead_after_s:.1f} s"
-            return f"it did not start within {self._keeping.start_timeout_s:.0f} s"
+            return f"it did not start within {self._context.start_timeout_s:.0f} s"
         return str(error) if isinstance(error, FORESEEN) and str(error) else f"{type(error).__name__}: {error}"
 
     def _is_steady(self) -> bool:
@@ -180,17 +190,17 @@ class ReplicaManager:
         return self._ready_s is not None and asyncio.get_running_loop().time() - self._ready_s >= STEADY_S
 
     async def _run_once(self) -> None:
-        """From start to death; always ends with an error."""
+        """From start to death. Always raises."""
         if self.handle is None:
-            self.handle = await self._keeping.runtime.start_worker(self.order)
+            self.handle = await self._context.runtime.start_worker(self.order)
             self._show(WorkerState.STARTING, detail="", waits_for="")
         elif self.view.state is WorkerState.DEAD:
-            runtime = self._keeping.runtime
+            runtime = self._context.runtime
             self.handle = await runtime.restart_worker(self.order, self.handle, self.view.incarnation)
         self.introduced = False
-        self._show(WorkerState.STARTING, detail=f"{self._told}; restarting" if self._told else "")
+        self._show(WorkerState.STARTING, detail=f"{self._last_failure}; restarting" if self._last_failure else "")
         self.info = await self._started(self.handle)
-        await self._keeping.introduce(self)
+        await self._context.introduce(self)
         self._ready_s = asyncio.get_running_loop().time()
         self._show(
             WorkerState.DRAINING if self.is_leaving else WorkerState.READY,
@@ -206,17 +216,17 @@ class ReplicaManager:
 
     def _back(self) -> str:
         """What to say of a worker that is ready: nothing, or that it is ready again."""
-        told, self._told = self._told, ""
+        failure, self._last_failure = self._last_failure, ""
         if self._died_s is None:
             return ""
         away_s = asyncio.get_running_loop().time() - self._died_s
         self._died_s = None
         logger.warning("worker %s is back after %.1f s", self.name, away_s)
-        return f"back after {away_s:.0f} s ({told})"
+        return f"back after {away_s:.0f} s ({failure})"
 
     async def _started(self, handle: WorkerHandle) -> WorkerInfo:
         """A process that is being restarted refuses calls for a while: ask again until the bound."""
-        async with asyncio.timeout(self._keeping.start_timeout_s):
+        async with asyncio.timeout(self._context.start_timeout_s):
             while True:
                 try:
                     return await handle.start()
@@ -225,7 +235,7 @@ class ReplicaManager:
                     await asyncio.sleep(RETRY_S)
 
     async def _listen(self, handle: WorkerHandle) -> None:
-        """Until it dies. We have no requests there, so there is nothing to acknowledge, however long we were away."""
+        """Poll it until it dies. The controller has no requests there, so it acknowledges nothing."""
         async with patient_timeout(self.order.dead_after_s) as silence:
             while True:
                 bundle = await handle.poll("controller", 0)
@@ -244,11 +254,11 @@ class ReplicaManager:
     def _publish(self, view: WorkerView) -> None:
         self.view = view
         self._pulse()
-        self._keeping.changed()
+        self._context.changed()
 
     def _pulse(self) -> None:
-        self._heard.set()
-        self._heard = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def order_of(spec: ClusterSpec, pool: PoolSpec, name: str, secret: str) -> WorkerOrder:

@@ -1,8 +1,8 @@
-"""The elastic decision's shell: hears gateways, asks the decider every period, and carries out what it decides.
+"""The scaling loop: takes reports from gateways, asks the decider every period, and carries out its decision.
 
-One change at a time: the next question comes when the last change is over; only a worker that waits for a node keeps
-nobody waiting. A pool whose new worker does not come is as it was, and does not grow again for a while, twice as long
-each time. Knows no rule; knows time from the loop.
+One change at a time: it asks again when the last change is over. A worker that waits for a node blocks nothing. Where a
+new worker does not start, the pool goes back to its old size and does not grow for a while, twice as long each time.
+Knows no rule; takes time from the event loop.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ ADVISED, UNDER_WAY, DONE = "advised", "under way", "done"
 class Decider(Protocol):
     """Pure: time is an argument."""
 
-    def told(self, report: Report, now_s: float) -> None: ...
+    def on_report(self, report: Report, now_s: float) -> None: ...
     def decide(self, view: ClusterView, now_s: float) -> Decision | None: ...
 
 
@@ -74,22 +74,22 @@ class ScalingLoop:
         self._task: asyncio.Task[None] | None = None
 
     def counts(self) -> tuple[tuple[str, str, int], ...]:
-        """How many decisions of each kind were advised, done, or failed."""
+        """Decisions of each kind that were advised, done, or failed: (kind, outcome, count)."""
         return tuple((kind, outcome, count) for (kind, outcome), count in sorted(self._counts.items()))
 
     def begin(self, failures: Failures) -> None:
-        self._task = asyncio.ensure_future(supervised("judging the roles", self._round, failures))
+        self._task = asyncio.ensure_future(supervised("scaling", self._round, failures))
 
     def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
-    def told(self, report: Report) -> None:
-        """What one gateway saw lately."""
-        self._decider.told(report, asyncio.get_running_loop().time())
+    def on_report(self, report: Report) -> None:
+        """A gateway's report of its load."""
+        self._decider.on_report(report, asyncio.get_running_loop().time())
 
     def taken(self) -> tuple[Taken, ...]:
-        """The latest decisions, the last one last."""
+        """The latest decisions, oldest first."""
         now_s = asyncio.get_running_loop().time()
         return tuple(Taken(each.decision, now_s - each.at_s, each.outcome) for each in self._entries)
 
@@ -110,11 +110,11 @@ class ScalingLoop:
             return
         if not self._acts:
             if last is None or not _is_same(last.decision, decision):
-                logger.info("advised: %s, %s", _words(decision), decision.reason, extra=_about(decision))
+                logger.info("advised: %s, %s", _description(decision), decision.reason, extra=_about(decision))
                 self._entries.append(_Entry(decision, now_s, ADVISED))
                 self._counts[decision.kind, ADVISED] += 1
             return
-        logger.info("decided: %s, %s", _words(decision), decision.reason, extra=_about(decision))
+        logger.info("decided: %s, %s", _description(decision), decision.reason, extra=_about(decision))
         entry = _Entry(decision, now_s, UNDER_WAY)
         self._entries.append(entry)
         self._under_way.append(entry)
@@ -141,24 +141,24 @@ class ScalingLoop:
             entry.newcomers = frozenset(worker.name for worker in self._changer.view().workers) - there
 
     def _limited(self, view: ClusterView, now_s: float) -> ClusterView:
-        """Pools that wait for a node, or could not grow lately, have no room to grow."""
+        """The view in which pools that wait for a node, or could not grow lately, are at their maximum."""
         full = {entry.decision.pool for entry in self._under_way}
         full |= {pool for pool, refusal in self._refusals.items() if now_s < refusal.until_s}
         pools = (replace(pool, max_replicas=pool.wanted) if pool.name in full else pool for pool in view.pools)
         return replace(view, pools=tuple(pools)) if full else view
 
     async def _follow(self, entry: _Entry, view: ClusterView, now_s: float) -> None:
-        """Whether the change under way is over, as far as can be seen."""
+        """Close the entry if its change is over."""
         workers = {worker.name: worker for worker in view.workers}
         if entry.decision.kind == "shrink":
             outcome = "" if entry.decision.worker in workers else DONE
         else:
             new = [workers[name] for name in entry.newcomers if name in workers]
-            told = next((worker.detail for worker in new if worker.detail), "")
+            detail = next((worker.detail for worker in new if worker.detail), "")
             if all(worker.state is WorkerState.READY for worker in new):
-                outcome = DONE if new else "failed: it was taken out again"
+                outcome = DONE if new else "failed: it was removed again"
             else:
-                outcome = f"failed: {told}" if told else ""
+                outcome = f"failed: {detail}" if detail else ""
         if not outcome and now_s - entry.at_s > self._limit_s:
             outcome = f"failed: it was not over after {self._limit_s:.0f} s"
         if outcome == DONE:
@@ -189,7 +189,7 @@ class ScalingLoop:
         self._counts[entry.decision.kind, DONE if outcome == DONE else "failed"] += 1
         self._under_way.remove(entry)
         level = logging.INFO if outcome == DONE else logging.WARNING
-        logger.log(level, "%s: %s", _words(entry.decision), outcome, extra=_about(entry.decision))
+        logger.log(level, "%s: %s", _description(entry.decision), outcome, extra=_about(entry.decision))
 
 
 def _waits_for_a_node(entry: _Entry, view: ClusterView) -> bool:
@@ -207,9 +207,9 @@ def _about(decision: Decision) -> dict[str, Any]:
     return log_fields("controller", **{name: value for name, value in named.items() if value})
 
 
-def _words(decision: Decision) -> str:
+def _description(decision: Decision) -> str:
     if decision.kind == "flip":
-        return f"{decision.worker} becomes a {decision.role.value if decision.role else 'nameless'} worker"
+        return f"{decision.worker}: role set to {decision.role.value if decision.role else 'none'}"
     if decision.kind == "grow":
-        return f"pool {decision.pool} grows by one worker"
-    return f"pool {decision.pool} lets {decision.worker} go"
+        return f"{decision.pool}: one worker more"
+    return f"{decision.pool}: one worker fewer, {decision.worker} drains"

@@ -24,7 +24,7 @@ class Failures:
         self._counts[task] += 1
         self._changed()
 
-    def told(self) -> tuple[tuple[str, int], ...]:
+    def counts(self) -> tuple[tuple[str, int], ...]:
         return tuple(sorted(self._counts.items()))
 
 

@@ -103,7 +103,7 @@ class WorkerDiscovery:
         return ClusterView(known.revision, self._spec.name, self._model, workers, *more)
 
     def _all_failures(self) -> tuple[TaskFailures, ...]:
-        own = self.failures.told()
+        own = self.failures.counts()
         return (*self._membership.failures, *(TaskFailures(self._name, task, count) for task, count in own))
 
     def view(self) -> ClusterView:

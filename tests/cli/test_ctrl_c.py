@@ -15,7 +15,7 @@ import pytest
 import ray
 import yaml
 
-from cluster.runtime.ray import _started
+from cluster.runtime.ray_start import _started
 from diptych.client import AsyncClient, Completed, DiptychError, TextDelta
 from tests.model.tiny import write_tiny_llama
 

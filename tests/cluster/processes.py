@@ -87,7 +87,7 @@ async def crash(controller: Controller) -> None:
     """Its process is gone; its workers are not."""
     assert controller._tending is not None
     tasks = [controller._tending, *controller._leaving.values()]
-    tasks += [keeper._task for keeper in controller._keepers.values() if keeper._task is not None]
+    tasks += [replica._task for replica in controller._replicas.values() if replica._task is not None]
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

@@ -3,19 +3,23 @@
 import asyncio
 import time
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from local import FAST, cluster, completed, request, split_spec
-from processes import Processes, in_virtual_time
+from processes import Door, Processes, in_virtual_time
 
 import cluster.control.replicas as cluster_pool
 from cluster.cli.screen import trouble_lines
 from cluster.control.replicas import CRASH_LOOP, MOST_AGAIN_S, STEADY_S, pause_s
 from cluster.observe.metrics import exposition
+from cluster.offline.sim.clock import run
+from cluster.offline.sim.cluster import PoolModel, virtual
 from cluster.policy.slo_attainment import GatewayAttainment
-from cluster.runtime.interface import WorkerOrder
-from cluster.serving import Serving
+from cluster.runtime.interface import RuntimeUnavailable, WorkerOrder
+from cluster.serving import Serving, serve
 from cluster.spec import Role
 from diptych.view import WorkerState, WorkerView
 from kvtransfer.layout import KVLayout
@@ -23,9 +27,11 @@ from kvtransfer.open import SharedMemory
 from workers.build import build_worker
 from workers.config import WorkerConfig
 from workers.engine.executor import Executor
-from workers.errors import RankLost
+from workers.errors import ModelError, RankLost
 from workers.executor.modelled import modelled_facts, open_modelled
 from workers.server import WorkerServer
+
+MODELS = {name: PoolModel(FAST) for name in ("prefill", "decode")}
 
 
 async def test_a_worker_whose_ranks_did_not_come_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +87,48 @@ def test_whatever_stops_a_restart_it_is_tried_again_and_said_to_be_back() -> Non
         assert (decode(runtime).detail, decode(runtime).failures, decode(runtime).restarts) == ("", 0, 2)
 
     in_virtual_time(told)
+
+
+@pytest.mark.parametrize("faults", [1, 2])
+def test_an_unforeseen_error_at_the_very_first_start_is_tried_again(faults: int) -> None:
+    async def all_of_it() -> tuple[list[float], list[str], WorkerState]:
+        spec, lines = split_spec(1, 1), list[str]()
+        runtime = Processes(spec)
+        runtime.faults["decode-0"] = [KeyError(f"fault {number}") for number in range(faults)]
+        serving = await serve(virtual(spec, MODELS), runtime=runtime, door=Door, progress=lines.append)
+        try:
+            return runtime.started_s["decode-0"], lines, decode(runtime).state
+        finally:
+            await serving.close()
+
+    starts_s, lines, state = run(all_of_it())
+    assert [round(later - sooner) for sooner, later in pairwise(starts_s)] == [5, 10][:faults]
+    assert "decode-0: dead (cannot start: KeyError: 'fault 0'; next start in 5 s)" in lines
+    assert state is WorkerState.READY
+
+
+def test_a_first_start_that_the_configuration_makes_impossible_ends_serve() -> None:
+    async def all_of_it() -> None:
+        spec = split_spec(1, 1)
+        runtime = Processes(spec)
+        runtime.faults["decode-0"] = [ModelError("config.json is not there")]
+        with pytest.raises(ModelError, match=r"config\.json is not there"):
+            await serve(virtual(spec, MODELS), runtime=runtime, door=Door)
+        assert len(runtime.started_s["decode-0"]) == 1
+
+    run(all_of_it())
+
+
+def test_a_first_start_that_never_comes_ends_serve_with_the_reason() -> None:
+    async def all_of_it() -> None:
+        spec = split_spec(1, 1)
+        spec = replace(spec, health=replace(spec.health, start_timeout_s=60.0))
+        runtime = Processes(spec)
+        runtime.faults["decode-0"] = [KeyError("no such device")] * 9
+        with pytest.raises(RuntimeUnavailable, match=r"^decode-0 \(.*KeyError: 'no such device'.*\) not ready within"):
+            await serve(virtual(spec, MODELS), runtime=runtime, door=Door)
+
+    run(all_of_it())
 
 
 def test_a_crash_loop_is_seen_in_the_view_the_metrics_and_the_events_and_ends_by_itself() -> None:

@@ -27,7 +27,7 @@ class Info:
 
 @dataclass(eq=False)
 class Post:
-    """As much of a keeper as preflight looks at; `connect` of the cut ones never ends."""
+    """As much of a replica as preflight looks at; `connect` of the cut ones never ends."""
 
     name: str
     role: Role

@@ -12,7 +12,7 @@ from local import FAST, Cluster, cluster, completed, request, split_spec, tokens
 import cluster.control.replicas as cluster_pool
 from cluster.control.changes import ChangeRefused, Memory, StaleRevision, UnknownMember
 from cluster.control.controller import Controller
-from cluster.control.replicas import Keeping, ReplicaManager, is_empty
+from cluster.control.replicas import ReplicaContext, ReplicaManager, is_empty
 from cluster.events import Event
 from cluster.offline.sim.clock import run
 from cluster.runtime.interface import RuntimeUnavailable, WorkerHandle, WorkerOrder
@@ -187,18 +187,18 @@ def test_a_worker_without_room_is_tried_again_after_twice_as_long_each_time() ->
                 times.append(clock.time())
                 raise RuntimeUnavailable("no room")
 
-        async def introduce(keeper: ReplicaManager) -> None:
+        async def introduce(replica: ReplicaManager) -> None:
             raise AssertionError
 
         wanted = Resources(cpu=2, custom={"decode": 1})
         order = WorkerOrder(WorkerConfig("decode-1", "decode", "modelled"), wanted, 1.0, 10.0)
-        keeping = Keeping(Full(), 10.0, introduce, lambda: None)
-        keeper = ReplicaManager(PoolSpec("decode", Role.DECODE), order, keeping, required=False)
-        keeper.begin()
+        context = ReplicaContext(Full(), 10.0, introduce, lambda: None)
+        replica = ReplicaManager(PoolSpec("decode", Role.DECODE), order, context, required=False)
+        replica.begin()
         await asyncio.sleep(2000.0)
-        assert keeper.view.trouble == "waits for a node: {CPU: 2, decode: 1}; no room"
-        await keeper.end(0.0)
-        assert not keeper.view.waits_for
+        assert replica.view.trouble == "waits for a node: {CPU: 2, decode: 1}; no room"
+        await replica.end(0.0)
+        assert not replica.view.waits_for
         return times
 
     times = run(asked())
@@ -253,7 +253,7 @@ async def crash(controller: Controller) -> None:
     """Its process is gone; its workers are not."""
     assert controller._tending is not None
     tasks = [controller._tending, *controller._leaving.values()]
-    tasks += [keeper._task for keeper in controller._keepers.values() if keeper._task is not None]
+    tasks += [replica._task for replica in controller._replicas.values() if replica._task is not None]
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

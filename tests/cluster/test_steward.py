@@ -37,7 +37,7 @@ class Scripted:
         self.views: list[ClusterView] = []
         self.heard: list[Report] = []
 
-    def told(self, report: Report, now_s: float) -> None:
+    def on_report(self, report: Report, now_s: float) -> None:
         self.heard.append(report)
 
     def decide(self, view: ClusterView, now_s: float) -> Decision | None:
@@ -59,7 +59,7 @@ async def running(decider: Scripted, changer: Changer, *, acts: bool = True) -> 
 class Growing:
     """Wants the pool to grow whenever there is room."""
 
-    def told(self, report: Report, now_s: float) -> None: ...
+    def on_report(self, report: Report, now_s: float) -> None: ...
 
     def decide(self, view: ClusterView, now_s: float) -> Decision | None:
         return GROW if room(view) else None
@@ -136,9 +136,9 @@ async def test_decisions_are_carried_out_one_after_the_other(caplog: pytest.LogC
         assert newcomer.state is WorkerState.READY, "nothing else is decided while a worker starts"
         assert completed(await subject.run(request("after"))).attempts == 1
     said = [record.message for record in caplog.records if record.name == "cluster.control.scaling_loop"]
-    assert "decided: decode-1 becomes a prefill worker, TTFT is 3.0 of its promise" in said
-    assert "decided: pool decode grows by one worker, both are over" in said
-    assert "decided: pool decode lets decode-0 go, nobody needs it" in said
+    assert "decided: decode-1: role set to prefill, TTFT is 3.0 of its promise" in said
+    assert "decided: decode: one worker more, both are over" in said
+    assert "decided: decode: one worker fewer, decode-0 drains, nobody needs it" in said
 
 
 async def test_advice_changes_nothing_and_is_told_once() -> None:
@@ -250,7 +250,7 @@ async def test_roles_change_while_a_new_worker_waits_for_a_node(monkeypatch: pyt
 async def test_reports_are_passed_on_and_decisions_forgotten_in_the_end() -> None:
     decider = Scripted(*(Decision("flip", "a", f"w-{index}", Role.MIXED) for index in range(REMEMBERED + 3)))
     async with cluster(split_spec(1, 1)) as subject, running(decider, subject.controller) as scaling_loop:
-        scaling_loop.told(REPORT)
+        scaling_loop.on_report(REPORT)
         assert decider.heard == [REPORT]
         async with asyncio.timeout(20):
             while decider.script:

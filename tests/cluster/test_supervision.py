@@ -41,7 +41,7 @@ def test_a_task_that_fails_is_logged_counted_and_goes_on_later_each_time(caplog:
         await asyncio.sleep(300.0)
         assert not task.done()
         task.cancel()
-        return failures.told()
+        return failures.counts()
 
     with caplog.at_level(logging.ERROR):
         ((task, count),) = run(story())
@@ -120,7 +120,7 @@ def test_whatever_keeps_a_doors_gateway_shut_the_cluster_lives_and_it_is_tried_a
         assert states(view) == {"gateway-0": GatewayState.STARTING, "gateway-1": GatewayState.OPEN}
         assert type(fault).__name__ in view.served_gateways[0].detail
         ((process, task, count),) = [(each.process, each.task, each.count) for each in view.failures]
-        assert (process, task) == ("server", "keeping gateway-0") and count > 3
+        assert (process, task) == ("server", "supervising gateway-0") and count > 3
         await serves(runtime, "gateway-1")
         runtime.services["gateway-0"].fault = None
         await asyncio.sleep(MOST_PAUSE_S + ASK_AGAIN_S + 3.0)
@@ -228,7 +228,7 @@ def test_a_gateway_that_is_asked_twice_to_open_opens_once() -> None:
             made.append(Door(context))
             return made[-1]
 
-        model = serving._keepers[0]._doors.model
+        model = serving._gateway_managers[0]._ports.model
         service = GatewayService("gateway-9", serving.spec, runtime.services["controller"], door)
         await asyncio.gather(service.open(model, 0), service.open(model, 0))
         assert len(made) == 1

@@ -86,7 +86,7 @@ def test_a_pod_comes_for_a_worker_and_goes_under_streams(release: Release) -> No
     assert code == 0 and "is empty after" in words and "diptych/decode-1 left it" in words
     assert not last.killed and list(nodes(release).values()) == ONE
     up, down = said(release)
-    assert "release-diptych-decode goes from 1 to 2 pods: the pool shall have 2 workers" in up
+    assert "release-diptych-decode goes from 1 to 2 pods: target is 2 workers" in up
     assert "release-diptych-decode goes from 2 to 1 pods: the pool has had no more than 1 workers for" in down
     print(f"the second worker was ready after {there_s:.0f} s; its pod had gone after {gone_s:.0f} s under {told}")
 

@@ -169,7 +169,7 @@ async def test_pods_follow_a_pool_that_is_scaled_by_hand(
         running.cancel()
     lines = said(caplog)
     assert lines[0].startswith(f"the gateway at {endpoint} says how many workers there shall be: decode ")
-    assert "release-diptych-decode goes from 1 to 3 pods: the pool shall have 3 workers" in lines
+    assert "release-diptych-decode goes from 1 to 3 pods: target is 3 workers" in lines
     assert "decode goes from 3 to 1 pods: the pool has had no more than 1 workers for" in lines[-1]
     assert (kubernetes.replicas("decode"), kubernetes.replicas("prefill")) == (1, 1)
     assert subject.trouble == ""

@@ -143,7 +143,7 @@ class Cluster:
             self.now_s += 1.0
             if mix is not None:
                 told = report(mix)
-                self.subject.told(told, self.now_s)
+                self.subject.on_report(told, self.now_s)
                 self.workers = {
                     each.name: each for each in self.answering.later(tuple(self.workers.values()), told, self.now_s)
                 }

@@ -138,7 +138,7 @@ class Unlike:
         for _ in range(seconds):
             self.now_s += 1.0
             told = report(mix)
-            self.subject.told(told, self.now_s)
+            self.subject.on_report(told, self.now_s)
             self.workers = self.answering.later(self.workers, told, self.now_s)
             decision = self.subject.decide(ClusterView(1, "c", None, tuple(self.workers)), self.now_s)
             if decision is not None:

@@ -73,7 +73,7 @@ class Pods:
             workers = pool.first if told is None else min(max(told.wanted, pool.least), pool.most)
             after = workers * pool.each
             if after > before:
-                why = "the cluster begins with them" if told is None else f"the pool shall have {workers} workers"
+                why = "the cluster begins with them" if told is None else f"target is {workers} workers"
                 changes.append(Change(pool.name, before, after, why))
             elif after < before and view is not None and told is not None and _is_settled(view, told):
                 since_s = fewer.since_s if fewer and fewer.pods == after else now_s

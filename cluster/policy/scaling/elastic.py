@@ -56,9 +56,9 @@ class Elastic:
         self._wanted_since_s: dict[str, float] = {}  # kind of step -> since when it is wanted without a break
         self._stepped_s: float | None = None
 
-    def told(self, report: Report, now_s: float) -> None:
-        """What one gateway saw since it last told."""
-        self._offered.told(report, now_s)
+    def on_report(self, report: Report, now_s: float) -> None:
+        """A gateway's report of its load."""
+        self._offered.on_report(report, now_s)
 
     def decide(self, view: ClusterView, now_s: float) -> Decision | None:
         """The next step, or None."""
@@ -219,7 +219,7 @@ class Elastic:
     def _shrink_idle(self, view: ClusterView, groups: Sequence[Group], now_s: float) -> Decision | None:
         """Hardly anybody asks, as gateways say: as patiently as under a load, but only who has nothing to do goes."""
         spare = (worker for source, _ in self._without_one(groups) for worker in _members(view, source))
-        idle = [worker for worker in spare if _has_nothing_to_do(worker)] if self._offered.is_told else []
+        idle = [worker for worker in spare if _has_nothing_to_do(worker)] if self._offered.has_reports else []
         if not self._ripe("shrink", bool(idle), now_s, PATIENCE * self._elastic.dwell_s):
             return None
         self._stepped(now_s)

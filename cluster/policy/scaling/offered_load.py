@@ -31,12 +31,12 @@ class Offered:
         self._begun_s: float | None = None
 
     @property
-    def is_told(self) -> bool:
-        """Whether any gateway told of the window for which `mix` was last asked."""
+    def has_reports(self) -> bool:
+        """Whether any gateway reported in the window for which `mix` was last asked."""
         return bool(self._reports)
 
-    def told(self, report: Report, now_s: float) -> None:
-        """What one gateway saw since it last told."""
+    def on_report(self, report: Report, now_s: float) -> None:
+        """What one gateway saw since its last report."""
         if self._begun_s is None:
             self._begun_s = now_s - report.seconds
         self._reports.append((now_s, report))
@@ -89,8 +89,8 @@ class Offered:
         """The reports of the last `LATELY_S`, or of longer, until so many requests are among them as say anything."""
         chosen: list[Report] = []
         arrived = 0
-        for told_s, report in reversed(self._reports):
-            if now_s - told_s >= LATELY_S and arrived >= _ENOUGH_REQUESTS:
+        for reported_s, report in reversed(self._reports):
+            if now_s - reported_s >= LATELY_S and arrived >= _ENOUGH_REQUESTS:
                 break
             chosen.append(report)
             arrived += report.arrived

@@ -1,25 +1,48 @@
-"""What a change must leave: enough ready workers for each phase, and a pool within its bounds. Pure.
+"""Rules of pools: names and order of their workers, floors and bounds that a change must keep. Pure.
 
-Knows keepers by their view only.
+Knows replicas by their view only.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from cluster.control.changes import ChangeRefused
 from cluster.control.replicas import ReplicaManager
 from cluster.spec import MOST_REPLICAS, PoolSpec, Role
-from diptych.view import WorkerState
+from diptych.view import PoolView, WorkerState
 
 FLOORED = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}
 
 
-def is_ready(keeper: ReplicaManager) -> bool:
-    return keeper.view.state is WorkerState.READY
+def is_ready(replica: ReplicaManager) -> bool:
+    return replica.view.state is WorkerState.READY
+
+
+def worker_name(pool: PoolSpec, index: int) -> str:
+    return f"{pool.name}-{index}"
 
 
 def index_of(name: str) -> int:
     """A worker's number in its pool."""
     return int(name.rpartition("-")[2])
+
+
+def free_name(pool: PoolSpec, taken: Collection[str]) -> str:
+    """The first name of the pool that is not taken; a worker that drains still has its own."""
+    return next(name for index in range(len(taken) + 1) if (name := worker_name(pool, index)) not in taken)
+
+
+def in_order(replicas: Mapping[str, ReplicaManager], pools: Sequence[PoolSpec]) -> dict[str, ReplicaManager]:
+    """Pools as in the specification, their workers by number."""
+    places = {pool.name: place for place, pool in enumerate(pools)}
+    ordered = sorted(replicas.values(), key=lambda each: (places[each.pool.name], index_of(each.name)))
+    return {each.name: each for each in ordered}
+
+
+def pool_views(pools: Iterable[PoolSpec], replicas: Iterable[ReplicaManager]) -> tuple[PoolView, ...]:
+    """Each pool with its target: the workers that do not leave."""
+    targets = Counter(each.pool.name for each in replicas if not each.is_leaving)
+    return tuple(PoolView(pool.name, pool.role, targets[pool.name], *pool.bounds) for pool in pools)
 
 
 def refuse_beyond_bounds(pool: PoolSpec, now: int, replicas: int) -> None:
@@ -34,10 +57,10 @@ def refuse_beyond_bounds(pool: PoolSpec, now: int, replicas: int) -> None:
 
 
 def refuse_below_floors(
-    floors: Mapping[str, int], keepers: Iterable[ReplicaManager], becomes: Mapping[str, Role | None]
+    floors: Mapping[str, int], replicas: Iterable[ReplicaManager], becomes: Mapping[str, Role | None]
 ) -> None:
     """`becomes`: the new role of some workers, None for those that leave. Raises `ChangeRefused`."""
-    now = [(each.name, each.role) for each in keepers if is_ready(each)]
+    now = [(each.name, each.role) for each in replicas if is_ready(each)]
     then = [becomes.get(name, role) for name, role in now]
     for phase, floor in floors.items():
         before = sum(role in FLOORED[phase] for _, role in now)
@@ -49,27 +72,27 @@ def refuse_below_floors(
 
 
 def least_busy(
-    staff: Collection[ReplicaManager], count: int, refuse: Callable[[Mapping[str, Role | None]], None]
+    workers: Collection[ReplicaManager], count: int, refuse: Callable[[Mapping[str, Role | None]], None]
 ) -> list[ReplicaManager]:
     """Those to let go of. Raises `ChangeRefused` when there are not so many whose going `refuse` allows."""
     chosen: list[ReplicaManager] = []
     refusal: ChangeRefused | None = None
-    for keeper in sorted(staff, key=_work):
+    for replica in sorted(workers, key=_work):
         if len(chosen) >= count:
             break
         try:
-            refuse({each.name: None for each in (*chosen, keeper)})
+            refuse({each.name: None for each in (*chosen, replica)})
         except ChangeRefused as error:
             refusal = error
             continue
-        chosen.append(keeper)
+        chosen.append(replica)
     if refusal is not None and len(chosen) < count:
         raise refusal
     return chosen
 
 
-def _work(keeper: ReplicaManager) -> tuple[bool, int, int, int]:
+def _work(replica: ReplicaManager) -> tuple[bool, int, int, int]:
     """Less of it, and the worker is missed less: those that are not ready first, the latest of equals before others."""
-    stats = keeper.view.stats
+    stats = replica.view.stats
     sequences = stats.running + stats.waiting + stats.reserved + stats.leases
-    return is_ready(keeper), sequences, stats.queued_tokens, -index_of(keeper.name)
+    return is_ready(replica), sequences, stats.queued_tokens, -index_of(replica.name)

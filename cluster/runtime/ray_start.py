@@ -1,0 +1,108 @@
+"""Joining the Ray of RAY_ADDRESS, or starting one on this machine. Knows no worker."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from cluster.runtime.interface import RuntimeUnavailable
+from cluster.runtime.placement import own_labels, own_resources
+from cluster.runtime.ray import NAMESPACE, RayRuntime
+from cluster.runtime.sessions import Session, announce
+from cluster.spec import ClusterSpec
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 90.0
+REACH_TIMEOUT_S = 5.0
+OPEN_ADVICE = "check RAY_ADDRESS and RAY_AUTH_MODE, or unset RAY_ADDRESS"
+JOIN_ADVICE = "set RAY_ADDRESS to the Ray on which the cluster is served, and RAY_AUTH_TOKEN to its token"
+LOCAL_STORE_BYTES = 100 * 1024 * 1024  # KV and tokens never pass through the object store
+
+
+async def _reachable(address: str) -> None:
+    """Fail soon where nobody listens: Ray itself would try for minutes. Raises OSError."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return  # "auto" and the like: Ray knows what it means
+    async with asyncio.timeout(REACH_TIMEOUT_S):
+        _, writer = await asyncio.open_connection(host, int(port))
+    writer.close()
+
+
+async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRuntime:
+    """Join the Ray of RAY_ADDRESS, or start one on this machine. Raises `RuntimeUnavailable`."""
+    address = os.environ.get("RAY_ADDRESS")
+    if ray.is_initialized():
+        return RayRuntime(spec.name, logs=spec.logs)
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
+    if address:
+        progress(f"joining Ray at {address}")
+        options["address"] = address
+    else:
+        progress("starting Ray on this machine")
+        options |= {
+            "address": "local",  # a new one, even where somebody else's Ray runs already
+            "include_dashboard": False,
+            "num_cpus": _cpus(spec),
+            "resources": own_resources(spec),
+            "labels": own_labels(spec),
+            "object_store_memory": LOCAL_STORE_BYTES,
+            "_node_ip_address": "127.0.0.1",
+        }
+    await _init(options, address, OPEN_ADVICE, progress)
+    return RayRuntime(spec.name, owns_ray=not address, logs=spec.logs, session_file="" if address else _announced(spec))
+
+
+def _announced(spec: ClusterSpec) -> str:
+    """The session file. Empty, with a warning, where it cannot be written: the cluster itself needs none."""
+    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    if os.environ.get("RAY_AUTH_MODE") == "token" and not token:
+        return ""  # it is in a file that the user named, and that whoever joins names as well
+    try:
+        return str(announce(Session(spec.name, ray.get_runtime_context().gcs_address, token, os.getpid())))
+    except OSError as error:
+        logger.warning("`diptych gateway` and `leave` will not find this Ray by themselves: %s", error)
+        return ""
+
+
+async def join_ray() -> None:
+    """Join the Ray of RAY_ADDRESS, or the one that this machine is a node of. Raises `RuntimeUnavailable`."""
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    options = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR, "address": address}
+    await _init(options, address, JOIN_ADVICE)
+
+
+async def _init(
+    options: dict[str, Any], address: str | None, advice: str, progress: Callable[[str], None] = lambda line: None
+) -> None:
+    try:
+        if address:
+            await _reachable(address)
+        await _started(options, progress)
+    except (OSError, TimeoutError, RuntimeError, ValueError, RayError) as error:
+        where = f"Ray at {address}" if address else "a local Ray"
+        reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        raise RuntimeUnavailable(f"{where} cannot be reached: {reason}; {advice}") from None
+
+
+async def _started(options: dict[str, Any], progress: Callable[[str], None]) -> None:
+    """Nothing can interrupt `ray.init`: when cancelled, wait for it, then end that Ray."""
+    starting = asyncio.ensure_future(asyncio.to_thread(ray.init, **options))
+    try:
+        await asyncio.wait_for(asyncio.shield(starting), CONNECT_TIMEOUT_S)
+    except asyncio.CancelledError:
+        progress("closing: Ray is still starting and ends after that")
+        await asyncio.wait([starting], timeout=CONNECT_TIMEOUT_S)
+        await asyncio.to_thread(ray.shutdown)
+        raise
+
+
+def _cpus(spec: ClusterSpec) -> int:
+    """As many as the pools may ever ask for: on one machine they share what there is."""
+    wanted = sum(pool.resources.cpu * pool.most_ranks for pool in spec.pools)
+    return max(os.cpu_count() or 1, int(-(-wanted // 1)))
