@@ -84,7 +84,8 @@ def _ours(idle_s: float) -> tuple[dict[str, float], dict[str, Weight]]:
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
         file = Path(folder) / "cluster.yaml"
         file.write_bytes(msgspec.json.encode(split_spec()))  # JSON is YAML
-        with Child([sys.executable, "-m", "cluster.cli", "serve", "-f", str(file), "--port", "0"]) as child:
+        command = [sys.executable, "-m", "cluster.cli", "serve", "-f", str(file), "--port", "0", "--no-http"]
+        with Child(command) as child:
             ready = child.wait_line("ready: grpc://", START_TIMEOUT_S)
             endpoint = ready.text.rpartition("//")[2]
             workers = asyncio.run(_worker_pids(endpoint))

@@ -78,7 +78,7 @@ class _Driver:
         self._asked = asked
         self._bar = bar
 
-    def __call__(self, workload: "Workload", seed: int, what: str = "requests ended") -> "Run":
+    def __call__(self, workload: "Workload", seed: int, what: str = "requests finished") -> "Run":
         ended, total = 0, len(workload.arrivals)
 
         def one_more() -> None:
@@ -93,9 +93,9 @@ class _Driver:
         from cluster.offline.load.batches import sweep
 
         total = len(wanted.turns)
-        self._bar("batches ended", 0, total)
+        self._bar("batches finished", 0, total)
         load = self._asked.load(self.endpoint, wanted.seed)
-        done = sweep(self.endpoint, wanted, load, lambda count: self._bar("batches ended", count, total))
+        done = sweep(self.endpoint, wanted, load, lambda count: self._bar("batches finished", count, total))
         return self._runner.run(done)
 
 
@@ -142,8 +142,8 @@ def load(asked: Asked, goal: Goal | None) -> None:
 def _search(wanted: "Wanted", drive: _Driver, shown: "Run") -> "Goodput":
     from cluster.offline.load.searching import search
 
-    tolerance = f"until seeds' rates are known within {wanted.tolerance:.0%}"
-    say(f"searching goodput with seeds {', '.join(map(str, wanted.seeds))} {tolerance}")
+    tolerance = f"to within {wanted.tolerance:.0%}"
+    say(f"searching goodput, seeds {', '.join(map(str, wanted.seeds))} {tolerance}")
     return search(wanted, drive, shown.gpus, say)
 
 
@@ -159,7 +159,7 @@ def batches(asked: Asked, sizes: str, repeats: int) -> None:
     with _driver(asked) as (drive, about):
         swept = drive.sweep(wanted)
     table = batch_table(swept, asked.lengths)
-    caption = "Static batches: what the machine does, and what one client waits for."
+    caption = "Static batches: throughput of the machine and latency of one client."
     more = More(grids=(table,), pictures=(Picture("batches", caption, partial(batch_curves, swept)),))
     if not asked.as_json:
         console().print(terminal(table))
@@ -179,13 +179,13 @@ def compare(asked: Asked, configurations: Sequence[str], endpoints: "Mapping[str
 
     made = [beside(each, endpoints[each]) if each in endpoints else configuration_of(each) for each in configurations]
     if len({each.name for each in made}) != len(made):
-        raise click.UsageError(f"two of {', '.join(each.name for each in made)} have one name; give each its own")
+        raise click.UsageError(f"two of {', '.join(each.name for each in made)} have the same name; rename one")
     plan = Plan(asked.source, asked.rates or (None,), asked.seeds, runtime, asked.access)
     for rate in plan.rates:
         plan.workload(rate, asked.seeds[0])  # before anything is started
     here = about([each.told for each in made], asked.seeds)
     if here.is_busy:
-        say(f"load {here.load_before[0]:.1f} on {here.cores} cores: others compute here too, do not quote this")
+        say(f"load {here.load_before[0]:.1f} on {here.cores} cores: this machine is busy, do not quote these figures")
     runs = len(made) * len(plan.rates) * len(plan.seeds)
     with progress_bar() as bar:
         trials, firsts = _ended(run_trials(made, plan, asked.load, _Bars(bar, runs, asked.out)))
@@ -197,7 +197,7 @@ def compare(asked: Asked, configurations: Sequence[str], endpoints: "Mapping[str
         for line in told(found):
             console().print(line, markup=False)
     document = {"systems": [system_json(each) for each in compared], **_trials_json(found)}
-    first = f"Tables of systems and pictures of requests are of seed {asked.seeds[0]} and {found.loads[0]} alone."
+    first = f"Tables of systems and pictures of requests show seed {asked.seeds[0]} at {found.loads[0]} only."
     _finish(asked, here, compared, document, _more(found), asked.source, shown=False, note=first)
 
 
@@ -213,9 +213,9 @@ def _ended(work: "Coroutine[Any, Any, T]") -> "T":
 
 
 class _Bars:
-    """On a terminal a bar for all runs and one for each configuration, elsewhere a line for each run.
+    """On a terminal a bar for all runs and one for each configuration, elsewhere lines for each run.
 
-    Each run's figures are in the folder as soon as it has ended: hours of measuring are not lost with the last run.
+    Each run's figures are in the folder as soon as it has ended, so that a failure loses no earlier run.
     """
 
     def __init__(self, bar: "PullProgress", runs: int, out: Path | None) -> None:
@@ -238,14 +238,12 @@ class _Bars:
         def one_more() -> None:
             nonlocal ended
             ended += 1
-            if self._draws:
-                self._bar(name, ended, requests)
+            self._bar(label, ended, requests)
 
+        label = name if self._draws else f"{name}, {what}"
         if self._draws:
             self._bar("runs", self._begun, self._runs)
-            self._bar(name, 0, requests)
-        else:
-            say(f"{name}, {what}")
+        self._bar(label, 0, requests)
         self._begun += 1
         return one_more
 
@@ -261,7 +259,7 @@ def _more(found: "Trials") -> "More":
 
     pictures = [Picture("compared", "Means and 95 % confidence intervals.", partial(trial_intervals, found))]
     if has_verdicts(found):
-        caption = "Where each wins and loses against the best colocated configuration at that figure."
+        caption = "Where each wins and loses against the best colocated configuration by that figure."
         pictures.insert(0, Picture("verdicts", caption, partial(verdict_map, found)))
     return More(tuple(told(found)), tuple(trial_tables(found)), tuple(pictures))
 

@@ -152,7 +152,7 @@ async def running(configuration: Configuration, plan: Plan) -> AsyncIterator[End
         async with open_endpoint(configuration.target) as endpoint:
             yield endpoint
         return
-    command = [sys.executable, "-m", "cluster.cli", "serve", "-f", str(configuration.path), "--port", "0"]
+    command = [sys.executable, "-m", "cluster.cli", "serve", "-f", str(configuration.path), "--port", "0", "--no-http"]
     unbuffered = {"PYTHONUNBUFFERED": "1"}
     if "RAY_ADDRESS" in os.environ:
         raise EndpointError("RAY_ADDRESS is set; configurations share the cores of this machine only: unset it")
