@@ -1,10 +1,20 @@
-# make demo: a real prompt through a split cluster on this machine.   make test: the whole suite.
-PYTHON ?= python3.11
+# make demo: a real prompt through a split cluster on this machine.   make test: what protects a change.
+# PYTHON=python3.12: another one than the first of 3.11, 3.12 and 3.13 that is there.
+# TORCH_INDEX=URL: a package index with the torch build to install; without it pip's own, whose torch brings CUDA.
+ifndef PYTHON
+PYTHON := $(firstword $(foreach each,python3.11 python3.12 python3.13,$(shell $(each) -c 'print("$(each)")' 2>/dev/null)))
+endif
 VENV := .venv
 BIN := $(VENV)/bin
+SERVES := $(VENV)/.serves
 READY := $(VENV)/.ready
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -q
+# What `make quick` runs: neither Ray nor a model, and little to import.
+QUICK := tests/test_imports.py tests/test_docs.py tests/test_configuration.py tests/engine tests/policy tests/costs
 
-.PHONY: demo test test-again check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift autoscaler
+.PHONY: demo quick test test-all format check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift autoscaler
 .PHONY: campaigns image image-test compare bench-outside pods
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
@@ -12,21 +22,29 @@ READY := $(VENV)/.ready
 # make fuzz ROUNDS=10: the property tests with new examples, over and over.
 # make chaos ROUNDS=10: kill workers under load, over and over, with other prompts each time.
 
-demo: $(READY)
+demo: $(SERVES)
 	@$(BIN)/diptych demo
 
-# On two processes, see tests/conftest.py. JOBS=0: in one.
-test: $(READY)
-	@$(BIN)/python -m pytest -q -n $(or $(JOBS),2) --no-loadscope-reorder
+quick: $(READY)
+	@$(PYTEST) -n $(JOBS) -m "not full and not ray and not model" $(QUICK)
 
-# What failed in the last run, one test after the other, with the machine to itself.
-test-again: $(READY)
-	@echo "== again, alone: what failed"
-	@$(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none
+# On two processes; which tests, says tests/conftest.py. JOBS=0: in one.
+test: $(READY)
+	@$(PYTEST) -n $(JOBS) --no-loadscope-reorder -m "not full"
+
+# Everything: the grids, the benchmarks and searches in small, the autoscaler and the pods.
+test-all: $(READY)
+	@$(PYTEST) -n $(JOBS) --no-loadscope-reorder
+	@$(MAKE) --no-print-directory autoscaler
+	@$(MAKE) --no-print-directory pods
 
 # Benchmarks and searches in small: that they run, and that what they print is there.
 campaigns: $(READY)
-	@DIPTYCH_CAMPAIGNS=1 $(BIN)/python -m pytest -q -n $(or $(JOBS),2) -m campaign
+	@$(PYTEST) -n $(JOBS) -m campaign
+
+format: $(READY)
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
 
 check: $(READY)
 	@$(BIN)/ruff check .
@@ -113,15 +131,21 @@ literature: $(READY)
 proto: $(READY)
 	@$(BIN)/python -m cluster.frontend.grpc.generate_stubs
 
-# torch first and pinned: anything else that asks for torch then finds it, instead of the largest build there is.
-$(READY): pyproject.toml constraints.txt
+# What serving needs. torch first and pinned: anything else that asks for torch then finds it, instead of the largest build.
+$(SERVES): pyproject.toml constraints.txt
+	@$(if $(strip $(PYTHON)),,echo "Python 3.11, 3.12 or 3.13 is needed: install one, or name it: make PYTHON=/path/to/python" >&2; exit 1)
 	@echo "== creating $(VENV) ($$($(PYTHON) --version))"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "== installing torch (1 of 2)"
-	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0
-	@echo "== installing diptych and the rest (2 of 2)"
-	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[nixl,http,dev]'
-	@touch $(READY)
+	@$(INSTALL) $(addprefix --index-url ,$(TORCH_INDEX)) torch==2.13.0
+	@echo "== installing diptych (2 of 2)"
+	@$(INSTALL) -e '.[nixl,http]'
+	@touch $@
+
+$(READY): $(SERVES)
+	@echo "== installing what checks and tests need"
+	@$(INSTALL) -e '.[nixl,http,dev]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV)

@@ -1,10 +1,23 @@
-"""Property tests draw the same examples every time, so that a run proves a commit and not its luck.
+"""Which tests run when, and how.
 
-`make fuzz` draws new ones: what it finds becomes an `@example`. No clock decides: a busy machine fails no example.
+    make quick      some folders (QUICK in the Makefile), without Ray and without a model
+    make test       everything but what is marked `full`: protects a change
+    make test-all   everything; CI runs it
 
-`make test` runs on two processes, a file at a time. The longest come first; what starts Ray is one unit, because it
-waits for processes most of the time, while the other process computes. Campaigns, small as they are here, are
-`make campaigns`.
+Marks decide, on a test or as a file's `pytestmark`:
+
+    full        only `make test-all` runs it
+    campaign    a benchmark or a search in small; implies `full`
+    grid        of a parametrized test, `make test` runs one instance; grid(keep=4): four, evenly spaced
+    ray, model  starts Ray; needs the model file: `make quick` leaves them out
+
+`pytest tests/some/test_x.py` by hand runs everything in the file.
+
+Property tests draw the same examples every time, so that a run proves a commit and not its luck. `make fuzz` draws new
+ones: what it finds becomes an `@example`. No clock decides: a busy machine fails no example.
+
+The tests run on two processes, a file at a time. The longest come first; what starts Ray is one unit, because it waits
+for processes most of the time, while the other process computes.
 """
 
 import os
@@ -31,11 +44,31 @@ def unit(nodeid: str) -> str:
     return RAY if path.startswith(RAY) and path != LONGEST else path
 
 
+def grids(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """The instances of each parametrized test that is marked `grid`, in order."""
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("grid") and hasattr(item, "callspec"):
+            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return found
+
+
+def left_out(instances: list[pytest.Item]) -> list[pytest.Item]:
+    """Those that `make test` does not run: all but `keep`, evenly spaced."""
+    marker = instances[0].get_closest_marker("grid")
+    keep = marker.kwargs.get("keep", 1) if marker else len(instances)
+    kept = {number * len(instances) // keep for number in range(keep)}
+    return [item for number, item in enumerate(instances) if number not in kept]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if "DIPTYCH_CAMPAIGNS" not in os.environ:
-        for item in items:
-            if item.get_closest_marker("campaign"):
-                item.add_marker(pytest.mark.skip(reason="a small campaign: make campaigns"))
+    for item in items:
+        if item.get_closest_marker("campaign"):
+            item.add_marker(pytest.mark.full)
+    for instances in grids(items).values():
+        for item in left_out(instances):
+            item.add_marker(pytest.mark.full)
     first = (RAY, LONGEST)
     items.sort(key=lambda item: first.index(unit(item.nodeid)) if unit(item.nodeid) in first else len(first))
 

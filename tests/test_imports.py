@@ -4,10 +4,9 @@ import ast
 import os
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -119,6 +118,7 @@ def modules() -> list[tuple[str, ast.Module]]:
     return found
 
 
+@cache
 def imports(tree: ast.Module) -> set[str]:
     names = set()
     for node in ast.walk(tree):
@@ -154,16 +154,16 @@ def draws(tree: ast.Module) -> bool:
 MODULES = modules()
 
 
-@pytest.mark.parametrize(("name", "tree"), MODULES, ids=[name for name, _ in MODULES])
-def test_imports_point_down(name: str, tree: ast.Module) -> None:
-    if "." not in name and name not in RANK:
-        assert not [each for each in imports(tree) if room(each)], f"the package {name} imports its own modules"
-        return
-    here = room(name)
-    assert here is not None, f"{name} has no place in LAYERS"
-    for imported in imports(tree):
-        there = room(imported)
-        assert there is None or RANK[there] <= RANK[here], f"{name} imports {imported}, which lies above it"
+def test_imports_point_down() -> None:
+    for name, tree in MODULES:
+        if "." not in name and name not in RANK:
+            assert not [each for each in imports(tree) if room(each)], f"the package {name} imports its own modules"
+            continue
+        here = room(name)
+        assert here is not None, f"{name} has no place in LAYERS"
+        for imported in imports(tree):
+            there = room(imported)
+            assert there is None or RANK[there] <= RANK[here], f"{name} imports {imported}, which lies above it"
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -175,42 +175,42 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     TopologicalSorter(found).prepare()  # raises CycleError, which names them
 
 
-@pytest.mark.parametrize(("name", "tree"), MODULES, ids=[name for name, _ in MODULES])
-def test_heavy_libraries_stay_in_their_rooms(name: str, tree: ast.Module) -> None:
-    for imported in imports(tree):
-        top = imported.split(".")[0]
-        assert top not in HEAVY or below(name, HEAVY[top]), f"{name} imports {top}"
-        if below(name, PURE):
-            is_columns = name in COLUMNS and top == "numpy" and not draws(tree)
-            assert top not in IMPURE or is_columns, f"{name} is pure but imports {imported}"
+def test_heavy_libraries_stay_in_their_rooms() -> None:
+    for name, tree in MODULES:
+        for imported in imports(tree):
+            top = imported.split(".")[0]
+            assert top not in HEAVY or below(name, HEAVY[top]), f"{name} imports {top}"
+            if below(name, PURE):
+                is_columns = name in COLUMNS and top == "numpy" and not draws(tree)
+                assert top not in IMPURE or is_columns, f"{name} is pure but imports {imported}"
 
 
-@pytest.mark.parametrize(("name", "tree"), MODULES, ids=[name for name, _ in MODULES])
-def test_cluster_imports_only_the_ticket_and_the_errors_of_kvtransfer(name: str, tree: ast.Module) -> None:
-    if not name.startswith("cluster.") or below(name, ("cluster.cli",)):
-        return
-    allowed = ("kvtransfer.ticket", "kvtransfer.errors")
-    for imported in imports(tree):
-        assert not imported.startswith("kvtransfer.") or below(imported, allowed), f"{name} imports {imported}"
+def test_cluster_imports_only_the_ticket_and_the_errors_of_kvtransfer() -> None:
+    for name, tree in MODULES:
+        if not name.startswith("cluster.") or below(name, ("cluster.cli",)):
+            continue
+        allowed = ("kvtransfer.ticket", "kvtransfer.errors")
+        for imported in imports(tree):
+            assert not imported.startswith("kvtransfer.") or below(imported, allowed), f"{name} imports {imported}"
 
 
-@pytest.mark.parametrize(("name", "tree"), MODULES, ids=[name for name, _ in MODULES])
-def test_cluster_sees_of_workers_a_short_list(name: str, tree: ast.Module) -> None:
-    if not name.startswith("cluster."):
-        return
-    allowed = (*WAIST, *PARTS) if below(name, COMPOSERS) else WAIST
-    for imported in imports(tree):
-        assert not imported.startswith("workers.") or below(imported, allowed), f"{name} imports {imported}"
+def test_cluster_sees_of_workers_a_short_list() -> None:
+    for name, tree in MODULES:
+        if not name.startswith("cluster."):
+            continue
+        allowed = (*WAIST, *PARTS) if below(name, COMPOSERS) else WAIST
+        for imported in imports(tree):
+            assert not imported.startswith("workers.") or below(imported, allowed), f"{name} imports {imported}"
 
 
-@pytest.mark.parametrize(("name", "tree"), MODULES, ids=[name for name, _ in MODULES])
-def test_the_client_imports_no_serving_code(name: str, tree: ast.Module) -> None:
-    tops = {imported.split(".")[0] for imported in imports(tree)}
-    if name.startswith("diptych"):
-        assert tops <= CLIENT | sys.stdlib_module_names, f"{name} imports {tops - CLIENT - sys.stdlib_module_names}"
-    elif not name.startswith(("cluster", "benchmarks")):
-        values = [each for each in imports(tree) if below(each, ("diptych",)) and not below(each, VALUES)]
-        assert not values, f"{name} imports {values}; it may import values alone"
+def test_the_client_imports_no_serving_code() -> None:
+    for name, tree in MODULES:
+        tops = {imported.split(".")[0] for imported in imports(tree)}
+        if name.startswith("diptych"):
+            assert tops <= CLIENT | sys.stdlib_module_names, f"{name} imports {tops - CLIENT - sys.stdlib_module_names}"
+        elif not name.startswith(("cluster", "benchmarks")):
+            values = [each for each in imports(tree) if below(each, ("diptych",)) and not below(each, VALUES)]
+            assert not values, f"{name} imports {values}; it may import values alone"
 
 
 def test_proto_is_not_a_package() -> None:

@@ -146,10 +146,15 @@ def test_whatever_we_import_is_required_somewhere() -> None:
         assert not missing, f"{name} imports {missing}, which no extra has"
 
 
-def test_everything_of_before_is_in_what_make_installs() -> None:
-    made = re.search(r"-e '\.\[([\w,]+)\]'\n\t@touch \$\(READY\)", (ROOT / "Makefile").read_text())
-    assert made is not None
-    assert {"torch", "ray", "fastapi", "nixl_cu12", "pytest"} <= libraries(*made[1].split(","))
+def test_make_demo_installs_what_serves_and_make_test_what_tests_too() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    serves, ready = (
+        libraries(*named.split(","))
+        for stamp in ("SERVES", "READY")
+        for named in re.findall(rf"^\$\({stamp}\):.*\n(?:\t.*\n)*?\t.*-e '\.\[([\w,]+)\]'", makefile, re.M)
+    )
+    assert {"torch", "ray", "fastapi", "nixl_cu12"} <= serves
+    assert "pytest" not in serves and serves | {"pytest"} <= ready
 
 
 def test_files_beside_the_code_are_shipped() -> None:

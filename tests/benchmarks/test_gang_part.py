@@ -19,6 +19,8 @@ from benchmarks.gang.ways import CHOSEN, DEADLINE_ONLY, LIMIT, WAYS, module, sha
 from cluster.offline.load.processes import ProcessFailed
 from workers.engine.step import StepResult
 
+pytestmark = pytest.mark.full
+
 LIGHT = tuple(way for way in WAYS if way not in ("gloo broadcast", "ray call"))  # neither torch nor Ray to load
 
 

@@ -16,7 +16,7 @@ from workers.config import EngineConfig, ParallelConfig
 from workers.request import Request, SamplingParams
 from workers.worker import Worker
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.grid, pytest.mark.asyncio(loop_scope="module")]
 
 # As SmolLM2: 9 query and 3 KV heads, tied embeddings, layers that no number of stages divides; several chunks a prompt.
 ENGINE = EngineConfig(block_size=8, kv_blocks=96, max_batch_tokens=24, max_running=8)

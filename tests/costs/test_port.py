@@ -14,6 +14,8 @@ from workers.engine.estimate import StepEstimate, plan_seconds, prompt_share
 from workers.engine.step import Chunk, StepPlan
 from workers.profiles.sources import cost_of
 
+pytestmark = pytest.mark.grid
+
 # One of each class and source, and the corners: with pipelines, with every coefficient zero, with a flat curve.
 MODELS: dict[str, CostModel] = {
     "linear": LinearCost(),

@@ -10,6 +10,8 @@ from programs import run
 from cluster.cli import main
 from cluster.cli.address import FILES
 
+pytestmark = pytest.mark.grid
+
 HTTP = ("--set", "cluster.gateway.http_port=8000")
 GUARDED = ("native-guarded", "native-mutual-tls", "kuberay-guarded")
 

@@ -7,6 +7,8 @@ import pytest
 import yaml
 from api_server import BUILT_IN, Refused, Store
 
+pytestmark = pytest.mark.full
+
 Object = dict[str, Any]
 
 POD = """

@@ -11,6 +11,8 @@ from test_access import secret_of
 from cluster.cli import main
 from cluster.control.autoscaler.pods import scaled
 
+pytestmark = pytest.mark.full
+
 
 def autoscaler(objects: tuple[Object, ...]) -> Object:
     (found,) = [each for each in of_kind(objects, "Deployment") if each["metadata"]["name"].endswith("-autoscaler")]

@@ -8,6 +8,8 @@ import yaml
 from chart import CHART, Object, mounted, of_kind, rendered, values
 from programs import run
 
+pytestmark = pytest.mark.full
+
 
 def door(objects: tuple[Object, ...]) -> Object:
     """The Service that clients ask."""

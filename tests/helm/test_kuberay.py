@@ -11,6 +11,8 @@ import pytest
 from chart import Object, of_kind, rendered, values
 from kuberay import mistakes
 
+pytestmark = pytest.mark.grid
+
 CONTAINERS = "headGroupSpec/template/spec/containers"
 V2 = {"name": "RAY_enable_autoscaler_v2", "value": "1"}
 ADDRESS = {"name": "RAY_REDIS_ADDRESS", "value": "redis:6379"}

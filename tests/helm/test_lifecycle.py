@@ -14,6 +14,8 @@ from api_server import Store, api_server
 from chart import CHART, Object, rendered, values
 from programs import run
 
+pytestmark = pytest.mark.full
+
 MODES = ("native", "kuberay", "external", "native-exposed", "native-autoscaled", "kuberay-elastic")
 WITHOUT_FOREIGN = ("--set", "grpcRoute.enabled=false,podMonitor.enabled=false")
 WORKLOADS = ("Deployment/", "StatefulSet/")

@@ -11,6 +11,8 @@ import yaml
 from chart import CHART, TOKEN, of_kind, pods, refusal, rendered, values
 from programs import run
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("release", ["1", "true", "null"])
 def test_a_release_may_be_called_anything(release: str) -> None:

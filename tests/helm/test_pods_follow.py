@@ -41,6 +41,8 @@ from tests.frontend.http.certificates import Authority
 from tests.frontend.http.guarded import KEY, Files
 from workers.build import build_worker
 
+pytestmark = pytest.mark.full
+
 DECODE, PREFILL = Scaled("decode", 1, 1, 1, 3), Scaled("prefill", 1, 1, 1, 2)
 ACCOUNT = "release-diptych-autoscaler"
 STATEFUL = next(each for each in BUILT_IN if each.name == "StatefulSet")

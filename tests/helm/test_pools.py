@@ -15,6 +15,8 @@ from chart import pods as every_pod
 from cluster.runtime.placement import RESERVED, bundle, has_labels
 from cluster.spec import PoolSpec
 
+pytestmark = pytest.mark.grid
+
 WITH_PODS = [path for path in VALUES if not path.stem.startswith("external")]
 EACH = pytest.mark.parametrize("path", WITH_PODS, ids=lambda path: path.stem)
 

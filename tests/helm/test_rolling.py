@@ -9,6 +9,8 @@ from chart import Object, mounted, of_kind, rendered, values
 
 from cluster.cli import main
 
+pytestmark = pytest.mark.full
+
 NATIVE = ("native", "native-exposed", "native-gpu", "external")
 
 

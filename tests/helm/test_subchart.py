@@ -7,6 +7,8 @@ import yaml
 from chart import CHART, Object, pods
 from programs import run
 
+pytestmark = pytest.mark.full
+
 ABOUT = {
     "apiVersion": "v2",
     "name": "parent",

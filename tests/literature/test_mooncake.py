@@ -26,6 +26,8 @@ from tests.shared import shared
 from workers.config import ParallelConfig
 from workers.request import SLO
 
+pytestmark = pytest.mark.full
+
 WHOLE = bool(os.environ.get("DIPTYCH_LITERATURE"))
 TRACE = "traces/mooncake/conversation_trace.jsonl.gz"
 BLOCK = 512

@@ -16,6 +16,8 @@ from workers.model.folder import ModelFolder, check_folder
 from workers.model.load import load_decoder
 from workers.ops.attention import best_attention
 
+pytestmark = pytest.mark.grid
+
 BLOCK = 4
 CPU = torch.device("cpu")
 LENGTHS = (37, 5, 64)

@@ -16,7 +16,7 @@ from workers.ops.batch import RaggedBatch
 from workers.ops.native.library import library
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels here")
+pytestmark = [pytest.mark.full, pytest.mark.skipif(library() is None, reason="no native kernels here")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -29,6 +29,8 @@ from workers.ops.attention import NATIVE, SDPA, Attention
 from workers.ops.collective import StageLink, TensorGroup
 from workers.ops.native.library import library
 
+pytestmark = pytest.mark.grid
+
 CPU = torch.device("cpu")
 BLOCK = 4
 GANGS = [(2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (4, 1)]

@@ -17,6 +17,8 @@ from workers.model.folder import ModelFolder
 from workers.request import Request, SamplingParams, TokensOut
 from workers.stats import WorkerStats
 
+pytestmark = pytest.mark.full
+
 PROMPTS = [tuple(range(5 + 7 * index, 5 + 7 * index + length)) for index, length in enumerate((21, 3, 40, 9, 16))]
 
 

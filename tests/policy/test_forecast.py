@@ -21,6 +21,8 @@ from tests.offline.sim.cases import COST, ENGINE, colocated, models
 from workers.config import EngineConfig
 from workers.request import SLO, FinishReason
 
+pytestmark = pytest.mark.grid
+
 WORKER = worker("m0")
 
 

@@ -19,6 +19,8 @@ from tests.cluster.local import Cluster, cluster, request, split_spec, tokens_of
 from tests.policy.test_routed import books_are_empty, expected, routed
 from workers.request import FinishReason, Request, SamplingParams
 
+pytestmark = pytest.mark.grid
+
 EOS, LENGTH = FinishReason.EOS, FinishReason.LENGTH
 
 

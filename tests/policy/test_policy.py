@@ -15,6 +15,8 @@ from cluster.spec import ADMISSION, ROUTING, SpecError, parse_spec
 from diptych.view import ClusterView, WorkerState, WorkerView
 from workers.request import SLO, Request
 
+pytestmark = pytest.mark.grid
+
 SLOW_TO_COME = SLO(ttft_s=0.2, tpot_s=0.05)
 
 

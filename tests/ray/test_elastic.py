@@ -16,7 +16,7 @@ from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.view import ClusterView, WorkerState
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(300)]
 
 PROMPT = [5, 6, 7] * 20
 

@@ -110,8 +110,10 @@ def first_difference(one: list[int], two: list[int]) -> int | None:
     return next((n for n, (a, b) in enumerate(zip(one, two, strict=True)) if a != b), None)
 
 
-async def test_split_equals_colocated_and_transformers_token_for_token(tmp_path: Path) -> None:
-    made = prompts()
+@pytest.mark.grid
+@pytest.mark.parametrize("every", [5, 1], ids=["every fifth prompt", "all prompts"])
+async def test_split_equals_colocated_and_transformers_token_for_token(tmp_path: Path, every: int) -> None:
+    made = prompts()[::every]
     document = laptop()
     document["pools"][0]["engine"]["kv_blocks"] = 700
     document["pools"][1]["engine"]["kv_blocks"] = 900

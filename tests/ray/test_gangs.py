@@ -24,6 +24,7 @@ from cluster.frontend.text import TextEvent
 from diptych.client import AsyncClient
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.ray,
     pytest.mark.model,
     pytest.mark.timeout(900),

@@ -18,7 +18,7 @@ from served import ROOT, laptop
 
 from diptych.client import AsyncClient
 
-pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
 
 RAY = [str(Path(sys.executable).with_name("ray"))]
 AUTH = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}

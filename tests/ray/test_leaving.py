@@ -19,7 +19,7 @@ from served import ROOT, laptop
 from cluster.frontend.text import TextDelta
 from diptych.client import Answer, AsyncClient, answer_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(240)]
 
 STORE = 80 << 20
 START_S = 90.0

@@ -10,7 +10,7 @@ from cluster.events import Accepted
 from diptych.client import AsyncClient
 from workers.executor.modelled import modelled_token
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(300)]
 
 COST = {"step_s": 0.015, "decode_row_s": 0.0005, "prefill_token_s": 0.0001}
 PROMPT = [5, 6, 7] * 20

@@ -22,7 +22,7 @@ from diptych.errors import DiptychError
 from diptych.retry import Retry
 from tests.model.tiny import write_tiny_llama
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(400)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

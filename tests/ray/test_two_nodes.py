@@ -29,7 +29,7 @@ from workers.request import Request, SamplingParams
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 from local import cluster, mixed_spec, tokens_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(400)]
 
 MODEL = "smollm2-135m"
 GIGABIT = 1_000_000_000

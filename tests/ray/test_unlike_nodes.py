@@ -14,7 +14,7 @@ from cluster.runtime.ray import NAMESPACE, RayRuntime
 from cluster.spec import Resources
 from workers.config import WorkerConfig
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(120)]
 
 STORE = 80 << 20
 PLACE_S = 20.0
