@@ -90,6 +90,7 @@ async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.grid(keep=2)  # one kill of each
 @pytest.mark.parametrize("turn", range(ROUNDS))
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
