@@ -49,7 +49,7 @@ format: $(READY)
 check: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy --strict cluster workers kvtransfer proto/diptych
+	@$(BIN)/mypy --strict cluster benchmarks workers kvtransfer proto/diptych
 	@$(BIN)/python -m pytest -q tests/test_imports.py
 
 bench: $(READY)
