@@ -206,5 +206,5 @@ async def test_requests_that_others_serve_for_an_empty_pool_are_counted_and_stat
         await subject.until(lambda view: not view.ready(Role.PREFILL))
         assert not completed(await subject.run(request("b"))).transfers
         assert subject.dispatcher.standing().uncovered == (("prefill", 1), ("decode", 0))
-        assert trouble_lines(subject.dispatcher.view) == ["pool prefill has no ready worker: others serve its requests"]
+        assert trouble_lines(subject.dispatcher.view) == ["pool prefill has no ready worker: other pools serve its requests"]
         stays_away.cancel()

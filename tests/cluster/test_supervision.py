@@ -212,7 +212,7 @@ def test_status_tells_of_gateways_and_tasks_that_fared_ill() -> None:
     view = ClusterView(3, "llm", None, (), served_gateways=served, failures=failures)
     assert trouble_lines(view_from(view_message(view, admin_pb2.Gateway()))) == [
         "gateway-0 is silent: no answer for 5 s; 2 restarts, 1 silence",
-        "controller: linking workers failed 3 times and went on; its log says why",
+        "controller: linking workers failed 3 times and continued; see its log",
     ]
     assert view_from(view_message(view, admin_pb2.Gateway())).served_gateways == served
     assert trouble_lines(ClusterView(3, "llm", None, (), served_gateways=(OPEN,))) == []
