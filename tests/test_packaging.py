@@ -24,18 +24,18 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CORE = PROJECT["project"]["dependencies"]
 OPTIONAL = PROJECT["project"]["optional-dependencies"]
-OURS = {"cluster", "workers", "kvtransfer", "diptych"}
+OURS = {"benchmarks", "cluster", "workers", "kvtransfer", "diptych"}
 # Peers and tools that benches and tests look for, each with a word of its own where it is missing.
 ELSEWHERE = {"vllm", "llama_cpp", "nixl", "nixl_cu13", "grpc_tools", "triton", "pip"}
 ALONE = """
 import sys
-from importlib.abc import MetaPathFinder
-allowed = set(sys.argv.pop(1).split(","))
-class Core(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] not in allowed | sys.stdlib_module_names:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Core())
+from importlib.machinery import PathFinder
+allowed = set(sys.argv.pop(1).split(",")) | sys.stdlib_module_names
+class Core(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return super().find_spec(name, path, target) if name.partition(".")[0] in allowed else None
+sys.meta_path[:] = [Core if each is PathFinder else each for each in sys.meta_path]
 """
 
 
@@ -82,7 +82,7 @@ def alone(program: str, *arguments: str, extras: tuple[str, ...] = ()) -> subpro
 
 
 def test_the_client_and_the_command_line_need_the_core_alone() -> None:
-    names = "cli.status cli.talk cli.top cli.trace report.window spec"
+    names = "cli.status cli.talk cli.top cli.trace offline.report.window spec"
     program = f"import diptych.client, {', '.join(f'cluster.{name}' for name in names.split())}"
     done = alone(program)
     assert done.returncode == 0, done.stderr

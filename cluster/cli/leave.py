@@ -62,7 +62,7 @@ def _words(left: Left) -> str:
 
 
 async def _leave(named: str | None, deadline_s: float) -> Left:
-    from cluster.runtime.interface import RuntimeUnavailable
+    from cluster.runtime.errors import RuntimeUnavailable
     from cluster.runtime.sessions import settle_join
 
     settle_join()
@@ -80,7 +80,7 @@ async def _leave(named: str | None, deadline_s: float) -> Left:
 
 async def _empty(node: str, deadline_s: float) -> Left:
     """Have the controllers of all clusters that are on this node take their workers off it, and wait for that."""
-    from cluster.runtime.interface import WorkerGone
+    from cluster.runtime.errors import WorkerGone
     from cluster.runtime.ray_nodes import find_controller, workers_on
 
     clock = asyncio.get_running_loop().time

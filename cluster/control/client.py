@@ -8,7 +8,8 @@ from dataclasses import replace
 from cluster.control.changes import ControllerAway, Taken
 from cluster.control.membership import Membership
 from cluster.policy.scaling.evidence import Report
-from cluster.runtime.interface import ServiceHandle, WorkerGone
+from cluster.runtime.errors import WorkerGone
+from cluster.runtime.interface import ServiceHandle
 from cluster.spec import Role
 from kvtransfer.ticket import LinkReport
 

@@ -37,7 +37,8 @@ from cluster.control.scaling_loop import Decider, ScalingLoop
 from cluster.control.supervised import Failures, supervised
 from cluster.policy.policy import open_policy
 from cluster.policy.scaling.evidence import Report
-from cluster.runtime.interface import Runtime, WorkerGone
+from cluster.runtime.errors import WorkerGone
+from cluster.runtime.interface import Runtime
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from diptych.view import ClusterView, ModelView, WorkerState
 from diptych.watchdog import Watchdog

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.control.supervised import Failures, supervised
-from cluster.runtime.interface import NoAnswer, Runtime, ServiceHandle, WorkerGone
+from cluster.runtime.errors import NoAnswer, WorkerGone
+from cluster.runtime.interface import Runtime, ServiceHandle
 from diptych.view import GatewayState, GatewayView, ModelView
 
 logger = logging.getLogger(__name__)

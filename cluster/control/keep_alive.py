@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 
 from cluster.control.changes import Memory, ServerReport
 from cluster.control.supervised import Failures, supervised
-from cluster.runtime.interface import NoAnswer, ServiceHandle, WorkerGone
+from cluster.runtime.errors import NoAnswer, WorkerGone
+from cluster.runtime.interface import ServiceHandle
 from diptych.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from cluster.control.changes import ChangeRefused
 from cluster.control.replicas import ReplicaManager
-from cluster.runtime.interface import WorkerGone, WorkerHandle
+from cluster.runtime.errors import WorkerGone
+from cluster.runtime.interface import WorkerHandle
 from cluster.spec import Role
 from diptych.view import WorkerState
 from kvtransfer.errors import PeerRefused, TransferError

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from cluster.runtime.interface import Runtime, RuntimeUnavailable, WorkerGone, WorkerHandle, WorkerOrder
+from cluster.runtime.errors import RuntimeUnavailable, WorkerGone
+from cluster.runtime.interface import Runtime, WorkerHandle, WorkerOrder
 from cluster.runtime.placement import needed
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from diptych.view import WorkerState, WorkerView

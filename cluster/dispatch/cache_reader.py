@@ -10,7 +10,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from cluster.runtime.interface import WorkerGone, WorkerHandle
+from cluster.runtime.errors import WorkerGone
+from cluster.runtime.interface import WorkerHandle
 from workers.errors import WorkerError
 from workers.kv_events import KVEvents
 

@@ -32,7 +32,7 @@ from cluster.policy.policy import open_policy
 from cluster.policy.routing.prefix_index import Guesses
 from cluster.policy.routing.router import Placement
 from cluster.policy.slo_attainment import Ended, GatewayAttainment, SLOScores
-from cluster.runtime.interface import WorkerGone
+from cluster.runtime.errors import WorkerGone
 from cluster.spec import ClusterSpec, Role
 from diptych.shapes import Shape, Timings
 from diptych.view import ClusterView, ModelView

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from cluster.dispatch.worker_client import Message, WorkerClient
 from cluster.events import Unservable
-from cluster.runtime.interface import WorkerGone, WorkerHandle
+from cluster.runtime.errors import WorkerGone
+from cluster.runtime.interface import WorkerHandle
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError
 from workers.request import Request
 

@@ -17,18 +17,6 @@ from workers.request import Bundle, Request, Reservation
 from workers.stats import WorkerInfo
 
 
-class WorkerGone(Exception):
-    """The worker's process died, is restarting, or does not answer."""
-
-
-class NoAnswer(WorkerGone):
-    """No answer came in time; the process may live."""
-
-
-class RuntimeUnavailable(Exception):
-    """The runtime cannot be reached or cannot place what is asked; the message says what to do."""
-
-
 class WorkerHandle(Protocol):
     """A `workers.worker.Worker`, wherever it lives. See there for each verb."""
 

@@ -11,7 +11,8 @@ import ray
 from ray.core.generated import autoscaler_pb2
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle
+from cluster.runtime.errors import RuntimeUnavailable
+from cluster.runtime.interface import ServiceHandle
 from cluster.runtime.ray import NAMESPACE, RayService, answer_of
 
 LOOK_S = 1.0  # Ray tells nobody when a name appears

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from cluster.runtime.interface import RuntimeUnavailable
+from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.placement import own_labels, own_resources
 from cluster.runtime.ray import NAMESPACE, RayRuntime
 from cluster.runtime.sessions import Session, announce

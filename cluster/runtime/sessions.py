@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.runtime.interface import RuntimeUnavailable
+from cluster.runtime.errors import RuntimeUnavailable
 
 SAID = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 CONNECT_S = 1.0

@@ -12,7 +12,8 @@ from cluster.control.controller import Controller
 from cluster.frontend.context import GatewayContext
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import PoolModel, SimRuntime, Surroundings, virtual
-from cluster.runtime.interface import NoAnswer, ServiceHandle, WorkerHandle, WorkerOrder
+from cluster.runtime.errors import NoAnswer
+from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalService, LocalWorker
 from cluster.serving import Serving, serve
 from cluster.spec import ClusterSpec

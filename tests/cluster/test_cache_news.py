@@ -14,7 +14,8 @@ from local import Cluster, cluster, completed, request, split_spec
 from cluster.dispatch.cache_reader import CacheReader
 from cluster.offline.sim.clock import run as run_virtually
 from cluster.policy.routing.prefix_index import Match, PrefixIndex, chain
-from cluster.runtime.interface import WorkerGone, WorkerHandle
+from cluster.runtime.errors import WorkerGone
+from cluster.runtime.interface import WorkerHandle
 from cluster.spec import Role
 from workers.engine.cache_log import CacheLog, Tier
 from workers.errors import WorkerClosed

@@ -10,7 +10,8 @@ import cluster.join as cluster_joining
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.context import GatewayContext
 from cluster.join import described, join
-from cluster.runtime.interface import RuntimeUnavailable, ServiceHandle, WorkerGone
+from cluster.runtime.errors import RuntimeUnavailable, WorkerGone
+from cluster.runtime.interface import ServiceHandle
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
 from kvtransfer.open import SharedMemory

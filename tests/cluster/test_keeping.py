@@ -18,7 +18,8 @@ from cluster.observe.metrics import exposition
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import PoolModel, virtual
 from cluster.policy.slo_attainment import GatewayAttainment
-from cluster.runtime.interface import RuntimeUnavailable, WorkerOrder
+from cluster.runtime.errors import RuntimeUnavailable
+from cluster.runtime.interface import WorkerOrder
 from cluster.serving import Serving, serve
 from cluster.spec import Role
 from diptych.view import WorkerState, WorkerView
@@ -206,5 +207,7 @@ async def test_requests_that_others_serve_for_an_empty_pool_are_counted_and_stat
         await subject.until(lambda view: not view.ready(Role.PREFILL))
         assert not completed(await subject.run(request("b"))).transfers
         assert subject.dispatcher.standing().uncovered == (("prefill", 1), ("decode", 0))
-        assert trouble_lines(subject.dispatcher.view) == ["pool prefill has no ready worker: other pools serve its requests"]
+        assert trouble_lines(subject.dispatcher.view) == [
+            "pool prefill has no ready worker: other pools serve its requests"
+        ]
         stays_away.cancel()

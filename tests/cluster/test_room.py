@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.runtime.interface import RuntimeUnavailable
+from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.placement import Node, has_labels, listed, own_labels, own_resources, selectors, shortage
 from cluster.spec import PoolSpec, Resources, Role, laptop_spec, load_spec
 from workers.config import ParallelConfig

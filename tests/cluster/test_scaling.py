@@ -15,7 +15,8 @@ from cluster.control.controller import Controller
 from cluster.control.replicas import ReplicaContext, ReplicaManager, is_empty
 from cluster.events import Event
 from cluster.offline.sim.clock import run
-from cluster.runtime.interface import RuntimeUnavailable, WorkerHandle, WorkerOrder
+from cluster.runtime.errors import RuntimeUnavailable
+from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime
 from cluster.spec import PoolSpec, Resources, Role, SpecError, parse_spec
 from diptych.view import ClusterView, WorkerState

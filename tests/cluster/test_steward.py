@@ -16,7 +16,8 @@ from cluster.control.scaling_loop import REMEMBERED, Changer, ScalingLoop
 from cluster.control.supervised import Failures
 from cluster.offline.sim.clock import run
 from cluster.policy.scaling.evidence import Decision, Report
-from cluster.runtime.interface import RuntimeUnavailable, WorkerHandle, WorkerOrder
+from cluster.runtime.errors import RuntimeUnavailable
+from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.spec import ClusterSpec, Role
 from diptych.view import ClusterView, PoolView, WorkerState, WorkerView
 

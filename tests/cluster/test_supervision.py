@@ -17,7 +17,7 @@ from cluster.events import Completed
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.grpc.admin_messages import view_message
 from cluster.offline.sim.clock import run
-from cluster.runtime.interface import WorkerGone
+from cluster.runtime.errors import WorkerGone
 from cluster.serving import GatewayService, Serving
 from diptych.status import view_from
 from diptych.v1 import admin_pb2

@@ -24,7 +24,7 @@ WRONG = {
     "an unknown mode": (("--set", "mode=nativ"), "- at '/mode': value must be one of 'native', 'kuberay', 'external'"),
     "a word for a number": (
         ("--set", "cluster.gateway.max_requests=many"),
-        "- at '/cluster/frontend/gateway/max_requests': got string, want integer",
+        "- at '/cluster/gateway/max_requests': got string, want integer",
     ),
     "a floor above the pools": (
         ("--set", "cluster.elastic.mode=act,cluster.elastic.floors.decode=3"),

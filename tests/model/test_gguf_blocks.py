@@ -16,10 +16,11 @@ from tests.model.paging import pool_for, ragged, run_chunks, scattered_tables
 from tests.model.tiny import write_tiny_llama
 from workers.config import ParallelConfig
 from workers.errors import ModelError
-from workers.model import gguf_file, load, store
+from workers.model import load, store
 from workers.model.config import read_model_config
 from workers.model.decoder import Decoder
 from workers.model.folder import ModelFolder
+from workers.model.gguf import file as gguf_file
 from workers.model.gguf.blocks import GGUFBlocks
 from workers.model.gguf.origin import read_origin
 from workers.model.load import load_decoder

@@ -113,7 +113,7 @@ def test_a_gguf_with_tensors_that_we_do_not_compute_is_refused(cache: Path, tmp_
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("smolm2", "no model 'smolm2': give a short name \\(smollm2-135m\\)"),
+        ("smolm2", "no model 'smolm2': did you mean 'smollm2-135m'\\?"),
         ("nowhere/model.gguf", "no such .gguf file"),
         ("./nowhere/at/all", "no model"),
     ],

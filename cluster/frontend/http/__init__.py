@@ -5,7 +5,7 @@ Needs the extra `http`. Importing this package alone loads nothing of it.
 
 from importlib.util import find_spec
 
-from cluster.runtime.interface import RuntimeUnavailable
+from cluster.runtime.errors import RuntimeUnavailable
 
 
 def missing_packages() -> list[str]:

@@ -87,13 +87,11 @@ def estimate(trial: Trial, ends: tuple[Lengths, Lengths], target: float, name: s
 
 
 def _broken(trial: Trial, ttft_s: float, tpot_s: float) -> str:
-    """What keeps the promise from being kept, were there no other request."""
+    """Why the SLO cannot be met even without other requests."""
     for what, alone_s, most_s in (("TTFT", ttft_s, trial.slo.ttft_s), ("TPOT", tpot_s, trial.slo.tpot_s)):
         if most_s is not None and alone_s > most_s:
-            return (
-                f"even a short request alone has {what} {1e3 * alone_s:.3g} ms, and {1e3 * most_s:.3g} ms is promised"
-            )
-    return f"even alone only {trial.alone:.0%} of requests would keep the promise"
+            return f"even a short request alone has {what} {1e3 * alone_s:.3g} ms; the SLO is {1e3 * most_s:.3g} ms"
+    return f"even alone only {trial.alone:.0%} of requests would meet the SLO"
 
 
 def thinned(load: Load) -> Load:

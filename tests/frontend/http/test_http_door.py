@@ -16,7 +16,7 @@ from cluster.cli import main
 from cluster.frontend import http
 from cluster.frontend.http.unsupported import FIELDS, IGNORED
 from cluster.frontend.servers import Servers, open_doors
-from cluster.runtime.interface import RuntimeUnavailable
+from cluster.runtime.errors import RuntimeUnavailable
 from cluster.spec import GatewaySpec, SpecError, parse_spec
 from diptych.view import WorkerState
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context, view

@@ -48,7 +48,7 @@ async def test_tokens_that_no_chunk_told_of_count_at_the_last_chunk_and_a_note_s
         run = await driven(server)
     assert all(len(each.token_s) == 6 for each in run.served)
     assert all(len(set(each.token_s)) == 2 for each in run.served)
-    assert any(note.startswith("16 tokens came in chunks that do not say") for note in run.notes)
+    assert any(note.startswith("16 tokens came in chunks without a token count") for note in run.notes)
 
 
 async def test_without_usage_tokens_are_chunks_and_a_note_says_so() -> None:

@@ -68,7 +68,7 @@ def test_what_closed_forms_rule_out_is_not_simulated() -> None:
     (found,) = answers([instance], ())
     assert found.throughput is None
     assert as_json(question, LENGTHS, [found])["throughput"][0]["requests_per_s"] == 0.0
-    assert any("10 ms is promised" in line for line in told(question, LENGTHS, [found]))
+    assert any("the SLO is 10 ms" in line for line in told(question, LENGTHS, [found]))
 
 
 def test_when_the_time_is_up_the_answer_is_what_is_known() -> None:

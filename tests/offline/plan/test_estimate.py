@@ -34,7 +34,7 @@ def test_a_rate_is_estimated_only_where_the_promise_can_be_kept() -> None:
     ends = ((200, 5), (600, 15))
     assert estimate(trial(), ends, 0.9).rate > 0.0
     slow = estimate(trial(slo=SLO(0.4, 0.001)), ends, 0.9)
-    assert slow.rate == 0.0 and "TPOT" in slow.told and "1 ms is promised" in slow.told
+    assert slow.rate == 0.0 and "TPOT" in slow.told and "the SLO is 1 ms" in slow.told
     late = estimate(trial(slo=SLO(0.001, 0.1)), ends, 0.9)
     assert late.rate == 0.0 and "TTFT" in late.broken
 

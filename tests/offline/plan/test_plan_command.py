@@ -130,7 +130,7 @@ def test_an_interrupt_prints_what_is_known() -> None:
         out, err = process.communicate(timeout=60.0)
     assert process.returncode == 130, err
     assert "without queueing" in out and "3. How much load" in out
-    assert out.rstrip().endswith("Ctrl-C ended the simulation: this is what was known by then")
+    assert out.rstrip().endswith("Ctrl-C ended the simulation: this is the best answer so far")
     assert "Traceback" not in err
 
 

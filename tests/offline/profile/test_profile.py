@@ -227,7 +227,7 @@ def test_no_server_is_one_clear_line(tmp_path: Path) -> None:
 
 
 def test_no_folder_for_the_output_is_told_before_minutes_of_measuring(tmp_path: Path) -> None:
-    assert "is no folder" in refused("-o", str(tmp_path / "nowhere" / "p.json"))
+    assert "is not a folder; create it first" in refused("-o", str(tmp_path / "nowhere" / "p.json"))
 
 
 def test_no_such_cluster_file(tmp_path: Path) -> None:

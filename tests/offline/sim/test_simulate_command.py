@@ -73,7 +73,7 @@ def test_goodput_and_rates_come_with_report_pictures_and_trace(tmp_path: Path) -
         (("--compare", "vlm", *EQUAL, "--workload", LOAD), 1, "'vlm' is not one of static, orca"),
         (("--compare", "vllm", *EQUAL, "--workload", "nowhere.csv"), 1, "neither a trace file nor a process"),
         (("--compare", "vllm", *EQUAL, "--workload", LOAD, "--ttft", "0"), 2, "above 0 seconds"),
-        (("--compare", "vllm", *EQUAL, "--workload", LOAD, "--goodput"), 2, "needs a promise"),
+        (("--compare", "vllm", *EQUAL, "--workload", LOAD, "--goodput"), 2, "needs an SLO"),
         (("--compare", "vllm", *EQUAL, "--workload", LOAD, "--rates", "1,x"), 2, "numbers with commas"),
         (("--compare", "distserve", *EQUAL, "--workers", "1", "--workload", LOAD), 1, "leave one to decode"),
         (("--compare", "ours", *EQUAL, "--model", "opt-13", "--workload", LOAD), 1, "did you mean 'opt-13b'"),
