@@ -214,11 +214,11 @@ class Worker:
         task.add_done_callback(lambda _: self._fetches.pop(key, None))
 
     async def decode(self, key: str, tokens: tuple[int, ...]) -> None:
-        """Go on after the tokens that were drawn elsewhere, as soon as the KV is here. Outputs: TokensOut."""
+        """Decode after the tokens that were generated elsewhere, once the KV is here. Outputs: TokensOut."""
         self._require_open()
         self.engine.decode(key, tokens, self._now_s())
         self._changed()
-        self._log(key, "decode goes on here, behind %d tokens drawn elsewhere", len(tokens))
+        self._log(key, "decode after %d tokens computed elsewhere", len(tokens))
 
     async def hand_over(self, key: str, most_tokens: int) -> TransferTicket | None:
         """Hold the KV of a running sequence, of its first `most_tokens` tokens at most, for another worker.

@@ -106,7 +106,7 @@ def test_one_request_is_followed_by_grep_through_gateway_and_both_workers(served
         (decode, "is reserved"),
         ("gateway-0", f"request first-1 goes to prefill-0 and {decode}"),
         ("prefill-0", "request first-1: prefill of"),
-        (decode, "request first-1: decode goes on here"),
+        (decode, "request first-1: decode after"),
         ("gateway-0", "request first-1 completed after 8 tokens"),
     ]
     places = [
