@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from benchmarks.elastic.streams import Stream, superposed
 from cluster.offline.scoring.figures import attainment
 from cluster.offline.scoring.records import Run
 from cluster.offline.sim.fleet import fleet, models_of
 from cluster.offline.sim.run import Options, simulate
 from cluster.offline.workload.lengths import Lengths, Mix, Uniform
-from cluster.offline.workload.shifting import Stream, superposed
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from workers.config import ParallelConfig
 from workers.profiles.hardware import hardware_of

@@ -95,11 +95,3 @@ class Progress:
     digests: tuple[tuple[int, ...], ...]
     finished: bool
     ttl_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Handoff:
-    """All that a decode needs to continue where a prefill stopped."""
-
-    ticket: TransferTicket
-    first_token: int

@@ -60,13 +60,13 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 HEAVY = {
     "torch": (
         *("workers.ops", "workers.model", "workers.executor", "kvtransfer.backends"),
-        *("cluster.cli.doctor", "benchmarks.engine.drivers", "benchmarks.gang.ways", "benchmarks.sampling"),
+        *("cluster.cli.doctor", "benchmarks.engine.drivers", "benchmarks.sampling"),
     ),
     "ray": (
         *("cluster.runtime.ray", "cluster.runtime.ray_ranks", "cluster.runtime.ray_metrics"),
         "cluster.runtime.ray_nodes",
         "cluster.runtime.ray_start",
-        *("benchmarks.gang.ways", "cluster.cli"),
+        "cluster.cli",
     ),
     "grpc": ("cluster.frontend.grpc", "benchmarks.bare", "diptych.channel", "diptych.failures", "diptych.aio"),
     "fastapi": ("cluster.frontend.http", "benchmarks.bare"),

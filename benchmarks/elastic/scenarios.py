@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.elastic.conversations import BLOCK, conversations
+from benchmarks.elastic.streams import Stream, denser, sine, superposed
 from cluster.offline.plan.capacity import capacity
 from cluster.offline.sim.cluster import PoolModel
 from cluster.offline.sim.fleet import fleet, pool_model
@@ -21,7 +22,6 @@ from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.offline.workload.changes import window
 from cluster.offline.workload.lengths import Lengths, Mix, Uniform
 from cluster.offline.workload.load import load_workload
-from cluster.offline.workload.shifting import Stream, denser, sine, superposed
 from cluster.spec import PoolSpec, Role
 from workers.config import ParallelConfig
 from workers.request import SLO

@@ -1,7 +1,7 @@
-"""The part `gang-delivery`: how a plan reaches a rank of another process and its answer comes back, in eight ways.
+"""The part `gang-delivery`: how a plan reaches a rank of another process and its answer comes back.
 
-From plan to result on the leader's event loop, by way of the rank's compute thread, which computes nothing. What is
-left of a way beside the limit, the same bytes over a blocking socket, is what the way costs.
+From plan to result on the leader's event loop, by way of the rank's compute thread, which computes nothing. What
+is left beside the limit, the same bytes over a blocking socket, is what the way costs.
 """
 
 import json
@@ -17,10 +17,10 @@ from benchmarks.engine.driven import Program, stage
 from benchmarks.engine.drivers.lines import MARK, READY, Order, Task
 from benchmarks.figures import Claim, Figure, Part, ratios, spread
 from benchmarks.gang.plans import PLANS, SENT, encode
-from benchmarks.gang.ways import CHOSEN, DEADLINE_ONLY, DEADLINE_S, LIMIT, WAYS
+from benchmarks.gang.ways import CHOSEN, LIMIT, WAYS
 from benchmarks.hosted import MODEL
 from cluster.offline.load.machine import allowed_cores
-from cluster.offline.load.processes import Child, ProcessFailed, paused, pin
+from cluster.offline.load.processes import Child, paused, pin
 
 ROUNDS = 3
 STEPS, QUICK_STEPS = 400, 40
@@ -61,31 +61,19 @@ class Sample:
 Samples = Mapping[str, Sequence[Sample]]  # way
 
 
-def measure(rounds: int, quick: bool, tell: Tell, ways: Sequence[str] = tuple(WAYS)) -> Part:
-    """A way that does not work here is left out and noted. Raises `ProcessFailed` when the chosen one does not."""
+def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+    """Raises `ProcessFailed` when a way does not work here."""
     samples: dict[str, list[Sample]] = defaultdict(list)
-    failed: dict[str, str] = {}
     with _burners() as burners:
         for number in range(rounds):
-            for way in ways:
-                if way in failed:
-                    continue
-                try:
-                    samples[way].append(_sample(way, quick, burners))
-                except ProcessFailed as error:
-                    if way in (LIMIT, CHOSEN):
-                        raise
-                    failed[way] = str(error)
-                    samples.pop(way, None)
+            for way in WAYS:
+                samples[way].append(_sample(way, quick, burners))
             tell(f"round {number + 1} of {rounds}")
         with paused(burners):
-            step_s = model_step_s() if CHOSEN in samples and not quick else None
-    left_out = tuple(f"{way} was left out: {why}" for way, why in failed.items())
+            step_s = None if quick else model_step_s()
     if step_s is None:
-        return Part(
-            "gang-delivery", figures(samples), (), (*NOTES, *left_out, "No step of a real model to compare with.")
-        )
-    return Part("gang-delivery", figures(samples), claims(samples, step_s), (*NOTES, *left_out))
+        return Part("gang-delivery", figures(samples), (), (*NOTES, "No step of a real model to compare with."))
+    return Part("gang-delivery", figures(samples), claims(samples, step_s), NOTES)
 
 
 def model_step_s() -> float | None:
@@ -164,8 +152,7 @@ def figures(samples: Samples) -> tuple[Figure, ...]:
         made.append(Figure(WAITING, way, "share of a core", "%", spread(each.idle for each in rounds)))
         killed_s = [each.killed_s for each in rounds if each.killed_s is not None]
         if killed_s:
-            told = f"its deadline of {DEADLINE_S:g} s" if way in DEADLINE_ONLY else "leader knows after"
-            made.append(Figure(WAITING, way, told, "ms", spread(killed_s)))
+            made.append(Figure(WAITING, way, "leader knows after", "ms", spread(killed_s)))
     return tuple(made)
 
 
@@ -182,8 +169,6 @@ def claims(samples: Samples, step_s: float) -> tuple[Claim, ...]:
 
 NOTES = (
     "Plans and results as typed msgpack everywhere; reading and writing them is part of the round trip.",
-    "The CPU time is that of the leader and the rank; Ray's other processes are not counted.",
     "An idle core sleeps and takes tens of microseconds to wake, so a busy machine may answer sooner than an idle one.",
-    "TCP streams, gloo and Ray cross hosts; Unix sockets and shared memory do not.",
-    "Killed: SIGKILL to a rank that has a plan. Shared memory tells nobody, so its leader waits out its deadline.",
+    "Killed: SIGKILL to a rank that has a plan.",
 )

@@ -33,7 +33,7 @@ async def _main(way: str) -> None:
         started.append(subprocess.Popen([sys.executable, "-m", "benchmarks.gang.rank", way, address]))
         return started[-1].pid
 
-    delivery: Delivery = await module(way).lead(way, start)
+    delivery: Delivery = await module(way).lead(start)
     try:
         _say(READY)
         for line in sys.stdin:

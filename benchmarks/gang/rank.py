@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     way, address = sys.argv[1:]
-    module(way).serve(way, address, answer)
+    module(way).serve(address, answer)
 
 
 if __name__ == "__main__":

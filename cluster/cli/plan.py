@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BUYING_S, PLACING_S = 120.0, 600.0  # usual time limits: of the buyer's question, and of the others
-TTFT_S, TPOT_S = 1.0, 0.05  # the SLO of --prompt and --machines by default
+TTFT_S, TPOT_S = 1.0, 0.05  # the SLO of --prompt by default
 USERS = "1,8,64"
 
 
@@ -51,7 +51,6 @@ USERS = "1,8,64"
 @click.option("--prompt", metavar="N[-M]", help="Prompt tokens, to ask what one instance gives.")
 @click.option("--output", metavar="N[-M]", help="Output tokens, to ask what one instance gives.")
 @click.option("--users", default=USERS, show_default=True, help="With --prompt: numbers of concurrent users.")
-@click.option("--machines", type=click.IntRange(2), help="Provision as Splitwise does: maximum machines of 8 GPUs.")
 @click.option(
     "--requests", type=click.IntRange(10, 100_000), default=300, show_default=True, help="Requests of one run."
 )
@@ -72,7 +71,7 @@ def plan(**said: Any) -> None:
 
     An estimate from closed forms comes at once; then everything is simulated with the shipped scheduling code. Nothing
     needs a GPU. --what-if compares two cluster files. --prompt and --output ask what one instance gives: TTFT, TPOT and
-    throughput. --machines provisions prompt and token machines as Splitwise does.
+    throughput.
 
     At --limit, or on Ctrl-C (exit status 130), the best answer so far is printed and marked as incomplete.
 
@@ -90,7 +89,6 @@ def plan(**said: Any) -> None:
     modes = {
         "--what-if": bool(said["pair"]),
         "--prompt and --output": bool(said["prompt"] or said["output"]),
-        "--machines": said["machines"] is not None,
     }
     if sum(modes.values()) > 1:
         raise click.UsageError(f"{' and '.join(name for name, on in modes.items() if on)}: ask one thing at a time")
@@ -99,8 +97,6 @@ def plan(**said: Any) -> None:
         answer = _compare
     elif said["prompt"] or said["output"]:
         answer = _buy
-    elif said["machines"] is not None:
-        answer = _provision
     try:
         answer(said)
     except PlanError as error:
@@ -260,17 +256,3 @@ def _users(text: str) -> list[int]:
     if not users or min(users) < 1 or max(users) > 10_000:
         raise click.UsageError(f"--users is {text!r}; it must be numbers from 1 to 10000, as {USERS}")
     return users
-
-
-def _provision(said: dict[str, Any]) -> None:
-    from cluster.offline.plan.provision import as_json, estimates, provision, told_of
-    from cluster.offline.plan.written import outlined, plain
-
-    _need(said, "model", "hardware", "source")
-    machines = said["machines"]
-    said["ttft_s"], said["tpot_s"] = said["ttft_s"] or TTFT_S, said["tpot_s"] or TPOT_S
-    asked = _asked(said, _load(said), 8 * machines)
-    first = estimates(asked, machines)
-    _first(outlined(asked, first), said["as_json"])
-    found, ended_by = _search(said, PLACING_S, lambda budget, show: provision(asked, machines, budget.each, show.tell))
-    _tell(said, told_of(asked, found), {**as_json(asked, found), "estimates": plain(first)}, ended_by)

@@ -3,25 +3,20 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import Part, grids
+from benchmarks.figures import grids
 from benchmarks.gang import bubble, delivery, reshard, steps
 from benchmarks.gang.driver import Order
 from benchmarks.gang.loaded import loaded
 from benchmarks.gang.plans import PLANS, SENT, answer, decode_plan, decode_result, encode, prompt_plan
 from benchmarks.gang.recorded import Executed, RankTime, bubble_share, equal_parts_bubble
-from benchmarks.gang.ways import CHOSEN, DEADLINE_ONLY, LIMIT, WAYS, module, shared
+from benchmarks.gang.ways import CHOSEN, LIMIT, WAYS, module
 from cluster.offline.load.processes import ProcessFailed
 from workers.engine.step import StepResult
 
 pytestmark = pytest.mark.full
-
-LIGHT = tuple(way for way in WAYS if way not in ("gloo broadcast", "ray call"))  # neither torch nor Ray to load
 
 
 def ask(way: str, plans: list[bytes]) -> list[bytes]:
@@ -33,7 +28,7 @@ def ask(way: str, plans: list[bytes]) -> list[bytes]:
         return ranks[-1].pid
 
     async def asked() -> list[bytes]:
-        led = await module(way).lead(way, start)
+        led = await module(way).lead(start)
         try:
             return [await led.deliver(plan) for plan in plans]
         finally:
@@ -47,7 +42,7 @@ def ask(way: str, plans: list[bytes]) -> list[bytes]:
             rank.wait()
 
 
-@pytest.mark.parametrize("way", [*LIGHT, "gloo broadcast"])
+@pytest.mark.parametrize("way", WAYS)
 def test_every_way_brings_plans_and_answers_whole(way: str) -> None:
     plans = [encode(plan) for plan in (*PLANS.values(), decode_plan(32), prompt_plan(2048))]
     assert ask(way, plans) == [answer(plan) for plan in plans]
@@ -68,39 +63,10 @@ def test_plans_are_of_the_sizes_that_they_are_named_after() -> None:
     assert len(set(tables)) == len(tables)
 
 
-@contextmanager
-def rings(tmp_path: Path, way: str) -> Iterator[tuple[shared.Ring, shared.Ring]]:
-    """The same ring twice, as its writer and as its reader have it."""
-    file = tmp_path / "rings"
-    file.write_bytes(bytes(2 * shared.RING_BYTES))
-    yield shared.rings(file, way)[0], shared.rings(file, way)[0]
-
-
-@pytest.mark.parametrize("way", DEADLINE_ONLY)
-def test_a_ring_keeps_the_order_and_goes_around(tmp_path: Path, way: str) -> None:
-    with rings(tmp_path, way) as (writer, reader):
-        for first in range(0, 4 * shared.SLOTS, shared.SLOTS):
-            sent = [bytes([number]) * (number + 1) for number in range(first, first + shared.SLOTS)]
-            for message in sent:
-                writer.put(message)
-            assert [reader.get(1.0) for _ in sent] == sent
-
-
-@pytest.mark.parametrize("way", DEADLINE_ONLY)
-def test_a_silent_ring_ends_in_its_deadline(tmp_path: Path, way: str) -> None:
-    with rings(tmp_path, way) as (_, reader), pytest.raises(TimeoutError, match="nothing was written"):
-        reader.get(0.02)
-
-
-def test_a_message_beyond_a_slot_is_refused(tmp_path: Path) -> None:
-    with rings(tmp_path, DEADLINE_ONLY[0]) as (writer, _), pytest.raises(ValueError, match="do not fit"):
-        writer.put(bytes(shared.SLOT_BYTES))
-
-
 def test_a_round_measures_and_a_killed_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "QUICK_STEPS", 4)
     monkeypatch.setattr(delivery, "IDLE_S", 0.02)
-    part = delivery.measure(1, True, lambda line: None, (LIMIT, CHOSEN))
+    part = delivery.measure(1, True, lambda line: None)
     tables = {grid.title: grid for grid in grids(part.figures)}
     assert set(tables) == {*delivery.READINGS, delivery.WAITING}
     assert all([row[0] for row in grid.rows] == [LIMIT, CHOSEN] for grid in tables.values())
@@ -119,33 +85,6 @@ def test_delivery_is_judged_beside_a_step_of_a_model() -> None:
     assert not any(claim.met for claim in delivery.claims(samples, 0.007))
     beside = [f.spread.median for f in delivery.figures(samples) if f.row == CHOSEN and f.unit == "x"]
     assert beside == pytest.approx([4.0] * len(delivery.READINGS))
-
-
-def test_a_way_that_does_not_work_here_is_left_out_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sample(way: str, quick: bool, burners: object) -> delivery.Sample:
-        if way == "ray call":
-            raise ProcessFailed("there is no Ray")
-        return of_way(1e-4)
-
-    monkeypatch.setattr(delivery, "_sample", sample)
-    part: Part = delivery.measure(2, True, lambda line: None)
-    assert "ray call" not in {figure.row for figure in part.figures}
-    assert any("ray call was left out: there is no Ray" in note for note in part.notes)
-    monkeypatch.setattr(delivery, "WAYS", {LIMIT: "bare"})
-
-    def dead(way: str, quick: bool, burners: object) -> delivery.Sample:
-        raise ProcessFailed(f"{way} is broken")
-
-    monkeypatch.setattr(delivery, "_sample", dead)
-    with pytest.raises(ProcessFailed, match=LIMIT):
-        delivery.measure(1, True, lambda line: None, (LIMIT, CHOSEN))
-
-
-@pytest.mark.campaign
-@pytest.mark.ray
-def test_a_ray_call_brings_plans_and_answers_whole() -> None:
-    samples = delivery.measure(1, True, lambda line: None, (LIMIT, CHOSEN, "ray call"))
-    assert "ray call" in {figure.row for figure in samples.figures}, samples.notes
 
 
 def executed(begun_s: float, ended_s: float, *busy_s: float, wait_s: float = 0.0) -> Executed:

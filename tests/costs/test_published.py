@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from shared import shared
 
+from benchmarks import reduce_profiles
 from workers.costs import CostModel, LayeredCost, PhasedCost, RooflineCost, TableCost
-from workers.profiles import reduce
 from workers.profiles.capacity import UTILISATION, kv_capacity_tokens
 from workers.profiles.errors import ProfileError, UnknownName
+from workers.profiles.hardware import DATA
 from workers.profiles.published import distserve_capacity, distserve_data, splitwise_medians, vidur_layers, vidur_links
 from workers.profiles.shapes import SHAPES, canonical
 from workers.profiles.sources import CROSS, NODE, SOURCES, Link, cost_of, link_of, profile_of
@@ -25,24 +26,31 @@ def ms(seconds: float) -> float:
 
 
 def test_the_shipped_files_are_what_the_originals_reduce_to() -> None:
-    made = reduce.reduced(shared("traces/vidur").parent)
-    assert set(made) == set(reduce.FILES)
+    made = reduce_profiles.reduced(shared("traces/vidur").parent)
+    assert set(made) == set(reduce_profiles.FILES)
     for name, text in made.items():
-        assert (reduce.DATA / name).read_text() == text, f"run python -m workers.profiles.reduce for {name}"
+        assert (DATA / name).read_text() == text, f"run python -m benchmarks.reduce_profiles for {name}"
 
 
 def test_the_reduction_names_an_original_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reduce.main([str(tmp_path)]) == 1
+    assert reduce_profiles.main([str(tmp_path)]) == 1
     assert "an original is missing" in capsys.readouterr().err
-    assert reduce.main([]) == reduce.main([str(tmp_path / "nowhere")]) == 2
+    assert reduce_profiles.main([]) == reduce_profiles.main([str(tmp_path / "nowhere")]) == 2
     assert "usage" in capsys.readouterr().err
 
 
 def test_the_files_are_small_and_their_licences_are_with_them() -> None:
-    files = list(reduce.DATA.iterdir())
+    files = list(DATA.iterdir())
     assert sum(file.stat().st_size for file in files) < 150_000
-    notices = (reduce.DATA / "LICENSES.md").read_text()
-    for name in (*reduce.FILES, "Apache License", "Version 2.0", "DistServe Authors", "Pratyush Patel", "Microsoft"):
+    notices = (DATA / "LICENSES.md").read_text()
+    for name in (
+        *reduce_profiles.FILES,
+        "Apache License",
+        "Version 2.0",
+        "DistServe Authors",
+        "Pratyush Patel",
+        "Microsoft",
+    ):
         assert name in notices
     for commit in ("82831f16", "8f99e7dc", "7d475133"):
         assert commit in notices

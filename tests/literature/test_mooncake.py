@@ -19,9 +19,9 @@ from cluster.offline.sim.run import Options, simulate
 from cluster.offline.sim.systems import arrange
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.offline.workload.load import load_workload
-from cluster.offline.workload.summary import prefix_reuse
 from cluster.spec import ClusterSpec
 from tests.offline.sim.cases import ENGINE, colocated, models
+from tests.offline.workload.summary import prefix_reuse
 from tests.shared import shared
 from workers.config import ParallelConfig
 from workers.request import SLO

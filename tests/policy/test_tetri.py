@@ -2,10 +2,8 @@
 
 from collections import Counter
 
-import pytest
 from views import Story, changed, request, view, worker
 
-from cluster.policy.estimate.lengths import Buckets, asked_length
 from cluster.policy.routing.baselines.tetri import IDLE_S
 from diptych.view import ClusterView
 
@@ -32,23 +30,6 @@ def test_of_two_the_one_with_fewer_heavy_decodes_for_each_light_one_is_taken() -
     assert story.send(picture, request("b", max_tokens=LONG)).decode == other
     light = story.send(picture, request("light", max_tokens=5)).decode
     assert story.send(picture, request("c", max_tokens=LONG)).decode == light, "1:1 there, 1:0 on the other"
-
-
-def test_the_predictor_is_right_as_often_as_it_says_and_always_says_the_same() -> None:
-    predict = Buckets(seed=7, width=200, accuracy=0.749)
-    asked = [request(f"r{n}", max_tokens=1 + 37 * n % 2000) for n in range(2000)]
-    right = [predict(each) <= asked_length(each) < predict(each) + 200 for each in asked]
-    assert sum(right) / len(right) == pytest.approx(0.749, abs=0.03)
-    off = {abs((predict(each) - 1) // 200 - (asked_length(each) - 1) // 200) for each in asked}
-    assert off == {0, 1}
-    assert [predict(each) for each in asked] == [Buckets(seed=7)(each) for each in asked]
-    perfect = Buckets(seed=7, accuracy=1.0)
-    assert all(perfect(each) == (asked_length(each) - 1) // 200 * 200 + 1 for each in asked)
-
-
-def test_a_predictor_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a predictor"):
-        Buckets(1, width=0)
 
 
 BUSY_DECODE = view(worker("p0"), worker("p1"), worker("p2"), worker("d0", running=30))

@@ -169,9 +169,6 @@ class LeaseBook:
         self.expired += len(late)
         return late
 
-    def next_deadline_s(self) -> float | None:
-        return min((lease.deadline_s for lease in self._leases.values()), default=None)
-
     def _valid(self, key: str, epoch: int) -> Lease:
         lease = self._leases.get(key)
         if lease is None:

@@ -162,11 +162,6 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def is_decoding(self) -> bool:
-        """All but the newest token are computed or ordered, and at least one came out of a step or a hand-off."""
-        return self.num_scheduled == len(self.tokens) - 1 >= self.num_given
-
-    @property
     def is_prefilling(self) -> bool:
         """More than the newest token still has to come back from a step: the prompt, or an answer that lost its KV."""
         return self.num_computed < max(len(self.tokens) - 1, self.num_given)

@@ -9,9 +9,20 @@ from typing import Any
 from workers.costs import Curve, LayeredCost, PhasedCost, TableCost
 from workers.profiles.computed import GOOD_ENGINE, context_seconds, stage_link_byte_s
 from workers.profiles.hardware import DATA, Hardware
-from workers.profiles.reduce import OPERATORS
 from workers.profiles.shapes import ModelShape, canonical
 
+# Of a layer, as Vidur names them.
+OPERATORS = (
+    "input_layernorm",
+    "attn_pre_proj",
+    "attn_rope",
+    "attn_post_proj",
+    "post_attention_layernorm",
+    "mlp_up_proj",
+    "mlp_act",
+    "mlp_down_proj",
+    "add",
+)
 Key = tuple[str, str, int]  # model, hardware, tensor parallelism
 _DISTSERVE_GPU = "a100-80gb"
 _VIDUR_GPUS = {"a100": ("a100-80gb",), "h100": ("h100-80gb",)}

@@ -1,8 +1,7 @@
-"""Ways between a leader and a rank on one machine, each as an honest program that could serve a gang.
+"""Two ways between a leader and a rank on one machine: the one that gangs use, and the limit beside it.
 
 The leader's end is asked from an event loop, where the engine lives; the rank's end calls on its compute thread.
-Each module has both ends:  `await lead(way, start) -> Delivery`  and  `serve(way, address, compute)`;
-but Ray starts its ranks itself.
+Each module has both ends:  `await lead(start) -> Delivery`  and  `serve(address, compute)`.
 """
 
 from collections.abc import Callable
@@ -13,22 +12,11 @@ Compute = Callable[[bytes], bytes]
 Start = Callable[[str], int]  # the address -> the pid of a rank that was started with it
 
 DEADLINE_S = 2.0  # of one step
-IDLE_S = 60.0  # how long a rank waits for a plan before it gives up
 
 # Way -> its module. `bare` is no candidate but the limit: the same bytes over a blocking socket, and nothing else.
-WAYS = {
-    "bare socket": "bare",
-    "unix stream": "streams",
-    "tcp stream": "streams",
-    "tcp, rank blocks": "streams",
-    "shm, futex": "shared",
-    "shm, spinning": "shared",
-    "gloo broadcast": "gloo",
-    "ray call": "actor",
-}
 LIMIT = "bare socket"
 CHOSEN = "tcp stream"
-DEADLINE_ONLY = ("shm, futex", "shm, spinning")  # nothing tells them of a death
+WAYS = {LIMIT: "bare", CHOSEN: "streams"}
 
 
 class Delivery(Protocol):

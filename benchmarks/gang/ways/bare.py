@@ -25,7 +25,7 @@ class Bare:
         self._listener.close()
 
 
-async def lead(way: str, start: Start) -> Bare:
+async def lead(start: Start) -> Bare:
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
         listener = socket.socket(socket.AF_UNIX)
         listener.settimeout(DEADLINE_S * 10)
@@ -37,20 +37,15 @@ async def lead(way: str, start: Start) -> Bare:
     return Bare(pid, connection, listener)
 
 
-def serve(way: str, address: str, compute: Compute) -> None:
+def serve(address: str, compute: Compute) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
-        converse(connection, compute)
-
-
-def converse(connection: socket.socket, compute: Compute) -> None:
-    """Answer frame by frame, blocking, until the leader hangs up."""
-    while True:
-        try:
-            data = _receive(connection)
-        except EOFError:
-            return
-        _send(connection, compute(data))
+        while True:
+            try:
+                data = _receive(connection)
+            except EOFError:
+                return
+            _send(connection, compute(data))
 
 
 def _send(connection: socket.socket, data: bytes) -> None:

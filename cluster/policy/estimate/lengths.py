@@ -3,13 +3,11 @@
 A prediction is for performance alone: nothing may break when it is wrong, see `expected_tokens`.
 """
 
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
-from cluster.policy.draws import Draws
 from cluster.policy.estimate.survival import Curve, Histogram
 from diptych.slo import Calibration as Calibration
 from workers.request import FinishReason, Request
@@ -55,28 +53,6 @@ def expected_tokens(lengths: Predictor, request: Request) -> int:
     """What a predictor means, held to what can be: at least 1, at most what the request allows."""
     most, mean = asked_length(request), lengths.mean(request)
     return round(mean) if 1.0 <= mean <= most else most  # NaN is neither
-
-
-class Buckets:
-    """The lower bound of a bucket of `width` tokens: the right one with probability `accuracy`, else one beside it.
-
-    Stands for TetriInfer's classifier (arXiv 2401.11181: 74.9 % at a width of 200); its consumers use the lower bound.
-    The same request gets the same answer, whenever it is asked.
-    """
-
-    def __init__(
-        self, seed: int, *, width: int = BUCKET_TOKENS, accuracy: float = 0.749, truth: Lengths = asked_length
-    ) -> None:
-        if width < 1 or not 0.0 <= accuracy <= 1.0:
-            raise ValueError(f"a bucket of {width} tokens and an accuracy of {accuracy} are not a predictor")
-        self._seed, self._width, self._accuracy, self._truth = seed, width, accuracy, truth
-
-    def __call__(self, request: Request) -> int:
-        bucket = (self._truth(request) - 1) // self._width
-        draws = Draws(self._seed ^ zlib.crc32(request.id.encode()))
-        if draws.share() >= self._accuracy:
-            bucket += 1 if bucket == 0 or draws.below(2) else -1
-        return bucket * self._width + 1
 
 
 class Learned:

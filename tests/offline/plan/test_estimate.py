@@ -7,11 +7,10 @@ import pytest
 from cluster.offline.plan.deploy import Layout
 from cluster.offline.plan.estimate import estimate, median_and_p99, outline, thinned
 from cluster.offline.plan.load import Load
-from cluster.offline.plan.provision import estimates
 from cluster.offline.plan.shapes import instances
 from cluster.offline.plan.trial import Trial, whole
 from cluster.offline.workload.load import load_workload
-from tests.offline.plan.asking import A100, H100, asked
+from tests.offline.plan.asking import asked
 from workers.request import SLO
 
 
@@ -58,10 +57,3 @@ def test_a_large_load_is_thinned_to_what_a_closed_form_needs() -> None:
     few = thinned(load)
     assert len(few.arrivals) <= 128
     assert few.arrivals[0] == load.arrivals[0]
-
-
-def test_machines_are_estimated_for_each_design() -> None:
-    terms = asked(model="llama-2-70b", hardware=(A100, H100), gpus=32, source="splitwise", rate=4.0)
-    found = estimates(terms, 4)
-    assert {each.name.split(":")[0] for each in found} == {"AA", "AH", "HA", "HH"}
-    assert all(each.rate >= 4.0 for each in found)

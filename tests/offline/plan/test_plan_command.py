@@ -55,7 +55,7 @@ def test_the_buyer_gets_three_answers() -> None:
     [
         ([], 2, "needs --model, --hardware, --gpus, --workload, --ttft, --tpot"),
         ([*SMALL, "--prompt", "5"], 2, "needs --output"),
-        ([*SMALL, "--prompt", "5", "--machines", "4"], 2, "one thing at a time"),
+        ([*SMALL, "--prompt", "5", "--what-if", "a.yaml", "b.yaml"], 2, "one thing at a time"),
         ([*SMALL, "--tpot", "-1"], 2, "--tpot is -1.0"),
         ([*SMALL, "--ttft", "nan"], 2, "--ttft is nan"),
         ([*SMALL, "--target", "2"], 1, "target is 2.0"),
@@ -89,7 +89,6 @@ PLACED = ["--model", "llama-3-8b", "--hardware", "l4", "--gpus", "2", *LOAD, *PR
     [
         (BUYER, "h100-80gb: fits with KV for"),
         (PLACED, "colocated: "),
-        ([*PLACED[:4], "--machines", "4", *LOAD, "--rate", "1"], "prompt and"),
     ],
 )
 def test_the_closed_form_answer_needs_no_simulation(

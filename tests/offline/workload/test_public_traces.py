@@ -4,7 +4,7 @@ import pytest
 
 from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.load import load_workload
-from cluster.offline.workload.summary import LengthSummary, prefix_reuse, summary
+from tests.offline.workload.summary import LengthSummary, prefix_reuse, summary
 from tests.shared import shared
 
 # file -> requests, seconds, requests/s, gap CV, busiest minute, prompts, answers

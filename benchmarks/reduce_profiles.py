@@ -1,6 +1,6 @@
-"""Makes the data files beside this module from the published ones: `python -m workers.profiles.reduce FOLDER`.
+"""Makes `workers/profiles/data` from the published measurements: `python -m benchmarks.reduce_profiles FOLDER`.
 
-FOLDER holds `distserve`, `splitwise` and `vidur` as their repositories have them (see data/LICENSES.md).
+FOLDER holds `distserve`, `splitwise` and `vidur` as their repositories have them (see data/LICENSES.md there).
 
     distserve.json   the coefficients and the KV capacities, unchanged, in one file
     splitwise.csv    the median over repetitions and answer lengths of each prompt length and batch
@@ -18,19 +18,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
-DATA = Path(__file__).with_name("data")
+from workers.profiles.hardware import DATA
+from workers.profiles.published import OPERATORS
+
 FILES = ("distserve.json", "splitwise.csv", "vidur_layers.csv", "vidur_links.csv")
-OPERATORS = (
-    "input_layernorm",
-    "attn_pre_proj",
-    "attn_rope",
-    "attn_post_proj",
-    "post_attention_layernorm",
-    "mlp_up_proj",
-    "mlp_act",
-    "mlp_down_proj",
-    "add",
-)
 # fmt: off
 TOKENS = (
     1, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096,
@@ -123,9 +114,7 @@ def _csv(header: Sequence[str], rows: Iterable[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1 or not Path(arguments[0]).is_dir():
-        print(
-            "usage: python -m workers.profiles.reduce FOLDER (with distserve, splitwise, vidur in it)", file=sys.stderr
-        )
+        print("usage: python -m benchmarks.reduce_profiles FOLDER (with distserve, splitwise, vidur)", file=sys.stderr)
         return 2
     try:
         made = reduced(Path(arguments[0]))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.elastic.streams import SPREAD_S, Stream, denser, sine, superposed
 from cluster.offline.workload.arrivals import Arrival, Workload, WorkloadError
 from cluster.offline.workload.lengths import Mix, Uniform
-from cluster.offline.workload.shifting import SPREAD_S, Stream, denser, sine, superposed
 
 LENGTHS = Mix(((Uniform(10, 900), Uniform(1, 90)),))
 

@@ -26,9 +26,6 @@ class LengthSummary:
         p50, p90, p99 = (_percentile(ordered, share) for share in (0.50, 0.90, 0.99))
         return cls(fmean(ordered), p50, p90, p99, ordered[-1])
 
-    def __str__(self) -> str:
-        return f"mean {self.mean:,.1f}, p50/p90/p99 {self.p50:,.0f}/{self.p90:,.0f}/{self.p99:,.0f}, max {self.most:,}"
-
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -50,18 +47,6 @@ class Summary:
     block_tokens: int
     reuse: tuple[tuple[int | None, float], ...] = ()
     notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        rows = [
-            f"{self.name}: {self.requests:,} requests in {self.duration_s:,.1f} s, {self.rate:.3f}/s, "
-            f"gap CV {self.gap_cv:.2f}, busiest minute {self.busiest_minute:,}",
-            f"  prompts: {self.prompt}",
-            f"  answers: {self.output}",
-        ]
-        if self.reuse:
-            shares = ", ".join(f"{_blocks(capacity)} {share:.1%}" for capacity, share in self.reuse)
-            rows.append(f"  prompt tokens found in a cache of so many blocks of {self.block_tokens}: {shares}")
-        return "\n".join((*rows, *(f"  {note}" for note in self.notes)))
 
 
 def summary(workload: Workload, capacities: Sequence[int | None] = (None,)) -> Summary:
@@ -111,7 +96,3 @@ def _percentile(ordered: Sequence[int], share: float) -> float:
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
-def _blocks(capacity: int | None) -> str:
-    return "unlimited" if capacity is None else f"{capacity:,}"
