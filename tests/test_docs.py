@@ -6,10 +6,10 @@ from functools import cache
 from pathlib import Path
 
 import yaml
-from test_imports import LAYERS
 
 from cluster.cli import main
 from cluster.spec import laptop_spec, load_spec, parse_spec
+from tests.test_imports import LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from test_imports import MODULES, imports
 
 from cluster.cli import main
 from cluster.cli.extras import EXTRAS
+from tests.test_imports import MODULES, imports
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

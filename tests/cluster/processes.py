@@ -6,8 +6,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, cast
 
-from local import FAST, split_spec
-
 from cluster.control.controller import Controller
 from cluster.frontend.context import GatewayContext
 from cluster.offline.sim.clock import run
@@ -17,6 +15,7 @@ from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalService, LocalWorker
 from cluster.serving import Serving, serve
 from cluster.spec import ClusterSpec
+from tests.cluster.local import FAST, split_spec
 
 
 def _raising(error: Exception) -> Any:

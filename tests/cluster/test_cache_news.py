@@ -9,7 +9,6 @@ from typing import cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local import Cluster, cluster, completed, request, split_spec
 
 from cluster.dispatch.cache_reader import CacheReader
 from cluster.offline.sim.clock import run as run_virtually
@@ -17,6 +16,7 @@ from cluster.policy.routing.prefix_index import Match, PrefixIndex, chain
 from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import WorkerHandle
 from cluster.spec import Role
+from tests.cluster.local import Cluster, cluster, completed, request, split_spec
 from workers.engine.cache_log import CacheLog, Tier
 from workers.errors import WorkerClosed
 from workers.kv_events import KVEvents

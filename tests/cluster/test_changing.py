@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local import FAST, Cluster, cluster, completed, request, split_spec, tokens_of
 
 from cluster.control.changes import ChangeError
 from cluster.events import Event
 from cluster.offline.sim.clock import run
 from cluster.spec import ClusterSpec, Role
 from diptych.view import WorkerState
+from tests.cluster.local import FAST, Cluster, cluster, completed, request, split_spec, tokens_of
 from workers.request import SLO, Request
 
 pytestmark = pytest.mark.hypothesis

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from local import cluster, completed, mixed_spec, request, split_spec, tokens_of
 from msgspec import structs
 
 from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Delta, Rejected, Unservable
 from cluster.spec import Role
 from diptych.view import WorkerState
 from kvtransfer.transport import Read
+from tests.cluster.local import cluster, completed, mixed_spec, request, split_spec, tokens_of
 from workers.costs import LinearCost
 from workers.errors import UnknownSequence, WorkerError
 from workers.executor.modelled import modelled_token

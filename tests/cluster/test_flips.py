@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from local import Cluster, cluster, completed, mixed_spec, request, split_spec, tokens_of
 
 from cluster.control.changes import ChangeRefused, StaleRevision, UnknownMember
 from cluster.events import Accepted, Event
 from cluster.spec import ElasticSpec, Role
 from diptych.view import WorkerState
 from kvtransfer.errors import PeerLost
+from tests.cluster.local import Cluster, cluster, completed, mixed_spec, request, split_spec, tokens_of
 from workers.request import Request
 
 

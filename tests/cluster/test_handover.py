@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from local import Cluster, cluster, completed, request, split_spec, tokens_of
 from msgspec import structs
 
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.offline.sim import clock
 from cluster.policy.routing.router import Ask, Placement
 from cluster.spec import ClusterSpec, PoolSpec, Role
+from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
 from workers.costs import LinearCost
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import Overloaded, UnknownSequence

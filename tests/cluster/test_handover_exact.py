@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from local import Cluster, cluster, completed, tokens_of
 
 from cluster.events import Delta, Event
 from cluster.policy.routing.router import Ask, Placement
 from cluster.runtime.interface import WorkerOrder
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from kvtransfer.open import SharedMemory
+from tests.cluster.local import Cluster, cluster, completed, tokens_of
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
 from workers.config import EngineConfig, ParallelConfig, TransferConfig

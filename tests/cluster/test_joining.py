@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from local import FAST, split_spec
 
 import cluster.join as cluster_joining
 from cluster.dispatch.dispatcher import Dispatcher
@@ -15,6 +14,7 @@ from cluster.runtime.interface import ServiceHandle
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
 from kvtransfer.open import SharedMemory
+from tests.cluster.local import FAST, split_spec
 from workers.build import build_worker
 
 

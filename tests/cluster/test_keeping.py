@@ -8,8 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from local import FAST, cluster, completed, request, split_spec
-from processes import Door, Processes, in_virtual_time
 
 import cluster.control.replicas as cluster_pool
 from cluster.cli.screen import trouble_lines
@@ -25,6 +23,8 @@ from cluster.spec import Role
 from diptych.view import WorkerState, WorkerView
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory
+from tests.cluster.local import FAST, cluster, completed, request, split_spec
+from tests.cluster.processes import Door, Processes, in_virtual_time
 from workers.build import build_worker
 from workers.config import WorkerConfig
 from workers.engine.executor import Executor

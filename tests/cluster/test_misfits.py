@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from local import FAST, cluster, split_spec
 
 from cluster.runtime.interface import WorkerOrder
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory
+from tests.cluster.local import FAST, cluster, split_spec
 from workers.build import build_worker
 from workers.config import WorkerConfig
 from workers.engine.executor import Executor, ModelFacts

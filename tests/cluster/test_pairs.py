@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from pairs import PARALLEL, Legs, colocated, parallel_worker, words
 
 from kvtransfer.errors import PeerRefused
 from kvtransfer.open import SharedMemory
+from tests.cluster.pairs import PARALLEL, Legs, colocated, parallel_worker, words
 from tests.model.tiny import write_tiny_llama
 from workers.config import EngineConfig, ParallelConfig
 from workers.request import Request, SamplingParams

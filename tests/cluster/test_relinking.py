@@ -6,8 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from local import cluster, completed, request, split_spec
-from processes import Processes, in_virtual_time
 
 from cluster.control.membership import Membership
 from cluster.control.preflight import RELINK_S, RELINKS_AT_ONCE, Preflight
@@ -16,6 +14,8 @@ from cluster.serving import Serving
 from cluster.spec import Role
 from diptych.view import WorkerState, WorkerView
 from kvtransfer.ticket import LinkReport
+from tests.cluster.local import cluster, completed, request, split_spec
+from tests.cluster.processes import Processes, in_virtual_time
 
 PROOF_S = 30.0
 

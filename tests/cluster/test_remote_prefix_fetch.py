@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pairs import Legs, colocated, parallel_worker, words
 
 from kvtransfer.open import SharedMemory
+from tests.cluster.pairs import Legs, colocated, parallel_worker, words
 from tests.model.tiny import write_tiny_llama
 from workers.config import EngineConfig, ParallelConfig
 from workers.request import Request, SamplingParams

@@ -4,12 +4,12 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from local import Cluster, cluster, completed, request, split_spec, tokens_of
 
 from cluster.control.changes import Taken
 from cluster.events import Event
 from cluster.offline.sim.clock import run
 from cluster.spec import ClusterSpec, ElasticSpec, Role
+from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
 from workers.costs import LinearCost
 from workers.request import SLO
 

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import cast
 
 import pytest
-from local import FAST, Cluster, cluster, completed, request, split_spec, tokens_of
 
 import cluster.control.replicas as cluster_pool
 from cluster.control.changes import ChangeRefused, Memory, StaleRevision, UnknownMember
@@ -23,6 +22,7 @@ from diptych.view import ClusterView, WorkerState
 from kvtransfer.errors import PeerLost
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import PeerAddress
+from tests.cluster.local import FAST, Cluster, cluster, completed, request, split_spec, tokens_of
 from workers.build import build_worker
 from workers.config import WorkerConfig
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from local import Cluster, cluster, mixed_spec, split_spec
 
 from cluster.events import Completed
 from cluster.frontend.context import GatewayContext
@@ -15,6 +14,7 @@ from cluster.frontend.gateway import Gateway, RequestCancelled
 from cluster.frontend.parallel_sampling import answer_seed
 from cluster.frontend.text import GatewayEvent, TextDelta, TokenPrompt
 from cluster.spec import ClusterSpec
+from tests.cluster.local import Cluster, cluster, mixed_spec, split_spec
 from tests.frontend.grpc.fake import ByteDetokenizer, ByteTokenizer
 from tests.model.tiny import write_tiny_llama
 from workers.costs import LinearCost

@@ -6,10 +6,10 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-from local import cluster, completed, request, split_spec, tokens_of
 
 from cluster.events import Delta
 from cluster.spec import ClusterSpec
+from tests.cluster.local import cluster, completed, request, split_spec, tokens_of
 from workers.config import ParallelConfig
 from workers.costs import LinearCost
 from workers.executor.modelled import modelled_token

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
-from local import cluster, completed, request, split_spec
 
 from cluster.control.changes import Taken
 from cluster.control.scaling_loop import REMEMBERED, Changer, ScalingLoop
@@ -20,6 +19,7 @@ from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.spec import ClusterSpec, Role
 from diptych.view import ClusterView, PoolView, WorkerState, WorkerView
+from tests.cluster.local import cluster, completed, request, split_spec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -6,8 +6,6 @@ from itertools import pairwise
 from typing import Any, Never
 
 import pytest
-from local import request
-from processes import Door, Processes, in_virtual_time
 
 from cluster.cli.screen import trouble_lines
 from cluster.control.gateway_manager import ANSWER_S, ASK_AGAIN_S, HUNG_S
@@ -22,6 +20,8 @@ from cluster.serving import GatewayService, Serving
 from diptych.status import view_from
 from diptych.v1 import admin_pb2
 from diptych.view import ClusterView, GatewayState, GatewayView, TaskFailures, WorkerState
+from tests.cluster.local import request
+from tests.cluster.processes import Door, Processes, in_virtual_time
 from workers.errors import ModelError
 
 

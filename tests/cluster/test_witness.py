@@ -4,12 +4,12 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from local import cluster, completed, request, split_spec, tokens_of
 
 from cluster.events import Accepted, Delta, Event, Rejected
 from cluster.observe.load_reporter import MOST_SAMPLES, LoadReporter
 from cluster.policy.scaling.evidence import Report
 from cluster.spec import ElasticSpec, GatewaySpec
+from tests.cluster.local import cluster, completed, request, split_spec, tokens_of
 from workers.request import SLO, Request
 
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shared import shared
 
 from benchmarks import reduce_profiles
+from tests.shared import shared
 from workers.costs import CostModel, LayeredCost, PhasedCost, RooflineCost, TableCost
 from workers.profiles.capacity import UTILISATION, kv_capacity_tokens
 from workers.profiles.errors import ProfileError, UnknownName

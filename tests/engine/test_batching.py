@@ -1,10 +1,10 @@
 """The property that defines each batching policy, seen from outside: in the plans it makes."""
 
 import pytest
-from driving import Device, engine, next_token, request, result, run_to_end, step, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.driving import Device, engine, next_token, request, result, run_to_end, step, tokens_of
 from workers.config import BATCHING, EngineConfig
 from workers.costs import LinearCost
 from workers.engine.batching import Adaptive

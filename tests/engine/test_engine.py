@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from driving import VOCAB, digest_of, engine, next_token, request, result, run_to_end, step, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
 from kvtransfer.errors import LeaseLost
+from tests.engine.driving import VOCAB, digest_of, engine, next_token, request, result, run_to_end, step, tokens_of
 from workers.engine.sequence import Lease
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import FailedOut, FinishReason, TokenLogprobs, TokensOut

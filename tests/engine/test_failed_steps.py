@@ -4,8 +4,8 @@ import asyncio
 import random
 
 import pytest
-from driving import Device, engine, next_token, request, result, run_to_end, step, tokens_of
 
+from tests.engine.driving import Device, engine, next_token, request, result, run_to_end, step, tokens_of
 from workers.costs import LinearCost
 from workers.engine.blocks import prefix_hashes
 from workers.engine.engine import Engine, EngineOutput

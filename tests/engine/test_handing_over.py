@@ -1,9 +1,9 @@
 """A sequence that another engine goes on with: cut prompts, offered decodes, and what the taker computes itself."""
 
 import pytest
-from driving import Device, digest_of, engine, next_token, request, result, run_to_end, step, tokens_of
 
 from kvtransfer.errors import LeaseLost
+from tests.engine.driving import Device, digest_of, engine, next_token, request, result, run_to_end, step, tokens_of
 from workers.engine.blocks import BlockPool
 from workers.engine.leases import LeaseBook
 from workers.engine.sequence import Lease

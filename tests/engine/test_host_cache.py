@@ -1,12 +1,23 @@
 """Prefixes that fall out of the device's cache and come back from the host, on a memory that remembers every token."""
 
 import pytest
-from driving import Device, Pipeline, digest_of, engine, next_token, request, result, run_to_end, step, tokens_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from test_memory import EngineMachine
 
+from tests.engine.driving import (
+    Device,
+    Pipeline,
+    digest_of,
+    engine,
+    next_token,
+    request,
+    result,
+    run_to_end,
+    step,
+    tokens_of,
+)
+from tests.engine.test_memory import EngineMachine
 from workers.config import BATCHING, EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.cache_log import CacheLog, Tier

@@ -3,12 +3,12 @@
 import contextlib
 
 import pytest
-from driving import Device, Pipeline, engine, next_token, request, result, run_to_end, step, tokens_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtransfer.errors import LeaseLost
+from tests.engine.driving import Device, Pipeline, engine, next_token, request, result, run_to_end, step, tokens_of
 from workers.config import BATCHING, EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.engine import Engine

@@ -3,10 +3,10 @@
 from collections import Counter
 
 import pytest
-from driving import Device, Pipeline, engine, next_token, request, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.driving import Device, Pipeline, engine, next_token, request, tokens_of
 from workers.config import BATCHING
 from workers.costs import LinearCost
 from workers.engine.engine import Engine

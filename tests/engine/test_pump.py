@@ -5,8 +5,8 @@ import gc
 from collections.abc import Callable
 
 import pytest
-from driving import engine, next_token, request, result, tokens_of
 
+from tests.engine.driving import engine, next_token, request, result, tokens_of
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.pump import Pump
 from workers.engine.step import StepPlan, StepResult

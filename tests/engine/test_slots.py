@@ -3,10 +3,10 @@
 from itertools import accumulate, combinations
 
 import pytest
-from driving import engine, request, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.driving import engine, request, step
 from workers.config import EngineConfig
 from workers.costs import LinearCost
 from workers.engine.engine import Engine

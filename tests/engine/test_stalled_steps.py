@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from driving import engine, request, result
 
 from cluster.offline.sim import clock
+from tests.engine.driving import engine, request, result
 from workers.engine.pump import BEAT_S, FIRST_STEPS, STALLED_S, STEP_TIMEOUT_S, Pump
 from workers.engine.step import StepPlan, StepResult
 

@@ -25,8 +25,9 @@ from urllib.parse import parse_qs, urlparse
 
 import kubernetes_validate
 import yaml
-from apply_rules import forbidden, merged, repeated, without
-from kuberay import mistakes
+
+from tests.helm.apply_rules import forbidden, merged, repeated, without
+from tests.helm.kuberay import mistakes
 
 VERSION = "1.37"
 WATCH_S = 60.0

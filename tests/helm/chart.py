@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from programs import run
 
 from cluster.spec import ClusterSpec, load_spec
+from tests.helm.programs import run
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "diptych"

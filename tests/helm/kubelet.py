@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import api_server
-from api_server import BORN, Kind, Store
-from chart import Object
-from pod import Pod
-from pod_network import Place, PodNetwork, pod_network
-from service_accounts import Accounts, door_for_pods
-
 from tests.frontend.http.certificates import Authority
+from tests.helm import api_server
+from tests.helm.api_server import BORN, Kind, Store
+from tests.helm.chart import Object
+from tests.helm.pod import Pod
+from tests.helm.pod_network import Place, PodNetwork, pod_network
+from tests.helm.service_accounts import Accounts, door_for_pods
 
 LOOK_S = 0.2
 NAMESPACE, API_PORT = "llm", 6443

@@ -18,9 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chart import ROOT, Object
-from pod_network import Place, PodNetwork
-
+from tests.helm.chart import ROOT, Object
+from tests.helm.pod_network import Place, PodNetwork
 from workers.model.content import cache_folder
 
 CONFIG = "/etc/diptych"

@@ -13,9 +13,8 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from socket import socket
 
-from api_server import Handler, Kind, Refused, Store
-
 from tests.frontend.http.certificates import Authority, Pair
+from tests.helm.api_server import Handler, Kind, Refused, Store
 
 VERBS = {"GET": "get", "PATCH": "patch", "PUT": "update", "POST": "create", "DELETE": "delete"}
 

@@ -4,11 +4,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from chart import CHART, TOKEN, Object, of_kind, pods, refusal, rendered, values
-from programs import run
 
 from cluster.cli import main
 from cluster.cli.address import FILES
+from tests.helm.chart import CHART, TOKEN, Object, of_kind, pods, refusal, rendered, values
+from tests.helm.programs import run
 
 pytestmark = pytest.mark.grid
 

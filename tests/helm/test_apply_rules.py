@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import yaml
-from api_server import BUILT_IN, Refused, Store
+
+from tests.helm.api_server import BUILT_IN, Refused, Store
 
 pytestmark = pytest.mark.full
 

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart import CHART, Object, mounted, of_kind, rendered, values
-from programs import run
-from test_access import secret_of
 
 from cluster.cli import main
 from cluster.control.autoscaler.pods import scaled
+from tests.helm.chart import CHART, Object, mounted, of_kind, rendered, values
+from tests.helm.programs import run
+from tests.helm.test_access import secret_of
 
 pytestmark = pytest.mark.full
 

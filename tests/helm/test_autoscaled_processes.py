@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from chart import CHART, values
-from pod_network import why_not
-from test_processes import ENDPOINT, PROMPTS, WAIT_S, Release, alone, installed, requests
+
+from tests.helm.chart import CHART, values
+from tests.helm.pod_network import why_not
+from tests.helm.test_processes import ENDPOINT, PROMPTS, WAIT_S, Release, alone, installed, requests
 
 SLOW = pytest.mark.skipif(not os.environ.get("DIPTYCH_PODS"), reason="takes minutes: make pods")
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900), SLOW]

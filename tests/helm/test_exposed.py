@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import yaml
-from chart import CHART, Object, mounted, of_kind, rendered, values
-from programs import run
+
+from tests.helm.chart import CHART, Object, mounted, of_kind, rendered, values
+from tests.helm.programs import run
 
 pytestmark = pytest.mark.full
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api_server import api_server
-from chart import CHART, Object, values
-from kubelet import kubelet
-from pod_network import why_not
-from programs import run
-from test_lifecycle import connected
 
 from tests.frontend.http.certificates import Authority
+from tests.helm.api_server import api_server
+from tests.helm.chart import CHART, Object, values
+from tests.helm.kubelet import kubelet
+from tests.helm.pod_network import why_not
+from tests.helm.programs import run
+from tests.helm.test_lifecycle import connected
 from workers.errors import ModelError
 from workers.model.store import resolve
 

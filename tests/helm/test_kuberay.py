@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart import Object, of_kind, rendered, values
-from kuberay import mistakes
+
+from tests.helm.chart import Object, of_kind, rendered, values
+from tests.helm.kuberay import mistakes
 
 pytestmark = pytest.mark.grid
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from api_server import Store, api_server
-from chart import CHART, Object, rendered, values
-from programs import run
+
+from tests.helm.api_server import Store, api_server
+from tests.helm.chart import CHART, Object, rendered, values
+from tests.helm.programs import run
 
 pytestmark = pytest.mark.full
 

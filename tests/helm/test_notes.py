@@ -4,10 +4,10 @@ import shlex
 from functools import cache
 
 import pytest
-from chart import CHART, values
-from programs import run
 
 from cluster.cli import main
+from tests.helm.chart import CHART, values
+from tests.helm.programs import run
 
 # name: whether it has TLS, a CA of its own, clients with certificates, keys
 GUARDS = {

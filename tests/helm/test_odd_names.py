@@ -8,8 +8,9 @@ import sys
 import kubernetes_validate
 import pytest
 import yaml
-from chart import CHART, TOKEN, of_kind, pods, refusal, rendered, values
-from programs import run
+
+from tests.helm.chart import CHART, TOKEN, of_kind, pods, refusal, rendered, values
+from tests.helm.programs import run
 
 pytestmark = pytest.mark.full
 

@@ -17,9 +17,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from api_server import BUILT_IN, Store
-from chart import ROOT, of_kind, rendered, values
-from service_accounts import Accounts, PodsHandler, door_for_pods
 
 from cluster.cli.address import _access
 from cluster.control.autoscaler import loop
@@ -39,6 +36,9 @@ from tests.cluster.local import FAST, split_spec
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
 from tests.frontend.http.certificates import Authority
 from tests.frontend.http.guarded import KEY, Files
+from tests.helm.api_server import BUILT_IN, Store
+from tests.helm.chart import ROOT, of_kind, rendered, values
+from tests.helm.service_accounts import Accounts, PodsHandler, door_for_pods
 from workers.build import build_worker
 
 pytestmark = pytest.mark.full

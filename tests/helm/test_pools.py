@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart import VALUES, Object, mounted, of_kind, rendered, values
-from chart import pods as every_pod
 
 from cluster.runtime.placement import RESERVED, bundle, has_labels
 from cluster.spec import PoolSpec
+from tests.helm.chart import VALUES, Object, mounted, of_kind, rendered, values
+from tests.helm.chart import pods as every_pod
 
 pytestmark = pytest.mark.grid
 

@@ -16,18 +16,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from api_server import api_server
-from chart import CHART, ROOT, values
-from kubelet import Kubelet, kubelet
-from pod import Pod
-from pod_network import Place, why_not
-from programs import run
-from test_lifecycle import Kubernetes, connected
 
 from cluster.frontend.grpc.server import open_door
 from cluster.serving import serve
 from cluster.spec import parse_spec
 from diptych.client import AsyncClient
+from tests.helm.api_server import api_server
+from tests.helm.chart import CHART, ROOT, values
+from tests.helm.kubelet import Kubelet, kubelet
+from tests.helm.pod import Pod
+from tests.helm.pod_network import Place, why_not
+from tests.helm.programs import run
+from tests.helm.test_lifecycle import Kubernetes, connected
 from workers.errors import ModelError
 from workers.model.store import resolve
 

@@ -2,7 +2,7 @@
 
 import json
 
-from programs import run
+from tests.helm.programs import run
 
 
 def test_helm_is_the_pinned_one() -> None:

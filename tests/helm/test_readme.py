@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from chart import CHART
 
 from cluster.cli import main
 from cluster.spec import (
@@ -22,6 +21,7 @@ from cluster.spec import (
     Resources,
 )
 from diptych.wire import ADMIN
+from tests.helm.chart import CHART
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
 from workers.costs import LinearCost
 from workers.request import SLO

@@ -1,7 +1,8 @@
 """Wrong values are refused in one line that names the place."""
 
 import pytest
-from chart import TOKEN, of_kind, refusal, rendered, values
+
+from tests.helm.chart import TOKEN, of_kind, refusal, rendered, values
 
 
 def pools(*described: str) -> tuple[str, str]:

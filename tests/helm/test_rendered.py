@@ -7,12 +7,12 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from chart import CHART, VALUES, Object, cluster_file, mounted, of_kind, pods, rendered, values
-from kuberay import mistakes
-from monitoring import operator_mistakes
-from programs import run
 
 from cluster.spec import load_spec
+from tests.helm.chart import CHART, VALUES, Object, cluster_file, mounted, of_kind, pods, rendered, values
+from tests.helm.kuberay import mistakes
+from tests.helm.monitoring import operator_mistakes
+from tests.helm.programs import run
 
 OLDEST, VERSIONS = "1.27", ("1.31", "1.34", "1.37")
 FOREIGN = dict.fromkeys(("GRPCRoute", "HTTPRoute"), "gateway.networking.k8s.io/v1")

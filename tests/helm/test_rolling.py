@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart import Object, mounted, of_kind, rendered, values
 
 from cluster.cli import main
+from tests.helm.chart import Object, mounted, of_kind, rendered, values
 
 pytestmark = pytest.mark.full
 

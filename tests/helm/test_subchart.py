@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chart import CHART, Object, pods
-from programs import run
+
+from tests.helm.chart import CHART, Object, pods
+from tests.helm.programs import run
 
 pytestmark = pytest.mark.full
 

@@ -3,10 +3,10 @@
 from statistics import fmean, pstdev
 
 import pytest
-from views import Story, changed, request, view, worker
 
 from cluster.policy.routing.router import Placement, Refusal
 from diptych.view import ClusterView
+from tests.policy.views import Story, changed, request, view, worker
 from workers.costs import LinearCost
 from workers.request import SLO
 

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from msgspec import structs
-from views import SIMPLE, Story, changed, request, view, worker
 
 from cluster.policy.routing.prefix_index import chain
 from cluster.policy.routing.router import Placement
 from diptych.view import ClusterView
+from tests.policy.views import SIMPLE, Story, changed, request, view, worker
 from workers.kv_events import KVEvents, NameChanges
 
 TWO = view(worker("p0"), worker("p1"), worker("d0"))

@@ -6,7 +6,6 @@ from statistics import median
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from views import BLOCK, BLOCKS, SIMPLE, Story, request, view, worker
 
 from cluster.dispatch import dispatcher as dispatcher_module
 from cluster.dispatch.dispatcher import Dispatcher
@@ -18,6 +17,7 @@ from cluster.policy.estimate.latency import Decodes, LatencyPredictor
 from cluster.policy.routing.router import Placement
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from tests.offline.sim.cases import COST, ENGINE, colocated, models
+from tests.policy.views import BLOCK, BLOCKS, SIMPLE, Story, request, view, worker
 from workers.config import EngineConfig
 from workers.request import SLO, FinishReason
 

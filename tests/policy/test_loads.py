@@ -4,11 +4,11 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from views import BLOCKS, Story, request, view, worker
 
 from cluster.policy.draws import Draws
 from cluster.policy.routing.router import Placement, Sent
 from diptych.view import ClusterView
+from tests.policy.views import BLOCKS, Story, request, view, worker
 
 SPLIT = view(worker("p0", queued_tokens=50), worker("p1", queued_tokens=10), worker("d0"), worker("d1"))
 

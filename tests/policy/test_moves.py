@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from views import BLOCKS, Story, request, view, worker
 
 from cluster.policy.routing.router import Placement
 from cluster.policy.scaling.migrations import (
@@ -21,6 +20,7 @@ from cluster.policy.scaling.migrations import (
 )
 from cluster.spec import Role
 from diptych.view import ClusterView, WorkerState, WorkerView
+from tests.policy.views import BLOCKS, Story, request, view, worker
 from workers.request import SLO
 
 TIGHT = SLO(tpot_s=0.045)  # four sequences and a half, at ten milliseconds for each

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from msgspec import structs
-from views import BLOCKS, Story, changed, request, view, worker
 
 from cluster.policy.routing.router import Placement
+from tests.policy.views import BLOCKS, Story, changed, request, view, worker
 from workers.costs import LinearCost
 from workers.request import SLO
 

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from views import SIMPLE, changed, spec, view, worker
 
 from cluster.policy.policy import Policy, open_policy
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal
 from cluster.spec import ClassSpec
 from diptych.view import ClusterView
+from tests.policy.views import SIMPLE, changed, spec, view, worker
 from workers.costs import CostModel
 from workers.request import SLO, Request, SamplingParams
 

@@ -9,7 +9,6 @@ from statistics import median
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from views import Story, request, view, worker
 
 from cluster.dispatch import dispatcher as dispatcher_module
 from cluster.dispatch.dispatcher import Dispatcher
@@ -37,6 +36,7 @@ from cluster.spec import ClusterSpec
 from tests.cluster.local import cluster, split_spec
 from tests.cluster.local import request as asked
 from tests.offline.sim.cases import COST, colocated, models, split
+from tests.policy.views import Story, request, view, worker
 from workers.costs import CostModel
 from workers.request import SLO
 

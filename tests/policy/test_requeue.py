@@ -3,12 +3,12 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from views import Story, request, view, worker
 
 from cluster.policy.routing.router import Placement
 from cluster.policy.scaling.requeue import GAIN, Requeue
 from cluster.spec import Role
 from diptych.view import ClusterView
+from tests.policy.views import Story, request, view, worker
 from workers.request import SLO, Request
 
 PROMISED = SLO(ttft_s=2.0, tpot_s=0.1)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as with_stats
-from views import BLOCK, SIMPLE, Story, request, view, worker
 
 from cluster.events import Accepted, Delta
 from cluster.offline.sim.clock import run
@@ -17,6 +16,7 @@ from cluster.policy.estimate.reservation_wait import Reserving
 from cluster.policy.routing.router import Placement
 from diptych.view import ClusterView
 from tests.offline.sim.cases import ENGINE, models, split
+from tests.policy.views import BLOCK, SIMPLE, Story, request, view, worker
 from workers.config import EngineConfig
 from workers.costs import LinearCost
 from workers.engine.engine import Engine

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from test_policy import steps
-from views import BLOCKS, SIMPLE, request, spec, worker
 
 from cluster.policy.active_requests import ActiveRequests, Work
 from cluster.policy.admission.early_rejection import Admission
@@ -24,6 +22,8 @@ from cluster.policy.scaling.migrations import MigrationPlanner
 from cluster.policy.scaling.requeue import Requeue
 from cluster.spec import Role
 from diptych.view import ClusterView, WorkerState, WorkerView
+from tests.policy.test_policy import steps
+from tests.policy.views import BLOCKS, SIMPLE, request, spec, worker
 from workers.costs import CostModel, LinearCost
 from workers.profiles.computed import roofline
 from workers.profiles.hardware import hardware_of

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from views import Story, changed, request, view, worker
-
 from cluster.policy.routing.router import Placement
+from tests.policy.views import Story, changed, request, view, worker
 
 PAIRS = view(worker("p0", queued_tokens=30), worker("p1"), worker("d0"), worker("d1", used=100))
 FULL = 995  # blocks

@@ -2,10 +2,9 @@
 
 from collections import Counter
 
-from views import Story, changed, request, view, worker
-
 from cluster.policy.routing.baselines.tetri import IDLE_S
 from diptych.view import ClusterView
+from tests.policy.views import Story, changed, request, view, worker
 
 LONG = 1000  # tokens of a heavy answer
 

@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from test_roles import Answering, report
-from views import BLOCK, BLOCKS, view
 
 from benchmarks.unlike import ARRANGED, ELASTIC, FIXED, Kind, cluster_of, run, told
 from benchmarks.unlike import PROMPTS as LONG_PROMPTS
@@ -30,6 +28,8 @@ from cluster.policy.scaling.migrations import MigrationPlanner
 from cluster.policy.scaling.requeue import Requeue
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
+from tests.policy.test_roles import Answering, report
+from tests.policy.views import BLOCK, BLOCKS, view
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.request import SLO, Request, SamplingParams

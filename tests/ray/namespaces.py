@@ -27,7 +27,8 @@ from typing import Any
 
 import psutil
 import yaml
-from served import ROOT, START_S, STOP_S
+
+from tests.ray.served import ROOT, START_S, STOP_S
 
 LEFT, RIGHT, PREFIX = "10.77.0.1", "10.77.0.2", 24
 DEVICE = "link0"

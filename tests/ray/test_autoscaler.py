@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from autoscaled import STORE_BYTES, Autoscaled, autoscaled
-from served import Served, laptop, served
 
 from cluster.events import Accepted
 from diptych.client import AsyncClient, ClusterStatus
 from diptych.view import WorkerState, WorkerView
+from tests.ray.autoscaled import STORE_BYTES, Autoscaled, autoscaled
+from tests.ray.served import Served, laptop, served
 from workers.executor.modelled import modelled_token
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from served import laptop, served
 
 from cluster.events import Accepted, Completed
 from cluster.frontend.text import TextDelta, TextEvent
 from diptych.client import AsyncClient
 from diptych.view import ClusterView, WorkerState, WorkerView
+from tests.ray.served import laptop, served
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900)]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
-from served import Served, laptop, served
 
 from cluster.spec import Role
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.view import ClusterView, WorkerState
+from tests.ray.served import Served, laptop, served
 
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(300)]
 

@@ -2,23 +2,20 @@
 
 import asyncio
 import random
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from served import ROOT, laptop, served
 
 from diptych.client import AsyncClient
+from tests.cluster.local import cluster, completed, mixed_spec, tokens_of
+from tests.ray.served import ROOT, laptop, served
 from workers.build import build_worker
 from workers.errors import ModelError
 from workers.model.store import resolve
 from workers.model.tokenizer import Tokenizer
 from workers.request import Request, SamplingParams
-
-sys.path.insert(0, str(ROOT / "tests" / "cluster"))
-from local import cluster, completed, mixed_spec, tokens_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(1500)]
 

@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
-from served import Served, laptop, served
-from test_death import at_rest, tokens_of, until, worker
-from test_exactness import first_difference, prompts, reference_flips
 
 from cluster.events import Completed
 from cluster.frontend.text import TextEvent
 from diptych.client import AsyncClient
+from tests.ray.served import Served, laptop, served
+from tests.ray.test_death import at_rest, tokens_of, until, worker
+from tests.ray.test_exactness import first_difference, prompts, reference_flips
 
 pytestmark = [
     pytest.mark.full,

@@ -14,9 +14,9 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 import yaml
-from served import ROOT, laptop
 
 from diptych.client import AsyncClient
+from tests.ray.served import ROOT, laptop
 
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
 

@@ -14,10 +14,10 @@ import pytest
 import pytest_asyncio
 import yaml
 from ray.cluster_utils import Cluster
-from served import ROOT, laptop
 
 from cluster.frontend.text import TextDelta
 from diptych.client import Answer, AsyncClient, answer_of
+from tests.ray.served import ROOT, laptop
 
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(240)]
 

@@ -4,10 +4,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from served import laptop, served
 
 from cluster.events import Accepted
 from diptych.client import AsyncClient
+from tests.ray.served import laptop, served
 from workers.executor.modelled import modelled_token
 
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(300)]

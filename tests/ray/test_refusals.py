@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-from served import ROOT, laptop
 
 from tests.model.tiny import write_tiny_llama
+from tests.ray.served import ROOT, laptop
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 

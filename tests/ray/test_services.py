@@ -15,12 +15,12 @@ import psutil
 import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
-from served import ROOT, Served, laptop, served
 
 from diptych.client import Answer, AsyncClient, answer_of
 from diptych.errors import DiptychError
 from diptych.retry import Retry
 from tests.model.tiny import write_tiny_llama
+from tests.ray.served import ROOT, Served, laptop, served
 
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(400)]
 

@@ -4,30 +4,27 @@ UCX_TLS=tcp keeps NIXL out: both nodes are one machine, so it would read by CMA,
 """
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from namespaces import BURST_BYTES, LEFT, Link, linked_nodes, served_on, why_not
-from served import ROOT, laptop
 
 from cluster.events import Accepted, Completed
 from cluster.frontend.text import TextDelta, TextEvent
 from diptych.client import Answer, AsyncClient
 from diptych.view import ClusterView, WorkerState, WorkerView
 from kvtransfer.probe import BANDWIDTH_BYTES
+from tests.cluster.local import cluster, mixed_spec, tokens_of
+from tests.ray.namespaces import BURST_BYTES, LEFT, Link, linked_nodes, served_on, why_not
+from tests.ray.served import ROOT, laptop
 from workers.build import build_worker
 from workers.config import EngineConfig
 from workers.errors import ModelError
 from workers.model.store import resolve
 from workers.model.tokenizer import Tokenizer
 from workers.request import Request, SamplingParams
-
-sys.path.insert(0, str(ROOT / "tests" / "cluster"))
-from local import cluster, mixed_spec, tokens_of
 
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(400)]
 

@@ -8,7 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_packaging import ALONE, libraries
+
+from tests.test_packaging import ALONE, libraries
 
 ROOT = Path(__file__).resolve().parents[3]
 ASK = """

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from boards import BOARD, FILES, GROUPS, RULES, names, panels, queries, rules
-from prometheus import promtool
+
+from tests.observe.metrics.boards import BOARD, FILES, GROUPS, RULES, names, panels, queries, rules
+from tests.observe.metrics.prometheus import promtool
 
 sys.path.insert(0, str(FILES.parents[1]))
 from dashboard import written

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boards import RULES
-from prometheus import program, prometheus
 
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.guarded import Files, guarded
+from tests.observe.metrics.boards import RULES
+from tests.observe.metrics.prometheus import program, prometheus
 
 
 @pytest.mark.parametrize("with_key", [True, False])

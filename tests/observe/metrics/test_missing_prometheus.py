@@ -1,7 +1,8 @@
 """Where Prometheus cannot be had its tests are skipped and say why, unless it must be there."""
 
-import prometheus
 import pytest
+
+from tests.observe.metrics import prometheus
 
 WHY = "nothing is tried with the real promtool: it is not on the PATH, and apt-get cannot fetch it"
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from boards import BOARD, RULES, names, put_in, queries, rules
-from monitored import Monitored, monitored
-from prometheus import Prometheus, program, prometheus
+
+from tests.observe.metrics.boards import BOARD, RULES, names, put_in, queries, rules
+from tests.observe.metrics.monitored import Monitored, monitored
+from tests.observe.metrics.prometheus import Prometheus, program, prometheus
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import yaml
-from boards import names
-from prometheus import promtool
 
 from cluster.observe.metrics import exposition
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import Role
 from diptych.view import ClusterView, PoolView
+from tests.observe.metrics.boards import names
+from tests.observe.metrics.prometheus import promtool
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "kubernetes.md"
 SERIES = "diptych_pool_wanted_workers"

@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from boards import names, queries, rules
 from hypothesis import given
 from hypothesis import strategies as st
-from monitored import Monitored, monitored
-from prometheus import promtool
 from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,6 +24,9 @@ from cluster.policy.slo_attainment import OTHER, OUTCOMES, Ended, GatewayAttainm
 from cluster.spec import MetricsSpec, Role, SpecError, parse_spec
 from diptych.view import ClusterView, PoolView, WorkerState, WorkerView
 from kvtransfer.ticket import TransferReport
+from tests.observe.metrics.boards import names, queries, rules
+from tests.observe.metrics.monitored import Monitored, monitored
+from tests.observe.metrics.prometheus import promtool
 from workers.request import FinishReason
 from workers.stats import Pulls, WorkerStats
 

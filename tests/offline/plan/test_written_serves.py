@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_plan_command import SMALL, plan
 
 from cluster.offline.plan.written import started, weights_of
 from cluster.spec import load_spec
+from tests.offline.plan.test_plan_command import SMALL, plan
 from workers.errors import ModelError
 from workers.model.families import FAMILIES
 from workers.model.fetch import PINNED
