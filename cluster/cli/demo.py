@@ -1,10 +1,11 @@
-"""`diptych demo`: two workers here, a real model, one answer and its route."""
+"""`diptych demo`: two workers here, a real model, one answer and its route; or a worker killed under streams."""
 
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cluster.cli.groups import GroupedCommand
+from cluster.cli.kill_demo import check_can_kill, kill_demo
 from cluster.cli.launch import private
 from cluster.cli.lifetime import run, running_cluster
 from cluster.cli.screen import answer_json, console, ledger_table, print_json, route_lines, say, worker_json
@@ -18,26 +19,33 @@ PROMPT = "Explain in two sentences why the sea is salty."
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--prompt", default=PROMPT, show_default=True, help="Message to answer.")
+@click.option("--kill", is_flag=True, help="Kill the decode worker (kill -9) under running streams instead.")
+@click.option("--prompt", default=PROMPT, show_default=True, help="Prompt of the demo without --kill.")
 @click.option("--model", default="smollm2-135m", show_default=True, help="Short name, folder, .gguf file or hub id.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Length of each answer.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-def demo(prompt: str, model: str, max_tokens: int, runtime: str, as_json: bool) -> None:
+def demo(kill: bool, prompt: str, model: str, max_tokens: int, runtime: str, as_json: bool) -> None:
     """Start a prefill and a decode worker here, answer one prompt, and show where it ran.
+
+    With --kill: stream several answers, run them again and kill the decode worker in the middle, and compare every
+    token of the two runs.
 
     The first run downloads the model. Everything that was started is stopped at the end.
 
     \b
     Example:
       diptych demo --prompt "What is a diptych?" --max-tokens 40
+      diptych demo --kill
     """
     from cluster.spec import laptop_spec
 
+    if kill:
+        check_can_kill(runtime)
     spec = private(laptop_spec().with_model(model))
     check_pools(spec, None, runtime)
     try:
-        run(_demo(spec, runtime, prompt, max_tokens, as_json))
+        run(kill_demo(spec, max_tokens, as_json) if kill else _demo(spec, runtime, prompt, max_tokens, as_json))
     except KeyboardInterrupt:
         raise click.Abort from None
 

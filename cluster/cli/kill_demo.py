@@ -1,0 +1,276 @@
+"""`diptych demo --kill`: kill -9 a worker under running streams, and compare every token with an undisturbed run."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+import click
+
+from cluster.cli.lifetime import running_cluster
+from cluster.cli.screen import console, plain_table, print_json, say
+from diptych.view import Role, WorkerState, WorkerView
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from cluster.spec import ClusterSpec
+    from diptych.client import AsyncClient
+
+PROMPTS = (
+    "Explain in two sentences why the sea is salty.",
+    "Write a short story about a lighthouse.",
+    "List the planets and say one thing about each.",
+    "How does a bicycle stay upright?",
+)
+KILL_AFTER_TOKENS = 8  # of every stream
+READY_S, STREAM_S, BACK_S = 30.0, 300.0, 120.0
+LOOK_S, LINE_S = 0.1, 2.0
+SHOWN_EVENTS, SHOWN_TEXT = 8, 48
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the kill did to the streams. Tokens are compared with those of the undisturbed run, position by position.
+
+    `recovered_streams`: those that were computed again elsewhere. `longest_pause_s`: between two tokens of a stream.
+    """
+
+    worker: str
+    killed_pid: int
+    new_pid: int
+    streams: int
+    recovered_streams: int
+    tokens: int
+    lost_tokens: int
+    repeated_tokens: int
+    changed_tokens: int
+    longest_pause_s: float
+    back_s: float
+
+    @property
+    def is_exact(self) -> bool:
+        return not (self.lost_tokens or self.repeated_tokens or self.changed_tokens)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        damage = f"{self.lost_tokens} lost, {self.repeated_tokens} repeated, {self.changed_tokens} changed"
+        return (
+            f"{self.streams} of {self.streams} streams finished, {self.recovered_streams} of them recovered",
+            f"{self.tokens} tokens: {damage}, compared with the undisturbed run",
+            f"longest pause of a stream: {self.longest_pause_s:.1f} s",
+            f"{self.worker} was ready again {self.back_s:.1f} s after the kill "
+            f"(pid {self.killed_pid}, now {self.new_pid})",
+        )
+
+
+@dataclass(slots=True)
+class Stream:
+    """One answer as it comes. `repeated`: tokens at positions that were there already."""
+
+    prompt: str
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    repeated: int = 0
+    attempts: int = 1
+    ended: bool = False
+    longest_pause_s: float = 0.0
+    last_s: float | None = None
+
+    def add(self, first_position: int, tokens: tuple[int, ...], text: str) -> None:
+        now_s = time.monotonic()
+        if self.last_s is not None:
+            self.longest_pause_s = max(self.longest_pause_s, now_s - self.last_s)
+        self.last_s = now_s
+        self.repeated += max(0, len(self.tokens) - first_position)
+        self.tokens += tokens
+        self.text += text
+
+
+class Journal:
+    """What happened, and when, since the streams began."""
+
+    def __init__(self, title: str, streams: list[Stream], most_tokens: int) -> None:
+        self.title = title
+        self.streams = streams
+        self.most_tokens = most_tokens
+        self.events: list[str] = []
+        self.worker = ""
+        self._begun_s = time.monotonic()
+        self.on_event: Callable[[str], None] = lambda line: None
+
+    def add(self, words: str) -> None:
+        line = f"{time.monotonic() - self._begun_s:6.1f} s  {words}"
+        self.events.append(line)
+        self.on_event(line)
+
+    @property
+    def progress(self) -> str:
+        """One line for all streams."""
+        counts = ", ".join(str(len(each.tokens)) for each in self.streams)
+        return f"{time.monotonic() - self._begun_s:6.1f} s  tokens of the streams: {counts} of {self.most_tokens} each"
+
+
+def check_can_kill(runtime: str) -> None:
+    """Only a worker that this command started may be killed. Raises `click.UsageError`."""
+    if runtime != "ray":
+        raise click.UsageError("--kill needs workers that are processes; leave --runtime local out")
+    if "RAY_ADDRESS" in os.environ:
+        raise click.UsageError("--kill starts a Ray of its own on this machine; unset RAY_ADDRESS")
+
+
+async def kill_demo(spec: "ClusterSpec", max_tokens: int, as_json: bool) -> None:
+    """Exits with an error when a token was lost, repeated or changed, or the worker is not back in time."""
+    from diptych.client import AsyncClient
+
+    async with running_cluster(spec, "ray", say) as serving, AsyncClient(serving.endpoint) as client:
+        await client.wait_ready(READY_S)
+        outcome = await _outcome(client, max_tokens)
+    if as_json:
+        print_json(asdict(outcome))
+    else:
+        click.echo("\n" + "\n".join(outcome.lines))
+    if not outcome.is_exact:
+        raise click.ClickException("the streams differ from the undisturbed run")
+
+
+async def _outcome(client: "AsyncClient", max_tokens: int) -> Outcome:
+    calm = [Stream(prompt) for prompt in PROMPTS]
+    with _shown(Journal("undisturbed run", calm, max_tokens)) as journal:
+        await _run(client, journal)
+    victim = next(each for each in (await client.status()).view.workers if each.role is Role.DECODE)
+    hit = [Stream(prompt) for prompt in PROMPTS]
+    with _shown(Journal(f"the same streams, and kill -9 for {victim.name}", hit, max_tokens)) as journal:
+        killed: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        back = asyncio.ensure_future(_back(client, journal, victim, killed))
+        try:
+            await _run(client, journal, lambda: _kill_when_all_stream(journal, victim, killed))
+            if not killed.done():
+                raise click.ClickException("the answers ended before the kill; ask for longer ones with --max-tokens")
+            back_s, new_pid = await back
+        finally:
+            back.cancel()
+    pairs = [(one, other) for one, other in zip(calm, hit, strict=True)]
+    return Outcome(
+        worker=victim.name,
+        killed_pid=victim.pid,
+        new_pid=new_pid,
+        streams=len(hit),
+        recovered_streams=sum(each.attempts > 1 for each in hit),
+        tokens=sum(len(each.tokens) for each in hit),
+        lost_tokens=sum(max(0, len(one.tokens) - len(other.tokens)) for one, other in pairs),
+        repeated_tokens=sum(each.repeated for each in hit),
+        changed_tokens=sum(a != b for one, other in pairs for a, b in zip(one.tokens, other.tokens, strict=False)),
+        longest_pause_s=max(each.longest_pause_s for each in hit),
+        back_s=back_s,
+    )
+
+
+async def _run(client: "AsyncClient", journal: Journal, on_token: Callable[[], None] = lambda: None) -> None:
+    streams = enumerate(journal.streams, 1)
+    async with asyncio.timeout(STREAM_S), asyncio.TaskGroup() as group:
+        for number, each in streams:
+            group.create_task(_stream(client, journal, number, each, on_token))
+
+
+async def _stream(
+    client: "AsyncClient", journal: Journal, number: int, stream: Stream, on_token: Callable[[], None]
+) -> None:
+    from diptych.client import Accepted, Completed, TextDelta
+
+    events = client.generate(
+        stream.prompt,
+        apply_chat_template=True,
+        timeout_s=STREAM_S,
+        temperature=0.0,
+        ignore_eos=True,
+        max_tokens=journal.most_tokens,
+    )
+    async for event in events:
+        if isinstance(event, TextDelta):
+            stream.add(event.first_position, event.tokens, event.text)
+            on_token()
+        elif isinstance(event, Accepted) and event.attempt:
+            where = f"prefill on {event.prefill_worker}, decode on {event.decode_worker}"
+            journal.add(f"stream {number} goes on from token {len(stream.tokens)}: {where}")
+        elif isinstance(event, Completed):
+            stream.attempts, stream.ended = event.attempts, True
+
+
+def _kill_when_all_stream(journal: Journal, victim: WorkerView, killed: "asyncio.Future[float]") -> None:
+    """Kill at the token after which every stream has enough, so that all of them are in the middle."""
+    if killed.done() or any(len(each.tokens) < KILL_AFTER_TOKENS or each.ended for each in journal.streams):
+        return
+    _kill(victim.pid)
+    killed.set_result(time.monotonic())
+    journal.add(f"kill -9 {victim.pid} ({victim.name})")
+
+
+def _kill(pid: int) -> None:
+    """Raises `click.ClickException` for a process that this one did not start."""
+    import psutil
+
+    if pid not in {child.pid for child in psutil.Process().children(recursive=True)}:
+        raise click.ClickException(f"process {pid} was not started by this demo; it is not killed")
+    os.kill(pid, signal.SIGKILL)
+
+
+async def _back(
+    client: "AsyncClient", journal: Journal, victim: WorkerView, killed: "asyncio.Future[float]"
+) -> tuple[float, int]:
+    """Seconds from the kill until the worker is ready again, and its new process. Raises TimeoutError."""
+    killed_s = await killed
+    state = victim.state
+    async with asyncio.timeout(BACK_S):
+        while True:
+            now = next(each for each in (await client.status()).view.workers if each.name == victim.name)
+            back_s = time.monotonic() - killed_s
+            if now.state is WorkerState.READY and now.incarnation != victim.incarnation:
+                journal.add(f"{victim.name} is ready again, pid {now.pid}")
+                return back_s, now.pid
+            if now.state is not state:
+                state = now.state
+                journal.add(f"{victim.name} is {state.value}")
+            await asyncio.sleep(LOOK_S)
+
+
+@contextmanager
+def _shown(journal: Journal) -> Iterator[Journal]:
+    """On a terminal a live table, elsewhere a line for each event and every few seconds; both on standard error."""
+    if not sys.stderr.isatty():
+        say(journal.title)
+        journal.on_event = say
+        task = asyncio.ensure_future(_lines(journal))
+        try:
+            yield journal
+        finally:
+            task.cancel()
+            say(journal.progress)
+        return
+    from rich.live import Live
+
+    with Live(console=console(stderr=True), get_renderable=lambda: _table(journal), refresh_per_second=8):
+        yield journal
+
+
+async def _lines(journal: Journal) -> None:
+    while True:
+        await asyncio.sleep(LINE_S)
+        say(journal.progress)
+
+
+def _table(journal: Journal) -> "RenderableType":
+    from rich.console import Group
+    from rich.text import Text
+
+    table = plain_table("stream", ">tokens", "text")
+    for number, each in enumerate(journal.streams, 1):
+        tail = " ".join(each.text.split())[-SHOWN_TEXT:]
+        table.add_row(str(number), f"{len(each.tokens)} of {journal.most_tokens}", Text(tail))
+    events = [Text(line, style="yellow") for line in journal.events[-SHOWN_EVENTS:]]
+    return Group(Text(journal.title, style="bold"), table, *events)
