@@ -1,12 +1,13 @@
 """`diptych demo --kill`: kill -9 a worker under running streams, and compare every token with an undisturbed run."""
 
 import asyncio
+import io
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -60,12 +61,14 @@ class Outcome:
     @property
     def lines(self) -> tuple[str, ...]:
         damage = f"{self.lost_tokens} lost, {self.repeated_tokens} repeated, {self.changed_tokens} changed"
+        verdict = "Not a token was lost." if self.is_exact else "The streams differ from the undisturbed run."
+        pids = f"pid {self.killed_pid} before, {self.new_pid} now"
         return (
-            f"{self.streams} of {self.streams} streams finished, {self.recovered_streams} of them recovered",
-            f"{self.tokens} tokens: {damage}, compared with the undisturbed run",
-            f"longest pause of a stream: {self.longest_pause_s:.1f} s",
-            f"{self.worker} was ready again {self.back_s:.1f} s after the kill "
-            f"(pid {self.killed_pid}, now {self.new_pid})",
+            verdict,
+            f"streams   {self.streams} finished, {self.recovered_streams} of them on another worker",
+            f"tokens    {self.tokens} compared with the undisturbed run: {damage}",
+            f"pause     {self.longest_pause_s:.1f} s at most between two tokens of a stream",
+            f"worker    {self.worker} ready again {self.back_s:.1f} s after the kill ({pids})",
         )
 
 
@@ -113,7 +116,7 @@ class Journal:
     def progress(self) -> str:
         """One line for all streams."""
         counts = ", ".join(str(len(each.tokens)) for each in self.streams)
-        return f"{time.monotonic() - self._begun_s:6.1f} s  tokens of the streams: {counts} of {self.most_tokens} each"
+        return f"{time.monotonic() - self._begun_s:6.1f} s  tokens: {counts} of {self.most_tokens} each"
 
 
 def check_can_kill(runtime: str) -> None:
@@ -141,11 +144,12 @@ async def kill_demo(spec: "ClusterSpec", max_tokens: int, as_json: bool) -> None
 
 async def _outcome(client: "AsyncClient", max_tokens: int) -> Outcome:
     calm = [Stream(prompt) for prompt in PROMPTS]
-    with _shown(Journal("undisturbed run", calm, max_tokens)) as journal:
+    with _shown(Journal("Run 1 of 2: undisturbed", calm, max_tokens)) as journal:
         await _run(client, journal)
     victim = next(each for each in (await client.status()).view.workers if each.role is Role.DECODE)
     hit = [Stream(prompt) for prompt in PROMPTS]
-    with _shown(Journal(f"the same streams, and kill -9 for {victim.name}", hit, max_tokens)) as journal:
+    title = f"Run 2 of 2: the same prompts, and kill -9 for {victim.name} in the middle"
+    with _shown(Journal(title, hit, max_tokens)) as journal:
         killed: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         back = asyncio.ensure_future(_back(client, journal, victim, killed))
         try:
@@ -155,7 +159,7 @@ async def _outcome(client: "AsyncClient", max_tokens: int) -> Outcome:
             back_s, new_pid = await back
         finally:
             back.cancel()
-    pairs = [(one, other) for one, other in zip(calm, hit, strict=True)]
+    pairs = list(zip(calm, hit, strict=True))
     return Outcome(
         worker=victim.name,
         killed_pid=victim.pid,
@@ -172,9 +176,8 @@ async def _outcome(client: "AsyncClient", max_tokens: int) -> Outcome:
 
 
 async def _run(client: "AsyncClient", journal: Journal, on_token: Callable[[], None] = lambda: None) -> None:
-    streams = enumerate(journal.streams, 1)
     async with asyncio.timeout(STREAM_S), asyncio.TaskGroup() as group:
-        for number, each in streams:
+        for number, each in enumerate(journal.streams, 1):
             group.create_task(_stream(client, journal, number, each, on_token))
 
 
@@ -196,8 +199,7 @@ async def _stream(
             stream.add(event.first_position, event.tokens, event.text)
             on_token()
         elif isinstance(event, Accepted) and event.attempt:
-            where = f"prefill on {event.prefill_worker}, decode on {event.decode_worker}"
-            journal.add(f"stream {number} goes on from token {len(stream.tokens)}: {where}")
+            journal.add(f"stream {number} continues after token {len(stream.tokens)} on {event.decode_worker}")
         elif isinstance(event, Completed):
             stream.attempts, stream.ended = event.attempts, True
 
@@ -241,21 +243,31 @@ async def _back(
 
 @contextmanager
 def _shown(journal: Journal) -> Iterator[Journal]:
-    """On a terminal a live table, elsewhere a line for each event and every few seconds; both on standard error."""
+    """On a terminal a live table, elsewhere a line for each event and every few seconds; both on standard error.
+
+    Ray prints a page about the death of an actor on standard output; what is meant to happen needs none.
+    """
+    with redirect_stdout(io.StringIO()), _drawn(journal):
+        yield journal
+
+
+@contextmanager
+def _drawn(journal: Journal) -> Iterator[None]:
     if not sys.stderr.isatty():
         say(journal.title)
         journal.on_event = say
         task = asyncio.ensure_future(_lines(journal))
         try:
-            yield journal
+            yield
         finally:
             task.cancel()
             say(journal.progress)
         return
     from rich.live import Live
 
-    with Live(console=console(stderr=True), get_renderable=lambda: _table(journal), refresh_per_second=8):
-        yield journal
+    shown = console(stderr=True)
+    with Live(console=shown, get_renderable=lambda: _table(journal), refresh_per_second=8, redirect_stdout=False):
+        yield
 
 
 async def _lines(journal: Journal) -> None:
