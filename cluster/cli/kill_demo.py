@@ -202,6 +202,8 @@ async def _stream(
             journal.add(f"stream {number} continues after token {len(stream.tokens)} on {event.decode_worker}")
         elif isinstance(event, Completed):
             stream.attempts, stream.ended = event.attempts, True
+            if all(each.ended for each in journal.streams):
+                journal.add("all streams have finished")
 
 
 def _kill_when_all_stream(journal: Journal, victim: WorkerView, killed: "asyncio.Future[float]") -> None:
@@ -261,7 +263,6 @@ def _drawn(journal: Journal) -> Iterator[None]:
             yield
         finally:
             task.cancel()
-            say(journal.progress)
         return
     from rich.live import Live
 
@@ -271,7 +272,7 @@ def _drawn(journal: Journal) -> Iterator[None]:
 
 
 async def _lines(journal: Journal) -> None:
-    while True:
+    while not all(each.ended for each in journal.streams):
         await asyncio.sleep(LINE_S)
         say(journal.progress)
 
