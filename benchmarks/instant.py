@@ -12,7 +12,7 @@ from benchmarks.ending import told_to_end
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.grpc.server import GrpcDoor, model_tokenizer
-from cluster.observe.history import Recent, Window
+from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
@@ -71,6 +71,9 @@ class InstantDispatcher:
 
     def remembered(self, begin_ns: int, end_ns: int) -> Window:
         return Window()
+
+    def under_way(self, most: int) -> list[RequestTrace]:
+        return []
 
     def view_change(self) -> Awaitable[object]:
         return asyncio.get_running_loop().create_future()

@@ -470,6 +470,10 @@ class Dispatcher:
         """What is still known of a stretch of time, of `cluster.observe.ledger.now_ns`; requests under way too."""
         return self.history.window(begin_ns, end_ns, map(self._trail, tuple(self._lives.values())))
 
+    def under_way(self, most: int) -> list[RequestTrace]:
+        """How the oldest `most` requests under way go."""
+        return [self._trail(life) for life in itertools.islice(self._lives.values(), most)]
+
     @property
     def guesses(self) -> Guesses:
         """How right this gateway was about what workers had cached."""

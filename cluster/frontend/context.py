@@ -1,12 +1,12 @@
 """What the frontend needs of the rest of a gateway process: a dispatcher, and an operator that changes the cluster."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.control.changes import Taken
 from cluster.events import Event
-from cluster.observe.history import Recent, Window
+from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import ClusterSpec, Role
 from diptych.shapes import Shape, Timings
@@ -66,6 +66,10 @@ class RequestDispatcher(Protocol):
 
     def remembered(self, begin_ns: int, end_ns: int) -> Window:
         """What is known of a stretch of time, of `cluster.observe.ledger.now_ns`."""
+        ...
+
+    def under_way(self, most: int) -> Sequence[RequestTrace]:
+        """How the oldest `most` requests under way go."""
         ...
 
     def view_change(self) -> Awaitable[object]:

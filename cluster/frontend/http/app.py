@@ -38,6 +38,7 @@ from cluster.frontend.http.naming import KEY
 from cluster.frontend.http.reply import JSON, Asked, Reply, failed
 from cluster.frontend.http.shapes import ChatShape, CompletionShape, Echo
 from cluster.frontend.http.terms import terms_of
+from cluster.frontend.http.ui.routes import add_ui
 from cluster.frontend.preprocessing import LARGE_BYTES
 from cluster.frontend.text import EncodedPrompt, GenerationInput, TextPrompt, TokenPrompt, text_of
 from cluster.observe.trace_context import came_with
@@ -75,6 +76,7 @@ def make_app(context: GatewayContext, gateway: Gateway, is_closing: Callable[[],
         ("/tokenizer_info", routes.tokenizer_info),
     ):
         app.add_api_route(path, look, **described(path, "GET"))
+    add_ui(app, context, gateway)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(Malformed, _malformed)
     app.add_exception_handler(HTTPException, _no_route)

@@ -1,6 +1,6 @@
 """A guarded HTTP door: an application that asks for a key before anything is read, and TLS that follows its files.
 
-What is good is `cluster.frontend.auth`'s business. Probes need no key.
+What is good is `cluster.frontend.auth`'s business. Probes need no key, and neither do the files of the page at /ui.
 """
 
 import ssl
@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.frontend.auth import Guard, KeyRefused, TenantRefused
 from cluster.frontend.http.failures import failure_of
 from cluster.frontend.http.reply import failed
+from cluster.frontend.http.ui.routes import FILES
 
-OPEN = ("/health", "/ready")
+OPEN = ("/health", "/ready", "/ui/", *FILES)
 TENANT = b"x-diptych-tenant"
 
 

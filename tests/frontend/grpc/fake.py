@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.frontend.context import GatewayContext
-from cluster.observe.history import Recent, Window
+from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.policy.estimate.lengths import Calibration
 from cluster.policy.slo_attainment import Ended, GatewayAttainment, SLOScores
@@ -91,6 +91,7 @@ class FakeDispatcher:
         self._changed = asyncio.Event()
         self._view = view()
         self.past, self.window = Recent(), Window()
+        self.traces: list[RequestTrace] = []
         self.queued = 0
 
     async def run(
@@ -167,6 +168,9 @@ class FakeDispatcher:
 
     def remembered(self, begin_ns: int, end_ns: int) -> Window:
         return self.window
+
+    def under_way(self, most: int) -> Sequence[RequestTrace]:
+        return self.traces[:most]
 
     def view_change(self) -> Awaitable[object]:
         return self._changed.wait()

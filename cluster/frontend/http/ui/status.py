@@ -1,0 +1,97 @@
+"""What the page shows, from the same view as `diptych status`. Bounded: long lists are cut. Pure."""
+
+from typing import Any
+
+from cluster.frontend.context import GatewayContext
+from cluster.frontend.gateway import Gateway
+from diptych.history import RequestTrace
+from diptych.slo import ClassScore
+from diptych.view import ClusterView, WorkerState, WorkerView
+
+MOST_WORKERS, MOST_STREAMS, MOST_EVENTS, MOST_CLASSES = 256, 64, 16, 16
+
+
+def status(context: GatewayContext, gateway: Gateway, now_ns: int) -> dict[str, Any]:
+    """Times are in seconds; `used_blocks` of `total_blocks` hold KV. Counters count since the gateway started."""
+    view, attainment, recent = gateway.view, context.dispatcher.standing(), context.dispatcher.recent()
+    model = view.model or context.model
+    return {
+        "name": view.name,
+        "model": {"name": model.name, "context_length": model.context_length},
+        "revision": view.revision,
+        "gateway": {
+            "name": context.name,
+            "active": gateway.active,
+            "queued": attainment.queued,
+            "max_requests": context.spec.gateway.max_requests,
+            "uptime_s": recent.uptime_s,
+            "output_tokens": sum(traffic.output_tokens for _, traffic in recent.traffic),
+        },
+        "pools": [_pool(name, view) for name in dict.fromkeys([*(pool.name for pool in view.pools), *_pools(view)])],
+        "workers": [_worker(each) for each in view.workers[:MOST_WORKERS]],
+        "num_workers": len(view.workers),
+        "streams": [_stream(each, now_ns) for each in context.dispatcher.under_way(MOST_STREAMS)],
+        "classes": [_class(each) for each in attainment.classes[:MOST_CLASSES]],
+        "events": [
+            {"age_s": age_s, "kind": each.kind, "worker": each.worker, "text": each.text}
+            for age_s, each in reversed(recent.happenings[-MOST_EVENTS:])
+        ],
+    }
+
+
+def _pools(view: ClusterView) -> list[str]:
+    return [worker.pool for worker in view.workers]
+
+
+def _pool(name: str, view: ClusterView) -> dict[str, Any]:
+    """Sums over the pool's workers."""
+    workers = [worker for worker in view.workers if worker.pool == name]
+    pool = next((pool for pool in view.pools if pool.name == name), None)
+    return {
+        "name": name,
+        "role": "" if pool is None else pool.role.value,
+        "wanted": len(workers) if pool is None else pool.wanted,
+        "ready": sum(worker.state is WorkerState.READY for worker in workers),
+        "running": sum(worker.stats.running for worker in workers),
+        "waiting": sum(worker.stats.waiting for worker in workers),
+        "used_blocks": sum(map(_used, workers)),
+        "total_blocks": sum(worker.stats.total_blocks for worker in workers),
+    }
+
+
+def _worker(worker: WorkerView) -> dict[str, Any]:
+    return {
+        "name": worker.name,
+        "pool": worker.pool,
+        "role": worker.role.value,
+        "state": worker.state.value,
+        "running": worker.stats.running,
+        "waiting": worker.stats.waiting,
+        "used_blocks": _used(worker),
+        "total_blocks": worker.stats.total_blocks,
+        "restarts": worker.restarts,
+        "trouble": worker.trouble,
+    }
+
+
+def _used(worker: WorkerView) -> int:
+    return worker.stats.total_blocks - worker.stats.free_blocks
+
+
+def _stream(trace: RequestTrace, now_ns: int) -> dict[str, Any]:
+    return {
+        "id": trace.request_id,
+        "class": trace.class_name,
+        "phase": trace.phase,
+        "age_s": max(0, now_ns - trace.arrived_ns) / 1e9,
+        "prompt_tokens": trace.prompt_tokens,
+        "output_tokens": trace.output_tokens,
+        "prefill_worker": trace.prefill_worker,
+        "decode_worker": trace.moves[-1][1] if trace.moves else trace.decode_worker,
+    }
+
+
+def _class(score: ClassScore) -> dict[str, Any]:
+    """Shares; null while no request of the class has such an SLO and has ended."""
+    shares = {"ttft": score.ttft.share, "tpot": score.tpot.share, "both": score.both.share}
+    return {"name": score.name, "requests": score.requests} | shares
