@@ -24,8 +24,9 @@ import psutil
 
 from benchmarks.figures import Figure, Part, ratios, spread
 from benchmarks.hosted import split_spec
+from benchmarks.pinning import process_cpu_s
 from benchmarks.streams import Ask, Steady, grpc_door, http_door, one_token_each, steady
-from cluster.offline.load.processes import Child, ProcessFailed, process_cpu_s
+from cluster.offline.load.processes import Child, ProcessFailed
 from cluster.spec import ClusterSpec, GatewaySpec
 from workers.config import TransferConfig
 from workers.costs import LinearCost

@@ -20,6 +20,7 @@ from statistics import median
 from benchmarks.asking import Asked, ask
 from benchmarks.figures import Figure, Part, ratios, spread
 from benchmarks.hosted import Hosted, hosted, split_spec
+from benchmarks.pinning import family_cpu_s
 from cluster.spec import ClusterSpec
 from diptych.client import AsyncClient
 from workers.config import TransferConfig
@@ -125,7 +126,7 @@ async def _burst(system: Hosted, client: AsyncClient, concurrency: int, requests
             prompt = draw.choices(range(1, VOCABULARY), k=PROMPT_TOKENS)
             answers.append(await ask(client, prompt, num_tokens))
 
-    cpu_s, begun = system.child.cpu_seconds(), time.perf_counter()
+    cpu_s, begun = family_cpu_s(system.child), time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
             group.create_task(one_after_another())
@@ -133,7 +134,7 @@ async def _burst(system: Hosted, client: AsyncClient, concurrency: int, requests
     return Burst(
         requests,
         wall_s,
-        system.child.cpu_seconds() - cpu_s,
+        family_cpu_s(system.child) - cpu_s,
         median(answer.timed.ttft_s for answer in answers),
         median(answer.timed.tpot_s for answer in answers),
         requests * num_tokens / sum(answer.messages for answer in answers),

@@ -19,8 +19,9 @@ from benchmarks.figures import Claim, Figure, Part, Spread, spread
 from benchmarks.handoff import LENGTHS, NUM_TOKENS, QUICK_LENGTHS
 from benchmarks.hosted import hosted, model_folder, split_spec
 from benchmarks.peer_pair import Pair, PairTimed, pair
+from benchmarks.pinning import paused, pin
 from cluster.offline.load.machine import allowed_cores
-from cluster.offline.load.processes import ProcessFailed, paused, pin
+from cluster.offline.load.processes import ProcessFailed
 from diptych.client import AsyncClient
 
 ROUNDS = 3

@@ -21,7 +21,8 @@ import psutil
 
 from benchmarks.figures import Figure, Part, ratios, spread
 from benchmarks.hosted import ENGINE, MODEL, START_TIMEOUT_S, model_folder, split_spec
-from cluster.offline.load.processes import Child, Line, cpu_seconds
+from benchmarks.pinning import cpu_seconds
+from cluster.offline.load.processes import Child, Line
 from diptych.client import AsyncClient
 from kvtransfer.layout import KVLayout
 

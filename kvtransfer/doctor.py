@@ -1,7 +1,5 @@
 """What this machine allows KV transfer to do: facts for a person, found by trying.
 
-    python -m kvtransfer.doctor        prints them
-
 Two processes of our own read each other's memory through NIXL, so the path is the one UCX really took. Knows no
 cluster and no peer; for a pair's path see `LinkReport`.
 """
@@ -12,10 +10,8 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 from kvtransfer.errors import TransferError, TransportUnavailable
 from kvtransfer.host import host_identity, rdma_devices, siblings_may_share_memory
@@ -121,15 +117,11 @@ def ucx_version() -> str:
 
 
 def main(arguments: list[str]) -> None:
+    """One of the two processes of the trial."""
     if arguments == ["own"]:
         _own()
-    elif arguments[:1] == ["read"]:
-        asyncio.run(_read(bytes.fromhex(arguments[1])))
     else:
-        facts = transfer_facts()
-        for field in fields(facts):
-            value = getattr(facts, field.name)
-            print(f"{field.name:16} {msgspec.json.encode(value).decode() if not isinstance(value, str) else value}")
+        asyncio.run(_read(bytes.fromhex(arguments[1])))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from kvtransfer.backends.pending_read import mark_seen
 from kvtransfer.copies import pieces_of
 from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, TransportUnavailable
 from kvtransfer.piece_reader import Link, PieceReader
@@ -121,7 +122,7 @@ class TransportSet:
         """Read our pieces of an order from a connected peer and check them. Every failure comes through the futures."""
         loop = asyncio.get_running_loop()
         read = Read(loop.create_future(), loop.create_future())
-        read.done.add_done_callback(_observe)
+        read.done.add_done_callback(mark_seen)
         task = loop.create_task(self._pull(order, read))
         self._pulls.add(task)
         task.add_done_callback(self._pulls.discard)
@@ -255,9 +256,3 @@ def _most_serious(errors: list[TransferError]) -> type[TransferError]:
         if any(isinstance(error, kind) for error in errors):
             return kind
     return TransportUnavailable
-
-
-def _observe(done: "asyncio.Future[ReadStats]") -> None:
-    """Mark the error as seen: after a cancelled pull nobody waits for it."""
-    if not done.cancelled():
-        done.exception()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.elastic.conversations import BLOCK, conversations
 from benchmarks.elastic.streams import Stream, denser, sine, superposed
-from cluster.offline.plan.capacity import capacity
+from cluster.offline.plan.trial import capacity
 from cluster.offline.sim.cluster import PoolModel
 from cluster.offline.sim.fleet import fleet, pool_model
 from cluster.offline.sim.systems import Fleet

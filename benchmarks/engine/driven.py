@@ -15,7 +15,8 @@ import psutil
 
 import cluster
 from benchmarks.engine.drivers.lines import MARK, READY, Order, Task
-from cluster.offline.load.processes import Child, ProcessFailed, paused
+from benchmarks.pinning import family_cpu_s, paused
+from cluster.offline.load.processes import Child, ProcessFailed
 
 DISTURBED = 0.1  # of the machine's time: what others may take while somebody is asked
 LOAD_TIMEOUT_S = 300.0
@@ -80,9 +81,9 @@ class Stage:
 
     def _asked(self, driven: Driven, task: Task) -> tuple[Any, float]:
         """The answer, and the share of all cores' time that went to anybody else."""
-        begun_s, busy_s, own_s = time.perf_counter(), _busy_s(), driven.child.cpu_seconds()
+        begun_s, busy_s, own_s = time.perf_counter(), _busy_s(), family_cpu_s(driven.child)
         answer = driven.ask(task)
-        foreign_s = (_busy_s() - busy_s) - (driven.child.cpu_seconds() - own_s)
+        foreign_s = (_busy_s() - busy_s) - (family_cpu_s(driven.child) - own_s)
         return answer, foreign_s / (psutil.cpu_count() or 1) / (time.perf_counter() - begun_s)
 
 

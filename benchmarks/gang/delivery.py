@@ -19,8 +19,9 @@ from benchmarks.figures import Claim, Figure, Part, ratios, spread
 from benchmarks.gang.plans import PLANS, SENT, encode
 from benchmarks.gang.ways import CHOSEN, LIMIT, WAYS
 from benchmarks.hosted import MODEL
+from benchmarks.pinning import paused, pin
 from cluster.offline.load.machine import allowed_cores
-from cluster.offline.load.processes import Child, paused, pin
+from cluster.offline.load.processes import Child
 
 ROUNDS = 3
 STEPS, QUICK_STEPS = 400, 40

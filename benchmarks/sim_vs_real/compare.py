@@ -8,7 +8,7 @@ from benchmarks.sim_vs_real.record import Real, spread
 from benchmarks.sim_vs_real.systems import SYSTEMS
 from cluster.offline.scoring.figures import Figures, Percentiles, figures
 from cluster.offline.scoring.records import Run, Served
-from cluster.offline.sim.measured import models_of, surroundings_of
+from cluster.offline.sim.fleet import measured_models, surroundings_of
 from cluster.offline.sim.run import Options, simulate
 from workers.profiles.measured import ClusterProfile
 
@@ -53,7 +53,7 @@ def compare(real: Real, profile: ClusterProfile) -> Comparison:
     """
     spec = SYSTEMS[real.system]
     options = Options(seed=real.seed, system=real.system, around=surroundings_of(profile))
-    simulated = simulate(spec, models_of(profile, spec), real.workload, options)
+    simulated = simulate(spec, measured_models(profile, spec), real.workload, options)
     return compared(real, simulated)
 
 

@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 from benchmarks.hosted import ENGINE, MODEL, PATIENT, SHARE
-from cluster.offline.sim.measured import models_of, surroundings_of
+from cluster.offline.sim.fleet import measured_models, surroundings_of
 from cluster.offline.sim.run import Options, simulate
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
@@ -53,7 +53,7 @@ def capacity(profile: ClusterProfile, spec: ClusterSpec, count: int, seed: int) 
     """Requests a second, in simulation, when all of them are there at once."""
     run = simulate(
         spec,
-        models_of(profile, spec),
+        measured_models(profile, spec),
         workload("all at once", count, None, seed),
         Options(around=surroundings_of(profile)),
     )

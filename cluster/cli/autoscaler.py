@@ -96,8 +96,7 @@ async def _autoscaler(
 ) -> None:
     from contextlib import AsyncExitStack
 
-    from cluster.control.autoscaler.loop import Autoscaler
-    from cluster.control.autoscaler.probes import probed
+    from cluster.control.autoscaler.loop import Autoscaler, probed
 
     running = Autoscaler(pods, server, endpoint, access, prefix, period_s)
     async with AsyncExitStack() as stack:

@@ -5,7 +5,6 @@ removed when it is seen.
 """
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,9 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.runtime.sessions import folder
+from cluster.runtime.sessions import folder, is_served, read_records, write_record
 
-CONNECT_S = 1.0
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 
 
@@ -30,27 +28,25 @@ class LocalServer(msgspec.Struct, frozen=True):
 @contextmanager
 def announced(endpoint: str) -> Iterator[None]:
     """Say that this process serves at `endpoint`, for as long as the block lasts. Serving itself needs no file."""
-    path = _folder() / f"{os.getpid()}.json"
+    path: Path | None = None
     with suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fresh = path.with_suffix(".new")
-        fresh.write_bytes(msgspec.json.encode(LocalServer(endpoint, os.getpid(), time.time())))
-        fresh.rename(path)
+        path = write_record(_folder(), LocalServer(endpoint, os.getpid(), time.time()), os.getpid())
     try:
         yield
     finally:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
+        if path is not None:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def last_endpoint() -> str:
     """Of the gateway that started last on this machine and still runs; the default address when there is none."""
     try:
-        paths = list(_folder().glob("*.json"))
+        records = list(read_records(_folder(), LocalServer))
     except ModuleNotFoundError:  # the client is installed without what serving needs
         return DEFAULT_ENDPOINT
-    for server, path in sorted(_read(paths), key=lambda each: each[0].started_s, reverse=True):
-        if _lives(server):
+    for server, path in sorted(records, key=lambda each: each[0].started_s, reverse=True):
+        if is_served(server.endpoint.rpartition("://")[2], server.pid):
             return server.endpoint
         with suppress(OSError):
             path.unlink(missing_ok=True)
@@ -59,22 +55,3 @@ def last_endpoint() -> str:
 
 def _folder() -> Path:
     return folder() / "gateways"
-
-
-def _read(paths: list[Path]) -> Iterator[tuple[LocalServer, Path]]:
-    """Files of other users are not looked at."""
-    for path in paths:
-        with suppress(OSError, msgspec.MsgspecError):
-            if path.stat().st_uid == os.getuid():
-                yield msgspec.json.decode(path.read_bytes(), type=LocalServer), path
-
-
-def _lives(server: LocalServer) -> bool:
-    host, _, port = server.endpoint.rpartition("://")[2].rpartition(":")
-    try:
-        with suppress(PermissionError):
-            os.kill(server.pid, 0)
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-    except (OSError, ValueError):
-        return False
-    return True

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from cluster.cli.comparison import positive_slo
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import print_json, say
 from cluster.cli.searching import INTERRUPTED, cut_short, search
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from cluster.offline.plan.asked import Asked
     from cluster.offline.plan.budget import Budget
     from cluster.offline.plan.load import Load
-    from workers.request import SLO
 
 T = TypeVar("T")
 
@@ -110,15 +110,6 @@ def _need(said: dict[str, Any], *names: str) -> None:
         raise click.UsageError(f"this question needs {', '.join(wanted)} as well")
 
 
-def _slo(said: dict[str, Any]) -> "SLO":
-    from workers.request import SLO
-
-    for name in ("ttft_s", "tpot_s"):
-        if not 0.0 < said[name] < float("inf"):
-            raise click.UsageError(f"--{name.removesuffix('_s')} is {said[name]}; an SLO is above 0 seconds")
-    return SLO(said["ttft_s"], said["tpot_s"])
-
-
 def _load(said: dict[str, Any]) -> "Load":
     from cluster.offline.plan.load import Load
     from cluster.offline.workload.load import load_workload
@@ -134,7 +125,7 @@ def _asked(said: dict[str, Any], load: "Load", gpus: int) -> "Asked":
         hardware=tuple(name.strip() for name in said["hardware"].split(",") if name.strip()),
         gpus=gpus,
         load=load,
-        slo=_slo(said),
+        slo=positive_slo(said["ttft_s"], said["tpot_s"]),
         nodes=said["nodes"],
         rate=said["rate"],
         target=said["target"],
@@ -209,7 +200,7 @@ def _compare(said: dict[str, Any]) -> None:
     if not rate > 0.0:
         raise click.UsageError("the workload has no rate of its own; give one with --rate")
     seeds = tuple(range(said["seeds"]))
-    terms = Terms(load, _slo(said), rate, said["target"], said["requests"], seeds)
+    terms = Terms(load, positive_slo(said["ttft_s"], said["tpot_s"]), rate, said["target"], said["requests"], seeds)
     first = estimates(cases, terms)
     _first([f"{CAVEAT}.", *(f"  {each.told}" for each in first)], said["as_json"])
     (left, right), ended_by = _search(

@@ -11,6 +11,7 @@ import click
 from cluster.cli.comparison import positive_slo, tell, write
 from cluster.cli.groups import GroupedCommand, grouped
 from cluster.cli.screen import progress_bar
+from cluster.cli.searching import cores
 
 if TYPE_CHECKING:
     from cluster.offline.report.compared import Compared
@@ -135,25 +136,17 @@ def simulate(
         cases = [fleet.case(name.strip()) for name in (compare or "").split(",") if name.strip()]
     question = _question(workload, slo, targets, requests, seed, seeds, around) if wants_goodput else None
     wanted = Wanted(cases, workload, slo, question, rates_of(rates), requests, seed, wants_trace, around)
-    compared = _run(wanted, processes or _cores())
+    compared = _run(wanted, processes or cores())
     tell(compared, as_json)
     if out is not None:
         write(compared, out, "Simulation", source)
-
-
-def _cores() -> int:
-    import os
-
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _from_file(
     path: str, hardware: str | None, network: str, profile: Path | None
 ) -> "tuple[Case, Surroundings | None]":
     from cluster.offline.sim.compare import Case
-    from cluster.offline.sim.fleet import models_of
-    from cluster.offline.sim.measured import models_of as measured_models
-    from cluster.offline.sim.measured import surroundings_of
+    from cluster.offline.sim.fleet import measured_models, models_of, surroundings_of
     from cluster.spec import load_spec
     from workers.profiles.measured import load
 

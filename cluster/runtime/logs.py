@@ -31,18 +31,23 @@ def begin(spec: LogSpec, component: str) -> None:
         logging.getLogger(package).setLevel(spec.level.upper())
 
 
-class JsonLines(logging.Formatter):
+class ComponentFormatter(logging.Formatter):
     """`component`: of lines that name none."""
 
     def __init__(self, component: str) -> None:
         super().__init__()
         self._component = component
 
+    def component(self, record: logging.LogRecord) -> str:
+        return str(getattr(record, "component", "")) or self._component
+
+
+class JsonLines(ComponentFormatter):
     def format(self, record: logging.LogRecord) -> str:
         told: dict[str, Any] = {
             "time": _time(record),
             "level": record.levelname.lower(),
-            "component": _component(record) or self._component,
+            "component": self.component(record),
         }
         if request_id := _request_id(record):
             told["request_id"] = request_id
@@ -52,26 +57,16 @@ class JsonLines(logging.Formatter):
         return json.dumps(told, ensure_ascii=False, default=str)
 
 
-class TextLines(logging.Formatter):
-    """`component`: of lines that name none."""
-
-    def __init__(self, component: str) -> None:
-        super().__init__()
-        self._component = component
-
+class TextLines(ComponentFormatter):
     def format(self, record: logging.LogRecord) -> str:
         words, request_id = record.getMessage(), _request_id(record)
         named = "" if request_id in words else f"request {request_id}: "
-        line = f"{_time(record)} {record.levelname:<7} {_component(record) or self._component}: {named}{words}"
+        line = f"{_time(record)} {record.levelname:<7} {self.component(record)}: {named}{words}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 def _time(record: logging.LogRecord) -> str:
     return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _component(record: logging.LogRecord) -> str:
-    return str(getattr(record, "component", ""))
 
 
 def _request_id(record: logging.LogRecord) -> str:

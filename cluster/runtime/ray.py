@@ -10,7 +10,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
@@ -25,11 +26,9 @@ from cluster.runtime.ray_metrics import WorkerMetrics
 from cluster.runtime.ray_ranks import RayRanks, on_this_node, rank_options
 from cluster.runtime.sessions import withdraw
 from cluster.spec import LogSpec
-from diptych.shapes import Shape, Timings
 from diptych.watchdog import patient_timeout
-from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
+from kvtransfer.ticket import TransferTicket
 from workers.build import build_worker
-from workers.kv_events import KVEvents
 from workers.request import Bundle, Request, Reservation
 from workers.stats import WorkerInfo
 
@@ -37,7 +36,12 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "diptych"
 CALL_TIMEOUT_S = 10.0
-MEASURE_TIMEOUT_S = 130.0  # a worker gives up its own steps before
+TIMEOUTS_S = {
+    **dict.fromkeys(("info", "prefill", "generate", "fetch", "decode", "hand_over", "hold_prefix"), CALL_TIMEOUT_S),
+    **dict.fromkeys(("cache_since", "cancel", "holds", "check"), CALL_TIMEOUT_S),
+    "connect": 60.0,
+    "measure": 130.0,  # a worker gives up its own steps before
+}
 UNFIT_TIMEOUT_S = 1.0
 NAMELESS_TIMEOUT_S, NAMELESS_LOOK_S = 5.0, 0.02  # Ray tells nobody when a name is free again
 
@@ -137,64 +141,24 @@ class RayWorker:
         info: WorkerInfo = await answer
         return info
 
-    async def info(self) -> WorkerInfo:
-        info: WorkerInfo = await self._call("info")
-        return info
-
-    async def connect(self, peer: PeerAddress) -> LinkReport:
-        report: LinkReport = await self._call("connect", peer, timeout_s=60.0)
-        return report
-
     async def reserve(self, request: Request, timeout_s: float) -> Reservation:
         reservation: Reservation = await self._call("reserve", request, timeout_s, timeout_s=timeout_s + CALL_TIMEOUT_S)
         return reservation
-
-    async def prefill(self, request: Request, cut_tokens: int = 0) -> None:
-        await self._call("prefill", request, cut_tokens)
-
-    async def generate(self, request: Request) -> None:
-        await self._call("generate", request)
-
-    async def fetch(self, key: str, ticket: TransferTicket | None, goes_on: bool = False) -> None:
-        await self._call("fetch", key, ticket, goes_on)
-
-    async def decode(self, key: str, tokens: tuple[int, ...]) -> None:
-        await self._call("decode", key, tokens)
-
-    async def hand_over(self, key: str, most_tokens: int) -> TransferTicket | None:
-        ticket: TransferTicket | None = await self._call("hand_over", key, most_tokens)
-        return ticket
-
-    async def hold_prefix(self, request: Request) -> TransferTicket | None:
-        ticket: TransferTicket | None = await self._call("hold_prefix", request)
-        return ticket
 
     async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
         args = request, ticket, timeout_s
         num_tokens: int = await self._call("fetch_prefix", *args, timeout_s=timeout_s + CALL_TIMEOUT_S)
         return num_tokens
 
-    async def cache_since(self, last: int, reach: int) -> KVEvents:
-        news: KVEvents = await self._call("cache_since", last, reach)
-        return news
-
-    async def cancel(self, key: str) -> None:
-        await self._call("cancel", key)
-
-    async def holds(self, key: str) -> bool:
-        held: bool = await self._call("holds", key)
-        return held
-
     async def poll(self, subscriber: str, received: int) -> Bundle:
         bundle: Bundle = await self._call("poll", subscriber, received, timeout_s=self.dead_after_s)
         return bundle
 
-    async def check(self) -> None:
-        await self._call("check")
-
-    async def measure(self, shape: Shape, repeats: int) -> Timings:
-        timings: Timings = await self._call("measure", shape, repeats, timeout_s=MEASURE_TIMEOUT_S)
-        return timings
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """The verbs whose bound does not depend on the call; `WorkerHandle` has their types."""
+        if method not in TIMEOUTS_S:
+            raise AttributeError(f"a worker has no verb {method!r}")
+        return partial(self._call, method, timeout_s=TIMEOUTS_S[method])
 
 
 @dataclass(frozen=True)
@@ -224,7 +188,7 @@ class RayRuntime:
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
         name = f"{self.cluster}/{order.config.name}"
         with contextlib.suppress(ValueError):  # usually it is not there; after a controller's crash it is
-            return RayWorker(name, ray.get_actor(name, NAMESPACE), order.dead_after_s)
+            return cast(WorkerHandle, RayWorker(name, ray.get_actor(name, NAMESPACE), order.dead_after_s))
         group = await self._place(name, order)
         options: dict[str, Any] = {
             "name": name,
@@ -235,7 +199,7 @@ class RayRuntime:
             **rank_options(order, group, 0),
         }
         actor = ray.remote(_WorkerActor).options(**options).remote(order, self.logs)
-        return RayWorker(name, actor, order.dead_after_s)
+        return cast(WorkerHandle, RayWorker(name, actor, order.dead_after_s))
 
     async def _place(self, name: str, order: WorkerOrder) -> PlacementGroup:
         parallel, resources = order.config.parallel, order.resources

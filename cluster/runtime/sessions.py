@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -18,6 +19,8 @@ from cluster.runtime.errors import RuntimeUnavailable
 SAID = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 CONNECT_S = 1.0
 AUTO_TRIES = "3"
+
+Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 class Session(msgspec.Struct, frozen=True):
@@ -39,17 +42,29 @@ def folder() -> Path:
 
 def announce(session: Session) -> Path:
     """Write it down; whoever ends this Ray removes the file. Raises OSError."""
-    where = folder()
+    return write_record(folder(), session, session.pid)
+
+
+def write_record(where: Path, record: msgspec.Struct, pid: int) -> Path:
+    """A file for this process, readable by its owner alone. Raises OSError."""
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
     if where.stat().st_uid != os.getuid():
         raise PermissionError(f"{where} belongs to another user")
-    path = where / f"{session.pid}.json"
+    path = where / f"{pid}.json"
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(session))
+        file.write(msgspec.json.encode(record))
     return fresh.rename(path)
+
+
+def read_records(where: Path, kind: type[Record]) -> Iterator[tuple[Record, Path]]:
+    """Those that can be read; files of other users are not looked at."""
+    for path in sorted(where.glob("*.json")):
+        with suppress(OSError, msgspec.MsgspecError):
+            if path.stat().st_uid == os.getuid():
+                yield msgspec.json.decode(path.read_bytes(), type=kind), path
 
 
 def withdraw(path: str) -> None:
@@ -59,15 +74,9 @@ def withdraw(path: str) -> None:
 
 
 def sessions() -> Iterator[Session]:
-    """Those that are there. Files of other users are not looked at."""
-    for path in sorted(folder().glob("*.json")):
-        try:
-            if path.stat().st_uid != os.getuid():
-                continue
-            session = msgspec.json.decode(path.read_bytes(), type=Session)
-        except (OSError, msgspec.MsgspecError):
-            continue
-        if _lives(session):
+    """Those that are there."""
+    for session, path in read_records(folder(), Session):
+        if is_served(session.address, session.pid):
             yield session
         else:
             path.unlink(missing_ok=True)
@@ -99,12 +108,13 @@ def settle_join(cluster: str | None = None) -> str | None:
     return None
 
 
-def _lives(session: Session) -> bool:
-    host, _, port = session.address.rpartition(":")
+def is_served(address: str, pid: int) -> bool:
+    """Whether the process lives and somebody accepts connections at HOST:PORT."""
+    host, _, port = address.rpartition(":")
     try:
         with suppress(PermissionError):
-            os.kill(session.pid, 0)
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+            os.kill(pid, 0)
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except (OSError, ValueError):
         return False
     return True

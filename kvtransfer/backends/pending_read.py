@@ -33,7 +33,7 @@ class PendingRead:
         self.begun = False  # both belong to the backend, under its lock: a read either begins
         self.abandoned = False  # or is abandoned before it did, and then no byte of it can land
         self.read = Read(self._loop.create_future(), self._loop.create_future())
-        self.read.done.add_done_callback(_observe)
+        self.read.done.add_done_callback(mark_seen)
         self._timer = self._loop.call_later(deadline_s, self._expire)
 
     def complete(self, seconds: float) -> None:
@@ -84,7 +84,7 @@ def call_loop(loop: asyncio.AbstractEventLoop, action: Callable[..., None], *arg
             raise
 
 
-def _observe(done: "asyncio.Future[ReadStats]") -> None:
+def mark_seen(done: "asyncio.Future[ReadStats]") -> None:
     """Mark the error as seen: after a cancelled pull nobody waits for it."""
     if not done.cancelled():
         done.exception()

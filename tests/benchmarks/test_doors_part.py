@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks import doors
 from benchmarks.doors import KINDS, Size, figures, sampled
+from benchmarks.pinning import process_cpu_s
 from benchmarks.streams import Steady, lateness, one_token_each, steady
-from cluster.offline.load.processes import Child, ProcessFailed, process_cpu_s
+from cluster.offline.load.processes import Child, ProcessFailed
 
 TINY = Size((2, 3), 12, 32)
 

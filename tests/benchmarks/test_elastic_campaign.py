@@ -31,7 +31,7 @@ from benchmarks.elastic.scenarios import SCENARIOS, Phase, Scenario, Size
 from benchmarks.elastic.search import Best, Effort, Found, jobs_of, ladder, searched, statics
 from cluster.offline.scoring.figures import Attainment
 from cluster.offline.sim.clock import run
-from cluster.offline.sim.distance import Distant
+from cluster.offline.sim.surroundings import Distant
 from cluster.offline.sim.systems import SYSTEMS
 from cluster.spec import SpecError
 from tests.benchmarks.elastic_probes import SMALL, made, pretend

@@ -11,7 +11,8 @@ from benchmarks.asking import Timed, fresh_prompt
 from benchmarks.environments import VLLM
 from benchmarks.figures import Figure, Spread
 from benchmarks.hosted import mixed_spec, refuse_foreign_ray, split_spec
-from cluster.offline.load.processes import Child, Line, ProcessFailed, paused, pin
+from benchmarks.pinning import paused, pin
+from cluster.offline.load.processes import Child, Line, ProcessFailed
 from kvtransfer.open import RESERVED_BLOCKS
 
 

@@ -21,9 +21,8 @@ import yaml
 from cluster.cli.address import _access
 from cluster.control.autoscaler import loop
 from cluster.control.autoscaler.kubernetes import ApiServer, ScaleError, api_server
-from cluster.control.autoscaler.loop import Autoscaler
+from cluster.control.autoscaler.loop import Autoscaler, probed
 from cluster.control.autoscaler.pods import Pods, Scaled
-from cluster.control.autoscaler.probes import probed
 from cluster.frontend.grpc.server import GrpcDoor
 from cluster.frontend.servers import Servers
 from cluster.runtime.local import LocalRuntime

@@ -10,12 +10,9 @@ The router predicts with a `CostModel`, the modelled executor and the simulator 
     └─ RooflineCost      arithmetic and traffic, for hardware that nobody measured
 """
 
-from workers.costs.curve import Curve
 from workers.costs.linear import LinearCost
-from workers.costs.phased import PhasedCost
 from workers.costs.port import MOST_TOKENS, CostModel, step_seconds
-from workers.costs.roofline import RooflineCost
-from workers.costs.table import LayeredCost, TableCost
+from workers.costs.profiled import Curve, LayeredCost, PhasedCost, RooflineCost, TableCost
 
 __all__ = [
     "MOST_TOKENS",

@@ -1,4 +1,4 @@
-"""Child processes of a measurement: started, watched, pinned, measured, ended by their ids. Every wait has an end."""
+"""Child processes of a measurement: started, watched, ended by their ids. Every wait has an end."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,10 +105,6 @@ class Child:
             return [root, *root.children(recursive=True)]
         return []
 
-    def cpu_seconds(self) -> float:
-        """What the family has used so far, including what the ended members among its children had used."""
-        return sum(cpu_seconds(process) for process in self.family())
-
     def end(self, timeout_s: float = 30.0) -> None:
         """The end of its input and SIGTERM; SIGKILL to what is left of the family after `timeout_s`. Twice is safe."""
         family = self.family()
@@ -130,41 +126,3 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self.end()
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return 0.0
-    return float(times.user + times.system)
-
-
-def process_cpu_s(pid: int) -> float:
-    """What all threads of one process have used so far, to the nanosecond. Raises `ProcessFailed` when it has ended."""
-    try:
-        return time.clock_gettime(~pid << 3 | 2)  # what clock_getcpuclockid(3) makes of a pid on Linux
-    except OSError as error:
-        raise ProcessFailed(f"process {pid} has ended") from error
-
-
-def pin(pids: Sequence[int], cores: Sequence[int]) -> None:
-    """Bind every thread of these processes; threads that they start later inherit it."""
-    for pid in pids:
-        for thread in psutil.Process(pid).threads():
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(thread.id, cores)
-
-
-@contextlib.contextmanager
-def paused(pids: Sequence[int]) -> Iterator[None]:
-    """These processes stand still inside, so that they take nothing from what is measured."""
-    try:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
-        yield
-    finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)

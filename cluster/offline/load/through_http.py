@@ -9,19 +9,19 @@ Each chunk has the time at which it came; how many tokens it holds is known wher
 
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
 from cluster.offline.load.endpoint import EndpointError, Target
 from cluster.offline.load.sending import Ended, Load, RequestFailed, drive, nothing
-from cluster.offline.load.words import VOCAB_SIZE, Tokens, text_of
 from cluster.offline.scoring.records import Run
 from cluster.offline.scoring.watch import Chunk, Counted
 from cluster.offline.workload.arrivals import Workload
+from cluster.offline.workload.prompts import FIRST_TOKEN
 from workers.request import Request, SamplingParams
 
 SAFE_VOCAB_SIZE = 256  # ids that every vocabulary has
@@ -30,6 +30,23 @@ LINE_BYTES = 1 << 20  # a chunk's longest line
 TRIAL = Request("trial", tuple(range(3, 11)), SamplingParams(temperature=0.0, seed=0, max_tokens=2, ignore_eos=True))
 REFUSED = (429, 503)
 UNLIKED = (400, 422)  # the body is not as the server wants it
+# Prompts as plain text: words that most vocabularies have as one token each.
+_TEXT = """
+time year people way day man thing woman life child world school state family student group country problem hand part
+place case week company system program question work government number night point home water room mother area money
+story fact month lot right study book eye job word business issue side kind head house service friend father power hour
+game line end member law car city
+"""
+WORDS = tuple(_TEXT.split())
+VOCAB_SIZE = FIRST_TOKEN + len(WORDS)
+
+
+class Tokens(Protocol):
+    """What a tokenizer must do here."""
+
+    def encode(self, text: str) -> Sequence[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,3 +232,11 @@ async def _only_model(session: aiohttp.ClientSession, base: str) -> str:
     if len(names) != 1:
         raise EndpointError(f"{base} has {len(names)} models ({', '.join(names[:5])}); choose one with --model")
     return names[0]
+
+
+def text_of(prompt: Sequence[int], tokenizer: Tokens | None = None) -> str:
+    """A word for each token id below `VOCAB_SIZE`; with a tokenizer, cut to as many of its tokens."""
+    text = " ".join(WORDS[token - FIRST_TOKEN] for token in prompt)
+    if tokenizer is None:
+        return text
+    return tokenizer.decode(tokenizer.encode(text)[: len(prompt)])

@@ -5,7 +5,7 @@ from typing import Any
 
 from cluster.offline.plan.asked import Asked
 from cluster.offline.plan.buyer import Answer, Lengths, UnderLoad
-from cluster.offline.plan.estimate import CAVEAT, Estimate
+from cluster.offline.plan.estimate import CAVEAT, Estimate, ms_range
 from cluster.offline.plan.written import plain
 from cluster.offline.scoring.figures import promise
 
@@ -18,11 +18,11 @@ def told(asked: Asked, lengths: Lengths, found: Sequence[Answer]) -> list[str]:
         "1. How long the prefill takes: TTFT, the time to the first token",
     ]
     for each in found:
-        lines.append(f"  {each.estimate.name}: {_range(each.ttft_s)} for a single user{_under(each, 'ttft_s')}")
+        lines.append(f"  {each.estimate.name}: {ms_range(each.ttft_s)} for a single user{_under(each, 'ttft_s')}")
     lines += ["", "2. How long each further token takes: TPOT"]
     for each in found:
         rate = f" ({1.0 / each.tpot_s[1]:.0f} tokens/s for one reader)" if each.tpot_s[1] else ""
-        lines.append(f"  {each.estimate.name}: {_range(each.tpot_s)} for a single user{rate}{_under(each, 'tpot_s')}")
+        lines.append(f"  {each.estimate.name}: {ms_range(each.tpot_s)} for a single user{rate}{_under(each, 'tpot_s')}")
     lines += ["", f"3. How much load there may be while both hold: {promise(asked.slo)}, for {100 * asked.target:g} %"]
     for each in found:
         lines.append(f"  {each.estimate.name}: {_served(each)}")
@@ -36,11 +36,6 @@ def estimated(asked: Asked, lengths: Lengths, found: Sequence[Estimate]) -> list
         f"{CAVEAT}.",
         *(f"  {each.told}" for each in found),
     ]
-
-
-def _range(seconds: tuple[float, float]) -> str:
-    least, most = (f"{1e3 * each:.3g}" for each in seconds)
-    return f"{least} ms" if least == most else f"{least} to {most} ms"
 
 
 def _under(answer: Answer, latency: str) -> str:

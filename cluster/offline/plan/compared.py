@@ -6,10 +6,9 @@ between them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
-from statistics import fmean, stdev
+from statistics import fmean
 
-from cluster.offline.scoring.goodput import T95
+from cluster.offline.scoring.goodput import half_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,5 +36,5 @@ def difference(left: Sequence[float], right: Sequence[float]) -> Difference:
     mean = fmean(pairs)
     if len(pairs) < 2:
         return Difference(mean, -float("inf"), float("inf"))
-    off = T95[min(len(pairs) - 1, len(T95)) - 1] * stdev(pairs) / sqrt(len(pairs))
+    off = half_width(pairs)
     return Difference(mean, mean - off, mean + off)

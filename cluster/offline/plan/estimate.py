@@ -42,7 +42,7 @@ class Estimate:
     def told(self) -> str:
         return (
             f"{self.name}: fits with KV for {self.kv_tokens:,} tokens ({self.at_once} of the long requests); "
-            f"TTFT {_range(self.ttft_s)}, TPOT {_range(self.tpot_s)}; {self.served}"
+            f"TTFT {ms_range(self.ttft_s)}, TPOT {ms_range(self.tpot_s)}; {self.served}"
         )
 
     @property
@@ -132,6 +132,6 @@ def outline(asked: Asked) -> list[Estimate]:
     return [estimate(whole(asked, layout), ends, asked.target) for layout in made]
 
 
-def _range(seconds: tuple[float, float]) -> str:
+def ms_range(seconds: tuple[float, float]) -> str:
     least, most = (f"{1e3 * each:.3g}" for each in seconds)
     return f"{least} ms" if least == most else f"{least} to {most} ms"

@@ -208,7 +208,7 @@ class Placement:
         )
 
 
-def _best(found: Found[Trial] | None) -> str:
+def _best(found: Found | None) -> str:
     return f"; best {found.candidate.name}: {found.rate:.4g} requests/s" if found is not None and found.rate else ""
 
 

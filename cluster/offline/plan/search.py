@@ -13,41 +13,13 @@ from enum import Enum
 from functools import partial
 from itertools import islice
 from math import inf
-from typing import Generic, Protocol, TypeVar
 
-from cluster.offline.plan.trial import MARGIN
-from cluster.offline.scoring.figures import Attainment
+from cluster.offline.plan.trial import MARGIN, Trial
 from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, TimeUp, goodput
-from workers.request import SLO
 
 WAVE = 4  # candidates that are tried at once; the answer does not depend on how many processes there are
 SLACK = 1.1  # `most` is that of the mean request; a goodput above so many times it is a run that was too short
 LEAST = 256.0  # a search ends at `most` over this
-
-
-class Candidate(Protocol):
-    """See `cluster.offline.plan.trial.Trial`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def slo(self) -> SLO: ...
-    @property
-    def gpus(self) -> int: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def estimate(self) -> float: ...
-    @property
-    def most(self) -> float: ...
-    @property
-    def alone(self) -> float: ...
-    @property
-    def requests(self) -> int: ...
-    def __call__(self, rate: float, seed: int) -> Attainment: ...
-
-
-C = TypeVar("C", bound=Candidate)
 
 
 class Outcome(Enum):
@@ -60,10 +32,10 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Found(Generic[C]):
+class Found:
     """`goodput` of what was measured. `requests`: simulated for it. A rate above `enough` is worth nothing more."""
 
-    candidate: C
+    candidate: Trial
     outcome: Outcome
     goodput: Goodput | None = None
     requests: int = 0
@@ -91,14 +63,14 @@ class Effort:
 
 
 @dataclass(slots=True)
-class Ranking(Generic[C]):
+class Ranking:
     """All candidates, the most valuable first."""
 
-    found: list[Found[C]] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
     hurried: bool = False  # the time was up before all were tried
 
     @property
-    def best(self) -> list[Found[C]]:
+    def best(self) -> list[Found]:
         """Those that attain something."""
         return [each for each in self.found if each.rate > 0.0]
 
@@ -119,17 +91,17 @@ class Ranking(Generic[C]):
 
 
 def best_of(
-    candidates: Sequence[C],
+    candidates: Sequence[Trial],
     effort: Effort,
     each: Map = map,
     *,
     keep: int | None = 1,
-    told: Callable[[int, int, "Found[C] | None"], None] = lambda done, total, best: None,
+    told: Callable[[int, int, Found | None], None] = lambda done, total, best: None,
     hurry: Callable[[], bool] = lambda: False,
-) -> Ranking[C]:
+) -> Ranking:
     """The `keep` best (None: all are measured). `each` may be an executor's `map`; `told` hears how many are done, and
     the best so far. Once `hurry` says so or `each` raises `TimeUp`, the rest is not tried."""
-    ranking: Ranking[C] = Ranking()
+    ranking: Ranking = Ranking()
     hopeful = []
     for candidate in candidates:
         if candidate.alone < effort.target - MARGIN:
@@ -158,7 +130,7 @@ def best_of(
     return ranking
 
 
-def _waves(candidates: Sequence[C]) -> Iterator[list[C]]:
+def _waves(candidates: Sequence[Trial]) -> Iterator[list[Trial]]:
     """The first alone: all others are measured against it."""
     rest = iter(candidates)
     size = 1
@@ -167,7 +139,7 @@ def _waves(candidates: Sequence[C]) -> Iterator[list[C]]:
         size = WAVE
 
 
-def measure(effort: Effort, beat: float, candidate: C) -> Found[C]:
+def measure(effort: Effort, beat: float, candidate: Trial) -> Found:
     """Its goodput, unless it does not hold the rate that it needs to be worth more than `beat`."""
     probes = Probes(candidate)
     cap = min(candidate.most * SLACK, effort.enough)

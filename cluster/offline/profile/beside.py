@@ -12,8 +12,7 @@ from statistics import median
 from cluster.events import Completed
 from cluster.frontend.text import TextDelta
 from cluster.offline.profile.path import FIRST_TOKEN, PROMPT_TOKENS, TIMEOUT_S
-from cluster.offline.profile.points import DECODE_LOAD, PREFILL_LOAD
-from cluster.offline.profile.steps import MOST_REPEATS, measured
+from cluster.offline.profile.steps import DECODE_LOAD, MOST_REPEATS, PREFILL_LOAD, measured
 from cluster.spec import Role
 from diptych.client import AsyncClient
 from diptych.shapes import Shape

@@ -34,10 +34,6 @@ DEFINITIONS = {
     "provisioned, idle ones too (DistServe)",
     "effective request capacity": "share of all requests whose TTFT meets its bound and whose worst TBT meets the "
     "TPOT's (Mooncake)",
-    "nine-way SLO": "P50, P90 and P99 of TTFT, TBT and E2E, each as a slowdown against the same request on an idle "
-    "reference machine (Splitwise)",
-    "effective throughput": "requests/s whose TTFT is at most prompt tokens / 512 s and whose moving average of gaps "
-    "stays below the bound at every token (DeepSpeed-FastGen)",
     "rates": "over the run's seconds, from the first arrival to the last token; prompt tokens of finished requests, "
     "output tokens of all",
     "MFU": "floating-point operations of all tokens computed / (peak of all GPUs x the run's seconds)",

@@ -258,7 +258,7 @@ def goodput(
         complete = False
     known = {seed: each for seed, each in brackets.items() if each.begun} or {seeds[0]: _Bracket(search)}
     by_seed = tuple(each.held for each in known.values())
-    rate, off = fmean(by_seed), _half_width(by_seed)
+    rate, off = fmean(by_seed), half_width(by_seed)
     bounds = max(0.0, rate - off), rate + off
     broke = tuple(each.broke if each.broke < inf else None for each in known.values())
     return Goodput(
@@ -304,7 +304,8 @@ class _Bracket:
             self.broke = rate
 
 
-def _half_width(samples: Sequence[float]) -> float:
+def half_width(samples: Sequence[float]) -> float:
+    """Of the mean's 95 % confidence interval, by Student's t; 0 with one sample, which says nothing about sureness."""
     if len(samples) < 2:
         return 0.0
     return T95[min(len(samples) - 1, len(T95)) - 1] * stdev(samples) / sqrt(len(samples))

@@ -8,11 +8,11 @@ shares by the mean of the differences. One is better, or worse, when the interva
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from math import exp, inf, log, sqrt
-from statistics import fmean, stdev
+from math import exp, inf, log
+from statistics import fmean
 
 from cluster.offline.scoring.figures import Figures, Percentiles
-from cluster.offline.scoring.goodput import T95
+from cluster.offline.scoring.goodput import half_width
 
 
 class Verdict(Enum):
@@ -91,9 +91,7 @@ def interval(samples: Sequence[float]) -> Interval:
     """Raises ValueError without samples."""
     if not samples:
         raise ValueError("an interval needs at least one sample")
-    mean, off = fmean(samples), 0.0
-    if len(samples) > 1:
-        off = T95[min(len(samples) - 1, len(T95)) - 1] * stdev(samples) / sqrt(len(samples))
+    mean, off = fmean(samples), half_width(samples)
     return Interval(mean, mean - off, mean + off, len(samples))
 
 

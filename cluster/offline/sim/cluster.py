@@ -11,8 +11,7 @@ from cluster.control.scaling_loop import Decider
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.context import GatewayContext
 from cluster.offline.scoring.records import StepRecord, WorkerRecord
-from cluster.offline.sim.distance import Distant
-from cluster.offline.sim.machine import Machine, Slowdown
+from cluster.offline.sim.surroundings import Distant, Machine, Slowdown
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime, modelled_worker
 from cluster.serving import serve

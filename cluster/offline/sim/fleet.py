@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
-from cluster.offline.sim.cluster import PoolModel
+from cluster.offline.sim.cluster import PoolModel, Surroundings
 from cluster.offline.sim.systems import Fleet
 from cluster.spec import ClusterSpec, SpecError
 from workers.config import EngineConfig, ParallelConfig
 from workers.profiles.capacity import kv_capacity_tokens
 from workers.profiles.hardware import hardware_of
+from workers.profiles.measured import ClusterProfile
 from workers.profiles.shapes import ModelShape, shape_of
 from workers.profiles.sources import BEST, CROSS, Link, link_of, profile_of
 
@@ -75,3 +76,26 @@ def models_of(spec: ClusterSpec, *, source: str = BEST, link: str = CROSS) -> di
                 "nobody can say how long its steps take"
             )
     return made
+
+
+UNKNOWN_TOKEN_BYTES = 4  # where no KV moved, none will
+
+
+def measured_models(profile: ClusterProfile, spec: ClusterSpec) -> dict[str, PoolModel]:
+    """By pool name. Raises `ProfileError` for a pool that was not measured."""
+    return {
+        pool.name: PoolModel(
+            profile.cost(pool.name),
+            kv_token_bytes=profile.kv_token_bytes or UNKNOWN_TOKEN_BYTES,
+            context_length=profile.context_length,
+            vocab_size=profile.vocab_size,
+            call_s=profile.pool(pool.name).call_s,
+        )
+        for pool in spec.pools
+    }
+
+
+def surroundings_of(profile: ClusterProfile) -> Surroundings:
+    """All measured workers on one machine, if any two of them were measured there side by side."""
+    slowdown = {(each.pool, each.other): each.ratio for each in profile.neighbours}
+    return Surroundings(slowdown or None, profile.door_s)

@@ -13,17 +13,17 @@ from cluster.offline.workload import changes
 from cluster.offline.workload.arrivals import MOST_REQUESTS, MOST_TOKENS, Arrival, Workload, WorkloadError
 from cluster.offline.workload.options import Options
 from cluster.offline.workload.streams import opened
-from cluster.offline.workload.traces import Row, TokenCounter, read
+from cluster.offline.workload.traces import Row, read
 
 _LARGEST_ID = 2**64 - 1  # of a prefix block
 _LONGEST_TICK_S = 60.0
 _TICKS = 100  # enough to know the usual one
 
 
-def collect(path: Path, said: Options, seed: int, count_tokens: TokenCounter | None = None) -> Workload:
+def collect(path: Path, said: Options, seed: int) -> Workload:
     """What the file has, from time 0 on, with jitter; all at once if it has no times."""
     with opened(path) as stream:
-        trace = read(stream, path, count_tokens)
+        trace = read(stream, path)
         block_tokens = said.block or trace.block_tokens
         filled = _Filled(trace.rows, trace.drops_empty or said.zero == "drop")
         arrivals = list(_wanted(_arrivals(filled, block_tokens, said.sort == "yes"), said, path, trace.ticked))

@@ -13,7 +13,6 @@ from cluster.offline.workload.collect import collect
 from cluster.offline.workload.lengths import MIXES, Lengths, Resampled, written
 from cluster.offline.workload.options import FOR_ALL_PROCESSES, FOR_TRACES, Options, options, split
 from cluster.offline.workload.processes import Burst, Constant, Day, Gamma, OnOff, Poisson, Process, Weibull
-from cluster.offline.workload.traces import TokenCounter
 
 _OF_TIME = ("rate", "duration")  # which a burst has not
 _SEEDS_APART = 1_000_003  # so that the phases of one seed draw nothing of the next seed's
@@ -30,7 +29,7 @@ _PROCESSES: dict[str, tuple[Callable[..., Process], dict[str, str]]] = {
 }
 
 
-def load_workload(source: str, *, seed: int = 0, count_tokens: TokenCounter | None = None) -> Workload:
+def load_workload(source: str, *, seed: int = 0) -> Workload:
     """A trace file or a synthetic workload, as one line describes it.
 
     SOURCE[:KEY=VALUE,...]             one source with its options
@@ -69,20 +68,20 @@ def load_workload(source: str, *, seed: int = 0, count_tokens: TokenCounter | No
       drop=32768          without requests longer than a context
       speed=2             all times divided by it; last of all
 
-    The same line and seed give the same workload. `count_tokens` counts the tokens of ShareGPT's texts (else: one for
-    4 characters). Raises `WorkloadError`, with file and line where there is one.
+    The same line and seed give the same workload. Of ShareGPT's texts 4 characters count as a token. Raises
+    `WorkloadError`, with file and line where there is one.
     """
     parts = [source] if os.path.exists(source) else [part.strip() for part in source.split(" + ")]
-    phases = [_phase(part, seed + _SEEDS_APART * number, count_tokens) for number, part in enumerate(parts)]
+    phases = [_phase(part, seed + _SEEDS_APART * number) for number, part in enumerate(parts)]
     return phases[0].workload if len(phases) == 1 else changes.concatenated(phases)
 
 
-def _phase(text: str, seed: int, count_tokens: TokenCounter | None) -> Phase:
+def _phase(text: str, seed: int) -> Phase:
     head, rest = split(text)
     if head in _PROCESSES:
-        return _synthetic(text, head, rest, seed, count_tokens)
+        return _synthetic(text, head, rest, seed)
     if os.path.exists(head):
-        return _trace(Path(head), options(rest, FOR_TRACES, head), seed, count_tokens)
+        return _trace(Path(head), options(rest, FOR_TRACES, head), seed)
     near = difflib.get_close_matches(head, _PROCESSES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"processes are {', '.join(_PROCESSES)}"
     raise WorkloadError(f"{head!r} is neither a trace file nor a process of arrivals; {hint}")
@@ -111,7 +110,7 @@ def _paced(workload: Workload, said: Options, end_s: float | None) -> Phase:
 # ---- synthetic ---------------------------------------------------------------------------------------------------
 
 
-def _synthetic(text: str, head: str, rest: str, seed: int, count_tokens: TokenCounter | None) -> Phase:
+def _synthetic(text: str, head: str, rest: str, seed: int) -> Phase:
     process, own = _PROCESSES[head]
     timeless = head == "burst"
     said = options(rest, (*own, *(key for key in FOR_ALL_PROCESSES if not timeless or key not in _OF_TIME)), head)
@@ -129,7 +128,7 @@ def _synthetic(text: str, head: str, rest: str, seed: int, count_tokens: TokenCo
     made = changes.synthetic(
         text,
         process(said.rate, **set_ones),
-        _lengths(said.lengths, seed, count_tokens),
+        _lengths(said.lengths, seed),
         key=os.path.basename(said.lengths) if os.path.exists(said.lengths) else said.lengths,
         seed=seed,
         count=said.count,
@@ -139,11 +138,11 @@ def _synthetic(text: str, head: str, rest: str, seed: int, count_tokens: TokenCo
     return _paced(_part(made, said), said, min(ends, default=None))
 
 
-def _lengths(text: str, seed: int, count_tokens: TokenCounter | None) -> Lengths:
+def _lengths(text: str, seed: int) -> Lengths:
     if found := written(text):
         return found
     if os.path.exists(text):
-        return Resampled.of(collect(Path(text), Options(), seed, count_tokens).arrivals)
+        return Resampled.of(collect(Path(text), Options(), seed).arrivals)
     raise WorkloadError(
         f"lengths={text} are neither {', '.join(MIXES)}, nor PROMPT/OUTPUT in tokens (1500/200, 1500-2000/500, "
         "4x64/48+1024/48), nor a trace file"
@@ -153,8 +152,8 @@ def _lengths(text: str, seed: int, count_tokens: TokenCounter | None) -> Lengths
 # ---- traces ------------------------------------------------------------------------------------------------------
 
 
-def _trace(path: Path, said: Options, seed: int, count_tokens: TokenCounter | None) -> Phase:
-    workload = _part(collect(path, said, seed, count_tokens), said)
+def _trace(path: Path, said: Options, seed: int) -> Phase:
+    workload = _part(collect(path, said, seed), said)
     retimed = _retimed(workload, said, seed)
     return _paced(retimed, said, said.until if retimed is workload else None)
 

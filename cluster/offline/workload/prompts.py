@@ -8,7 +8,6 @@ slice of a fixed table, which makes a prompt of 12,000 tokens a matter of copyin
 """
 
 import random
-from collections.abc import Iterator
 from functools import lru_cache
 
 from cluster.offline.workload.arrivals import Workload, WorkloadError
@@ -43,11 +42,6 @@ def request(workload: Workload, index: int, vocab_size: int, *, slo: SLO = _NO_S
     sampling = SamplingParams(temperature=0.0, seed=seed, max_tokens=arrival.output_tokens, ignore_eos=True)
     prompt = prompt_tokens(workload, index, vocab_size)
     return Request(f"w-{index}", prompt, sampling, slo, session=arrival.session)
-
-
-def requests(workload: Workload, vocab_size: int, *, slo: SLO = _NO_SLO, seed: int = 0) -> Iterator[Request]:
-    """All of them in order, each made when it is asked for: prompts take 8 bytes a token."""
-    return (request(workload, index, vocab_size, slo=slo, seed=seed) for index in range(len(workload.arrivals)))
 
 
 def _stretch(number: int, count: int, vocab_size: int) -> list[int]:

@@ -22,7 +22,6 @@ from cluster.offline.workload.streams import first_character, json_array, json_l
 
 MOONCAKE_BLOCK, BAILIAN_BLOCK = 512, 16  # tokens
 
-TokenCounter = Callable[[str], int]
 Kind = TypeVar("Kind")
 
 
@@ -57,13 +56,13 @@ def four_characters(text: str) -> int:
     return -(-len(text) // 4)
 
 
-def read(stream: BufferedReader, path: Path, count_tokens: TokenCounter | None = None) -> Trace:
-    """The trace in an opened file. `count_tokens` is asked where the file has texts and no lengths."""
+def read(stream: BufferedReader, path: Path) -> Trace:
+    """The trace in an opened file."""
     match first_character(stream, path):
         case "[":
-            return _objects(json_array(stream, path), path, count_tokens)
+            return _objects(json_array(stream, path), path)
         case "{":
-            return _objects(json_lines(stream, path), path, count_tokens)
+            return _objects(json_lines(stream, path), path)
     return _columns(table(stream, path), path)
 
 
@@ -190,16 +189,15 @@ class _Conversation(msgspec.Struct):
     id: int | str = ""
 
 
-def _objects(records: Iterator[tuple[str, dict[str, Any]]], path: Path, count_tokens: TokenCounter | None) -> Trace:
+def _objects(records: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Trace:
     first = next(records, None)
     if first is None:
         raise WorkloadError(f"{path} is empty")
     place, keys = first
     records = chain([first], records)
     if "conversations" in keys:
-        note = "the first exchange of each conversation"
-        counted = "" if count_tokens else "; a token counted for every 4 characters"
-        return Trace(_conversations(records, count_tokens or four_characters), drops_empty=True, note=note + counted)
+        note = "the first exchange of each conversation; a token counted for every 4 characters"
+        return Trace(_conversations(records), drops_empty=True, note=note)
     if "input_length" in keys and "output_length" in keys:
         chats = "chat_id" in keys
         rows = _chats(records) if chats else _blocks(records)
@@ -239,10 +237,10 @@ def _chats(records: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Row]:
         yield Row(place, found.timestamp, found.input_length, found.output_length, found.hash_ids, session)
 
 
-def _conversations(records: Iterable[tuple[str, dict[str, Any]]], count_tokens: TokenCounter) -> Iterator[Row]:
+def _conversations(records: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Row]:
     """The first text is the prompt, the second the answer, as vLLM's and SGLang's benchmarks take them."""
     for place, record in records:
         turns = _converted(record, _Conversation, place).conversations
         texts = [each.value.strip() for each in turns[:2]]
-        prompt, output = (count_tokens(text) if text else 0 for text in (*texts, "", "")[:2])
+        prompt, output = (four_characters(text) if text else 0 for text in (*texts, "", "")[:2])
         yield Row(place, None, prompt, output)

@@ -8,8 +8,7 @@ import pytest
 from cluster.offline.load.endpoint import EndpointError, Target
 from cluster.offline.load.opening import open_endpoint
 from cluster.offline.load.sending import Load, nothing
-from cluster.offline.load.through_http import HttpEndpoint
-from cluster.offline.load.words import VOCAB_SIZE, WORDS, text_of
+from cluster.offline.load.through_http import VOCAB_SIZE, WORDS, HttpEndpoint, text_of
 from cluster.offline.scoring.figures import figures
 from cluster.offline.scoring.records import Ending, Run
 from cluster.offline.workload.arrivals import Arrival, Workload

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.offline.profile.points import HELD_OUT, SEEN
+from cluster.offline.profile.steps import HELD_OUT, SEEN
 from diptych.shapes import Shape
 from workers.costs import LinearCost, step_seconds
 from workers.profiles.fit import COEFFICIENTS, FitError, Point, error_of, fit, non_negative

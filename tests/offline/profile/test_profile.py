@@ -13,8 +13,7 @@ from cluster.offline.profile import measure as module
 from cluster.offline.profile.beside import measure_beside
 from cluster.offline.profile.measure import measure
 from cluster.offline.profile.path import measure_path
-from cluster.offline.profile.points import HELD_OUT, SEEN
-from cluster.offline.profile.steps import measure_steps
+from cluster.offline.profile.steps import HELD_OUT, SEEN, measure_steps
 from diptych.errors import DiptychError
 from diptych.shapes import Shape
 from tests.offline.profile.served import COST, served, spec

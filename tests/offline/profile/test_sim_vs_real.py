@@ -13,7 +13,7 @@ from benchmarks.sim_vs_real.record import Recorded, recorded
 from benchmarks.sim_vs_real.systems import ANSWER, COLOCATED, PROMPTS, SPLIT, SYSTEMS, capacity, promise, workload
 from cluster.offline.scoring.figures import figures
 from cluster.offline.scoring.records import Run
-from cluster.offline.sim.measured import models_of, surroundings_of
+from cluster.offline.sim.fleet import measured_models, surroundings_of
 from cluster.offline.sim.run import Options, simulate
 from cluster.spec import ClusterSpec
 from workers.costs import LinearCost
@@ -37,7 +37,7 @@ def profile_of(spec: ClusterSpec, cost: LinearCost = COST, ratio: float = 1.2, c
 
 def ran(spec: ClusterSpec, profile: ClusterProfile, rate: float = 0.5, count: int = 12) -> Run:
     options = Options(system=spec.name, around=surroundings_of(profile))
-    return simulate(spec, models_of(profile, spec), workload(spec.name, count, rate, 0), options)
+    return simulate(spec, measured_models(profile, spec), workload(spec.name, count, rate, 0), options)
 
 
 def real_of(run: Run, profile: ClusterProfile, load: float = 0.5) -> record.Real:
@@ -82,7 +82,7 @@ def test_every_leaf_of_the_profile_reaches_the_simulation() -> None:
 
 def test_a_pool_that_was_not_measured_cannot_be_simulated() -> None:
     with pytest.raises(ProfileError, match="'mixed' was not measured"):
-        models_of(profile_of(SPLIT), COLOCATED)
+        measured_models(profile_of(SPLIT), COLOCATED)
 
 
 def test_equal_seeds_ask_for_equal_lengths_and_turns_share_no_prompt() -> None:

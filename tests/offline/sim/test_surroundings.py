@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import PoolModel, Surroundings
-from cluster.offline.sim.machine import Machine
 from cluster.offline.sim.run import Options, simulate
+from cluster.offline.sim.surroundings import Machine
 from tests.offline.sim.cases import COST, colocated, models, split, steady
 
 

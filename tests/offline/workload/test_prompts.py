@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.offline.workload.arrivals import Arrival, Workload, WorkloadError
-from cluster.offline.workload.prompts import FIRST_TOKEN, prompt_tokens, request, requests
+from cluster.offline.workload.prompts import FIRST_TOKEN, prompt_tokens, request
 from workers.request import SLO
 
 BLOCK = 16
@@ -45,7 +45,7 @@ def test_prompts_share_exactly_their_common_prefix(workload: Workload, vocab_siz
 
 def test_no_two_of_many_prompts_are_alike() -> None:
     workload = Workload("many", tuple(Arrival(0.0, 5, 1) for _ in range(20_000)))
-    assert len({each.prompt for each in requests(workload, 49_152)}) == 20_000
+    assert len({request(workload, index, 49_152).prompt for index in range(20_000)}) == 20_000
 
 
 def test_a_short_last_block_begins_as_the_whole_one() -> None:
@@ -79,8 +79,7 @@ def test_ids_that_no_block_can_have() -> None:
 def test_requests_ask_for_exactly_the_output() -> None:
     arrivals = (Arrival(0.0, 9, 4), Arrival(1.0, 8, 6, session="talk"))
     workload, slo = Workload("two", arrivals), SLO(ttft_s=0.5, tpot_s=0.05)
-    first, second = requests(workload, 32_000, slo=slo, seed=7)
+    first, second = (request(workload, index, 32_000, slo=slo, seed=7) for index in range(2))
     assert (first.id, second.id, second.session) == ("w-0", "w-1", "talk")
     assert (first.sampling.max_tokens, first.sampling.ignore_eos, first.sampling.seed) == (4, True, 7)
     assert (first.slo, len(first.prompt)) == (slo, 9)
-    assert request(workload, 1, 32_000, slo=slo, seed=7) == second

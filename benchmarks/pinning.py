@@ -1,0 +1,54 @@
+"""What processes use, which cores they may use, and how they are kept still, so that others can be measured."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+
+import psutil
+
+from cluster.offline.load.processes import Child, ProcessFailed
+
+
+def family_cpu_s(child: Child) -> float:
+    """What a child and its descendants have used so far, including what ended ones among these had used."""
+    return sum(cpu_seconds(process) for process in child.family())
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return 0.0
+    return float(times.user + times.system)
+
+
+def process_cpu_s(pid: int) -> float:
+    """What all threads of one process have used so far, to the nanosecond. Raises `ProcessFailed` when it has ended."""
+    try:
+        return time.clock_gettime(~pid << 3 | 2)  # what clock_getcpuclockid(3) makes of a pid on Linux
+    except OSError as error:
+        raise ProcessFailed(f"process {pid} has ended") from error
+
+
+def pin(pids: Sequence[int], cores: Sequence[int]) -> None:
+    """Bind every thread of these processes; threads that they start later inherit it."""
+    for pid in pids:
+        for thread in psutil.Process(pid).threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, cores)
+
+
+@contextlib.contextmanager
+def paused(pids: Sequence[int]) -> Iterator[None]:
+    """These processes stand still inside, so that they take nothing from what is measured."""
+    try:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)

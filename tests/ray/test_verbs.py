@@ -1,0 +1,22 @@
+"""A worker behind Ray answers to every verb of a worker."""
+
+import pickle
+
+import pytest
+
+from cluster.runtime.interface import WorkerHandle
+from cluster.runtime.ray import RayWorker
+
+VERBS = [name for name, verb in vars(WorkerHandle).items() if callable(verb) and not name.startswith("_")]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_ray_worker_has_every_verb(verb: str) -> None:
+    assert callable(getattr(RayWorker("worker", None, 1.0), verb))
+
+
+def test_a_ray_worker_has_no_other_verb_and_crosses_processes() -> None:
+    worker = RayWorker("worker", None, 1.0)
+    with pytest.raises(AttributeError, match="no verb 'shout'"):
+        worker.shout  # noqa: B018
+    assert pickle.loads(pickle.dumps(worker)) == worker
