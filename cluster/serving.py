@@ -72,8 +72,7 @@ class GatewayService:
     async def _open(self, model: ModelView, port: int, http_port: int | None) -> None:
         spec = replace(self._spec, gateway=replace(self._spec.gateway, grpc_port=port, http_port=http_port))
         spans = await _spans(spec, self._name)
-        on_end = None if spans is None else spans.ended
-        dispatcher = Dispatcher(spec, model, self._controller.members, self._name, on_end)
+        dispatcher = Dispatcher(spec, model, self._controller.members, self._name, () if spans is None else (spans,))
         async with AsyncExitStack() as undo:
             if spans is not None:
                 undo.push_async_callback(spans.close)
@@ -90,7 +89,7 @@ class GatewayService:
             self._supervise(dispatcher, "sampling the load", lambda: self._sample(dispatcher))
 
     def _supervise(self, dispatcher: Dispatcher, task: str, work: Callable[[], Awaitable[None]]) -> None:
-        self._tasks.append(asyncio.ensure_future(supervised(task, work, dispatcher.roster.failures)))
+        self._tasks.append(asyncio.ensure_future(supervised(task, work, dispatcher.discovery.failures)))
 
     async def _report(self, dispatcher: Dispatcher, period_s: float) -> None:
         """Report the load to the controller. A report that does not arrive is lost."""
@@ -103,7 +102,7 @@ class GatewayService:
     @staticmethod
     async def _sample(dispatcher: Dispatcher) -> None:
         """Record how full the workers are, for traces."""
-        dispatcher.history.sample(dispatcher.roster.picture())
+        dispatcher.history.sample(dispatcher.discovery.picture())
         await asyncio.sleep(SAMPLE_S)
 
     async def http_url(self) -> str:

@@ -59,6 +59,7 @@ class Attempt:
         decode: WorkerClient,
         watch: Stopwatch,
         on_tokens: Callable[[TokensOut], None],
+        on_transfer: Callable[[str, TransferReport], None],
         background: Background,
         cut_tokens: int = 0,
         prefix_owner: WorkerClient | None = None,
@@ -75,6 +76,7 @@ class Attempt:
         self._cut_tokens = 0 if prefill is decode else cut_tokens
         self._watch = watch
         self._on_tokens = on_tokens
+        self._on_transfer = on_transfer
         self.background = background
         self._prefix_owner = prefix_owner if prefix_owner and prefix_owner.kv_dtype == prefill.kv_dtype else None
         self._prefix_fetch_s = prefix_fetch_s
@@ -138,7 +140,7 @@ class Attempt:
         while first is None or not self.transfers:
             output = await self._receive(FetchedOut, TokensOut)
             if isinstance(output, FetchedOut):
-                self.transfers.append(output.report)
+                self.on_fetched(decode, output.report)
                 continue
             first = output
             self._emit_first(first, Phase.TRANSFER)
@@ -198,7 +200,7 @@ class Attempt:
 
     def _on_head_fetched(self, output: FetchedOut) -> None:
         """A cut prompt's head lies where it decodes; its tail is computed there."""
-        self.transfers.append(output.report)
+        self.on_fetched(self.decode, output.report)
         if self.phase is Phase.TRANSFER:  # the head's timing came before
             self._watch.lap("transfer_wait")
             self._prefill.done()
@@ -321,6 +323,11 @@ class Attempt:
     def _give(self, output: TokensOut) -> None:
         self.known += output.tokens
         self._on_tokens(output)
+
+    def on_fetched(self, reader: WorkerCall, report: TransferReport) -> None:
+        """KV of ours has arrived at a worker."""
+        self.transfers.append(report)
+        self._on_transfer(reader.name, report)
 
     # ---- laps, and the end -------------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ class _Migration:
         ticket = await owner.call(owner.handle.hand_over(owner.key, target.request.num_tokens))
         await target.call(target.handle.fetch(target.key, ticket))
         if ticket is not None:  # None: the target has all of it
-            self._attempt.transfers.append(await self._arrived)
+            self._attempt.on_fetched(target, await self._arrived)
 
     def _on_message(self, call: WorkerCall, message: Message) -> None:
         if self._arrived.done():

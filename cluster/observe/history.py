@@ -11,6 +11,7 @@ from heapq import merge
 from operator import attrgetter
 from typing import Any
 
+from cluster.observe.request_observer import RequestEnd, RequestObserver
 from diptych.history import Happening as Happening
 from diptych.history import Load as Load
 from diptych.history import Recent as Recent
@@ -18,6 +19,8 @@ from diptych.history import RequestTrace as RequestTrace
 from diptych.history import Traffic as Traffic
 from diptych.history import Window as Window
 from diptych.view import ClusterView
+from kvtransfer.ticket import TransferReport
+from workers.request import Request
 
 MOST_HAPPENINGS = 1024
 MOST_POINTS = 65_536  # of all samples together, one for each worker
@@ -27,17 +30,17 @@ CHANGES = ("flip", "move", "lost", "back", "crash loop")  # of a worker that is 
 END_NS, AT_NS = attrgetter("end_ns"), attrgetter("at_ns")
 
 
-class History:
+class History(RequestObserver):
     """Owned by a Dispatcher. At most `most` ended requests, of the last `age_s` seconds; 0: no requests, no loads."""
 
     def __init__(self, most: int, age_s: float, now_ns: Callable[[], int]) -> None:
-        self.keeps_trails = most > 0
+        self._keeps_traces = most > 0
         self._age_ns = round(age_s * 1e9)
         self._now_ns = now_ns
         self._began_ns = now_ns()
         self._whole_ns = self._began_ns  # the newest of what was forgotten
         self._traffic: dict[str, Traffic] = {}
-        self._trails: deque[RequestTrace] = deque(maxlen=most)
+        self._traces: deque[RequestTrace] = deque(maxlen=most)
         self._happenings: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)
         self._refusals: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)  # apart: they come in floods
         self._loads: deque[Load] = deque(maxlen=MOST_POINTS if most else 0)
@@ -49,6 +52,40 @@ class History:
             known = self._traffic[worker] = Traffic()
         return known
 
+    # ---- what requests do --------------------------------------------------------------------------------------
+
+    def on_prefilled(self, worker: str, prompt_tokens: int, cached_tokens: int) -> None:
+        traffic = self.of(worker)
+        traffic.prompts += 1
+        traffic.prompt_tokens += prompt_tokens
+        traffic.cached_tokens += cached_tokens
+
+    def on_tokens(self, request: Request, worker: str, num_tokens: int, gap_s: float | None) -> None:
+        self.of(worker).output_tokens += num_tokens
+
+    def on_transfer(self, reader: str, report: TransferReport) -> None:
+        traffic = self.of(reader)
+        traffic.transfers += 1
+        traffic.transfer_bytes += report.num_bytes
+        traffic.transfer_s += report.elapsed_s
+
+    def on_moved(self, request: Request, source: str, target: str) -> None:
+        self.happened("move", target, f"from {source}", request.id)
+
+    def on_replaced(self, request: Request, worker: str, reason: str) -> None:
+        self.happened("anew", worker, reason, request.id)
+
+    def on_end(self, end: RequestEnd) -> None:
+        if end.score.outcome == "refused":
+            self.happened("refused", "", f"{end.score.refusal}: {end.error}", end.request.id)
+        if self._keeps_traces:
+            self.ended(end.trace())
+
+    def on_turned_away(self, class_name: str, cause: str) -> None:
+        self.happened("refused", "", cause)
+
+    # ---- what is kept ------------------------------------------------------------------------------------------
+
     def happened(self, kind: str, worker: str, text: str, request_id: str = "") -> None:
         now_ns = self._now_ns()
         among = self._refusals if kind == "refused" else self._happenings
@@ -59,9 +96,9 @@ class History:
             known = self.of(worker)
             known.change, known.changed_ns = f"{kind} {text[:LONGEST_TEXT]}", now_ns
 
-    def ended(self, trail: RequestTrace) -> None:
-        """A request is over; its trail is kept for a while."""
-        self._keep(self._trails, trail, END_NS)
+    def ended(self, trace: RequestTrace) -> None:
+        """A request is over; its trace is kept for a while."""
+        self._keep(self._traces, trace, END_NS)
         self._forget()
 
     def sample(self, view: ClusterView) -> None:
@@ -89,10 +126,10 @@ class History:
     def window(self, begin_ns: int, end_ns: int, under_way: Iterable[RequestTrace] = ()) -> Window:
         """What overlaps with this stretch of time; with what is under way, as far as it was then there."""
         self._forget()
-        trails = (*self._trails, *under_way)
-        whole_ns = self._whole_ns if self.keeps_trails else self._now_ns()
+        traces = (*self._traces, *under_way)
+        whole_ns = self._whole_ns if self._keeps_traces else self._now_ns()
         return Window(
-            tuple(each for each in trails if each.end_ns >= begin_ns and each.arrived_ns <= end_ns),
+            tuple(each for each in traces if each.end_ns >= begin_ns and each.arrived_ns <= end_ns),
             _merged(*([each for each in among if begin_ns <= each.at_ns <= end_ns] for among in self._both)),
             tuple(each for each in self._loads if begin_ns <= each.at_ns <= end_ns),
             whole_ns if whole_ns > begin_ns else 0,
@@ -100,7 +137,7 @@ class History:
 
     def _forget(self) -> None:
         oldest_ns = self._now_ns() - self._age_ns
-        self._forget_to(oldest_ns, self._trails, END_NS)
+        self._forget_to(oldest_ns, self._traces, END_NS)
         for among in (self._loads, *self._both):
             self._forget_to(oldest_ns, among, AT_NS)
 

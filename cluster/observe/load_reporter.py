@@ -1,14 +1,14 @@
-"""What one gateway saw of the load since it last told: arrivals, who waits for a first token, and how requests ended.
+"""What one gateway saw of the load since its last report: arrivals, who waits for a first token, how requests ended.
 
-Fed with the events that the dispatcher emits; the controller's elastic policy is told. Knows no worker; bounded.
+The controller's elastic policy reads it. Knows no worker; bounded.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.events import ClusterError, Completed, Delta, Event
+from cluster.events import ClusterError, Completed
+from cluster.observe.request_observer import RequestEnd, RequestObserver
 from cluster.policy.scaling.evidence import Report, Sample
 from workers.request import SLO, Request
 
@@ -27,7 +27,7 @@ class _Seen:
     output_tokens: int = 0
 
 
-class LoadReporter:
+class LoadReporter(RequestObserver):
     """Owned by a Dispatcher. `promised`: to requests that ask for nothing. `clock`: seconds, of the dispatcher."""
 
     def __init__(self, gateway: str, promised: SLO, clock: Callable[[], float]) -> None:
@@ -35,6 +35,7 @@ class LoadReporter:
         self._promised = promised
         self._clock = clock
         self._told_s = clock()
+        self._running: dict[str, _Seen] = {}
         self._waiting: dict[str, _Seen] = {}  # no token yet, in the order of arrival
         self._groups: dict[str, int] = {}  # live siblings of each
         self._arrived = 0
@@ -42,17 +43,10 @@ class LoadReporter:
         self._expected_tokens = 0
         self._samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
 
-    @contextmanager
-    def seen(
-        self, request: Request, emit: Callable[[Event], None], arrived_s: float, expected_tokens: int = 0
-    ) -> Iterator[Callable[[Event], None]]:
-        """Inside, events of this request go through what is given, which passes them on to `emit`.
-
-        `expected_tokens`: of its answer. One that ends by its caller's wish leaves no sample. A prompt that siblings
-        share is counted once.
-        """
+    def on_arrived(self, request: Request, arrived_s: float, expected_tokens: int) -> None:
+        """A prompt that several answers share is counted once."""
         asked, prompt_tokens = request.slo, len(request.prompt)
-        seen = self._waiting[request.id] = _Seen(
+        self._waiting[request.id] = self._running[request.id] = _Seen(
             arrived_s,
             self._promised.ttft_s if asked.ttft_s is None else asked.ttft_s,
             self._promised.tpot_s if asked.tpot_s is None else asked.tpot_s,
@@ -65,24 +59,20 @@ class LoadReporter:
         if request.group:
             self._groups[request.group] = self._groups.get(request.group, 0) + 1
 
-        def hear(event: Event) -> None:
-            if isinstance(event, Delta):
-                if seen.first_s is None:
-                    seen.first_s = self._clock()
-                    del self._waiting[request.id]
-                seen.output_tokens += len(event.tokens)
-            elif isinstance(event, Completed):
-                self._samples.append(_completed(seen, event))
-            emit(event)
+    def on_first_token(self, request: Request) -> None:
+        self._waiting.pop(request.id).first_s = self._clock()
 
-        try:
-            yield hear
-        except ClusterError:
+    def on_end(self, end: RequestEnd) -> None:
+        """One that its caller cancels leaves no sample."""
+        request = end.request
+        self._waiting.pop(request.id, None)
+        seen = self._running.pop(request.id)
+        seen.output_tokens = end.num_tokens
+        if end.completed is not None:
+            self._samples.append(_completed(seen, end.completed))
+        if isinstance(end.error, ClusterError):
             self._samples.append(_broken(seen))
-            raise
-        finally:
-            self._waiting.pop(request.id, None)
-            self._leave(request.group)
+        self._leave(request.group)
 
     def _leave(self, group: str) -> None:
         if group:

@@ -21,6 +21,7 @@ from opentelemetry.util.types import AttributeValue
 from cluster.observe.history import RequestTrace
 from cluster.observe.ledger import handed, is_noticed, now_ns
 from cluster.observe.request_metrics import stages
+from cluster.observe.request_observer import RequestEnd, RequestObserver
 from cluster.observe.request_trace import stays
 from cluster.observe.trace_context import told
 from cluster.spec import ClusterSpec, TracingSpec
@@ -36,7 +37,7 @@ REQUEST = "llm_request"
 FINE = ("completed", "cancelled")
 
 
-class Spans:
+class Spans(RequestObserver):
     """Owned by a gateway. Takes what its dispatcher tells of requests that have ended."""
 
     def __init__(self, spec: ClusterSpec, gateway: str) -> None:
@@ -55,6 +56,9 @@ class Spans:
         )
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("diptych")
+
+    def on_end(self, end: RequestEnd) -> None:
+        self.ended(end.trace(), end.request, end.completed.finish if end.completed else None)
 
     def ended(self, trail: RequestTrace, request: Request, finish: FinishReason | None) -> None:
         """Of a request that this task serves. Never raises: whatever is wrong here, the request has its end."""

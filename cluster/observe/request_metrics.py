@@ -7,17 +7,18 @@ from collections.abc import Iterable
 
 from cluster.events import Completed
 from cluster.observe.ledger import PHASES, LatencyLedger
+from cluster.observe.request_observer import RequestEnd, RequestObserver
 from cluster.policy.estimate.histograms import BYTES, RANGES, SECONDS, TOKEN_SECONDS, TOKENS, Counting, Tallied
 from cluster.policy.slo_attainment import OTHER, Ended
 from kvtransfer.ticket import TransferReport
-from workers.request import FinishReason
+from workers.request import FinishReason, Request
 
 PLAIN = "default"  # the class of requests that name none
 STAGES = ("queue", "prefill", "decode", "inference")
 QUEUEING = ("admission", "route", "reserve", "prefill_queue")
 
 
-class RequestMetrics:
+class RequestMetrics(RequestObserver):
     """Owned by a Dispatcher. `classes` are those of the specification; requests of any other count as `other`.
 
     What it names is told from the start, `transports` too.
@@ -37,6 +38,15 @@ class RequestMetrics:
         self._stages = Counting(SECONDS, [(stage,) for stage in STAGES])
         by_transport = [(name,) for name in transports]
         self._transfers = tuple(Counting(bounds, by_transport) for bounds in (SECONDS, BYTES, RANGES))
+
+    def on_tokens(self, request: Request, worker: str, num_tokens: int, gap_s: float | None) -> None:
+        self.came(request.slo.class_name, num_tokens, gap_s)
+
+    def on_end(self, end: RequestEnd) -> None:
+        self.ended(end.score, end.completed, end.transfers)
+
+    def on_turned_away(self, class_name: str, cause: str) -> None:
+        self.ended(Ended("refused", class_name, cause), None, ())
 
     def came(self, class_name: str, num_tokens: int, gap_s: float | None) -> None:
         """Tokens of an answer, so long after the ones before; None: they are its first."""

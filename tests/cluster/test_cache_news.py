@@ -191,8 +191,8 @@ async def test_a_restarted_worker_is_asked_anew() -> None:
         await index_of(subject, {"prefill-0": 256, "decode-0": 256}, wanted.prompt)
         await subject.workers["prefill-0"].close()
         await index_of(subject, {"decode-0": 256}, wanted.prompt)
-        while len(subject.dispatcher.roster.picture().ready(Role.PREFILL, Role.DECODE)) < 2:
-            await subject.dispatcher.roster.change()
+        while len(subject.dispatcher.discovery.picture().ready(Role.PREFILL, Role.DECODE)) < 2:
+            await subject.dispatcher.discovery.change()
         await subject.run(request("again", 300, max_tokens=2))
         await index_of(subject, {"prefill-0": 256, "decode-0": 256}, wanted.prompt)
 

@@ -304,7 +304,7 @@ async def test_a_silent_gateway_loses_its_requests_and_its_waiting_reservations(
 
 async def test_a_line_that_was_lost_to_a_living_worker_is_dialled_again() -> None:
     async with cluster(split_spec()) as subject:
-        subject.dispatcher.roster.lines["decode-0"].hang_up("for the test")
+        subject.dispatcher.discovery.lines["decode-0"].hang_up("for the test")
         assert not subject.dispatcher.view.ready(Role.DECODE)
         async with asyncio.timeout(5):
             while not subject.dispatcher.view.ready(Role.DECODE):
@@ -317,13 +317,13 @@ async def test_a_controller_that_starts_anew_does_not_cut_living_streams() -> No
     async with cluster(split_spec(), SLOW) as subject:
         stream = asyncio.ensure_future(subject.run(request("a", 40, max_tokens=30)))
         await asyncio.sleep(0.4)
-        known = subject.dispatcher.roster.membership
+        known = subject.dispatcher.discovery.membership
         anew = tuple(
             replace(m, view=structs.replace(m.view, state=WorkerState.STARTING, incarnation="")) for m in known.members
         )
-        subject.dispatcher.roster.take(replace(known, members=anew))
+        subject.dispatcher.discovery.take(replace(known, members=anew))
         await asyncio.sleep(0.1)
-        subject.dispatcher.roster.take(known)
+        subject.dispatcher.discovery.take(known)
         events = await stream
         assert tokens_of(events) == expected("a", 40, 30) and completed(events).attempts == 1
         await subject.settle()

@@ -53,7 +53,7 @@ async def test_a_flip_leaves_what_runs_alone_and_new_work_follows_the_new_role()
         asked = [request(f"s{n}", max_tokens=120) for n in range(3)]
         streams = [Streaming(subject, each) for each in asked]
         await asyncio.gather(*(stream.begun.wait() for stream in streams))
-        lines = dict(subject.dispatcher.roster.lines)
+        lines = dict(subject.dispatcher.discovery.lines)
         await flipped(subject, "decode-1", Role.PREFILL)
         for n in range(6):
             where = accepted(await subject.run(request(f"n{n}", first=50 * n + 50)))
@@ -65,7 +65,7 @@ async def test_a_flip_leaves_what_runs_alone_and_new_work_follows_the_new_role()
         for each, events in zip(asked, told, strict=True):
             assert tokens_of(events) == tokens_of(await subject.run(each))
             assert completed(events).attempts == 1
-        assert dict(subject.dispatcher.roster.lines) == lines, "a flip costs no line"
+        assert dict(subject.dispatcher.discovery.lines) == lines, "a flip costs no line"
         await subject.settle()
 
 

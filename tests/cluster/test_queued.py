@@ -443,7 +443,7 @@ def test_a_change_of_membership_asks_again_at_once() -> None:
             asked, choose = [], dispatcher._policy.choose
             dispatcher._policy.choose = lambda ask: asked.append(ask.now_s) or choose(ask)  # type: ignore
             now_s = asyncio.get_running_loop().time()
-            dispatcher.roster.take(dispatcher.roster.membership)
+            dispatcher.discovery.take(dispatcher.discovery.membership)
             for _ in range(5):
                 await asyncio.sleep(0)
             assert asked == [now_s]
@@ -456,7 +456,7 @@ def test_who_loses_its_worker_between_its_turn_and_its_start_is_asked_again() ->
     async def scene() -> None:
         async with opened(promising(colocated(2), rebalance=False)) as cluster:
             (dispatcher,) = cluster.dispatchers
-            admission_queue, roster = dispatcher._admission_queue, dispatcher.roster
+            admission_queue, roster = dispatcher._admission_queue, dispatcher.discovery
             resolve, left = admission_queue._resolve, list[str]()
 
             def resolved(guest, *, served=False):  # type: ignore[no-untyped-def]

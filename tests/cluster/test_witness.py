@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.events import Accepted, Delta, Event, Rejected
+from cluster.events import Accepted, Rejected
 from cluster.observe.load_reporter import MOST_SAMPLES, LoadReporter
+from cluster.observe.request_observer import RequestEnd
 from cluster.policy.scaling.evidence import Report
+from cluster.policy.slo_attainment import Ended
 from cluster.spec import ElasticSpec, GatewaySpec
+from diptych.history import RequestTrace
 from tests.cluster.local import cluster, completed, request, split_spec, tokens_of
 from workers.request import SLO, Request
 
@@ -30,67 +33,65 @@ def load_reporter(clock: Clock) -> LoadReporter:
     return LoadReporter("gateway-0", SLO(2.0, 0.1), clock)
 
 
-def delta(count: int) -> Delta:
-    return Delta(tuple(range(count)), 0)
+def ended(wanted: Request, error: BaseException | None, num_tokens: int = 0) -> RequestEnd:
+    def no_trace() -> RequestTrace:
+        raise AssertionError("a load report needs no trace")
 
-
-def ignore(event: Event) -> None:
-    """Nobody listens."""
+    return RequestEnd(wanted, Ended("failed"), error, None, num_tokens, (), no_trace)
 
 
 def test_those_who_wait_are_told_until_their_first_token(load_reporter: LoadReporter, clock: Clock) -> None:
-    impatient = replace(request("b", 30), slo=SLO(0.5))
-    with (
-        load_reporter.seen(request("a", 20), ignore, 99.0) as hear,
-        load_reporter.seen(impatient, ignore, 99.4),
-        load_reporter.seen(replace(request("c", 5), slo=SLO(60.0)), ignore, 90.0),
-    ):
-        clock.now_s = 100.5
-        told = load_reporter.report()
-        assert (told.arrived, told.arrived_tokens, told.seconds) == (3, 55, 0.5)
-        assert (told.waiting, told.overdue, told.oldest_wait_s) == (3, 1, 10.5)
-        clock.now_s = 101.5
-        assert load_reporter.report().overdue == 2, "the gateway's own promise counts where none was asked"
-        hear(delta(1))
-        hear(delta(2))
-        told = load_reporter.report()
-        assert (told.waiting, told.overdue, told.arrived, told.samples) == (2, 1, 0, ())
+    waiting, impatient = request("a", 20), replace(request("b", 30), slo=SLO(0.5))
+    patient = replace(request("c", 5), slo=SLO(60.0))
+    for wanted, arrived_s in ((waiting, 99.0), (impatient, 99.4), (patient, 90.0)):
+        load_reporter.on_arrived(wanted, arrived_s, 0)
+    clock.now_s = 100.5
+    told = load_reporter.report()
+    assert (told.arrived, told.arrived_tokens, told.seconds) == (3, 55, 0.5)
+    assert (told.waiting, told.overdue, told.oldest_wait_s) == (3, 1, 10.5)
+    clock.now_s = 101.5
+    assert load_reporter.report().overdue == 2, "the gateway's own SLO counts where none was asked"
+    load_reporter.on_first_token(waiting)
+    told = load_reporter.report()
+    assert (told.waiting, told.overdue, told.arrived, told.samples) == (2, 1, 0, ())
+    for wanted in (waiting, impatient, patient):
+        load_reporter.on_end(ended(wanted, asyncio.CancelledError()))
     assert load_reporter.report() == Report("gateway-0", 0.0, 0, 0)
 
 
 def test_a_request_that_is_turned_away_is_a_sample_and_one_that_its_caller_ends_is_none(
     load_reporter: LoadReporter, clock: Clock
 ) -> None:
-    with pytest.raises(Rejected), load_reporter.seen(request("a", 20), ignore, 100.0):
-        raise Rejected("full", 1.0)
-    with pytest.raises(asyncio.CancelledError), load_reporter.seen(request("b"), ignore, 100.0):
-        raise asyncio.CancelledError
-    with pytest.raises(Rejected), load_reporter.seen(request("late", 20), ignore, 100.0) as hear:
-        clock.now_s = 101.0
-        hear(delta(1))
-        raise Rejected("late", 1.0)
+    for wanted in (request("a", 20), request("b"), request("late", 20)):
+        load_reporter.on_arrived(wanted, 100.0, 0)
+    load_reporter.on_end(ended(request("a", 20), Rejected("full", 1.0)))
+    load_reporter.on_end(ended(request("b"), asyncio.CancelledError()))
+    clock.now_s = 101.0
+    load_reporter.on_first_token(request("late", 20))
+    load_reporter.on_end(ended(request("late", 20), Rejected("late", 1.0), num_tokens=1))
     refused, late = load_reporter.report().samples
     assert refused.ttft_s is None and refused.output_tokens == 0
     assert (refused.ttft_slo_s, refused.tpot_slo_s) == (2.0, 0.1)
     assert late.ttft_s == 1.0 and late.output_tokens == 1
 
 
-def test_a_prompt_that_siblings_share_is_counted_once(load_reporter: LoadReporter) -> None:
-    def sibling(name: str) -> Request:
-        return replace(request(name, 20), group="g")
-
-    with load_reporter.seen(sibling("g#0"), ignore, 100.0), load_reporter.seen(sibling("g#1"), ignore, 100.0):
-        pass
+def test_a_prompt_that_several_answers_share_is_counted_once(load_reporter: LoadReporter) -> None:
+    first, second = (replace(request(name, 20), group="g") for name in ("g#0", "g#1"))
+    for wanted in (first, second):
+        load_reporter.on_arrived(wanted, 100.0, 0)
+    for wanted in (first, second):
+        load_reporter.on_end(ended(wanted, asyncio.CancelledError()))
     told = load_reporter.report()
     assert (told.arrived, told.arrived_tokens) == (2, 20)
-    with load_reporter.seen(sibling("g#0"), ignore, 100.0):
-        assert load_reporter.report().arrived_tokens == 20, "later ones are others"
+    load_reporter.on_arrived(first, 100.0, 0)
+    assert load_reporter.report().arrived_tokens == 20, "later ones are others"
 
 
 def test_a_report_is_bounded(load_reporter: LoadReporter) -> None:
     for index in range(MOST_SAMPLES + 9):
-        with pytest.raises(Rejected), load_reporter.seen(request(f"r{index}", index + 1), ignore, 100.0):
-            raise Rejected("full", 1.0)
+        wanted = request(f"r{index}", index + 1)
+        load_reporter.on_arrived(wanted, 100.0, 0)
+        load_reporter.on_end(ended(wanted, Rejected("full", 1.0)))
     told = load_reporter.report()
     assert told.arrived == MOST_SAMPLES + 9 and len(told.samples) == MOST_SAMPLES
     assert told.samples[-1].prompt_tokens == MOST_SAMPLES + 9

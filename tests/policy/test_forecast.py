@@ -106,7 +106,7 @@ def test_first_tokens_come_when_they_were_foreseen_though_decodes_were_promised_
     whole = colocated(2, engine=replace(ENGINE, kv_blocks=3000, batching=batching))
     spec = replace(whole, gateway=replace(whole.gateway, slo=SLO(2.0, 0.03), admission="slo"))
     simulate(spec, models(spec, COST), load_workload("poisson:rate=16,count=250,lengths=mixed", seed=3))
-    errors = list(opened[0]._promises._classes["default"].errors["ttft"])
+    errors = list(opened[0]._slo_scores._classes["default"].errors["ttft"])
     assert len(errors) > 150
     assert abs(median(errors)) < 0.07
 

@@ -288,7 +288,7 @@ def test_costs_that_are_off_by_a_factor_are_mended(
     with believing(monkeypatch, COST.scaled(1 / true_ratio)) as opened:
         simulate(spec, models(spec), load_workload("poisson:rate=3,count=120,lengths=mixed", seed=5))
     (dispatcher,) = opened
-    known = dispatcher._promises._classes["default"].errors
+    known = dispatcher._slo_scores._classes["default"].errors
     for kind in ("ttft", "tpot"):
         errors = list(known[kind])
         assert len(errors) == 120

@@ -1,0 +1,321 @@
+"""One request as one coroutine: placement, attempts, recovery, the last token, within its deadline.
+
+A worker that dies costs an attempt, never a token: the next attempt gets the prompt plus what the client has, and draws
+the same tokens. Tells the policy what became of each attempt, and the observer what happened to the request.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+from cluster.dispatch.admission_queue import AdmissionQueue
+from cluster.dispatch.attempt import Attempt
+from cluster.dispatch.discovery import WorkerDiscovery
+from cluster.dispatch.migration import migrate
+from cluster.dispatch.placement import Placer
+from cluster.dispatch.request_state import RequestState
+from cluster.dispatch.worker_call import AttemptFailed
+from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Rejected
+from cluster.observe.ledger import now_ns
+from cluster.observe.request_observer import RequestEnd, RequestObserver
+from cluster.policy.admission.classes import Classes
+from cluster.policy.policy import Policy
+from cluster.policy.routing.router import Placement
+from cluster.spec import ClusterSpec, Role
+from workers.log_fields import log_fields
+from workers.request import FinishReason, TokensOut
+
+logger = logging.getLogger(__name__)
+
+LEAST_RESERVING_S = 0.1
+WORTH_TELLING_S = 0.001  # workers learn of a longer wait, since deadlines count from the request's arrival
+RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt: failures that repeat at once do not spend them all
+
+
+class RequestRunner:
+    """Owned by a Dispatcher; the only one that changes a `RequestState`. `close` after use."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        name: str,
+        *,
+        policy: Policy,
+        placer: Placer,
+        discovery: WorkerDiscovery,
+        admission_queue: AdmissionQueue,
+        observer: RequestObserver,
+    ) -> None:
+        self._spec = spec
+        self._name = name
+        self._policy = policy
+        self._placer = placer
+        self._discovery = discovery
+        self._admission_queue = admission_queue
+        self._observer = observer
+        self._classes = Classes(spec.gateway)
+        self._background: set[asyncio.Task[None]] = set()
+        self.moved_bytes = 0
+
+    async def close(self) -> None:
+        """Wait a moment for what is still canceled on workers."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=1.0)
+
+    async def run(self, state: RequestState, deadline_s: float | None) -> None:
+        """To the last event. Errors: `cluster.events`."""
+        expected_tokens = self._policy.expected_tokens(state.request)
+        self._observer.on_arrived(state.request, state.timing.arrived_s, expected_tokens)
+        completed: Completed | None = None
+        error: BaseException | None = None
+        try:
+            finish = await self._run_until(state, deadline_s)
+            completed = state.completed(finish)
+            state.emit(completed)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if state.replacement is not None:  # it never began
+                self._policy.ended(state.replacement.request.key, _now_s())
+            self._end(state, completed, error)
+
+    def _end(self, state: RequestState, completed: Completed | None, error: BaseException | None) -> None:
+        score = state.timing.ended(self._classes.slo_of(state.request), error, _now_s())
+        finish = None if completed is None else completed.finish
+        self._policy.answered(state.request, len(state.sent), finish)
+        self._observer.on_end(
+            RequestEnd(
+                request=state.request,
+                score=score,
+                error=error,
+                completed=completed,
+                num_tokens=len(state.sent),
+                transfers=state.transfers,
+                trace=lambda: state.trace(score.outcome, error),
+            )
+        )
+
+    async def _run_until(self, state: RequestState, deadline_s: float | None) -> FinishReason:
+        bound = asyncio.timeout(deadline_s)
+        try:
+            async with bound:
+                return await self._run_attempts(state)
+        except TimeoutError:
+            if bound.expired():
+                raise DeadlinePassed(state.phase.value) from None
+            raise
+
+    # ---- attempts ----------------------------------------------------------------------------------------------
+
+    async def _run_attempts(self, state: RequestState) -> FinishReason:
+        state.watch.lap("admission")
+        while True:
+            try:
+                finish = await self._attempt(state)
+            except AttemptFailed as failure:
+                await self._recover(state, failure)
+                continue
+            if finish is None:
+                continue  # another attempt was placed instead
+            if finish is not FinishReason.LENGTH or not self._placer.may_go_on(state):
+                return finish
+            self._go_on_elsewhere(state)
+
+    async def _recover(self, state: RequestState, failure: AttemptFailed) -> None:
+        """Prepare the next attempt. Raises `Rejected` and `AttemptsSpent` where there is none."""
+        spent, request = state.num_attempts, state.request
+        extra = log_fields(self._name, request.id, attempt=spent, worker=failure.worker)
+        logger.warning("request %s, attempt %d failed at %s", request.id, spent, failure, extra=extra)
+        state.avoid.add(failure.worker)
+        # A full decode pool is no reason to decode on prefill workers; a dead one is.
+        full = failure.refused_s is not None
+        nobody_else = self._policy.choose(self._placer.ask(state, alone=not full)) is None
+        if failure.refused_s is not None and nobody_else:
+            raise Rejected(str(failure), failure.refused_s, "no-room") from None
+        if spent >= self._spec.gateway.max_attempts:
+            raise AttemptsSpent(f"{spent} attempts failed, the last at {failure}") from None
+        if nobody_else:
+            state.avoid.clear()
+        state.retry(fresh=failure.corrupt)
+        await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2**state.request.attempt))
+
+    def _go_on_elsewhere(self, state: RequestState) -> None:
+        """Its worker was full and its answer is not at its end: nothing failed; a worker with more room goes on."""
+        request_id, worker = state.request.id, state.decode_workers[-1]
+        extra = log_fields(self._name, request_id, worker=worker)
+        logger.info("request %s fills %s, and goes on elsewhere", request_id, worker, extra=extra)
+        state.retry()
+        state.num_uncounted += 1
+
+    async def _attempt(self, state: RequestState) -> FinishReason | None:
+        """The attempt's end; None when another attempt has been placed instead of it."""
+        placement = self._take_replacement(state) or await self._placer.place(state)
+        self._note_placement(state, placement)
+        key, num_tokens = state.request.key, 0
+        state.attempt = attempt = self._make_attempt(state, placement)
+        try:
+            if not placement.colocated:
+                await attempt.reserve(self._reserving_s(state))
+                self._policy.reserved(key, _now_s())
+            accepted = Accepted(
+                request_id=state.request.id,
+                attempt=state.request.attempt,
+                prompt_tokens=len(state.request.prompt),
+                prefill_worker=placement.prefill,
+                decode_worker=placement.decode,
+                reason=placement.reason,
+                predicted_ttft_s=placement.predicted_ttft_s,
+                predicted_tpot_s=placement.predicted_tpot_s,
+            )
+            state.emit(accepted)
+            self._observer.on_placed(state.request, accepted)
+            finish = await self._run_attempt(state, attempt)
+            num_tokens = len(state.sent) - len(state.request.generated) if finish is not None else 0
+            return finish
+        finally:
+            self._policy.ended(key, _now_s(), num_tokens)
+            self._admission_queue.changed()
+            attempt.release()
+            state.end_attempt(attempt)
+
+    def _make_attempt(self, state: RequestState, placement: Placement) -> Attempt:
+        workers = self._discovery.lines
+        return Attempt(
+            state.request,
+            prefill=workers[placement.prefill],
+            decode=workers[placement.decode],
+            watch=state.watch,
+            on_tokens=lambda output: self._on_tokens(state, output),
+            on_transfer=self._observer.on_transfer,
+            background=self._in_background,
+            cut_tokens=placement.cut(state.request),
+            prefix_owner=workers.get(placement.prefix_owner),
+            prefix_fetch_s=self._spec.transfer.read_timeout_s,
+        )
+
+    def _take_replacement(self, state: RequestState) -> Placement | None:
+        """The attempt that was placed instead of one that had not begun, if its workers are still there."""
+        if state.replacement is None:
+            return None
+        replacement, state.replacement = state.replacement, None
+        state.request = replacement.request
+        if not self._placer.is_there(replacement.placement):
+            self._policy.ended(state.request.key, _now_s())
+            return None
+        self._placer.count_uncovered(replacement.placement)
+        return replacement.placement
+
+    @staticmethod
+    def _note_placement(state: RequestState, placement: Placement) -> None:
+        state.placement, now_s = placement, _now_s()
+        state.timing.placed(placement, now_s)
+        if (waited_s := now_s - state.timing.arrived_s) > WORTH_TELLING_S:
+            state.request = replace(state.request, waited_s=waited_s)
+
+    def _reserving_s(self, state: RequestState) -> float:
+        """How long to wait for one worker's blocks and a slot; no longer than the SLO allows."""
+        request = state.request
+        others = len(self._discovery.picture().ready(Role.DECODE, Role.MIXED)) - len(state.avoid)
+        limit_s = self._spec.gateway.placement_timeout_s / max(1, others)
+        if request.slo.ttft_s is None or not request.slo.promised or not self._classes.rejects(request):
+            return limit_s
+        left_s = request.slo.ttft_s - (_now_s() - state.timing.arrived_s)
+        return limit_s if request.generated else min(limit_s, max(left_s, LEAST_RESERVING_S))
+
+    async def _run_attempt(self, state: RequestState, attempt: Attempt) -> FinishReason | None:
+        """The attempt's end, STOP when the caller asked for it, None when it is replaced. Open laps are closed."""
+        running = asyncio.ensure_future(attempt.run())
+        state.replaced = asyncio.get_running_loop().create_future()
+        either: set[asyncio.Future[Any]] = {running, state.stop, state.replaced}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if state.replaced.done():
+                state.watch.lap("prefill_queue")
+                return None
+            if running.done() and running.exception() is None:
+                return running.result()
+            attempt.close_lap()
+            if running.done():
+                return running.result()  # raises
+            return FinishReason.STOP
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # ---- tokens ------------------------------------------------------------------------------------------------
+
+    def _on_tokens(self, state: RequestState, output: TokensOut) -> None:
+        assert output.first_position == len(state.sent), (
+            f"request {state.request.id}: token {output.first_position} came after {len(state.sent)} tokens"
+        )
+        num_tokens = len(output.tokens)
+        state.sent.extend(output.tokens)
+        gap_s = state.timing.tokens(num_tokens, asyncio.get_running_loop().time())
+        if (attempt := state.attempt) is not None:
+            self._observer.on_tokens(state.request, attempt.decode_workers[-1], num_tokens, gap_s)
+        if gap_s is None:
+            self._observer.on_first_token(state.request)
+        state.emit(Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs))
+        if output.prefilled:
+            self._on_prefilled(state, output)
+
+    def _on_prefilled(self, state: RequestState, output: TokensOut) -> None:
+        """Tell the policy. Raises `Rejected` when it turns the request away now."""
+        placement = state.placement
+        assert placement is not None, "tokens come from workers that were chosen"
+        self._observer.on_prefilled(placement.prefill, len(state.request.prompt), output.cached_tokens)
+        self._policy.prefilled(state.request.key, _now_s(), output.cached_tokens, output.timing.compute_s)
+        self._admission_queue.changed()
+        if self._policy.looks_behind_prefill and output.finish is None:
+            refusal = self._policy.judge(self._placer.ask(state), placement.decode)
+            if refusal is not None:
+                raise Rejected(refusal.reason, refusal.retry_after_s, "behind-prefill")
+
+    # ---- changes while it runs ---------------------------------------------------------------------------------
+
+    def finish(self, state: RequestState) -> None:
+        """The caller has all it wants: the next event is Completed(STOP)."""
+        if not state.stop.done():
+            state.stop.set_result(None)
+
+    def replace(self, state: RequestState) -> bool:
+        """Give up an attempt whose prompt waits, for one on other workers; False when it stays where it is."""
+        replacement = self._placer.better(state)
+        if replacement is None or state.attempt is None:
+            return False
+        key, worker, reason = state.request.key, replacement.placement.prefill, replacement.placement.reason
+        extra = log_fields(key=key, worker=worker)
+        logger.info("%s has not begun, and goes to %s: %s", key, worker, reason, extra=extra)
+        state.replacement = replacement
+        state.num_uncounted += 1
+        state.attempt.release()  # from now on no message of it counts
+        state.replaced.set_result(None)
+        self._observer.on_replaced(state.request, worker, reason)
+        return True
+
+    async def move(self, state: RequestState, worker: str, timeout_s: float | None) -> bool:
+        """Have another worker go on with the decode, which continues meanwhile; False when it stays where it is."""
+        attempt, client = state.attempt, self._discovery.lines.get(worker)
+        if attempt is None or client is None or client.lost is not None:
+            return False
+        key, source, before = state.request.key, attempt.decode_workers[-1], len(attempt.transfers)
+        moved = await migrate(attempt, client, timeout_s or self._spec.transfer.read_timeout_s)
+        if moved:
+            if state.attempt is attempt:
+                self._policy.moved(key, worker, _now_s())
+            state.moves.append((now_ns(), worker))
+            self._observer.on_moved(state.request, source, worker)
+        self.moved_bytes += sum(report.num_bytes for report in attempt.transfers[before:])
+        return moved
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

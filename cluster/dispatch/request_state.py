@@ -1,0 +1,105 @@
+"""What is known of one request while it runs. Its `RequestRunner` changes it; everybody else only reads it."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cluster.dispatch.attempt import Attempt, Phase
+from cluster.events import Completed, Event
+from cluster.observe.history import LONGEST_TEXT, RequestTrace
+from cluster.observe.ledger import Stopwatch, now_ns
+from cluster.observe.request_timing import RequestTiming
+from cluster.policy.routing.router import Placement
+from kvtransfer.ticket import TransferReport
+from workers.request import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """An attempt in place of one that had not begun. The policy knows of it already."""
+
+    request: Request
+    placement: Placement
+
+
+def _future() -> "asyncio.Future[None]":
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(slots=True)
+class RequestState:
+    """`request` is that of the latest attempt; `sent` are the answer's tokens that the client has."""
+
+    request: Request
+    watch: Stopwatch
+    emit: Callable[[Event], None]
+    timing: RequestTiming
+    stop: asyncio.Future[None] = field(default_factory=_future)  # the caller has all it wants
+    sent: list[int] = field(default_factory=list)
+    avoid: set[str] = field(default_factory=set)  # workers that failed or refused this request
+    phase: Phase = Phase.QUEUEING  # outside of attempts
+    placement: Placement | None = None  # the latest
+    attempt: Attempt | None = None  # the one that runs
+    replacement: Replacement | None = None  # until the attempt that it stands for begins
+    replaced: asyncio.Future[None] = field(default_factory=_future)  # of the attempt that runs
+    num_uncounted: int = 0  # attempts that ended without a failure
+    moves: list[tuple[int, str]] = field(default_factory=list)  # when its decode moved (ns), and to which worker
+    # Of attempts that are over:
+    transfers: list[TransferReport] = field(default_factory=list)
+    cached_tokens: int = 0
+    decode_workers: tuple[str, ...] = ()
+
+    @property
+    def num_attempts(self) -> int:
+        """Those that count: all but the ones that ended without a failure."""
+        return self.request.attempt + 1 - self.num_uncounted
+
+    def retry(self, *, fresh: bool = False) -> None:
+        """The next attempt goes on behind what the client has."""
+        self.request = self.request.retry(tuple(self.sent), fresh=fresh)
+        self.phase = Phase.RECOVERY
+
+    def end_attempt(self, attempt: Attempt) -> None:
+        """Keep what is known of an attempt that is over."""
+        self.phase, self.attempt = attempt.phase, None
+        self.decode_workers = tuple(attempt.decode_workers)
+        self.transfers += attempt.transfers
+        self.cached_tokens = max(self.cached_tokens, attempt.cached_tokens)
+
+    def completed(self, finish: FinishReason) -> Completed:
+        return Completed(
+            finish=finish,
+            prompt_tokens=len(self.request.prompt),
+            completion_tokens=len(self.sent),
+            cached_tokens=self.cached_tokens,
+            attempts=self.num_attempts,
+            ledger=self.watch.ledger(),
+            transfers=tuple(self.transfers),
+            decode_workers=self.decode_workers,
+        )
+
+    def trace(self, outcome: str = "", error: BaseException | None = None) -> RequestTrace:
+        """How the request went, so far if it has no outcome."""
+        attempt, request, ledger = self.attempt, self.request, self.watch.ledger()
+        transfers = [*self.transfers, *(() if attempt is None else attempt.transfers)]
+        decode_workers = self.decode_workers if attempt is None else tuple(attempt.decode_workers)
+        arrived_ns = self.watch.started_ns
+        return RequestTrace(
+            request_id=request.id,
+            class_name=request.slo.class_name,
+            outcome=outcome,
+            detail="" if error is None else str(error)[:LONGEST_TEXT],
+            arrived_ns=arrived_ns,
+            ledger=ledger,
+            phase=(self.phase if attempt is None else attempt.phase).value,
+            open_ns=0 if outcome == "completed" else max(0, now_ns() - arrived_ns - ledger.total_ns),
+            prompt_tokens=len(request.prompt),
+            cached_tokens=self.cached_tokens if attempt is None else attempt.cached_tokens,
+            output_tokens=len(self.sent),
+            attempts=self.num_attempts,
+            prefill_worker=self.placement.prefill if self.placement is not None else "",
+            decode_worker=decode_workers[0] if decode_workers else "",
+            moves=tuple(self.moves),
+            transfer_bytes=sum(report.num_bytes for report in transfers),
+            transfer_ns=round(1e9 * sum(report.elapsed_s for report in transfers)),
+        )

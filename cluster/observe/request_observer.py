@@ -1,0 +1,122 @@
+"""The port through which a dispatcher tells of its requests: metrics, history, SLO scores, load reports, logs, traces.
+
+on_arrived ─> (on_placed ─> on_transfer, on_prefilled ─> on_tokens..., on_moved | on_replaced)... ─> on_end
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from cluster.events import Accepted, Completed
+from cluster.policy.slo_attainment import Ended, SLOScores
+from diptych.history import RequestTrace
+from kvtransfer.ticket import TransferReport
+from workers.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """How a request ended: with `completed`, or with an `error`. `trace` is made when it is asked for."""
+
+    request: Request
+    score: Ended
+    error: BaseException | None
+    completed: Completed | None
+    num_tokens: int
+    transfers: Sequence[TransferReport]
+    trace: Callable[[], RequestTrace]
+
+
+class RequestObserver:
+    """Overrides what it wants to know. Methods are quick, never wait and never raise."""
+
+    def on_arrived(self, request: Request, arrived_s: float, expected_tokens: int) -> None:
+        """A request came. `expected_tokens`: of its answer."""
+
+    def on_placed(self, request: Request, accepted: Accepted) -> None:
+        """An attempt begins on its workers."""
+
+    def on_prefilled(self, worker: str, prompt_tokens: int, cached_tokens: int) -> None:
+        """An attempt's prompt is done on this worker."""
+
+    def on_first_token(self, request: Request) -> None:
+        """The answer's first token came, once for a request."""
+
+    def on_tokens(self, request: Request, worker: str, num_tokens: int, gap_s: float | None) -> None:
+        """Tokens came, `gap_s` after the ones before; None: they are the answer's first."""
+
+    def on_transfer(self, reader: str, report: TransferReport) -> None:
+        """KV has arrived at a worker."""
+
+    def on_moved(self, request: Request, source: str, target: str) -> None:
+        """A running decode goes on elsewhere."""
+
+    def on_replaced(self, request: Request, worker: str, reason: str) -> None:
+        """A prompt that had not begun goes to another worker."""
+
+    def on_end(self, end: RequestEnd) -> None:
+        """A request is over; told once for each."""
+
+    def on_turned_away(self, class_name: str, cause: str) -> None:
+        """The frontend refused a request, for one of `cluster.policy.slo_attainment.REASONS`."""
+
+
+class SLOObserver(RequestObserver):
+    """Scores each request that ended."""
+
+    def __init__(self, scores: SLOScores) -> None:
+        self._scores = scores
+
+    def on_end(self, end: RequestEnd) -> None:
+        self._scores.ended(end.score)
+
+    def on_turned_away(self, class_name: str, cause: str) -> None:
+        self._scores.ended(Ended("refused", class_name, cause))
+
+
+class RequestObservers(RequestObserver):
+    """Tells several, in order. Tokens go only to those who want them: this is the path of every token."""
+
+    def __init__(self, observers: Iterable[RequestObserver]) -> None:
+        self._all = tuple(observers)
+        base = RequestObserver.on_tokens
+        self._want_tokens = tuple(each.on_tokens for each in self._all if type(each).on_tokens is not base)
+
+    def on_arrived(self, request: Request, arrived_s: float, expected_tokens: int) -> None:
+        for each in self._all:
+            each.on_arrived(request, arrived_s, expected_tokens)
+
+    def on_placed(self, request: Request, accepted: Accepted) -> None:
+        for each in self._all:
+            each.on_placed(request, accepted)
+
+    def on_prefilled(self, worker: str, prompt_tokens: int, cached_tokens: int) -> None:
+        for each in self._all:
+            each.on_prefilled(worker, prompt_tokens, cached_tokens)
+
+    def on_first_token(self, request: Request) -> None:
+        for each in self._all:
+            each.on_first_token(request)
+
+    def on_tokens(self, request: Request, worker: str, num_tokens: int, gap_s: float | None) -> None:
+        for on_tokens in self._want_tokens:
+            on_tokens(request, worker, num_tokens, gap_s)
+
+    def on_transfer(self, reader: str, report: TransferReport) -> None:
+        for each in self._all:
+            each.on_transfer(reader, report)
+
+    def on_moved(self, request: Request, source: str, target: str) -> None:
+        for each in self._all:
+            each.on_moved(request, source, target)
+
+    def on_replaced(self, request: Request, worker: str, reason: str) -> None:
+        for each in self._all:
+            each.on_replaced(request, worker, reason)
+
+    def on_end(self, end: RequestEnd) -> None:
+        for each in self._all:
+            each.on_end(end)
+
+    def on_turned_away(self, class_name: str, cause: str) -> None:
+        for each in self._all:
+            each.on_turned_away(class_name, cause)
