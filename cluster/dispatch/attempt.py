@@ -11,7 +11,7 @@ workers still hold. A running decode may move to another worker: `cluster.dispat
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any, TypeVar, overload
@@ -47,6 +47,7 @@ class Attempt:
     """Owned by its request's coroutine. `prefill` and `decode` are the same client when colocated.
 
     `cut_tokens`: the prefill worker computes only so many, the decode worker the rest of the prompt (0: no cut).
+    `answer`: the tokens so far, which `on_tokens` extends. `on_moved` gets the source and the target of a migration.
     `prefix_owner` may have the prompt's beginning; the prefill worker then fetches it first, for at most
     `prefix_fetch_s`.
     """
@@ -58,8 +59,10 @@ class Attempt:
         prefill: WorkerClient,
         decode: WorkerClient,
         watch: Stopwatch,
+        answer: Sequence[int],
         on_tokens: Callable[[TokensOut], None],
         on_transfer: Callable[[str, TransferReport], None],
+        on_moved: Callable[[str, str], None],
         background: Background,
         cut_tokens: int = 0,
         prefix_owner: WorkerClient | None = None,
@@ -75,8 +78,10 @@ class Attempt:
         self.decode = self._prefill if prefill is decode else WorkerCall(request=fetching, worker=decode)
         self._cut_tokens = 0 if prefill is decode else cut_tokens
         self._watch = watch
+        self.answer = answer
         self._on_tokens = on_tokens
         self._on_transfer = on_transfer
+        self._on_moved = on_moved
         self.background = background
         self._prefix_owner = prefix_owner if prefix_owner and prefix_owner.kv_dtype == prefill.kv_dtype else None
         self._prefix_fetch_s = prefix_fetch_s
@@ -90,7 +95,6 @@ class Attempt:
         self._latest: SequenceTiming | None = None
         self._head: SequenceTiming | None = None  # of a cut prompt's head, until it is booked
         self.phase = Phase.QUEUEING
-        self.known = [*request.generated]  # the answer's tokens so far
         self.transfers: list[TransferReport] = []
         self.cached_tokens = 0
         self.decode_workers = [decode.name]  # the last one decodes now
@@ -314,14 +318,10 @@ class Attempt:
         self._lap_prompt(output.timing)
         self._watch.first_token()
         self.phase, self._latest = phase, None
-        self._give(output)
+        self._on_tokens(output)
 
     def _emit(self, output: TokensOut) -> None:
         self._latest = output.timing
-        self._give(output)
-
-    def _give(self, output: TokensOut) -> None:
-        self.known += output.tokens
         self._on_tokens(output)
 
     def on_fetched(self, reader: WorkerCall, report: TransferReport) -> None:
@@ -336,7 +336,7 @@ class Attempt:
         timing = self._latest
         if self.phase is Phase.QUEUEING:
             self._watch.lap("reserve")
-        elif len(self.known) == len(self.request.generated):
+        elif len(self.answer) == len(self.request.generated):
             self._watch.lap("prefill_wire")
         elif timing is None:
             self._watch.lap("decode_wire")
@@ -364,6 +364,7 @@ class Attempt:
         owner, self.decode = self.decode, call
         self.decode_workers.append(call.name)
         owner.release(self.background)
+        self._on_moved(owner.name, call.name)
 
     def release(self) -> None:
         """Let all sides drop what they still hold; does not wait."""

@@ -33,7 +33,7 @@ async def migrate(attempt: Attempt, worker: WorkerClient, timeout_s: float) -> b
     unlike = attempt.decode.request.kv_dtype or attempt.decode.worker.kv_dtype != worker.kv_dtype
     request = replace(
         attempt.request,
-        generated=tuple(attempt.known),
+        generated=tuple(attempt.answer),
         group="",
         fresh=False,
         num_moves=attempt.num_moves,
@@ -96,6 +96,6 @@ class _Migration:
         if not self._owner.is_held:
             raise AttemptFailed(self._owner.name, "it has ended there")
         target.redirect(attempt.on_message)
-        drawn = tuple(attempt.known[len(target.request.generated) :])
+        drawn = tuple(attempt.answer[len(target.request.generated) :])
         await target.call(target.handle.decode(target.key, drawn))
         attempt.moved_to(target)

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from cluster.dispatch.admission_queue import AdmissionQueue
@@ -172,6 +173,7 @@ class RequestRunner:
             )
             state.emit(accepted)
             self._observer.on_placed(state.request, accepted)
+            state.token_observers = self._observer.token_observers(state.request, placement.decode)
             finish = await self._run_attempt(state, attempt)
             num_tokens = len(state.sent) - len(state.request.generated) if finish is not None else 0
             return finish
@@ -188,8 +190,10 @@ class RequestRunner:
             prefill=workers[placement.prefill],
             decode=workers[placement.decode],
             watch=state.watch,
-            on_tokens=lambda output: self._on_tokens(state, output),
+            answer=state.sent,
+            on_tokens=partial(self._on_tokens, state),
             on_transfer=self._observer.on_transfer,
+            on_moved=partial(self._on_moved, state),
             background=self._in_background,
             cut_tokens=placement.cut(state.request),
             prefix_owner=workers.get(placement.prefix_owner),
@@ -259,8 +263,8 @@ class RequestRunner:
         num_tokens = len(output.tokens)
         state.sent.extend(output.tokens)
         gap_s = state.timing.tokens(num_tokens, asyncio.get_running_loop().time())
-        if (attempt := state.attempt) is not None:
-            self._observer.on_tokens(state.request, attempt.decode_workers[-1], num_tokens, gap_s)
+        for count_tokens in state.token_observers:
+            count_tokens(num_tokens, gap_s)
         if gap_s is None:
             self._observer.on_first_token(state.request)
         state.emit(Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs))
@@ -306,15 +310,16 @@ class RequestRunner:
         attempt, client = state.attempt, self._discovery.lines.get(worker)
         if attempt is None or client is None or client.lost is not None:
             return False
-        key, source, before = state.request.key, attempt.decode_workers[-1], len(attempt.transfers)
+        before = len(attempt.transfers)
         moved = await migrate(attempt, client, timeout_s or self._spec.transfer.read_timeout_s)
-        if moved:
-            if state.attempt is attempt:
-                self._policy.moved(key, worker, _now_s())
-            state.moves.append((now_ns(), worker))
-            self._observer.on_moved(state.request, source, worker)
         self.moved_bytes += sum(report.num_bytes for report in attempt.transfers[before:])
         return moved
+
+    def _on_moved(self, state: RequestState, source: str, target: str) -> None:
+        self._policy.moved(state.request.key, target, _now_s())
+        state.moves.append((now_ns(), target))
+        state.token_observers = self._observer.token_observers(state.request, target)
+        self._observer.on_moved(state.request, source, target)
 
 
 def _now_s() -> float:

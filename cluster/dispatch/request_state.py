@@ -1,13 +1,14 @@
 """What is known of one request while it runs. Its `RequestRunner` changes it; everybody else only reads it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.dispatch.attempt import Attempt, Phase
 from cluster.events import Completed, Event
 from cluster.observe.history import LONGEST_TEXT, RequestTrace
 from cluster.observe.ledger import Stopwatch, now_ns
+from cluster.observe.request_observer import OnTokens
 from cluster.observe.request_timing import RequestTiming
 from cluster.policy.routing.router import Placement
 from kvtransfer.ticket import TransferReport
@@ -40,6 +41,7 @@ class RequestState:
     phase: Phase = Phase.QUEUEING  # outside of attempts
     placement: Placement | None = None  # the latest
     attempt: Attempt | None = None  # the one that runs
+    token_observers: Sequence[OnTokens] = ()  # of the attempt that runs
     replacement: Replacement | None = None  # until the attempt that it stands for begins
     replaced: asyncio.Future[None] = field(default_factory=_future)  # of the attempt that runs
     num_uncounted: int = 0  # attempts that ended without a failure

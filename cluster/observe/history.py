@@ -11,7 +11,7 @@ from heapq import merge
 from operator import attrgetter
 from typing import Any
 
-from cluster.observe.request_observer import RequestEnd, RequestObserver
+from cluster.observe.request_observer import OnTokens, RequestEnd, RequestObserver
 from diptych.history import Happening as Happening
 from diptych.history import Load as Load
 from diptych.history import Recent as Recent
@@ -60,8 +60,13 @@ class History(RequestObserver):
         traffic.prompt_tokens += prompt_tokens
         traffic.cached_tokens += cached_tokens
 
-    def on_tokens(self, request: Request, worker: str, num_tokens: int, gap_s: float | None) -> None:
-        self.of(worker).output_tokens += num_tokens
+    def token_observers(self, request: Request, worker: str) -> tuple[OnTokens]:
+        traffic = self.of(worker)
+
+        def count(num_tokens: int, gap_s: float | None) -> None:
+            traffic.output_tokens += num_tokens
+
+        return (count,)
 
     def on_transfer(self, reader: str, report: TransferReport) -> None:
         traffic = self.of(reader)

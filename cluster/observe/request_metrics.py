@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from cluster.events import Completed
 from cluster.observe.ledger import PHASES, LatencyLedger
-from cluster.observe.request_observer import RequestEnd, RequestObserver
+from cluster.observe.request_observer import OnTokens, RequestEnd, RequestObserver
 from cluster.policy.estimate.histograms import BYTES, RANGES, SECONDS, TOKEN_SECONDS, TOKENS, Counting, Tallied
 from cluster.policy.slo_attainment import OTHER, Ended
 from kvtransfer.ticket import TransferReport
@@ -39,20 +39,21 @@ class RequestMetrics(RequestObserver):
         by_transport = [(name,) for name in transports]
         self._transfers = tuple(Counting(bounds, by_transport) for bounds in (SECONDS, BYTES, RANGES))
 
-    def on_tokens(self, request: Request, worker: str, num_tokens: int, gap_s: float | None) -> None:
-        self.came(request.slo.class_name, num_tokens, gap_s)
+    def token_observers(self, request: Request, worker: str) -> tuple[OnTokens]:
+        label = self._label(request.slo.class_name)
+
+        def count(num_tokens: int, gap_s: float | None) -> None:
+            self._generated_tokens += num_tokens
+            if gap_s is not None and num_tokens:
+                self._gaps.add(label, gap_s / num_tokens, num_tokens)
+
+        return (count,)
 
     def on_end(self, end: RequestEnd) -> None:
         self.ended(end.score, end.completed, end.transfers)
 
     def on_turned_away(self, class_name: str, cause: str) -> None:
         self.ended(Ended("refused", class_name, cause), None, ())
-
-    def came(self, class_name: str, num_tokens: int, gap_s: float | None) -> None:
-        """Tokens of an answer, so long after the ones before; None: they are its first."""
-        self._generated_tokens += num_tokens
-        if gap_s is not None and num_tokens:
-            self._gaps.add(self._label(class_name), gap_s / num_tokens, num_tokens)
 
     def ended(self, ended: Ended, completed: Completed | None, transfers: Iterable[TransferReport]) -> None:
         """A request is over, and did or did not complete. Each is told once."""

@@ -1,16 +1,22 @@
 """The port through which a dispatcher tells of its requests: metrics, history, SLO scores, load reports, logs, traces.
 
-on_arrived ─> (on_placed ─> on_transfer, on_prefilled ─> on_tokens..., on_moved | on_replaced)... ─> on_end
+on_arrived ─> (on_placed ─> on_transfer, on_prefilled, on_first_token, on_moved | on_replaced)... ─> on_end
+
+Tokens take a shorter way: who counts them subscribes once for each attempt, and is called for each output of a worker.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from cluster.events import Accepted, Completed
 from cluster.policy.slo_attainment import Ended, SLOScores
 from diptych.history import RequestTrace
 from kvtransfer.ticket import TransferReport
 from workers.request import Request
+
+# Tokens came: how many, and the seconds since the ones before; None: they are the answer's first.
+OnTokens = Callable[[int, float | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +47,9 @@ class RequestObserver:
     def on_first_token(self, request: Request) -> None:
         """The answer's first token came, once for a request."""
 
-    def on_tokens(self, request: Request, worker: str, num_tokens: int, gap_s: float | None) -> None:
-        """Tokens came, `gap_s` after the ones before; None: they are the answer's first."""
+    def token_observers(self, request: Request, worker: str) -> Sequence[OnTokens]:
+        """Who counts the tokens of an attempt that decodes on this worker; asked when it begins and when it moves."""
+        return ()
 
     def on_transfer(self, reader: str, report: TransferReport) -> None:
         """KV has arrived at a worker."""
@@ -74,12 +81,10 @@ class SLOObserver(RequestObserver):
 
 
 class RequestObservers(RequestObserver):
-    """Tells several, in order. Tokens go only to those who want them: this is the path of every token."""
+    """Tells several, in order."""
 
     def __init__(self, observers: Iterable[RequestObserver]) -> None:
         self._all = tuple(observers)
-        base = RequestObserver.on_tokens
-        self._want_tokens = tuple(each.on_tokens for each in self._all if type(each).on_tokens is not base)
 
     def on_arrived(self, request: Request, arrived_s: float, expected_tokens: int) -> None:
         for each in self._all:
@@ -97,9 +102,8 @@ class RequestObservers(RequestObserver):
         for each in self._all:
             each.on_first_token(request)
 
-    def on_tokens(self, request: Request, worker: str, num_tokens: int, gap_s: float | None) -> None:
-        for on_tokens in self._want_tokens:
-            on_tokens(request, worker, num_tokens, gap_s)
+    def token_observers(self, request: Request, worker: str) -> tuple[OnTokens, ...]:
+        return tuple(chain.from_iterable(each.token_observers(request, worker) for each in self._all))
 
     def on_transfer(self, reader: str, report: TransferReport) -> None:
         for each in self._all:

@@ -27,7 +27,7 @@ from kvtransfer.ticket import TransferReport
 from tests.observe.metrics.boards import names, queries, rules
 from tests.observe.metrics.monitored import Monitored, monitored
 from tests.observe.metrics.prometheus import promtool
-from workers.request import FinishReason
+from workers.request import SLO, FinishReason, Request
 from workers.stats import Pulls, WorkerStats
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "metrics.md"
@@ -223,6 +223,10 @@ def test_a_histogram_puts_each_value_below_its_bound(values: list[tuple[float, i
     assert row.total == pytest.approx(sum(seen * times for seen, times in values))
 
 
+def asked(class_name: str) -> Request:
+    return Request("a", (1, 2), slo=SLO(class_name=class_name))
+
+
 ENDS = st.tuples(st.sampled_from(OUTCOMES), st.text(max_size=4), st.none() | st.floats(0, 1e4), st.booleans())
 
 
@@ -230,7 +234,8 @@ ENDS = st.tuples(st.sampled_from(OUTCOMES), st.text(max_size=4), st.none() | st.
 def test_labels_are_those_of_the_specification(ends: list[tuple[str, str, float | None, bool]]) -> None:
     tally = RequestMetrics(["fast", "batch"])
     for outcome, class_name, ttft_s, moved in ends:
-        tally.came(class_name, 3, 0.25)
+        (count_tokens,) = tally.token_observers(asked(class_name), "decode-0")
+        count_tokens(3, 0.25)
         tally.ended(Ended(outcome, class_name, ttft_s=ttft_s, waited_s=1.0), None, [REPORT] * moved)
     told = tally.told()
     known = {"default", "fast", "batch", OTHER}
