@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 SERVES := $(VENV)/.serves
 READY := $(VENV)/.ready
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# NIXL's build for the CUDA of the torch that is installed.
+NIXL_EXTRA = $(BIN)/python -P kvtransfer/backends/nixl_build.py
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
 # What `make quick` runs: neither Ray nor a model, and little to import.
@@ -139,12 +141,12 @@ $(SERVES): pyproject.toml constraints.txt
 	@echo "== installing torch (1 of 2)"
 	@$(INSTALL) $(addprefix --index-url ,$(TORCH_INDEX)) torch==2.13.0
 	@echo "== installing diptych (2 of 2)"
-	@$(INSTALL) -e '.[nixl,http]'
+	@$(INSTALL) -e ".[$$($(NIXL_EXTRA)),http]"
 	@touch $@
 
 $(READY): $(SERVES)
 	@echo "== installing what checks and tests need"
-	@$(INSTALL) -e '.[nixl,http,dev]'
+	@$(INSTALL) -e ".[$$($(NIXL_EXTRA)),http,dev]"
 	@touch $@
 
 clean:

@@ -149,9 +149,11 @@ def test_whatever_we_import_is_required_somewhere() -> None:
 def test_make_demo_installs_what_serves_and_make_test_what_tests_too() -> None:
     makefile = (ROOT / "Makefile").read_text()
     serves, ready = (
-        libraries(*named.split(","))
+        libraries("nixl", *named.split(","))
         for stamp in ("SERVES", "READY")
-        for named in re.findall(rf"^\$\({stamp}\):.*\n(?:\t.*\n)*?\t.*-e '\.\[([\w,]+)\]'", makefile, re.M)
+        for named in re.findall(
+            rf'^\$\({stamp}\):.*\n(?:\t.*\n)*?\t.*-e "\.\[\$\$\(\$\(NIXL_EXTRA\)\),([\w,]+)\]"', makefile, re.M
+        )
     )
     assert {"torch", "ray", "fastapi", "nixl_cu12"} <= serves
     assert "pytest" not in serves and serves | {"pytest"} <= ready

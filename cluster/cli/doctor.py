@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What would run the model. `devices` are the accelerators that torch can use."""
+    """What would run the model. `devices` are the accelerators that torch can use; `cuda`: what torch is built for."""
 
     python: str
     cpus: int
     memory_bytes: int
     torch: str
+    cuda: str | None
     torch_threads: int
     devices: tuple[str, ...]
     ray: str
@@ -44,7 +45,7 @@ def doctor(as_json: bool) -> None:
     from kvtransfer.doctor import transfer_facts
 
     compute, transfer = _compute(), transfer_facts()
-    verdict = {"compute": _compute_verdict(compute), "transfer": _transfer_verdict(transfer)}
+    verdict = {"compute": _compute_verdict(compute), "transfer": _transfer_verdict(transfer, compute.cuda)}
     if as_json:
         print_json({"compute": asdict(compute), "transfer": asdict(transfer), "used": verdict})
         return
@@ -60,12 +61,13 @@ def doctor(as_json: bool) -> None:
 def _compute() -> Compute:
     import psutil
 
-    torch_version, threads, devices = _torch()
+    torch_version, cuda, threads, devices = _torch()
     return Compute(
         python=platform.python_version(),
         cpus=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
         torch=torch_version,
+        cuda=cuda,
         torch_threads=threads,
         devices=devices,
         ray=_version("ray"),
@@ -73,14 +75,14 @@ def _compute() -> Compute:
     )
 
 
-def _torch() -> tuple[str, int, tuple[str, ...]]:
+def _torch() -> tuple[str, str | None, int, tuple[str, ...]]:
     if importlib.util.find_spec("torch") is None:
-        return "not installed", 0, ()
+        return "not installed", None, 0, ()
     import torch
 
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     devices = tuple(f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in cuda)
-    return str(torch.__version__), torch.get_num_threads(), devices
+    return str(torch.__version__), torch.version.cuda, torch.get_num_threads(), devices
 
 
 def _version(package: str) -> str:
@@ -98,7 +100,11 @@ def _compute_verdict(compute: Compute) -> str:
     return f"the CPU with {compute.torch_threads} threads, because torch sees no accelerator"
 
 
-def _transfer_verdict(facts: "TransferFacts") -> str:
+def _transfer_verdict(facts: "TransferFacts", cuda: str | None) -> str:
+    from kvtransfer.backends.nixl_build import mismatch
+
+    if wrong := mismatch(facts.nixl_module, cuda):
+        return wrong
     if facts.nixl_module == "not usable":
         return f"tcp, because NIXL does not work here: {facts.nixl_path}"
     return (
@@ -109,6 +115,8 @@ def _transfer_verdict(facts: "TransferFacts") -> str:
 def _shown(name: str, value: Any) -> str:
     if name == "memory_bytes":
         return size(value)
+    if value is None:
+        return "none"
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
     return str(value)
