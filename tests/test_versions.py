@@ -1,6 +1,6 @@
 """Python 3.11 to 3.13 can read every file, and other torch versions break nothing outside the model's operations.
 
-Newer syntax than that of 3.11 is found by ruff (`target-version`); here the newer interpreters read the files themselves.
+Ruff finds syntax newer than 3.11 (`target-version`). Here the newer interpreters read the files themselves.
 """
 
 import ast

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 from cluster.control.controller import Controller
 from cluster.dispatch.dispatcher import Dispatcher
@@ -43,7 +44,7 @@ def split_spec(
     )
 
 
-def mixed_spec(workers: int = 1, **engine: int) -> ClusterSpec:
+def mixed_spec(workers: int = 1, **engine: Any) -> ClusterSpec:
     split = split_spec(**engine)
     return replace(split, pools=(PoolSpec("mixed", Role.MIXED, workers, engine=split.pools[0].engine),))
 
@@ -60,7 +61,7 @@ class Cluster:
     def workers(self) -> dict[str, Worker]:
         return self.runtime.workers
 
-    async def run(self, request: Request, **options: float) -> list[Event]:
+    async def run(self, request: Request, **options: Any) -> list[Event]:
         return [event async for event in self.dispatcher.generate(request, **options)]
 
     async def until(self, is_so: Callable[[ClusterView], bool], timeout_s: float = 20.0) -> ClusterView:

@@ -65,7 +65,7 @@ class Processes(SimRuntime):
         self.started_s[name].append(asyncio.get_running_loop().time())
         if self.faults[name]:
             assert isinstance(worker, LocalWorker)
-            worker.start = _raising(self.faults[name].pop(0))  # type: ignore[method-assign]
+            worker.start = _raising(self.faults[name].pop(0))
         return worker
 
     async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -136,7 +137,7 @@ async def test_finish_ends_with_balanced_books() -> None:
     [("queueing", 400, 0.3, {"kv_blocks": 40}), ("prefill", 800, 0.2, {}), ("decode", 20, 0.6, {})],
 )
 async def test_a_deadline_says_where_it_passed_and_frees_both_sides(
-    phase: str, length: int, deadline_s: float, engine: dict[str, int]
+    phase: str, length: int, deadline_s: float, engine: dict[str, Any]
 ) -> None:
     async with cluster(split_spec(**engine), SLOW) as subject:
         blocker = None

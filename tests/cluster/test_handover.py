@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -41,7 +42,7 @@ def cuts(subject: Cluster, cut_tokens: int) -> None:
     policy.choose = choose
 
 
-def sized(prefill: int, decode: int, **engine: int) -> ClusterSpec:
+def sized(prefill: int, decode: int, **engine: Any) -> ClusterSpec:
     """A pair whose blocks have these sizes."""
     spec = split_spec(**engine)
     pools = tuple(

@@ -123,11 +123,11 @@ def test_a_prompt_that_waits_for_long_is_not_taken_for_lost() -> None:
             slow.cost = None  # type: ignore[attr-defined]
             execute = slow.execute
 
-            async def later(plan):  # type: ignore[no-untyped-def]
+            async def later(plan):
                 await asyncio.sleep(10 * LIVENESS_S)
                 return await execute(plan)
 
-            slow.execute = later  # type: ignore[method-assign]
+            slow.execute = later
             end = completed(await subject.run(request("a", 50)))
             assert end.attempts == 1 and end.finish is FinishReason.LENGTH
 
@@ -147,14 +147,14 @@ def test_a_gateway_that_comes_back_after_its_requests_were_ended_hears_of_it() -
             line = dispatcher.discovery.lines["decode-0"]
             poll, gone_on = line.handle.poll, asyncio.Event()
 
-            async def stopped(subscriber: str, received: int):  # type: ignore[no-untyped-def]
+            async def stopped(subscriber: str, received: int):
                 await gone_on.wait()
                 return await poll(subscriber, received)
 
-            line.handle.poll = stopped  # type: ignore[method-assign]
+            line.handle.poll = stopped
             await asyncio.sleep(1.5 * SUBSCRIBER_TIMEOUT_S)
             assert not subject.runtime.workers["decode-0"].engine.has_work
-            line.handle.poll = poll  # type: ignore[method-assign]
+            line.handle.poll = poll
             gone_on.set()
             assert tokens_of(await running) == exact("a", 50, 1500) and completed(await running).attempts == 2
             assert "was silent" in (line.lost or "")

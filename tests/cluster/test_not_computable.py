@@ -31,7 +31,7 @@ def ill_workers(shared: SharedMemory, order: WorkerOrder) -> WorkerServer:
             tokens = [None if each else token for each, token in zip(ill, result.tokens, strict=True)]
             return structs.replace(result, tokens=tuple(tokens))
 
-        executor.execute = spoiled  # type: ignore[method-assign]
+        executor.execute = spoiled
         return executor
 
     worker._open_executor = opened

@@ -294,7 +294,7 @@ def test_a_wait_without_end_ends() -> None:
     async def scene() -> None:
         async with opened(promising(colocated())) as cluster:
             (dispatcher,) = cluster.dispatchers
-            dispatcher._policy.choose = lambda ask: Later("never", 1.0, 1.0)  # type: ignore[method-assign]
+            dispatcher._policy.choose = lambda ask: Later("never", 1.0, 1.0)
             begin_s = asyncio.get_running_loop().time()
             with pytest.raises(Rejected, match="no turn came within 90 s"):
                 await dispatcher.run(request("b", "batch"), lambda _: None)
@@ -372,7 +372,7 @@ def test_who_leaves_at_the_moment_of_its_turn_gives_its_placement_back() -> None
                 if len(begun) == 1:
                     asyncio.get_running_loop().call_soon(waiting[0].task.cancel)
 
-            dispatcher._policy.began = leave  # type: ignore[method-assign]
+            dispatcher._policy.began = leave
             ends = await asyncio.gather(*(each.task for each in waiting), return_exceptions=True)
             assert begun[0] == waiting[0].asked.id and isinstance(ends[0], asyncio.CancelledError)
             assert waiting[0].first(Accepted) is None
@@ -459,7 +459,7 @@ def test_who_loses_its_worker_between_its_turn_and_its_start_is_asked_again() ->
             admission_queue, roster = dispatcher._admission_queue, dispatcher.discovery
             resolve, left = admission_queue._resolve, list[str]()
 
-            def resolved(guest, *, served=False):  # type: ignore[no-untyped-def]
+            def resolved(guest, *, served=False):
                 turn = resolve(guest, served=served)
                 if served and not left:
 
@@ -472,7 +472,7 @@ def test_who_loses_its_worker_between_its_turn_and_its_start_is_asked_again() ->
                     asyncio.get_running_loop().call_soon(news)
                 return turn
 
-            admission_queue._resolve = resolved  # type: ignore[method-assign]
+            admission_queue._resolve = resolved
             seen = [Seen(dispatcher, request(f"r{n}", "batch", max_tokens=40)) for n in range(9)]
             ends = await asyncio.gather(*(each.task for each in seen), return_exceptions=True)
             assert left, "nobody was given a turn"
@@ -496,7 +496,7 @@ def test_the_engines_order_knows_how_long_a_request_had_waited() -> None:
                 told.append(asked.waited_s)
                 await generate(asked)
 
-            worker.generate = heard  # type: ignore[method-assign]
+            worker.generate = heard
             seen = [Seen(dispatcher, request(f"r{number}")) for number in range(4)]
             await asyncio.gather(*(each.task for each in seen))
             accepted = [each.first(Accepted) for each in seen]

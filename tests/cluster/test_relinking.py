@@ -98,7 +98,7 @@ def test_what_was_proven_of_an_owner_that_restarted_meanwhile_is_no_link() -> No
         owner.info = Info("another incarnation")
         return await proving(peer)
 
-    reader.connect = restarts_meanwhile  # type: ignore[method-assign]
+    reader.connect = restarts_meanwhile
     run(tended(made, RELINK_S + 0.1))
     assert not made.pairs
 

@@ -36,7 +36,7 @@ def first_to(subject: Cluster, prefill: str, decode: str) -> None:
     """Whatever the policy would say, first attempts go there."""
     policy = subject.dispatcher._policy
     honest = policy.choose
-    policy.choose = lambda ask: honest(ask) if ask.request.attempt else Placement(prefill, decode, "a test")  # type: ignore[method-assign]
+    policy.choose = lambda ask: honest(ask) if ask.request.attempt else Placement(prefill, decode, "a test")
 
 
 def exact(wanted: Request, count: int) -> list[int]:

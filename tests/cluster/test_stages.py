@@ -4,6 +4,7 @@ import asyncio
 import random
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from workers.executor.modelled import modelled_token
 COST = LinearCost(0.002, 0.00002, 0.0, 0.0001, 0.0, 0.0, 0.0)
 
 
-def staged(prefill: int, decode: int, **engine: int) -> ClusterSpec:
+def staged(prefill: int, decode: int, **engine: Any) -> ClusterSpec:
     spec = split_spec(**engine)
     stages = {"prefill": prefill, "decode": decode}
     pools = tuple(replace(pool, parallel=ParallelConfig(pipeline=stages[pool.name])) for pool in spec.pools)

@@ -111,7 +111,7 @@ async def test_gateways_report_what_they_served_every_period() -> None:
             reports.append(told)
             heard.set()
 
-        subject.controller.report = report  # type: ignore[method-assign]
+        subject.controller.report = report
         events = await subject.run(request("a", 40, max_tokens=9))
         while not any(each.samples for each in reports):
             heard.clear()

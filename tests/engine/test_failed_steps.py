@@ -93,10 +93,10 @@ async def test_books_that_do_not_balance_after_a_failed_step_make_the_worker_unf
         await pumped(subject, Computes(lose_a_block))
 
 
-async def test_an_error_over_one_sequence_while_a_step_is_made_costs_that_one(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+async def test_an_error_over_one_sequence_while_a_step_is_made_costs_that_one(monkeypatch) -> None:
     draw = Sequence.draw
 
-    def broken(self: Sequence, end_tokens: tuple[int, ...]):  # type: ignore[no-untyped-def]
+    def broken(self: Sequence, end_tokens: tuple[int, ...]):
         if self.key == "b/0" and self.num_output == 3:
             raise ValueError("no such draw")
         return draw(self, end_tokens)
@@ -111,10 +111,10 @@ async def test_an_error_over_one_sequence_while_a_step_is_made_costs_that_one(mo
         assert tokens_of(told, key) == expected(key, 5)
 
 
-async def test_an_error_over_one_sequence_when_its_token_comes_costs_that_one(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+async def test_an_error_over_one_sequence_when_its_token_comes_costs_that_one(monkeypatch) -> None:
     finish_reason = Sequence.finish_reason
 
-    def broken(self: Sequence, end_tokens: tuple[int, ...]):  # type: ignore[no-untyped-def]
+    def broken(self: Sequence, end_tokens: tuple[int, ...]):
         if self.key == "b/0" and self.num_output == 3:
             raise MemoryError
         return finish_reason(self, end_tokens)
@@ -141,7 +141,7 @@ async def test_an_error_while_a_prompt_is_let_in_costs_that_prompt(depth: int) -
     assert tokens_of(told, "c/0") == expected("c/0", 5)
 
 
-def test_a_step_that_cannot_be_made_and_touched_nobody_is_not_tried_for_ever(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_step_that_cannot_be_made_and_touched_nobody_is_not_tried_for_ever(monkeypatch) -> None:
     subject = engine()
     subject.add(request("a", (1, 2)), 0.0, hold=False)
 
@@ -196,10 +196,10 @@ async def test_an_error_over_one_reservation_is_its_callers_and_the_next_is_gran
     assert (await reservations.ask(request("b", (1, 2)), 1.0)).num_blocks == 1
 
 
-async def test_a_prompt_that_waits_for_room_is_hashed_once(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+async def test_a_prompt_that_waits_for_room_is_hashed_once(monkeypatch) -> None:
     hashed: list[int] = []
 
-    def counted(tokens, *args, **named):  # type: ignore[no-untyped-def]
+    def counted(tokens, *args, **named):
         hashed.append(len(tokens))
         return prefix_hashes(tokens, *args, **named)
 

@@ -1,5 +1,7 @@
 """Prefixes that fall out of the device's cache and come back from the host, on a memory that remembers every token."""
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -30,7 +32,7 @@ CHEAP = LinearCost(swap_byte_s=0.0)
 DEAR = LinearCost(swap_byte_s=1.0)
 
 
-def small(cost: CostModel = CHEAP, *, host: int = 32, **config: object) -> tuple[Engine, Device]:
+def small(cost: CostModel = CHEAP, *, host: int = 32, **config: Any) -> tuple[Engine, Device]:
     """Sixteen blocks of four tokens on the device."""
     subject = engine(kv_blocks=18, host_cache_blocks=host, cost=cost, block_bytes=1000, **config)
     return subject, Device()

@@ -1,6 +1,7 @@
 """Who holds which blocks when there are too few: swap, recomputation, siblings, copy-on-write. On a checked memory."""
 
 import contextlib
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -22,7 +23,7 @@ CHEAP_SWAP = LinearCost(swap_byte_s=0.0)
 DEAR_SWAP = LinearCost(swap_byte_s=1.0)
 
 
-def starved(**config: object):
+def starved(**config: Any):
     """Three answers that outgrow eight blocks of four."""
     subject, device = engine(kv_blocks=10, **config), Device()
     for index in range(3):

@@ -1,6 +1,7 @@
 """Several plans in flight: who is in which, that nobody waits or starves, and that blocks outlive their last reader."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +31,7 @@ def shape(plan: StepPlan) -> list[tuple[str, int]]:
     return [(chunk.key.split("/")[0], len(chunk.tokens)) for chunk in plan.chunks]
 
 
-def decoding(subject: Engine, depth: int, count: int, **fields: object) -> Pipeline:
+def decoding(subject: Engine, depth: int, count: int, **fields: Any) -> Pipeline:
     """A pipeline in which `count` sequences have their first token."""
     device = Device()
     flow = Pipeline(subject, depth, device)

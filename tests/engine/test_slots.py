@@ -1,6 +1,7 @@
 """Promises inside an engine: who may have a decode slot, and whose prompt is next."""
 
 from itertools import accumulate, combinations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ COST = LinearCost(0.0, 0.001, 0.0, 0.01, 0.0, 0.0, 0.0)  # a prompt token 1 ms, 
 CONTEXT_COST = LinearCost(0.0, 0.001, 0.0, 0.01, 0.001, 0.0, 0.0)  # and a millisecond for each token of context
 
 
-def promised(name: str, tpot_s: float | None, **fields: object) -> Request:
+def promised(name: str, tpot_s: float | None, **fields: Any) -> Request:
     return request(name, (ord(name[0]),) * 4, slo=SLO(tpot_s=tpot_s, promised=True), **fields)
 
 

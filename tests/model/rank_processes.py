@@ -133,7 +133,7 @@ def lead(config: Any, folder: ModelFolder, pipe: Any, block_in_a_step: bool) -> 
         gang = await open_gang(config, folder, "w-1", Elsewhere())
         pipe.send("open")
         if block_in_a_step:
-            rank.compute = lambda *_: signal.pause()  # type: ignore[assignment, return-value]
+            rank.compute = lambda *_: signal.pause()
             from tests.model.test_gang import plans
 
             await gang.execute(plans()[0])

@@ -69,6 +69,7 @@ def _cut(lengths: list[int], data: st.DataObject) -> list[list[tuple[int, int]]]
     return steps
 
 
+@pytest.mark.full
 @pytest.mark.model
 def test_the_real_model_too(smollm2: ModelFolder, tmp_path: Path) -> None:
     attention = best_attention(CPU, torch.float32, deterministic=True)

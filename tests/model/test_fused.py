@@ -83,6 +83,7 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
         assert torch.equal(call(x), torch.cat([call(row) for row in torch.split(x, 1)]))
 
 
+@pytest.mark.full
 def test_all_holds_without_native_kernels() -> None:
     """This very file again, in a process that may not compile."""
     if os.environ.get(SWITCH) == "0":

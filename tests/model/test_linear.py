@@ -199,6 +199,7 @@ def test_huge_pages_hand_out_what_is_apart_and_aligned() -> None:
     assert [(int(part.min()), int(part.max())) for part in parts] == [(value, value) for value in range(5)]
 
 
+@pytest.mark.full
 def test_all_holds_without_native_kernels() -> None:
     """This very file again, in a process that may not compile."""
     if os.environ.get(SWITCH) == "0":

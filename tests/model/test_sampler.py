@@ -3,6 +3,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,7 +159,7 @@ def test_the_kernel_leaves_close_results_to_numpy() -> None:
     penalty=st.sampled_from([1.0, 1.3]),
 )
 def test_draws_are_the_same_without_the_kernel(
-    seed: int, temperature: float, filters: dict[str, float], penalty: float
+    seed: int, temperature: float, filters: dict[str, Any], penalty: float
 ) -> None:
     rows = logits(3, seed, vocab=1001)
     draws = [
@@ -289,7 +290,7 @@ def test_the_floor_is_that_of_a_full_sort(seed: int, top_k: int, top_p: float, s
 
 @pytest.mark.parametrize("filters", [{"top_k": 50}, {"top_p": 0.95}, {"top_k": 50, "top_p": 0.95}])
 def test_at_a_low_temperature_no_partition_is_among_zeros(
-    filters: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partition, zeros = np.partition, []
 

@@ -61,6 +61,7 @@ def test_a_gguf_is_converted_once(cache: Path, tiny_gguf: Path, monkeypatch: pyt
     assert [listing.path for listing in store.list_models() if listing.path] == [first.path]
 
 
+@pytest.mark.full
 @pytest.mark.model
 def test_the_real_model_equals_what_transformers_reads(smollm2: ModelFolder) -> None:
     gguf = store.cache_folder() / "gguf" / PINNED["smollm2-135m"].file_name

@@ -117,6 +117,7 @@ def test_what_may_drop_any_amount_of_text_has_no_bound(tokenizer: Tokenizer) -> 
     assert token_bytes(tokenizer) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("form", "parts"), [("NFC", "NFD"), ("NFKC", "NFKD")])
 def test_normal_forms_shrink_no_text_further(form: str, parts: str) -> None:
     """A composed character comes from its parts at most, each in the longest way to write it."""

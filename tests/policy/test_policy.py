@@ -75,7 +75,7 @@ steps = st.lists(
 @pytest.mark.parametrize("routing", ROUTING)
 @settings(max_examples=25, deadline=None)
 @given(steps, st.sampled_from(ADMISSION), st.sampled_from([SIMPLE, None]))
-def test_a_placement_can_always_be_carried_out(routing: str, told: list[tuple], admission: str, cost: object) -> None:  # type: ignore[type-arg]
+def test_a_placement_can_always_be_carried_out(routing: str, told: list[tuple], admission: str, cost: object) -> None:
     story = Story(routing, admission, cost=cost)  # type: ignore[arg-type]
     under_way: list[Request] = []
     for number, (picture, like, avoid, alone, beside, seconds, ends) in enumerate(told):
@@ -115,7 +115,7 @@ def possible(picture: ClusterView, ask: Ask, placement: Placement | Refusal | La
 @pytest.mark.parametrize("routing", ROUTING)
 @settings(max_examples=8, deadline=None)
 @given(steps)
-def test_the_same_seed_and_story_give_the_same_placements(routing: str, told: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_the_same_seed_and_story_give_the_same_placements(routing: str, told: list[tuple]) -> None:
     def told_once() -> list[Placement | Refusal | Later | None]:
         story, answers = Story(routing, seed=5), []
         for number, (picture, like, avoid, alone, beside, seconds, _) in enumerate(told):

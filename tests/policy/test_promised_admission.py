@@ -1,6 +1,7 @@
 """Who gets in, who waits and who is turned away. A prompt token takes a millisecond, a decode step ten per sequence."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ CLASSES = {
 class Gate:
     """A policy with admission by promise, on a clock of its own."""
 
-    def __init__(self, cost: CostModel | None = SIMPLE, **engine: int) -> None:
+    def __init__(self, cost: CostModel | None = SIMPLE, **engine: Any) -> None:
         made = spec("least-loaded", "slo", cost=cost, **engine)
         gateway = replace(made.gateway, classes=CLASSES)
         self.policy: Policy = open_policy(replace(made, gateway=gateway), seed=1)

@@ -93,7 +93,7 @@ async def occupied() -> AsyncIterator[Cluster]:
             await goes_on.wait()
             return await execute(plan)
 
-        executor.execute = held_up  # type: ignore[method-assign]
+        executor.execute = held_up
         other = request("busy", 399, first=500, max_tokens=2)
         busy = asyncio.ensure_future(subject.dispatcher.run(other, lambda event: accepted.set()))
         await accepted.wait()
@@ -134,14 +134,14 @@ def refuse_to_hold(workers: dict[str, Worker]) -> None:
     async def hold_prefix(request: Request) -> TransferTicket | None:
         raise WorkerError("no prefix today")
 
-    workers["prefill-0"].hold_prefix = hold_prefix  # type: ignore[method-assign]
+    workers["prefill-0"].hold_prefix = hold_prefix
 
 
 def leave_no_room(workers: dict[str, Worker]) -> None:
     def begin(tokens: Sequence[int], salt: str = "") -> PrefixFetch:
         raise OutOfBlocks("none left")
 
-    workers["prefill-1"].engine.prefix_fetches.begin = begin  # type: ignore[method-assign]
+    workers["prefill-1"].engine.prefix_fetches.begin = begin
 
 
 def damage(workers: dict[str, Worker]) -> None:
@@ -154,7 +154,7 @@ def damage(workers: dict[str, Worker]) -> None:
         lease.digests[0] = tuple(bytes(len(cells)) for cells in lease.digests[0])
         return lease
 
-    workers["prefill-0"].engine.leases.hold_cached = lying  # type: ignore[method-assign]
+    workers["prefill-0"].engine.leases.hold_cached = lying
 
 
 async def test_a_cancelled_borrower_leaves_nothing() -> None:
@@ -166,7 +166,7 @@ async def test_a_cancelled_borrower_leaves_nothing() -> None:
             await asyncio.Event().wait()
             return None
 
-        subject.workers["prefill-0"].hold_prefix = never  # type: ignore[method-assign]
+        subject.workers["prefill-0"].hold_prefix = never
         second = asyncio.ensure_future(subject.run(request("second", 500)))
         await asked.wait()
         second.cancel()

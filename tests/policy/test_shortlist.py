@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +37,7 @@ A100 = roofline(shape_of("llama-2-13b"), hardware_of("a100-80gb"), 1, 1)
 EVERYBODY = 1 << 20
 
 
-def opened(few: int, cost: CostModel | None = SIMPLE, **engine: int) -> Policy:
+def opened(few: int, cost: CostModel | None = SIMPLE, **engine: Any) -> Policy:
     """With our router, which looks at everybody where there are at most `few`."""
     made = spec("slo", slo=PROMISED, cost=cost, **engine)
     active, index, lengths = ActiveRequests(), PrefixIndex(), Learned()

@@ -5,6 +5,7 @@ import random
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ async def split(made: list[tuple[int, ...]], endpoint: str) -> dict[str, list[li
     """All prompts in flight at once, greedy and seeded, through gRPC, Ray and NIXL."""
     async with AsyncClient(endpoint) as client:
 
-        async def ask(index: int, **sampling: float) -> list[int]:
+        async def ask(index: int, **sampling: Any) -> list[int]:
             answer = await client.complete(made[index], max_tokens=OUTPUT_TOKENS, ignore_eos=True, **sampling)
             assert len(answer.completed.transfers) == 1, "the request was not handed over"
             report = answer.completed.transfers[0]

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ async def open_client(dispatcher: FakeDispatcher) -> AsyncIterator[OpenClient]:
     doors: list[GrpcDoor] = []
     clients: list[AsyncClient] = []
 
-    async def open_one(**gateway: int) -> AsyncClient:
+    async def open_one(**gateway: Any) -> AsyncClient:
         doors.append(GrpcDoor(gateway_context(dispatcher, **gateway), ByteTokenizer))
         clients.append(AsyncClient(await doors[-1].open()))
         return clients[-1]

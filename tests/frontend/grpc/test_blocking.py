@@ -1,6 +1,7 @@
 """The client without an event loop, over a real server."""
 
 import threading
+import time
 from inspect import signature
 
 import pytest
@@ -48,7 +49,9 @@ def test_leaving_the_loop_cancels_the_request(endpoint: str) -> None:
         for event in client.generate("the sea is salty", request_id="left"):
             assert isinstance(event, Accepted)
             break
-        assert client.status().active_requests == 0
+        deadline = time.monotonic() + 10.0
+        while client.status().active_requests:  # the word to cancel may come after the question
+            assert time.monotonic() < deadline
 
 
 def test_threads_share_a_client(endpoint: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -91,7 +92,7 @@ class Files:
 
 
 @asynccontextmanager
-async def guarded(dispatcher: FakeDispatcher, **gateway: str | bool) -> AsyncIterator[Guarded]:
+async def guarded(dispatcher: FakeDispatcher, **gateway: Any) -> AsyncIterator[Guarded]:
     context = gateway_context(dispatcher, http_port=0, **gateway)
     clock = Clock()
     doors = Servers(context, ByteTokenizer)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ def asking(version: str = "1.1", **more: object) -> bytes:
 
 @pytest.mark.parametrize("wants", [{}, {"stream": True}], ids=["whole", "stream"])
 async def test_a_client_that_closed_its_sending_side_gets_its_answer(
-    dispatcher: FakeDispatcher, wants: dict[str, bool]
+    dispatcher: FakeDispatcher, wants: dict[str, Any]
 ) -> None:
     dispatcher.step_s = 0.1
     async with opened(dispatcher) as (_, doors), raw(doors.http_url, asking(**wants)) as (reader, writer):
@@ -37,7 +38,7 @@ async def test_every_request_that_came_before_the_end_is_answered(there: Clients
 
 @pytest.mark.parametrize("wants", [{}, {"stream": True}], ids=["whole", "stream"])
 async def test_a_client_that_left_is_noticed_before_anything_is_answered(
-    dispatcher: FakeDispatcher, wants: dict[str, bool]
+    dispatcher: FakeDispatcher, wants: dict[str, Any]
 ) -> None:
     dispatcher.hold = asyncio.Event()
     async with opened(dispatcher) as (_, doors):

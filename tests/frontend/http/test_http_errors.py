@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import httpx2
 import pytest
+import pytest_asyncio
 from openai import APIError, RateLimitError
 
 from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
@@ -26,12 +27,26 @@ async def there(dispatcher: FakeDispatcher) -> AsyncIterator[Clients]:
         yield clients
 
 
+@pytest.fixture(scope="module")
+def idle() -> FakeDispatcher:
+    """Behind `refusing`: no request gets to it."""
+    return FakeDispatcher()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def refusing(idle: FakeDispatcher) -> AsyncIterator[Clients]:
+    """One server for all that it only refuses."""
+    async with opened(idle, max_requests=8, max_prompt_bytes=MOST_PROMPT_BYTES) as (clients, _):
+        yield clients
+
+
 def error_of(answer: httpx2.Response) -> dict[str, str | None]:
     error: dict[str, str | None] = answer.json()["error"]
     assert list(error) == ["message", "type", "param", "code"] and error["message"]
     return error
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("change", "param", "words"),
     [
@@ -65,8 +80,8 @@ def error_of(answer: httpx2.Response) -> dict[str, str | None]:
         ({"response_format": {"type": "json_object"}}, "response_format", "only text"),
     ],
 )
-async def test_what_is_wrong_is_named(there: Clients, change: dict[str, object], param: str, words: str) -> None:
-    answer = await there.http.post("/v1/completions", json=ASK | change)
+async def test_what_is_wrong_is_named(refusing: Clients, change: dict[str, object], param: str, words: str) -> None:
+    answer = await refusing.http.post("/v1/completions", json=ASK | change)
     error = error_of(answer)
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert words in str(error["message"])
@@ -75,6 +90,7 @@ async def test_what_is_wrong_is_named(there: Clients, change: dict[str, object],
 LONG = "x" * 9000  # a body with it is read beside the event loop
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("more", ["", LONG], ids=["small", "large"])
 @pytest.mark.parametrize(
     ("message", "param"),
@@ -94,13 +110,14 @@ LONG = "x" * 9000  # a body with it is read beside the event loop
     ],
 )
 async def test_what_is_wrong_with_a_message_has_its_path(
-    there: Clients, message: object, param: str, more: str
+    refusing: Clients, message: object, param: str, more: str
 ) -> None:
     said = {"messages": [{"role": "user", "content": "a" + more}, message], "max_tokens": 4}
-    answer = await there.http.post("/v1/chat/completions", json=said)
+    answer = await refusing.http.post("/v1/chat/completions", json=said)
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("path", "name", "value"),
     [
@@ -137,14 +154,15 @@ async def test_what_is_wrong_with_a_message_has_its_path(
     ],
 )
 async def test_what_would_change_the_answer_and_is_not_done_is_refused_by_name(
-    there: Clients, dispatcher: FakeDispatcher, path: str, name: str, value: object
+    refusing: Clients, idle: FakeDispatcher, path: str, name: str, value: object
 ) -> None:
     body = ASK if path == "/v1/completions" else CHAT
-    answer = await there.http.post(path, json=body | {name: value})
+    answer = await refusing.http.post(path, json=body | {name: value})
     assert (answer.status_code, error_of(answer)["param"]) == (400, name)
-    assert "not supported" in str(error_of(answer)["message"]) and not dispatcher.requests
+    assert "not supported" in str(error_of(answer)["message"]) and not idle.requests
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("path", "change", "param", "words"),
     [
@@ -168,9 +186,9 @@ async def test_what_would_change_the_answer_and_is_not_done_is_refused_by_name(
     ],
 )
 async def test_what_does_not_fit_has_the_code_that_clients_look_for(
-    there: Clients, path: str, change: dict[str, object], param: str, words: str
+    refusing: Clients, path: str, change: dict[str, object], param: str, words: str
 ) -> None:
-    answer = await there.http.post(path, json=(CHAT if "chat" in path else ASK) | change)
+    answer = await refusing.http.post(path, json=(CHAT if "chat" in path else ASK) | change)
     error = error_of(answer)
     assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
     assert words in str(error["message"])
@@ -178,6 +196,7 @@ async def test_what_does_not_fit_has_the_code_that_clients_look_for(
     assert str(error["message"]).startswith("This model's maximum context length is 4096 tokens")
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("change", "param", "words"),
     [
@@ -214,14 +233,15 @@ async def test_what_does_not_fit_has_the_code_that_clients_look_for(
     ],
 )
 async def test_what_is_wrong_in_a_chat_is_named(
-    there: Clients, change: dict[str, object], param: str, words: str
+    refusing: Clients, change: dict[str, object], param: str, words: str
 ) -> None:
-    answer = await there.http.post("/v1/chat/completions", json=CHAT | change)
+    answer = await refusing.http.post("/v1/chat/completions", json=CHAT | change)
     error = error_of(answer)
     assert (answer.status_code, error["param"]) == (400, param)
     assert words in str(error["message"])
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("path", "change", "param", "words"),
     [
@@ -251,12 +271,12 @@ async def test_what_is_wrong_in_a_chat_is_named(
     ],
 )
 async def test_unknown_fields_are_refused_by_name(
-    there: Clients, dispatcher: FakeDispatcher, path: str, change: dict[str, object], param: str, words: str
+    refusing: Clients, idle: FakeDispatcher, path: str, change: dict[str, object], param: str, words: str
 ) -> None:
-    answer = await there.http.post(path, json=(ASK if path == "/v1/completions" else CHAT) | change)
+    answer = await refusing.http.post(path, json=(ASK if path == "/v1/completions" else CHAT) | change)
     error = error_of(answer)
     assert (answer.status_code, error["param"]) == (400, param)
-    assert words in str(error["message"]) and not dispatcher.requests
+    assert words in str(error["message"]) and not idle.requests
 
 
 def nested(depth: int) -> dict[str, object]:
@@ -278,12 +298,14 @@ async def test_what_is_nested_too_deep_is_refused_without_a_word_in_the_log(
     assert "more than 64 levels deep" in answer.text and not caplog.records
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000])
-async def test_what_is_no_object_is_refused(there: Clients, body: bytes) -> None:
-    answer = await there.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+async def test_what_is_no_object_is_refused(refusing: Clients, body: bytes) -> None:
+    answer = await refusing.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_request")
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("headers", "param"),
     [
@@ -294,8 +316,8 @@ async def test_what_is_no_object_is_refused(there: Clients, body: bytes) -> None
         ({"x-diptych-tenant": "a b"}, "x-diptych-tenant"),
     ],
 )
-async def test_a_header_that_cannot_be_used_is_named(there: Clients, headers: dict[str, str], param: str) -> None:
-    answer = await there.http.post("/v1/completions", json=ASK, headers=headers)
+async def test_a_header_that_cannot_be_used_is_named(refusing: Clients, headers: dict[str, str], param: str) -> None:
+    answer = await refusing.http.post("/v1/completions", json=ASK, headers=headers)
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 
@@ -465,6 +487,7 @@ async def test_what_is_not_there_is_not_found(there: Clients) -> None:
     assert (answer.status_code, error_of(answer)["code"]) == (404, "model_not_found")
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -477,8 +500,8 @@ async def test_what_is_not_there_is_not_found(there: Clients) -> None:
         ("/detokenize", {"tokens": "a"}, "tokens"),
     ],
 )
-async def test_tokens_that_cannot_be_are_named(there: Clients, path: str, body: object, param: str) -> None:
-    answer = await there.http.post(path, json=body)
+async def test_tokens_that_cannot_be_are_named(refusing: Clients, path: str, body: object, param: str) -> None:
+    answer = await refusing.http.post(path, json=body)
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 

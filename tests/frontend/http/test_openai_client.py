@@ -114,7 +114,7 @@ async def test_every_chunk_can_tell_the_tokens_so_far_also_one_without_text(subj
         max_tokens=12,
         temperature=0.0,
         stream=True,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
     )
     *chunks, end, usage = [chunk async for chunk in stream]
     told = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]

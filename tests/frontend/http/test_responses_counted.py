@@ -87,7 +87,7 @@ async def test_answers_and_refusals_over_grpc(dispatcher: FakeDispatcher) -> Non
         await there.grpc.complete("hello", max_tokens=2)
         for options in ({"temperature": -1.0}, {"max_tokens": 9000}, {"model": "another"}):
             with pytest.raises(DiptychError):
-                await there.grpc.complete("hello", **options)  # type: ignore[arg-type]
+                await there.grpc.complete("hello", **options)
         _ = [each async for each in there.grpc.batch(["one", ""], max_tokens=1)]
         dispatcher.error = RuntimeError("nobody foresaw this")
         with pytest.raises(DiptychError):

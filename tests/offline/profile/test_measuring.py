@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -56,7 +57,7 @@ def config(executor: str = "modelled", parallel: ParallelConfig | None = None, *
 
 
 @asynccontextmanager
-async def modelled(cost: LinearCost = COST, **engine: object) -> AsyncIterator[Worker]:
+async def modelled(cost: LinearCost = COST, **engine: Any) -> AsyncIterator[Worker]:
     async with running(build_worker(config(**engine), shared=SharedMemory(), cost=cost)) as worker:
         yield worker
 

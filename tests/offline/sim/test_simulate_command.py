@@ -22,10 +22,10 @@ def simulate(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["simulate", *arguments])
 
 
-def told(*arguments: str) -> list[dict]:  # type: ignore[type-arg]
+def told(*arguments: str) -> list[dict]:
     result = simulate(*arguments, "--json")
     assert result.exit_code == 0, result.output
-    found: list[dict] = json.loads(result.stdout)  # type: ignore[type-arg]
+    found: list[dict] = json.loads(result.stdout)
     return found
 
 
