@@ -51,8 +51,8 @@ format: $(READY)
 check: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy --strict cluster benchmarks workers kvtransfer proto/diptych
-	@$(BIN)/python -m pytest -q tests/test_imports.py
+	@$(BIN)/mypy --strict cluster benchmarks workers kvtransfer proto/diptych tests
+	@$(BIN)/python -m pytest -q tests/test_imports.py tests/test_versions.py
 
 bench: $(READY)
 	@$(BIN)/python -m benchmarks

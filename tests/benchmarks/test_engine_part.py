@@ -106,7 +106,7 @@ def test_speeds_shares_and_ratios_follow_from_steps() -> None:
 
 def test_the_cost_of_determinism_is_its_speed_over_the_speed_without() -> None:
     sure = contender(DETERMINISTIC, "ours")
-    both = samples(float32=0.1) | {(DETERMINISTIC, column.name): [(0.125, 0.25)] * 2 for column in COLUMNS}
+    both = dict(samples(float32=0.1)) | {(DETERMINISTIC, column.name): [(0.125, 0.25)] * 2 for column in COLUMNS}
     made = figures(both, [MACHINE] * 2, (FLOAT32, sure), COLUMNS, SMOL)
     costs = [figure.spread.median for figure in made if figure.table == COST]
     assert costs == pytest.approx([0.8] * len(COLUMNS))

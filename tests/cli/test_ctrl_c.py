@@ -116,7 +116,12 @@ async def test_who_is_cancelled_while_ray_starts_ends_that_ray_before_anything_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(ray, "init", lambda **options: (time.sleep(0.3), told.append("started")))
+
+    def init(**options: object) -> None:
+        time.sleep(0.3)
+        told.append("started")
+
+    monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: told.append("ended"))
     starting = asyncio.ensure_future(_started({}, told.append))
     await asyncio.sleep(0.05)

@@ -28,7 +28,7 @@ VOCAB = 1000
 
 
 def split_spec(
-    prefills: int = 1, decodes: int = 1, *, backends: tuple[str, ...] = ("memory",), **engine: int
+    prefills: int = 1, decodes: int = 1, *, backends: tuple[str, ...] = ("memory",), **engine: Any
 ) -> ClusterSpec:
     config = EngineConfig(**({"kv_blocks": 130, "max_batch_tokens": 64, "max_running": 16} | engine))
     return ClusterSpec(
@@ -111,6 +111,8 @@ async def cluster(
 
 class _Door:
     """No server: hands the dispatcher to the test."""
+
+    http_url = ""
 
     def __init__(self, context: GatewayContext, dispatchers: list[Dispatcher]) -> None:
         assert isinstance(context.dispatcher, Dispatcher)

@@ -1,16 +1,17 @@
 """What workers have cached reaches the index of a gateway: by number, past gaps, failures and restarts."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.dispatch.cache_reader import CacheReader
+from cluster.events import Accepted
 from cluster.offline.sim.clock import run as run_virtually
 from cluster.policy.routing.prefix_index import Match, PrefixIndex, chain
 from cluster.runtime.errors import WorkerGone
@@ -132,7 +133,7 @@ def test_whatever_is_lost_the_index_ends_with_the_truth(told: list[tuple]) -> No
     run_virtually(follow(kept))
 
 
-def virtually(story: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+def virtually(story: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     return lambda: run_virtually(story())
 
 
@@ -174,6 +175,7 @@ async def test_a_gateway_learns_what_workers_have_and_lose() -> None:
     async with cluster(spec) as subject:
         wanted = request("first", 300, max_tokens=2)
         events = await subject.run(wanted)
+        assert isinstance(events[0], Accepted)
         where = events[0].prefill_worker
         await index_of(subject, {where: 256, "decode-0": 256}, wanted.prompt)
         again = completed(await subject.run(request("again", 300, max_tokens=2)))

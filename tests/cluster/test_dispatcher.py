@@ -245,7 +245,8 @@ async def test_attempts_are_bounded() -> None:
         async def broken(*_: object) -> None:
             raise WorkerError("this worker is broken")
 
-        for worker in subject.workers.values():
+        workers: list[Any] = list(subject.workers.values())
+        for worker in workers:
             worker.prefill = worker.generate = worker.reserve = broken
         with pytest.raises(AttemptsSpent, match=r"6 attempts failed.*broken"):
             await subject.run(request("a", 40))
@@ -258,7 +259,8 @@ async def test_a_worker_that_failed_is_avoided_while_another_can_do_it() -> None
         async def broken(*_: object) -> None:
             raise WorkerError("this worker is broken")
 
-        subject.workers["decode-0"].reserve = broken
+        failing: Any = subject.workers["decode-0"]
+        failing.reserve = broken
         events = await subject.run(request("a", 40))
         chosen = [event.decode_worker for event in events if isinstance(event, Accepted)]
         assert chosen == ["decode-1"] and completed(events).attempts == 2

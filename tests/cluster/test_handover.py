@@ -35,7 +35,7 @@ def cuts(subject: Cluster, cut_tokens: int) -> None:
     policy = subject.dispatcher._policy
     honest = policy.choose
 
-    def choose(ask: Ask) -> Placement | None:
+    def choose(ask: Ask) -> Any:
         placement = honest(ask)
         return structs.replace(placement, cut_tokens=cut_tokens) if isinstance(placement, Placement) else placement
 
@@ -104,7 +104,7 @@ async def test_a_head_shorter_than_what_the_decode_worker_has_moves_nothing() ->
     """It did not say so when it was asked to reserve: others computed the prompt meanwhile."""
     async with cluster(split_spec()) as subject:
         await subject.run(request("a", 64))
-        decode = subject.workers["decode-0"]
+        decode: Any = subject.workers["decode-0"]
         honest = decode.reserve
 
         async def forgetful(asked: Request, timeout_s: float) -> Reservation:

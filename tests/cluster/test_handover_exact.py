@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -100,7 +101,8 @@ def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
 
 def asked(length: int, seed: int, max_tokens: int, *, greedy: bool) -> Request:
     prompt = tuple(3 + (7 * seed * (position >= 20) + 11 * position) % 300 for position in range(length))
-    sampling = SamplingParams(seed=seed, **({"temperature": 0.0} if greedy else SEEDED))
+    drawing: dict[str, Any] = {"temperature": 0.0} if greedy else SEEDED
+    sampling = SamplingParams(seed=seed, **drawing)
     return Request("", prompt, replace(sampling, max_tokens=max_tokens, ignore_eos=True))
 
 

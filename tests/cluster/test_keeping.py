@@ -166,7 +166,8 @@ def test_a_silent_worker_is_replaced_after_dead_after_s_and_at_most_an_eighth_mo
         await asyncio.sleep(STEADY_S)
         clock, dead_after_s = asyncio.get_running_loop(), serving.spec.health.dead_after_s
         silent_s, silent = clock.time(), runtime.workers["decode-0"]
-        silent.poll = lambda subscriber, received: clock.create_future()
+        unheard: Any = silent
+        unheard.poll = lambda subscriber, received: clock.create_future()
         await asyncio.sleep(2 * dead_after_s)
         (replaced_s,) = runtime.started_s["decode-0"][1:]
         assert dead_after_s <= replaced_s - silent_s <= 9 / 8 * dead_after_s + 2 * serving.spec.health.heartbeat_s
@@ -202,7 +203,8 @@ async def test_requests_that_others_serve_for_an_empty_pool_are_counted_and_stat
         assert subject.dispatcher.standing().uncovered == (("prefill", 0), ("decode", 0))
         assert trouble_lines(subject.dispatcher.view) == []
         stays_away = asyncio.get_running_loop().create_future()
-        subject.runtime.restart_worker = lambda *told: stays_away
+        runtime: Any = subject.runtime
+        runtime.restart_worker = lambda *told: stays_away
         subject.workers["prefill-0"]._unfit(RuntimeError("the device was lost"))
         await subject.until(lambda view: not view.ready(Role.PREFILL))
         assert not completed(await subject.run(request("b"))).transfers

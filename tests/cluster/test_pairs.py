@@ -4,6 +4,7 @@ import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -40,7 +41,8 @@ def requests() -> list[Request]:
     """Half greedy, half drawn from a seed; the last two share a prefix."""
     made = []
     for index, length in enumerate(LENGTHS):
-        sampling = SamplingParams(seed=index, **({"temperature": 0.0} if index % 2 else SEEDED))
+        drawing: dict[str, Any] = {"temperature": 0.0} if index % 2 else SEEDED
+        sampling = SamplingParams(seed=index, **drawing)
         prompt = tuple(3 + (7 * index * (position >= 20) + 11 * position) % 300 for position in range(length))
         made.append(Request(f"r{index}", prompt, replace(sampling, max_tokens=9, ignore_eos=True)))
     return made

@@ -3,6 +3,7 @@
 import dataclasses
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -94,7 +95,12 @@ def test_what_cannot_work_is_refused_with_its_line_and_pool_and_nothing_is_start
 def test_a_file_without_faults_is_only_read(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     begun: list[object] = []
-    monkeypatch.setattr(SERVE, "run", lambda work: (work.close(), begun.append(work)))
+
+    def run(work: Any) -> None:
+        work.close()
+        begun.append(work)
+
+    monkeypatch.setattr(SERVE, "run", run)
     result = CliRunner().invoke(main, ["serve", "--port", "0", "-f", str(written(tmp_path, model))])
     assert result.exit_code == 0, result.output
     assert len(begun) == 1

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -465,7 +465,9 @@ def test_who_loses_its_worker_between_its_turn_and_its_start_is_asked_again() ->
 
                     def news() -> None:  # the very next callback: before the coroutine of the turn
                         known = roster.membership
-                        left.append(turn.result().prefill)
+                        placed = turn.result()
+                        assert isinstance(placed, Placement)
+                        left.append(placed.prefill)
                         stay = tuple(member for member in known.members if member.view.name != left[0])
                         roster.take(replace(known, revision=known.revision + 1, members=stay))
 
@@ -489,7 +491,7 @@ def test_the_engines_order_knows_how_long_a_request_had_waited() -> None:
         async with opened(spec) as cluster:
             (dispatcher,) = cluster.dispatchers
             told: list[float] = []
-            worker = cluster.runtime.workers["mixed-0"]
+            worker: Any = cluster.runtime.workers["mixed-0"]
             generate = worker.generate
 
             async def heard(asked: Request) -> None:

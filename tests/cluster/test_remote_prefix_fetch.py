@@ -40,7 +40,7 @@ async def test_a_fetched_prefix_gives_the_same_tokens(
         for name, each, sizes in settings
     ]
     try:
-        holder, reader, decode = workers
+        holder, taker, decode = workers
         sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=9, ignore_eos=True)
         (first,) = await Legs(holder, decode).run([Request("first", PROMPT, sampling)])
         longer = Request("longer", (*PROMPT, *range(5, 25)), sampling)
@@ -48,12 +48,12 @@ async def test_a_fetched_prefix_gives_the_same_tokens(
 
         ticket = await holder.hold_prefix(longer)
         assert ticket is not None and ticket.num_tokens == 64
-        assert await reader.fetch_prefix(longer, ticket, 30.0) == 64, words(ParallelConfig(*owner))
-        before = reader.engine.stats().cached_blocks
+        assert await taker.fetch_prefix(longer, ticket, 30.0) == 64, words(ParallelConfig(*owner))
+        before = taker.engine.stats().cached_blocks
         assert before == 64 // engine.block_size
-        (moved,) = await Legs(reader, decode).run([longer])
+        (moved,) = await Legs(taker, decode).run([longer])
         assert moved.tokens == expected and first.tokens
-        assert (await reader.hold_prefix(replace(longer, id="again"))) is not None, (
+        assert (await taker.hold_prefix(replace(longer, id="again"))) is not None, (
             "what was fetched can be held for others"
         )
         for worker in workers:

@@ -92,8 +92,8 @@ def test_a_prompt_that_fills_its_prefill_worker_does_not_end_the_answer(length: 
 def test_where_nobody_can_hold_more_the_answer_ends_by_its_length() -> None:
     async def scene() -> None:
         spec = split_spec()
-        pools = (spec.pools[0], PoolSpec("small", Role.DECODE, 1, engine=SMALL))
-        pools = tuple(replace(pool, engine=SMALL) for pool in pools)
+        small = PoolSpec("small", Role.DECODE, 1, engine=SMALL)
+        pools = (replace(spec.pools[0], engine=SMALL), small)
         async with opened("least-loaded", *pools) as subject:
             wanted = request("a", 99, max_tokens=800)
             events = await subject.run(wanted)

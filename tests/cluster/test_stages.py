@@ -33,6 +33,7 @@ async def test_pipelines_give_every_request_its_own_tokens_and_balanced_books(pr
         answers = await asyncio.gather(*map(subject.run, asked))
         for made, events in zip(asked, answers, strict=True):
             length, count = len(made.prompt), made.sampling.max_tokens
+            assert count is not None
             assert tokens_of(events) == [modelled_token(f"{made.id}/0", length + n, 1000, (0,)) for n in range(count)]
             (report,) = completed(events).transfers
             assert report.digests_verified == report.num_blocks

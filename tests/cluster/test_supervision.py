@@ -87,8 +87,8 @@ def test_a_frozen_gateway_harms_no_worker_and_no_other_gateway_and_is_replaced()
         assert runtime.replaced == ["gateway-0"]
         for gateway in ("gateway-1", "gateway-0"):
             await serves(runtime, gateway)
-        (gateway, other) = (await seen(runtime, "gateway-1")).served_gateways
-        assert (gateway.state, gateway.restarts, gateway.silences, gateway.detail) == (GatewayState.OPEN, 1, 1, "")
+        (replaced, other) = (await seen(runtime, "gateway-1")).served_gateways
+        assert (replaced.state, replaced.restarts, replaced.silences, replaced.detail) == (GatewayState.OPEN, 1, 1, "")
         assert (other.restarts, other.silences) == (0, 0)
         assert not serving._closed.is_set()
 

@@ -67,7 +67,8 @@ async def test_a_warm_answer_is_the_cold_one(spec: ClusterSpec) -> None:
 
 async def alone(subject: Cluster, name: str) -> Answer:
     """The first request's answer from the decode worker alone."""
-    worker, told, received = subject.workers["decode-0"], [], 0
+    worker, received = subject.workers["decode-0"], 0
+    told: list[TokensOut] = []
     await worker.generate(replace(FIRST, id=name, reply_to=name))
     while not told or told[-1].finish is None:
         bundle = await worker.poll(name, received)

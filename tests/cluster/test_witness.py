@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -111,7 +112,8 @@ async def test_gateways_report_what_they_served_every_period() -> None:
             reports.append(told)
             heard.set()
 
-        subject.controller.report = report
+        controller: Any = subject.controller
+        controller.report = report
         events = await subject.run(request("a", 40, max_tokens=9))
         while not any(each.samples for each in reports):
             heard.clear()

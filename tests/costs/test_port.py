@@ -195,6 +195,7 @@ def test_a_prompt_is_cut_into_at_most_as_many_parts_as_stages(cost: CostModel, n
 
 def test_what_a_step_hides_is_not_worth_cutting() -> None:
     """A roofline's few tokens are free beside the weights that every part would read again."""
-    bound_by_memory = replace(cost_of("llama-2-7b", "h200"), send_token_s=0.0)
+    roofline: Any = cost_of("llama-2-7b", "h200")
+    bound_by_memory = replace(roofline, send_token_s=0.0)
     assert prompt_share(bound_by_memory, 64, 4) == 64
     assert prompt_share(bound_by_memory, 8192, 4) < 8192

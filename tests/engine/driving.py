@@ -76,6 +76,23 @@ def step(
     return plan, engine.drain()
 
 
+def planned(engine: Engine, now_s: float = 0.0, device: "Device | None" = None) -> tuple[StepPlan, list[EngineOutput]]:
+    """A step that has something to compute."""
+    plan, told = step(engine, now_s, device)
+    assert plan is not None
+    return plan, told
+
+
+def scheduled(engine: Engine, now_s: float = 0.0) -> StepPlan:
+    plan = engine.schedule(now_s)
+    assert plan is not None
+    return plan
+
+
+def answers(told: list[EngineOutput]) -> list[TokensOut]:
+    return [each for each in told if isinstance(each, TokensOut)]
+
+
 def run_to_end(engine: Engine, now_s: float = 0.0, device: "Device | None" = None) -> list[EngineOutput]:
     told: list[EngineOutput] = []
     while True:
@@ -134,7 +151,7 @@ class Pipeline:
 
     def run(self, now_s: float = 0.0) -> list[StepPlan]:
         """Until nothing is left to compute. Answers the plans that ended."""
-        ended = []
+        ended: list[StepPlan] = []
         while True:
             self.fill(now_s)
             plan = self.end(now_s)

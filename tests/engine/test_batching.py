@@ -267,7 +267,7 @@ def test_adaptive_takes_for_prompts_what_streams_are_ahead_and_lets_none_pause_f
     for _ in range(10):
         run()
     subject.add(request("f", prompt(60, 60), max_tokens=1), now_s, hold=False)
-    sizes = []
+    sizes: list[int] = []
     for count in range(13, 40):
         before_s, sizes = now_s, [*sizes, dict(run()).get("f", 0)]
         assert now_s - before_s <= Adaptive.PAUSE * promise_s + 1e-9

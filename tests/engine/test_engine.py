@@ -8,7 +8,20 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from kvtransfer.errors import LeaseLost
-from tests.engine.driving import VOCAB, digest_of, engine, next_token, request, result, run_to_end, step, tokens_of
+from tests.engine.driving import (
+    VOCAB,
+    answers,
+    digest_of,
+    engine,
+    next_token,
+    planned,
+    request,
+    result,
+    run_to_end,
+    scheduled,
+    step,
+    tokens_of,
+)
 from workers.engine.sequence import Lease
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import FailedOut, FinishReason, TokenLogprobs, TokensOut
@@ -29,7 +42,7 @@ def test_decodes_go_first_and_prompts_fill_the_budget() -> None:
     subject.add(request("a", (1, 2, 3)), 0.0, hold=False)
     step(subject)
     subject.add(request("b", tuple(range(1, 21))), 0.0, hold=False)
-    plan, _ = step(subject)
+    plan, _ = planned(subject)
     assert [(chunk.key, len(chunk.tokens)) for chunk in plan.chunks] == [("a/0", 1), ("b/0", 7)]
 
 
@@ -149,11 +162,12 @@ def test_a_decode_leg_begins_when_kv_and_first_token_are_both_there() -> None:
     subject.decode("a/0", [77], 1.0)
     assert step(subject)[0] is None
     subject.fetched("a/0", 3.0)
-    plan, told = step(subject, 4.0)
+    plan, told = planned(subject, 4.0)
+    (out,) = answers(told)
     assert plan.chunks[0].tokens == (77,) and plan.chunks[0].first_position == 5
-    assert (told[0].timing.wait_s, told[0].timing.queue_s) == (2.0, 1.0)
-    assert told[0].first_position == 1
-    assert run_to_end(subject, 5.0)[-1].finish is FinishReason.LENGTH
+    assert (out.timing.wait_s, out.timing.queue_s) == (2.0, 1.0)
+    assert out.first_position == 1
+    assert answers(run_to_end(subject, 5.0))[-1].finish is FinishReason.LENGTH
     assert subject.stats().free_blocks == subject.stats().total_blocks
 
 
@@ -181,10 +195,10 @@ def test_a_shared_prefix_is_digested_for_each_prompt_that_waits_for_it_and_once_
     """The second is admitted while the first's digests are known; its own tail is all that is left to digest."""
     subject = engine()
     subject.add(request("a", tuple(range(1, 11))), 0.0, hold=True)
-    plan, _ = step(subject)
+    plan, _ = planned(subject)
     assert [slots for _, slots in plan.digest_blocks] == [4, 4, 2]
     subject.add(request("b", (*range(1, 9), 50, 51, 52)), 0.0, hold=True)
-    plan, told = step(subject)
+    plan, told = planned(subject)
     lease = next(each for each in told if isinstance(each, Lease))
     assert plan.digest_blocks == ((lease.blocks[2], 3),)
     cells = tuple(map(digest_of, lease.blocks, (4, 4, 3)))
@@ -218,7 +232,7 @@ def test_blocks_of_an_aborted_fetch_stay_quarantined_until_it_settles() -> None:
 def test_an_abort_in_mid_step_waits_for_the_step() -> None:
     subject = engine()
     subject.add(request("a", (1, 2, 3)), 0.0, hold=False)
-    plan = subject.schedule(0.0)
+    plan = scheduled(subject)
     assert subject.abort("a/0")
     assert subject.stats().free_blocks < subject.stats().total_blocks
     subject.commit(plan, result(plan), 0.0)
@@ -251,7 +265,7 @@ def test_calls_about_unknown_sequences_say_so() -> None:
 def test_a_resumed_request_counts_on_from_what_the_client_has() -> None:
     subject = engine()
     subject.add(request("a", (1, 2, 3), max_tokens=5, generated=(8, 9), attempt=1), 0.0, hold=False)
-    outputs = run_to_end(subject)
+    outputs = answers(run_to_end(subject))
     assert [each.first_position for each in outputs] == [2, 3, 4]
     assert outputs[-1].finish is FinishReason.LENGTH
 
@@ -265,14 +279,15 @@ def test_out_of_blocks_the_youngest_is_preempted_and_still_gets_the_same_tokens(
     for index in range(3):
         key = f"r{index}/0"
         assert tokens_of(told, key) == [next_token(key, 5 + n) for n in range(10)]
-        assert [e.first_position for e in told if e.key == key] == list(range(10))
+        assert [e.first_position for e in answers(told) if e.key == key] == list(range(10))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whatever_happens_no_block_is_lost_and_no_token_doubled(data: st.DataObject) -> None:
     subject = engine(kv_blocks=data.draw(st.integers(8, 34)), max_batch_tokens=data.draw(st.integers(8, 20)))
-    now, count, told, reading = 0.0, 0, [], []
+    now, count, told = 0.0, 0, []
+    reading: list[tuple[int, ...]] = []
     for _ in range(data.draw(st.integers(5, 60))):
         now += data.draw(st.sampled_from([0.0, 0.1, 3.0]))
         action = data.draw(
@@ -303,7 +318,8 @@ def test_whatever_happens_no_block_is_lost_and_no_token_doubled(data: st.DataObj
                     subject.decode(key, [5], now)
             except (UnknownSequence, InvalidRequest):
                 pass
-            if reading and data.draw(st.booleans()):
+            lands = bool(reading) and data.draw(st.booleans())
+            if lands:
                 subject.pool.end_transfer(reading.pop(0))
         subject.check()
     for blocks in reading:

@@ -3,7 +3,20 @@
 import pytest
 
 from kvtransfer.errors import LeaseLost
-from tests.engine.driving import Device, digest_of, engine, next_token, request, result, run_to_end, step, tokens_of
+from tests.engine.driving import (
+    Device,
+    answers,
+    digest_of,
+    engine,
+    next_token,
+    planned,
+    request,
+    result,
+    run_to_end,
+    scheduled,
+    step,
+    tokens_of,
+)
 from workers.engine.blocks import BlockPool
 from workers.engine.leases import LeaseBook
 from workers.engine.sequence import Lease
@@ -37,9 +50,10 @@ def test_who_gets_the_head_of_a_prompt_computes_its_tail_and_draws(arrived: int)
     subject.reserve(leg, 0.0)
     device.fill(tuple(subject.reserved("a/0").blocks), leg.prompt[:arrived])
     subject.fetched("a/0", 1.0, num_tokens=arrived, goes_on=True)
-    plan, told = step(subject, 2.0, device)
+    plan, told = planned(subject, 2.0, device)
     assert len(plan.chunks[0].tokens) == max(1, 10 - arrived)
-    assert told[0].prefilled and told[0].timing.queue_s == 1.0
+    (out,) = answers(told)
+    assert out.prefilled and out.timing.queue_s == 1.0
     assert tokens_of([*told, *run_to_end(subject, 3.0, device)], "a/0") == [next_token("a/0", 10 + n) for n in range(3)]
 
 
@@ -50,7 +64,7 @@ def test_a_cached_prefix_longer_than_the_cut_is_not_computed_again() -> None:
     leg = device.know(request("a", tuple(range(1, 15))))
     assert subject.reserve(leg, 0.0).cached_tokens == 12
     subject.fetched("a/0", 1.0, num_tokens=7, goes_on=True)
-    plan, _ = step(subject, 2.0, device)
+    plan, _ = planned(subject, 2.0, device)
     assert [(chunk.first_position, len(chunk.tokens)) for chunk in plan.chunks] == [(12, 2)]
 
 
@@ -92,6 +106,7 @@ def test_an_offer_that_ends_leaves_the_decode_where_it_is() -> None:
     subject.add(request("a", tuple(range(1, 11)), max_tokens=9), 0.0, hold=False)
     step(subject)
     lease = subject.hand_over("a/0", 100, 0.0)
+    assert lease is not None
     subject.expire(60.0)
     with pytest.raises(LeaseLost):
         subject.leases.release("a/0", lease.epoch)
@@ -104,6 +119,7 @@ def test_a_preempted_decode_is_offered_no_longer_and_a_finished_one_neither() ->
         subject.add(request(f"r{index}", (1 + index,) * 5, max_tokens=10), float(index), hold=False)
     step(subject)
     lease = subject.hand_over("r2/0", 100, 0.0)
+    assert lease is not None
     while not subject.stats().preemptions:
         step(subject)
     with pytest.raises(LeaseLost):
@@ -125,7 +141,7 @@ def test_what_was_drawn_elsewhere_is_computed_before_it_goes_on() -> None:
     subject.fetched("a/0", 1.0, num_tokens=8)
     subject.decode("a/0", [next_token("a/0", 10 + n) for n in range(11)], 1.0)
     taken = subject.pool.allocate(subject.pool.num_free - 1)
-    plan = subject.schedule(2.0)
+    plan = scheduled(subject, 2.0)
     assert len(plan.chunks[0].tokens) == 4, "up to the end of its third block"
     device.execute(plan)
     subject.commit(plan, result(plan), 2.0)

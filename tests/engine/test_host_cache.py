@@ -23,7 +23,7 @@ from tests.engine.test_memory import EngineMachine
 from workers.config import BATCHING, EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.cache_log import CacheLog, Tier
-from workers.engine.engine import Engine
+from workers.engine.engine import Engine, EngineOutput
 from workers.engine.host_cache import HostCache
 from workers.engine.sequence import Lease
 from workers.request import Request
@@ -38,10 +38,13 @@ def small(cost: CostModel = CHEAP, *, host: int = 32, **config: Any) -> tuple[En
     return subject, Device()
 
 
-def answer(subject: Engine, device: Device, made: Request, *, hold: bool = False) -> tuple[list[int], int, list]:
+def answer(
+    subject: Engine, device: Device, made: Request, *, hold: bool = False
+) -> tuple[int, int, list[EngineOutput]]:
     """To the end: tokens computed of the prompt, how many were cached, and what was told."""
     subject.add(device.know(made), 0.0, hold=hold)
-    computed, told = 0, []
+    computed = 0
+    told: list[EngineOutput] = []
     while (done := step(subject, 0.0, device))[0] is not None:
         computed += sum(len(chunk.tokens) for chunk in done[0].chunks if chunk.first_position < made.num_tokens)
         told += done[1]
@@ -137,6 +140,7 @@ def test_saved_blocks_are_not_written_before_they_are_saved() -> None:
 def test_the_host_forgets_the_oldest_but_nothing_that_the_step_reads() -> None:
     host = HostCache(2, 10, CacheLog(128))
     a, b = host.save(b"a", 1, ()), host.save(b"b", None, ())
+    assert a is not None and b is not None
     assert sorted((a, b)) == [10, 11] and host.match([b"a", b"x"]) == [a]
     assert host.save(b"c", 3, {b}) == a and b"a" not in host
     assert host.save(b"d", 4, {a, b}) is None

@@ -9,7 +9,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtransfer.errors import LeaseLost
-from tests.engine.driving import Device, Pipeline, engine, next_token, request, result, run_to_end, step, tokens_of
+from tests.engine.driving import (
+    Device,
+    Pipeline,
+    engine,
+    next_token,
+    planned,
+    request,
+    result,
+    run_to_end,
+    scheduled,
+    step,
+    tokens_of,
+)
 from workers.config import BATCHING, EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.engine import Engine
@@ -23,7 +35,7 @@ CHEAP_SWAP = LinearCost(swap_byte_s=0.0)
 DEAR_SWAP = LinearCost(swap_byte_s=1.0)
 
 
-def starved(**config: Any):
+def starved(**config: Any) -> tuple[Engine, Device]:
     """Three answers that outgrow eight blocks of four."""
     subject, device = engine(kv_blocks=10, **config), Device()
     for index in range(3):
@@ -69,7 +81,7 @@ def test_swapping_needs_host_memory() -> None:
 
 def test_saved_blocks_are_not_given_away_before_they_are_saved() -> None:
     subject, device = starved(swap_blocks=16, preemption="swap")
-    while not (plan := subject.schedule(9.0)).swap_out:
+    while not (plan := scheduled(subject, 9.0)).swap_out:
         device.execute(plan)
         subject.commit(plan, result(plan), 9.0)
     leaving = {block for block, _ in plan.swap_out}
@@ -113,7 +125,7 @@ def test_siblings_share_blocks_and_copy_only_the_one_they_write() -> None:
     siblings(subject, device, 3)
     step(subject, 0.0, device)  # the first computes; the others wait for it
     assert subject.stats().running == 1
-    plan, _ = step(subject, 0.0, device)
+    plan, _ = planned(subject, 0.0, device)
     assert [len(chunk.tokens) for chunk in plan.chunks] == [1, 1, 1]
     assert len(plan.copies) == 2
     assert subject.stats().total_blocks - subject.stats().free_blocks == 1 + 3  # one full block shared, a tail each
@@ -125,7 +137,7 @@ def test_a_strangers_prompt_passes_siblings_that_wait() -> None:
     step(subject, 0.0, device)
     subject.add(device.know(request("other", (500, 501, 502))), 0.0, hold=False)
     step(subject, 0.0, device)
-    plan, _ = step(subject, 0.0, device)
+    plan, _ = planned(subject, 0.0, device)
     assert [chunk.key for chunk in plan.chunks] == ["r#0/0", "other/0"]
 
 
@@ -180,7 +192,7 @@ def test_a_held_sibling_that_gets_no_token_yet_is_leased_on_the_block_that_it_wi
     lease = next(each for each in subject.drain() if isinstance(each, Lease) and each.key == second.key)
     device.execute(plan)
     subject.commit(plan, result(plan), 0.0)
-    plan, told = step(subject, 0.0, device)
+    plan, told = planned(subject, 0.0, device)
     assert [chunk.blocks for chunk in plan.chunks if chunk.key == second.key] == [lease.blocks]
     progress = subject.leases.progress(second.key, lease.epoch, 0, 0.0)
     assert progress.finished and progress.ready_blocks == 2

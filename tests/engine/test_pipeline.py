@@ -68,7 +68,7 @@ def test_a_stage_that_is_done_with_its_group_gets_the_same_group_again() -> None
     for _ in range(9):
         ended = flow.end()
         (begun,) = flow.fill()
-        assert shape(begun) == shape(ended)
+        assert ended is not None and shape(begun) == shape(ended)
 
 
 @settings(max_examples=60, deadline=None)
@@ -229,7 +229,8 @@ def test_each_block_of_a_held_prompt_is_digested_once_and_the_watermark_follows_
     subject.add(request("a", prompt(31)), 0.0, hold=True)
     flow.fill()
     (lease,) = (each for each in subject.drain() if isinstance(each, Lease))
-    ready, digested = [], []
+    ready: list[Any] = []
+    digested: list[Any] = []
     while (ended := flow.end()) is not None:
         digested += ended.digest_blocks
         ready.append(subject.leases.progress("a/0", lease.epoch, 0, 0.0).ready_blocks)
@@ -287,6 +288,7 @@ def test_an_older_decode_waits_for_the_youngest_in_flight_and_then_takes_its_blo
         if subject.stats().preemptions:
             break
         ended = flow.end(2.0)
+        assert ended is not None
         ordered += sum(count for name, count in shape(ended) if name == "young")
     assert subject.stats().preemptions == 1 and 0 < ordered < 36
     flow.run(3.0)

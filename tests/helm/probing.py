@@ -23,7 +23,9 @@ def passes(probe: dict[str, Any]) -> bool:
 def _http(probe: dict[str, Any]) -> bool:
     if probe.get("scheme") == "HTTPS":  # as the kubelet: it looks at no certificate
         unverified = ssl._create_unverified_context()
-        connection = http.client.HTTPSConnection(probe["host"], probe["port"], timeout=TIMEOUT_S, context=unverified)
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            probe["host"], probe["port"], timeout=TIMEOUT_S, context=unverified
+        )
     else:
         connection = http.client.HTTPConnection(probe["host"], probe["port"], timeout=TIMEOUT_S)
     connection.request("GET", probe["path"])

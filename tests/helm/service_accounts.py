@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from socket import socket
+from typing import Any
 
 from tests.frontend.http.certificates import Authority, Pair
 from tests.helm.api_server import Handler, Kind, Refused, Store
@@ -49,7 +50,7 @@ class Accounts:
                         return True
         return False
 
-    def _all(self, kind: str, namespace: str) -> list[dict[str, object]]:
+    def _all(self, kind: str, namespace: str) -> list[dict[str, Any]]:
         known = next(each for each in self.store.kinds if each.name == kind)
         return self.store.all(known, namespace, {})
 

@@ -6,6 +6,7 @@
 import asyncio
 import itertools
 import sys
+from functools import partial
 from pathlib import Path
 
 
@@ -25,10 +26,7 @@ async def serve(file: Path, host: str, ports: list[tuple[int, int]]) -> None:
             await asyncio.gather(passed(reader, there[1]), passed(there[0], writer))
         writer.close()
 
-    servers = [
-        await asyncio.start_server(lambda r, w, target=target: connected(r, w, target), host, port)
-        for port, target in ports
-    ]
+    servers = [await asyncio.start_server(partial(connected, target=target), host, port) for port, target in ports]
     await asyncio.gather(*(each.serve_forever() for each in servers))
 
 

@@ -161,7 +161,8 @@ def test_scrapers_are_let_in_without_everybody_else() -> None:
     prometheus = ("--set-json", 'networkPolicy.scrapers=[{"namespaceSelector": {}}]')
     (policy,) = of_kind(rendered(values("native-monitored"), *enabled, *prometheus), "NetworkPolicy")
     let_in = [(each["port"], rule["from"]) for rule in policy["spec"]["ingress"][1:] for each in rule["ports"]]
-    clients, scrapers = [{"podSelector": {}}], [{"namespaceSelector": {}}]
+    clients: list[dict[str, Any]] = [{"podSelector": {}}]
+    scrapers: list[dict[str, Any]] = [{"namespaceSelector": {}}]
     assert let_in == [(50051, clients), (8000, clients), (8080, scrapers), (8000, scrapers)]
 
 

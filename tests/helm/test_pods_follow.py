@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -102,7 +103,7 @@ def kubernetes(tmp_path: Path) -> Iterator[Kubernetes]:
     for each in [found for kind in ("StatefulSet", "Role", "RoleBinding") for found in of_kind(objects, kind)]:
         kind = next(kind for kind in BUILT_IN if kind.name == each["kind"])
         store.write(kind, "llm", each["metadata"]["name"], each, how="apply", dry=False)
-    handler = type("Faults", (Faulty,), {"fault": None, "asked": [], "over": threading.Event()})
+    handler: Any = type("Faults", (Faulty,), {"fault": None, "asked": [], "over": threading.Event()})
     listening = socket.create_server(("127.0.0.1", 0))
     address = f"https://127.0.0.1:{listening.getsockname()[1]}"
     with door_for_pods(store, authority, authority.sign("server"), listening, handler) as accounts:
@@ -232,7 +233,9 @@ async def test_what_the_api_server_does_wrong_is_one_line_and_over_when_it_is_ov
         subject = autoscaler(kubernetes, endpoint)
         running = asyncio.ensure_future(subject.run())
         await until(lambda: bool(subject.trouble))
-        assert FAULTS[fault] in str(subject.trouble) and f"{method} the scale of release-diptych-" in subject.trouble
+        assert FAULTS[fault] in str(subject.trouble) and f"{method} the scale of release-diptych-" in str(
+            subject.trouble
+        )
         assert kubernetes.replicas("decode") == 1
         kubernetes.handler.fault = None
         await until(lambda: subject.trouble == "")
@@ -255,7 +258,7 @@ async def test_tries_come_later_each_time(kubernetes: Kubernetes, monkeypatch: p
 
     kubernetes.handler.fault = "GET", 503
     subject = autoscaler(kubernetes)
-    monkeypatch.setattr(loop.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     running = asyncio.ensure_future(subject.run())
     while len(slept) < 18:
         await goes_on(0.01)

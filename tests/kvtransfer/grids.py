@@ -72,17 +72,17 @@ def cases(draw: st.DrawFn, dtypes: tuple[str, ...] = ("float32", "bfloat16", "fl
     layers, heads = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     dim, dtype = draw(st.integers(1, 5)), draw(st.sampled_from(dtypes))
     sizes = draw(st.one_of(st.integers(1, 6).map(lambda size: (size, size)), st.tuples(*[st.integers(1, 6)] * 2)))
-    gangs = [
+    owners, readers = (
         shards(KVLayout("m", layers, heads, dim, size, dtype), draw(st.integers(1, 6)), draw(st.integers(1, layers)))
         for size in sizes
-    ]
+    )
     first = draw(st.integers(0, 3)) * sizes[0]
     count = draw(st.integers(1, 20))
     pool_blocks = 24
-    numbers = [
+    given, taken = (
         draw(st.permutations(range(pool_blocks)) if draw(st.booleans()) else st.just(range(pool_blocks)))[
             : -(-(first + count) // size) - first // size
         ]
         for size in sizes
-    ]
-    return Case(*gangs, *(tuple(blocks) for blocks in numbers), first, count, pool_blocks)
+    )
+    return Case(owners, readers, tuple(given), tuple(taken), first, count, pool_blocks)

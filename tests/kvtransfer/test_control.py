@@ -277,8 +277,10 @@ async def test_strangers_take_no_readers_place() -> None:
         while server._listener.num_callers == 2:
             await asyncio.sleep(0.01)
     readers.append(await ControlClient.connect("127.0.0.1", port, SECRET))
-    for each in (*crowd, *readers):
-        each.close() if isinstance(each, asyncio.StreamWriter) else await each.close()
+    for each in crowd:
+        each.close()
+    for reader in readers:
+        await reader.close()
     await server.close()
 
 

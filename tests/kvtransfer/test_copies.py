@@ -38,8 +38,8 @@ def test_the_plans_bring_every_rank_what_a_loop_over_single_numbers_brings(case:
         1, 255, (case.num_tokens, whole.num_kv_heads, whole.num_layers, 2, whole.slot_bytes), np.uint8
     )
     owners = [random.integers(0, 255, case.pool_blocks * rank.block_bytes, np.uint8) for rank in case.sources]
-    for rank, pool in zip(case.sources, owners, strict=True):
-        case.fill(rank, pool, truth)
+    for source_rank, pool in zip(case.sources, owners, strict=True):
+        case.fill(source_rank, pool, truth)
     for rank, target in enumerate(case.targets):
         pool = np.zeros(case.pool_blocks * target.block_bytes, np.uint8)
         written = np.zeros(len(pool), np.int64)
@@ -55,7 +55,7 @@ def test_the_plans_bring_every_rank_what_a_loop_over_single_numbers_brings(case:
             assert not (touched & case.bystanders(target)).any(), "a slot of another token is written"
         else:  # whole blocks go: only slots behind the last token may be written too
             strangers = np.setdiff1d(np.arange(case.pool_blocks), case.target_blocks)
-            assert not touched[strangers].any()
+            assert not np.asarray(touched)[strangers].any()
 
 
 @settings(deadline=None)

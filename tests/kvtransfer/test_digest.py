@@ -45,7 +45,7 @@ def test_what_arrived_agrees_and_any_changed_byte_does_not(case: Case) -> None:
                     whole.block_size, target.block_size, case.target_blocks, case.first_token, case.num_tokens
                 )
                 digests = told(case, piece, truth)
-                verify_piece(memoryview(pool), target, piece, spans, digests, case.source_blocks)
+                verify_piece(memoryview(pool.data), target, piece, spans, digests, case.source_blocks)
 
             verify()
             token = int(random.integers(case.num_tokens))

@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -52,7 +53,7 @@ async def test_a_read_under_way_is_asked_about_even_when_the_pause_is_over_befor
     and no other comes that could wake it.
     """
     monkeypatch.setattr(nixl_pump, "POLL_MIN_S", 1e-9)
-    pump = NixlPump(StubAgent, 1 << 20, quarantine_s=60)
+    pump = NixlPump(lambda: cast(Any, StubAgent()), 1 << 20, quarantine_s=60)
     try:
         await asyncio.wrap_future(pump.submit(pump.start))
         for _ in range(ROUNDS):
@@ -60,7 +61,7 @@ async def test_a_read_under_way_is_asked_about_even_when_the_pause_is_over_befor
             pump.submit(queued.wait)
             pending = PendingRead("owner", NO_COPIES, 10, pump.abandon)
             pump.submit(lambda: pump.forget("owner"))
-            pump.submit(lambda pending=pending: pump.connect(pending, ADDRESS))
+            pump.submit(partial(pump.connect, pending, ADDRESS))
             queued.set()
             await pending.read.done
     finally:

@@ -269,6 +269,6 @@ def test_numbers_beyond_a_narrow_range_become_its_largest() -> None:
     pool = allocate_pool(layout, 4, torch.device("cpu"))
     wide = replace(layout, dtype="float32")
     staged = torch.full((1, *layout.shape), 1e6)
-    pool.place(memoryview(staged.numpy()).cast("B"), wide, (3,), 0, 2)
+    pool.place(memoryview(staged.numpy().data).cast("B"), wide, (3,), 0, 2)
     assert (pool.blocks[3].float() == 448).all()
     assert np.array_equal(pool.blocks[:3].float(), np.zeros((3, *layout.shape)))

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.model.paging import next_tokens, ragged
 from workers.config import ParallelConfig

@@ -129,11 +129,15 @@ def lead(config: Any, folder: ModelFolder, pipe: Any, block_in_a_step: bool) -> 
         async def end(self) -> None:
             """Whoever runs them ends them."""
 
+    def stopped(*_: object) -> Any:
+        signal.pause()
+
     async def main() -> None:
         gang = await open_gang(config, folder, "w-1", Elsewhere())
         pipe.send("open")
         if block_in_a_step:
-            rank.compute = lambda *_: signal.pause()
+            compute: Any = stopped
+            rank.compute = compute
             from tests.model.test_gang import plans
 
             await gang.execute(plans()[0])

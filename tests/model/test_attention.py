@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,9 @@ def cases(draw: st.DrawFn, longest: int = 60) -> Case:
 
 
 def on_device(batch: RaggedBatch) -> RaggedBatch:
-    tensors = {name: value.to(DEVICE) for name in batch.__slots__ if isinstance(value := getattr(batch, name), Tensor)}
+    tensors: dict[str, Any] = {
+        name: value.to(DEVICE) for name in batch.__slots__ if isinstance(value := getattr(batch, name), Tensor)
+    }
     return dataclasses.replace(batch, **tensors)
 
 

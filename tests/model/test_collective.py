@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.model.gangs import on_all_ranks
 from workers.config import ParallelConfig

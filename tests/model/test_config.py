@@ -28,9 +28,9 @@ def change(folder: Path, **changes: Any) -> Path:
 
 def change_tensors(folder: Path, **changes: torch.Tensor | None) -> Path:
     """The folder with other tensors, or without those that are None; "__" stands for a dot in their names."""
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+    kept: dict[str, torch.Tensor | None] = {**load_file(folder / "model.safetensors")}
+    kept |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, folder / "model.safetensors")
     return folder
 
 

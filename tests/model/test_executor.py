@@ -1,5 +1,6 @@
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ PROMPT = tuple(range(10, 31))  # 21 tokens: two blocks of 8 and a tail
 BLOCKS = (4, 2, 9)
 
 
-def config(name: str = "w", **engine: object) -> WorkerConfig:
+def config(name: str = "w", **engine: Any) -> WorkerConfig:
     sizes = EngineConfig(**{"block_size": 8, "kv_blocks": 16, "max_batch_tokens": 64, "threads": 1, **engine})
     return WorkerConfig(name, "pool", "tiny", sizes, transfer=TransferConfig(backends=("memory",)))
 

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_greedy_tokens_equal_generate(folder: ModelFolder, model: Decoder) -> No
     """Two sequences decoded in one batch, beyond any window, against each one's own `generate`."""
     prompts = drawn_prompts((19, 33))
     ours = greedy(model, pool_for(model.config, 40), prompts, 12)
-    theirs = reference(folder.path)
+    theirs: Any = reference(folder.path)
     for prompt, tokens in zip(prompts, ours, strict=True):
         wanted = theirs.generate(
             torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -48,14 +49,14 @@ def nine_heads(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     return ModelFolder(str(path), write_tiny_llama(path, num_layers=3, hidden_size=72, num_heads=9, num_kv_heads=3))
 
 
-def config(tensor: int, pipeline: int, **engine: object) -> WorkerConfig:
+def config(tensor: int, pipeline: int, **engine: Any) -> WorkerConfig:
     sizes = EngineConfig(**{"block_size": 8, "kv_blocks": 16, "max_batch_tokens": 64, "threads": 1, **engine})
     parallel = ParallelConfig(tensor, pipeline)
     transfer = TransferConfig(backends=("memory", "tcp"), host="127.0.0.1")
     return WorkerConfig("w", "pool", "tiny", sizes, parallel, transfer, secret="of the test")
 
 
-async def open_tasks(folder: ModelFolder, tensor: int, pipeline: int, **engine: object) -> GangExecutor:
+async def open_tasks(folder: ModelFolder, tensor: int, pipeline: int, **engine: Any) -> GangExecutor:
     shared = SharedMemory()
     launcher = RankTasks(lambda _: folder, shared)
     return await open_gang(config(tensor, pipeline, **engine), folder, "w-1", launcher, shared)

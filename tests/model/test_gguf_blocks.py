@@ -4,6 +4,7 @@ import os
 import random
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,16 @@ FILES: dict[str, tuple[str, str, dict[str, str]]] = {
 }
 
 
+def record_formats(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formats of the matrices that are made from blocks."""
+
+    def recorded(*args: Any) -> Any:
+        made.append(args[3])
+        return linear_from_blocks(*args)
+
+    monkeypatch.setattr(load, "linear_from_blocks", recorded)
+
+
 @pytest.fixture(autouse=True)
 def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversion of tokenizers is transformers', slow, and tested in test_store."""
@@ -67,7 +78,7 @@ def converted(tmp_path: Path, name: str) -> ModelFolder:
     return store.resolve(str(gguf_of(tmp_path, name)))
 
 
-def decoder(folder: ModelFolder, weight_format: str = "gguf") -> Decoder:
+def decoder(folder: ModelFolder, weight_format: str = "gguf") -> Any:
     return load_decoder(folder, CPU, torch.float32, weight_format=weight_format, deterministic=True)
 
 
@@ -105,8 +116,8 @@ def test_without_kernels_logits_are_those_of_float32(
 ) -> None:
     for module in (dense, quantised):
         monkeypatch.setattr(module, "library", lambda: None)
-    made = []
-    monkeypatch.setattr(load, "linear_from_blocks", lambda *args: made.append(args[3]) or linear_from_blocks(*args))
+    made: list[str] = []
+    record_formats(made, monkeypatch)
     folder = converted(tmp_path, name)
     assert torch.equal(logits(decoder(folder)), logits(decoder(folder, "float32")))
     assert FILES[name][1] in made
@@ -142,7 +153,7 @@ def test_a_gang_computes_with_the_files_blocks(
     folder, parallel = converted(tmp_path, name), ParallelConfig(2)
     tokens, positions = torch.arange(3, 23), torch.arange(20)
     made: list[str] = []
-    monkeypatch.setattr(load, "linear_from_blocks", lambda *args: made.append(args[3]) or linear_from_blocks(*args))
+    record_formats(made, monkeypatch)
 
     @torch.inference_mode()
     def rank(number: int, group: TensorGroup | None, _: object, weight_format: str) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.model.paging import ragged, scattered_tables
 from workers.errors import ModelError
-from workers.executor.rank import ComputeThread
+from workers.executor.threads import ComputeThread
 from workers.ops import attention
 from workers.ops.attention import NATIVE, REFERENCE, SDPA, Attention, best_attention
 from workers.ops.batch import RaggedBatch

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.grid
 CPU = torch.device("cpu")
 BLOCK = 4
 GANGS = [(2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (4, 1)]
-SMALL = {"num_heads": 9, "num_kv_heads": 3, "hidden_size": 72, "ffn_size": 136, "num_layers": 3}
+SMALL: dict[str, Any] = {"num_heads": 9, "num_kv_heads": 3, "hidden_size": 72, "ffn_size": 136, "num_layers": 3}
 LLAMAS: dict[str, dict[str, Any]] = {
     "9 heads, 3 KV heads": SMALL,
     "biases, untied": SMALL | {"attention_bias": True, "mlp_bias": True, "tie_embeddings": False},
@@ -179,7 +179,7 @@ def test_deterministic_logits_of_a_gang_do_not_depend_on_how_a_prompt_was_cut(tm
 @pytest.mark.parametrize("weight_format", ["q8_0", "bfloat16"])
 def test_other_weight_formats_come_close(tmp_path: Path, weight_format: str) -> None:
     """q8_0 has the same blocks on two ranks as on one: the heads and columns here end where blocks do."""
-    sizes = {"hidden_size": 64, "ffn_size": 128, "head_dim": 32, "num_heads": 6, "num_kv_heads": 3}
+    sizes: dict[str, Any] = {"hidden_size": 64, "ffn_size": 128, "head_dim": 32, "num_heads": 6, "num_kv_heads": 3}
     folder = ModelFolder("m", write_tiny_llama(tmp_path / "m", **sizes))
     prompts = drawn_prompts((20,))
     one, two = (

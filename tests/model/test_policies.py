@@ -5,6 +5,7 @@ Neither do plans in flight: one rank computes them in their order, as the stages
 
 import asyncio
 from collections import deque
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ PROMPTS = [tuple(range(5 + 7 * index, 5 + 7 * index + length)) for index, length
 
 
 async def answers(
-    tiny: ModelFolder, *, siblings: int = 1, depth: int = 1, **engine: object
+    tiny: ModelFolder, *, siblings: int = 1, depth: int = 1, **engine: Any
 ) -> tuple[dict[str, list[int]], WorkerStats]:
     """Tokens of every request, joined one step after the other, and what it took."""
     sizes = EngineConfig(**{"block_size": 8, "kv_blocks": 128, "max_batch_tokens": 64, "threads": 1, **engine})

@@ -1,6 +1,7 @@
 """The parts of a model make the whole, for any sizes and any gang."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -88,7 +89,7 @@ def test_the_parts_make_the_whole(config: ModelConfig, data: st.DataObject) -> N
 def test_every_query_head_is_with_its_kv_head(config: ModelConfig, data: st.DataObject) -> None:
     tensor = data.draw(st.integers(1, min(24, narrowest(config))))
     group = config.num_heads // config.num_kv_heads
-    held = []
+    held: list[Any] = []
     for rank in range(tensor):
         shard = shard_of(config, ParallelConfig(tensor), rank)
         part = shard.part_of(config)

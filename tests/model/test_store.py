@@ -3,6 +3,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from workers.model.content import content_id, file_id
 from workers.model.description import GenerationDefaults
 from workers.model.fetch import PINNED, PinnedModel
 from workers.model.folder import ModelFolder
+from workers.model.gguf.file import convert_gguf
 from workers.model.tokenizer import Tokenizer
 
 
@@ -64,7 +66,7 @@ def test_a_gguf_is_converted_once(cache: Path, tiny_gguf: Path, monkeypatch: pyt
 @pytest.mark.full
 @pytest.mark.model
 def test_the_real_model_equals_what_transformers_reads(smollm2: ModelFolder) -> None:
-    gguf = store.cache_folder() / "gguf" / PINNED["smollm2-135m"].file_name
+    gguf = content.cache_folder() / "gguf" / PINNED["smollm2-135m"].file_name
     if not gguf.is_file():
         pytest.skip("only the converted model is cached here, not the GGUF file")
     assert_weights_equal_transformers(gguf, smollm2.path)
@@ -179,7 +181,7 @@ class FakeIndex:
         monkeypatch.setattr(store, "PINNED", {"fake": pinned})
         monkeypatch.setattr(store, "fetch_pinned", self._fetch)
 
-    def _fetch(self, pinned: PinnedModel, scratch: Path, progress: store.Progress) -> Path:
+    def _fetch(self, pinned: PinnedModel, scratch: Path, progress: Any) -> Path:
         self.fetched += 1
         return Path(shutil.copy(self._source, scratch / pinned.file_name))
 
@@ -196,8 +198,12 @@ def test_two_pulls_at_once_fetch_and_convert_once(
 ) -> None:
     index = FakeIndex(tiny_gguf, monkeypatch)
     conversions = []
-    convert = store.convert_gguf
-    monkeypatch.setattr(store, "convert_gguf", lambda *args: (conversions.append(1), convert(*args)))
+
+    def converted(*args: Any) -> None:
+        conversions.append(1)
+        convert_gguf(*args)
+
+    monkeypatch.setattr(store, "convert_gguf", converted)
     summaries: list[store.ModelSummary] = []
     threads = [threading.Thread(target=lambda: summaries.append(store.pull("fake"))) for _ in range(2)]
     for thread in threads:
@@ -253,7 +259,12 @@ def test_a_large_file_is_read_once_until_it_changes(
 ) -> None:
     monkeypatch.setattr(content, "PIECE_BYTES", 8)
     reads, hash_file = [], content.hash_file
-    monkeypatch.setattr(content, "hash_file", lambda path: reads.append(path) or hash_file(path))
+
+    def counted(path: Path) -> Any:
+        reads.append(path)
+        return hash_file(path)
+
+    monkeypatch.setattr(content, "hash_file", counted)
     path = tmp_path / "file"
     path.write_bytes(bytes(99))
     first, stat = file_id(path), path.stat()

@@ -2,6 +2,7 @@
 
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -73,7 +74,7 @@ def _spaces(token: str) -> Tokenizer:
     return tokenizer
 
 
-def _with(normalizer: object = None, cutter: object = None, model: object = None) -> Tokenizer:
+def _with(normalizer: Any = None, cutter: Any = None, model: Any = None) -> Tokenizer:
     tokenizer = byte_level()
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -119,7 +120,7 @@ def test_what_may_drop_any_amount_of_text_has_no_bound(tokenizer: Tokenizer) -> 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("form", "parts"), [("NFC", "NFD"), ("NFKC", "NFKD")])
-def test_normal_forms_shrink_no_text_further(form: str, parts: str) -> None:
+def test_normal_forms_shrink_no_text_further(form: Any, parts: Any) -> None:
     """A composed character comes from its parts at most, each in the longest way to write it."""
     characters = [chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000]
     longest: dict[str, int] = {}

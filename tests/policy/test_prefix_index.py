@@ -183,7 +183,7 @@ class IndexMachine(RuleBasedStateMachine):
                 ready = ready.union(*(hope[2] for hope in self.hopes if hope[1] == worker))
                 host = self.host.get(worker, set())
                 grain = self.grains.get(worker, 1) if worker in self.known else 1
-                found = list(takewhile(lambda name, there=ready | host: name in there, names[grain - 1 :: grain]))
+                found = list(takewhile((ready | host).__contains__, names[grain - 1 :: grain]))
                 if found:
                     expected[worker] = Match(len(found) * grain, sum(name not in ready for name in found) * grain)
             assert self.index.matches(names, self.now_s) == expected

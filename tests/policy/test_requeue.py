@@ -1,5 +1,7 @@
 """Prompts that wait are placed anew: where they gain much, the last of a queue first; and asking leaves no trace."""
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -79,7 +81,8 @@ def test_nobody_moves_who_was_promised_nothing_or_where_moves_are_not_wanted() -
 def test_what_is_cached_where_a_prompt_waits_is_no_reason_to_stay_if_only_itself_would_cache_it() -> None:
     queue = Queue()
     sent = [queue.send(f"r{n}", first=1000 * n) for n in range(6)]
-    names = queue.story.policy._router.names(queue.story.ask(PICTURE, sent[-1]))
+    router: Any = queue.story.policy._router
+    names = router.names(queue.story.ask(PICTURE, sent[-1]))
     queue.story.policy.index.expect(sent[-1].key, "p0", "1", names)
     assert queue.better(sent[-1]) is not None
 

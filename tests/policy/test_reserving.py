@@ -3,6 +3,7 @@
 import asyncio
 import statistics
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -43,7 +44,7 @@ def opened(**engine: int) -> Engine:
 def test_a_wait_is_foretold_where_the_engine_would_let_wait_and_nowhere_else(
     lengths: list[int], begun: list[bool], blocks: int, slots: int, staging: int
 ) -> None:
-    settings_ = {"kv_blocks": blocks, "max_running": slots, "staging_blocks": staging}
+    settings_: dict[str, Any] = {"kv_blocks": blocks, "max_running": slots, "staging_blocks": staging}
     engine, story = opened(**settings_), Story("random", **settings_)
     reserving = Reserving(story.policy._latency, story.policy.active)
 

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -99,7 +100,7 @@ def test_one_more_worker_never_needs_more(prefill: int, decode: int, rate: float
 
 def spec(prefill: int = 3, decode: int = 3, most: int | None = None, **elastic: object) -> ClusterSpec:
     engine = EngineConfig(kv_blocks=12_500, max_running=256, max_batch_tokens=4096)
-    bounds = {"min_replicas": 1, "max_replicas": most} if most else {}
+    bounds: dict[str, Any] = {"min_replicas": 1, "max_replicas": most} if most else {}
     pools = tuple(
         PoolSpec(role.value, role, count, engine=engine, cost=COST, **bounds)
         for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode))
@@ -359,7 +360,7 @@ def test_what_may_be_the_chance_of_few_requests_moves_nobody() -> None:
     many = Mix(6.0, 2100, 2100, 40, ttft_s=8.0, tpot_s=0.04, spread=0.0)
     few = replace(many, rate=1.0, prompt_tokens=10_500, computed_tokens=10_500)
     assert CALM < shares(split(3, 3), few).worst <= shares(split(3, 3), many).worst + 0.05 < 1.0
-    margins = {"window_s": 5.0, "dwell_s": 1.0}
+    margins: dict[str, Any] = {"window_s": 5.0, "dwell_s": 1.0}
     assert Cluster(spec(**margins)).run(30, many)
     assert not Cluster(spec(**margins)).run(30, few)
 

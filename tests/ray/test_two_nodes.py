@@ -33,7 +33,7 @@ GIGABIT = 1_000_000_000
 FREE_TRIES = 3
 CUT_AT = 4  # tokens of a stream
 # Deterministic: the same bits on every worker, whatever else is in the batch. One step takes the longest prompt.
-ENGINE = {"kv_blocks": 256, "max_batch_tokens": 1024, "deterministic": True}
+ENGINE: dict[str, Any] = {"kv_blocks": 256, "max_batch_tokens": 1024, "deterministic": True}
 SEEDED = {"seed": 11, "temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
 DEAD_AFTER_S = 3.0
 ANSWER_S = 60.0

@@ -212,10 +212,10 @@ def view(state: WorkerState = WorkerState.READY, revision: int = 1, capacity_tok
     return ClusterView(revision, "test", MODEL, workers, (LINK,))
 
 
-def gateway_context(dispatcher: FakeDispatcher, *, model: ModelView = MODEL, **gateway: int | str) -> GatewayContext:
+def gateway_context(dispatcher: FakeDispatcher, *, model: ModelView = MODEL, **gateway: Any) -> GatewayContext:
     """On any free port of the loopback, unless told otherwise. `max_running` is the decode worker's."""
     engine = EngineConfig(max_running=int(gateway.pop("max_running", 64)))
     pools = (PoolSpec("prefill", Role.PREFILL), PoolSpec("decode", Role.DECODE, engine=engine))
-    options: dict[str, int | str] = {"grpc_port": 0} | gateway
-    spec = ClusterSpec("bytes", pools, gateway=GatewaySpec(**options))  # type: ignore[arg-type]
+    options: dict[str, Any] = {"grpc_port": 0} | gateway
+    spec = ClusterSpec("bytes", pools, gateway=GatewaySpec(**options))
     return GatewayContext("gateway-0", spec, model, dispatcher)

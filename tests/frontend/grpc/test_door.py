@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -84,7 +85,7 @@ async def test_reflection_v1_answers_in_its_own_messages(client: AsyncClient) ->
     pool = descriptor_pool.DescriptorPool()
     asked = [{"fileContainingSymbol": V1}, {"listServices": ""}, {"fileContainingSymbol": INFERENCE}]
     async with grpc.aio.insecure_channel(client.endpoint) as channel:
-        call = channel.stream_stream(f"/{V1}/ServerReflectionInfo")
+        call: Any = channel.stream_stream(f"/{V1}/ServerReflectionInfo")
         raw = [ParseDict(each, reflection_pb2.ServerReflectionRequest()).SerializeToString() for each in asked]
         answers = [answer async for answer in call(iter(raw))]
     described = reflection_pb2.ServerReflectionResponse.FromString(answers[0]).file_descriptor_response
@@ -93,7 +94,7 @@ async def test_reflection_v1_answers_in_its_own_messages(client: AsyncClient) ->
     (method,) = pool.FindServiceByName(V1).methods
     response = GetMessageClass(method.output_type)
     assert response.DESCRIPTOR.full_name == "grpc.reflection.v1.ServerReflectionResponse"
-    listed, inference = (response.FromString(answer) for answer in answers[1:])
+    listed, inference = (cast(Any, response).FromString(answer) for answer in answers[1:])
     assert {INFERENCE, ADMIN, V1} <= {service.name for service in listed.list_services_response.service}
     assert inference.file_descriptor_response.file_descriptor_proto
 

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -49,7 +50,7 @@ def test_standings_survive_the_wire(standing: SLOAttainment) -> None:
 
 async def test_tenant_and_slo_reach_the_dispatcher(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     wanted = SLO(0.25, 0.0625, "interactive")
-    asked = {"slo": wanted, "tenant": "alice", "max_tokens": 1}
+    asked: dict[str, Any] = {"slo": wanted, "tenant": "alice", "max_tokens": 1}
     for events in (client.generate("hi", **asked), client.chat([("user", "hi")], **asked)):
         assert [event async for event in events]
     await client.complete("hi", **asked)

@@ -79,15 +79,15 @@ class Files:
         (self.folder / "keys").write_text("".join(f"# whose it is\n{key}\n\n" for key in keys))
 
     @property
-    def tls(self) -> dict[str, str]:
+    def tls(self) -> dict[str, Any]:
         return {"tls_cert_file": f"{self.folder}/server.pem", "tls_key_file": f"{self.folder}/server-key.pem"}
 
     @property
-    def mutual(self) -> dict[str, str]:
+    def mutual(self) -> dict[str, Any]:
         return self.tls | {"tls_client_ca_file": str(self.clients.ca)}
 
     @property
-    def keys(self) -> dict[str, str]:
+    def keys(self) -> dict[str, Any]:
         return {"api_keys_file": f"{self.folder}/keys"}
 
 

@@ -23,7 +23,8 @@ async def choices(there: Clients, **change: Any) -> list[dict[str, Any]]:
 async def streamed(there: Clients, **change: Any) -> dict[int, dict[str, Any]]:
     """What the chunks of each choice come to."""
     joined: dict[int, dict[str, Any]] = {}
-    stream = await there.openai.completions.create(**ASK | change, stream=True)
+    asked: dict[str, Any] = ASK | change | {"stream": True}
+    stream: Any = await there.openai.completions.create(**asked)
     async for chunk in stream:
         for choice in chunk.choices:
             whole = joined.setdefault(choice.index, {"text": "", "tokens": [], "token_logprobs": [], "ends": []})

@@ -304,8 +304,8 @@ async def test_a_client_cannot_take_another_tenant_s_name(files: Files) -> None:
             body, header = {"model": "bytes", "prompt": "abc", "max_tokens": 1}, "x-diptych-tenant"
             for headers in ({}, {header: "bank"}):
                 assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
-            told = await client.post("/v1/completions", json=body, headers={header: "eve"})
-            assert told.status_code == 403 and told.json()["error"]["code"] == "tenant_refused"
+            refused = await client.post("/v1/completions", json=body, headers={header: "eve"})
+            assert refused.status_code == 403 and refused.json()["error"]["code"] == "tenant_refused"
             twice = [(header, "bank"), (header, "eve")], [(header, "eve"), (header, "bank")]
             assert 403 in [
                 (await client.post("/v1/completions", json=body, headers=each)).status_code for each in twice
@@ -343,8 +343,8 @@ def test_what_cannot_be_used_is_said_before_the_doors_open(files: Files, wrong: 
         "short": "#\nshort-secret\n",
         "named": "me: a-key-long-enough\n",
     }
-    for name, text in texts.items():
-        (files.folder / f"{name}.pem").write_text(text)
+    for kind, text in texts.items():
+        (files.folder / f"{kind}.pem").write_text(text)
     (option, name), words = WRONG[wrong]
     given = files.mutual | files.keys
     if name is None:

@@ -427,7 +427,7 @@ async def test_a_body_that_cannot_fit_into_the_context_is_refused_unread(
         assert (await there.http.post("/v1/chat/completions", json=fits)).status_code == 200
         answer = await there.http.post("/v1/chat/completions", json=cannot)
         assert (answer.status_code, error_of(answer)["code"]) == (400, "context_length_exceeded")
-        assert error_of(answer)["message"].startswith("This model's maximum context length is ")
+        assert str(error_of(answer)["message"]).startswith("This model's maximum context length is ")
         many = {"prompt": ["\0" * 100] * 3, "max_tokens": 4}
         assert (await there.http.post("/v1/completions", json=many)).status_code == 200, "each of them fits"
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -106,7 +107,7 @@ async def test_a_message_that_cannot_be_read_is_the_callers_mistake(dispatcher: 
     async with opened(dispatcher) as (there, _), grpc.aio.insecure_channel(there.grpc.endpoint) as channel:
         for kind, method in ((channel.unary_stream, "Generate"), (channel.unary_unary, "Cancel")):
             with pytest.raises(grpc.aio.AioRpcError) as failure:
-                call = kind(f"/diptych.v1.InferenceService/{method}")(b"\xff\xff\xff")
+                call: Any = cast(Any, kind)(f"/diptych.v1.InferenceService/{method}")(b"\xff\xff\xff")
                 _ = [each async for each in call] if method == "Generate" else await call
             assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "cannot be read" in str(failure.value.details())

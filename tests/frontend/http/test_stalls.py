@@ -48,7 +48,7 @@ async def test_no_body_holds_the_loop_up(there: Clients, path: str, body: bytes)
 async def test_no_message_holds_the_loop_up(there: Clients, method: str, message: bytes) -> None:
     Homebound.largest = 0
     async with grpc.aio.insecure_channel(there.grpc.endpoint) as channel:
-        call = channel.unary_stream(f"/{INFERENCE}/{method}")
+        call: Any = channel.unary_stream(f"/{INFERENCE}/{method}")
         with longest_callback() as longest:
             end = await _end(call(message))
     assert end in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)

@@ -1,5 +1,7 @@
 """Where Prometheus cannot be had its tests are skipped and say why, unless it must be there."""
 
+import shutil
+
 import pytest
 
 from tests.observe.metrics import prometheus
@@ -9,7 +11,7 @@ WHY = "nothing is tried with the real promtool: it is not on the PATH, and apt-g
 
 @pytest.fixture(autouse=True)
 def missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prometheus.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(prometheus, "_unpacked", lambda: (None, "apt-get cannot fetch it"))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -189,7 +190,7 @@ TOLD = {
 
 def test_workers_are_told_by_their_statistics_and_the_dead_by_their_role_and_failures() -> None:
     living = WorkerView("d0", "decode", Role.DECODE, WorkerState.READY, stats=STATS, memory_bytes=21, restarts=22)
-    counts = {"restarts": 23, "failures": 3}
+    counts: dict[str, Any] = {"restarts": 23, "failures": 3}
     dead = WorkerView("d1", "decode", Role.DECODE, WorkerState.DEAD, stats=STATS, memory_bytes=21, **counts)
     view = ClusterView(1, "c", None, (living, dead), pools=(PoolView("decode", Role.DECODE, 3, 1, 4),))
     text = exposition(GatewayAttainment(), "gateway-0", view, compat="vllm")

@@ -49,7 +49,7 @@ class Collector(TraceServiceServicer):
         self.take(request, {str(key): str(value) for key, value in context.invocation_metadata()})
         return Taken()
 
-    def take(self, export: Export, headers: dict[str, str]) -> None:
+    def take(self, export: Any, headers: dict[str, str]) -> None:
         found = []
         for group in export.resource_spans:
             resource = values(group.resource.attributes)
@@ -58,8 +58,10 @@ class Collector(TraceServiceServicer):
                 ids = span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex()
                 times = span.start_time_unix_nano, span.end_time_unix_nano
                 status = span.status.code, span.status.message
-                told = values(span.attributes), events, resource, headers
-                found.append(Collected(span.name, *ids, span.kind, *times, *status, *told))
+                attributes = values(span.attributes)
+                found.append(
+                    Collected(span.name, *ids, span.kind, *times, *status, attributes, events, resource, headers)
+                )
         with self._came:
             self._spans += found
             self._came.notify_all()

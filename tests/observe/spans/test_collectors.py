@@ -36,8 +36,8 @@ def trail(request_id: str = "one", **changed: Any) -> RequestTrace:
     parts = (("admission", 1 * MS), ("route", 2 * MS), ("prefill_compute", 10 * MS))
     ledger = LatencyLedger(parts, (("decode_compute", 40 * MS),), 13 * MS, 53 * MS)
     arrived_ns = now_ns() - 60 * MS
-    names = {"prefill_worker": "prefill-0", "decode_worker": "decode-0"}
-    counts = {"prompt_tokens": 3, "cached_tokens": 0, "output_tokens": 5, "attempts": 1}
+    names: dict[str, Any] = {"prefill_worker": "prefill-0", "decode_worker": "decode-0"}
+    counts: dict[str, Any] = {"prompt_tokens": 3, "cached_tokens": 0, "output_tokens": 5, "attempts": 1}
     made = RequestTrace(request_id, "default", "completed", "", arrived_ns, ledger, "", 0, **counts, **names)
     return replace(made, **changed)
 

@@ -7,6 +7,7 @@ requests: best 1.56 requests/s for each GPU, prefill TP 2 and decode TP 1.
 import os
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ PUBLISHED_PER_GPU = 1.56
 
 
 def distserve(**changed: object) -> Asked:
-    terms = {
+    terms: dict[str, Any] = {
         "model": "opt-13b",
         "hardware": (A100,),
         "gpus": 4,

@@ -216,7 +216,7 @@ def failing(error: Exception, times: int) -> ExecutorFactory:
                 raise error
             return await well(plan)
 
-        executor.execute = execute  # type: ignore[method-assign]
+        executor.execute = execute
         return executor
 
     return open_it

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from cluster.observe.history import CHANGES, MOST_HAPPENINGS, Happening, History, Load, RequestTrace, Window
 from cluster.observe.ledger import PHASES, LatencyLedger
+from cluster.observe.request_trace import parts
 from cluster.offline.report.perfetto import us
-from cluster.offline.report.window import events, parts
+from cluster.offline.report.window import events
 from tests.offline.report.trace_rules import check
 from tests.offline.scoring.made import split_ledger
 
@@ -22,7 +23,7 @@ LEDGER = split_ledger(5, 20, 10, 400)
 
 
 def trail(name: str, arrived_ns: int = DAY_NS, ledger: LatencyLedger = LEDGER, **more: Any) -> RequestTrace:
-    told = {
+    told: dict[str, Any] = {
         "class_name": "default",
         "outcome": "completed",
         "detail": "",

@@ -26,7 +26,7 @@ def test_timers_run_by_time_and_equal_ones_in_the_order_they_were_set(delays: li
         loop = asyncio.get_running_loop()
         seen: list[tuple[float, int]] = []
         for number, delay in enumerate(delays):
-            loop.call_later(delay / 10, lambda number=number: seen.append((loop.time(), number)))
+            loop.call_later(delay / 10, lambda number: seen.append((loop.time(), number)), number)
         await asyncio.sleep(3.0)
         return seen
 

@@ -60,6 +60,7 @@ def test_a_split_request_shows_its_hand_off_in_the_ledger() -> None:
     assert served.transfer_s >= 7 * 16 * 46_080 * COST.transfer_byte_s
     assert served.ledger is not None
     served.ledger.check()
+    assert served.e2e_s is not None
     assert served.ledger.total_ns == pytest.approx(served.e2e_s * 1e9, abs=2)
     assert dict(served.ledger.rest)["transfer_wait"] > 0
 
