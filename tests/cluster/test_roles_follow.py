@@ -72,6 +72,7 @@ def test_roles_follow_the_load_and_no_token_changes(
     assert kept(told) > kept(still[0])
 
 
+@pytest.mark.full
 def test_advice_is_given_and_not_taken(still: tuple[list[list[Event]], list[list[Role]], tuple[Taken, ...]]) -> None:
     told, seen, decisions = run(served("advise"))
     assert seen == still[1] and still[2] == ()

@@ -53,6 +53,7 @@ async def start_large_owner(backend: str) -> tuple[Child, PeerAddress]:
     return await asyncio.to_thread(start_owner, backend, f"large-{backend}", LARGE, BLOCKS)
 
 
+@pytest.mark.grid
 @processes
 async def test_a_killed_owner_is_lost_and_the_reader_survives(backend: str) -> None:
     child, peer = await start_large_owner(backend)
@@ -75,6 +76,7 @@ async def test_a_killed_owner_is_lost_and_the_reader_survives(backend: str) -> N
     await reader.close()
 
 
+@pytest.mark.grid
 @processes
 async def test_a_killed_reader_leaves_the_owner_alive(backend: str) -> None:
     child, peer = await start_large_owner(backend)

@@ -105,6 +105,7 @@ def test_failures_are_counted_by_reason_and_shown(server: MadeUp) -> None:
     assert "7 requests did not finish: HTTP 429" in result.stderr and "7/0/0" in result.stdout
 
 
+@pytest.mark.full
 def test_configurations_run_in_turn_and_are_compared(tiny: str, server: MadeUp, tmp_path: Path) -> None:
     engine = {"block_size": 8, "kv_blocks": 96, "max_batch_tokens": 64, "max_running": 8, "threads": 1}
     spec = {

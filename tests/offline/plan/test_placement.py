@@ -32,6 +32,7 @@ def small() -> tuple[Asked, Searched, Verdict]:
     return question, *search(question)
 
 
+@pytest.mark.full
 def test_colocated_and_split_are_both_answers_with_the_same_gpus(small: tuple[Asked, Searched, Verdict]) -> None:
     kinds = {option.layout.kind: option.layout.gpus for option in small[2].options}
     assert {"colocated", "split", "hybrid"} <= set(kinds)
@@ -105,6 +106,7 @@ def test_a_rate_is_served_with_no_more_gpus_than_it_needs() -> None:
     assert verdict.words.startswith("Do not disaggregate")
 
 
+@pytest.mark.full
 def test_a_slow_network_keeps_pairs_in_a_node() -> None:
     found, _ = search(asked(network="slow", gpus=2, nodes=1))
     assert any("pairs inside nodes" in note for note in found.notes)

@@ -32,6 +32,7 @@ def test_a_plan_is_told_and_written(tmp_path: Path) -> None:
     assert load_spec(out).pools[0].hardware == "l4"
 
 
+@pytest.mark.full
 def test_two_files_are_compared(tmp_path: Path) -> None:
     for name, replicas in (("a", 1), ("b", 2)):
         (tmp_path / f"{name}.yaml").write_text(

@@ -23,6 +23,7 @@ def test_a_cluster_differs_from_itself_by_nothing() -> None:
     assert told(left, right, TERMS)[1].startswith("no sure difference")
 
 
+@pytest.mark.full
 def test_twice_the_workers_serve_more() -> None:
     left, right = against(ONE, TWO, TERMS)
     by_name = {row.name: row for row in rows(left, right)}

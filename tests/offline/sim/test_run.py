@@ -77,6 +77,7 @@ def test_meters_count_every_token_and_every_busy_second() -> None:
         assert 0.0 < worker.used_block_s < worker.kv_blocks * (run.seconds + 2.0)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", ["split(2, 2)", "colocated(3)", "split(1, 1, gateways=3)"])
 def test_a_run_repeats_to_the_bit_in_another_process_with_other_hash_seeds(kind: str) -> None:
     program = f"from tests.offline.sim.test_run import *; print(repeatable({kind}))"
