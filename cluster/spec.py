@@ -335,7 +335,9 @@ class ElasticSpec:
     """Workers change their roles as the load does (see `cluster.policy.scaling.elastic`)."""
 
     mode: str = "off"
-    """`advise` logs which role should change, `act` changes it."""
+    """`advise` logs which role should change, `act` changes it. Left out: `act` in a file with a pool that has
+    `replicas: {min, max}`, else `off`.
+    """
     period_s: float = 1.0
     """So often the roles are judged."""
     window_s: float = 30.0
@@ -477,9 +479,16 @@ class ClusterSpec:
         return replace(self, model=model, pools=tuple(replace(pool, model=None) for pool in self.pools))
 
 
+# What a cluster file has where it names nothing else. Types have the plain policies, which baselines are built of.
+FILE_DEFAULTS: dict[type, dict[str, str]] = {
+    GatewaySpec: {"routing": "slo", "admission": "slo"},
+    EngineConfig: {"batching": "adaptive"},
+}
+
+
 def laptop_spec() -> ClusterSpec:
     """One prefill and one decode worker on this machine; the same as examples/laptop.yaml."""
-    small = EngineConfig(kv_blocks=384, max_batch_tokens=256)
+    small = EngineConfig(kv_blocks=384, max_batch_tokens=256, **FILE_DEFAULTS[EngineConfig])
     return ClusterSpec(
         name="laptop",
         model="smollm2-135m",
@@ -487,6 +496,7 @@ def laptop_spec() -> ClusterSpec:
             PoolSpec("prefill", Role.PREFILL, engine=small),
             PoolSpec("decode", Role.DECODE, engine=replace(small, kv_blocks=768)),
         ),
+        gateway=GatewaySpec(**FILE_DEFAULTS[GatewaySpec]),
     )
 
 
@@ -515,8 +525,12 @@ def parse_spec(document: object) -> ClusterSpec:
     _refuse_unknown_keys(document, ClusterSpec, "")
     pools = document.get("pools")
     if isinstance(pools, list):
-        document = document | {"pools": [_bounded(pool, f"pools[{index}]") for index, pool in enumerate(pools)]}
-    gateway = document.get("gateway")
+        pools = [_bounded(pool, f"pools[{index}]") for index, pool in enumerate(pools)]
+        document = document | {"pools": [_filled(pool, "engine", FILE_DEFAULTS[EngineConfig]) for pool in pools]}
+        if any(isinstance(pool, dict) and "max_replicas" in pool for pool in pools):
+            document = _filled(document, "elastic", {"mode": "act"})
+    document = _filled(document, "gateway", FILE_DEFAULTS[GatewaySpec])
+    gateway = document["gateway"]
     if isinstance(gateway, dict):
         document = document | {"gateway": gateway | _renamed(gateway)}
     elastic = document.get("elastic")
@@ -524,6 +538,13 @@ def parse_spec(document: object) -> ClusterSpec:
         document = document | {"elastic": elastic | {"mode": "off"}}
     spec: ClusterSpec = _convert(document, ClusterSpec, "")
     return spec
+
+
+def _filled(block: Any, key: str, defaults: dict[str, str]) -> Any:
+    """The block with defaults below the block it has as `key`. What is no mapping stays, for an error that names it."""
+    if not isinstance(block, dict) or not isinstance(given := block.get(key, {}), dict):
+        return block
+    return block | {key: defaults | given}
 
 
 def _renamed(gateway: dict[str, Any]) -> dict[str, str]:

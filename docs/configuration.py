@@ -85,7 +85,7 @@ def rows(kind: type) -> Iterator[tuple[str, str, str, str]]:
     for each in fields(kind):
         said = re.sub(r"docs/([\w-]+\.md)", r"[\1](../\1)", words.get(each.name, ""))
         said = re.sub(r"docs/reference/([\w-]+\.md)", r"[\1](\1)", said)
-        yield each.name, _read(kind, each.name, hints[each.name]), _default(each), said
+        yield each.name, _read(kind, each.name, hints[each.name]), _default(kind, each), said
 
 
 def _read(kind: type, key: str, hint: Any) -> str:
@@ -118,7 +118,9 @@ def _link(kind: Any, word: str) -> str:
     return f"[{word}](#{re.sub(r'[^a-z]', '', path.lower())})"
 
 
-def _default(each: Field[Any]) -> str:
+def _default(kind: type, each: Field[Any]) -> str:
+    if each.name in (of_files := spec.FILE_DEFAULTS.get(kind, {})):
+        return f"`{of_files[each.name]}`"
     if each.default is MISSING and each.default_factory is MISSING:
         return "none: must be given"
     value = each.default if each.default_factory is MISSING else each.default_factory()

@@ -50,7 +50,7 @@ def described(file: str | None, model: str | None, sizes: Sizes) -> "ClusterSpec
 
 
 def _without_file(model: str | None, sizes: Sizes) -> "ClusterSpec":
-    from cluster.spec import Role, laptop_spec
+    from cluster.spec import FILE_DEFAULTS, Role, laptop_spec
     from workers.config import EngineConfig
 
     spec = laptop_spec()
@@ -65,7 +65,7 @@ def _without_file(model: str | None, sizes: Sizes) -> "ClusterSpec":
             replicas=replicas[pool.role],
             parallel=replace(pool.parallel, tensor=tensor),
             resources=replace(pool.resources, gpu=share),
-            engine=EngineConfig() if share else pool.engine,
+            engine=EngineConfig(**FILE_DEFAULTS[EngineConfig]) if share else pool.engine,
         )
 
     spec = replace(spec, name="diptych", pools=tuple(map(sized, spec.pools)))

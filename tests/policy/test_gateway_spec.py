@@ -64,3 +64,13 @@ def test_the_old_names_of_our_policies_still_work_with_a_warning(caplog: pytest.
         "gateway.routing: promise is now called slo; write routing: slo",
         "gateway.admission: promised is now called slo; write admission: slo",
     ]
+
+
+def test_a_file_that_names_no_policy_has_ours() -> None:
+    spec = parse_spec(gateway(slo={"ttft_s": 1}))
+    assert (spec.gateway.routing, spec.gateway.admission) == ("slo", "slo")
+    assert spec.pools[0].engine.batching == "adaptive" and spec.elastic.mode == "off"
+    bounds = {"name": "m", "role": "mixed", "replicas": {"min": 1, "max": 2}, "engine": {"batching": "chunked"}}
+    bounded = parse_spec({"model": "m", "pools": [bounds]})
+    assert bounded.pools[0].engine.batching == "chunked" and bounded.elastic.mode == "act"
+    assert parse_spec({"model": "m", "pools": [bounds], "elastic": {"mode": False}}).elastic.mode == "off"

@@ -12,7 +12,7 @@ from cluster.offline.plan.estimate import CAVEAT, Estimate
 from cluster.offline.plan.placement import Option, Searched
 from cluster.offline.plan.verdict import Verdict
 from cluster.offline.scoring.figures import promise
-from cluster.spec import ClusterSpec
+from cluster.spec import FILE_DEFAULTS, ClusterSpec
 from workers.profiles.errors import ProfileError
 from workers.profiles.shapes import SHAPES, WEIGHTS, canonical
 from workers.profiles.sources import profile_of
@@ -181,7 +181,7 @@ def _differing(value: Any) -> dict[str, Any]:
     for field in fields(value):
         here = getattr(value, field.name)
         default = field.default_factory() if callable(field.default_factory) else field.default
-        if here == default:
+        if here == default and field.name not in FILE_DEFAULTS.get(type(value), {}):
             continue
         if is_dataclass(here):
             said[field.name] = _differing(here)
