@@ -479,7 +479,8 @@ class ClusterSpec:
         return replace(self, model=model, pools=tuple(replace(pool, model=None) for pool in self.pools))
 
 
-# What a cluster file has where it names nothing else. Types have the plain policies, which baselines are built of.
+# What a cluster file gets where it names nothing else (docs/decisions/0044-our-policies-are-the-default.md). The types
+# themselves keep the plain policies: baselines are built from them.
 FILE_DEFAULTS: dict[type, dict[str, str]] = {
     GatewaySpec: {"routing": "slo", "admission": "slo"},
     EngineConfig: {"batching": "adaptive"},
@@ -527,7 +528,7 @@ def parse_spec(document: object) -> ClusterSpec:
     if isinstance(pools, list):
         pools = [_bounded(pool, f"pools[{index}]") for index, pool in enumerate(pools)]
         document = document | {"pools": [_filled(pool, "engine", FILE_DEFAULTS[EngineConfig]) for pool in pools]}
-        if any(isinstance(pool, dict) and "max_replicas" in pool for pool in pools):
+        if any(isinstance(pool, dict) and pool.get("max_replicas") is not None for pool in pools):
             document = _filled(document, "elastic", {"mode": "act"})
     document = _filled(document, "gateway", FILE_DEFAULTS[GatewaySpec])
     gateway = document["gateway"]
@@ -541,7 +542,7 @@ def parse_spec(document: object) -> ClusterSpec:
 
 
 def _filled(block: Any, key: str, defaults: dict[str, str]) -> Any:
-    """The block with defaults below the block it has as `key`. What is no mapping stays, for an error that names it."""
+    """Add defaults to the block under `key`; what it names itself wins. A wrong type stays, for an error that names it."""
     if not isinstance(block, dict) or not isinstance(given := block.get(key, {}), dict):
         return block
     return block | {key: defaults | given}
