@@ -542,7 +542,7 @@ def parse_spec(document: object) -> ClusterSpec:
 
 
 def _filled(block: Any, key: str, defaults: dict[str, str]) -> Any:
-    """Add defaults to the block under `key`; what it names itself wins. A wrong type stays, for an error that names it."""
+    """Add defaults to the block under `key`; its own values win. A wrong type stays, for an error that names it."""
     if not isinstance(block, dict) or not isinstance(given := block.get(key, {}), dict):
         return block
     return block | {key: defaults | given}
