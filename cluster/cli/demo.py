@@ -1,5 +1,6 @@
 """`diptych demo`: two workers here, a real model, one answer and its route; or a worker killed under streams."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -43,6 +44,8 @@ def demo(kill: bool, prompt: str, model: str, max_tokens: int, runtime: str, as_
     if kill:
         check_can_kill(runtime)
     spec = private(laptop_spec().with_model(model))
+    # The default router computes a short prompt where it decodes; the demo shows a handoff.
+    spec = replace(spec, gateway=replace(spec.gateway, routing="least-loaded"))
     check_pools(spec, None, runtime)
     try:
         run(kill_demo(spec, max_tokens, as_json) if kill else _demo(spec, runtime, prompt, max_tokens, as_json))

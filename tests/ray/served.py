@@ -28,9 +28,9 @@ class Served:
 
 
 def laptop(**changes: Any) -> dict[str, Any]:
-    """examples/laptop.yaml, sized for tests and on any free port."""
+    """examples/laptop.yaml on any free port, with a router that always hands KV over."""
     document: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "laptop.yaml").read_text())
-    document["gateway"]["grpc_port"] = 0
+    document["gateway"] |= {"grpc_port": 0, "routing": "least-loaded"}
     document["name"] = f"test-{os.getpid()}"
     return document | changes
 

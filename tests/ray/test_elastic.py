@@ -22,8 +22,8 @@ PROMPT = [5, 6, 7] * 20
 
 
 def document() -> dict[str, object]:
-    """Modelled workers, and room for a third decode worker."""
-    made = laptop(executor="modelled")
+    """Modelled workers, and room for a third decode worker. Roles and replicas change by hand only."""
+    made = laptop(executor="modelled", elastic={"mode": "off"})
     for pool in made["pools"]:
         pool["resources"] = {"cpu": 0.1}
     made["pools"][1]["replicas"] = {"min": 2, "max": 3}

@@ -17,7 +17,7 @@ PROMPT = [5, 6, 7] * 20
 
 
 async def test_a_drained_worker_leaves_while_its_answers_go_on_elsewhere(tmp_path: Path) -> None:
-    document = laptop(executor="modelled")
+    document = laptop(executor="modelled", elastic={"mode": "off"})
     for pool in document["pools"]:
         pool |= {"resources": {"cpu": 0.1}, "cost": COST, "replicas": 1}
     document["pools"][1]["replicas"] = {"min": 1, "max": 3}

@@ -47,7 +47,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             "name": "traced",
             "model": str(write_tiny_llama(folder / "tiny")),
             "pools": [{"name": role, "role": role, "engine": ENGINE} for role in ("prefill", "decode")],
-            "gateway": {"http_port": 0, "slo": {"ttft_s": 30.0, "tpot_s": 10.0}},
+            "gateway": {"http_port": 0, "routing": "least-loaded", "slo": {"ttft_s": 30.0, "tpot_s": 10.0}},
             "transfer": {"backends": ["tcp"]},
             "tracing": {"otlp_endpoint": collector.endpoint},
         }
