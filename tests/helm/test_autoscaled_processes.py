@@ -28,6 +28,7 @@ POOLS = [
 OPTIONS = (
     *("-f", str(values("native")), "--set-json", f"cluster.pools={json.dumps(POOLS)}"),
     *("--set", "cluster.health.dead_after_s=20,gateway.drainSeconds=3"),
+    *("--set-string", "cluster.elastic.mode=off"),  # the test scales
     *("--set", "poolAutoscaling.enabled=true,poolAutoscaling.stabilizationWindowSeconds=5"),
 )
 ONE, BOTH = ["release-diptych-decode-0"], ["release-diptych-decode-0", "release-diptych-decode-1"]
