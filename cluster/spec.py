@@ -481,7 +481,7 @@ class ClusterSpec:
 
 # What a cluster file gets where it names nothing else (docs/decisions/0044-our-policies-are-the-default.md). The types
 # themselves keep the plain policies: baselines are built from them.
-FILE_DEFAULTS: dict[type, dict[str, str]] = {
+FILE_DEFAULTS: dict[type, dict[str, Any]] = {
     GatewaySpec: {"routing": "slo", "admission": "slo"},
     EngineConfig: {"batching": "adaptive"},
 }
@@ -524,28 +524,26 @@ def parse_spec(document: object) -> ClusterSpec:
     if not isinstance(document, dict):
         raise SpecError("is empty or not a mapping; it must at least have model and pools")
     _refuse_unknown_keys(document, ClusterSpec, "")
-    pools = document.get("pools")
-    if isinstance(pools, list):
+    filled: dict[str, Any] = dict(_filled(document, "gateway", FILE_DEFAULTS[GatewaySpec]))
+    if isinstance(pools := filled.get("pools"), list):
         pools = [_bounded(pool, f"pools[{index}]") for index, pool in enumerate(pools)]
-        document = document | {"pools": [_filled(pool, "engine", FILE_DEFAULTS[EngineConfig]) for pool in pools]}
         if any(isinstance(pool, dict) and pool.get("max_replicas") is not None for pool in pools):
-            document = _filled(document, "elastic", {"mode": "act"})
-    document = _filled(document, "gateway", FILE_DEFAULTS[GatewaySpec])
-    gateway = document["gateway"]
-    if isinstance(gateway, dict):
-        document = document | {"gateway": gateway | _renamed(gateway)}
-    elastic = document.get("elastic")
+            filled = _filled(filled, "elastic", {"mode": "act"})
+        filled["pools"] = [_filled(pool, "engine", FILE_DEFAULTS[EngineConfig]) for pool in pools]
+    if isinstance(gateway := filled["gateway"], dict):
+        filled["gateway"] = gateway | _renamed(gateway)
+    elastic = filled.get("elastic")
     if isinstance(elastic, dict) and elastic.get("mode") is False:  # as YAML reads a bare off
-        document = document | {"elastic": elastic | {"mode": "off"}}
-    spec: ClusterSpec = _convert(document, ClusterSpec, "")
+        filled["elastic"] = elastic | {"mode": "off"}
+    spec: ClusterSpec = _convert(filled, ClusterSpec, "")
     return spec
 
 
-def _filled(block: Any, key: str, defaults: dict[str, str]) -> Any:
+def _filled(block: Any, key: str, defaults: dict[str, Any]) -> Any:
     """Add defaults to the block under `key`; its own values win. A wrong type stays, for an error that names it."""
     if not isinstance(block, dict) or not isinstance(given := block.get(key, {}), dict):
         return block
-    return block | {key: defaults | given}
+    return {**block, key: defaults | given}
 
 
 def _renamed(gateway: dict[str, Any]) -> dict[str, str]:
