@@ -6,9 +6,9 @@ python -m benchmarks.admission
 from collections.abc import Sequence
 from statistics import fmean
 
-from cluster.offline.scoring.records import Ending, Run
+from cluster.offline.scoring.records import RequestOutcome, Run
 from cluster.offline.sim.cluster import PoolModel
-from cluster.offline.sim.run import Options, simulate
+from cluster.offline.sim.run import RunOptions, simulate
 from cluster.offline.workload.load import load_workload
 from cluster.spec import ADMISSION, ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from workers.config import EngineConfig
@@ -38,15 +38,15 @@ def overloaded(
     health = HealthSpec(heartbeat_s=1.0, dead_after_s=10.0)
     spec = ClusterSpec("a-model", tuple(pools), gateway=gateway, health=health, executor="modelled")
     workload = load_workload(f"poisson:rate={rate},count={count},lengths=mixed", seed=seed)
-    run = simulate(spec, {pool.name: PoolModel(COST) for pool in pools}, workload, Options(slo=PROMISE))
+    run = simulate(spec, {pool.name: PoolModel(COST) for pool in pools}, workload, RunOptions(slo=PROMISE))
     kept = _num_kept(run)
-    served = sum(each.ending is Ending.FINISHED for each in run.served)
+    served = sum(each.ending is RequestOutcome.FINISHED for each in run.served)
     return kept / len(run.served), kept / max(1, served)
 
 
 def _num_kept(run: Run) -> int:
     assert PROMISE.ttft_s is not None and PROMISE.tpot_s is not None
-    ended = [each for each in run.served if each.ending is Ending.FINISHED and each.ttft_s is not None]
+    ended = [each for each in run.served if each.ending is RequestOutcome.FINISHED and each.ttft_s is not None]
     return sum((each.ttft_s or 0.0) <= PROMISE.ttft_s and (each.tpot_s or 0.0) <= PROMISE.tpot_s for each in ended)
 
 

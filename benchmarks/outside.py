@@ -27,7 +27,7 @@ from cluster.offline.load import machine
 from cluster.offline.load.endpoint import Target
 from cluster.offline.load.opening import open_endpoint
 from cluster.offline.load.processes import Child
-from cluster.offline.load.sending import Load, nothing
+from cluster.offline.load.sending import LoadOptions, nothing
 from cluster.offline.scoring.figures import figures
 from cluster.offline.workload.changes import told_apart
 from cluster.offline.workload.load import load_workload
@@ -202,7 +202,9 @@ def ours(asked: Asked, folder: Path) -> Read:
         workload = told_apart(load_workload(f"burst:count={asked.requests},lengths={lengths}", seed=0), 1)
         async with open_endpoint(Target(asked.url, asked.model)) as endpoint:
             before = counted(asked.url)
-            run = await endpoint.drive(workload, Load(endpoint.vocab_size, concurrency=asked.concurrency), nothing)
+            run = await endpoint.drive(
+                workload, LoadOptions(endpoint.vocab_size, concurrency=asked.concurrency), nothing
+            )
         told = figures(run, SLO())
         assert told.ttft_s is not None and told.tbt_s is not None, f"no request was answered: {told.reasons}"
         return {

@@ -24,10 +24,10 @@ import click
 from benchmarks.hosted import ENGINE, MODEL, PATIENT, SHARE, hosted, refuse_foreign_ray
 from cluster.events import Delta
 from cluster.frontend.text import TextDelta
-from cluster.offline.load.sending import Ask, Heard, Load, drive
+from cluster.offline.load.sending import Ask, Heard, LoadOptions, drive
 from cluster.offline.load.through_grpc import through
 from cluster.offline.scoring.figures import attainment
-from cluster.offline.scoring.records import Ending, Run
+from cluster.offline.scoring.records import RequestOutcome, Run
 from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.load import load_workload
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
@@ -134,7 +134,7 @@ async def drive_it(endpoint: str, workload: Workload, slo: SLO, seed: int) -> Ou
     async with AsyncClient(endpoint) as client:
         status = await client.status()
         assert status.view.model is not None, "a served cluster knows its model"
-        load = Load(status.view.model.vocab_size, DEADLINE_S, len(workload.arrivals), seed=seed, slo=slo)
+        load = LoadOptions(status.view.model.vocab_size, DEADLINE_S, len(workload.arrivals), seed=seed, slo=slo)
         run = await drive(remembering(through(client, DEADLINE_S, keep_ids=True), tokens), workload, load)
         taken = (await client.status()).decisions
     told = tuple(
@@ -165,7 +165,7 @@ def table(outcomes: dict[str, Outcome], phases: tuple[Phase, ...], slo: SLO) -> 
 def lost(outcome: Outcome, workload: Workload) -> int:
     """Requests without an end, or without all of their tokens."""
     return sum(
-        each.ending is not Ending.FINISHED or len(outcome.tokens[each.index]) != arrival.output_tokens
+        each.ending is not RequestOutcome.FINISHED or len(outcome.tokens[each.index]) != arrival.output_tokens
         for each, arrival in zip(outcome.run.served, workload.arrivals, strict=True)
     )
 

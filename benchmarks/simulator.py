@@ -21,7 +21,7 @@ from cluster.offline.sim.run import simulate
 from cluster.offline.sim.systems import arrange
 from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.changes import at_rate, first, synthetic
-from cluster.offline.workload.lengths import LogNormal, Mix
+from cluster.offline.workload.lengths import LengthMix, LogNormal
 from cluster.offline.workload.load import load_workload
 from cluster.offline.workload.processes import Poisson
 from workers.config import ParallelConfig
@@ -79,7 +79,7 @@ def load(case: Case) -> Workload:
     if (trace := _trace()) is not None:
         whole = load_workload(str(trace))
         return at_rate(first(whole, count), rate) if count else whole
-    lengths = Mix(((LogNormal(PROMPT_TOKENS, 0.8, 2, 8192), LogNormal(ANSWER_TOKENS, 1.0, 1, 1000)),))
+    lengths = LengthMix(((LogNormal(PROMPT_TOKENS, 0.8, 2, 8192), LogNormal(ANSWER_TOKENS, 1.0, 1, 1000)),))
     return synthetic("drawn around the trace's medians", Poisson(rate), lengths, key="bench", seed=0, count=count)
 
 

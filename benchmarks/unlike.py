@@ -15,8 +15,8 @@ from benchmarks.elastic.streams import Stream, superposed
 from cluster.offline.scoring.figures import attainment
 from cluster.offline.scoring.records import Run
 from cluster.offline.sim.fleet import fleet, models_of
-from cluster.offline.sim.run import Options, simulate
-from cluster.offline.workload.lengths import Lengths, Mix, Uniform
+from cluster.offline.sim.run import RunOptions, simulate
+from cluster.offline.workload.lengths import LengthMix, Lengths, Uniform
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from workers.config import ParallelConfig
 from workers.profiles.hardware import hardware_of
@@ -39,8 +39,8 @@ class Load:
     rate: float
 
 
-PROMPTS = Load("long prompts", Mix(((Uniform(1500, 4000), Uniform(20, 120)),)), 8.0)
-ANSWERS = Load("long answers", Mix(((Uniform(100, 600), Uniform(200, 600)),)), 12.0)
+PROMPTS = Load("long prompts", LengthMix(((Uniform(1500, 4000), Uniform(20, 120)),)), 8.0)
+ANSWERS = Load("long answers", LengthMix(((Uniform(100, 600), Uniform(200, 600)),)), 12.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def run(kinds: Sequence[Kind], elastic: ElasticSpec, load: Load, seed: int, seco
     longest = max(each.output_tokens for each in workload.arrivals)
     assert PROMISE.ttft_s is not None and PROMISE.tpot_s is not None
     until_s = workload.duration_s + PROMISE.ttft_s + longest * PROMISE.tpot_s
-    return simulate(spec, models_of(spec), workload, Options(seed, PROMISE, until_s=until_s))
+    return simulate(spec, models_of(spec), workload, RunOptions(seed, PROMISE, until_s=until_s))
 
 
 def told(kinds: Sequence[Kind], found: Run) -> Told:

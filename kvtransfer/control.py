@@ -21,10 +21,10 @@ from kvtransfer.errors import (
     TransportUnavailable,
     unreachable,
 )
-from kvtransfer.rpc.connection import Connection, RpcProtocol
+from kvtransfer.rpc.connection import RpcConnection, RpcProtocol
 from kvtransfer.rpc.frames import BROKEN, FrameStream, greet
 from kvtransfer.rpc.handshake import CallerHandshake, too_many_readers
-from kvtransfer.rpc.listener import Listener
+from kvtransfer.rpc.listener import RpcListener
 from kvtransfer.ticket import PeerAddress, Piece, Progress
 
 MAX_WATCH_S = 60.0
@@ -85,7 +85,7 @@ class ControlServer:
         self._source = source
         self._address = address
         self._max_readers = max_readers
-        self._listener = Listener(LEASE_PROTOCOL.name, secret, self._admit, self._serve)
+        self._listener = RpcListener(LEASE_PROTOCOL.name, secret, self._admit, self._serve)
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen; returns the port."""
@@ -104,7 +104,7 @@ class ControlServer:
         return msgspec.msgpack.encode(peer)
 
     async def _serve(self, incarnation: str, stream: FrameStream) -> None:
-        connection = Connection(stream, LEASE_PROTOCOL, f"the reader at {stream.peer_host}", on_call=self._on_call)
+        connection = RpcConnection(stream, LEASE_PROTOCOL, f"the reader at {stream.peer_host}", on_call=self._on_call)
         try:
             await connection.run()
         finally:
@@ -124,7 +124,7 @@ class ControlClient:
     def __init__(self, stream: FrameStream, peer: PeerAddress, on_lost: Callable[[], None] | None) -> None:
         self.peer = peer
         name = f"{peer.worker} ({peer.incarnation})"
-        self._connection = Connection(
+        self._connection = RpcConnection(
             stream, LEASE_PROTOCOL, name, on_lost=lambda _: on_lost() if on_lost is not None else None
         )
         self._running = asyncio.ensure_future(self._connection.run())

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from kvtransfer.backends.pending_read import mark_seen
 from kvtransfer.copies import pieces_of
 from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, TransportUnavailable
-from kvtransfer.piece_reader import Link, PieceReader
+from kvtransfer.piece_reader import PeerLink, PieceReader
 from kvtransfer.probe import measure, verify_probe
 from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress, rank_name
 from kvtransfer.transport import Place, PullOrder, Read, ReadStats, Region, Transport, summed
@@ -66,7 +66,7 @@ class TransportSet:
         self._transports = transports
         self._health = health
         self._verifies = verifies
-        self._links: dict[str, tuple[Link, ...]] = {}  # incarnation -> one for each of its ranks that we read
+        self._links: dict[str, tuple[PeerLink, ...]] = {}  # incarnation -> one for each of its ranks that we read
         self._reports: dict[str, LinkReport] = {}
         self._scratch = asyncio.Lock()  # the scratch block serves one probe at a time
         self._meeting: dict[str, asyncio.Lock] = {}  # one preflight of a peer at a time
@@ -104,7 +104,7 @@ class TransportSet:
         new links are not used.
         """
         pieces = self._pieces(peer)
-        connected: list[tuple[Link, LinkReport]] = []
+        connected: list[tuple[PeerLink, LinkReport]] = []
         async with self._meeting.setdefault(peer.incarnation, asyncio.Lock()):
             try:
                 for piece in pieces:
@@ -152,7 +152,7 @@ class TransportSet:
         self._piece_reader.refuse(layouts[0], pieces)
         return pieces
 
-    async def _choose(self, peer: PeerAddress, piece: Piece, deadline_s: float) -> tuple[Link, LinkReport]:
+    async def _choose(self, peer: PeerAddress, piece: Piece, deadline_s: float) -> tuple[PeerLink, LinkReport]:
         shard = peer.shards[piece.shard]
         name = rank_name(peer.incarnation, shard.rank)
         offered = {name for name, _ in shard.transports}
@@ -168,7 +168,7 @@ class TransportSet:
                 errors.append(error)
                 skipped.append(f"{transport.name}: {error}")
                 continue
-            return Link(transport, name, shard, piece), replace(report, skipped=tuple(skipped))
+            return PeerLink(transport, name, shard, piece), replace(report, skipped=tuple(skipped))
         raise _most_serious(errors)(f"no transport reaches {peer.worker} ({name}): " + "; ".join(skipped))
 
     async def _preflight(

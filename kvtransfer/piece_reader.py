@@ -27,7 +27,7 @@ Failed = Callable[[Exception], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PeerLink:
     """A proven way to one of the owner's ranks, and the piece of our KV that it holds."""
 
     transport: Transport
@@ -77,7 +77,9 @@ class PieceReader:
             f"set transfer.staging_bytes to {least}, or better to many times as much, or use one dtype on both sides"
         )
 
-    async def read(self, order: PullOrder, link: Link, digests: tuple[int, ...], failed: Failed) -> ReadStats | None:
+    async def read(
+        self, order: PullOrder, link: PeerLink, digests: tuple[int, ...], failed: Failed
+    ) -> ReadStats | None:
         """Bring the link's piece of an order into our blocks; returns when no byte of it can land any more.
 
         `digests` has one number for each source block, or none. A failure is passed to `failed` at once, though bytes
@@ -110,7 +112,7 @@ class PieceReader:
             return False
         return self._region.device == "cpu" and _staged(source, piece).block_bytes <= self._slot_bytes
 
-    def _parts(self, whole: _Part, link: Link) -> Iterator[_Part]:
+    def _parts(self, whole: _Part, link: PeerLink) -> Iterator[_Part]:
         """Cut before blocks of the owner, so that each part fits a slot."""
         size = link.shard.layout.block_size
         most = self._slot_bytes // _staged(link.shard.layout, link.piece).block_bytes
@@ -123,7 +125,7 @@ class PieceReader:
             targets = whole.target_blocks[start - before : stop - before]
             yield _Part(blocks, targets, first_token, num_tokens, whole.digests[first : first + most])
 
-    async def _read_directly(self, part: _Part, link: Link, deadline_s: float, failed: Failed) -> ReadStats | None:
+    async def _read_directly(self, part: _Part, link: PeerLink, deadline_s: float, failed: Failed) -> ReadStats | None:
         source, ours, piece = link.shard.layout, self._region.layout, link.piece
         blocks, first, count = part.target_blocks, part.first_token, part.num_tokens
         copies = plan_copies(piece, source, ours, part.source_blocks, blocks, first, count)
@@ -136,7 +138,7 @@ class PieceReader:
             stats, part, lambda: verify_piece(pool, ours, piece, spans, part.digests, part.source_blocks)
         )
 
-    async def _read_staged(self, part: _Part, link: Link, deadline_s: float, failed: Failed) -> ReadStats | None:
+    async def _read_staged(self, part: _Part, link: PeerLink, deadline_s: float, failed: Failed) -> ReadStats | None:
         stop_s = asyncio.get_running_loop().time() + deadline_s
         staged, piece, place = _staged(link.shard.layout, link.piece), link.piece, self._place
         assert place is not None

@@ -10,7 +10,7 @@ from benchmarks.elastic.scenarios import Phase, Scenario
 from benchmarks.elastic.timeline import timeline
 from cluster.offline.scoring.figures import attainment, percentiles, promise
 from cluster.offline.scoring.latencies import latencies
-from cluster.offline.scoring.records import Ending, Run, Served
+from cluster.offline.scoring.records import RequestOutcome, Run, Served
 from workers.request import SLO
 
 
@@ -69,9 +69,9 @@ def _told(name: str, run: Run, served: Sequence[Served], slo: SLO) -> Told:
         late=int((done & late & ~slow).sum()),
         slow=int((done & slow & ~late).sum()),
         late_slow=int((done & slow & late).sum()),
-        rejected=ends[Ending.REJECTED],
-        failed=ends[Ending.FAILED],
-        cut=ends[Ending.UNFINISHED],
+        rejected=ends[RequestOutcome.REJECTED],
+        failed=ends[RequestOutcome.FAILED],
+        cut=ends[RequestOutcome.UNFINISHED],
     )
 
 

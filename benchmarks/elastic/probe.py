@@ -11,7 +11,7 @@ from cluster.offline.plan.trial import promised_end_s
 from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.records import Run
 from cluster.offline.sim.cluster import Surroundings
-from cluster.offline.sim.run import Options, simulate
+from cluster.offline.sim.run import RunOptions, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Probe:
         missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals) + 1e-6)
         until_s = promised_end_s(workload, slo)
         around = Surroundings(stale_s=self.view.stale_s)
-        options = Options(seed, slo, trace, until_s, missed, self.contender.name, around)
+        options = RunOptions(seed, slo, trace, until_s, missed, self.contender.name, around)
         with quietly():
             return simulate(case.spec, case.models, replace(workload, name=scenario.name), options)
 

@@ -20,7 +20,7 @@ from cluster.offline.sim.fleet import fleet, pool_model
 from cluster.offline.sim.systems import Fleet
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.offline.workload.changes import window
-from cluster.offline.workload.lengths import Lengths, Mix, Uniform
+from cluster.offline.workload.lengths import LengthMix, Lengths, Uniform
 from cluster.offline.workload.load import load_workload
 from cluster.spec import PoolSpec, Role
 from workers.config import ParallelConfig
@@ -133,7 +133,7 @@ def rate_of_all(arrivals: list[Arrival], machines: Machines, slo: SLO, workers: 
 
 
 def _lengths(least: int, most: int, shortest: int, longest: int) -> Lengths:
-    return Mix(((Uniform(least, most), Uniform(shortest, longest)),))
+    return LengthMix(((Uniform(least, most), Uniform(shortest, longest)),))
 
 
 LONG_PROMPTS = _lengths(1500, 4000, 20, 120)

@@ -18,7 +18,7 @@ from cluster.offline.plan.trial import promised_end_s
 from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.goodput import Map
 from cluster.offline.sim.cluster import Surroundings
-from cluster.offline.sim.run import Options, simulate
+from cluster.offline.sim.run import RunOptions, simulate
 from cluster.policy.scaling.evidence import Decision, Report
 from cluster.spec import ElasticSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
@@ -79,7 +79,7 @@ class Foretold:
         around = Surroundings(decider=Timetable(entries))
         spec = replace(case.spec, elastic=ElasticSpec(mode="act", period_s=PERIOD_S))
         until_s = promised_end_s(workload, scenario.slo)
-        options = Options(seed, scenario.slo, until_s=until_s, most_missed=missed, around=around)
+        options = RunOptions(seed, scenario.slo, until_s=until_s, most_missed=missed, around=around)
         with quietly():
             run = simulate(spec, case.models, replace(workload, name=scenario.name), options)
         return attainment(run, scenario.slo)

@@ -12,7 +12,7 @@ from benchmarks.hosted import hosted, refuse_foreign_ray
 from benchmarks.sim_vs_real import page, record
 from benchmarks.sim_vs_real.compare import compare
 from benchmarks.sim_vs_real.systems import SYSTEMS, capacity, promise, workload
-from cluster.offline.load.sending import Load
+from cluster.offline.load.sending import LoadOptions
 from cluster.offline.load.through_grpc import drive_cluster
 from cluster.offline.profile.measure import ROUNDS, measure
 from cluster.offline.scoring.figures import figures
@@ -107,7 +107,7 @@ async def _real(endpoint: str, spec: ClusterSpec, profile: ClusterProfile, load:
     requests = len(asked.arrivals)
     _tell(f"{spec.name} at {load:.0%}: {requests} requests in {asked.duration_s:.0f} s and a while longer")
     slo = promise(profile, spec)
-    sent = Load(profile.vocab_size, DEADLINE_S, requests, system=spec.name)
+    sent = LoadOptions(profile.vocab_size, DEADLINE_S, requests, system=spec.name)
     async with AsyncClient(endpoint) as client:
         run = await drive_cluster(client, asked, sent)
     return record.recorded(run, dict(figures(run, slo).phases_s), load, slo)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.offline.scoring.records import Ending, Run, Served
+from cluster.offline.scoring.records import RequestOutcome, Run, Served
 from cluster.offline.workload.arrivals import Arrival, Workload
 from workers.profiles.measured import ClusterProfile
 from workers.request import SLO
@@ -21,7 +21,7 @@ class Seen:
     at_s: float
     prompt_tokens: int
     output_tokens: int
-    ending: Ending
+    ending: RequestOutcome
     token_s: tuple[float, ...]
     ledger_ttft_s: float | None = None
     ledger_total_s: float | None = None

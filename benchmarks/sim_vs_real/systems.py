@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from benchmarks.hosted import ENGINE, MODEL, PATIENT, SHARE
 from cluster.offline.sim.fleet import measured_models, surroundings_of
-from cluster.offline.sim.run import Options, simulate
+from cluster.offline.sim.run import RunOptions, simulate
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from workers.profiles.measured import ClusterProfile
@@ -55,7 +55,7 @@ def capacity(profile: ClusterProfile, spec: ClusterSpec, count: int, seed: int) 
         spec,
         measured_models(profile, spec),
         workload("all at once", count, None, seed),
-        Options(around=surroundings_of(profile)),
+        RunOptions(around=surroundings_of(profile)),
     )
     return count / run.seconds
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.offline.workload.changes import synthetic
-from cluster.offline.workload.lengths import KINDS, LONG_ANSWER, Mix
+from cluster.offline.workload.lengths import KINDS, LONG_ANSWER, LengthMix
 from cluster.offline.workload.processes import Burst, Poisson
 from workers.request import Request, SamplingParams
 
@@ -44,7 +44,7 @@ class Asked:
 def asked(mix: str, count: int, seed: int, rate: float | None) -> tuple[Asked, ...]:
     """`count` requests, `rate` a second from time 0 on; rate None: all of them are there at time 0."""
     process = Burst() if rate is None else Poisson(rate)
-    made = synthetic(mix, process, Mix(MIXES[mix]), key=mix, seed=seed, count=count).arrivals
+    made = synthetic(mix, process, LengthMix(MIXES[mix]), key=mix, seed=seed, count=count).arrivals
     return tuple(
         Asked(f"{mix}-{seed}-{number}", each.at_s, each.prompt_tokens, each.output_tokens)
         for number, each in enumerate(made)

@@ -11,7 +11,7 @@ from cluster.cli.groups import GroupedCommand, grouped
 from diptych.access import Access
 
 if TYPE_CHECKING:
-    from cluster.cli.benching import Asked
+    from cluster.cli.benching import BenchOptions
 
 workload = grouped("Load")
 goodput = grouped("SLO and goodput")
@@ -138,7 +138,7 @@ def bench(
     if wants_goodput and slo.ttft_s is None and slo.tpot_s is None:
         raise click.UsageError("--goodput needs an SLO: --ttft, --tpot, or both")
     wanted = seeds or (SEEDS_OF_COMPARE if compare else SEEDS_OF_GOODPUT if wants_goodput else 1)
-    asked: Asked = benching.Asked(
+    asked: BenchOptions = benching.BenchOptions(
         target=None if compare else Target(endpoint, model, api_key, tokenizer, access),
         source=source or f"burst:count={count or 1},lengths={lengths or LENGTHS}",
         lengths=lengths or LENGTHS,

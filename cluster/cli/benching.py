@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from cluster.offline.load.about import About
     from cluster.offline.load.batches import Sweep
     from cluster.offline.load.endpoint import Endpoint, Target
-    from cluster.offline.load.searching import Wanted
-    from cluster.offline.load.sending import Ended, Load
+    from cluster.offline.load.searching import GoodputQuery
+    from cluster.offline.load.sending import Ended, LoadOptions
     from cluster.offline.report.compared import Compared
     from cluster.offline.report.html import More
     from cluster.offline.scoring.batches import BatchFigures
     from cluster.offline.scoring.goodput import Goodput
     from cluster.offline.scoring.records import Run
-    from cluster.offline.scoring.trials import Trial, Trials
+    from cluster.offline.scoring.trials import SeedRun, Trials
     from cluster.offline.workload.arrivals import Workload
     from workers.request import SLO
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BenchOptions:
     """What all kinds have in common, checked. `target`: None where configurations are compared."""
 
     target: "Target | None"
@@ -53,10 +53,10 @@ class Asked:
     as_json: bool
     access: Access
 
-    def load(self, endpoint: "Endpoint", seed: int) -> "Load":
-        from cluster.offline.load.sending import Load
+    def load(self, endpoint: "Endpoint", seed: int) -> "LoadOptions":
+        from cluster.offline.load.sending import LoadOptions
 
-        return Load(
+        return LoadOptions(
             endpoint.vocab_size, self.deadline_s, self.in_flight, seed, self.slo, endpoint.name, self.concurrency
         )
 
@@ -72,7 +72,7 @@ class Goal:
 class _Driver:
     """Runs at one endpoint, one after another, with a bar for each."""
 
-    def __init__(self, runner: asyncio.Runner, endpoint: "Endpoint", asked: Asked, bar: "PullProgress") -> None:
+    def __init__(self, runner: asyncio.Runner, endpoint: "Endpoint", asked: BenchOptions, bar: "PullProgress") -> None:
         self._runner = runner
         self.endpoint = endpoint
         self._asked = asked
@@ -100,7 +100,7 @@ class _Driver:
 
 
 @contextmanager
-def _driver(asked: Asked) -> "Iterator[tuple[_Driver, About]]":
+def _driver(asked: BenchOptions) -> "Iterator[tuple[_Driver, About]]":
     from cluster.offline.load.about import about
     from cluster.offline.load.opening import open_endpoint
 
@@ -115,16 +115,18 @@ def _driver(asked: Asked) -> "Iterator[tuple[_Driver, About]]":
             runner.run(stack.aclose())
 
 
-def load(asked: Asked, goal: Goal | None) -> None:
+def load(asked: BenchOptions, goal: Goal | None) -> None:
     """One workload, perhaps at further rates, perhaps with a search for goodput behind it."""
-    from cluster.offline.load.searching import Wanted
+    from cluster.offline.load.searching import GoodputQuery
     from cluster.offline.report.compared import Compared
     from cluster.offline.report.html import More
     from cluster.offline.report.table import probes
     from cluster.offline.scoring.figures import figures
 
     seed = asked.seeds[0]
-    wanted = Wanted(asked.source, asked.slo, goal.target if goal else 1.0, asked.seeds, goal.tolerance if goal else 1.0)
+    wanted = GoodputQuery(
+        asked.source, asked.slo, goal.target if goal else 1.0, asked.seeds, goal.tolerance if goal else 1.0
+    )
     first = wanted.at(None, seed, 0)
     if goal is not None:
         _ = wanted.start  # before anything is sent
@@ -139,7 +141,7 @@ def load(asked: Asked, goal: Goal | None) -> None:
     _finish(asked, about, compared, {"systems": [system_json(each) for each in compared]}, more, asked.source)
 
 
-def _search(wanted: "Wanted", drive: _Driver, shown: "Run") -> "Goodput":
+def _search(wanted: "GoodputQuery", drive: _Driver, shown: "Run") -> "Goodput":
     from cluster.offline.load.searching import search
 
     tolerance = f"to within {wanted.tolerance:.0%}"
@@ -147,7 +149,7 @@ def _search(wanted: "Wanted", drive: _Driver, shown: "Run") -> "Goodput":
     return search(wanted, drive, shown.gpus, say)
 
 
-def batches(asked: Asked, sizes: str, repeats: int) -> None:
+def batches(asked: BenchOptions, sizes: str, repeats: int) -> None:
     """Static batches of rising size."""
     from cluster.offline.load.batches import Sweep, sizes_of
     from cluster.offline.report.batches import batch_curves, batch_table
@@ -167,7 +169,9 @@ def batches(asked: Asked, sizes: str, repeats: int) -> None:
     _finish(asked, about, [], told, more, f"static batches of {asked.lengths} tokens")
 
 
-def compare(asked: Asked, configurations: Sequence[str], endpoints: "Mapping[str, Target]", runtime: str) -> None:
+def compare(
+    asked: BenchOptions, configurations: Sequence[str], endpoints: "Mapping[str, Target]", runtime: str
+) -> None:
     """The same load on several configurations, each started here in turn."""
     from cluster.offline.load.about import about
     from cluster.offline.load.trials import Plan, beside, configuration_of, run_trials
@@ -247,7 +251,7 @@ class _Bars:
         self._begun += 1
         return one_more
 
-    def ran(self, trial: "Trial") -> None:
+    def ran(self, trial: "SeedRun") -> None:
         if self._file is not None:
             with self._file.open("a") as lines:
                 lines.write(json.dumps(_run_json(trial)) + "\n")
@@ -271,7 +275,7 @@ def _trials_json(found: "Trials") -> dict[str, Any]:
     return {"runs": [_run_json(each) for each in found.all], "told": list(told(found))}
 
 
-def _run_json(trial: "Trial") -> dict[str, Any]:
+def _run_json(trial: "SeedRun") -> dict[str, Any]:
     return {
         "configuration": trial.configuration,
         "is_colocated": trial.is_colocated,
@@ -282,7 +286,7 @@ def _run_json(trial: "Trial") -> dict[str, Any]:
 
 
 def _finish(
-    asked: Asked,
+    asked: BenchOptions,
     about: "About",
     compared: "Sequence[Compared]",
     told: dict[str, Any],

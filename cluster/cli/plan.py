@@ -13,10 +13,10 @@ from cluster.cli.screen import print_json, say
 from cluster.cli.searching import INTERRUPTED, cut_short, search
 
 if TYPE_CHECKING:
-    from cluster.cli.searching import Shown
-    from cluster.offline.plan.asked import Asked
+    from cluster.cli.searching import SearchProgress
+    from cluster.offline.plan.asked import PlanRequest
     from cluster.offline.plan.budget import Budget
-    from cluster.offline.plan.load import Load
+    from cluster.offline.plan.load import PlanLoad
 
 T = TypeVar("T")
 
@@ -110,17 +110,17 @@ def _need(said: dict[str, Any], *names: str) -> None:
         raise click.UsageError(f"this question needs {', '.join(wanted)} as well")
 
 
-def _load(said: dict[str, Any]) -> "Load":
-    from cluster.offline.plan.load import Load
+def _load(said: dict[str, Any]) -> "PlanLoad":
+    from cluster.offline.plan.load import PlanLoad
     from cluster.offline.workload.load import load_workload
 
-    return Load.of(load_workload(said["source"]), said["own_times"])
+    return PlanLoad.of(load_workload(said["source"]), said["own_times"])
 
 
-def _asked(said: dict[str, Any], load: "Load", gpus: int) -> "Asked":
-    from cluster.offline.plan.asked import Asked
+def _asked(said: dict[str, Any], load: "PlanLoad", gpus: int) -> "PlanRequest":
+    from cluster.offline.plan.asked import PlanRequest
 
-    return Asked(
+    return PlanRequest(
         model=said["model"],
         hardware=tuple(name.strip() for name in said["hardware"].split(",") if name.strip()),
         gpus=gpus,
@@ -154,14 +154,14 @@ def _tell(said: dict[str, Any], lines: list[str], value: dict[str, Any], ended_b
         sys.exit(INTERRUPTED)
 
 
-def _search(said: dict[str, Any], usual_s: float, work: "Callable[[Budget, Shown], T]") -> tuple[T, str]:
+def _search(said: dict[str, Any], usual_s: float, work: "Callable[[Budget, SearchProgress], T]") -> tuple[T, str]:
     said["limit_s"] = said["limit_s"] or usual_s
     return search(said["limit_s"], said["processes"], work)
 
 
 def _place(said: dict[str, Any]) -> None:
     from cluster.offline.plan.estimate import outline
-    from cluster.offline.plan.placement import Placement
+    from cluster.offline.plan.placement import PlacementSearch
     from cluster.offline.plan.verdict import judged
     from cluster.offline.plan.written import as_json, described, outlined, plain, undecided, write_plan
 
@@ -170,7 +170,7 @@ def _place(said: dict[str, Any]) -> None:
     first = outline(asked)
     _first(outlined(asked, first), said["as_json"])
     searched, ended_by = _search(
-        said, PLACING_S, lambda budget, show: Placement(asked, budget.each, show.tell, budget.past).search()
+        said, PLACING_S, lambda budget, show: PlacementSearch(asked, budget.each, show.tell, budget.past).search()
     )
     verdict = judged(asked, searched.options, searched.complete) if searched.options else None
     if verdict is not None and said["out"] is not None:
@@ -183,7 +183,7 @@ def _place(said: dict[str, Any]) -> None:
 
 def _compare(said: dict[str, Any]) -> None:
     from cluster.offline.plan.estimate import CAVEAT
-    from cluster.offline.plan.whatif import Terms, against, as_json, estimates, told
+    from cluster.offline.plan.whatif import WhatIfTerms, against, as_json, estimates, told
     from cluster.offline.plan.written import plain
     from cluster.offline.sim.compare import Case
     from cluster.offline.sim.fleet import models_of
@@ -200,7 +200,9 @@ def _compare(said: dict[str, Any]) -> None:
     if not rate > 0.0:
         raise click.UsageError("the workload has no rate of its own; give one with --rate")
     seeds = tuple(range(said["seeds"]))
-    terms = Terms(load, positive_slo(said["ttft_s"], said["tpot_s"]), rate, said["target"], said["requests"], seeds)
+    terms = WhatIfTerms(
+        load, positive_slo(said["ttft_s"], said["tpot_s"]), rate, said["target"], said["requests"], seeds
+    )
     first = estimates(cases, terms)
     _first([f"{CAVEAT}.", *(f"  {each.told}" for each in first)], said["as_json"])
     (left, right), ended_by = _search(
@@ -213,14 +215,14 @@ def _compare(said: dict[str, Any]) -> None:
 def _buy(said: dict[str, Any]) -> None:
     from cluster.offline.plan.asked import PlanError
     from cluster.offline.plan.bought import as_json, estimated, told
-    from cluster.offline.plan.buyer import Instance, Lengths, answers, instances_of, least, span
-    from cluster.offline.plan.load import Load
+    from cluster.offline.plan.buyer import Instance, LengthRanges, answers, instances_of, least, span
+    from cluster.offline.plan.load import PlanLoad
 
     _need(said, "model", "hardware", "prompt", "output")
-    lengths = Lengths(span(said["prompt"], "--prompt"), span(said["output"], "--output"))
+    lengths = LengthRanges(span(said["prompt"], "--prompt"), span(said["output"], "--output"))
     users = _users(said["users"])
     said["ttft_s"], said["tpot_s"] = said["ttft_s"] or TTFT_S, said["tpot_s"] or TPOT_S
-    load = Load.of(lengths.workload())
+    load = PlanLoad.of(lengths.workload())
     names = [name.strip() for name in said["hardware"].split(",") if name.strip()]
     kinds = [_asked(said | {"hardware": name}, load, said["gpus"] or least(said["model"], name)) for name in names]
     instances: list[Instance] = []

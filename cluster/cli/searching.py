@@ -20,14 +20,14 @@ WIDTH = 40
 INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
 
 
-class Shown(Protocol):
+class SearchProgress(Protocol):
     """`tell` may be called by any thread; `tick` by the one that waits."""
 
     def tell(self, what: str, how_far: str) -> None: ...
     def tick(self, left_s: float) -> None: ...
 
 
-class Lines:
+class SearchLines:
     """What has changed, as lines, every few seconds."""
 
     def __init__(self) -> None:
@@ -75,11 +75,11 @@ class Bar:
 
 
 @contextmanager
-def shown(limit_s: float) -> Iterator[Shown]:
+def shown(limit_s: float) -> Iterator[SearchProgress]:
     """On a terminal a bar, elsewhere lines; both on stderr."""
     out = console(stderr=True)
     if not out.is_terminal:
-        yield Lines()
+        yield SearchLines()
         return
     from rich.live import Live
 
@@ -91,7 +91,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def search(limit_s: float, processes: int | None, work: "Callable[[Budget, Shown], T]") -> tuple[T, str]:
+def search(limit_s: float, processes: int | None, work: "Callable[[Budget, SearchProgress], T]") -> tuple[T, str]:
     """What `work` finds in the time, and what ended it: empty when it came to its own end."""
     from cluster.offline.plan.budget import Budget
 

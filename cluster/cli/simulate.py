@@ -29,7 +29,7 @@ output = grouped("Output")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SimulateOptions:
     """The checked options."""
 
     cases: "Sequence[Case]"
@@ -135,7 +135,7 @@ def simulate(
         fleet = _Fleet(model, hardware, tensor, pipeline, workers, prefills, network, workload)
         cases = [fleet.case(name.strip()) for name in (compare or "").split(",") if name.strip()]
     question = _question(workload, slo, targets, requests, seed, seeds, around) if wants_goodput else None
-    wanted = Wanted(cases, workload, slo, question, rates_of(rates), requests, seed, wants_trace, around)
+    wanted = SimulateOptions(cases, workload, slo, question, rates_of(rates), requests, seed, wants_trace, around)
     compared = _run(wanted, processes or cores())
     tell(compared, as_json)
     if out is not None:
@@ -216,7 +216,7 @@ def rates_of(text: str | None) -> tuple[float, ...]:
     return rates
 
 
-def _run(wanted: Wanted, processes: int) -> "list[Compared]":
+def _run(wanted: SimulateOptions, processes: int) -> "list[Compared]":
     from cluster.offline.sim.compare import processes as opened
 
     with opened(processes) as each, progress_bar() as tell:
@@ -226,14 +226,14 @@ def _run(wanted: Wanted, processes: int) -> "list[Compared]":
         return _compared(wanted, each, lambda count: done(count, total))
 
 
-def _compared(wanted: Wanted, each: "Map", done: Callable[[int], None]) -> "list[Compared]":
+def _compared(wanted: SimulateOptions, each: "Map", done: Callable[[int], None]) -> "list[Compared]":
     from cluster.offline.report.compared import Compared
     from cluster.offline.scoring.figures import figures
     from cluster.offline.sim.cluster import ALONE
     from cluster.offline.sim.compare import capacity, goodputs, run_all, run_at
-    from cluster.offline.sim.run import Options
+    from cluster.offline.sim.run import RunOptions
 
-    options = Options(seed=wanted.seed, slo=wanted.slo, trace=wanted.trace, around=wanted.around or ALONE)
+    options = RunOptions(seed=wanted.seed, slo=wanted.slo, trace=wanted.trace, around=wanted.around or ALONE)
     made: list[Compared] = []
     for case, run in zip(wanted.cases, run_all(wanted.cases, wanted.workload, [options], each), strict=True):
         made.append(Compared(case.name, figures(run, wanted.slo), run=run))

@@ -67,7 +67,7 @@ class _Failure(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Connection:
+class RpcConnection:
     """One end. Owned by whoever made it: `run` it until it ends, then `close` it.
 
     `on_lost` is called once with the error that calls fail with, unless this end closed the connection.

@@ -20,7 +20,7 @@ from kvtransfer.rpc.handshake import (
 logger = logging.getLogger(__name__)
 
 
-class Listener:
+class RpcListener:
     """`close` it. When an accept fails (no file descriptors), asyncio logs it and tries again every second.
 
     `admit(target)` returns the body of the welcome for a caller that knows the secret, or raises a `TransferError`,

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from benchmarks.elastic.streams import SPREAD_S, Stream, denser, sine, superposed
 from cluster.offline.workload.arrivals import Arrival, Workload, WorkloadError
-from cluster.offline.workload.lengths import Mix, Uniform
+from cluster.offline.workload.lengths import LengthMix, Uniform
 
-LENGTHS = Mix(((Uniform(10, 900), Uniform(1, 90)),))
+LENGTHS = LengthMix(((Uniform(10, 900), Uniform(1, 90)),))
 
 
 def alternating(rate: float = 5.0, span: float = 100.0) -> tuple[Stream, Stream]:
     steps = ((span, rate), (span, 0.0), (span, 2 * rate))
-    return Stream("one", LENGTHS, steps), Stream("other", Mix(((Uniform(5, 5), Uniform(5, 5)),)), steps)
+    return Stream("one", LENGTHS, steps), Stream("other", LengthMix(((Uniform(5, 5), Uniform(5, 5)),)), steps)
 
 
 @pytest.mark.parametrize("scale", [0.5, 3.0])

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.costs import MOST_TOKENS, CostModel, Curve, LayeredCost, LinearCost, PhasedCost, RooflineCost, TableCost
+from workers.costs import (
+    MOST_TOKENS,
+    CostModel,
+    LayeredCost,
+    LinearCost,
+    PhasedCost,
+    RooflineCost,
+    StepCurve,
+    TableCost,
+)
 from workers.engine.estimate import StepEstimate, plan_seconds, prompt_share
 from workers.engine.step import Chunk, StepPlan
 from workers.profiles.sources import cost_of
@@ -115,7 +124,7 @@ def test_the_closed_form_of_the_linear_model_is_what_bisection_finds(
 
 
 FIT = (1e-3, 1e-4, 1e-7)
-CURVE = Curve((1.0, 10.0), (0.1, 0.2))
+CURVE = StepCurve((1.0, 10.0), (0.1, 0.2))
 SOUND: tuple[tuple[type[CostModel], dict[str, Any]], ...] = (
     (LinearCost, {}),
     (PhasedCost, {"prefill": FIT, "small_batch": FIT, "large_batch": FIT, "border": 95}),
@@ -138,7 +147,7 @@ def test_times_that_cannot_be_are_refused(kind: type[CostModel], fields: dict[st
     with pytest.raises(ValueError, match="0 or more"):
         kind(**fields).scaled(value)
     with pytest.raises(ValueError, match="rising points"):
-        Curve((1.0, 2.0), (1.0, value))
+        StepCurve((1.0, 2.0), (1.0, value))
 
 
 def test_what_is_no_number_or_would_make_mixing_pay_is_refused() -> None:
@@ -156,7 +165,7 @@ def test_a_model_survives_the_way_to_another_process(cost: CostModel) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.floats(0, 10)), min_size=1, unique_by=lambda point: point[0]))
 def test_a_curve_passes_its_points_and_lifts_those_that_fall(points: list[tuple[int, float]]) -> None:
-    curve = Curve.rising(points)
+    curve = StepCurve.rising(points)
     highest = 0.0
     for x, y in sorted(points):
         highest = max(highest, y)
@@ -169,9 +178,9 @@ def test_a_curve_passes_its_points_and_lifts_those_that_fall(points: list[tuple[
 def test_points_of_a_curve_must_rise() -> None:
     for xs, ys in (((), ()), ((1.0, 1.0), (1.0, 2.0)), ((1.0, 2.0), (2.0, 1.0)), ((1.0,), (1.0, 2.0))):
         with pytest.raises(ValueError, match="rising points"):
-            Curve(xs, ys)
-    assert Curve((5.0,), (2.0,))(1) == Curve((5.0,), (2.0,))(9) == 2.0
-    assert Curve((0.0, 10.0), (1.0, 2.0))(30) == pytest.approx(4.0)
+            StepCurve(xs, ys)
+    assert StepCurve((5.0,), (2.0,))(1) == StepCurve((5.0,), (2.0,))(9) == 2.0
+    assert StepCurve((0.0, 10.0), (1.0, 2.0))(30) == pytest.approx(4.0)
 
 
 # ---- in the engine -----------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ from benchmarks import reduce_profiles
 from tests.shared import shared
 from workers.costs import CostModel, LayeredCost, PhasedCost, RooflineCost, TableCost
 from workers.profiles.capacity import UTILISATION, kv_capacity_tokens
-from workers.profiles.errors import ProfileError, UnknownName
 from workers.profiles.hardware import DATA
+from workers.profiles.profile_errors import ProfileError, UnknownName
 from workers.profiles.published import distserve_capacity, distserve_data, splitwise_medians, vidur_layers, vidur_links
 from workers.profiles.shapes import SHAPES, canonical
-from workers.profiles.sources import CROSS, NODE, SOURCES, Link, cost_of, link_of, profile_of
+from workers.profiles.sources import CROSS, NODE, SOURCES, NetworkLink, cost_of, link_of, profile_of
 
 A100, H100 = "a100-80gb", "h100-80gb"
 
@@ -225,7 +225,7 @@ def test_a_shape_of_ones_own_is_never_taken_for_a_published_one() -> None:
 def test_transfers_go_over_all_links_of_the_instance() -> None:
     one, four = cost_of("opt-66b", A100, 2), cost_of("opt-66b", A100, 2, 2)
     assert one.transfer_byte_s == pytest.approx(2 * four.transfer_byte_s)
-    slow = cost_of("opt-66b", A100, 2, link=Link(1e-3, 8 / 25e9, "25 Gbit/s"))
+    slow = cost_of("opt-66b", A100, 2, link=NetworkLink(1e-3, 8 / 25e9, "25 Gbit/s"))
     assert slow.transfer_seconds(10**9) == pytest.approx(1e-3 + 0.16)
     assert cost_of("opt-66b", A100, 2, link=NODE).transfer_byte_s < one.transfer_byte_s
 
@@ -241,7 +241,7 @@ def test_what_a_source_has_not_is_said_with_what_it_has() -> None:
         link_of(A100, "far")
     for value in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ProfileError, match=r"link\.byte_s"):
-            Link(0.0, value, "")
+            NetworkLink(0.0, value, "")
     assert "roofline" in SOURCES
 
 

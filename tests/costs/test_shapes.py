@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from workers.profiles.capacity import kv_capacity_tokens, least_gpus
-from workers.profiles.errors import DoesNotFit, ProfileError, UnknownName
 from workers.profiles.hardware import DATA, hardware_of, known_hardware, read_hardware
+from workers.profiles.profile_errors import DoesNotFit, ProfileError, UnknownName
 from workers.profiles.shapes import SHAPES, ModelShape, shape_of
 
 KIB = {

@@ -13,10 +13,10 @@ import pytest
 import kvtransfer.errors
 from kvtransfer.errors import LeaseLost, PeerLost, PeerRefused, TransferError, TransportUnavailable
 from kvtransfer.rpc import handshake as handshakes
-from kvtransfer.rpc.connection import Connection, RpcProtocol
+from kvtransfer.rpc.connection import RpcConnection, RpcProtocol
 from kvtransfer.rpc.frames import FrameStream, Kind, greet, pack_header
 from kvtransfer.rpc.handshake import HANDSHAKE_BYTES, CallerHandshake, ListenerHandshake
-from kvtransfer.rpc.listener import Listener
+from kvtransfer.rpc.listener import RpcListener
 
 SECRET = b"of the test"
 
@@ -97,12 +97,12 @@ def test_another_protocol_or_release_is_named() -> None:
 @asynccontextmanager
 async def connected(
     on_call: Callable[[Ask], Any], admit: Callable[[str], bytes] = lambda _: b""
-) -> AsyncIterator[tuple[Connection, Connection]]:
+) -> AsyncIterator[tuple[RpcConnection, RpcConnection]]:
     """A caller's connection and the listener's."""
-    served: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+    served: asyncio.Future[RpcConnection] = asyncio.get_running_loop().create_future()
 
     async def serve(_: str, stream: FrameStream) -> None:
-        connection = Connection(stream, PROTOCOL, "the caller", on_call=on_call)
+        connection = RpcConnection(stream, PROTOCOL, "the caller", on_call=on_call)
         if not served.done():
             served.set_result(connection)
         try:
@@ -110,10 +110,10 @@ async def connected(
         finally:
             await connection.close()
 
-    listener = Listener(PROTOCOL.name, SECRET, admit, serve)
+    listener = RpcListener(PROTOCOL.name, SECRET, admit, serve)
     port = await listener.start("127.0.0.1")
     stream = FrameStream(*await asyncio.open_connection("127.0.0.1", port))
-    caller = Connection(stream, PROTOCOL, "the listener")
+    caller = RpcConnection(stream, PROTOCOL, "the listener")
     try:
         async with asyncio.timeout(20):
             await greet(stream, CallerHandshake(PROTOCOL.name, SECRET, "", "the listener"))

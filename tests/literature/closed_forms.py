@@ -6,7 +6,7 @@ Prefills in an M/D/1 queue: Zhong et al., DistServe (OSDI'24), section 3.1. Reco
 
 import math
 
-from workers.profiles.errors import ProfileError
+from workers.profiles.profile_errors import ProfileError
 from workers.profiles.shapes import ModelShape
 
 

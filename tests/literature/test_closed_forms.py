@@ -17,7 +17,7 @@ from tests.literature.closed_forms import (
     transfer_threshold_byte_s,
     two_stage_ttft_s,
 )
-from workers.profiles.errors import ProfileError
+from workers.profiles.profile_errors import ProfileError
 from workers.profiles.shapes import SHAPES
 from workers.profiles.sources import cost_of
 

@@ -12,10 +12,10 @@ from statistics import fmean
 
 import pytest
 
-from cluster.offline.scoring.records import Ending, Run
+from cluster.offline.scoring.records import RequestOutcome, Run
 from cluster.offline.sim.cluster import PoolModel
 from cluster.offline.sim.fleet import fleet, pool_model
-from cluster.offline.sim.run import Options, simulate
+from cluster.offline.sim.run import RunOptions, simulate
 from cluster.offline.sim.systems import arrange
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.offline.workload.load import load_workload
@@ -102,8 +102,8 @@ def test_an_engine_finds_what_a_cache_of_its_size_would_hold(capacity: int) -> N
 def rejections(admission: str, workload: Workload, slo: SLO) -> tuple[Run, int]:
     """The run, and how many prompts were computed for nobody."""
     spec, made = cluster_of("mooncake", admission, workers=4)
-    run = simulate(spec, made, workload, Options(slo=slo))
-    wasted = sum(each.ending is Ending.REJECTED and len(each.token_s) > 0 for each in run.served)
+    run = simulate(spec, made, workload, RunOptions(slo=slo))
+    wasted = sum(each.ending is RequestOutcome.REJECTED and len(each.token_s) > 0 for each in run.served)
     return run, wasted
 
 
@@ -115,7 +115,7 @@ def test_looking_at_decode_behind_the_prefill_wastes_prompts() -> None:
         rejections(admission, overload, slo) for admission in ("late", "early", "predictive")
     )
     assert wasted > 10 and none == neither == 0
-    assert all(Ending.REJECTED in {each.ending for each in run.served} for run in (late, early, predictive))
+    assert all(RequestOutcome.REJECTED in {each.ending for each in run.served} for run in (late, early, predictive))
 
 
 @pytest.mark.skipif(not WHOLE, reason="takes minutes: make literature")
@@ -126,8 +126,8 @@ def test_rejections_on_the_papers_trace() -> None:
     counted = {}
     for admission in ("late", "early", "predictive"):
         spec, made = cluster_of("mooncake", admission)
-        run = simulate(spec, made, trace, Options(slo=SLO(30.0, 0.03)))
-        refused = [each for each in run.served if each.ending is Ending.REJECTED]
+        run = simulate(spec, made, trace, RunOptions(slo=SLO(30.0, 0.03)))
+        refused = [each for each in run.served if each.ending is RequestOutcome.REJECTED]
         counted[admission] = (len(refused), sum(len(each.token_s) > 0 for each in refused))
     print(
         {

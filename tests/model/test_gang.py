@@ -32,7 +32,7 @@ from workers.executor import remote_rank
 from workers.executor.gang import GangExecutor, open_gang
 from workers.executor.kv_pool import KVPool
 from workers.executor.order import RankOrder, Seat
-from workers.executor.rank import Part, Rank, RankStep
+from workers.executor.rank import ModelPart, Rank, RankStep
 from workers.executor.rank_server import RankTasks, serve_rank
 from workers.executor.solo import open_solo
 from workers.model.folder import ModelFolder
@@ -256,7 +256,7 @@ async def test_a_rank_that_raises_in_a_step_leaves_nobody_waiting(
 ) -> None:
     compute = rank_module.compute
 
-    def failing(part: Part, pool: KVPool, plan: StepPlan) -> RankStep:
+    def failing(part: ModelPart, pool: KVPool, plan: StepPlan) -> RankStep:
         if plan.number == 1 and threading.current_thread().name.startswith("w/rank-1"):
             raise RuntimeError("no memory left\non this device")
         return compute(part, pool, plan)
@@ -276,7 +276,7 @@ async def test_beats_tell_whether_a_step_gets_on_and_one_rank_that_hangs_stops_a
 ) -> None:
     compute, hanging, go_on = rank_module.compute, threading.Event(), threading.Event()
 
-    def hangs(part: Part, pool: KVPool, plan: StepPlan) -> RankStep:
+    def hangs(part: ModelPart, pool: KVPool, plan: StepPlan) -> RankStep:
         if plan.number == 2 and threading.current_thread().name.startswith("w/rank-1"):
             hanging.set()
             go_on.wait(SOON_S)
@@ -413,7 +413,7 @@ async def test_all_ranks_compute_the_same_plans_in_the_same_order_whoever_waits_
 ) -> None:
     compute, computed = rank_module.compute, defaultdict[str, list[int]](list)
 
-    def noted(part: Part, pool: KVPool, plan: StepPlan) -> RankStep:
+    def noted(part: ModelPart, pool: KVPool, plan: StepPlan) -> RankStep:
         computed[threading.current_thread().name].append(plan.number)
         return compute(part, pool, plan)
 

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from benchmarks.unlike import ARRANGED, ELASTIC, FIXED, Kind, cluster_of, run, told
 from benchmarks.unlike import PROMPTS as LONG_PROMPTS
-from cluster.offline.scoring.records import Ending
+from cluster.offline.scoring.records import RequestOutcome
 from cluster.offline.sim.fleet import models_of
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.admission.early_rejection import Admission
@@ -232,7 +232,7 @@ def test_a_quicker_worker_never_needs_more(share: float, prefills: int, decodes:
 def test_workers_of_other_blocks_and_ranks_share_requests() -> None:
     kinds = (Kind("h100-80gb", 1, Role.PREFILL), Kind("a100-80gb", 1, Role.DECODE, tensor=8, block_size=32))
     found = run(kinds, FIXED, replace(LONG_PROMPTS, rate=2.0), seed=0, seconds=5.0)
-    assert all(each.ending is Ending.FINISHED for each in found.served)
+    assert all(each.ending is RequestOutcome.FINISHED for each in found.served)
     fast, cheap = sorted(found.workers, key=lambda each: each.name, reverse=True)
     assert fast.prompt_tokens > cheap.prompt_tokens and cheap.output_tokens > fast.output_tokens
 

@@ -12,16 +12,16 @@ The router predicts with a `CostModel`, the modelled executor and the simulator 
 
 from workers.costs.linear import LinearCost
 from workers.costs.port import MOST_TOKENS, CostModel, step_seconds
-from workers.costs.profiled import Curve, LayeredCost, PhasedCost, RooflineCost, TableCost
+from workers.costs.profiled import LayeredCost, PhasedCost, RooflineCost, StepCurve, TableCost
 
 __all__ = [
     "MOST_TOKENS",
     "CostModel",
-    "Curve",
     "LayeredCost",
     "LinearCost",
     "PhasedCost",
     "RooflineCost",
+    "StepCurve",
     "TableCost",
     "step_seconds",
 ]

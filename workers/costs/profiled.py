@@ -135,7 +135,7 @@ class PhasedCost(ProfiledCost):
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class StepCurve:
     """Piecewise-linear through (xs, ys): both rising, x strictly. Raises ValueError on points that are not.
 
     Left of the first point it stays at the first value, right of the last it goes on as steeply as between the last
@@ -153,14 +153,14 @@ class Curve:
             raise ValueError(f"a cost curve needs rising points of 0 or more, not {self.xs} and {self.ys}")
 
     @classmethod
-    def rising(cls, points: Iterable[tuple[float, float]]) -> "Curve":
+    def rising(cls, points: Iterable[tuple[float, float]]) -> "StepCurve":
         """Through measured points; one below an earlier one is noise and is lifted to it."""
         sound = sorted(points)
         return cls(tuple(x for x, _ in sound), tuple(accumulate((y for _, y in sound), max)))
 
-    def plus(self, fixed: float, slope: float) -> "Curve":
+    def plus(self, fixed: float, slope: float) -> "StepCurve":
         """The curve with fixed + slope * x more."""
-        return Curve(self.xs, tuple(y + fixed + slope * x for x, y in zip(self.xs, self.ys, strict=True)))
+        return StepCurve(self.xs, tuple(y + fixed + slope * x for x, y in zip(self.xs, self.ys, strict=True)))
 
     def __call__(self, x: float) -> float:
         xs, ys = self.xs, self.ys
@@ -184,9 +184,9 @@ class TableCost(ProfiledCost):
     among its tokens, as in the released simulator; that is slower than a pure one, and never faster than its decodes.
     """
 
-    prompt: Curve
-    prompts: Curve
-    decode: Curve
+    prompt: StepCurve
+    prompts: StepCurve
+    decode: StepCurve
     attention_share: float
     mixed_factor: float = 1.1
 
@@ -223,7 +223,7 @@ class LayeredCost(ProfiledCost):
     reads the cached tokens before it once, `context_s` each.
     """
 
-    tokens: Curve
+    tokens: StepCurve
     pair_s: float
     context_s: float
 

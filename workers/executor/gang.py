@@ -25,7 +25,7 @@ from kvtransfer.open import SharedMemory
 from kvtransfer.rpc.connection import observe
 from kvtransfer.rpc.frames import FrameStream
 from kvtransfer.rpc.handshake import MAX_UNAUTHENTICATED
-from kvtransfer.rpc.listener import Listener
+from kvtransfer.rpc.listener import RpcListener
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress, rank_name
 from kvtransfer.transport import PullOrder, Read, ReadStats, summed
 from workers.config import WorkerConfig
@@ -168,7 +168,7 @@ class _Meeting:
         self._config = config
         self._incarnation = incarnation
         self._launcher = launcher
-        self._listener = Listener(
+        self._listener = RpcListener(
             GANG_PROTOCOL.name,
             config.secret.encode(),
             self._admit,

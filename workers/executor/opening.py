@@ -20,7 +20,7 @@ from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.executor.kv_pool import KVPool, allocate_pool
 from workers.executor.order import Seat
-from workers.executor.rank import Part, Rank
+from workers.executor.rank import ModelPart, Rank
 from workers.executor.threads import ComputeThread
 from workers.model.config import ModelConfig, read_model_config
 from workers.model.content import content_id
@@ -58,7 +58,7 @@ async def open_rank(
     torch.set_num_threads(1)
     name = config.name if seat is None else f"{config.name}/rank-{rank}"
     thread = ComputeThread(name, config.engine.threads or config.cpus, config.engine.cores)
-    groups: Part | None = None
+    groups: ModelPart | None = None
     try:
         facts, part, pool = await thread.run(lambda: _load(config, folder, device, seat))
         groups = part
@@ -84,7 +84,7 @@ async def open_rank(
 
 def _load(
     config: WorkerConfig, folder: ModelFolder, device: torch.device, seat: Seat | None
-) -> tuple[ModelFacts, Part, KVPool]:
+) -> tuple[ModelFacts, ModelPart, KVPool]:
     """`engine.dtype` is the KV's; weights follow it on a GPU and are `engine.weights` on a CPU."""
     shape = read_model_config(folder.path)
     shard = shard_of(shape, config.parallel, seat.rank if seat else 0)
@@ -115,7 +115,7 @@ def _load_shard(
     shard: ModelShard,
     group: TensorGroup | None,
     link: StageLink | None,
-) -> tuple[ModelFacts, Part, KVPool]:
+) -> tuple[ModelFacts, ModelPart, KVPool]:
     engine = config.engine
     if engine.weights == "bfloat16" and not multiplies_bfloat16():
         logger.warning(
@@ -137,7 +137,7 @@ def _load_shard(
     facts = model_facts(folder, shape, engine, model.dtype.itemsize)
     layout = replace(facts.layout, layers=shard.layers, heads=shard.kv_heads)
     pool = allocate_pool(layout, engine.kv_blocks, device, engine.host_blocks, config.staging_bytes)
-    return facts, Part(model, group, link), pool
+    return facts, ModelPart(model, group, link), pool
 
 
 def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig, dtype_bytes: int) -> ModelFacts:

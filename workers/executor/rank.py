@@ -46,7 +46,7 @@ class RankStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelPart:
     """What a rank computes, and with whom: a whole model alone, or its shard of one in a gang."""
 
     model: Decoder
@@ -62,7 +62,7 @@ class Part:
 class Rank:
     """Closed by its executor: transports first, so that no byte lands any more, then the thread, then the memory."""
 
-    def __init__(self, part: Part, pool: KVPool, transports: TransportSet, thread: ComputeThread) -> None:
+    def __init__(self, part: ModelPart, pool: KVPool, transports: TransportSet, thread: ComputeThread) -> None:
         self._part = part
         self._pool = pool
         self._transports = transports
@@ -137,7 +137,7 @@ class Rank:
 
 
 @torch.inference_mode()
-def compute(part: Part, pool: KVPool, plan: StepPlan) -> RankStep:
+def compute(part: ModelPart, pool: KVPool, plan: StepPlan) -> RankStep:
     """Run the plan on the calling thread: KV of every chunk into the pool, one token for every chunk that draws.
 
     Returns when the KV is in the pool for all who may read it, whatever else of the step had to be waited for.
@@ -173,7 +173,7 @@ class _Drawn:
         self.prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
-def _forward(part: Part, pool: KVPool, plan: StepPlan, drawn: _Drawn) -> None:
+def _forward(part: ModelPart, pool: KVPool, plan: StepPlan, drawn: _Drawn) -> None:
     model, link = part.model, part.link
     inputs = step_inputs(plan, pool.region.layout.block_size, model.device)
     if model.embedding is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvtransfer.open import SharedMemory
-from kvtransfer.rpc.connection import Connection, observe
+from kvtransfer.rpc.connection import RpcConnection, observe
 from kvtransfer.rpc.frames import BROKEN, FrameStream, greet
 from kvtransfer.rpc.handshake import CallerHandshake
 from kvtransfer.ticket import ShardAddress, rank_name
@@ -66,7 +66,7 @@ class _Service:
         self._opening: asyncio.Task[Rank] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._shard: ShardAddress | None = None  # as the leader knows it
-        self._connection = Connection(
+        self._connection = RpcConnection(
             stream, wire.GANG_PROTOCOL, "the leader", on_call=self._on_call, on_message=lambda _: None
         )
 

@@ -6,7 +6,7 @@ Knows calls and messages; knows no gang and no schedule.
 import asyncio
 from collections.abc import Callable
 
-from kvtransfer.rpc.connection import Connection
+from kvtransfer.rpc.connection import RpcConnection
 from kvtransfer.rpc.frames import FrameStream
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
@@ -31,7 +31,7 @@ class RemoteRank:
         self._lost = lost
         self._num_reads = 0
         self._settling: dict[int, asyncio.Future[None]] = {}
-        self._connection = Connection(
+        self._connection = RpcConnection(
             stream, wire.GANG_PROTOCOL, f"rank {rank}", on_message=self._on_message, on_lost=self._on_lost
         )
         self._connection.keep_alive(wire.Alive, OPEN_SILENT_S)

@@ -3,8 +3,8 @@
 import math
 
 from workers.profiles.computed import check_parallel
-from workers.profiles.errors import DoesNotFit, ProfileError
 from workers.profiles.hardware import Hardware, hardware_of
+from workers.profiles.profile_errors import DoesNotFit, ProfileError
 from workers.profiles.published import distserve_capacity
 from workers.profiles.shapes import SHAPES, ModelShape, shape_of
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from workers.costs import RooflineCost
-from workers.profiles.errors import ProfileError
 from workers.profiles.hardware import Hardware
+from workers.profiles.profile_errors import ProfileError
 from workers.profiles.shapes import ModelShape
 
 

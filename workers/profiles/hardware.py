@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from workers.profiles.errors import ProfileError, UnknownName
+from workers.profiles.profile_errors import ProfileError, UnknownName
 
 DATA = Path(__file__).with_name("data")
 # Floats of so many bytes, the narrowest format that computes with them natively.

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from workers.costs import LinearCost
-from workers.profiles.errors import ProfileError
 from workers.profiles.fit import FitError, Point, error_of
+from workers.profiles.profile_errors import ProfileError
 
 VERSION = 1
 

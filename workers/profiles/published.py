@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import cache
 from typing import Any
 
-from workers.costs import Curve, LayeredCost, PhasedCost, TableCost
+from workers.costs import LayeredCost, PhasedCost, StepCurve, TableCost
 from workers.profiles.computed import GOOD_ENGINE, context_seconds, stage_link_byte_s
 from workers.profiles.hardware import DATA, Hardware
 from workers.profiles.shapes import ModelShape, canonical
@@ -103,13 +103,15 @@ def splitwise(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int)
     if medians is None:
         return None
     common = max((length for length, batch in medians if batch > 1), default=512)
-    one = Curve.rising((length, prompt_s) for (length, batch), (prompt_s, _) in medians.items() if batch == 1)
+    one = StepCurve.rising((length, prompt_s) for (length, batch), (prompt_s, _) in medians.items() if batch == 1)
     many = {batch: times for (length, batch), times in medians.items() if length == common}
     fixed, slope = _hops(shape, hardware, tensor, pipeline)
     return TableCost(
         prompt=one.plus(fixed, slope),
-        prompts=Curve.rising((common * batch, prompt_s) for batch, (prompt_s, _) in many.items()).plus(fixed, slope),
-        decode=Curve.rising((batch, token_s) for batch, (_, token_s) in many.items()).plus(fixed, slope),
+        prompts=StepCurve.rising((common * batch, prompt_s) for batch, (prompt_s, _) in many.items()).plus(
+            fixed, slope
+        ),
+        decode=StepCurve.rising((batch, token_s) for batch, (_, token_s) in many.items()).plus(fixed, slope),
         attention_share=shape.attention_flops_per_pair / (2 * shape.layer_parameters),
     )
 
@@ -135,14 +137,14 @@ def vidur_layers() -> dict[Key, tuple[tuple[int, float], ...]]:
 
 
 @cache
-def vidur_links() -> dict[tuple[str, str, str, int], Curve]:
+def vidur_links() -> dict[tuple[str, str, str, int], StepCurve]:
     """(hardware, "send_recv" or "all_reduce", "node" or "cross", ranks) to the seconds by bytes."""
     found: dict[tuple[str, str, str, int], list[tuple[float, float]]] = defaultdict(list)
     for row in _rows("vidur_links.csv"):
         for hardware in _SAME_LINKS[row["hardware"]]:
             key = hardware, row["kind"], row["where"], int(row["ranks"])
             found[key].append((float(row["bytes"]), float(row["ms"]) / 1e3))
-    return {key: Curve.rising(points) for key, points in found.items()}
+    return {key: StepCurve.rising(points) for key, points in found.items()}
 
 
 def vidur(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int) -> LayeredCost | None:
@@ -160,7 +162,7 @@ def vidur(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int) -> 
         both_sums = [2 * add_up(tokens * activation_bytes) for tokens, _ in points]
     head_s = shape.head_parameters * shape.element_bytes / (tensor * hardware.memory_byte_s * GOOD_ENGINE.memory)
     flops = hardware.flops_of(shape.element_bytes) * GOOD_ENGINE.compute * tensor
-    steps = Curve.rising(
+    steps = StepCurve.rising(
         (tokens, shape.layers * (layer_s + sums_s) + (pipeline - 1) * send(tokens * activation_bytes))
         for (tokens, layer_s), sums_s in zip(points, both_sums, strict=True)
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from workers.profiles.errors import ProfileError, UnknownName
+from workers.profiles.profile_errors import ProfileError, UnknownName
 
 
 @dataclass(frozen=True, slots=True)

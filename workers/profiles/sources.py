@@ -14,8 +14,8 @@ from functools import partial
 from workers.costs import CostModel
 from workers.costs.profiled import ProfiledCost
 from workers.profiles.computed import GOOD_ENGINE, check_parallel, roofline
-from workers.profiles.errors import ProfileError, UnknownName
 from workers.profiles.hardware import Hardware, hardware_of
+from workers.profiles.profile_errors import ProfileError, UnknownName
 from workers.profiles.published import (
     Key,
     distserve,
@@ -33,7 +33,7 @@ CROSS, NODE = "cross", "node"  # a network between nodes; the links within one
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class NetworkLink:
     """One GPU's way to another's memory: seconds for each transfer, and seconds for each byte."""
 
     latency_s: float
@@ -80,7 +80,7 @@ def cost_of(
     tensor: int = 1,
     pipeline: int = 1,
     source: str = BEST,
-    link: str | Link = CROSS,
+    link: str | NetworkLink = CROSS,
 ) -> CostModel:
     """What `profile_of` finds, without the words."""
     return profile_of(model, hardware, tensor, pipeline, source, link).cost
@@ -92,7 +92,7 @@ def profile_of(
     tensor: int = 1,
     pipeline: int = 1,
     source: str = BEST,
-    link: str | Link = CROSS,
+    link: str | NetworkLink = CROSS,
 ) -> Profile:
     """The cost of an instance of `tensor` times `pipeline` GPUs, its KV sent by all of them over `link`.
 
@@ -102,7 +102,7 @@ def profile_of(
     shape, sheet = shape_of(model), hardware_of(hardware)
     check_parallel(shape, sheet, tensor, pipeline)
     name, cost, words = _steps(shape, sheet, tensor, pipeline, source)
-    way = link if isinstance(link, Link) else link_of(sheet, link)
+    way = link if isinstance(link, NetworkLink) else link_of(sheet, link)
     gpus = tensor * pipeline
     whole = replace(
         cost,
@@ -138,7 +138,7 @@ def _listed(known: Mapping[Key, object]) -> str:
     return "; ".join(f"{model} on {hardware} at TP {', '.join(found)}" for (model, hardware), found in tensors.items())
 
 
-def link_of(hardware: str | Hardware, where: str = CROSS) -> Link:
+def link_of(hardware: str | Hardware, where: str = CROSS) -> NetworkLink:
     """Vidur's measured sends on DGX nodes where they exist, else the data sheet's link at a good engine's efficiency.
 
     The latency is the smallest message's time, the rate that between the smallest and the largest.
@@ -148,6 +148,6 @@ def link_of(hardware: str | Hardware, where: str = CROSS) -> Link:
         raise UnknownName("link", where, (CROSS, NODE))
     if (sends := vidur_links().get((sheet.name, "send_recv", where, 2))) is not None:
         byte_s = (sends.ys[-1] - sends.ys[0]) / (sends.xs[-1] - sends.xs[0])
-        return Link(sends.ys[0], byte_s, f"Vidur's measured sends ({where})")
+        return NetworkLink(sends.ys[0], byte_s, f"Vidur's measured sends ({where})")
     rate = sheet.node_link_byte_s if where == NODE else sheet.cross_link_byte_s
-    return Link(GOOD_ENGINE.send_s, 1.0 / (rate * GOOD_ENGINE.link), f"data sheet ({where})")
+    return NetworkLink(GOOD_ENGINE.send_s, 1.0 / (rate * GOOD_ENGINE.link), f"data sheet ({where})")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cluster.offline.load.endpoint import Endpoint
-from cluster.offline.load.sending import Load, nothing
+from cluster.offline.load.sending import LoadOptions, nothing
 from cluster.offline.scoring.batches import Batch, BatchFigures, batch, batch_figures
 from cluster.offline.workload.arrivals import Workload, WorkloadError
 from cluster.offline.workload.changes import told_apart
@@ -57,7 +57,7 @@ def sizes_of(text: str) -> tuple[int, ...]:
 
 
 async def sweep(
-    endpoint: Endpoint, wanted: Sweep, load: Load, done: Callable[[int], object]
+    endpoint: Endpoint, wanted: Sweep, load: LoadOptions, done: Callable[[int], object]
 ) -> tuple[BatchFigures, ...]:
     """All sizes once, then all again: what slows the machine down for a while slows every size. `done`: batches."""
     all_at_once = replace(load, most_in_flight=max(wanted.sizes), concurrency=None)

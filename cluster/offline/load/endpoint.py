@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from cluster.offline.load.sending import Ended, Load
+from cluster.offline.load.sending import Ended, LoadOptions
 from cluster.offline.scoring.records import Run
 from cluster.offline.workload.arrivals import Workload
 from diptych.access import Access
@@ -21,7 +21,7 @@ class Endpoint(Protocol):
     told: str
     vocab_size: int
 
-    async def drive(self, workload: Workload, load: Load, ended: Ended) -> Run:
+    async def drive(self, workload: Workload, load: LoadOptions, ended: Ended) -> Run:
         """Send the workload and wait for the last answer."""
         ...
 

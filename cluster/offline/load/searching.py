@@ -13,7 +13,7 @@ from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.goodput import Goodput, Probes, Search, goodput, probe_span_s
 from cluster.offline.scoring.records import Run
 from cluster.offline.workload.arrivals import Workload, WorkloadError
-from cluster.offline.workload.changes import Phase, at_rate, concatenated, told_apart
+from cluster.offline.workload.changes import WorkloadPhase, at_rate, concatenated, told_apart
 from cluster.offline.workload.load import load_workload
 from workers.request import SLO
 
@@ -25,7 +25,7 @@ Drive = Callable[[Workload, int], Run]  # with this seed
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class GoodputQuery:
     """`target`: the share of requests that keep the promise. `tolerance`: the rate that broke over the one that held,
     less 1, at which a seed's search ends."""
 
@@ -50,7 +50,7 @@ class Wanted:
             return once
         again = [load_workload(self.source, seed=seed + SEEDS_APART * number) for number in range(ceil(wanted / count))]
         parts = [told_apart(at_rate(each, rate), number) for number, each in enumerate(again)]
-        whole = concatenated([Phase(each) for each in parts])
+        whole = concatenated([WorkloadPhase(each) for each in parts])
         return told_apart(replace(whole, name=once.name), number_of(seed, turn))
 
     @property
@@ -62,7 +62,7 @@ class Wanted:
         return made.rate
 
 
-def search(wanted: Wanted, drive: Drive, gpus: int, told: Callable[[str], object]) -> Goodput:
+def search(wanted: GoodputQuery, drive: Drive, gpus: int, told: Callable[[str], object]) -> Goodput:
     """As many runs as it takes, one after another. `told`: what each probe came to, in words."""
     turn = 0
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from cluster.events import Accepted, ClusterError, Completed, Delta, Queued, Rejected
 from cluster.frontend.text import TextDelta
-from cluster.offline.scoring.records import Ending, Run, Served
-from cluster.offline.scoring.watch import Chunk, Counted, Watch
+from cluster.offline.scoring.records import RequestOutcome, Run, Served
+from cluster.offline.scoring.watch import CountedAnswer, RequestWatch, TokenChunk
 from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.prompts import request
 from diptych.errors import DiptychError
 from workers.request import SLO, Request
 
-Heard = Queued | Accepted | Delta | TextDelta | Chunk | Completed | Counted
+Heard = Queued | Accepted | Delta | TextDelta | TokenChunk | Completed | CountedAnswer
 Ask = Callable[[Request], AsyncGenerator[Heard, None]]
 Ended = Callable[[], object]  # called whenever a request has ended
 
@@ -40,7 +40,7 @@ class RequestFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadOptions:
     """How a workload is sent. One more request than `most_in_flight` is refused here, and one that takes longer than
     `deadline_s` is given up. `seed` is the requests' own. `concurrency`: keep so many in flight, whatever the times."""
 
@@ -59,7 +59,7 @@ class Load:
             raise ValueError(f"concurrency is {self.concurrency}; it is at least 1")
 
 
-async def drive(ask: Ask, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
+async def drive(ask: Ask, workload: Workload, load: LoadOptions, ended: Ended = nothing) -> Run:
     """Send all of it and wait for the last answer; cancelling ends every request. What nobody foresaw is raised.
 
     The run counts one GPU and no workers: who asks may know better.
@@ -73,13 +73,13 @@ async def drive(ask: Ask, workload: Workload, load: Load, ended: Ended = nothing
 
 
 class _Sender:
-    def __init__(self, ask: Ask, workload: Workload, load: Load, ended: Ended) -> None:
+    def __init__(self, ask: Ask, workload: Workload, load: LoadOptions, ended: Ended) -> None:
         self._ask = ask
         self._workload = workload
         self._load = load
         self._ended = ended
         self._begin_s = asyncio.get_running_loop().time() - workload.arrivals[0].at_s
-        self._watches = [Watch(index, arrival, self._now_s) for index, arrival in enumerate(workload.arrivals)]
+        self._watches = [RequestWatch(index, arrival, self._now_s) for index, arrival in enumerate(workload.arrivals)]
         self._in_flight = 0
         self._late_s = 0.0
 
@@ -95,7 +95,7 @@ class _Sender:
                 self._late_s = max(self._late_s, self._now_s() - watch.arrival.at_s)
                 if self._in_flight >= self._load.most_in_flight:
                     detail = f"{self._in_flight} requests were in flight already"
-                    watch.end(Ending.REJECTED, detail, "not sent: too many in flight")
+                    watch.end(RequestOutcome.REJECTED, detail, "not sent: too many in flight")
                     self._ended()
                     continue
                 self._in_flight += 1
@@ -116,25 +116,27 @@ class _Sender:
             for _ in range(min(concurrency, len(self._watches))):
                 group.create_task(one_after_another())
 
-    def _request(self, watch: Watch) -> Request:
+    def _request(self, watch: RequestWatch) -> Request:
         load = self._load
         return request(self._workload, watch.index, load.vocab_size, slo=load.slo, seed=load.seed)
 
-    async def _one(self, watch: Watch, made: Request) -> None:
+    async def _one(self, watch: RequestWatch, made: Request) -> None:
         try:
             async with asyncio.timeout(self._load.deadline_s), aclosing(self._ask(made)) as events:
                 async for event in events:
                     watch.see(event)
         except RequestFailed as error:
-            watch.end(Ending.REJECTED if error.refused else Ending.FAILED, str(error), error.reason)
+            watch.end(RequestOutcome.REJECTED if error.refused else RequestOutcome.FAILED, str(error), error.reason)
         except Rejected as error:
-            watch.end(Ending.REJECTED, str(error), "rejected")
+            watch.end(RequestOutcome.REJECTED, str(error), "rejected")
         except DiptychError as error:
-            watch.end(Ending.REJECTED if error.code in NO_ROOM else Ending.FAILED, str(error), error.code)
+            watch.end(
+                RequestOutcome.REJECTED if error.code in NO_ROOM else RequestOutcome.FAILED, str(error), error.code
+            )
         except ClusterError as error:
-            watch.end(Ending.FAILED, f"{type(error).__name__}: {error}", type(error).__name__)
+            watch.end(RequestOutcome.FAILED, f"{type(error).__name__}: {error}", type(error).__name__)
         except TimeoutError:
-            watch.end(Ending.FAILED, f"no end within {self._load.deadline_s:g} s", "deadline")
+            watch.end(RequestOutcome.FAILED, f"no end within {self._load.deadline_s:g} s", "deadline")
         finally:
             self._in_flight -= 1
             self._ended()
@@ -161,7 +163,7 @@ class _Sender:
 
     def _counting(self, served: tuple[Served, ...]) -> tuple[str, ...]:
         """What a reader must know about the tokens' counts and times."""
-        finished = [watch for watch in self._watches if watch.ending is Ending.FINISHED]
+        finished = [watch for watch in self._watches if watch.ending is RequestOutcome.FINISHED]
         untimed, uncounted = (
             sum(watch.untimed for watch in finished),
             sum(not watch.is_counted for watch in finished),

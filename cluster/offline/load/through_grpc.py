@@ -7,7 +7,7 @@ from dataclasses import replace
 from cluster.events import Accepted, Completed, Queued
 from cluster.frontend.text import TextDelta
 from cluster.offline.load.endpoint import EndpointError
-from cluster.offline.load.sending import Ask, Ended, Load, drive, nothing
+from cluster.offline.load.sending import Ask, Ended, LoadOptions, drive, nothing
 from cluster.offline.scoring.records import Run, WorkerRecord
 from cluster.offline.workload.arrivals import Workload
 from diptych.access import Access
@@ -37,7 +37,7 @@ def through(client: AsyncClient, deadline_s: float, keep_ids: bool = False) -> A
     return ask
 
 
-async def drive_cluster(client: AsyncClient, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
+async def drive_cluster(client: AsyncClient, workload: Workload, load: LoadOptions, ended: Ended = nothing) -> Run:
     """`drive` through a cluster's door, with its workers' own counts. Raises `DiptychError` when nobody answers."""
     before = (await client.status()).view
     run = await drive(through(client, load.deadline_s), workload, load, ended)
@@ -55,7 +55,7 @@ class GrpcEndpoint:
         self.told = f"{name} at {address if '://' in address else f'grpc://{address}'}, model {model}"
         self.vocab_size = vocab_size
 
-    async def drive(self, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
+    async def drive(self, workload: Workload, load: LoadOptions, ended: Ended = nothing) -> Run:
         return await drive_cluster(self._client, workload, load, ended)
 
 

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import aiohttp
 
 from cluster.offline.load.endpoint import EndpointError, Target
-from cluster.offline.load.sending import Ended, Load, RequestFailed, drive, nothing
+from cluster.offline.load.sending import Ended, LoadOptions, RequestFailed, drive, nothing
 from cluster.offline.scoring.records import Run
-from cluster.offline.scoring.watch import Chunk, Counted
+from cluster.offline.scoring.watch import CountedAnswer, TokenChunk
 from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.prompts import FIRST_TOKEN
 from workers.request import Request, SamplingParams
@@ -79,11 +79,11 @@ class HttpEndpoint:
         self.vocab_size = ids if form.token_ids else VOCAB_SIZE
         self.told = f"{model} at {base}, {form}"
 
-    async def drive(self, workload: Workload, load: Load, ended: Ended = nothing) -> Run:
+    async def drive(self, workload: Workload, load: LoadOptions, ended: Ended = nothing) -> Run:
         run = await drive(self.ask, workload, load, ended)
         return replace(run, notes=(*run.notes, f"{self.told}; counted as one rank, the server does not say"))
 
-    async def ask(self, request: Request) -> AsyncGenerator[Chunk | Counted, None]:
+    async def ask(self, request: Request) -> AsyncGenerator[TokenChunk | CountedAnswer, None]:
         """Raises `RequestFailed` for whatever keeps the answer from coming whole."""
         try:
             async with self._session.post(f"{self._base}/completions", json=self._body(request)) as response:
@@ -116,8 +116,8 @@ class HttpEndpoint:
         return body
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[Chunk | Counted, None]:
-    """One `Chunk` for each piece of the answer, then the server's count. Raises `RequestFailed`, ValueError."""
+async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[TokenChunk | CountedAnswer, None]:
+    """One `TokenChunk` for each piece of the answer, then the server's count. Raises `RequestFailed`, ValueError."""
     told, done, finished = 0, False, False
     usage: dict[str, Any] = {}
     async for line in response.content:
@@ -137,11 +137,11 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[Chunk | Co
         new = int(bool(choice.get("text"))) if counted is None else counted - told
         if new > 0:
             told += new
-            yield Chunk(new)
+            yield TokenChunk(new)
     if not (done or finished):
         raise RequestFailed("stream cut", f"the stream ended after {told} tokens, without its end")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    yield Counted(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
+    yield CountedAnswer(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
 
 
 def _unreached(error: aiohttp.ClientError) -> str:

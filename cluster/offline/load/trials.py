@@ -19,10 +19,10 @@ from cluster.offline.load.batches import number_of
 from cluster.offline.load.endpoint import Endpoint, EndpointError, Target
 from cluster.offline.load.opening import open_endpoint
 from cluster.offline.load.processes import Child, ProcessFailed
-from cluster.offline.load.sending import Ended, Load, nothing
+from cluster.offline.load.sending import Ended, LoadOptions, nothing
 from cluster.offline.scoring.figures import figures
 from cluster.offline.scoring.records import Run
-from cluster.offline.scoring.trials import Trial
+from cluster.offline.scoring.trials import SeedRun
 from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.changes import at_rate, first, told_apart
 from cluster.offline.workload.load import load_workload
@@ -86,7 +86,7 @@ class Watcher(Protocol):
         """It is sent its load; what is returned is called whenever a request has ended."""
         ...
 
-    def ran(self, trial: Trial) -> None:
+    def ran(self, trial: SeedRun) -> None:
         """A run has ended."""
         ...
 
@@ -116,11 +116,11 @@ def beside(given: str, target: Target) -> Configuration:
 async def run_trials(
     configurations: Sequence[Configuration],
     plan: Plan,
-    load: Callable[[Endpoint, int], Load],
+    load: Callable[[Endpoint, int], LoadOptions],
     watcher: Watcher,
-) -> tuple[tuple[Trial, ...], dict[str, Run]]:
+) -> tuple[tuple[SeedRun, ...], dict[str, Run]]:
     """All runs, and of each configuration the first one with all its records. Raises whatever a start raises."""
-    trials: list[Trial] = []
+    trials: list[SeedRun] = []
     firsts: dict[str, Run] = {}
     for place, seed in enumerate(plan.seeds):
         for each in plan.order(configurations, place):
@@ -134,12 +134,12 @@ async def run_trials(
                     run = replace(await endpoint.drive(workload, wanted, ended), system=each.name)
                     firsts.setdefault(each.name, run)
                     told = figures(run, wanted.slo)
-                    trials.append(Trial(each.name, each.is_colocated, load_name(rate, wanted), seed, told))
+                    trials.append(SeedRun(each.name, each.is_colocated, load_name(rate, wanted), seed, told))
                     watcher.ran(trials[-1])
     return tuple(trials), {each.name: firsts[each.name] for each in configurations}
 
 
-def load_name(rate: float | None, load: Load) -> str:
+def load_name(rate: float | None, load: LoadOptions) -> str:
     if load.concurrency is not None:
         return f"{load.concurrency} in flight"
     return "as written" if rate is None else f"{rate:g} requests/s"

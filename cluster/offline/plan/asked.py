@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from cluster.offline.plan.load import Load
-from workers.profiles.errors import ProfileError
+from cluster.offline.plan.load import PlanLoad
 from workers.profiles.hardware import Hardware, hardware_of
+from workers.profiles.profile_errors import ProfileError
 from workers.profiles.shapes import ModelShape, shape_of
 from workers.profiles.sources import BEST, SOURCES, profile_of
 from workers.request import SLO
@@ -24,7 +24,7 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """`gpus`: at most so many, of all kinds together, on `nodes` nodes (None: as the data sheets have them).
 
     `rate` in requests a second: the cluster shall serve it at the least GPUs, cost or power, as `objective` says; None:
@@ -35,7 +35,7 @@ class Asked:
     model: str
     hardware: tuple[str, ...]
     gpus: int
-    load: Load
+    load: PlanLoad
     slo: SLO
     nodes: int | None = None
     rate: float | None = None

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.offline.plan.asked import Asked
-from cluster.offline.plan.buyer import Answer, Lengths, UnderLoad
+from cluster.offline.plan.asked import PlanRequest
+from cluster.offline.plan.buyer import InstanceAnswer, LengthRanges, UnderLoad
 from cluster.offline.plan.estimate import CAVEAT, Estimate, ms_range
 from cluster.offline.plan.written import plain
 from cluster.offline.scoring.figures import promise
 
 
-def told(asked: Asked, lengths: Lengths, found: Sequence[Answer]) -> list[str]:
+def told(asked: PlanRequest, lengths: LengthRanges, found: Sequence[InstanceAnswer]) -> list[str]:
     """Three answers, each for every instance."""
     lines = [
         f"{asked.shape.name}, {lengths.name}",
@@ -29,7 +29,7 @@ def told(asked: Asked, lengths: Lengths, found: Sequence[Answer]) -> list[str]:
     return lines
 
 
-def estimated(asked: Asked, lengths: Lengths, found: Sequence[Estimate]) -> list[str]:
+def estimated(asked: PlanRequest, lengths: LengthRanges, found: Sequence[Estimate]) -> list[str]:
     """What is known before anything is simulated."""
     return [
         f"{asked.shape.name}, {lengths.name}; {promise(asked.slo)}",
@@ -38,7 +38,7 @@ def estimated(asked: Asked, lengths: Lengths, found: Sequence[Estimate]) -> list
     ]
 
 
-def _under(answer: Answer, latency: str) -> str:
+def _under(answer: InstanceAnswer, latency: str) -> str:
     return "".join(_loaded(each, latency) for each in answer.users if each.users > 1)
 
 
@@ -47,7 +47,7 @@ def _loaded(load: UnderLoad, latency: str) -> str:
     return "" if found is None else f"; {load.users} users: median {1e3 * found.p50:.3g}, 90 % {1e3 * found.p90:.3g} ms"
 
 
-def _served(answer: Answer) -> str:
+def _served(answer: InstanceAnswer) -> str:
     found = answer.throughput
     if found is None:
         return f"{answer.estimate.served}; not simulated"
@@ -59,7 +59,7 @@ def _served(answer: Answer) -> str:
     return f"{least}{found.rate:.3g} requests/s, {each} ({found.told})"
 
 
-def as_json(asked: Asked, lengths: Lengths, found: Sequence[Answer]) -> dict[str, Any]:
+def as_json(asked: PlanRequest, lengths: LengthRanges, found: Sequence[InstanceAnswer]) -> dict[str, Any]:
     return {
         "model": asked.model,
         "lengths": plain(lengths),
@@ -73,7 +73,7 @@ def as_json(asked: Asked, lengths: Lengths, found: Sequence[Answer]) -> dict[str
     }
 
 
-def _throughput(answer: Answer) -> dict[str, Any]:
+def _throughput(answer: InstanceAnswer) -> dict[str, Any]:
     found = answer.throughput
     rate = found.rate if found is not None else 0.0
     return {
@@ -86,7 +86,7 @@ def _throughput(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _latency(answer: Answer, latency: str) -> dict[str, Any]:
+def _latency(answer: InstanceAnswer, latency: str) -> dict[str, Any]:
     least, most = getattr(answer, latency)
     return {
         "instance": answer.estimate.name,

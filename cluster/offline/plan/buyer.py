@@ -15,8 +15,8 @@ from random import Random
 
 import numpy as np
 
-from cluster.offline.plan.asked import Asked, PlanError
-from cluster.offline.plan.deploy import Group, Layout
+from cluster.offline.plan.asked import PlanError, PlanRequest
+from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.estimate import Estimate, estimate
 from cluster.offline.plan.placement import Told
 from cluster.offline.plan.search import LEAST, SLACK
@@ -25,7 +25,7 @@ from cluster.offline.plan.trial import Trial, whole
 from cluster.offline.scoring.figures import Percentiles, percentiles
 from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, TimeUp, goodput, trying
 from cluster.offline.scoring.records import Served
-from cluster.offline.scoring.watch import Watch
+from cluster.offline.scoring.watch import RequestWatch
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import SimCluster, open_cluster
 from cluster.offline.sim.compare import Case
@@ -45,7 +45,7 @@ VOCAB_SIZE = 32_000  # which tokens there are changes no time
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthRanges:
     """Tokens of prompts and answers, from and to."""
 
     prompt: Uniform
@@ -92,12 +92,12 @@ class UnderLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class InstanceAnswer:
     """For one instance. `ttft_s` and `tpot_s`: of a single user, for the shortest and for the longest request. `users`:
     those that were simulated in time. `throughput` is None where `estimate` shows that no load keeps the promise, which
     needs no simulation."""
 
-    group: Group
+    group: WorkerGroup
     estimate: Estimate
     ttft_s: tuple[float, float]
     tpot_s: tuple[float, float]
@@ -116,9 +116,9 @@ def least(model: str, hardware: str) -> int:
 class Instance:
     """One way to run the model on GPUs of one kind, and what closed forms say of it."""
 
-    asked: Asked
-    lengths: Lengths
-    group: Group
+    asked: PlanRequest
+    lengths: LengthRanges
+    group: WorkerGroup
     trial: Trial
     estimate: Estimate
 
@@ -128,13 +128,13 @@ class Instance:
         return self.estimate.name
 
 
-def instances_of(asked: Asked, lengths: Lengths) -> list[Instance]:
+def instances_of(asked: PlanRequest, lengths: LengthRanges) -> list[Instance]:
     """Every tensor-parallel instance that fits; where there is none, every one. Raises `PlanError`."""
     groups = [group for group in instances(asked) if group.pipeline == 1] or instances(asked)
     return [_instance(asked, lengths, group) for group in groups]
 
 
-def _instance(asked: Asked, lengths: Lengths, group: Group) -> Instance:
+def _instance(asked: PlanRequest, lengths: LengthRanges, group: WorkerGroup) -> Instance:
     trial = replace(whole(asked, _layout(group)), give_up=asked.target)
     count = f"{group.gpus_each} x " if group.gpus_each > 1 else ""
     cut = f" (TP{group.tensor} PP{group.pipeline})" if group.gpus_each > 1 else ""
@@ -142,13 +142,13 @@ def _instance(asked: Asked, lengths: Lengths, group: Group) -> Instance:
     return Instance(asked, lengths, group, trial, estimate(trial, lengths.ends, asked.target, name))
 
 
-def _layout(group: Group) -> Layout:
+def _layout(group: WorkerGroup) -> Layout:
     return Layout("colocated", (replace(group, role=Role.MIXED),))
 
 
 def answers(
     wanted: Sequence[Instance], users: Sequence[int], each: Map = map, told: Told = lambda what, how_far: None
-) -> list[Answer]:
+) -> list[InstanceAnswer]:
     """Of every instance, all at the same time, so that each has some when the time is up. Raises `PlanError`."""
     with ThreadPoolExecutor(max(1, 2 * len(wanted))) as threads:  # they wait for `each`
         loaded = [threads.submit(_loaded, one, tuple(users), each, told) for one in wanted]
@@ -159,9 +159,9 @@ def answers(
         ]
 
 
-def _answer(one: Instance, loaded: "_Loaded", throughput: Goodput | None) -> Answer:
+def _answer(one: Instance, loaded: "_Loaded", throughput: Goodput | None) -> InstanceAnswer:
     lengths, found = one.lengths, one.estimate
-    return Answer(
+    return InstanceAnswer(
         one.group,
         found,
         ttft_s=loaded.ttft_s or found.ttft_s,
@@ -224,7 +224,7 @@ def _alone(case: Case, lengths: tuple[int, int]) -> Served:
     return run(_one_after_another(case, lengths))
 
 
-def _several(case: Case, lengths: Lengths, slo: SLO, users: int) -> UnderLoad:
+def _several(case: Case, lengths: LengthRanges, slo: SLO, users: int) -> UnderLoad:
     return run(_users(case, lengths, users, slo))
 
 
@@ -234,7 +234,7 @@ async def _one_after_another(case: Case, lengths: tuple[int, int]) -> Served:
         return await _ask(cluster, workload, 0, SLO())
 
 
-async def _users(case: Case, lengths: Lengths, users: int, slo: SLO) -> UnderLoad:
+async def _users(case: Case, lengths: LengthRanges, users: int, slo: SLO) -> UnderLoad:
     """They begin one after another, at random within the time of one answer."""
     source = Random(f"users, {users}")
     rounds = ROUNDS if users < MANY else FEW_ROUNDS
@@ -264,6 +264,6 @@ async def _ask(cluster: SimCluster, workload: Workload, index: int, slo: SLO) ->
     """Sends a request now and waits for its end. Raises what production raises."""
     clock = asyncio.get_running_loop().time
     arrival = replace(workload.arrivals[index], at_s=clock())
-    watch = Watch(index, arrival, clock)
+    watch = RequestWatch(index, arrival, clock)
     await cluster.dispatchers[0].run(request(workload, index, VOCAB_SIZE, slo=slo), watch.see)
     return watch.served()

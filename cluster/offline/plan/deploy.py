@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from cluster.offline.plan.asked import Asked
+from cluster.offline.plan.asked import PlanRequest
 from cluster.offline.sim.cluster import PoolModel
 from cluster.offline.sim.compare import Case
 from cluster.offline.sim.fleet import BLOCK_SIZE, MAX_RUNNING
@@ -11,7 +11,7 @@ from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Resourc
 from workers.config import EngineConfig, ParallelConfig
 from workers.costs import LinearCost
 from workers.profiles.capacity import kv_capacity_tokens
-from workers.profiles.sources import CROSS, NODE, Link, link_of, profile_of
+from workers.profiles.sources import CROSS, NODE, NetworkLink, link_of, profile_of
 
 PROMPT_BATCH = 2048  # tokens of prompts in a step; above it throughput falls (Splitwise, section V)
 FREE_KV_TOKENS = 1 << 20
@@ -19,7 +19,7 @@ _DTYPES = {4: "float32", 2: "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class WorkerGroup:
     """Equal workers of one pool."""
 
     role: Role
@@ -51,7 +51,7 @@ class Layout:
     """Pools side by side. `kind` is "colocated", "split" or "hybrid"."""
 
     kind: str
-    groups: tuple[Group, ...]
+    groups: tuple[WorkerGroup, ...]
     routing: str = "least-loaded"
 
     @property
@@ -69,13 +69,13 @@ class Layout:
         return replace(self, groups=tuple(replace(group, replicas=count) for group, count in groups))
 
 
-def kv_blocks(asked: Asked, group: Group) -> int:
+def kv_blocks(asked: PlanRequest, group: WorkerGroup) -> int:
     """Of one worker. Raises `DoesNotFit`."""
     tokens = kv_capacity_tokens(asked.shape, asked.sheets[group.hardware], group.tensor, group.pipeline)
     return tokens // BLOCK_SIZE
 
 
-def engine_of(asked: Asked, group: Group) -> EngineConfig:
+def engine_of(asked: PlanRequest, group: WorkerGroup) -> EngineConfig:
     return EngineConfig(
         block_size=BLOCK_SIZE,
         kv_blocks=kv_blocks(asked, group),
@@ -87,7 +87,7 @@ def engine_of(asked: Asked, group: Group) -> EngineConfig:
     )
 
 
-def spec_of(asked: Asked, layout: Layout) -> ClusterSpec:
+def spec_of(asked: PlanRequest, layout: Layout) -> ClusterSpec:
     """As `serve` takes it. Raises `DoesNotFit`."""
     several = len({group.hardware for group in layout.groups}) > 1
     pools = tuple(
@@ -112,7 +112,7 @@ def _kind(hardware: str) -> dict[str, float]:
     return {f"accelerator_type:{hardware.split('-')[0].upper()}": 0.001}
 
 
-def models_of(asked: Asked, layout: Layout) -> dict[str, PoolModel]:
+def models_of(asked: PlanRequest, layout: Layout) -> dict[str, PoolModel]:
     """By pool name. KV leaves a node only when the network is fast and one node cannot hold all."""
     where = NODE if asked.network == "slow" or asked.one_node(layout.gpus) else CROSS
     links = [link_of(asked.sheets[group.hardware], where) for group in layout.groups]
@@ -121,7 +121,7 @@ def models_of(asked: Asked, layout: Layout) -> dict[str, PoolModel]:
     return {group.role.value: _model(asked, group, slowest, ends) for group in layout.groups}
 
 
-def _model(asked: Asked, group: Group, link: Link, ends: int) -> PoolModel:
+def _model(asked: PlanRequest, group: WorkerGroup, link: NetworkLink, ends: int) -> PoolModel:
     """`ends`: as many links move a worker's KV as its smaller side has GPUs."""
     sheet = asked.sheets[group.hardware]
     way = replace(link, byte_s=link.byte_s * group.gpus_each / ends)
@@ -135,18 +135,18 @@ def _model(asked: Asked, group: Group, link: Link, ends: int) -> PoolModel:
     )
 
 
-def case_of(asked: Asked, layout: Layout) -> Case:
+def case_of(asked: PlanRequest, layout: Layout) -> Case:
     """To be simulated. Raises `DoesNotFit` and `ProfileError`."""
     return Case(layout.told, _quick(asked, spec_of(asked, layout)), models_of(asked, layout))
 
 
-def prefill_alone(asked: Asked, group: Group) -> Case:
+def prefill_alone(asked: PlanRequest, group: WorkerGroup) -> Case:
     """One instance that takes whole requests: those of one token stay on the worker that computed their prompt."""
     layout = Layout("colocated", (replace(group, role=Role.MIXED, replicas=1),))
     return replace(case_of(asked, layout), name=f"{replace(group, replicas=1).told}, alone")
 
 
-def decode_alone(asked: Asked, group: Group) -> Case:
+def decode_alone(asked: PlanRequest, group: WorkerGroup) -> Case:
     """One instance behind a prefill worker for which prompts and hand-offs take no time."""
     layout = Layout("split", (replace(group, replicas=1),))
     free = LinearCost(*[0.0] * 8)
@@ -169,7 +169,7 @@ def decode_alone(asked: Asked, group: Group) -> Case:
     return Case(f"{replace(group, replicas=1).told}, alone", _quick(asked, spec), models)
 
 
-def _quick(asked: Asked, spec: ClusterSpec) -> ClusterSpec:
+def _quick(asked: PlanRequest, spec: ClusterSpec) -> ClusterSpec:
     """What simulates faster and comes to the same: rarer signs of life, and no prefixes looked up where none recur."""
     caching = asked.load.has_prefixes
     pools = tuple(replace(pool, engine=replace(pool.engine, prefix_caching=caching)) for pool in spec.pools)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-from cluster.offline.plan.asked import Asked
+from cluster.offline.plan.asked import PlanRequest
 from cluster.offline.plan.deploy import Layout
 from cluster.offline.plan.layouts import Layouts, Rated
-from cluster.offline.plan.load import Load
+from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.shapes import instances
 from cluster.offline.plan.trial import MARGIN, Trial, whole
 from cluster.spec import Role
@@ -94,13 +94,13 @@ def _broken(trial: Trial, ttft_s: float, tpot_s: float) -> str:
     return f"even alone only {trial.alone:.0%} of requests would meet the SLO"
 
 
-def thinned(load: Load) -> Load:
+def thinned(load: PlanLoad) -> PlanLoad:
     """Enough of its lengths for a closed form."""
     arrivals = load.source.arrivals
     return replace(load, source=replace(load.source, arrivals=arrivals[:: -(-len(arrivals) // SAMPLED)]))
 
 
-def median_and_p99(load: Load) -> tuple[Lengths, Lengths]:
+def median_and_p99(load: PlanLoad) -> tuple[Lengths, Lengths]:
     """The lengths of half of all and of all but one in a hundred, prompts and answers apart."""
     prompts = sorted(each.prompt_tokens for each in load.arrivals)
     outputs = sorted(each.output_tokens for each in load.arrivals)
@@ -112,7 +112,7 @@ def median_and_p99(load: Load) -> tuple[Lengths, Lengths]:
     return at(0.5), at(0.99)
 
 
-def estimated(asked: Asked, what: str, trials: Sequence[Trial], keep: int) -> Rated:
+def estimated(asked: PlanRequest, what: str, trials: Sequence[Trial], keep: int) -> Rated:
     """See `layouts.Rank`: by closed forms."""
     hopeful = [trial for trial in trials if trial.alone >= asked.target - MARGIN and trial.estimate > 0.0]
     rated = [(trial, min(trial.estimate, trial.most)) for trial in hopeful]
@@ -120,7 +120,7 @@ def estimated(asked: Asked, what: str, trials: Sequence[Trial], keep: int) -> Ra
     return rated[:keep]
 
 
-def outline(asked: Asked) -> list[Estimate]:
+def outline(asked: PlanRequest) -> list[Estimate]:
     """The best colocated layout and the best split, as closed forms have it. Raises `PlanError` when nothing fits."""
     asked = replace(asked, load=thinned(asked.load))
     shapes = instances(asked)

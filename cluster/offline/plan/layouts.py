@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from math import ceil
 
-from cluster.offline.plan.asked import Asked
-from cluster.offline.plan.deploy import Group, Layout
+from cluster.offline.plan.asked import PlanRequest
+from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.shapes import close_pairs, colocated, decodes, prefills
 from cluster.offline.plan.trial import Trial, decode, prefill, whole
 
@@ -24,17 +24,17 @@ Near = Callable[[float, str], None]  # hears what comes close: the share it atta
 class Layouts:
     """Of one question."""
 
-    def __init__(self, asked: Asked, rank: Rank, near: Near = lambda attained, words: None) -> None:
+    def __init__(self, asked: PlanRequest, rank: Rank, near: Near = lambda attained, words: None) -> None:
         self._asked = asked
         self._rank = rank
         self._near = near
 
-    def colocated(self, shapes: Sequence[Group]) -> Rated:
+    def colocated(self, shapes: Sequence[WorkerGroup]) -> Rated:
         """The best instance of all shapes, chunk sizes, and prompts first."""
         trials = [whole(self._asked, Layout("colocated", (group,))) for group in colocated(shapes)]
         return self._rank("colocated instances", trials, 1)
 
-    def split(self, shapes: Sequence[Group]) -> list[Layout]:
+    def split(self, shapes: Sequence[WorkerGroup]) -> list[Layout]:
         layouts = self._close(shapes) if self._asked.network == "slow" else self._phases(shapes)
         return self._most_valuable(layouts)
 
@@ -48,7 +48,7 @@ class Layouts:
         room = asked.gpus if asked.objective == "throughput" else room
         return [best.layout.times(max(1, room // best.layout.gpus))]
 
-    def _phases(self, shapes: Sequence[Group]) -> list[tuple[float, Layout]]:
+    def _phases(self, shapes: Sequence[WorkerGroup]) -> list[tuple[float, Layout]]:
         """Algorithm 1: the phases have nothing to do with each other."""
         asked = self._asked
         small = [shape for shape in shapes if shape.gpus_each < asked.gpus]
@@ -60,7 +60,7 @@ class Layouts:
             sized += self._sized(pair, prompts, answers)
         return sized
 
-    def _close(self, shapes: Sequence[Group]) -> list[tuple[float, Layout]]:
+    def _close(self, shapes: Sequence[WorkerGroup]) -> list[tuple[float, Layout]]:
         """Algorithm 2: both phases of a unit share nodes, so units are ranked whole."""
         units = [whole(self._asked, Layout("split", pair)) for pair in close_pairs(self._asked, shapes)]
         ranked = self._rank("pairs inside nodes", units, VERIFIED)

@@ -10,7 +10,7 @@ MOST_KEPT = 4096  # pairs of lengths; more say nothing new about their distribut
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PlanLoad:
     """Requests like those of `source`. With `own_times` runs of its requests at its own gaps, stretched to the rate,
     bursts and shared prefixes kept; a seed is another place in it. Else lengths drawn from it, Poisson arrivals, as
     DistServe's simulator does: a seed is another draw, and one seed's draws are the same at every rate. With
@@ -22,7 +22,7 @@ class Load:
     one_token: bool = False
 
     @classmethod
-    def of(cls, workload: Workload, own_times: bool = False) -> "Load":
+    def of(cls, workload: Workload, own_times: bool = False) -> "PlanLoad":
         """Lengths alone are thinned evenly to `MOST_KEPT`."""
         if own_times:
             return cls(workload, True)

@@ -17,11 +17,11 @@ from functools import partial
 from math import inf
 from statistics import fmean
 
-from cluster.offline.plan.asked import Asked, PlanError
+from cluster.offline.plan.asked import PlanError, PlanRequest
 from cluster.offline.plan.deploy import Layout
 from cluster.offline.plan.estimate import estimated
 from cluster.offline.plan.layouts import Layouts, Rated
-from cluster.offline.plan.search import LEAST, SLACK, Effort, Found, Outcome, best_of
+from cluster.offline.plan.search import LEAST, SLACK, Effort, Found, SearchOutcome, best_of
 from cluster.offline.plan.shapes import instances
 from cluster.offline.plan.trial import Trial, whole
 from cluster.offline.scoring.figures import Attainment
@@ -66,7 +66,7 @@ class Searched:
     complete: bool = True
 
 
-class Placement:
+class PlacementSearch:
     """One search. `each` may be an executor's `map`; `told` hears of each step: what is tried, and how far it is.
 
     `past`: whether a share of the time is over. Once `each` raises `TimeUp`, the answer is what is known.
@@ -74,7 +74,7 @@ class Placement:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: PlanRequest,
         each: Map = map,
         told: Told = lambda what, how_far: None,
         past: Callable[[float], bool] = lambda share: False,
@@ -128,12 +128,12 @@ class Placement:
         )
         self._requests += ranking.requests
         self._complete = self._complete and not ranking.hurried
-        counts = ", ".join(f"{count} {each.value}" for each in Outcome if (count := ranking.count(each)))
+        counts = ", ".join(f"{count} {each.value}" for each in SearchOutcome if (count := ranking.count(each)))
         best = next(iter(ranking.best), None)
         self._notes.append(f"{len(trials)} {what}: {counts}{_best(best)}")
         for found in ranking.found:
             near = found.candidate.alone
-            if not found.rate and found.outcome in (Outcome.HOPELESS, Outcome.MEASURED):
+            if not found.rate and found.outcome in (SearchOutcome.HOPELESS, SearchOutcome.MEASURED):
                 self._near(near, f"{found.candidate.name} would keep it for {near:.1%}, if each had it to itself")
         if best is None and ranking.hurried:
             return estimated(asked, what, trials, keep)

@@ -22,7 +22,7 @@ SLACK = 1.1  # `most` is that of the mean request; a goodput above so many times
 LEAST = 256.0  # a search ends at `most` over this
 
 
-class Outcome(Enum):
+class SearchOutcome(Enum):
     """What became of a candidate."""
 
     MEASURED = "measured"
@@ -36,7 +36,7 @@ class Found:
     """`goodput` of what was measured. `requests`: simulated for it. A rate above `enough` is worth nothing more."""
 
     candidate: Trial
-    outcome: Outcome
+    outcome: SearchOutcome
     goodput: Goodput | None = None
     requests: int = 0
     enough: float = inf
@@ -78,7 +78,7 @@ class Ranking:
     def requests(self) -> int:
         return sum(each.requests for each in self.found)
 
-    def count(self, outcome: Outcome) -> int:
+    def count(self, outcome: SearchOutcome) -> int:
         return sum(each.outcome is outcome for each in self.found)
 
     def _beat(self, keep: int | None) -> float:
@@ -105,7 +105,7 @@ def best_of(
     hopeful = []
     for candidate in candidates:
         if candidate.alone < effort.target - MARGIN:
-            ranking.found.append(Found(candidate, Outcome.HOPELESS))
+            ranking.found.append(Found(candidate, SearchOutcome.HOPELESS))
         else:
             hopeful.append(candidate)
     hopeful.sort(key=lambda candidate: -candidate.estimate / candidate.weight)
@@ -113,7 +113,7 @@ def best_of(
     for wave in _waves(hopeful):
         ranking.hurried = ranking.hurried or hurry()
         if ranking.hurried or ranking.requests >= effort.most_requests:
-            ranking.found += [Found(candidate, Outcome.UNTRIED) for candidate in wave]
+            ranking.found += [Found(candidate, SearchOutcome.UNTRIED) for candidate in wave]
             continue
         told(len(ranking.found), len(candidates), best)
         tried = 0
@@ -125,7 +125,7 @@ def best_of(
                 told(len(ranking.found), len(candidates), best)
         except TimeUp:
             ranking.hurried = True
-            ranking.found += [Found(candidate, Outcome.UNTRIED) for candidate in wave[tried:]]
+            ranking.found += [Found(candidate, SearchOutcome.UNTRIED) for candidate in wave[tried:]]
     ranking.sort()
     return ranking
 
@@ -147,10 +147,10 @@ def measure(effort: Effort, beat: float, candidate: Trial) -> Found:
     if beat > 0.0:
         start = beat * candidate.weight * (1.0 + effort.tolerance)
         if start > cap:
-            return Found(candidate, Outcome.BEATEN)
+            return Found(candidate, SearchOutcome.BEATEN)
         (attained,) = probes.at([(start, effort.seeds[0])])
         if attained.both < effort.target:
-            return Found(candidate, Outcome.BEATEN, requests=candidate.requests)
+            return Found(candidate, SearchOutcome.BEATEN, requests=candidate.requests)
     search = Search(start, min(start, cap / LEAST), cap, effort.tolerance)
     known = goodput(probes, search, candidate.slo, target=effort.target, seeds=effort.seeds, gpus=candidate.gpus)
-    return Found(candidate, Outcome.MEASURED, known, len(known.probes) * candidate.requests, effort.enough)
+    return Found(candidate, SearchOutcome.MEASURED, known, len(known.probes) * candidate.requests, effort.enough)

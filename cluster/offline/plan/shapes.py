@@ -6,13 +6,13 @@ Zhong et al., DistServe (OSDI'24), algorithms 1 and 2, and its repository's test
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from cluster.offline.plan.asked import Asked, PlanError
-from cluster.offline.plan.deploy import PROMPT_BATCH, Group
+from cluster.offline.plan.asked import PlanError, PlanRequest
+from cluster.offline.plan.deploy import PROMPT_BATCH, WorkerGroup
 from cluster.offline.sim.fleet import BLOCK_SIZE
 from cluster.spec import Role
 from workers.profiles.capacity import kv_capacity_tokens, least_gpus
-from workers.profiles.errors import ProfileError
 from workers.profiles.hardware import Hardware
+from workers.profiles.profile_errors import ProfileError
 from workers.profiles.sources import profile_of
 
 CHUNKS = (128, 256, 512, 1024, 2048)
@@ -20,7 +20,7 @@ PROMPT_STEPS = (512, PROMPT_BATCH)
 MOST_STAGES = 8
 
 
-def instances(asked: Asked) -> list[Group]:
+def instances(asked: PlanRequest) -> list[WorkerGroup]:
     """All shapes that fit on at most `asked.gpus` GPUs, of each kind. Raises `PlanError` when there is none.
 
     A tensor group stays in a node. Stages divide the layers evenly.
@@ -33,7 +33,7 @@ def instances(asked: Asked) -> list[Group]:
             except ProfileError as error:
                 refused = error
                 continue
-            found.append(Group(Role.MIXED, name, tensor, pipeline))
+            found.append(WorkerGroup(Role.MIXED, name, tensor, pipeline))
     if not found and refused is not None:
         raise PlanError(str(refused))
     if not found:
@@ -41,21 +41,21 @@ def instances(asked: Asked) -> list[Group]:
     return found
 
 
-def _cuts(asked: Asked, sheet: Hardware) -> Iterator[tuple[int, int]]:
+def _cuts(asked: PlanRequest, sheet: Hardware) -> Iterator[tuple[int, int]]:
     for tensor in range(1, min(sheet.gpus_per_node, asked.gpus) + 1):
         for pipeline in range(1, min(MOST_STAGES, asked.gpus // tensor) + 1):
             if asked.shape.layers % pipeline == 0 and _fits(asked, sheet, tensor, pipeline):
                 yield tensor, pipeline
 
 
-def _fits(asked: Asked, sheet: Hardware, tensor: int, pipeline: int) -> bool:
+def _fits(asked: PlanRequest, sheet: Hardware, tensor: int, pipeline: int) -> bool:
     try:
         return kv_capacity_tokens(asked.shape, sheet, tensor, pipeline) >= BLOCK_SIZE
     except ProfileError:
         return False
 
 
-def _needs(asked: Asked) -> str:
+def _needs(asked: PlanRequest) -> str:
     def needed(name: str, sheet: Hardware) -> str:
         try:
             gpus, (tensor, pipeline) = least_gpus(asked.shape, sheet)
@@ -66,21 +66,21 @@ def _needs(asked: Asked) -> str:
     return "; ".join(needed(name, sheet) for name, sheet in asked.sheets.items())
 
 
-def colocated(shapes: Sequence[Group]) -> list[Group]:
+def colocated(shapes: Sequence[WorkerGroup]) -> list[WorkerGroup]:
     """Every shape with every chunk size, and computing whole prompts first."""
     chunked = [replace(shape, batch_tokens=chunk) for shape in shapes for chunk in CHUNKS]
     return chunked + [replace(shape, batching="prefill-first", batch_tokens=PROMPT_BATCH) for shape in shapes]
 
 
-def prefills(shapes: Sequence[Group]) -> list[Group]:
+def prefills(shapes: Sequence[WorkerGroup]) -> list[WorkerGroup]:
     return [replace(shape, role=Role.PREFILL, batch_tokens=size) for shape in shapes for size in PROMPT_STEPS]
 
 
-def decodes(shapes: Sequence[Group]) -> list[Group]:
+def decodes(shapes: Sequence[WorkerGroup]) -> list[WorkerGroup]:
     return [replace(shape, role=Role.DECODE) for shape in shapes]
 
 
-def close_pairs(asked: Asked, shapes: Sequence[Group]) -> list[tuple[Group, Group]]:
+def close_pairs(asked: PlanRequest, shapes: Sequence[WorkerGroup]) -> list[tuple[WorkerGroup, WorkerGroup]]:
     """Prefill and decode instances whose KV need not leave a node: both are cut into the same number of segments, each
     of some stages, and segments that hold the same layers stand in one node."""
     whole = [shape for shape in prefills(shapes) if shape.batch_tokens == PROMPT_BATCH]
@@ -92,7 +92,7 @@ def close_pairs(asked: Asked, shapes: Sequence[Group]) -> list[tuple[Group, Grou
     ]
 
 
-def is_close(asked: Asked, prefill: Group, decode: Group) -> bool:
+def is_close(asked: PlanRequest, prefill: WorkerGroup, decode: WorkerGroup) -> bool:
     sheet = asked.sheets[prefill.hardware]
     nodes = asked.nodes or -(-asked.gpus // sheet.gpus_per_node)
     return prefill.gpus_each + decode.gpus_each <= asked.gpus and any(

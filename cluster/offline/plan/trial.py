@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cluster.offline.plan.asked import Asked
-from cluster.offline.plan.deploy import Group, Layout, case_of, decode_alone, prefill_alone
-from cluster.offline.plan.load import Load
+from cluster.offline.plan.asked import PlanRequest
+from cluster.offline.plan.deploy import Layout, WorkerGroup, case_of, decode_alone, prefill_alone
+from cluster.offline.plan.load import PlanLoad
 from cluster.offline.scoring.figures import Attainment, attainment
-from cluster.offline.scoring.records import Ending, Run, Served
+from cluster.offline.scoring.records import RequestOutcome, Run, Served
 from cluster.offline.sim.compare import Case
-from cluster.offline.sim.run import Options, simulate
+from cluster.offline.sim.run import RunOptions, simulate
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.spec import PoolSpec, Role
 from workers.costs import CostModel
@@ -27,11 +27,11 @@ TTFTS, ANSWERS = 10, 2  # promises for which a run must last
 MARGIN = 0.05  # a draw of some hundred requests attains by so much more than all of them would, at most
 
 
-class Terms(Protocol):
-    """What of a question a trial needs; see `Asked`."""
+class TrialTerms(Protocol):
+    """What of a question a trial needs; see `PlanRequest`."""
 
     @property
-    def load(self) -> Load: ...
+    def load(self) -> PlanLoad: ...
     @property
     def slo(self) -> SLO: ...
     @property
@@ -51,7 +51,7 @@ class Trial:
 
     layout: Layout
     case: Case
-    load: Load
+    load: PlanLoad
     slo: SLO
     requests: int
     gpus: int
@@ -79,7 +79,7 @@ class Trial:
         workload = self.load.at(rate, seed, count)
         missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals))
         until_s = promised_end_s(workload, self.slo) if self.cut else None
-        options = Options(seed=seed, slo=self.slo, until_s=until_s, most_missed=missed, system=self.name)
+        options = RunOptions(seed=seed, slo=self.slo, until_s=until_s, most_missed=missed, system=self.name)
         with _quietly:
             return simulate(self.case.spec, self.case.models, workload, options)
 
@@ -125,14 +125,16 @@ def decided(run: Run, slo: SLO) -> Attainment:
     if not told:
         return attainment(run, slo)
     ttft, tpot = (sum(each[number] for each in told) / len(told) for number in (0, 1))
-    served = sum(each.ending in (Ending.FINISHED, Ending.UNFINISHED) for each in run.served) / len(run.served)
+    served = sum(each.ending in (RequestOutcome.FINISHED, RequestOutcome.UNFINISHED) for each in run.served) / len(
+        run.served
+    )
     return Attainment(ttft, tpot, sum(all(each) for each in told) / len(told), served)
 
 
 def _fate(each: Served, slo: SLO, now_s: float) -> tuple[bool, bool] | None:
     """Whether TTFT and TPOT were kept, as far as it came; None: nobody knows yet."""
-    if each.ending is not Ending.UNFINISHED:
-        done = each.ending is Ending.FINISHED
+    if each.ending is not RequestOutcome.UNFINISHED:
+        done = each.ending is RequestOutcome.FINISHED
         return (
             done and _within(each.ttft_s, slo.ttft_s),
             done and (each.output_tokens <= 1 or _within(each.tpot_s, slo.tpot_s)),
@@ -156,30 +158,36 @@ def promised_end_s(workload: Workload, slo: SLO) -> float | None:
     return max(ends) - workload.arrivals[0].at_s + 1e-6
 
 
-def whole(asked: Asked, layout: Layout) -> Trial:
+def whole(asked: PlanRequest, layout: Layout) -> Trial:
     """Raises `DoesNotFit` and `ProfileError`, as all of these."""
     return trial_of(asked, case_of(asked, layout), layout)
 
 
-def prefill(asked: Asked, group: Group) -> Trial:
+def prefill(asked: PlanRequest, group: WorkerGroup) -> Trial:
     """A prefill instance alone, against TTFT."""
     of_one = replace(asked.load, one_token=True)
     slo = replace(asked.slo, tpot_s=None)
     return trial_of(asked, prefill_alone(asked, group), _only(group), load=of_one, slo=slo)
 
 
-def decode(asked: Asked, group: Group) -> Trial:
+def decode(asked: PlanRequest, group: WorkerGroup) -> Trial:
     """A decode instance alone, against TPOT; and against TTFT, which here is what its promise of blocks takes: that
     comes before the prompt is computed, so an instance that is full shows there and not in TPOT."""
     return trial_of(asked, decode_alone(asked, group), _only(group), pool="decode")
 
 
-def _only(group: Group) -> Layout:
+def _only(group: WorkerGroup) -> Layout:
     return Layout("split", (replace(group, replicas=1),))
 
 
 def trial_of(
-    asked: Terms, case: Case, layout: Layout, *, load: Load | None = None, slo: SLO | None = None, pool: str = ""
+    asked: TrialTerms,
+    case: Case,
+    layout: Layout,
+    *,
+    load: PlanLoad | None = None,
+    slo: SLO | None = None,
+    pool: str = "",
 ) -> Trial:
     """`pool`: the only one whose seconds count; else all do."""
     load, slo = load or asked.load, slo or asked.slo

@@ -7,13 +7,13 @@ asked for, or more goodput for each of them by more than chance.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.offline.plan.asked import Asked
+from cluster.offline.plan.asked import PlanRequest
 from cluster.offline.plan.compared import Difference, difference
 from cluster.offline.plan.placement import Option
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PlanVerdict:
     """`options`: the chosen one first, then by value."""
 
     options: tuple[Option, ...]
@@ -24,7 +24,7 @@ class Verdict:
         return self.options[0]
 
 
-def judged(asked: Asked, options: Sequence[Option], complete: bool = True) -> Verdict:
+def judged(asked: PlanRequest, options: Sequence[Option], complete: bool = True) -> PlanVerdict:
     """Unless the search is `complete`, the words say so. Raises ValueError without options."""
     together = [option for option in options if option.layout.kind == "colocated"]
     plain = [option for option in options if option.layout.kind == "split"]
@@ -45,8 +45,8 @@ def judged(asked: Asked, options: Sequence[Option], complete: bool = True) -> Ve
         raise ValueError("there are no options to judge")
     rest = sorted((each for each in options if each is not best), key=lambda each: _merit(asked, each), reverse=True)
     if not complete:
-        return Verdict((best, *rest), _so_far(best, why))
-    return Verdict((best, *rest), f"{_advice(best, together, plain)}{': ' if why else ''}{why}")
+        return PlanVerdict((best, *rest), _so_far(best, why))
+    return PlanVerdict((best, *rest), f"{_advice(best, together, plain)}{': ' if why else ''}{why}")
 
 
 def _so_far(best: Option, why: str) -> str:
@@ -62,13 +62,13 @@ def _advice(best: Option, together: Sequence[Option], plain: Sequence[Option]) -
     return "Disaggregate" if together else "Disaggregate: no colocated layout keeps the promise"
 
 
-def _merit(asked: Asked, option: Option) -> tuple[float, float]:
+def _merit(asked: PlanRequest, option: Option) -> tuple[float, float]:
     if asked.rate is not None:
         return -option.trial.weight, option.value
     return (option.goodput.rate if asked.objective == "throughput" else option.value), -option.trial.weight
 
 
-def _beats(asked: Asked, simple: Option, other: Option) -> tuple[bool, str]:
+def _beats(asked: PlanRequest, simple: Option, other: Option) -> tuple[bool, str]:
     """Whether the less simple one is surely better, and the reason."""
     ours, theirs = simple.trial.weight, other.trial.weight
     if asked.rate is not None and ours != theirs:
@@ -85,7 +85,7 @@ def _beats(asked: Asked, simple: Option, other: Option) -> tuple[bool, str]:
     return better, words
 
 
-def _surely(found: Difference, asked: Asked, scale: float) -> bool:
+def _surely(found: Difference, asked: PlanRequest, scale: float) -> bool:
     """Above zero with its interval; with one seed, by more than the search's own error."""
     if len(asked.seeds) > 1:
         return found.low > 0.0

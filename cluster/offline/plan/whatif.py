@@ -11,7 +11,7 @@ from typing import Any
 from cluster.offline.plan.compared import Difference, difference
 from cluster.offline.plan.deploy import Layout
 from cluster.offline.plan.estimate import Estimate, estimate, median_and_p99, thinned
-from cluster.offline.plan.load import Load
+from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.placement import Told
 from cluster.offline.plan.search import LEAST, SLACK
 from cluster.offline.plan.trial import Trial, trial_of
@@ -25,10 +25,10 @@ PERCENTILES = ("p50", "p90", "p99")
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class WhatIfTerms:
     """What both are judged by. `rate` in requests a second."""
 
-    load: Load
+    load: PlanLoad
     slo: SLO
     rate: float
     target: float = 0.9
@@ -64,7 +64,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """One figure of both, in the mean over the seeds, and how much more the second one has."""
 
     name: str
@@ -79,7 +79,7 @@ class Row:
 
 
 def against(
-    left: Case, right: Case, terms: Terms, each: Map = map, told: Told = lambda what, how_far: None
+    left: Case, right: Case, terms: WhatIfTerms, each: Map = map, told: Told = lambda what, how_far: None
 ) -> tuple[Side, Side]:
     """Raises what production raises for a cluster that cannot start."""
     with ThreadPoolExecutor(2) as threads:  # they wait for `each`
@@ -87,11 +87,11 @@ def against(
         return one.result(), two.result()
 
 
-def trial_for(case: Case, terms: Terms) -> Trial:
+def trial_for(case: Case, terms: WhatIfTerms) -> Trial:
     return trial_of(terms, case, Layout(case.name, ()))
 
 
-def _side(case: Case, terms: Terms, each: Map, told: Told) -> Side:
+def _side(case: Case, terms: WhatIfTerms, each: Map, told: Told) -> Side:
     """The runs at the rate first: they are few, and say most."""
     trial = trial_for(case, terms)
     runs: list[Figures] = []
@@ -117,7 +117,7 @@ def _figures(trial: Trial, rate: float, seed: int) -> Figures:
     return figures(replace(trial, cut=False).run(rate, seed), trial.slo)
 
 
-def rows(left: Side, right: Side) -> list[Row]:
+def rows(left: Side, right: Side) -> list[ComparisonRow]:
     """Of what both know, seed by seed."""
     made = []
     both = min(len(left.goodput.by_seed), len(right.goodput.by_seed))
@@ -143,11 +143,11 @@ def _per_gpu(side: Side) -> list[float]:
     return [rate / side.goodput.gpus for rate in side.goodput.by_seed]
 
 
-def _row(name: str, unit: str, left: Sequence[float], right: Sequence[float]) -> Row:
-    return Row(name, unit, fmean(left), fmean(right), difference(left, right))
+def _row(name: str, unit: str, left: Sequence[float], right: Sequence[float]) -> ComparisonRow:
+    return ComparisonRow(name, unit, fmean(left), fmean(right), difference(left, right))
 
 
-def told(left: Side, right: Side, terms: Terms) -> list[str]:
+def told(left: Side, right: Side, terms: WhatIfTerms) -> list[str]:
     names = left.case.name, right.case.name
     found = rows(left, right)
     better = next((row.difference for row in found if row.name == "goodput"), None)
@@ -167,14 +167,14 @@ def told(left: Side, right: Side, terms: Terms) -> list[str]:
     ]
 
 
-def estimates(cases: Sequence[Case], terms: Terms) -> list[Estimate]:
+def estimates(cases: Sequence[Case], terms: WhatIfTerms) -> list[Estimate]:
     """Before anything is simulated."""
     ends = median_and_p99(terms.load)
     short = replace(terms, load=thinned(terms.load))
     return [estimate(trial_for(case, short), ends, terms.target) for case in cases]
 
 
-def as_json(left: Side, right: Side, terms: Terms) -> dict[str, Any]:
+def as_json(left: Side, right: Side, terms: WhatIfTerms) -> dict[str, Any]:
     return {
         "clusters": [left.case.name, right.case.name],
         "gpus": [left.case.gpus, right.case.gpus],

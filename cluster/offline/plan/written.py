@@ -6,19 +6,19 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from cluster.offline.plan.asked import Asked
+from cluster.offline.plan.asked import PlanRequest
 from cluster.offline.plan.deploy import spec_of
 from cluster.offline.plan.estimate import CAVEAT, Estimate
 from cluster.offline.plan.placement import Option, Searched
-from cluster.offline.plan.verdict import Verdict
+from cluster.offline.plan.verdict import PlanVerdict
 from cluster.offline.scoring.figures import promise
 from cluster.spec import FILE_DEFAULTS, ClusterSpec
-from workers.profiles.errors import ProfileError
+from workers.profiles.profile_errors import ProfileError
 from workers.profiles.shapes import SHAPES, WEIGHTS, canonical
 from workers.profiles.sources import profile_of
 
 
-def described(asked: Asked, searched: Searched, verdict: Verdict) -> list[str]:
+def described(asked: PlanRequest, searched: Searched, verdict: PlanVerdict) -> list[str]:
     """Everything that is known, line by line."""
     load, chosen = asked.load, verdict.chosen
     how = "its own times" if load.own_times else "Poisson arrivals"
@@ -38,7 +38,7 @@ def described(asked: Asked, searched: Searched, verdict: Verdict) -> list[str]:
     return lines
 
 
-def _evidence(asked: Asked, option: Option) -> list[str]:
+def _evidence(asked: PlanRequest, option: Option) -> list[str]:
     lines = [option.goodput.told]
     if asked.unit != "GPU":
         lines.append(f"{option.trial.weight:g} {asked.unit}, {option.value:.4g} requests/s for each {asked.unit}")
@@ -50,7 +50,7 @@ def _evidence(asked: Asked, option: Option) -> list[str]:
     return lines
 
 
-def _provenance(asked: Asked, option: Option) -> list[str]:
+def _provenance(asked: PlanRequest, option: Option) -> list[str]:
     """Where the chosen groups' step times come from."""
     lines = []
     for group in option.layout.groups:
@@ -63,7 +63,7 @@ def _provenance(asked: Asked, option: Option) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def undecided(asked: Asked, searched: Searched) -> list[str]:
+def undecided(asked: PlanRequest, searched: Searched) -> list[str]:
     """When the time was up before any layout had been simulated whole."""
     return [
         "Not decided in time: no layout was simulated whole; what was tried:",
@@ -72,13 +72,13 @@ def undecided(asked: Asked, searched: Searched) -> list[str]:
     ]
 
 
-def outlined(asked: Asked, found: Sequence[Estimate]) -> list[str]:
+def outlined(asked: PlanRequest, found: Sequence[Estimate]) -> list[str]:
     """What is known before anything is simulated."""
     lines = [f"{asked.shape.name} for {asked.load.source.name}: {promise(asked.slo)}", f"{CAVEAT}."]
     return lines + ([f"  {each.told}" for each in found] or ["  no layout would keep the promise, even without load"])
 
 
-def as_json(asked: Asked, searched: Searched, verdict: Verdict | None) -> dict[str, Any]:
+def as_json(asked: PlanRequest, searched: Searched, verdict: PlanVerdict | None) -> dict[str, Any]:
     return {
         "question": {
             "model": asked.model,
@@ -103,7 +103,7 @@ def as_json(asked: Asked, searched: Searched, verdict: Verdict | None) -> dict[s
     }
 
 
-def option_json(asked: Asked, option: Option) -> dict[str, Any]:
+def option_json(asked: PlanRequest, option: Option) -> dict[str, Any]:
     found = option.goodput
     return {
         "kind": option.layout.kind,
@@ -145,7 +145,7 @@ def spec_yaml(spec: ClusterSpec, comments: list[str]) -> str:
     return f"{head}\n{body}"
 
 
-def write_plan(path: Path, asked: Asked, searched: Searched, verdict: Verdict) -> str:
+def write_plan(path: Path, asked: PlanRequest, searched: Searched, verdict: PlanVerdict) -> str:
     """The chosen layout; answers how it is started, which stands in the file too. Raises OSError."""
     weights = weights_of(asked.model)
     spec = spec_of(asked, verdict.chosen.layout)

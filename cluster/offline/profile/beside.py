@@ -17,7 +17,7 @@ from cluster.spec import Role
 from diptych.client import AsyncClient
 from diptych.shapes import Shape
 from diptych.view import WorkerView
-from workers.profiles.errors import ProfileError
+from workers.profiles.profile_errors import ProfileError
 from workers.request import MOST_REPEATS as AS_MANY_AS_FIT
 
 ANSWERS, ANSWER_TOKENS = 4, 240

@@ -12,9 +12,9 @@ from cluster.offline.profile.steps import Steps, measure_steps
 from cluster.spec import Role
 from diptych.client import AsyncClient
 from diptych.view import ClusterView, WorkerView
-from workers.profiles.errors import ProfileError
 from workers.profiles.fit import fit
 from workers.profiles.measured import ClusterProfile, LinkProfile, Neighbours, PoolProfile
+from workers.profiles.profile_errors import ProfileError
 
 ROUNDS = 3
 

@@ -14,7 +14,7 @@ from cluster.frontend.text import TextDelta
 from cluster.offline.profile.steps import measured
 from diptych.client import AsyncClient
 from diptych.shapes import Shape
-from workers.profiles.errors import ProfileError
+from workers.profiles.profile_errors import ProfileError
 
 FIRST_TOKEN = 3  # the tokens below often end a text
 PROMPT_TOKENS, ANSWER_TOKENS = 64, 48

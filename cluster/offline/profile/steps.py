@@ -13,8 +13,8 @@ from statistics import median
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.shapes import Shape, Timings
-from workers.profiles.errors import ProfileError
 from workers.profiles.fit import COEFFICIENTS, Point
+from workers.profiles.profile_errors import ProfileError
 
 CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

@@ -5,7 +5,7 @@ from typing import Any
 
 from cluster.offline.report.style import GREEN, GREY, RED, drawn, look, panels
 from cluster.offline.report.table import NOTHING, Grid
-from cluster.offline.scoring.trials import METRICS, Against, Interval, Metric, Trials, Verdict
+from cluster.offline.scoring.trials import METRICS, Against, Interval, Metric, Trials, TrialVerdict
 
 SHOWN = (
     "TTFT and TPOT attainment",
@@ -17,7 +17,7 @@ SHOWN = (
     "TBT p99",
     "TBT max",
 )
-SHADES = {Verdict.BETTER: GREEN, Verdict.WORSE: RED, Verdict.EVEN: GREY}
+SHADES = {TrialVerdict.BETTER: GREEN, TrialVerdict.WORSE: RED, TrialVerdict.EVEN: GREY}
 
 
 def trial_tables(trials: Trials) -> Iterator[Grid]:
@@ -87,12 +87,12 @@ def told(trials: Trials) -> Iterator[str]:
 
 
 def _regions(trials: Trials, name: str, load: str) -> str:
-    named: dict[Verdict, list[str]] = {verdict: [] for verdict in Verdict}
+    named: dict[TrialVerdict, list[str]] = {verdict: [] for verdict in TrialVerdict}
     for metric in METRICS:
         found = trials.against_best(metric, name, load)
         if found is not None:
             named[found.verdict].append(f"{metric.name} {by_text(found, metric, sure=False)} of {found.other}")
-    heads = {Verdict.BETTER: "wins", Verdict.WORSE: "loses", Verdict.EVEN: "no difference"}
+    heads = {TrialVerdict.BETTER: "wins", TrialVerdict.WORSE: "loses", TrialVerdict.EVEN: "no difference"}
     return "; ".join(f"{heads[verdict]}: {', '.join(lines)}" for verdict, lines in named.items() if lines)
 
 

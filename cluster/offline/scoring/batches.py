@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from cluster.offline.scoring.records import Ending, Run
+from cluster.offline.scoring.records import RequestOutcome, Run
 
 Spread = tuple[float, float, float]  # median, least, greatest
 
@@ -57,7 +57,7 @@ class BatchFigures:
 def batch(run: Run) -> Batch:
     """A run whose requests were all sent at once."""
     begin_s = min(each.arrival_s for each in run.served)
-    done = [each for each in run.served if each.ending is Ending.FINISHED]
+    done = [each for each in run.served if each.ending is RequestOutcome.FINISHED]
     ends = [each.token_s[-1] - begin_s for each in run.served if len(each.token_s)]
     return Batch(
         size=len(run.served),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.observe.ledger import PHASES
 from cluster.offline.scoring.latencies import Latencies, gaps, latencies, worst_mean_s
-from cluster.offline.scoring.records import Ending, Run, Served, WorkerRecord
+from cluster.offline.scoring.records import RequestOutcome, Run, Served, WorkerRecord
 from workers.request import SLO
 
 if TYPE_CHECKING:
@@ -196,10 +196,10 @@ def figures(run: Run, slo: SLO) -> Figures:
         seconds=run.seconds,
         slo=slo,
         requests=len(run.served),
-        finished=endings[Ending.FINISHED],
-        rejected=endings[Ending.REJECTED],
-        failed=endings[Ending.FAILED],
-        unfinished=endings[Ending.UNFINISHED],
+        finished=endings[RequestOutcome.FINISHED],
+        rejected=endings[RequestOutcome.REJECTED],
+        failed=endings[RequestOutcome.FAILED],
+        unfinished=endings[RequestOutcome.UNFINISHED],
         retried=sum(served.attempts > 1 for served in run.served),
         preemptions=sum(worker.preemptions for worker in run.workers),
         offered_rate=_offered_rate(run.served),

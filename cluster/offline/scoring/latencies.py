@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.offline.scoring.records import Ending, Served
+from cluster.offline.scoring.records import RequestOutcome, Served
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,9 @@ class Latencies:
 def latencies(served: Sequence[Served]) -> Latencies:
     import numpy as np
 
-    finished = np.array([each.ending is Ending.FINISHED and len(each.token_s) > 0 for each in served], dtype=bool)
+    finished = np.array(
+        [each.ending is RequestOutcome.FINISHED and len(each.token_s) > 0 for each in served], dtype=bool
+    )
     arrived = np.array([each.arrival_s for each in served])
     first = np.array([each.token_s[0] if ok else np.inf for each, ok in zip(served, finished, strict=True)])
     last = np.array([each.token_s[-1] if ok else np.inf for each, ok in zip(served, finished, strict=True)])
@@ -46,7 +48,9 @@ def gaps(served: Sequence[Served]) -> "list[Floats]":
     """The seconds between tokens that follow each other, for every request; none for one that did not finish."""
     import numpy as np
 
-    return [np.diff(np.asarray(each.token_s if each.ending is Ending.FINISHED else (), float)) for each in served]
+    return [
+        np.diff(np.asarray(each.token_s if each.ending is RequestOutcome.FINISHED else (), float)) for each in served
+    ]
 
 
 def worst_mean_s(taken: "Floats") -> float:

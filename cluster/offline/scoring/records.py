@@ -7,7 +7,7 @@ from enum import Enum
 from cluster.observe.ledger import LatencyLedger
 
 
-class Ending(Enum):
+class RequestOutcome(Enum):
     """How a request ended for its client."""
 
     FINISHED = "finished"
@@ -30,7 +30,7 @@ class Served:
     prompt_tokens: int
     output_tokens: int  # that it was to get
     token_s: Sequence[float]
-    ending: Ending
+    ending: RequestOutcome
     detail: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""

@@ -15,7 +15,7 @@ from cluster.offline.scoring.figures import Figures, Percentiles
 from cluster.offline.scoring.goodput import half_width
 
 
-class Verdict(Enum):
+class TrialVerdict(Enum):
     """Of one configuration against another."""
 
     BETTER = "better"
@@ -58,7 +58,7 @@ METRICS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SeedRun:
     """One configuration's run of one load with one seed. `is_colocated`: a worker does both phases; None: unknown."""
 
     configuration: str
@@ -84,7 +84,7 @@ class Against:
 
     other: str
     by: Interval
-    verdict: Verdict
+    verdict: TrialVerdict
 
 
 def interval(samples: Sequence[float]) -> Interval:
@@ -98,7 +98,7 @@ def interval(samples: Sequence[float]) -> Interval:
 class Trials:
     """All runs of one comparison. Raises ValueError on two runs of one configuration, load and seed."""
 
-    def __init__(self, trials: Sequence[Trial]) -> None:
+    def __init__(self, trials: Sequence[SeedRun]) -> None:
         self.all = tuple(trials)
         self.configurations = tuple(dict.fromkeys(each.configuration for each in trials))
         self.colocated = tuple(dict.fromkeys(each.configuration for each in trials if each.is_colocated))
@@ -156,7 +156,7 @@ class Trials:
         return None if best is None else self.against(metric, configuration, best, load)
 
 
-def _verdict(by: Interval, even: float, more_is_better: bool) -> Verdict:
+def _verdict(by: Interval, even: float, more_is_better: bool) -> TrialVerdict:
     if by.seeds < 2 or by.low - ROUNDING <= even <= by.high + ROUNDING:
-        return Verdict.EVEN
-    return Verdict.BETTER if (by.mean > even) is more_is_better else Verdict.WORSE
+        return TrialVerdict.EVEN
+    return TrialVerdict.BETTER if (by.mean > even) is more_is_better else TrialVerdict.WORSE

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.events import Accepted, Completed, Queued
-from cluster.offline.scoring.records import Ending, Served
+from cluster.offline.scoring.records import RequestOutcome, Served
 from cluster.offline.workload.arrivals import Arrival
 from workers.request import SLO
 
@@ -17,7 +17,7 @@ class _Tokens(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TokenChunk:
     """A piece of an answer of which only the number of tokens is known."""
 
     count: int
@@ -28,7 +28,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class CountedAnswer:
     """The end of an answer, with its tokens as the server counts them; None: it does not say."""
 
     prompt_tokens: int | None = None
@@ -36,13 +36,13 @@ class Counted:
     cached_tokens: int = 0
 
 
-class Watch:
+class RequestWatch:
     """Owned by whoever sends the request. `clock`: seconds as the workload counts them."""
 
     def __init__(self, index: int, arrival: Arrival, clock: Callable[[], float]) -> None:
         self.index = index
         self.arrival = arrival
-        self.ending = Ending.UNFINISHED
+        self.ending = RequestOutcome.UNFINISHED
         self.events = 0
         self.untimed = 0  # tokens of which nobody said in which chunk they came
         self._clock = clock
@@ -50,7 +50,7 @@ class Watch:
         self._token_s = array("d")
         self._accepted: Accepted | None = None
         self._completed: Completed | None = None
-        self._counted: Counted | None = None
+        self._counted: CountedAnswer | None = None
         self._reason = ""
 
     @property
@@ -64,7 +64,7 @@ class Watch:
         """Whether the server said how many tokens the answer has."""
         return self._completed is not None or (self._counted is not None and self._counted.output_tokens is not None)
 
-    def see(self, event: Queued | Accepted | Completed | Counted | _Tokens) -> None:
+    def see(self, event: Queued | Accepted | Completed | CountedAnswer | _Tokens) -> None:
         self.events += 1
         if isinstance(event, Queued):
             return
@@ -72,22 +72,22 @@ class Watch:
             self._accepted = event
         elif isinstance(event, Completed):
             self._completed = event
-            self.ending = Ending.FINISHED
-        elif isinstance(event, Counted):
+            self.ending = RequestOutcome.FINISHED
+        elif isinstance(event, CountedAnswer):
             self._settle(event)
         else:
             now_s = self._clock()
             for _ in event.tokens:
                 self._token_s.append(now_s)
 
-    def _settle(self, counted: Counted) -> None:
+    def _settle(self, counted: CountedAnswer) -> None:
         """Tokens that no chunk told of came with the last one at the latest; chunks without a token were none."""
         self._counted = counted
         have, wanted = len(self._token_s), counted.output_tokens
         if not have:
-            self.end(Ending.FAILED, "the answer had no text and no tokens", "empty answer")
+            self.end(RequestOutcome.FAILED, "the answer had no text and no tokens", "empty answer")
             return
-        self.ending = Ending.FINISHED
+        self.ending = RequestOutcome.FINISHED
         if wanted is None or wanted < 1:
             return
         self.untimed = max(0, wanted - have)
@@ -96,7 +96,7 @@ class Watch:
 
     def can_keep(self, slo: SLO) -> bool:
         """Whether it met its SLO, or still may."""
-        done = self.ending is not Ending.UNFINISHED
+        done = self.ending is not RequestOutcome.UNFINISHED
         so_far = self.served()
         now_s = self._clock()
         late_s = now_s - self.arrival.at_s if so_far.ttft_s is None else so_far.ttft_s
@@ -107,9 +107,9 @@ class Watch:
             bounded = slo.ttft_s is not None and slo.tpot_s is not None
             return not bounded or now_s - self.arrival.at_s <= least_s
         kept = so_far.tpot_s is not None and (slo.tpot_s is None or so_far.tpot_s <= slo.tpot_s)
-        return self.ending is Ending.FINISHED and kept
+        return self.ending is RequestOutcome.FINISHED and kept
 
-    def end(self, ending: Ending, detail: str, reason: str = "") -> None:
+    def end(self, ending: RequestOutcome, detail: str, reason: str = "") -> None:
         """It ended without finishing. `reason`: words that all have who ended alike."""
         self.ending, self._detail, self._reason = ending, detail, reason
 

@@ -12,7 +12,7 @@ from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, goodput, probe_span_s
 from cluster.offline.scoring.records import Run
 from cluster.offline.sim.cluster import ALONE, PoolModel, Surroundings
-from cluster.offline.sim.run import Options, simulate
+from cluster.offline.sim.run import RunOptions, simulate
 from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.changes import resampled
 from cluster.spec import ClusterSpec, PoolSpec, Role
@@ -46,26 +46,26 @@ def processes(count: int) -> Iterator[Map]:
         yield pool.map
 
 
-def run_case(case: Case, workload: Workload, options: Options) -> Run:
+def run_case(case: Case, workload: Workload, options: RunOptions) -> Run:
     """See `simulate`."""
     return simulate(case.spec, case.models, workload, replace(options, system=case.name))
 
 
-def run_all(cases: Sequence[Case], workload: Workload, seeds: Sequence[Options], each: Map) -> Iterable[Run]:
+def run_all(cases: Sequence[Case], workload: Workload, seeds: Sequence[RunOptions], each: Map) -> Iterable[Run]:
     """Every case with every seed, case by case."""
     jobs = [(case, options) for case in cases for options in seeds]
     return each(partial(_run_job, workload), [case for case, _ in jobs], [options for _, options in jobs])
 
 
 def run_at(
-    case: Case, source: Workload, rates: Sequence[float], count: int, options: Options, each: Map
+    case: Case, source: Workload, rates: Sequence[float], count: int, options: RunOptions, each: Map
 ) -> Iterable[Run]:
     """A case at several rates: the same `count` requests drawn from the source, Poisson arrivals."""
     drawn = [resampled(source, count, rate, options.seed) for rate in rates]
     return each(partial(run_case, case, options=replace(options, trace=False)), drawn)
 
 
-def _run_job(workload: Workload, case: Case, options: Options) -> Run:
+def _run_job(workload: Workload, case: Case, options: RunOptions) -> Run:
     return run_case(case, workload, options)
 
 
@@ -93,7 +93,7 @@ class Attain:
         last = max(self.source.arrivals, key=lambda each: each.output_tokens).output_tokens
         promised_s = (self.slo.ttft_s or 0.0) + last * (self.slo.tpot_s or 0.0)
         until_s = workload.duration_s + CUT_AFTER * promised_s if promised_s else None
-        options = Options(seed=seed, slo=self.slo, until_s=until_s, around=self.around)
+        options = RunOptions(seed=seed, slo=self.slo, until_s=until_s, around=self.around)
         return attainment(run_case(self.case, workload, options), self.slo)
 
 

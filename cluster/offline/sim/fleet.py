@@ -10,7 +10,7 @@ from workers.profiles.capacity import kv_capacity_tokens
 from workers.profiles.hardware import hardware_of
 from workers.profiles.measured import ClusterProfile
 from workers.profiles.shapes import ModelShape, shape_of
-from workers.profiles.sources import BEST, CROSS, Link, link_of, profile_of
+from workers.profiles.sources import BEST, CROSS, NetworkLink, link_of, profile_of
 
 BLOCK_SIZE = 16
 MAX_RUNNING = 256  # sequences of one worker; vLLM's default
@@ -22,7 +22,7 @@ def pool_model(
     parallel: ParallelConfig,
     *,
     source: str = BEST,
-    link: str | Link = CROSS,
+    link: str | NetworkLink = CROSS,
 ) -> PoolModel:
     """Workers of this model on `parallel.world_size` GPUs each; KV comes to them over `link` (in a node, or across).
 

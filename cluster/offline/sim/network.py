@@ -17,17 +17,17 @@ class Network:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._listeners: dict[int, Listener] = {}
+        self._listeners: dict[int, VirtualListener] = {}
         self._next_port = FIRST_PORT
 
-    def listen(self, factory: Factory, port: int) -> "Listener":
+    def listen(self, factory: Factory, port: int) -> "VirtualListener":
         """Raises OSError when the port is taken."""
         if port == 0:
             port = self._next_port
             self._next_port += 1
         if port in self._listeners:
             raise OSError(f"port {port} is in use")
-        listener = self._listeners[port] = Listener(self, factory, port)
+        listener = self._listeners[port] = VirtualListener(self, factory, port)
         return listener
 
     def connect(self, factory: Factory, port: int) -> tuple["Pipe", asyncio.Protocol]:
@@ -46,7 +46,7 @@ class Network:
         self._listeners.pop(port, None)
 
 
-class Listener:
+class VirtualListener:
     """What `create_server` answers. `sockets[0].getsockname()` tells the port, as of a real server."""
 
     def __init__(self, network: Network, factory: Factory, port: int) -> None:
@@ -55,7 +55,7 @@ class Listener:
         self._port = port
 
     @property
-    def sockets(self) -> tuple["Listener", ...]:
+    def sockets(self) -> tuple["VirtualListener", ...]:
         return (self,)
 
     def getsockname(self) -> tuple[str, int]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import ClusterError, Rejected
-from cluster.offline.scoring.records import Ending, Run, Served
-from cluster.offline.scoring.watch import Watch
+from cluster.offline.scoring.records import RequestOutcome, Run, Served
+from cluster.offline.scoring.watch import RequestWatch
 from cluster.offline.sim.clock import Deadlock, run
 from cluster.offline.sim.cluster import ALONE, PoolModel, SimCluster, Surroundings, open_cluster, request_id
 from cluster.offline.workload.arrivals import Workload
@@ -31,7 +31,7 @@ class Leaked(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class RunOptions:
     """How a run is made. `trace` keeps every step. `until_s`: the run is cut so long after the first arrival.
 
     `most_missed`: it is cut as soon as more requests cannot keep `slo` any more, for who only wants to know whether.
@@ -47,16 +47,16 @@ class Options:
 
 
 def simulate(
-    spec: ClusterSpec, models: Mapping[str, PoolModel], workload: Workload, options: Options | None = None
+    spec: ClusterSpec, models: Mapping[str, PoolModel], workload: Workload, options: RunOptions | None = None
 ) -> Run:
     """Run the whole workload. `models` by pool name.
 
     Raises `Deadlock` when requests are stuck, `Leaked`, and what production raises for a cluster that cannot start.
     """
-    return run(_simulate(spec, models, workload, options or Options()))
+    return run(_simulate(spec, models, workload, options or RunOptions()))
 
 
-async def _simulate(spec: ClusterSpec, models: Mapping[str, PoolModel], workload: Workload, options: Options) -> Run:
+async def _simulate(spec: ClusterSpec, models: Mapping[str, PoolModel], workload: Workload, options: RunOptions) -> Run:
     begun = time.perf_counter()
     async with open_cluster(spec, models, options.around, trace=options.trace) as cluster:
         load = _Load(cluster, models, workload, options)
@@ -69,7 +69,7 @@ class _Load:
     """Sends every request at its time, whatever became of those before it."""
 
     def __init__(
-        self, cluster: SimCluster, models: Mapping[str, PoolModel], workload: Workload, options: Options
+        self, cluster: SimCluster, models: Mapping[str, PoolModel], workload: Workload, options: RunOptions
     ) -> None:
         self._cluster = cluster
         self._models = {pool.name: models[pool.name] for pool in cluster.spec.pools}
@@ -77,7 +77,7 @@ class _Load:
         self._options = options
         self._vocab_size = min(model.vocab_size for model in self._models.values())
         self._begin_s = asyncio.get_running_loop().time() - workload.arrivals[0].at_s
-        self.watches = [Watch(index, arrival, self._now_s) for index, arrival in enumerate(workload.arrivals)]
+        self.watches = [RequestWatch(index, arrival, self._now_s) for index, arrival in enumerate(workload.arrivals)]
         self._open: set[asyncio.Task[None]] = set()
         self._missed: set[int] = set()
         self._too_many = asyncio.Event()
@@ -124,7 +124,7 @@ class _Load:
         if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
             self._broken.set_exception(error)
 
-    def _judge_in_time(self, watch: Watch, task: "asyncio.Task[None]") -> None:
+    def _judge_in_time(self, watch: RequestWatch, task: "asyncio.Task[None]") -> None:
         """When it ends, and when its first and last token are due."""
         slo, loop = self._options.slo, asyncio.get_running_loop()
         due = []
@@ -141,7 +141,7 @@ class _Load:
 
         task.add_done_callback(ended)
 
-    def _judge(self, watch: Watch) -> None:
+    def _judge(self, watch: RequestWatch) -> None:
         if watch.can_keep(self._options.slo):
             return
         self._missed.add(watch.index)
@@ -149,7 +149,7 @@ class _Load:
         if len(self._missed) > self._options.most_missed:
             self._too_many.set()
 
-    async def _one(self, watch: Watch) -> None:
+    async def _one(self, watch: RequestWatch) -> None:
         dispatchers = self._cluster.dispatchers
         dispatcher: Dispatcher = dispatchers[watch.index % len(dispatchers)]
         if self._options.around.door_s:
@@ -160,16 +160,16 @@ class _Load:
             )
             await dispatcher.run(asked, watch.see)
         except Rejected as error:
-            watch.end(Ending.REJECTED, str(error))
+            watch.end(RequestOutcome.REJECTED, str(error))
         except ClusterError as error:
-            watch.end(Ending.FAILED, f"{type(error).__name__}: {error}")
+            watch.end(RequestOutcome.FAILED, f"{type(error).__name__}: {error}")
 
     async def _notice_stall(self) -> None:
         seen = -1
         while True:
             await asyncio.sleep(STALLED_S)
             events = sum(watch.events for watch in self.watches)
-            waiting = [watch for watch in self.watches if watch.ending is Ending.UNFINISHED and watch.events]
+            waiting = [watch for watch in self.watches if watch.ending is RequestOutcome.UNFINISHED and watch.events]
             if events == seen and waiting:
                 names = ", ".join(f"{request_id(each.index)} ({each.where})" for each in waiting[:8])
                 raise Deadlock(f"no token anywhere for {STALLED_S:.0f} s; {len(waiting)} requests wait: {names}")

@@ -185,7 +185,7 @@ def told_apart(workload: Workload, number: int) -> Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class WorkloadPhase:
     """A part of a longer workload. `seconds` until the next begins; None: its last arrival and one mean gap."""
 
     workload: Workload
@@ -203,7 +203,7 @@ class Phase:
         return self.seconds
 
 
-def concatenated(phases: Sequence[Phase]) -> Workload:
+def concatenated(phases: Sequence[WorkloadPhase]) -> Workload:
     """One after another. Prefixes are shared within a source, and between phases of the same name."""
     sizes = {each.workload.block_tokens for each in phases if any(one.prefix for one in each.workload.arrivals)}
     if len(sizes) > 1:

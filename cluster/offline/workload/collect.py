@@ -11,16 +11,16 @@ from pathlib import Path
 
 from cluster.offline.workload import changes
 from cluster.offline.workload.arrivals import MOST_REQUESTS, MOST_TOKENS, Arrival, Workload, WorkloadError
-from cluster.offline.workload.options import Options
+from cluster.offline.workload.options import WorkloadOptions
 from cluster.offline.workload.streams import opened
-from cluster.offline.workload.traces import Row, read
+from cluster.offline.workload.traces import TraceRow, read
 
 _LARGEST_ID = 2**64 - 1  # of a prefix block
 _LONGEST_TICK_S = 60.0
 _TICKS = 100  # enough to know the usual one
 
 
-def collect(path: Path, said: Options, seed: int) -> Workload:
+def collect(path: Path, said: WorkloadOptions, seed: int) -> Workload:
     """What the file has, from time 0 on, with jitter; all at once if it has no times."""
     with opened(path) as stream:
         trace = read(stream, path)
@@ -42,10 +42,10 @@ def collect(path: Path, said: Options, seed: int) -> Workload:
 class _Filled:
     """Rows without those of 0 tokens, if these may be dropped; counts them."""
 
-    def __init__(self, rows: Iterable[Row], drops: bool) -> None:
+    def __init__(self, rows: Iterable[TraceRow], drops: bool) -> None:
         self._rows, self._drops, self.empty = rows, drops, 0
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[TraceRow]:
         for row in self._rows:
             if self._drops and 0 in (row.prompt_tokens, row.output_tokens):
                 self.empty += 1
@@ -53,7 +53,7 @@ class _Filled:
                 yield row
 
 
-def _arrivals(rows: Iterable[Row], block_tokens: int, any_order: bool) -> Iterator[Arrival]:
+def _arrivals(rows: Iterable[TraceRow], block_tokens: int, any_order: bool) -> Iterator[Arrival]:
     """Times counted from the first one's."""
     begin_s: float | None = None
     last_s, timed = -math.inf, True
@@ -67,7 +67,7 @@ def _arrivals(rows: Iterable[Row], block_tokens: int, any_order: bool) -> Iterat
         yield Arrival(at_s - begin_s, row.prompt_tokens, row.output_tokens, row.prefix, row.session)
 
 
-def _problem(row: Row, block_tokens: int, last_s: float, timed: bool, any_order: bool) -> str:
+def _problem(row: TraceRow, block_tokens: int, last_s: float, timed: bool, any_order: bool) -> str:
     """Why this row is no request; empty: it is one."""
     if timed is not (row.at_s is not None):
         return "some requests have a time and some have none"
@@ -89,7 +89,7 @@ def _problem(row: Row, block_tokens: int, last_s: float, timed: bool, any_order:
     return ""
 
 
-def _wanted(arrivals: Iterator[Arrival], said: Options, path: Path, ticked: bool) -> Iterator[Arrival]:
+def _wanted(arrivals: Iterator[Arrival], said: WorkloadOptions, path: Path, ticked: bool) -> Iterator[Arrival]:
     """As many as the options can need; for jitter some ticks more, and those before a window that it may move there."""
     in_order = said.sort != "yes"
     begin_s = said.begin or 0.0
@@ -114,7 +114,7 @@ def _wanted(arrivals: Iterator[Arrival], said: Options, path: Path, ticked: bool
         count += 1
 
 
-def _spread(workload: Workload, said: Options, seed: int, ticked: bool) -> Workload:
+def _spread(workload: Workload, said: WorkloadOptions, seed: int, ticked: bool) -> Workload:
     wish = said.jitter or "auto"
     if isinstance(wish, float):
         return changes.jittered(workload, wish, seed)

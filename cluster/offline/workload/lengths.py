@@ -60,7 +60,7 @@ class Uniform:
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class LengthMix:
     """Each request is of one of these kinds (of prompt, of answer), all equally likely."""
 
     kinds: Sequence[tuple[Distribution, Distribution]]
@@ -94,7 +94,7 @@ _PURE = {
 }
 # prompt/answer -> what a request is drawn from
 KINDS = {name: (kind,) for name, kind in _PURE.items()} | {"mixed": tuple(_PURE.values())}
-MIXES = {name: Mix(kinds) for name, kinds in KINDS.items()}
+MIXES = {name: LengthMix(kinds) for name, kinds in KINDS.items()}
 
 _WRITTEN = re.compile(r"(?:([1-9]\d?)x)?(\d{1,9})(?:-(\d{1,9}))?/(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
@@ -114,4 +114,4 @@ def written(text: str) -> Lengths | None:
         times, least, most, shortest, longest = found.groups()
         prompt, output = Uniform(int(least), int(most or least)), Uniform(int(shortest), int(longest or shortest))
         kinds += int(times or 1) * [(prompt, output)]
-    return Mix(kinds)
+    return LengthMix(kinds)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from cluster.offline.workload import changes
 from cluster.offline.workload.arrivals import MOST_REQUESTS, Workload, WorkloadError
-from cluster.offline.workload.changes import Phase
+from cluster.offline.workload.changes import WorkloadPhase
 from cluster.offline.workload.collect import collect
 from cluster.offline.workload.lengths import MIXES, Lengths, Resampled, written
-from cluster.offline.workload.options import FOR_ALL_PROCESSES, FOR_TRACES, Options, options, split
+from cluster.offline.workload.options import FOR_ALL_PROCESSES, FOR_TRACES, WorkloadOptions, options, split
 from cluster.offline.workload.processes import Burst, Constant, Day, Gamma, OnOff, Poisson, Process, Weibull
 
 _OF_TIME = ("rate", "duration")  # which a burst has not
@@ -76,7 +76,7 @@ def load_workload(source: str, *, seed: int = 0) -> Workload:
     return phases[0].workload if len(phases) == 1 else changes.concatenated(phases)
 
 
-def _phase(text: str, seed: int) -> Phase:
+def _phase(text: str, seed: int) -> WorkloadPhase:
     head, rest = split(text)
     if head in _PROCESSES:
         return _synthetic(text, head, rest, seed)
@@ -87,7 +87,7 @@ def _phase(text: str, seed: int) -> Phase:
     raise WorkloadError(f"{head!r} is neither a trace file nor a process of arrivals; {hint}")
 
 
-def _part(workload: Workload, said: Options) -> Workload:
+def _part(workload: Workload, said: WorkloadOptions) -> Workload:
     """Of all its requests those asked for, at the lengths asked for."""
     if said.begin is not None or said.until is not None:
         workload = changes.window(workload, said.begin or 0.0, said.until or math.inf)
@@ -100,17 +100,17 @@ def _part(workload: Workload, said: Options) -> Workload:
     return workload
 
 
-def _paced(workload: Workload, said: Options, end_s: float | None) -> Phase:
+def _paced(workload: Workload, said: WorkloadOptions, end_s: float | None) -> WorkloadPhase:
     """Made faster, and how long it lasts when it was said to end at `end_s`."""
     speed = said.speed or 1.0
     seconds = None if end_s is None else (end_s - (said.begin or 0.0)) / speed
-    return Phase(workload if said.speed is None else changes.faster(workload, speed), seconds)
+    return WorkloadPhase(workload if said.speed is None else changes.faster(workload, speed), seconds)
 
 
 # ---- synthetic ---------------------------------------------------------------------------------------------------
 
 
-def _synthetic(text: str, head: str, rest: str, seed: int) -> Phase:
+def _synthetic(text: str, head: str, rest: str, seed: int) -> WorkloadPhase:
     process, own = _PROCESSES[head]
     timeless = head == "burst"
     said = options(rest, (*own, *(key for key in FOR_ALL_PROCESSES if not timeless or key not in _OF_TIME)), head)
@@ -142,7 +142,7 @@ def _lengths(text: str, seed: int) -> Lengths:
     if found := written(text):
         return found
     if os.path.exists(text):
-        return Resampled.of(collect(Path(text), Options(), seed).arrivals)
+        return Resampled.of(collect(Path(text), WorkloadOptions(), seed).arrivals)
     raise WorkloadError(
         f"lengths={text} are neither {', '.join(MIXES)}, nor PROMPT/OUTPUT in tokens (1500/200, 1500-2000/500, "
         "4x64/48+1024/48), nor a trace file"
@@ -152,13 +152,13 @@ def _lengths(text: str, seed: int) -> Lengths:
 # ---- traces ------------------------------------------------------------------------------------------------------
 
 
-def _trace(path: Path, said: Options, seed: int) -> Phase:
+def _trace(path: Path, said: WorkloadOptions, seed: int) -> WorkloadPhase:
     workload = _part(collect(path, said, seed), said)
     retimed = _retimed(workload, said, seed)
     return _paced(retimed, said, said.until if retimed is workload else None)
 
 
-def _retimed(workload: Workload, said: Options, seed: int) -> Workload:
+def _retimed(workload: Workload, said: WorkloadOptions, seed: int) -> Workload:
     """At the rate and with the arrivals asked for. A trace without times is redrawn or refused."""
     rate = said.rate or workload.rate
     how = said.arrivals or ("poisson" if said.sample or not workload.rate else "scaled")

@@ -13,7 +13,7 @@ from cluster.offline.workload.arrivals import MOST_REQUESTS, MOST_TOKENS, Worklo
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class WorkloadOptions:
     """What a description says; None: it says nothing. `load_workload` has what each means."""
 
     rate: float | None = None
@@ -127,7 +127,7 @@ def split(text: str) -> tuple[str, str]:
     return head.strip(), rest.strip()
 
 
-def options(text: str, known: Sequence[str], source: str) -> Options:
+def options(text: str, known: Sequence[str], source: str) -> WorkloadOptions:
     """Of a source that knows only these keys."""
     values: dict[str, str | float | int] = {}
     for part in filter(None, map(str.strip, text.split(","))):
@@ -146,4 +146,4 @@ def options(text: str, known: Sequence[str], source: str) -> Options:
             raise WorkloadError(f"{source}: {key} {given}; it must be {option.rule}") from None
     if "from" in values:
         values["begin"] = values.pop("from")
-    return Options(**values)  # type: ignore[arg-type]  # each reader gives its field's type
+    return WorkloadOptions(**values)  # type: ignore[arg-type]  # each reader gives its field's type

@@ -25,7 +25,7 @@ MOONCAKE_BLOCK, BAILIAN_BLOCK = 512, 16  # tokens
 Kind = TypeVar("Kind")
 
 
-class Row(NamedTuple):
+class TraceRow(NamedTuple):
     """One request as its file has it. `at_s` None: the file has no times. `place` is the file and line."""
 
     place: str
@@ -44,7 +44,7 @@ class Trace:
     requests without an output are failures that the format records. `note`: what was done to the source.
     """
 
-    rows: Iterable[Row]
+    rows: Iterable[TraceRow]
     block_tokens: int = MOONCAKE_BLOCK
     ticked: bool = False
     drops_empty: bool = False
@@ -118,7 +118,9 @@ def _columns(rows: Iterator[tuple[int, list[str]]], path: Path) -> Trace:
     return Trace(_cells(rows, form, found, path), drops_empty=form.drops_empty)
 
 
-def _cells(rows: Iterator[tuple[int, list[str]]], form: _Format, found: dict[str, int], path: Path) -> Iterator[Row]:
+def _cells(
+    rows: Iterator[tuple[int, list[str]]], form: _Format, found: dict[str, int], path: Path
+) -> Iterator[TraceRow]:
     at, prompt, output, session = (found.get(name.casefold(), -1) for name in (*form.columns, form.session))
     least = max(at, prompt, output) + 1
     line = f"{path}, line "
@@ -134,7 +136,7 @@ def _cells(rows: Iterator[tuple[int, list[str]]], form: _Format, found: dict[str
             raise _misread(
                 [(name, read, cells[column]) for name, read, column in readers if column >= 0], place
             ) from None
-        yield Row(place, at_s, *lengths, session=cells[session].strip() if 0 <= session < len(cells) else "")
+        yield TraceRow(place, at_s, *lengths, session=cells[session].strip() if 0 <= session < len(cells) else "")
 
 
 def _whole(text: str) -> int:
@@ -215,15 +217,15 @@ def _converted(record: dict[str, Any], kind: type[Kind], place: str) -> Kind:
         raise WorkloadError(f"{place}: {error}") from error
 
 
-def _blocks(records: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Row]:
+def _blocks(records: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
     for place, record in records:
         found = _converted(record, _Blocks, place)
         at_s = None if found.timestamp is None else found.timestamp / 1000.0
         session = "" if found.session_id is None else str(found.session_id)
-        yield Row(place, at_s, found.input_length, found.output_length, found.hash_ids, session)
+        yield TraceRow(place, at_s, found.input_length, found.output_length, found.hash_ids, session)
 
 
-def _chats(records: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Row]:
+def _chats(records: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
     """A turn belongs to the session of the turn before it; the first has -1 there."""
     sessions: dict[int | str, str] = {}
     for place, record in records:
@@ -234,13 +236,13 @@ def _chats(records: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Row]:
         begins = parent is None or parent in (-1, "-1")
         session = str(chat) if begins or parent is None else sessions.get(parent, str(parent))
         sessions[chat] = session
-        yield Row(place, found.timestamp, found.input_length, found.output_length, found.hash_ids, session)
+        yield TraceRow(place, found.timestamp, found.input_length, found.output_length, found.hash_ids, session)
 
 
-def _conversations(records: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Row]:
+def _conversations(records: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
     """The first text is the prompt, the second the answer, as vLLM's and SGLang's benchmarks take them."""
     for place, record in records:
         turns = _converted(record, _Conversation, place).conversations
         texts = [each.value.strip() for each in turns[:2]]
         prompt, output = (four_characters(text) if text else 0 for text in (*texts, "", "")[:2])
-        yield Row(place, None, prompt, output)
+        yield TraceRow(place, None, prompt, output)

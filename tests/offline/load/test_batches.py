@@ -8,7 +8,7 @@ from cluster.offline.load.batches import Sweep, sizes_of
 from cluster.offline.report.batches import HEADERS, batch_curves, batch_table
 from cluster.offline.report.style import png
 from cluster.offline.scoring.batches import Batch, batch, batch_figures
-from cluster.offline.scoring.records import Ending
+from cluster.offline.scoring.records import RequestOutcome
 from cluster.offline.workload.arrivals import WorkloadError
 from tests.offline.scoring.made import refused, split_run, steady
 
@@ -27,7 +27,9 @@ def test_a_batch_of_three_by_hand() -> None:
 
 
 def test_what_failed_has_no_latency_but_is_counted() -> None:
-    run = replace(split_run(), served=(steady(0, 0.0, 1.0, 0.5, 3), refused(1, 0.0), refused(2, 0.0, Ending.FAILED)))
+    run = replace(
+        split_run(), served=(steady(0, 0.0, 1.0, 0.5, 3), refused(1, 0.0), refused(2, 0.0, RequestOutcome.FAILED))
+    )
     found = batch(run)
     assert (found.size, found.finished, found.latency_s) == (3, 1, 2.0)
     nothing = batch(replace(run, served=run.served[1:]))

@@ -7,10 +7,10 @@ import pytest
 
 from cluster.offline.load.endpoint import EndpointError, Target
 from cluster.offline.load.opening import open_endpoint
-from cluster.offline.load.sending import Load, nothing
+from cluster.offline.load.sending import LoadOptions, nothing
 from cluster.offline.load.through_http import VOCAB_SIZE, WORDS, HttpEndpoint, text_of
 from cluster.offline.scoring.figures import figures
-from cluster.offline.scoring.records import Ending, Run
+from cluster.offline.scoring.records import RequestOutcome, Run
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.offline.workload.changes import told_apart
 from cluster.offline.workload.load import load_workload
@@ -24,7 +24,7 @@ async def driven(server: MadeUp, workload: Workload = FEW, **load: object) -> Ru
     async with open_endpoint(Target(server.url, "made-up")) as endpoint:
         server.bodies.clear()
         server.most = 0
-        return await endpoint.drive(workload, Load(endpoint.vocab_size, **load), nothing)  # type: ignore[arg-type]
+        return await endpoint.drive(workload, LoadOptions(endpoint.vocab_size, **load), nothing)  # type: ignore[arg-type]
 
 
 async def told(server: MadeUp) -> str:
@@ -36,7 +36,7 @@ async def test_every_token_counts_at_the_time_of_its_chunk() -> None:
     async with made_up(tokens_a_chunk=2, service_s=0.06) as server:
         run = await driven(server)
     for each, arrival in zip(run.served, FEW.arrivals, strict=True):
-        assert each.ending is Ending.FINISHED
+        assert each.ending is RequestOutcome.FINISHED
         assert (each.prompt_tokens, len(each.token_s)) == (arrival.prompt_tokens, 6)
         assert [later == sooner for sooner, later in pairwise(each.token_s)] == [True, False, True, False, True]
     assert not any("chunks" in note for note in run.notes)
@@ -73,21 +73,21 @@ async def test_a_server_gets_requests_as_it_takes_them() -> None:
 @pytest.mark.parametrize(
     ("settings", "ending", "reason"),
     [
-        ({"status": 429}, Ending.REJECTED, "HTTP 429"),
-        ({"status": 503}, Ending.REJECTED, "HTTP 503"),
-        ({"status": 500}, Ending.FAILED, "HTTP 500"),
-        ({"cuts": True}, Ending.FAILED, "stream cut"),
-        ({"service_s": 5.0}, Ending.FAILED, "deadline"),
+        ({"status": 429}, RequestOutcome.REJECTED, "HTTP 429"),
+        ({"status": 503}, RequestOutcome.REJECTED, "HTTP 503"),
+        ({"status": 500}, RequestOutcome.FAILED, "HTTP 500"),
+        ({"cuts": True}, RequestOutcome.FAILED, "stream cut"),
+        ({"service_s": 5.0}, RequestOutcome.FAILED, "deadline"),
     ],
 )
 async def test_a_failure_is_counted_by_its_reason_and_the_run_goes_on(
-    settings: dict[str, object], ending: Ending, reason: str
+    settings: dict[str, object], ending: RequestOutcome, reason: str
 ) -> None:
     async with made_up() as server, open_endpoint(Target(server.url, "made-up")) as endpoint:
         for name, value in settings.items():
             setattr(server, name, value)
         deadline_s = 0.3 if reason == "deadline" else 20.0
-        run = await endpoint.drive(FEW, Load(endpoint.vocab_size, deadline_s), nothing)
+        run = await endpoint.drive(FEW, LoadOptions(endpoint.vocab_size, deadline_s), nothing)
     assert {each.ending for each in run.served} == {ending}
     found = figures(run, SLO())
     assert found.reasons == ((reason, 4),) and (found.rejected + found.failed, found.finished) == (4, 0)
@@ -98,7 +98,7 @@ async def test_a_server_that_went_away_is_counted_too() -> None:
         opening = open_endpoint(Target(server.url, "made-up"))
         endpoint = await opening.__aenter__()
     try:
-        run = await endpoint.drive(FEW, Load(endpoint.vocab_size), nothing)
+        run = await endpoint.drive(FEW, LoadOptions(endpoint.vocab_size), nothing)
     finally:
         await opening.__aexit__(None, None, None)
     assert figures(run, SLO()).reasons == (("no connection", 4),)
@@ -151,7 +151,7 @@ async def test_a_closed_loop_keeps_so_many_in_flight(concurrency: int, count: in
     ends = sorted(each.token_s[-1] for each in run.served)
     idle_s = [sent - ended for sent, ended in zip(sends[held:], ends, strict=False)]
     assert len(idle_s) == count - held and all(0.0 <= each < 2.0 for each in idle_s), "who ends makes room at once"
-    assert [each.ending for each in run.served] == [Ending.FINISHED] * count
+    assert [each.ending for each in run.served] == [RequestOutcome.FINISHED] * count
     assert all(each.ttft_s is not None and each.ttft_s < 2.0 for each in run.served), "from when it was sent"
     assert any(f"{concurrency} in flight" in note for note in run.notes)
 

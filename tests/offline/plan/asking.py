@@ -2,19 +2,19 @@
 
 from typing import Any
 
-from cluster.offline.plan.asked import Asked
-from cluster.offline.plan.load import Load
+from cluster.offline.plan.asked import PlanRequest
+from cluster.offline.plan.load import PlanLoad
 from cluster.offline.workload.load import load_workload
 from workers.request import SLO
 
 A100, H100, L4 = "a100-80gb", "h100-80gb", "l4"
 
 
-def load(lengths: str = "200-600/5-15", own_times: bool = False) -> Load:
-    return Load.of(load_workload(f"poisson:rate=4,lengths={lengths},count=200"), own_times)
+def load(lengths: str = "200-600/5-15", own_times: bool = False) -> PlanLoad:
+    return PlanLoad.of(load_workload(f"poisson:rate=4,lengths={lengths},count=200"), own_times)
 
 
-def asked(**changed: Any) -> Asked:
+def asked(**changed: Any) -> PlanRequest:
     """Llama-3-8B on few small GPUs: low rates, and so short runs."""
     terms: dict[str, Any] = {
         "model": "llama-3-8b",
@@ -27,4 +27,4 @@ def asked(**changed: Any) -> Asked:
         "tolerance": 0.2,
         "source": "roofline",
     }
-    return Asked(**(terms | changed))
+    return PlanRequest(**(terms | changed))

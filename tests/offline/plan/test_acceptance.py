@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from cluster.offline.plan.asked import Asked
-from cluster.offline.plan.deploy import Group, Layout
-from cluster.offline.plan.load import Load
-from cluster.offline.plan.placement import Placement
+from cluster.offline.plan.asked import PlanRequest
+from cluster.offline.plan.deploy import Layout, WorkerGroup
+from cluster.offline.plan.load import PlanLoad
+from cluster.offline.plan.placement import PlacementSearch
 from cluster.offline.plan.trial import Trial, prefill, whole
 from cluster.offline.plan.verdict import judged
 from cluster.offline.sim.compare import processes
@@ -29,21 +29,23 @@ acceptance = pytest.mark.skipif(
 PUBLISHED_PER_GPU = 1.56
 
 
-def distserve(**changed: object) -> Asked:
+def distserve(**changed: object) -> PlanRequest:
     terms: dict[str, Any] = {
         "model": "opt-13b",
         "hardware": (A100,),
         "gpus": 4,
         "nodes": 1,
-        "load": Load.of(sharegpt.workload()),
+        "load": PlanLoad.of(sharegpt.workload()),
         "slo": SLO(0.2, 0.1),
         "network": "slow",
     }
-    return Asked(**(terms | changed))
+    return PlanRequest(**(terms | changed))
 
 
 def opt_pair(prefill_tensor: int, decode_tensor: int) -> Layout:
-    return Layout("split", (Group(Role.PREFILL, A100, prefill_tensor), Group(Role.DECODE, A100, decode_tensor)))
+    return Layout(
+        "split", (WorkerGroup(Role.PREFILL, A100, prefill_tensor), WorkerGroup(Role.DECODE, A100, decode_tensor))
+    )
 
 
 def attained(trial: Trial, rate: float) -> float:
@@ -60,7 +62,7 @@ def test_sharegpt_has_the_published_means() -> None:
 @pytest.mark.parametrize(("tensor", "holds"), [(1, False), (2, True)])
 def test_one_gpu_is_too_slow_for_the_prompts_of_distserves_case(tensor: int, holds: bool) -> None:
     """At the published rate of the whole, three GPUs' worth, the prefill instance alone decides."""
-    trial = prefill(distserve(), Group(Role.PREFILL, A100, tensor))
+    trial = prefill(distserve(), WorkerGroup(Role.PREFILL, A100, tensor))
     assert (attained(trial, 0.8 * 3 * PUBLISHED_PER_GPU) >= 0.9) == holds
 
 
@@ -75,7 +77,7 @@ def test_distserves_case_has_distserves_placement() -> None:
     decode steps. The paper's baseline is TP 1, which serves less."""
     asked = distserve(seeds=(0, 1, 2))
     with processes(2) as each:
-        found = Placement(asked, each).search()
+        found = PlacementSearch(asked, each).search()
     for option in judged(asked, found.options).options:
         print(f"{option.layout.told}: {option.goodput.told}")
     best = max((each for each in found.options if each.layout.kind == "split"), key=lambda option: option.value)
@@ -86,5 +88,5 @@ def test_distserves_case_has_distserves_placement() -> None:
 @acceptance
 def test_the_papers_baseline_is_beaten() -> None:
     """vLLM as DistServe ran it: TP 1, prompts first. At half of what the split serves for each GPU it fails."""
-    vllm = Layout("colocated", (Group(Role.MIXED, A100, batching="prefill-first"),))
+    vllm = Layout("colocated", (WorkerGroup(Role.MIXED, A100, batching="prefill-first"),))
     assert attained(whole(distserve(), vllm), 0.5 * PUBLISHED_PER_GPU) < 0.9

@@ -8,8 +8,8 @@ import pytest
 
 from cluster.offline.plan.asked import PlanError
 from cluster.offline.plan.bought import as_json, told
-from cluster.offline.plan.buyer import Answer, Lengths, answers, instances_of, span
-from cluster.offline.plan.load import Load
+from cluster.offline.plan.buyer import InstanceAnswer, LengthRanges, answers, instances_of, span
+from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.trial import Trial
 from cluster.offline.scoring.goodput import TimeUp
 from cluster.offline.workload.lengths import Uniform
@@ -17,36 +17,36 @@ from tests.offline.plan.asking import L4, asked
 from workers.profiles.sources import cost_of
 from workers.request import SLO
 
-LENGTHS = Lengths(Uniform(300, 900), Uniform(8, 12))
-QUESTION = asked(gpus=1, load=Load.of(LENGTHS.workload()), slo=SLO(1.0, 0.1))
+LENGTHS = LengthRanges(Uniform(300, 900), Uniform(8, 12))
+QUESTION = asked(gpus=1, load=PlanLoad.of(LENGTHS.workload()), slo=SLO(1.0, 0.1))
 
 
 @pytest.fixture(scope="module")
-def answer() -> Answer:
+def answer() -> InstanceAnswer:
     (found,) = answers(instances_of(QUESTION, LENGTHS), (1, 4))
     return found
 
 
-def test_alone_ttft_is_the_prefill_and_tpot_the_decode_step(answer: Answer) -> None:
+def test_alone_ttft_is_the_prefill_and_tpot_the_decode_step(answer: InstanceAnswer) -> None:
     cost = cost_of("llama-3-8b", L4, source="roofline")
     assert answer.ttft_s == pytest.approx((cost.prefill_seconds(300), cost.prefill_seconds(900)), rel=1e-3)
     assert answer.tpot_s == pytest.approx((cost.decode_seconds(1, 304), cost.decode_seconds(1, 906)), rel=1e-2)
 
 
-def test_more_users_wait_longer_and_get_more_done(answer: Answer) -> None:
+def test_more_users_wait_longer_and_get_more_done(answer: InstanceAnswer) -> None:
     one, four = answer.users
     assert four.ttft_s.p90 > one.ttft_s.p90
     assert four.output_tokens_rate > 1.5 * one.output_tokens_rate
     assert one.ttft_s.count == 5 and four.ttft_s.count == 20  # the first of each user's six is not counted
 
 
-def test_throughput_is_where_both_promises_still_hold(answer: Answer) -> None:
+def test_throughput_is_where_both_promises_still_hold(answer: InstanceAnswer) -> None:
     found = answer.throughput
     assert found is not None and found.rate > 0.0
     assert all(each.attained.both >= 0.9 for each in found.probes if each.rate in found.by_seed)
 
 
-def test_the_three_are_never_mixed(answer: Answer) -> None:
+def test_the_three_are_never_mixed(answer: InstanceAnswer) -> None:
     lines = told(QUESTION, LENGTHS, [answer])
     first, second, third = (next(i for i, line in enumerate(lines) if line.startswith(f"{n}.")) for n in (1, 2, 3))
     assert not any("requests/s" in line for line in lines[first:third])

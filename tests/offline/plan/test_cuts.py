@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.offline.plan.asked import PlanError
-from cluster.offline.plan.deploy import Group, Layout, spec_of
+from cluster.offline.plan.deploy import Layout, WorkerGroup, spec_of
 from cluster.offline.plan.shapes import CHUNKS, colocated, instances, is_close
 from cluster.spec import Role
 from tests.offline.plan.asking import A100, H100, asked
-from workers.profiles.errors import ProfileError
 from workers.profiles.hardware import DATA
+from workers.profiles.profile_errors import ProfileError
 
 
 def cuts(**changed: object) -> set[tuple[int, int]]:
@@ -64,7 +64,7 @@ def test_unknown_names_have_the_nearest() -> None:
 
 
 def test_colocated_has_every_chunk_size_and_prompts_first() -> None:
-    made = colocated([Group(Role.MIXED, H100)])
+    made = colocated([WorkerGroup(Role.MIXED, H100)])
     assert [each.batch_tokens for each in made if each.batching == "chunked"] == list(CHUNKS)
     assert [each.batching for each in made][-1] == "prefill-first"
 
@@ -75,7 +75,10 @@ def test_close_pairs_are_those_of_distserves_repository(
 ) -> None:
     """Some common divisor c of the stages, at most the nodes, leaves segments that fit a node together."""
     question = asked(hardware=(H100,), gpus=nodes * per_node, nodes=nodes)
-    prefill, decode = Group(Role.PREFILL, H100, tensor_p, pipeline_p), Group(Role.DECODE, H100, tensor_d, pipeline_d)
+    prefill, decode = (
+        WorkerGroup(Role.PREFILL, H100, tensor_p, pipeline_p),
+        WorkerGroup(Role.DECODE, H100, tensor_d, pipeline_d),
+    )
     expected = any(
         tensor_p * (pipeline_p // c) + tensor_d * (pipeline_d // c) <= per_node
         for c in range(1, nodes + 1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.offline.plan.deploy import Group, Layout, decode_alone, models_of, spec_of
+from cluster.offline.plan.deploy import Layout, WorkerGroup, decode_alone, models_of, spec_of
 from cluster.offline.plan.shapes import CHUNKS
 from cluster.offline.plan.written import spec_yaml
 from cluster.spec import Role, load_spec, parse_spec
@@ -15,10 +15,12 @@ from tests.offline.plan.asking import A100, H100, asked
 BOTH = asked(hardware=(A100, H100), gpus=64)
 
 
-def groups(role: Role) -> st.SearchStrategy[Group]:
+def groups(role: Role) -> st.SearchStrategy[WorkerGroup]:
     kinds, cuts = st.sampled_from((A100, H100)), st.sampled_from((1, 2, 4))
     batching = st.sampled_from(("chunked", "prefill-first"))
-    return st.builds(Group, st.just(role), kinds, cuts, cuts, st.integers(1, 9), batching, st.sampled_from(CHUNKS))
+    return st.builds(
+        WorkerGroup, st.just(role), kinds, cuts, cuts, st.integers(1, 9), batching, st.sampled_from(CHUNKS)
+    )
 
 
 layouts = st.one_of(
@@ -41,7 +43,7 @@ def test_a_cluster_file_is_read_back_as_it_was(layout: Layout) -> None:
 
 
 def test_comments_stand_above_and_harm_nothing(tmp_path: Path) -> None:
-    spec = spec_of(BOTH, Layout("colocated", (Group(Role.MIXED, H100, 2),)))
+    spec = spec_of(BOTH, Layout("colocated", (WorkerGroup(Role.MIXED, H100, 2),)))
     path = tmp_path / "plan.yaml"
     path.write_text(spec_yaml(spec, ["evidence", "", "pools: [none]"]))
     assert path.read_text().startswith("# evidence\n#\n# pools: [none]\n")
@@ -49,18 +51,18 @@ def test_comments_stand_above_and_harm_nothing(tmp_path: Path) -> None:
 
 
 def test_each_rank_asks_for_a_gpu_and_for_its_kind_where_there_are_several() -> None:
-    mixed = spec_of(BOTH, Layout("split", (Group(Role.PREFILL, H100), Group(Role.DECODE, A100))))
+    mixed = spec_of(BOTH, Layout("split", (WorkerGroup(Role.PREFILL, H100), WorkerGroup(Role.DECODE, A100))))
     assert [pool.resources.gpu for pool in mixed.pools] == [1, 1]
     assert [set(pool.resources.custom) for pool in mixed.pools] == [
         {"accelerator_type:H100"},
         {"accelerator_type:A100"},
     ]
-    assert not spec_of(BOTH, Layout("colocated", (Group(Role.MIXED, H100),))).pools[0].resources.custom
+    assert not spec_of(BOTH, Layout("colocated", (WorkerGroup(Role.MIXED, H100),))).pools[0].resources.custom
 
 
 def test_kv_goes_over_as_many_links_as_the_smaller_side_has() -> None:
     def byte_s(prefill: int, decode: int, network: str = "slow") -> set[float]:
-        layout = Layout("split", (Group(Role.PREFILL, H100, prefill), Group(Role.DECODE, H100, decode)))
+        layout = Layout("split", (WorkerGroup(Role.PREFILL, H100, prefill), WorkerGroup(Role.DECODE, H100, decode)))
         models = models_of(asked(hardware=(H100,), gpus=64, network=network), layout)
         return {round(model.cost.transfer_byte_s * 1e15) for model in models.values()}
 
@@ -71,7 +73,7 @@ def test_kv_goes_over_as_many_links_as_the_smaller_side_has() -> None:
 
 def test_kv_crosses_nodes_only_where_one_node_is_too_small() -> None:
     def byte_s(replicas: int, network: str) -> float:
-        layout = Layout("split", (Group(Role.PREFILL, H100, 1, 1, replicas), Group(Role.DECODE, H100)))
+        layout = Layout("split", (WorkerGroup(Role.PREFILL, H100, 1, 1, replicas), WorkerGroup(Role.DECODE, H100)))
         return models_of(asked(hardware=(H100,), gpus=64, network=network), layout)["decode"].cost.transfer_byte_s
 
     assert byte_s(7, "fast") == byte_s(7, "slow") == byte_s(8, "slow")
@@ -79,7 +81,7 @@ def test_kv_crosses_nodes_only_where_one_node_is_too_small() -> None:
 
 
 def test_decode_alone_has_prompts_for_nothing() -> None:
-    case = decode_alone(asked(hardware=(H100,)), Group(Role.DECODE, H100))
+    case = decode_alone(asked(hardware=(H100,)), WorkerGroup(Role.DECODE, H100))
     assert case.models["prefill"].cost.prefill_seconds(10_000) == 0.0
     assert case.models["decode"].cost.transfer_seconds(1 << 30) == 0.0
     assert case.models["decode"].cost.decode_seconds(1, 100) > 0.0

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.offline.plan.deploy import Layout
 from cluster.offline.plan.estimate import estimate, median_and_p99, outline, thinned
-from cluster.offline.plan.load import Load
+from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.shapes import instances
 from cluster.offline.plan.trial import Trial, whole
 from cluster.offline.workload.load import load_workload
@@ -20,7 +20,7 @@ def trial(**changed: object) -> Trial:
 
 
 def test_alone_latencies_are_those_of_an_idle_simulation() -> None:
-    fixed = Load.of(load_workload("poisson:rate=4,lengths=600/15,count=40"))
+    fixed = PlanLoad.of(load_workload("poisson:rate=4,lengths=600/15,count=40"))
     one = trial(load=fixed)
     found = estimate(one, median_and_p99(fixed), 0.9)
     (served, *_) = replace(one, load=fixed, requests=10, cut=False).run(0.01, 0).served
@@ -53,7 +53,7 @@ def test_an_outline_for_a_rate_takes_as_many_as_it_needs() -> None:
 
 
 def test_a_large_load_is_thinned_to_what_a_closed_form_needs() -> None:
-    load = Load.of(load_workload("poisson:rate=4,lengths=200-600/5-15,count=3000"))
+    load = PlanLoad.of(load_workload("poisson:rate=4,lengths=200-600/5-15,count=3000"))
     few = thinned(load)
     assert len(few.arrivals) <= 128
     assert few.arrivals[0] == load.arrivals[0]

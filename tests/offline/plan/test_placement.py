@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from cluster.offline.plan.asked import Asked, PlanError
-from cluster.offline.plan.deploy import Group, Layout
-from cluster.offline.plan.placement import Option, Placement, Searched
+from cluster.offline.plan.asked import PlanError, PlanRequest
+from cluster.offline.plan.deploy import Layout, WorkerGroup
+from cluster.offline.plan.placement import Option, PlacementSearch, Searched
 from cluster.offline.plan.trial import whole
-from cluster.offline.plan.verdict import Verdict, judged
+from cluster.offline.plan.verdict import PlanVerdict, judged
 from cluster.offline.plan.written import as_json, described, undecided, write_plan
 from cluster.offline.scoring.figures import Attainment
 from cluster.offline.scoring.goodput import Goodput, Map, Search, TimeUp
@@ -18,28 +18,30 @@ from cluster.spec import Role, load_spec
 from tests.offline.plan.asking import L4, asked, load
 from workers.request import SLO
 
-SPLIT = (Group(Role.PREFILL, L4), Group(Role.DECODE, L4))
+SPLIT = (WorkerGroup(Role.PREFILL, L4), WorkerGroup(Role.DECODE, L4))
 
 
-def search(question: Asked) -> tuple[Searched, Verdict]:
-    found = Placement(question).search()
+def search(question: PlanRequest) -> tuple[Searched, PlanVerdict]:
+    found = PlacementSearch(question).search()
     return found, judged(question, found.options)
 
 
 @pytest.fixture(scope="module")
-def small() -> tuple[Asked, Searched, Verdict]:
+def small() -> tuple[PlanRequest, Searched, PlanVerdict]:
     question = asked(seeds=(0, 1))
     return question, *search(question)
 
 
 @pytest.mark.full
-def test_colocated_and_split_are_both_answers_with_the_same_gpus(small: tuple[Asked, Searched, Verdict]) -> None:
+def test_colocated_and_split_are_both_answers_with_the_same_gpus(
+    small: tuple[PlanRequest, Searched, PlanVerdict],
+) -> None:
     kinds = {option.layout.kind: option.layout.gpus for option in small[2].options}
     assert {"colocated", "split", "hybrid"} <= set(kinds)
     assert set(kinds.values()) == {2}
 
 
-def test_the_figures_are_those_of_the_whole(small: tuple[Asked, Searched, Verdict]) -> None:
+def test_the_figures_are_those_of_the_whole(small: tuple[PlanRequest, Searched, PlanVerdict]) -> None:
     question, _, verdict = small
     chosen = verdict.chosen
     again = whole(question, chosen.layout)
@@ -47,7 +49,9 @@ def test_the_figures_are_those_of_the_whole(small: tuple[Asked, Searched, Verdic
         assert again(rate, seed).both >= question.target
 
 
-def test_the_plan_is_a_cluster_file_with_its_evidence(small: tuple[Asked, Searched, Verdict], tmp_path: Path) -> None:
+def test_the_plan_is_a_cluster_file_with_its_evidence(
+    small: tuple[PlanRequest, Searched, PlanVerdict], tmp_path: Path
+) -> None:
     question, found, verdict = small
     write_plan(tmp_path / "plan.yaml", question, found, verdict)
     text = (tmp_path / "plan.yaml").read_text()
@@ -57,25 +61,25 @@ def test_the_plan_is_a_cluster_file_with_its_evidence(small: tuple[Asked, Search
     assert spec.gateway.slo == question.slo
 
 
-def test_words_and_json_say_the_same(small: tuple[Asked, Searched, Verdict]) -> None:
+def test_words_and_json_say_the_same(small: tuple[PlanRequest, Searched, PlanVerdict]) -> None:
     lines, value = described(*small), as_json(*small)
     assert value["verdict"] in lines
     assert [each["layout"] for each in value["options"]] == [each.layout.told for each in small[2].options]
     assert all(each["goodput"]["told"] in "\n".join(lines) for each in value["options"])
 
 
-def test_when_the_time_is_up_no_system_is_advised(small: tuple[Asked, Searched, Verdict]) -> None:
+def test_when_the_time_is_up_no_system_is_advised(small: tuple[PlanRequest, Searched, PlanVerdict]) -> None:
     question = small[0]
-    found = Placement(question, ends_after(0)).search()
+    found = PlacementSearch(question, ends_after(0)).search()
     assert not found.complete and not found.options
     assert undecided(question, found)[0].startswith("Not decided in time")
 
 
 def test_without_time_to_rank_the_best_of_closed_forms_is_simulated_whole(
-    small: tuple[Asked, Searched, Verdict],
+    small: tuple[PlanRequest, Searched, PlanVerdict],
 ) -> None:
     question = small[0]
-    found = Placement(question, ends_after(6), past=lambda share: True).search()
+    found = PlacementSearch(question, ends_after(6), past=lambda share: True).search()
     assert found.options and not found.complete
     verdict = judged(question, found.options, found.complete)
     assert verdict.words.startswith("Not decided in time")
@@ -97,7 +101,7 @@ def ends_after(runs: int) -> Map:
 
 
 def test_a_rate_is_served_with_no_more_gpus_than_it_needs() -> None:
-    one = whole(asked(), Layout("colocated", (Group(Role.MIXED, L4),)))
+    one = whole(asked(), Layout("colocated", (WorkerGroup(Role.MIXED, L4),)))
     rate = 0.1 * one.most
     _, verdict = search(asked(gpus=3, rate=rate))
     assert verdict.chosen.layout.gpus == 1
@@ -150,8 +154,8 @@ def test_nonsense_is_refused_in_words(changed: dict[str, object], said: str) -> 
 # ---- verdicts on made-up figures ------------------------------------------------------------------------------------
 
 
-def option(question: Asked, kind: str, by_seed: tuple[float, ...], replicas: int = 1) -> Option:
-    groups = (Group(Role.MIXED, L4, 1, 1, 2 * replicas),) if kind == "colocated" else SPLIT
+def option(question: PlanRequest, kind: str, by_seed: tuple[float, ...], replicas: int = 1) -> Option:
+    groups = (WorkerGroup(Role.MIXED, L4, 1, 1, 2 * replicas),) if kind == "colocated" else SPLIT
     layout = Layout(kind, groups).times(*(2 * replicas,) if kind == "colocated" else (replicas, replicas))
     rate = sum(by_seed) / len(by_seed)
     goodput = Goodput(question.slo, 0.9, layout.gpus, question.seeds, by_seed, rate, rate, rate, Search(1, 1, 99), ())

@@ -10,18 +10,18 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.offline.plan.deploy import Group, Layout
-from cluster.offline.plan.load import Load
+from cluster.offline.plan.deploy import Layout, WorkerGroup
+from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.trial import whole
 from cluster.offline.workload.load import load_workload
 from cluster.spec import Role
 from tests.offline.plan.asking import A100, asked
 from workers.request import SLO
 
-LOAD = Load.of(load_workload("poisson:rate=1,lengths=1000-3000/100-300,count=400"))
-PAIR = (Group(Role.PREFILL, A100, 4), Group(Role.DECODE, A100, 4, batch_tokens=512))
+LOAD = PlanLoad.of(load_workload("poisson:rate=1,lengths=1000-3000/100-300,count=400"))
+PAIR = (WorkerGroup(Role.PREFILL, A100, 4), WorkerGroup(Role.DECODE, A100, 4, batch_tokens=512))
 LAYOUTS = {
-    "colocated": Layout("colocated", (Group(Role.MIXED, A100, 4, replicas=2),)),
+    "colocated": Layout("colocated", (WorkerGroup(Role.MIXED, A100, 4, replicas=2),)),
     "split": Layout("split", PAIR),
     "hybrid": Layout("hybrid", PAIR, "splitwise"),
 }

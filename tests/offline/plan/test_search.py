@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.offline.plan.search import Effort, Outcome, best_of, measure
+from cluster.offline.plan.search import Effort, SearchOutcome, best_of, measure
 from cluster.offline.scoring.figures import Attainment
 from workers.request import SLO
 
@@ -76,7 +76,7 @@ def test_as_many_are_kept_as_asked(candidates: list[Fake], keep: int) -> None:
 @given(fakes)
 def test_everything_is_measured_when_all_are_to_be_kept(candidates: list[Fake]) -> None:
     ranking = best_of(candidates, EFFORT, keep=None)
-    assert ranking.count(Outcome.BEATEN) == 0
+    assert ranking.count(SearchOutcome.BEATEN) == 0
     for found in ranking.best:
         assert found.rate <= found.candidate.holds <= found.rate * (1.0 + EFFORT.tolerance)
 
@@ -84,20 +84,20 @@ def test_everything_is_measured_when_all_are_to_be_kept(candidates: list[Fake]) 
 def test_a_worse_candidate_costs_one_run() -> None:
     ranking = best_of([Fake("good", 10.0), Fake("bad", 5.0, looks=0.5)], EFFORT)
     (bad,) = (each for each in ranking.found if each.candidate.name == "bad")
-    assert bad.outcome is Outcome.BEATEN
+    assert bad.outcome is SearchOutcome.BEATEN
     assert bad.requests == 10
 
 
 def test_what_misses_the_promise_alone_is_not_run() -> None:
     ranking = best_of([Fake("slow", 10.0, alone=0.5)], EFFORT)
-    assert ranking.found[0].outcome is Outcome.HOPELESS
+    assert ranking.found[0].outcome is SearchOutcome.HOPELESS
     assert ranking.requests == 0
     assert not ranking.best
 
 
 def test_a_spent_budget_leaves_the_rest_untried() -> None:
     ranking = best_of([Fake(f"{n}", 10.0 + n) for n in range(20)], Effort(0.9, most_requests=50))
-    assert ranking.count(Outcome.UNTRIED) >= 10
+    assert ranking.count(SearchOutcome.UNTRIED) >= 10
     assert ranking.best
 
 

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.offline.plan.deploy import Group, Layout, case_of
-from cluster.offline.plan.load import Load
+from cluster.offline.plan.deploy import Layout, WorkerGroup, case_of
+from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.trial import Trial, decode, prefill, promised_end_s, trial_of, whole
-from cluster.offline.scoring.records import Ending
+from cluster.offline.scoring.records import RequestOutcome
 from cluster.offline.sim.compare import Case, capacity
 from cluster.offline.workload.load import load_workload
 from cluster.spec import Role
 from tests.offline.plan.asking import L4, asked, load
 from workers.request import SLO
 
-MIXED = Layout("colocated", (Group(Role.MIXED, L4),))
+MIXED = Layout("colocated", (WorkerGroup(Role.MIXED, L4),))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_one_seed_draws_the_same_requests_at_every_rate() -> None:
 
 def test_own_times_keep_bursts_and_lengths_in_order() -> None:
     source = load_workload("onoff:rate=5,on=1,off=9,lengths=mixed,count=200")
-    part = Load.of(source, own_times=True).at(20.0, 3, 50)
+    part = PlanLoad.of(source, own_times=True).at(20.0, 3, 50)
     assert part.rate == pytest.approx(20.0)
     lengths = [each.prompt_tokens for each in source.arrivals]
     taken = [each.prompt_tokens for each in part.arrivals]
@@ -54,7 +54,7 @@ def test_ending_a_run_that_nobody_can_save_changes_no_attainment(mixed: Trial) -
 def test_a_run_that_is_given_up_was_below_the_target(mixed: Trial) -> None:
     hurried = replace(whole(asked(slo=SLO(0.15, 0.1)), MIXED), give_up=0.9)
     run = hurried.run(2.0 * hurried.most, 0)
-    assert any(each.ending is Ending.UNFINISHED for each in run.served)
+    assert any(each.ending is RequestOutcome.UNFINISHED for each in run.served)
     assert replace(hurried, give_up=None)(2.0 * hurried.most, 0).both < 0.9
     kept = replace(mixed, give_up=0.9)
     assert kept(0.1 * mixed.most, 0) == mixed(0.1 * mixed.most, 0)
@@ -68,14 +68,14 @@ def test_after_the_last_promise_is_due_nothing_counts() -> None:
 
 
 def test_prefill_alone_computes_prompts_and_nothing_else() -> None:
-    trial = prefill(asked(), Group(Role.PREFILL, L4))
+    trial = prefill(asked(), WorkerGroup(Role.PREFILL, L4))
     run = trial.run(1.0, 0)
-    assert all(each.output_tokens == 1 and each.ending is Ending.FINISHED for each in run.served)
+    assert all(each.output_tokens == 1 and each.ending is RequestOutcome.FINISHED for each in run.served)
     assert run.workers[0].prompt_tokens == sum(each.prompt_tokens for each in run.served)
 
 
 def test_decode_alone_waits_for_no_prompt() -> None:
-    trial = decode(asked(), Group(Role.DECODE, L4))
+    trial = decode(asked(), WorkerGroup(Role.DECODE, L4))
     run = trial.run(1.0, 0)
     assert all(each.ttft_s == pytest.approx(0.0, abs=1e-6) for each in run.served)
     cost = trial.case.models["decode"].cost
@@ -84,7 +84,7 @@ def test_decode_alone_waits_for_no_prompt() -> None:
 
 def test_the_whole_attains_no_more_than_its_prefill_phase_alone() -> None:
     question = asked(slo=SLO(0.15, 0.1), requests=80)  # so many that both runs have the same
-    one, two = Group(Role.PREFILL, L4), Group(Role.DECODE, L4)
+    one, two = WorkerGroup(Role.PREFILL, L4), WorkerGroup(Role.DECODE, L4)
     rate = 0.5 * prefill(question, one).most
     both = whole(question, Layout("split", (one, two)))(rate, 0)
     assert both.both <= prefill(question, one)(rate, 0).ttft + 1e-9
@@ -100,7 +100,7 @@ def test_what_is_known_of_it_grows_with_its_workers(replicas: int) -> None:
 
 def test_unlike_pools_of_one_role_serve_together() -> None:
     """In a cluster file there may be several; a quick pool is not held back by a slow one."""
-    case = case_of(asked(), Layout("split", (Group(Role.PREFILL, L4), Group(Role.DECODE, L4))))
+    case = case_of(asked(), Layout("split", (WorkerGroup(Role.PREFILL, L4), WorkerGroup(Role.DECODE, L4))))
     prompts, answers = case.spec.pools
     slow = replace(case.models[prompts.name], cost=case.models[prompts.name].cost.scaled(100.0))
     pools = (prompts, replace(prompts, name="slow"), answers)

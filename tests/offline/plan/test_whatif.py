@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from cluster.offline.plan.deploy import Group, Layout, case_of
-from cluster.offline.plan.whatif import Terms, against, as_json, rows, told
+from cluster.offline.plan.deploy import Layout, WorkerGroup, case_of
+from cluster.offline.plan.whatif import WhatIfTerms, against, as_json, rows, told
 from cluster.offline.scoring.goodput import TimeUp
 from cluster.spec import Role
 from tests.offline.plan.asking import L4, asked, load
 from workers.request import SLO
 
-TERMS = Terms(load(), SLO(0.4, 0.1), rate=2.0, requests=24, seeds=(0, 1), tolerance=0.2)
-ONE = case_of(asked(), Layout("colocated", (Group(Role.MIXED, L4),)))
-TWO = case_of(asked(), Layout("colocated", (Group(Role.MIXED, L4, replicas=2),)))
+TERMS = WhatIfTerms(load(), SLO(0.4, 0.1), rate=2.0, requests=24, seeds=(0, 1), tolerance=0.2)
+ONE = case_of(asked(), Layout("colocated", (WorkerGroup(Role.MIXED, L4),)))
+TWO = case_of(asked(), Layout("colocated", (WorkerGroup(Role.MIXED, L4, replicas=2),)))
 
 
 def test_a_cluster_differs_from_itself_by_nothing() -> None:

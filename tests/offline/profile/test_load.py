@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 
 from cluster.events import Accepted, Delta, Rejected, Unservable
-from cluster.offline.load.sending import Load, drive
+from cluster.offline.load.sending import LoadOptions, drive
 from cluster.offline.load.through_grpc import drive_cluster, workers_between
-from cluster.offline.scoring.records import Ending
+from cluster.offline.scoring.records import RequestOutcome
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.spec import Role
 from diptych.view import ClusterView, WorkerState, WorkerView
@@ -23,11 +23,11 @@ WORKLOAD = Workload("few", tuple(Arrival(0.01 * index, 20 + index, 3 + index % 4
 
 async def test_every_request_of_a_split_cluster_is_recorded_as_its_client_saw_it() -> None:
     async with cluster(split_spec()) as running:
-        run = await drive(running.dispatcher.generate, WORKLOAD, Load(VOCAB, deadline_s=20.0, seed=3))
+        run = await drive(running.dispatcher.generate, WORKLOAD, LoadOptions(VOCAB, deadline_s=20.0, seed=3))
         await running.settle()
         assert run.clock == "real" and run.seed == 3 and run.workload == "few"
         for each, arrival in zip(run.served, WORKLOAD.arrivals, strict=True):
-            assert each.ending is Ending.FINISHED and len(each.token_s) == arrival.output_tokens
+            assert each.ending is RequestOutcome.FINISHED and len(each.token_s) == arrival.output_tokens
             assert each.ttft_s is not None and each.ttft_s > 0.0 and list(each.token_s) == sorted(each.token_s)
             assert (each.prefill_worker, each.decode_worker) == ("prefill-0", "decode-0")
             assert each.transfer_bytes > 0 and each.ledger is not None
@@ -37,8 +37,8 @@ async def test_every_request_of_a_split_cluster_is_recorded_as_its_client_saw_it
 
 async def test_through_a_door_it_is_the_same() -> None:
     async with served(spec()) as (client, _):
-        run = await drive_cluster(client, WORKLOAD, Load(VOCAB, deadline_s=20.0))
-        assert [each.ending for each in run.served] == [Ending.FINISHED] * 8
+        run = await drive_cluster(client, WORKLOAD, LoadOptions(VOCAB, deadline_s=20.0))
+        assert [each.ending for each in run.served] == [RequestOutcome.FINISHED] * 8
         assert run.gpus == 2 and {worker.name for worker in run.workers} == {"prefill-0", "decode-0"}
         assert [len(each.token_s) for each in run.served] == [arrival.output_tokens for arrival in WORKLOAD.arrivals]
 
@@ -77,48 +77,49 @@ class Scripted:
             self.closed += 1
 
 
-def ended(run: object) -> Iterator[Ending]:
+def ended(run: object) -> Iterator[RequestOutcome]:
     return (each.ending for each in run.served)  # type: ignore[attr-defined]
 
 
 async def test_one_more_than_may_be_in_flight_is_refused_and_nobody_waits_for_it() -> None:
     ask = Scripted()
-    driving = asyncio.ensure_future(drive(ask, WORKLOAD, Load(VOCAB, most_in_flight=3, deadline_s=20.0)))
+    driving = asyncio.ensure_future(drive(ask, WORKLOAD, LoadOptions(VOCAB, most_in_flight=3, deadline_s=20.0)))
     async with asyncio.timeout(5.0):
         while len(ask.sent_s) < 3:
             await asyncio.sleep(0.005)
     await asyncio.sleep(0.15)
     ask.go.set()
     run = await driving
-    assert list(ended(run)).count(Ending.REJECTED) == 5
+    assert list(ended(run)).count(RequestOutcome.REJECTED) == 5
     assert "3 requests were in flight" in run.served[-1].detail
 
 
 async def test_a_request_past_its_deadline_is_given_up() -> None:
     ask = Scripted()
-    run = await drive(ask, WORKLOAD, Load(VOCAB, deadline_s=0.05))
-    assert set(ended(run)) == {Ending.FAILED} and "0.05" in run.served[0].detail
+    run = await drive(ask, WORKLOAD, LoadOptions(VOCAB, deadline_s=0.05))
+    assert set(ended(run)) == {RequestOutcome.FAILED} and "0.05" in run.served[0].detail
     assert ask.closed == 8
 
 
 @pytest.mark.parametrize(
-    ("error", "ending"), [(Rejected("full", 1.0), Ending.REJECTED), (Unservable("too long"), Ending.FAILED)]
+    ("error", "ending"),
+    [(Rejected("full", 1.0), RequestOutcome.REJECTED), (Unservable("too long"), RequestOutcome.FAILED)],
 )
-async def test_what_a_cluster_refuses_is_an_ending(error: Exception, ending: Ending) -> None:
-    run = await drive(Scripted(error), WORKLOAD, Load(VOCAB))
+async def test_what_a_cluster_refuses_is_an_ending(error: Exception, ending: RequestOutcome) -> None:
+    run = await drive(Scripted(error), WORKLOAD, LoadOptions(VOCAB))
     assert set(ended(run)) == {ending} and str(error) in run.served[0].detail
 
 
 async def test_what_nobody_foresaw_ends_the_run_and_every_request() -> None:
     ask = Scripted(ZeroDivisionError("a bug"))
     with pytest.raises(ZeroDivisionError):
-        await drive(ask, WORKLOAD, Load(VOCAB))
+        await drive(ask, WORKLOAD, LoadOptions(VOCAB))
     assert ask.closed == len(ask.sent_s)
 
 
 async def test_cancelling_a_run_ends_its_requests() -> None:
     ask = Scripted()
-    driving = asyncio.ensure_future(drive(ask, WORKLOAD, Load(VOCAB)))
+    driving = asyncio.ensure_future(drive(ask, WORKLOAD, LoadOptions(VOCAB)))
     async with asyncio.timeout(5.0):
         while len(ask.sent_s) < 8:
             await asyncio.sleep(0.005)
@@ -129,7 +130,7 @@ async def test_cancelling_a_run_ends_its_requests() -> None:
 
 async def test_requests_are_sent_when_the_workload_says_though_none_is_answered() -> None:
     ask = Scripted()
-    driving = asyncio.ensure_future(drive(ask, WORKLOAD, Load(VOCAB)))
+    driving = asyncio.ensure_future(drive(ask, WORKLOAD, LoadOptions(VOCAB)))
     async with asyncio.timeout(5.0):
         while len(ask.sent_s) < 8:
             await asyncio.sleep(0.005)
@@ -138,11 +139,11 @@ async def test_requests_are_sent_when_the_workload_says_though_none_is_answered(
     gaps = [later - sooner for sooner, later in zip(ask.sent_s, ask.sent_s[1:], strict=False)]
     assert sum(gaps) >= WORKLOAD.duration_s - 0.011  # the first may be late, none is early
     # Scripted streams end without a Completed.
-    assert set(ended(run)) == {Ending.UNFINISHED}
+    assert set(ended(run)) == {RequestOutcome.UNFINISHED}
     assert "load generator lag" in run.notes[-1]
 
 
 def test_bounds_that_are_none_are_refused() -> None:
-    for bad in (partial(Load, VOCAB, deadline_s=0.0), partial(Load, VOCAB, most_in_flight=0)):
+    for bad in (partial(LoadOptions, VOCAB, deadline_s=0.0), partial(LoadOptions, VOCAB, most_in_flight=0)):
         with pytest.raises(ValueError, match="above 0"):
             bad()

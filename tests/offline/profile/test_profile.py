@@ -18,9 +18,9 @@ from diptych.errors import DiptychError
 from diptych.shapes import Shape
 from tests.offline.profile.served import COST, served, spec
 from workers.costs import LinearCost
-from workers.profiles.errors import ProfileError
 from workers.profiles.fit import COEFFICIENTS, Point
 from workers.profiles.measured import ClusterProfile, LinkProfile, Neighbours, PoolProfile, load, save
+from workers.profiles.profile_errors import ProfileError
 
 POINTS = (Point(Shape(((64, 0),)), 0.2, False), Point(Shape((), 4, 100), 0.05, True))
 POOLS = (

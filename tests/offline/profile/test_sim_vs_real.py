@@ -14,11 +14,11 @@ from benchmarks.sim_vs_real.systems import ANSWER, COLOCATED, PROMPTS, SPLIT, SY
 from cluster.offline.scoring.figures import figures
 from cluster.offline.scoring.records import Run
 from cluster.offline.sim.fleet import measured_models, surroundings_of
-from cluster.offline.sim.run import Options, simulate
+from cluster.offline.sim.run import RunOptions, simulate
 from cluster.spec import ClusterSpec
 from workers.costs import LinearCost
-from workers.profiles.errors import ProfileError
 from workers.profiles.measured import ClusterProfile, LinkProfile, Neighbours, PoolProfile
+from workers.profiles.profile_errors import ProfileError
 
 COST = LinearCost(0.03, 0.003, 5e-7, 0.003, 5e-6)
 
@@ -36,7 +36,7 @@ def profile_of(spec: ClusterSpec, cost: LinearCost = COST, ratio: float = 1.2, c
 
 
 def ran(spec: ClusterSpec, profile: ClusterProfile, rate: float = 0.5, count: int = 12) -> Run:
-    options = Options(system=spec.name, around=surroundings_of(profile))
+    options = RunOptions(system=spec.name, around=surroundings_of(profile))
     return simulate(spec, measured_models(profile, spec), workload(spec.name, count, rate, 0), options)
 
 

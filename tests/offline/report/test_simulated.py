@@ -10,7 +10,7 @@ from cluster.offline.report.perfetto import events
 from cluster.offline.scoring.figures import Figures, figures
 from cluster.offline.scoring.records import Run
 from cluster.offline.sim.cluster import PoolModel
-from cluster.offline.sim.run import Options, simulate
+from cluster.offline.sim.run import RunOptions, simulate
 from cluster.offline.workload.load import load_workload
 from cluster.spec import parse_spec
 from tests.offline.report.trace_rules import check
@@ -27,7 +27,7 @@ def run() -> Run:
     spec = parse_spec({"model": "none", "name": "two-and-two", "pools": pools})
     cost = LinearCost(step_s=0.01, prefill_token_s=2e-4, decode_row_s=2e-4, decode_context_s=1e-6)
     workload = load_workload("poisson:rate=12,count=40,lengths=20-300/5-30", seed=3)
-    return simulate(spec, {pool.name: PoolModel(cost) for pool in spec.pools}, workload, Options(trace=True))
+    return simulate(spec, {pool.name: PoolModel(cost) for pool in spec.pools}, workload, RunOptions(trace=True))
 
 
 @pytest.fixture(scope="module")

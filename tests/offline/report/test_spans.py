@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.observe.ledger import PHASES, LatencyLedger
 from cluster.offline.report.spans import WINDOW_STEPS, lanes, middle, phases, transfer, typical, whole
-from cluster.offline.scoring.records import Ending, StepRecord
+from cluster.offline.scoring.records import RequestOutcome, StepRecord
 from tests.offline.scoring.made import refused, served, split_run
 
 
@@ -30,7 +30,7 @@ def test_the_hand_off_ends_where_the_wait_for_it_ends() -> None:
 
 
 def test_who_did_not_finish_has_a_span_and_no_phases() -> None:
-    cut = served(0, 1.0, [1.5, 2.0], ending=Ending.UNFINISHED)
+    cut = served(0, 1.0, [1.5, 2.0], ending=RequestOutcome.UNFINISHED)
     assert phases(cut) == () and transfer(cut) is None
     assert whole(cut).end_ns - whole(cut).begin_ns == 1_000_000_000
     assert whole(refused(1, 3.0)).begin_ns == whole(refused(1, 3.0)).end_ns

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from cluster.observe.ledger import LatencyLedger, Stopwatch
-from cluster.offline.scoring.records import Ending, Run, Served, StepRecord, WorkerRecord
+from cluster.offline.scoring.records import RequestOutcome, Run, Served, StepRecord, WorkerRecord
 
 MS = 1_000_000
 
@@ -14,7 +14,7 @@ def served(
     arrival_s: float,
     token_s: Sequence[float],
     *,
-    ending: Ending = Ending.FINISHED,
+    ending: RequestOutcome = RequestOutcome.FINISHED,
     prompt_tokens: int = 100,
     ledger: LatencyLedger | None = None,
     **more: object,
@@ -36,7 +36,7 @@ def steady(index: int, arrival_s: float, ttft_s: float, tpot_s: float, tokens: i
     return served(index, arrival_s, [arrival_s + ttft_s + n * tpot_s for n in range(tokens)], **more)  # type: ignore[arg-type]
 
 
-def refused(index: int, arrival_s: float, ending: Ending = Ending.REJECTED) -> Served:
+def refused(index: int, arrival_s: float, ending: RequestOutcome = RequestOutcome.REJECTED) -> Served:
     return served(index, arrival_s, (), ending=ending)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.offline.scoring.figures import DEFINITIONS, Attainment, attainment, figures, percentiles, promise
 from cluster.offline.scoring.latencies import worst_mean_s
-from cluster.offline.scoring.records import Ending, Run, Served, WorkerRecord
+from cluster.offline.scoring.records import RequestOutcome, Run, Served, WorkerRecord
 from tests.offline.scoring.made import refused, served, split_run, steady
 from workers.request import SLO
 
@@ -47,8 +47,8 @@ def test_all_gaps_are_pooled_and_the_worst_tenth_is_each_requests_own() -> None:
 
 
 def test_who_is_not_served_misses_and_has_no_latency() -> None:
-    endings = (Ending.REJECTED, Ending.FAILED, Ending.UNFINISHED)
-    cut = served(3, 0.0, [0.05, 0.06], ending=Ending.UNFINISHED)
+    endings = (RequestOutcome.REJECTED, RequestOutcome.FAILED, RequestOutcome.UNFINISHED)
+    cut = served(3, 0.0, [0.05, 0.06], ending=RequestOutcome.UNFINISHED)
     made = figures(run([steady(0, 0.0, 0.1, 0.01, 3), *(refused(n, 0.0, e) for n, e in enumerate(endings)), cut]), ANY)
     assert made.attainment == Attainment(0.2, 0.2, 0.2, 0.2)
     assert made.effective_capacity == 0.2
@@ -124,7 +124,9 @@ def test_what_broke_is_named(attained: Attainment, broken: tuple[str, ...]) -> N
 
 
 requests = st.lists(
-    st.tuples(st.floats(0, 50), st.floats(0, 5), st.floats(0, 0.5), st.integers(0, 12), st.sampled_from(Ending)),
+    st.tuples(
+        st.floats(0, 50), st.floats(0, 5), st.floats(0, 0.5), st.integers(0, 12), st.sampled_from(RequestOutcome)
+    ),
     min_size=1,
     max_size=20,
 )
@@ -134,7 +136,7 @@ bound = st.none() | st.floats(0, 5)
 @settings(deadline=None)
 @given(requests, bound, bound, st.floats(0, 2))
 def test_a_looser_promise_is_never_kept_less(
-    drawn: list[tuple[float, float, float, int, Ending]], ttft: float | None, tpot: float | None, more: float
+    drawn: list[tuple[float, float, float, int, RequestOutcome]], ttft: float | None, tpot: float | None, more: float
 ) -> None:
     made = run([steady(n, at, first, gap, count, ending=end) for n, (at, first, gap, count, end) in enumerate(drawn)])
     tight = attainment(made, SLO(ttft, tpot))

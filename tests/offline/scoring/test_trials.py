@@ -7,7 +7,7 @@ import pytest
 from cluster.offline.report.style import png
 from cluster.offline.report.trials import by_text, has_verdicts, told, trial_intervals, trial_tables, verdict_map
 from cluster.offline.scoring.figures import figures
-from cluster.offline.scoring.trials import METRICS, Trial, Trials, Verdict, interval
+from cluster.offline.scoring.trials import METRICS, SeedRun, Trials, TrialVerdict, interval
 from tests.offline.scoring.made import split_run, steady
 from workers.request import SLO
 
@@ -17,9 +17,9 @@ TOKENS = next(metric for metric in METRICS if metric.name == "output tokens")
 PROMISE = SLO(1.0, 0.1)
 
 
-def trial(name: str, seed: int, ttft_s: float, *, load: str = "1 requests/s", colocated: bool | None = True) -> Trial:
+def trial(name: str, seed: int, ttft_s: float, *, load: str = "1 requests/s", colocated: bool | None = True) -> SeedRun:
     run = replace(split_run(), system=name, served=tuple(steady(n, 0.0, ttft_s, 0.05, 8) for n in range(4)))
-    return Trial(name, colocated, load, seed, figures(run, PROMISE))
+    return SeedRun(name, colocated, load, seed, figures(run, PROMISE))
 
 
 def test_an_interval_by_hand() -> None:
@@ -35,7 +35,7 @@ def test_seeds_are_paired() -> None:
     ours = [trial("split", seed, 0.05 * 10**seed, colocated=False) for seed in range(3)]
     theirs = [trial("mixed", seed, 0.1 * 10**seed) for seed in range(3)]
     found = Trials([*ours, *theirs]).against_best(TTFT, "split", "1 requests/s")
-    assert found is not None and found.other == "mixed" and found.verdict is Verdict.BETTER
+    assert found is not None and found.other == "mixed" and found.verdict is TrialVerdict.BETTER
     assert (found.by.mean, found.by.low, found.by.high) == pytest.approx((0.5, 0.5, 0.5))
     assert by_text(found, TTFT) == "0.5x (0.5..0.5)"
 
@@ -46,10 +46,10 @@ def test_shares_are_compared_by_their_difference_even_at_zero() -> None:
         + [trial("mixed", seed, 5.0) for seed in range(2)]
     )
     found = trials.against_best(KEPT, "split", "1 requests/s")
-    assert found is not None and found.by.mean == 1.0 and found.verdict is Verdict.BETTER
+    assert found is not None and found.by.mean == 1.0 and found.verdict is TrialVerdict.BETTER
     assert by_text(found, KEPT) == "+100 points (+100..+100)"
     worse = trials.against(KEPT, "mixed", "split", "1 requests/s")
-    assert worse is not None and worse.verdict is Verdict.WORSE
+    assert worse is not None and worse.verdict is TrialVerdict.WORSE
 
 
 def test_the_best_colocated_is_the_best_at_this_figure() -> None:
@@ -69,7 +69,7 @@ def test_one_seed_decides_nothing_and_noise_decides_nothing() -> None:
     )
     for trials in (single, noisy):
         found = trials.against_best(TTFT, "split", "1 requests/s")
-        assert found is not None and found.verdict is Verdict.EVEN
+        assert found is not None and found.verdict is TrialVerdict.EVEN
 
 
 def test_intervals_stay_where_figures_can_lie() -> None:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.offline.scoring.records import Ending, Run
+from cluster.offline.scoring.records import RequestOutcome, Run
 from cluster.offline.sim.clock import Deadlock
-from cluster.offline.sim.run import Leaked, Options, simulate
+from cluster.offline.sim.run import Leaked, RunOptions, simulate
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.offline.workload.load import load_workload
 from cluster.spec import ClusterSpec, GatewaySpec
@@ -67,7 +67,7 @@ def test_a_split_request_shows_its_hand_off_in_the_ledger() -> None:
 
 def test_meters_count_every_token_and_every_busy_second() -> None:
     spec = split(2, 2, engine=replace(ENGINE, kv_blocks=4000))
-    run = simulate(spec, models(spec), load_workload(MIXED, seed=3), Options(trace=True))
+    run = simulate(spec, models(spec), load_workload(MIXED, seed=3), RunOptions(trace=True))
     assert sum(worker.prompt_tokens for worker in run.workers) == sum(each.prompt_tokens for each in run.served)
     assert sum(worker.output_tokens for worker in run.workers) == sum(each.output_tokens for each in run.served)
     for worker in run.workers:
@@ -107,7 +107,7 @@ def test_any_workload_is_served_whole_and_nothing_leaks(
         arrivals.append(Arrival(at_s, prompt, output))
     run = simulate(spec, models(spec), Workload("drawn", tuple(arrivals)))
     for served in run.served:
-        assert served.ending is Ending.FINISHED, served
+        assert served.ending is RequestOutcome.FINISHED, served
         assert len(served.token_s) == served.output_tokens
         assert list(served.token_s) == sorted(served.token_s) and served.token_s[0] > served.arrival_s
 
@@ -123,22 +123,26 @@ def test_what_the_cluster_refuses_is_recorded_with_its_reason() -> None:
     spec = replace(colocated(engine=tight), gateway=GatewaySpec(placement_timeout_s=1.0))
     run = simulate(spec, models(spec), steady(12, 0.0, output=50))
     endings = [each.ending for each in run.served]
-    assert endings.count(Ending.REJECTED) >= 8 and Ending.FINISHED in endings
-    assert all(each.detail for each in run.served if each.ending is Ending.REJECTED)
+    assert endings.count(RequestOutcome.REJECTED) >= 8 and RequestOutcome.FINISHED in endings
+    assert all(each.detail for each in run.served if each.ending is RequestOutcome.REJECTED)
 
 
 def test_a_prompt_that_fits_nowhere_fails_alone() -> None:
     workload = Workload("large", (Arrival(0.0, 100, 5), Arrival(0.1, 100_000, 5), Arrival(0.2, 100, 5)))
     run = simulate(split(), models(split()), workload)
-    assert [each.ending for each in run.served] == [Ending.FINISHED, Ending.FAILED, Ending.FINISHED]
+    assert [each.ending for each in run.served] == [
+        RequestOutcome.FINISHED,
+        RequestOutcome.FAILED,
+        RequestOutcome.FINISHED,
+    ]
     assert "100000 tokens" in run.served[1].detail
 
 
 def test_a_run_that_is_cut_leaves_nothing_behind() -> None:
     spec = split()
-    run = simulate(spec, models(spec), steady(50, 0.01, output=100), Options(until_s=0.5))
+    run = simulate(spec, models(spec), steady(50, 0.01, output=100), RunOptions(until_s=0.5))
     endings = {each.ending for each in run.served}
-    assert Ending.UNFINISHED in endings
+    assert RequestOutcome.UNFINISHED in endings
     assert all(at_s <= 0.5 for each in run.served for at_s in each.token_s)
 
 
@@ -185,7 +189,7 @@ def test_a_promise_travels_with_every_request(monkeypatch: pytest.MonkeyPatch) -
         await generate(self, request)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Worker, "generate", watched)
-    simulate(colocated(), models(colocated()), steady(3, 0.1), Options(slo=SLO(0.5, 0.05)))
+    simulate(colocated(), models(colocated()), steady(3, 0.1), RunOptions(slo=SLO(0.5, 0.05)))
     assert seen == [SLO(0.5, 0.05)] * 3
 
 

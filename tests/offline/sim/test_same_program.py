@@ -65,7 +65,7 @@ def test_no_production_module_branches_on_being_simulated() -> None:
 LEAVES = {
     "cluster.offline.sim.clock.VirtualLoop",
     "cluster.offline.sim.network.Network",
-    "cluster.offline.sim.network.Listener",
+    "cluster.offline.sim.network.VirtualListener",
     "cluster.offline.sim.network.Pipe",
     "cluster.offline.sim.cluster.SimRuntime",
     "cluster.offline.sim.cluster.SimCluster",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import PoolModel, Surroundings
-from cluster.offline.sim.run import Options, simulate
+from cluster.offline.sim.run import RunOptions, simulate
 from cluster.offline.sim.surroundings import Machine
 from tests.offline.sim.cases import COST, colocated, models, split, steady
 
@@ -66,7 +66,7 @@ def test_a_cancelled_step_slows_nobody_any_more() -> None:
 def test_calls_and_the_door_add_to_the_first_token_and_not_to_those_behind_it() -> None:
     near = simulate(colocated(), models(colocated()), steady(1, 1.0)).served[0]
     far_models = {"mixed": PoolModel(COST, call_s=0.004)}
-    far = simulate(colocated(), far_models, steady(1, 1.0), Options(around=Surroundings(door_s=0.01))).served[0]
+    far = simulate(colocated(), far_models, steady(1, 1.0), RunOptions(around=Surroundings(door_s=0.01))).served[0]
     assert far.ttft_s == pytest.approx((near.ttft_s or 0) + 0.01 + 0.004)
     assert far.tpot_s == pytest.approx(near.tpot_s)
 
@@ -75,7 +75,7 @@ def test_a_shared_machine_slows_decode_while_prompts_are_computed() -> None:
     spec, load = split(), steady(30, 0.03, prompt=400, output=20)
     slowdown = {("prefill", "decode"): 1.5, ("decode", "prefill"): 1.5}
     alone, shared = (
-        simulate(spec, models(spec), load, Options(around=Surroundings(slowdown=each))) for each in (None, slowdown)
+        simulate(spec, models(spec), load, RunOptions(around=Surroundings(slowdown=each))) for each in (None, slowdown)
     )
     mean = [sum(each.tpot_s or 0 for each in made.served) / 30 for made in (alone, shared)]
     assert 1.2 * mean[0] < mean[1] < 1.6 * mean[0]

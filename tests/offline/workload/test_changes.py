@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cluster.offline.workload import changes
 from cluster.offline.workload.arrivals import Arrival, Workload, WorkloadError
-from cluster.offline.workload.changes import Phase
+from cluster.offline.workload.changes import WorkloadPhase
 from cluster.offline.workload.processes import Poisson
 from tests.offline.workload.summary import prefix_reuse, summary
 
@@ -96,7 +96,7 @@ def test_a_window_and_its_surroundings_are_the_whole(workload: Workload, one: fl
 
 @given(workloads("one"), workloads("other"), workloads("one"))
 def test_phases_share_prefixes_within_a_source_only(first: Workload, second: Workload, third: Workload) -> None:
-    whole = changes.concatenated([Phase(first, 1000.0), Phase(second, 500.0), Phase(third)])
+    whole = changes.concatenated([WorkloadPhase(first, 1000.0), WorkloadPhase(second, 500.0), WorkloadPhase(third)])
     a, b = len(first.arrivals), len(first.arrivals) + len(second.arrivals)
     parts = (whole.arrivals[:a], whole.arrivals[a:b], whole.arrivals[b:])
     assert [each[0].at_s for each in parts] == [0.0, 1000.0, 1500.0]
@@ -109,9 +109,9 @@ def test_phases_that_cannot_follow_one_another() -> None:
     small = Workload("small", (Arrival(5.0, 20, 1, (1, 2)),), block_tokens=16)
     large = Workload("large", (Arrival(0.0, 20, 1, (1,)),))
     with pytest.raises(WorkloadError, match=r"prefix blocks of \[16, 512\] tokens"):
-        changes.concatenated([Phase(small), Phase(large)])
+        changes.concatenated([WorkloadPhase(small), WorkloadPhase(large)])
     with pytest.raises(WorkloadError, match="its last request comes at 5 s, after 4 s"):
-        changes.concatenated([Phase(small, 4.0), Phase(small)])
+        changes.concatenated([WorkloadPhase(small, 4.0), WorkloadPhase(small)])
 
 
 def test_ticks_are_found_where_requests_share_them() -> None:
