@@ -60,7 +60,7 @@ class InstantDispatcher:
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         raise InvalidRequest("worker", "there is none behind this door")
 
-    def standing(self) -> GatewayAttainment:
+    def slo_attainment(self) -> GatewayAttainment:
         return GatewayAttainment()
 
     def turned_away(self, class_name: str, cause: str) -> None:

@@ -1,10 +1,10 @@
-"""Where requests of one gateway wait until the policy lets them in: the async shell around the waiting room.
+"""Where requests of one gateway wait until the policy lets them in: the async shell around the request queue.
 
     turn ── policy.choose ──> Placement, Refusal or None: out at once
-                   └ Later ──> a seat, `Queued` to the client ──> asked again, in order, whenever something has changed
+                   └ Later ──> an entry, `Queued` to the client ──> asked again, in order, whenever something changes
 
 Something has changed when a request ended, a prompt was done, the membership is another, or when the earliest turn that
-was forecast has come. Whoever gets in is shown to its workers before the next one is asked. Knows no request's life.
+was forecast has come. Who gets in goes to its workers before the next one is asked for.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from cluster.spec import GatewaySpec, Role
 from diptych.view import ClusterView
 from workers.request import Request
 
-ASKED_AT_ONCE = 4  # how many who do not fit yet may be passed by one behind them
-HOPE = 1.3  # a wait is predicted only roughly: who may yet be in time, at such an error, is let wait
-LOOK_S = 1.0  # what other gateways' requests set free comes as statistics only, which are no event
+ASKED_AT_ONCE = 4  # requests that do not fit yet and may be passed by one behind them
+HOPE = 1.3  # a wait is predicted only roughly: who may be in time despite such an error may wait
+LOOK_S = 1.0  # other gateways' requests free room without an event: only statistics show it
 
 Answer = Placement | Refusal | None
 
 
 @dataclass(slots=True, eq=False)
-class _Guest:
+class _Waiting:
     """One who waits: how to ask for it, what it needs, and the future that its coroutine awaits."""
 
-    seat: QueuedRequest
+    entry: QueuedRequest
     ask: Callable[[], Ask]
     turn: asyncio.Future[Answer]
     claimed: bool = False  # it got in because it had waited so long
@@ -42,11 +42,11 @@ class AdmissionQueue:
     def __init__(
         self, gateway: GatewaySpec, policy: Policy, recheck_s: float, change: Callable[[], Awaitable[object]]
     ) -> None:
-        self.room = RequestQueue(gateway, policy.expected_tokens)
+        self.queue = RequestQueue(gateway, policy.expected_tokens)
         self._policy = policy
         self._recheck_s = recheck_s
         self._change = change
-        self._guests: dict[QueuedRequest, _Guest] = {}
+        self._waiting: dict[QueuedRequest, _Waiting] = {}
         self._round_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -68,67 +68,67 @@ class AdmissionQueue:
         answer = self._policy.choose(asked := ask())
         if answer is None or isinstance(answer, Refusal):
             return answer
-        if isinstance(answer, Placement) and (asked.beside or self.room.outranks(request, asked.now_s)):
+        if isinstance(answer, Placement) and (asked.beside or self.queue.outranks(request, asked.now_s)):
             return self._begin(asked, answer)
-        guest = self._enter(request, asked, answer, ask)
+        waiting = self._enter(request, asked, answer, ask)
         try:
             self._round()
-            if not guest.turn.done():
-                queued = self._queued(guest.seat, asked, answer)
-                if refusal := _in_vain(request, guest.seat, queued):
-                    self._resolve(guest).set_result(refusal)
+            if not waiting.turn.done():
+                queued = self._queued(waiting.entry, asked, answer)
+                if refusal := _in_vain(request, waiting.entry, queued):
+                    self._resolve(waiting).set_result(refusal)
                 else:
                     emit(queued)
-            return await guest.turn
+            return await waiting.turn
         except BaseException:
-            self._lose(guest, request)
+            self._lose(waiting, request)
             raise
         finally:
-            self._settle(guest)
+            self._settle(waiting)
 
     def changed(self) -> None:
         """Something may have become free: ask again, soon."""
-        if self._guests and self._round_due is None:
+        if self._waiting and self._round_due is None:
             self._round_due = asyncio.get_running_loop().call_soon(self._round)
 
     # ---- places ------------------------------------------------------------------------------------------------
 
-    def _enter(self, request: Request, asked: Ask, answer: Placement | Later, ask: Callable[[], Ask]) -> _Guest:
-        if why := self.room.full(request):
-            retry_after_s = max(LOOK_S, _start_s(answer, self.room.in_order(asked.now_s), asked.view))
-            raise Rejected(f"{why}; try again", retry_after_s, "queue-full")
-        seat = self.room.enter(request, asked.now_s - asked.waited_s, _need_s(answer))
-        guest = self._guests[seat] = _Guest(seat, ask, asyncio.get_running_loop().create_future())
+    def _enter(self, request: Request, asked: Ask, answer: Placement | Later, ask: Callable[[], Ask]) -> _Waiting:
+        if reason := self.queue.full(request):
+            retry_after_s = max(LOOK_S, _start_s(answer, self.queue.in_order(asked.now_s), asked.view))
+            raise Rejected(f"{reason}; try again", retry_after_s, "queue-full")
+        entry = self.queue.enter(request, asked.now_s - asked.waited_s, _need_s(answer))
+        waiting = self._waiting[entry] = _Waiting(entry, ask, asyncio.get_running_loop().create_future())
         if self._watching is None:
             self._watching = asyncio.ensure_future(self._watch())
-        return guest
+        return waiting
 
-    def _queued(self, seat: QueuedRequest, asked: Ask, answer: Placement | Later) -> Queued:
-        seats = self.room.in_order(asked.now_s)
-        position = seats.index(seat)
-        start_s = _start_s(answer, seats[:position], asked.view)
+    def _queued(self, entry: QueuedRequest, asked: Ask, answer: Placement | Later) -> Queued:
+        entries = self.queue.in_order(asked.now_s)
+        position = entries.index(entry)
+        start_s = _start_s(answer, entries[:position], asked.view)
         return Queued(
-            request_id=seat.request_id,
+            request_id=entry.request_id,
             position=position,
             predicted_start_s=start_s,
-            predicted_ttft_s=asked.waited_s + start_s + seat.need_s,
+            predicted_ttft_s=asked.waited_s + start_s + entry.need_s,
             reason=answer.reason if isinstance(answer, Later) else "others came first",
         )
 
-    def _lose(self, guest: _Guest, request: Request) -> None:
-        """Its coroutine was cancelled: the place, or the placement that it did not live to see, is free again."""
-        if self._guests.pop(guest.seat, None) is not None:
-            self.room.leave(guest.seat)
-        elif guest.turn.exception() is None and isinstance(guest.turn.result(), Placement):
+    def _lose(self, waiting: _Waiting, request: Request) -> None:
+        """Its coroutine was cancelled: the place, or the placement that it did not see any more, is free again."""
+        if self._waiting.pop(waiting.entry, None) is not None:
+            self.queue.leave(waiting.entry)
+        elif waiting.turn.exception() is None and isinstance(waiting.turn.result(), Placement):
             self._policy.ended(request.key, asyncio.get_running_loop().time())
 
-    def _settle(self, guest: _Guest) -> None:
-        """This one left the room. The next round comes when its coroutine has gone on to its workers.
+    def _settle(self, waiting: _Waiting) -> None:
+        """This one left the queue. The next round comes when its coroutine has gone on to its workers.
 
         Behind one that got in by its claim, whatever the load, not before statistics show it, or something ends.
         """
-        if self._guests:
-            if guest.claimed:
+        if self._waiting:
+            if waiting.claimed:
                 self._wake_in(self._recheck_s)
             else:
                 self.changed()
@@ -143,47 +143,47 @@ class AdmissionQueue:
     # ---- rounds ------------------------------------------------------------------------------------------------
 
     def _round(self) -> None:
-        """Ask for those whose turn it is. At most one gets in: the next is asked when its workers have been told."""
+        """Ask for those whose turn it is. At most one gets in; the next round comes when it is on its way."""
         now_s = asyncio.get_running_loop().time()
         self._round_due = None
-        for seat in self.room.hopeless(now_s):
-            self._ask(self._guests[seat], only_refusals=True)
+        for entry in self.queue.hopeless(now_s):
+            self._ask(self._waiting[entry], only_refusals=True)
         wake_s = LOOK_S
-        for seat in self.room.in_order(now_s, ASKED_AT_ONCE):
-            guest = self._guests[seat]
-            answer = self._ask(guest)
+        for entry in self.queue.in_order(now_s, ASKED_AT_ONCE):
+            waiting = self._waiting[entry]
+            answer = self._ask(waiting)
             if isinstance(answer, Placement):
-                guest.claimed = seat.claim_s <= now_s
+                waiting.claimed = entry.claim_s <= now_s
                 return
             if isinstance(answer, Later):
                 wake_s = min(wake_s, answer.start_s)
-        if self._guests:
+        if self._waiting:
             self._wake_in(wake_s)
 
-    def _ask(self, guest: _Guest, *, only_refusals: bool = False) -> Placement | Refusal | Later | None:
-        """The policy's answer; a placement has begun, and with it or a refusal the guest leaves the room."""
-        if guest.turn.done():
-            return None  # cancelled; its coroutine has yet to hear of it
+    def _ask(self, waiting: _Waiting, *, only_refusals: bool = False) -> Placement | Refusal | Later | None:
+        """The policy's answer; a placement has begun, and with it or a refusal this one leaves the queue."""
+        if waiting.turn.done():
+            return None  # cancelled; its coroutine will see that next
         try:
-            answer = self._policy.choose(asked := replace(guest.ask(), is_queued=True))
+            answer = self._policy.choose(asked := replace(waiting.ask(), is_queued=True))
             if isinstance(answer, Placement) and not only_refusals:
-                told = self._begin(asked, answer)
-                self._resolve(guest, served=True).set_result(told)
-        except Exception as error:  # nobody else would hear of it
-            self._resolve(guest).set_exception(error)
+                placement = self._begin(asked, answer)
+                self._resolve(waiting, served=True).set_result(placement)
+        except Exception as error:  # its own coroutine raises it
+            self._resolve(waiting).set_exception(error)
             return None
         if isinstance(answer, Refusal):
-            self._resolve(guest).set_result(answer)
+            self._resolve(waiting).set_result(answer)
         return answer
 
-    def _resolve(self, guest: _Guest, *, served: bool = False) -> asyncio.Future[Answer]:
-        """It leaves the room; its tenant pays for what was served."""
-        del self._guests[guest.seat]
-        (self.room.take if served else self.room.leave)(guest.seat)
-        return guest.turn
+    def _resolve(self, waiting: _Waiting, *, served: bool = False) -> asyncio.Future[Answer]:
+        """It leaves the queue; its tenant pays for what was served."""
+        del self._waiting[waiting.entry]
+        (self.queue.take if served else self.queue.leave)(waiting.entry)
+        return waiting.turn
 
     def _begin(self, asked: Ask, placement: Placement) -> Placement:
-        """What is told counts from the request's arrival."""
+        """Answers the placement as the client sees it: times count from the request's arrival."""
         self._policy.began(asked, placement)
         return self._policy.for_client(asked, placement)
 
@@ -204,13 +204,13 @@ def _need_s(answer: Placement | Later) -> float:
     return answer.predicted_ttft_s or 0.0 if answer.prefill_s is None else answer.prefill_s
 
 
-def _in_vain(request: Request, seat: QueuedRequest, queued: Queued) -> Refusal | None:
+def _in_vain(request: Request, entry: QueuedRequest, queued: Queued) -> Refusal | None:
     """The refusal of one who would be refused in the end, as is foreseen."""
     ttft_s, promised_s = queued.predicted_ttft_s, request.slo.ttft_s
-    if not seat.rejects or promised_s is None or ttft_s <= HOPE * promised_s:
+    if not entry.rejects or promised_s is None or ttft_s <= HOPE * promised_s:
         return None
-    why = f"behind {queued.position} who wait the first token would take {ttft_s:.3g} s"
-    return Refusal(f"{why}, the SLO is {promised_s:.3g} s ({queued.reason})", ttft_s - promised_s)
+    reason = f"behind {queued.position} who wait the first token would take {ttft_s:.3g} s"
+    return Refusal(f"{reason}, the SLO is {promised_s:.3g} s ({queued.reason})", ttft_s - promised_s)
 
 
 def _start_s(answer: Placement | Later, ahead: list[QueuedRequest], view: ClusterView) -> float:
@@ -218,4 +218,4 @@ def _start_s(answer: Placement | Later, ahead: list[QueuedRequest], view: Cluste
     prefills = len(view.ready(Role.PREFILL, Role.MIXED)) or len(view.ready(Role.DECODE))
     decodes = len(view.ready(Role.DECODE, Role.MIXED)) or prefills
     start_s, apart_s = (answer.start_s, answer.apart_s) if isinstance(answer, Later) else (0.0, 0.0)
-    return start_s + sum(max(seat.need_s / max(1, prefills), apart_s / max(1, decodes)) for seat in ahead)
+    return start_s + sum(max(entry.need_s / max(1, prefills), apart_s / max(1, decodes)) for entry in ahead)

@@ -1,6 +1,6 @@
-"""What one worker has cached, read from it by number: asked when there is news, and anew when something was missed.
+"""What one worker has cached, read from it by number: what is new, or everything when something was missed.
 
-    statistics say 17, we stand at 12 ──> cache_since(12) ──> events 13 to 17
+    statistics say 17, we have 12 ──> cache_since(12) ──> events 13 to 17
     a gap, a call that failed         ──> cache_since(0)  ──> everything, in as many answers as it takes
 
 Knows no policy: whoever keeps an index takes the news.
@@ -21,19 +21,19 @@ CALL_S = 10.0
 
 
 class CacheReader:
-    """Owned by a Line, for one incarnation. One call at a time, and `pause_s` between the beginnings of two rounds."""
+    """Owned by a WorkerClient, for one incarnation. One call at a time; rounds begin `pause_s` apart."""
 
     def __init__(self, handle: WorkerHandle, take: Callable[[KVEvents], None], pause_s: float) -> None:
         self._handle = handle
         self._take = take
         self._pause_s = pause_s
-        self._number = 0  # the newest event that was heard of
+        self._number = 0  # the newest event that statistics showed
         self._last = self._reach = 0  # where we stand, as `KVEvents` has it
         self._next_s = 0.0
         self._stopped = False
         self._reading: asyncio.Task[None] | None = None
 
-    def heard(self, number: int) -> None:
+    def on_news(self, number: int) -> None:
         """The worker's statistics say that this is the newest event of its cache."""
         self._number = number
         if number > self._last and self._reading is None and not self._stopped:
@@ -58,7 +58,7 @@ class CacheReader:
             self._last = self._reach = 0
 
     async def _read(self) -> None:
-        """Until nothing is new. After a failure, again when the worker is next heard."""
+        """Until nothing is new. After a failure, again with the worker's next statistics."""
         clock = asyncio.get_running_loop()
         while self._number > self._last:
             await asyncio.sleep(self._next_s - clock.time())
@@ -75,7 +75,7 @@ class CacheReader:
         while True:
             news = await self._handle.cache_since(self._last, self._reach)
             if not news.whole and news.first != self._last:
-                self._last = self._reach = 0  # a gap: begin anew, in the next round
+                self._last = self._reach = 0  # a gap: ask for everything in the next round
                 return
             self._take(news)
             self._last, self._reach = news.last, news.reach

@@ -1,6 +1,6 @@
-"""Who is there, as one gateway knows it: a line to every ready worker, the membership, and the view made of both.
+"""The workers as one gateway knows them: a client of every ready one, the membership, and the view made of both.
 
-Follows the controller, dials again what it lost, and goes on with the last membership while the controller is away.
+Follows the controller, reconnects to lost workers, and keeps the last membership while the controller is away.
 Knows no request and no policy.
 """
 
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 
 WatchMembers = Callable[[int, float], Awaitable[Membership]]  # (known revision, timeout_s), a long poll
 WATCH_S = 10.0
-REDIAL_S = 1.0
+RECONNECT_S = 1.0
 
 
 class WorkerDiscovery:
-    """Owned by a Dispatcher. `start` before use, `close` after. `caches` is told what workers have cached, `history`
-    who has another role or is lost."""
+    """Owned by a Dispatcher. `start` before use, `close` after. `caches` learns what workers have cached, `history`
+    which workers changed their role or were lost."""
 
     def __init__(
         self,
@@ -62,21 +62,21 @@ class WorkerDiscovery:
         self._changed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
         self._following: list[asyncio.Task[None]] = []
-        self.lines: dict[str, WorkerClient] = {}
+        self.clients: dict[str, WorkerClient] = {}
         self._role_changes: Counter[tuple[str, str]] = Counter()
 
     async def start(self) -> None:
         """Learn the members, and follow them from now on."""
         self.take(await self._watch_members(0, WATCH_S))
-        for task, work in (("following the members", self._follow), ("dialing lost workers", self._redial)):
+        for task, work in (("following the members", self._follow), ("reconnecting to lost workers", self._reconnect)):
             self._following.append(asyncio.ensure_future(supervised(task, work, self.failures)))
-        while any(not line.heard and line.lost is None for line in self.lines.values()):
-            await self._changed.wait()  # each line is heard, or lost, within its own bound
+        while any(not client.has_answered and client.lost is None for client in self.clients.values()):
+            await self._changed.wait()  # each client gets an answer or is lost within its own bound
 
     async def close(self) -> None:
         for task in self._following:
             task.cancel()
-        await asyncio.gather(*(line.close() for line in self.lines.values()), *self._background)
+        await asyncio.gather(*(client.close() for client in self.clients.values()), *self._background)
 
     def change(self) -> Awaitable[object]:
         """Done after the next change of membership or state; statistics alone are none."""
@@ -93,10 +93,10 @@ class WorkerDiscovery:
     # ---- the view --------------------------------------------------------------------------------------------
 
     def picture(self) -> ClusterView:
-        """Membership as published, statistics as last heard; what has not changed is not made anew. Ages are 0."""
-        lines = self.lines
+        """Membership as published, statistics as last received; what has not changed is the same object. Ages are 0."""
+        clients = self.clients
         workers = tuple(
-            line.seen(member.view) if (line := lines.get(member.view.name)) is not None else member.view
+            client.seen(member.view) if (client := clients.get(member.view.name)) is not None else member.view
             for member in self._membership.members
         )
         known = self._membership
@@ -108,35 +108,35 @@ class WorkerDiscovery:
         return (*self._membership.failures, *(TaskFailures(self._name, task, count) for task, count in own))
 
     def view(self) -> ClusterView:
-        """The picture with ages; a worker whose line is lost counts as dead."""
+        """The picture with ages; a worker whose client is lost counts as dead."""
         picture, now_s = self.picture(), asyncio.get_running_loop().time()
         return replace(picture, workers=tuple(self._aged(worker, now_s) for worker in picture.workers))
 
     def _aged(self, worker: WorkerView, now_s: float) -> WorkerView:
-        line = self.lines.get(worker.name)
-        if line is None or line.view.incarnation != worker.incarnation:
+        client = self.clients.get(worker.name)
+        if client is None or client.view.incarnation != worker.incarnation:
             return worker
-        return structs.replace(worker, age_s=now_s - line.heard_s)
+        return structs.replace(worker, age_s=now_s - client.last_poll_s)
 
     def has_ready(self, *roles: Role) -> bool:
         """Whether a worker of one of these roles can be sent work."""
         return any(
             member.view.role in roles
             and member.view.state is WorkerState.READY
-            and (line := self.lines.get(member.view.name)) is not None
-            and line.lost is None
+            and (client := self.clients.get(member.view.name)) is not None
+            and client.lost is None
             for member in self._membership.members
         )
 
     def sent(self) -> dict[str, Sent]:
         """What went to each worker since its statistics were taken."""
-        return {name: line.sent for name, line in self.lines.items() if line.sent is not NOTHING_SENT}
+        return {name: client.sent for name, client in self.clients.items() if client.sent is not NOTHING_SENT}
 
     async def audit(self) -> ClusterView:
         """The view, with every ready worker's proof that its blocks are accounted for."""
         view = self.view()
-        lines = [self.lines.get(worker.name) for worker in view.workers]
-        audits = await asyncio.gather(*(_audit(line) for line in lines))
+        clients = [self.clients.get(worker.name) for worker in view.workers]
+        audits = await asyncio.gather(*(_audit(client) for client in clients))
         return replace(
             view, workers=tuple(structs.replace(w, audit=audit) for w, audit in zip(view.workers, audits, strict=True))
         )
@@ -149,7 +149,7 @@ class WorkerDiscovery:
             self.take(await self._watch_members(self._membership.revision, WATCH_S))
         except WorkerGone as error:
             logger.warning("the controller does not answer (%s); keeping the last membership", error)
-            await asyncio.sleep(REDIAL_S)
+            await asyncio.sleep(RECONNECT_S)
 
     def take(self, membership: Membership) -> None:
         self._note_changes(membership)
@@ -162,17 +162,17 @@ class WorkerDiscovery:
             if member.handle is not None and member.view.state is WorkerState.READY
         }
         known = {member.view.name: member.view for member in membership.members}
-        for name, line in list(self.lines.items()):
-            if _departed(line, view := known.get(name)):
-                if line.lost is None:
-                    line.hang_up(_why(line, view))
-                self._in_background(line.close())
-                del self.lines[name]
+        for name, client in list(self.clients.items()):
+            if _departed(client, view := known.get(name)):
+                if client.lost is None:
+                    client.give_up(_reason(client, view))
+                self._in_background(client.close())
+                del self.clients[name]
                 if self._caches is not None:
                     self._caches.forget(name)
         for name, member in ready.items():
-            if name not in self.lines:
-                self.lines[name] = self._dial(member)
+            if name not in self.clients:
+                self.clients[name] = self._connect(member)
         self._pulse()
 
     def _note_changes(self, membership: Membership) -> None:
@@ -197,17 +197,17 @@ class WorkerDiscovery:
             ):
                 self._note("back", now.name, now.detail)
 
-    def _dial(self, member: Member) -> WorkerClient:
-        """A new line. Its subscriber's name is new too: what an older line of ours left there times out."""
+    def _connect(self, member: Member) -> WorkerClient:
+        """A new client. Its subscriber's name is new too: what an older one left there times out."""
         assert member.handle is not None, "only ready members are dialled"
         dtypes = {pool.name: pool.engine.dtype for pool in self._spec.pools}
         subscriber = f"{self._name}-{uuid.uuid4().hex[:12]}"
         silence_s, reader = self._spec.health.dead_after_s, self._reader(member.view, member.handle)
-        line = WorkerClient(
+        client = WorkerClient(
             member.view, member.handle, subscriber, silence_s, self._pulse, reader, dtypes.get(member.view.pool, "")
         )
-        line.ended.add_done_callback(lambda _: self._note_end(line.name, line.lost or ""))
-        return line
+        client.ended.add_done_callback(lambda _: self._note_end(client.name, client.lost or ""))
+        return client
 
     def _note_end(self, worker: str, reason: str) -> None:
         self._note("left" if reason == TAKEN_OUT else "lost", worker, reason)
@@ -222,16 +222,16 @@ class WorkerDiscovery:
         take = partial(self._caches.take, view.name, view.incarnation)
         return CacheReader(handle.at(view.incarnation), take, self._spec.gateway.cache_news_s)
 
-    async def _redial(self) -> None:
-        """A worker that the controller holds ready but that we lost gets a new line, once in a while."""
-        await asyncio.sleep(REDIAL_S)
+    async def _reconnect(self) -> None:
+        """A worker that the controller holds ready but that we lost gets a new client, once in a while."""
+        await asyncio.sleep(RECONNECT_S)
         for member in self._membership.members:
-            line, view = self.lines.get(member.view.name), member.view
-            if line is None or line.lost is None:
+            client, view = self.clients.get(member.view.name), member.view
+            if client is None or client.lost is None:
                 continue
-            if view.state is WorkerState.READY and view.incarnation == line.view.incarnation:
-                self._in_background(line.close())
-                self.lines[view.name] = self._dial(member)
+            if view.state is WorkerState.READY and view.incarnation == client.view.incarnation:
+                self._in_background(client.close())
+                self.clients[view.name] = self._connect(member)
 
     def _pulse(self) -> None:
         self._changed.set()
@@ -243,28 +243,28 @@ class WorkerDiscovery:
         task.add_done_callback(self._background.discard)
 
 
-def _departed(line: WorkerClient, view: WorkerView | None) -> bool:
-    """Whether the controller says that the worker of this line is no more.
+def _departed(client: WorkerClient, view: WorkerView | None) -> bool:
+    """Whether the controller says that this client's worker is gone.
 
     STARTING alone does not: a controller that was itself restarted says so of living workers until it has met them.
     """
     if view is None or view.state is WorkerState.DEAD:
         return True
-    return view.state is WorkerState.READY and view.incarnation != line.view.incarnation
+    return view.state is WorkerState.READY and view.incarnation != client.view.incarnation
 
 
-def _why(line: WorkerClient, view: WorkerView | None) -> str:
-    """What became of the worker of this line, as the controller says."""
+def _reason(client: WorkerClient, view: WorkerView | None) -> str:
+    """What became of this client's worker, as the controller says."""
     if view is None or view.state is not WorkerState.DEAD:
         return TAKEN_OUT if view is None else "it was restarted"
     return view.detail or "it died"
 
 
-async def _audit(line: WorkerClient | None) -> str:
-    if line is None or line.lost is not None:
+async def _audit(client: WorkerClient | None) -> str:
+    if client is None or client.lost is not None:
         return "not ready"
     try:
-        await line.handle.check()
+        await client.handle.check()
     except AssertionError as error:
         return f"blocks do not balance: {error}"
     except (WorkerGone, WorkerError) as error:

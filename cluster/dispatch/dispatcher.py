@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from cluster.dispatch.admission_queue import AdmissionQueue
 from cluster.dispatch.attempt import Phase
-from cluster.dispatch.discovery import REDIAL_S, WatchMembers, WorkerDiscovery
+from cluster.dispatch.discovery import RECONNECT_S, WatchMembers, WorkerDiscovery
 from cluster.dispatch.migration_loop import MigrationLoop
 from cluster.dispatch.placement import Placer
 from cluster.dispatch.request_runner import RequestRunner
@@ -39,7 +39,7 @@ from workers.request import Request, check_shape
 
 
 class Dispatcher:
-    """Owned by one gateway. `start` before use, `close` after. `observers` are told of each request, too."""
+    """Owned by one gateway. `start` before use, `close` after. `observers` get each request's events, too."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Dispatcher:
             change=self.discovery.change,
             contexts=self._contexts,
             move=self._move_attempt,
-            place_anew=self._replace_attempt,
+            replace=self._replace_attempt,
         )
 
     async def start(self) -> None:
@@ -184,7 +184,7 @@ class Dispatcher:
 
     @property
     def view(self) -> ClusterView:
-        """Membership as published, statistics as last heard; a lost worker counts as dead."""
+        """Membership as published, statistics as last received; a lost worker counts as dead."""
         return self.discovery.view()
 
     def view_change(self) -> Awaitable[object]:
@@ -195,14 +195,14 @@ class Dispatcher:
         """The view, with every ready worker's proof that its blocks are accounted for."""
         return await self.discovery.audit()
 
-    def standing(self) -> GatewayAttainment:
+    def slo_attainment(self) -> GatewayAttainment:
         """How this gateway's requests met their SLOs, and what was moved for them."""
         return replace(
             self._slo_scores.attainment(self._policy.lengths.calibration()),
             moves=self._migrations.counts(),
             moved_bytes=self._runner.moved_bytes,
             role_changes=self.discovery.role_changes(),
-            queued=len(self._admission_queue.room),
+            queued=len(self._admission_queue.queue),
             uncovered=tuple((role.value, count) for role, count in self._placer.uncovered.items()),
             tally=self._metrics.told(),
         )
@@ -230,9 +230,9 @@ class Dispatcher:
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         """Have this idle worker time steps of a shape. Errors: `InvalidRequest`; `Rejected`: it has work or is gone."""
-        client = self.discovery.lines.get(worker)
+        client = self.discovery.clients.get(worker)
         if client is None or client.lost is not None:
-            names = ", ".join(self.discovery.lines) or "none"
+            names = ", ".join(self.discovery.clients) or "none"
             raise InvalidRequest("worker", f"{worker!r} is not ready here; ready are: {names}")
         (pool,) = (pool for pool in self._spec.pools if pool.name == client.view.pool)
         check_shape(pool.engine, shape, repeats)
@@ -243,5 +243,5 @@ class Dispatcher:
         except Overloaded as error:
             raise Rejected(f"{worker}: {error}", error.retry_after_s) from None
         except (WorkerGone, WorkerClosed) as error:
-            raise Rejected(f"{worker} is gone: {error}", REDIAL_S) from None
+            raise Rejected(f"{worker} is gone: {error}", RECONNECT_S) from None
         return replace(timings, call_s=clock.time() - begun_s - timings.elapsed_s)

@@ -17,14 +17,14 @@ from workers.log_fields import log_fields
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-MOST_ANEW = 16  # prompts placed anew at a look
+MOST_REPLACED = 16  # prompts per look
 
 
 class MigrationLoop:
     """Owned by a Dispatcher. `start` before use, `close` after.
 
     `contexts` are the tokens so far of each attempt that may be moved; `move` has another worker go on with one.
-    `place_anew` gives one up whose prompt waits, for another, unless it is better off where it is.
+    `replace` gives one up whose prompt waits, for another on better workers, if there are any.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class MigrationLoop:
         change: Callable[[], Awaitable[object]],
         contexts: Callable[[], Mapping[str, int]],
         move: Callable[[str, str], Awaitable[bool]],
-        place_anew: Callable[[str], bool],
+        replace: Callable[[str], bool],
     ) -> None:
         self._migration_planner = mover
         self._requeue = requeue
@@ -43,7 +43,7 @@ class MigrationLoop:
         self._change = change
         self._contexts = contexts
         self._move = move
-        self._place_anew = place_anew
+        self._replace = replace
         self._under_way: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None] | None = None
         self._looking = asyncio.Event()
@@ -86,11 +86,11 @@ class MigrationLoop:
                 task = asyncio.ensure_future(self._carry_out(move))
                 self._under_way.add(task)
                 task.add_done_callback(self._ended)
-        left = MOST_ANEW
+        left = MOST_REPLACED
         for keys in self._requeue.late(self._picture(), now_s):
             for key in keys[:left]:
                 left -= 1
-                if not self._place_anew(key):
+                if not self._replace(key):
                     break
                 self._counts["anew", "moved"] += 1
 

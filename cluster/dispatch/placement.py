@@ -14,7 +14,7 @@ from cluster.policy.routing.router import Ask, Later, Placement, Refusal
 from cluster.spec import ClusterSpec, Role
 from workers.request import Request
 
-MOST_ANEW = 3  # times that a prompt which has not begun is placed on other workers
+MOST_REPLACEMENTS = 3  # times that a prompt which has not begun is placed on other workers
 
 
 class Placer:
@@ -82,14 +82,14 @@ class Placer:
 
     def is_there(self, placement: Placement) -> bool:
         """Whether its workers can still be sent work."""
-        workers = [self._discovery.lines.get(name) for name in (placement.prefill, placement.decode)]
+        workers = [self._discovery.clients.get(name) for name in (placement.prefill, placement.decode)]
         return all(worker is not None and worker.lost is None for worker in workers)
 
     def better(self, state: RequestState) -> Replacement | None:
         """Another attempt, for one whose prompt still waits; None: it stays. The policy has replaced it then."""
         if state.attempt is None or not state.attempt.is_waiting or state.request.group or state.stop.done():
             return None
-        if state.replacement is not None or state.num_uncounted >= MOST_ANEW:
+        if state.replacement is not None or state.num_uncounted >= MOST_REPLACEMENTS:
             return None
         key, request = state.request.key, state.request.retry(tuple(state.sent), fresh=False)
         ask = replace(self.ask(state), request=request)

@@ -184,7 +184,7 @@ class RequestRunner:
             state.end_attempt(attempt)
 
     def _make_attempt(self, state: RequestState, placement: Placement) -> Attempt:
-        workers = self._discovery.lines
+        workers = self._discovery.clients
         return Attempt(
             state.request,
             prefill=workers[placement.prefill],
@@ -307,7 +307,7 @@ class RequestRunner:
 
     async def move(self, state: RequestState, worker: str, timeout_s: float | None) -> bool:
         """Have another worker go on with the decode, which continues meanwhile; False when it stays where it is."""
-        attempt, client = state.attempt, self._discovery.lines.get(worker)
+        attempt, client = state.attempt, self._discovery.clients.get(worker)
         if attempt is None or client is None or client.lost is not None:
             return False
         before = len(attempt.transfers)

@@ -106,7 +106,7 @@ class WorkerCall:
                 raise AttemptFailed(self.name, f"the worker was lost ({self.worker.lost})")
             return calling.result()
         except (WorkerGone, WorkerClosed) as error:
-            self.worker.hang_up(f"{type(error).__name__}: {error}")  # now: the next attempt must not go there again
+            self.worker.give_up(f"{type(error).__name__}: {error}")  # now: the next attempt must not go there again
             raise AttemptFailed(self.name, f"{type(error).__name__}: {error}") from None
         except InvalidRequest as error:
             raise Unservable(str(error)) from None

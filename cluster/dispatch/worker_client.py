@@ -55,7 +55,7 @@ class WorkerClient:
         self.handle = handle.at(view.incarnation)
         self.subscriber = subscriber
         self.kv_dtype = kv_dtype  # of the worker's pool
-        self.heard = False
+        self.has_answered = False
         self.stats: WorkerStats = view.stats
         self.sent = NOTHING_SENT
         self.lost: str | None = None
@@ -63,10 +63,10 @@ class WorkerClient:
         self._silence_s = silence_s
         self._changed = changed
         self._cache = cache
-        self._attempts: dict[str, OnMessage] = {}
+        self._handlers: dict[str, OnMessage] = {}
         self._seen: tuple[tuple[WorkerView, WorkerStats, bool, str | None], WorkerView] | None = None
         self._loop = asyncio.get_running_loop()
-        self.heard_s = self._loop.time()
+        self.last_poll_s = self._loop.time()
         self._silence = Watchdog(silence_s, self._fall_silent)
         self._listening = asyncio.ensure_future(self._listen())
 
@@ -77,33 +77,33 @@ class WorkerClient:
     def seen(self, published: WorkerView) -> WorkerView:
         """The published view with what this client knows of the worker; the same object while nothing changes."""
         if (last := self._seen) is not None:  # asked of each worker for each request
-            view, stats, heard, lost = last[0]
-            if published is view and self.stats is stats and self.heard is heard and self.lost is lost:
+            view, stats, has_answered, lost = last[0]
+            if published is view and self.stats is stats and self.has_answered is has_answered and self.lost is lost:
                 return last[1]
         if published.incarnation != self.view.incarnation:
             return published
         seen = replace(published, stats=self.stats)
         if published.state is WorkerState.READY and self.lost is not None:
             seen = replace(seen, state=WorkerState.DEAD, detail=self.lost)
-        elif published.state is WorkerState.READY and not self.heard:
-            seen = replace(seen, state=WorkerState.STARTING, detail="not heard yet")
-        self._seen = (published, self.stats, self.heard, self.lost), seen
+        elif published.state is WorkerState.READY and not self.has_answered:
+            seen = replace(seen, state=WorkerState.STARTING, detail="no answer yet")
+        self._seen = (published, self.stats, self.has_answered, self.lost), seen
         return seen
 
     def join(self, key: str, on_message: OnMessage, prompt_tokens: int) -> None:
         """Send outputs for `key` to `on_message` from now on, and `WorkerLost` at the end."""
-        self._attempts[key] = on_message
+        self._handlers[key] = on_message
         self.sent = Sent(self.sent.prompt_tokens + prompt_tokens, self.sent.sequences + 1)
         if self.lost is not None:
             on_message(WorkerLost(self.lost))
 
     def redirect(self, key: str, on_message: OnMessage) -> None:
         """Send further outputs of a `key` that joined before to somebody else."""
-        if key in self._attempts:
-            self._attempts[key] = on_message
+        if key in self._handlers:
+            self._handlers[key] = on_message
 
     def leave(self, key: str) -> None:
-        self._attempts.pop(key, None)
+        self._handlers.pop(key, None)
 
     async def close(self) -> None:
         self._silence.close()
@@ -119,36 +119,36 @@ class WorkerClient:
                 bundle = await self.handle.poll(self.subscriber, received)
                 self._silence.reset()
                 if bundle.incarnation != self.view.incarnation:
-                    return self.hang_up("it restarted")
+                    return self.give_up("it restarted")
                 self._take(bundle)
                 received = bundle.number
         except (WorkerGone, WorkerError) as error:
-            self.hang_up(f"{type(error).__name__}: {error}")
+            self.give_up(f"{type(error).__name__}: {error}")
         except Exception as error:
             logger.exception("polling worker %s", self.name)
-            self.hang_up(f"unexpected {type(error).__name__}: {error}")
+            self.give_up(f"unexpected {type(error).__name__}: {error}")
         finally:
             self._silence.close()
 
     def _take(self, bundle: Bundle) -> None:
-        self.heard_s = self._loop.time()
-        if not self.heard:
-            self.heard = True
+        self.last_poll_s = self._loop.time()
+        if not self.has_answered:
+            self.has_answered = True
             self._changed()
         self.stats = bundle.stats
         self.sent = NOTHING_SENT
         if self._cache is not None:
-            self._cache.heard(bundle.stats.cache_number)
+            self._cache.on_news(bundle.stats.cache_number)
         for output in bundle.outputs:
-            on_message = self._attempts.get(output.key)
+            on_message = self._handlers.get(output.key)
             if on_message is not None:
                 on_message(output)
 
     def _fall_silent(self) -> None:
-        self.hang_up(f"it was silent for {self._silence_s:.1f} s")
+        self.give_up(f"it was silent for {self._silence_s:.1f} s")
         self._listening.cancel()
 
-    def hang_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Give the worker up; every attempt on it gets the reason. Only the first reason counts."""
         if self.lost is not None:
             return
@@ -157,6 +157,6 @@ class WorkerClient:
         if self._cache is not None:
             self._cache.stop()
         self.ended.set_result(None)
-        for on_message in tuple(self._attempts.values()):
+        for on_message in tuple(self._handlers.values()):
             on_message(WorkerLost(reason))
         self._changed()

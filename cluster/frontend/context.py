@@ -33,7 +33,7 @@ class RequestDispatcher(Protocol):
         ...
 
     def finish(self, request_id: str) -> None:
-        """The door has seen enough (a stop string): its last event is Completed(STOP), books balanced.
+        """The caller has all it wants (a stop string): the last event is Completed(STOP).
 
         Does nothing when the request is not running.
         """
@@ -52,12 +52,12 @@ class RequestDispatcher(Protocol):
         """Have this idle worker time steps of a shape. Errors: `InvalidRequest`, `Rejected`."""
         ...
 
-    def standing(self) -> GatewayAttainment:
-        """How this gateway has kept its promises."""
+    def slo_attainment(self) -> GatewayAttainment:
+        """How this gateway's requests met their SLOs."""
         ...
 
     def turned_away(self, class_name: str, cause: str) -> None:
-        """The door refused a request of this class, for one of `cluster.policy.slo_attainment.REASONS`."""
+        """The frontend refused a request of this class, for one of `cluster.policy.slo_attainment.REASONS`."""
         ...
 
     def recent(self) -> Recent:

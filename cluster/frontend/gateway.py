@@ -66,7 +66,7 @@ class GatewayClosed(ClusterError):
 
 
 class Gateway:
-    """One gateway's requests. Owned by its door. It owns where large inputs are read; left out, a thread of its own."""
+    """One gateway's requests. Owned by its server. Owns `preprocessing`, which reads large inputs; None: a thread."""
 
     def __init__(
         self, context: GatewayContext, tokenizer: Tokenizer, preprocessing: Preprocessing | None = None
@@ -115,8 +115,8 @@ class Gateway:
     ) -> AsyncGenerator[GatewayEvent, None]:
         """Accepted, text deltas, each answer's end, Completed; neighbouring deltas not fetched in time come as one.
 
-        Deltas of several answers interleave, told apart by `index`. With `best_of` above n all is held back until the
-        best are known. `called`: a name that `cancel` knows it by as well; several may share one. `deadline_s` counts
+        Deltas of several answers interleave; `index` says whose they are. With `best_of` above n nothing comes
+        until the best are known. `called`: a name that `cancel` knows it by as well; several may share one. `deadline_s` counts
         from now. Closing the iterator cancels the request on its workers. Errors: `cluster.events`, `InvalidRequest`,
         and those above.
         """
@@ -132,8 +132,8 @@ class Gateway:
             sampling = self._resolve(sampling, len(tokens))
             shares = self._context.spec.gateway.share_prefixes
             request = Request(request_id, tokens, sampling, slo, session=session, tenant=tenant, shares_prefixes=shares)
-            running.pump = asyncio.create_task(self._pump(request, running.outbox, arrived_ns, deadline_s))
-            while (event := await running.outbox.take()) is not None:
+            running.pump = asyncio.create_task(self._pump(request, running.output, arrived_ns, deadline_s))
+            while (event := await running.output.take()) is not None:
                 yield event
         finally:
             try:
@@ -144,8 +144,8 @@ class Gateway:
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and answer together that any request may have: the model's context, and what pools hold."""
-        told = (_longest_sequence(self.view, role) for role in (Role.PREFILL, Role.DECODE))
-        return min([self._context.model.context_length, *(longest for longest in told if longest is not None)])
+        by_role = (_longest_sequence(self.view, role) for role in (Role.PREFILL, Role.DECODE))
+        return min([self._context.model.context_length, *(longest for longest in by_role if longest is not None)])
 
     def check_model(self, model: str) -> None:
         """Raises `UnknownModel` for any but the served one; empty is whichever is served."""
@@ -257,9 +257,9 @@ class Gateway:
         return limit, why
 
     async def _pump(
-        self, request: Request, outbox: RequestOutputCollector, arrived_ns: int, deadline_s: float | None
+        self, request: Request, output: RequestOutputCollector, arrived_ns: int, deadline_s: float | None
     ) -> None:
-        """Move events from the dispatcher to the outbox, as fast as they come; the door fetches at its own pace.
+        """Move events from the dispatcher to the collector as fast as they come; the server takes them at its own pace.
 
         The first answer that fails, or an end from outside, ends them all.
         """
@@ -272,7 +272,7 @@ class Gateway:
                 each,
                 request.id,
                 self._text_stream(each.sampling, index),
-                RequestOutputCollector() if ranked else outbox,
+                RequestOutputCollector() if ranked else output,
             )
             for index, each in enumerate(siblings(request))
         ]
@@ -282,11 +282,11 @@ class Gateway:
                     group.create_task(self._follow(answer, arrived_ns, left_s))
             best = sorted(answers, key=Answer.by_rank)[: sampling.n] if ranked else answers
             if ranked:
-                give_out(best, answers[0].prompt_logprobs, sampling, outbox)
-            outbox.put(one_end(answers, best, ranked))
-            outbox.end()
-        except ExceptionGroup as errors:  # the outbox raises it in the door's task
-            outbox.fail(errors.exceptions[0])
+                give_out(best, answers[0].prompt_logprobs, sampling, output)
+            output.put(one_end(answers, best, ranked))
+            output.end()
+        except ExceptionGroup as errors:  # the collector raises it in the server's task
+            output.fail(errors.exceptions[0])
 
     def _text_stream(self, sampling: SamplingParams, index: int) -> TextStream:
         detokenizer = self._tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens)
@@ -309,12 +309,12 @@ class _Running:
     def __init__(self, called: str, num_answers: int) -> None:
         self.called = called
         self.num_answers = num_answers
-        self.outbox = RequestOutputCollector()
+        self.output = RequestOutputCollector()
         self.pump: asyncio.Task[None] | None = None  # none while the prompt is being encoded
 
     def cancel(self, reason: Exception) -> None:
-        """End it now, even when the door is stuck on a client that does not read."""
-        self.outbox.fail(reason)
+        """End it now, even when the server is stuck on a client that does not read."""
+        self.output.fail(reason)
         if self.pump is not None:
             self.pump.cancel()
 
@@ -348,6 +348,6 @@ def _too_long(limit: int, why: str, num_prompt: int, num_output: int, field: str
 
 
 def _longest_sequence(view: ClusterView, role: Role) -> int | None:
-    """The longest sequence that a worker of this role holds; None while none has told its capacity."""
-    told = (worker.capacity_tokens for worker in view.workers if worker.role in (role, Role.MIXED))
-    return max((tokens for tokens in told if tokens > 0), default=None)
+    """The longest sequence that a worker of this role holds; None while no capacity is known."""
+    capacities = (worker.capacity_tokens for worker in view.workers if worker.role in (role, Role.MIXED))
+    return max((tokens for tokens in capacities if tokens > 0), default=None)

@@ -1,6 +1,6 @@
-"""Events on their way from a request to its door.
+"""Events on their way from a request to its server.
 
-Knows that a door may be slow; knows no request and no wire.
+Knows that a server's client may be slow; knows no request and no wire.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from cluster.frontend.text import GatewayEvent, TextDelta
 
 
 class RequestOutputCollector:
-    """Events between a request's pump and its door. `put` never waits; the door's lag shows as longer deltas.
+    """Events between a request's pump and its server. `put` never waits; a slow client shows as longer deltas.
 
     Bounded by the request itself: at most max_tokens tokens with their text, and one Accepted for each attempt.
     Owned by the request's `Gateway.generate`.

@@ -110,9 +110,9 @@ class History(RequestObserver):
         """How full the workers are now."""
         now_ns = self._now_ns()
         for worker in view.workers:
-            told = worker.stats
-            queue = told.running, told.waiting, told.queued_tokens
-            load = Load(now_ns, worker.name, *queue, told.total_blocks - told.free_blocks)
+            stats = worker.stats
+            queue = stats.running, stats.waiting, stats.queued_tokens
+            load = Load(now_ns, worker.name, *queue, stats.total_blocks - stats.free_blocks)
             self._keep(self._loads, load, AT_NS)
         self._forget()
 

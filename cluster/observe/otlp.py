@@ -1,6 +1,6 @@
 """Spans of requests for an OpenTelemetry collector: one for each request, with a child for each part of its ledger.
 
-They are made when a request has ended, out of its trail, and sent by a thread of the library's, whose queue is bounded:
+They are made when a request has ended, from its trace, and sent by a thread of the library's, whose queue is bounded:
 what a collector that is slow or away does not take is dropped, and no request waits for it.
 """
 
@@ -22,8 +22,8 @@ from cluster.observe.history import RequestTrace
 from cluster.observe.ledger import handed, is_noticed, now_ns
 from cluster.observe.request_metrics import stages
 from cluster.observe.request_observer import RequestEnd, RequestObserver
-from cluster.observe.request_trace import stays
-from cluster.observe.trace_context import told
+from cluster.observe.request_trace import located_parts
+from cluster.observe.trace_context import trace_headers
 from cluster.spec import ClusterSpec, TracingSpec
 from workers.log_fields import log_fields
 from workers.request import FinishReason, Request
@@ -60,35 +60,35 @@ class Spans(RequestObserver):
     def on_end(self, end: RequestEnd) -> None:
         self.ended(end.trace(), end.request, end.completed.finish if end.completed else None)
 
-    def ended(self, trail: RequestTrace, request: Request, finish: FinishReason | None) -> None:
+    def ended(self, trace: RequestTrace, request: Request, finish: FinishReason | None) -> None:
         """Of a request that this task serves. Never raises: whatever is wrong here, the request has its end."""
         try:
-            self._write(trail, request, finish)
+            self._write(trace, request, finish)
         except Exception:
-            logger.exception("no spans of this request", extra=log_fields(self._gateway, trail.request_id))
+            logger.exception("no spans of this request", extra=log_fields(self._gateway, trace.request_id))
 
-    def _write(self, trail: RequestTrace, request: Request, finish: FinishReason | None) -> None:
+    def _write(self, trace: RequestTrace, request: Request, finish: FinishReason | None) -> None:
         offset_ns = time.time_ns() - now_ns()
         span = self._tracer.start_span(
             REQUEST,
-            context=TraceContextTextMapPropagator().extract(told()),
+            context=TraceContextTextMapPropagator().extract(trace_headers()),
             kind=SpanKind.SERVER,
-            start_time=trail.arrived_ns + offset_ns,
+            start_time=trace.arrived_ns + offset_ns,
         )
         if not span.is_recording():
             return
-        span.set_attributes(_attributes(trail, request, self._model, finish))
-        for at_ns, worker in trail.moves:
+        span.set_attributes(_attributes(trace, request, self._model, finish))
+        for at_ns, worker in trace.moves:
             span.add_event("move", {"diptych.worker": worker}, at_ns + offset_ns)
-        if trail.outcome not in FINE:
-            span.set_status(Status(StatusCode.ERROR, trail.detail))
-            span.set_attribute("error.type", trail.outcome)
-        self._parts(span, trail, offset_ns)
-        span.end(trail.end_ns + offset_ns)
+        if trace.outcome not in FINE:
+            span.set_status(Status(StatusCode.ERROR, trace.detail))
+            span.set_attribute("error.type", trace.outcome)
+        self._parts(span, trace, offset_ns)
+        span.end(trace.end_ns + offset_ns)
 
-    def _parts(self, parent: Span, trail: RequestTrace, offset_ns: int) -> None:
-        moved = None if trail.moves else handed(trail.ledger, trail.arrived_ns, trail.transfer_ns)
-        spans = [*stays(trail, self._gateway), *([(trail.decode_worker, moved)] if moved else [])]
+    def _parts(self, parent: Span, trace: RequestTrace, offset_ns: int) -> None:
+        moved = None if trace.moves else handed(trace.ledger, trace.arrived_ns, trace.transfer_ns)
+        spans = [*located_parts(trace, self._gateway), *([(trace.decode_worker, moved)] if moved else [])]
         within = set_span_in_context(parent)
         for place, each in spans:
             if is_noticed(each):
@@ -121,36 +121,36 @@ def exporter(spec: TracingSpec) -> SpanExporter:
 
 
 def _attributes(
-    trail: RequestTrace, request: Request, model: str, finish: FinishReason | None
+    trace: RequestTrace, request: Request, model: str, finish: FinishReason | None
 ) -> dict[str, AttributeValue]:
     """By OpenTelemetry's names for generative AI; where it has none, those that vLLM gives; else our own."""
-    sampling, ledger = request.sampling, trail.ledger
+    sampling, ledger = request.sampling, trace.ledger
     attributes: dict[str, AttributeValue] = {
-        "gen_ai.request.id": trail.request_id,
+        "gen_ai.request.id": trace.request_id,
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.usage.prompt_tokens": trail.prompt_tokens,
-        "gen_ai.usage.completion_tokens": trail.output_tokens,
-        "gen_ai.usage.input_tokens": trail.prompt_tokens,
-        "gen_ai.usage.output_tokens": trail.output_tokens,
-        "gen_ai.latency.e2e": (trail.end_ns - trail.arrived_ns) / 1e9,
-        "diptych.outcome": trail.outcome,
-        "diptych.slo_class": trail.class_name,
-        "diptych.cached_tokens": trail.cached_tokens,
-        "diptych.attempts": trail.attempts,
-        "diptych.prefill_worker": trail.prefill_worker,
-        "diptych.decode_worker": trail.decode_worker,
-        "diptych.transfer_bytes": trail.transfer_bytes,
+        "gen_ai.usage.prompt_tokens": trace.prompt_tokens,
+        "gen_ai.usage.completion_tokens": trace.output_tokens,
+        "gen_ai.usage.input_tokens": trace.prompt_tokens,
+        "gen_ai.usage.output_tokens": trace.output_tokens,
+        "gen_ai.latency.e2e": (trace.end_ns - trace.arrived_ns) / 1e9,
+        "diptych.outcome": trace.outcome,
+        "diptych.slo_class": trace.class_name,
+        "diptych.cached_tokens": trace.cached_tokens,
+        "diptych.attempts": trace.attempts,
+        "diptych.prefill_worker": trace.prefill_worker,
+        "diptych.decode_worker": trace.decode_worker,
+        "diptych.transfer_bytes": trace.transfer_bytes,
     }
     if sampling.max_tokens is not None:
         attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
     if finish is not None:
         attributes["gen_ai.response.finish_reasons"] = [finish.value]
-    if trail.output_tokens:
+    if trace.output_tokens:
         attributes["gen_ai.latency.time_to_first_token"] = ledger.ttft_ns / 1e9
-    if trail.outcome == "completed":
+    if trace.outcome == "completed":
         spent = stages(ledger)
         attributes["gen_ai.latency.time_in_queue"] = spent["queue"]
         for stage in ("prefill", "decode", "inference"):

@@ -21,7 +21,7 @@ QUEUEING = ("admission", "route", "reserve", "prefill_queue")
 class RequestMetrics(RequestObserver):
     """Owned by a Dispatcher. `classes` are those of the specification; requests of any other count as `other`.
 
-    What it names is told from the start, `transports` too.
+    These and `transports` are there from the start, with zeros.
     """
 
     def __init__(self, classes: Iterable[str], transports: Iterable[str] = ()) -> None:
@@ -56,7 +56,7 @@ class RequestMetrics(RequestObserver):
         self.ended(Ended("refused", class_name, cause), None, ())
 
     def ended(self, ended: Ended, completed: Completed | None, transfers: Iterable[TransferReport]) -> None:
-        """A request is over, and did or did not complete. Each is told once."""
+        """A request is over, and did or did not complete. Called once for each."""
         label = self._label(ended.class_name)
         self._requests.add((*label, ended.outcome), ended.waited_s)
         if ended.ttft_s is not None:

@@ -1,4 +1,4 @@
-"""The port through which a dispatcher tells of its requests: metrics, history, SLO scores, load reports, logs, traces.
+"""The port through which a dispatcher reports its requests: metrics, history, SLO scores, load reports, logs, traces.
 
 on_arrived ─> (on_placed ─> on_transfer, on_prefilled, on_first_token, on_moved | on_replaced)... ─> on_end
 
@@ -61,7 +61,7 @@ class RequestObserver:
         """A prompt that had not begun goes to another worker."""
 
     def on_end(self, end: RequestEnd) -> None:
-        """A request is over; told once for each."""
+        """A request is over; called once for each."""
 
     def on_turned_away(self, class_name: str, cause: str) -> None:
         """The frontend refused a request, for one of `cluster.policy.slo_attainment.REASONS`."""
@@ -81,7 +81,7 @@ class SLOObserver(RequestObserver):
 
 
 class RequestObservers(RequestObserver):
-    """Tells several, in order."""
+    """Calls several, in order."""
 
     def __init__(self, observers: Iterable[RequestObserver]) -> None:
         self._all = tuple(observers)

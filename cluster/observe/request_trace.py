@@ -1,4 +1,4 @@
-"""A request's trail as spans: part by part, and where it was. Pure."""
+"""A request's trace as spans: part by part, and where it was. Pure."""
 
 from collections.abc import Iterator
 
@@ -10,34 +10,34 @@ AT_DECODE = ("transfer_wait", "decode_queue", "decode_compute", "decode_wire", "
 UNFINISHED = ", no further part known"
 
 
-def parts(trail: RequestTrace) -> tuple[Span, ...]:
+def parts(trace: RequestTrace) -> tuple[Span, ...]:
     """All of a request's time; what the ledger does not know yet, or never did, comes last."""
-    found = booked(trail.ledger, trail.arrived_ns)
-    if not trail.open_ns:
+    found = booked(trace.ledger, trace.arrived_ns)
+    if not trace.open_ns:
         return found
-    return (*found, Span(trail.phase + UNFINISHED, trail.end_ns - trail.open_ns, trail.end_ns))
+    return (*found, Span(trace.phase + UNFINISHED, trace.end_ns - trace.open_ns, trace.end_ns))
 
 
-def stays(trail: RequestTrace, gateway: str) -> Iterator[tuple[str, Span]]:
+def located_parts(trace: RequestTrace, gateway: str) -> Iterator[tuple[str, Span]]:
     """The same, each with the worker or the gateway where it was spent. A decode that moved is cut where it did."""
-    return ((_place(piece, trail, gateway), piece) for span in parts(trail) for piece in _cut(span, trail))
+    return ((_place(piece, trace, gateway), piece) for span in parts(trace) for piece in _cut(span, trace))
 
 
-def _cut(span: Span, trail: RequestTrace) -> Iterator[Span]:
+def _cut(span: Span, trace: RequestTrace) -> Iterator[Span]:
     begin_ns = span.begin_ns
     if span.name.removesuffix(UNFINISHED) in AT_DECODE:
-        for at_ns, _ in trail.moves:
+        for at_ns, _ in trace.moves:
             if begin_ns < at_ns < span.end_ns:
                 yield Span(span.name, begin_ns, at_ns)
                 begin_ns = at_ns
     yield Span(span.name, begin_ns, span.end_ns)
 
 
-def _place(span: Span, trail: RequestTrace, gateway: str) -> str:
+def _place(span: Span, trace: RequestTrace, gateway: str) -> str:
     phase = span.name.removesuffix(UNFINISHED)
     if phase in AT_PREFILL:
-        return trail.prefill_worker or gateway
+        return trace.prefill_worker or gateway
     if phase in AT_DECODE:
-        moved = [worker for at_ns, worker in trail.moves if at_ns <= span.begin_ns]
-        return moved[-1] if moved else trail.decode_worker or gateway
+        moved = [worker for at_ns, worker in trace.moves if at_ns <= span.begin_ns]
+        return moved[-1] if moved else trace.decode_worker or gateway
     return gateway

@@ -305,9 +305,9 @@ async def test_a_silent_gateway_loses_its_requests_and_its_waiting_reservations(
         await subject.settle()
 
 
-async def test_a_line_that_was_lost_to_a_living_worker_is_dialled_again() -> None:
+async def test_a_lost_client_of_a_living_worker_is_replaced() -> None:
     async with cluster(split_spec()) as subject:
-        subject.dispatcher.discovery.lines["decode-0"].hang_up("for the test")
+        subject.dispatcher.discovery.clients["decode-0"].give_up("for the test")
         assert not subject.dispatcher.view.ready(Role.DECODE)
         async with asyncio.timeout(5):
             while not subject.dispatcher.view.ready(Role.DECODE):

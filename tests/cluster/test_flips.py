@@ -53,7 +53,7 @@ async def test_a_flip_leaves_what_runs_alone_and_new_work_follows_the_new_role()
         asked = [request(f"s{n}", max_tokens=120) for n in range(3)]
         streams = [Streaming(subject, each) for each in asked]
         await asyncio.gather(*(stream.begun.wait() for stream in streams))
-        lines = dict(subject.dispatcher.discovery.lines)
+        lines = dict(subject.dispatcher.discovery.clients)
         await flipped(subject, "decode-1", Role.PREFILL)
         for n in range(6):
             where = accepted(await subject.run(request(f"n{n}", first=50 * n + 50)))
@@ -65,7 +65,7 @@ async def test_a_flip_leaves_what_runs_alone_and_new_work_follows_the_new_role()
         for each, events in zip(asked, told, strict=True):
             assert tokens_of(events) == tokens_of(await subject.run(each))
             assert completed(events).attempts == 1
-        assert dict(subject.dispatcher.discovery.lines) == lines, "a flip costs no line"
+        assert dict(subject.dispatcher.discovery.clients) == lines, "a flip costs no line"
         await subject.settle()
 
 
@@ -79,7 +79,7 @@ async def test_a_flip_swaps_both_sides_and_kv_still_moves() -> None:
         where = accepted(events)
         assert where.prefill_worker.startswith("decode") and where.decode_worker.startswith("prefill")
         assert len(completed(events).transfers) == 1
-        assert subject.dispatcher.standing().role_changes == (
+        assert subject.dispatcher.slo_attainment().role_changes == (
             *(("decode", "prefill", 2), ("mixed", "decode", 1), ("prefill", "decode", 1), ("prefill", "mixed", 1)),
         )
         await subject.settle()

@@ -308,7 +308,7 @@ def test_decodes_leave_a_worker_that_cannot_keep_their_promise(rebalances: bool)
             assert {names[0] for names in told} == {"decode-0"}, "as it was accepted"
             assert sum(names == ("decode-0", "decode-1") for names in told) == sum(len(names) - 1 for names in told)
             assert sum(len(names) - 1 for names in told) == moved
-            standing = subject.dispatcher.standing()
+            standing = subject.dispatcher.slo_attainment()
             assert [each for each in standing.moves if each[1] == "moved"] == (
                 [("relief", "moved", moved)] * rebalances
             )

@@ -200,7 +200,7 @@ def block(seconds: float) -> None:
 async def test_requests_that_others_serve_for_an_empty_pool_are_counted_and_status_says_so() -> None:
     async with cluster(split_spec(1, 1)) as subject:
         assert completed(await subject.run(request("a"))).transfers
-        assert subject.dispatcher.standing().uncovered == (("prefill", 0), ("decode", 0))
+        assert subject.dispatcher.slo_attainment().uncovered == (("prefill", 0), ("decode", 0))
         assert trouble_lines(subject.dispatcher.view) == []
         stays_away = asyncio.get_running_loop().create_future()
         runtime: Any = subject.runtime
@@ -208,7 +208,7 @@ async def test_requests_that_others_serve_for_an_empty_pool_are_counted_and_stat
         subject.workers["prefill-0"]._unfit(RuntimeError("the device was lost"))
         await subject.until(lambda view: not view.ready(Role.PREFILL))
         assert not completed(await subject.run(request("b"))).transfers
-        assert subject.dispatcher.standing().uncovered == (("prefill", 1), ("decode", 0))
+        assert subject.dispatcher.slo_attainment().uncovered == (("prefill", 1), ("decode", 0))
         assert trouble_lines(subject.dispatcher.view) == [
             "pool prefill has no ready worker: other pools serve its requests"
         ]

@@ -144,7 +144,7 @@ def test_a_gateway_that_comes_back_after_its_requests_were_ended_hears_of_it() -
             (dispatcher,) = subject.dispatchers
             running = asyncio.ensure_future(of(subject, 0, request("a", 50, max_tokens=1500)))
             await asyncio.sleep(1.0)
-            line = dispatcher.discovery.lines["decode-0"]
+            line = dispatcher.discovery.clients["decode-0"]
             poll, gone_on = line.handle.poll, asyncio.Event()
 
             async def stopped(subscriber: str, received: int):

@@ -40,8 +40,8 @@ async def opened(spec: ClusterSpec) -> AsyncIterator[SimCluster]:
     async with open_cluster(spec, models(spec, COST)) as cluster:
         yield cluster
         for dispatcher in cluster.dispatchers:
-            dispatcher._admission_queue.room.check()
-            assert not len(dispatcher._admission_queue.room) and not dispatcher._admission_queue._guests
+            dispatcher._admission_queue.queue.check()
+            assert not len(dispatcher._admission_queue.queue) and not dispatcher._admission_queue._waiting
             assert len(dispatcher._policy.active) == 0
             assert dispatcher._admission_queue._timer is None and dispatcher._admission_queue._watching is None
         await asyncio.sleep(1.0)  # the last cancels arrive

@@ -303,7 +303,7 @@ async def test_a_gateway_learns_from_the_answers_that_it_gives() -> None:
     async with cluster(split_spec()) as subject:
         for n in range(30):
             await subject.run(request(f"r{n}", 30, max_tokens=5 + n % 3))
-        known = subject.dispatcher.standing().calibration
+        known = subject.dispatcher.slo_attainment().calibration
         assert known.answers > 15 and known.error_tokens == pytest.approx(0.0, abs=0.1), "all get what they ask for"
         dispatcher: Dispatcher = subject.dispatcher
         assert dispatcher._policy.lengths.mean(replace(request("new", 30), sampling=SamplingParams(max_tokens=7))) <= 7

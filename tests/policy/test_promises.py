@@ -307,7 +307,7 @@ async def test_requests_are_scored_by_their_class_and_promise() -> None:
             await subject.run(replace(asked(f"r{n}"), slo=slo))
         with pytest.raises(Unservable):
             await subject.run(asked("long", 100_000))
-        told = subject.dispatcher.standing()
+        told = subject.dispatcher.slo_attainment()
     scores = {score.name: score for score in told.classes}
     assert (scores["easy"].both, scores["hard"].both) == (Kept(2, 2), Kept(1, 0))
     assert (scores["default"].ttft, scores["default"].tpot) == (Kept(), Kept(1, 1)), "the gateway's own promise"
@@ -334,6 +334,6 @@ async def test_refusals_and_cancelled_requests_are_told_apart() -> None:
         await anext(events)
         await events.aclose()
         await subject.settle()
-        told = subject.dispatcher.standing()
+        told = subject.dispatcher.slo_attainment()
     assert {name: count for name, count in told.refused if count} == {"admission": 1}
     assert {name: count for name, count in told.outcomes if count} == {"refused": 1, "cancelled": 1}

@@ -29,7 +29,7 @@ from cluster.frontend.preprocessing import LARGE_BYTES
 from cluster.frontend.text import GenerationInput, TextDelta, TextEnd
 from cluster.observe.ledger import now_ns
 from cluster.observe.metrics import exposition
-from cluster.observe.trace_context import came_with
+from cluster.observe.trace_context import set_trace_headers
 from cluster.spec import MOST_REPLICAS
 from diptych.request_ids import made_id
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -98,7 +98,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _heed(self, context: Context) -> None:
         if self._gateway.traces:
-            came_with(context.invocation_metadata() or ())
+            set_trace_headers(context.invocation_metadata() or ())
 
     async def _batch(self, requests: Sequence[bytes], context: Context, deadline_s: float | None) -> None:
         places = asyncio.Semaphore(BATCH_AT_ONCE)
@@ -179,7 +179,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         operator = self._context.operator
         decisions = () if operator is None else await operator.decisions()
         message = view_message(view, gateway, decisions)
-        message.standing.CopyFrom(standing_message(self._context.dispatcher.standing()))
+        message.standing.CopyFrom(standing_message(self._context.dispatcher.slo_attainment()))
         put_recent(self._context.dispatcher.recent(), message)
         return message
 
@@ -278,7 +278,7 @@ async def metrics_text(context: GatewayContext, gateway: Gateway) -> str:
     """What Prometheus reads of this gateway."""
     operator = context.operator
     decided = None if operator is None else await operator.decision_counts()
-    told, compat = context.dispatcher.standing(), context.spec.metrics.compat
+    told, compat = context.dispatcher.slo_attainment(), context.spec.metrics.compat
     named = partial(exposition, active=gateway.active, compat=compat, responses=gateway.responses.rows())
     made = partial(named, told, context.name, gateway.view, decided)
     return await asyncio.to_thread(made)  # some 15 ms for a thousand series, which tokens need not wait for

@@ -41,7 +41,7 @@ from cluster.frontend.http.terms import terms_of
 from cluster.frontend.http.ui.routes import add_ui
 from cluster.frontend.preprocessing import LARGE_BYTES
 from cluster.frontend.text import EncodedPrompt, GenerationInput, TextPrompt, TokenPrompt, text_of
-from cluster.observe.trace_context import came_with
+from cluster.observe.trace_context import set_trace_headers
 from workers.errors import InvalidRequest
 from workers.log_fields import log_fields
 
@@ -136,7 +136,7 @@ class _Routes:
     ) -> Response:
         terms = terms_of(request.headers, request.scope[KEY])
         if self._gateway.traces:
-            came_with(request.headers.items())
+            set_trace_headers(request.headers.items())
         if not terms.name.is_kept:
             more = log_fields(self._context.name, terms.name.unique)
             logger.info("request %s came as x-request-id %.500r", terms.name.unique, terms.name.given, extra=more)

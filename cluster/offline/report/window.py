@@ -17,7 +17,7 @@ from typing import Any
 
 from cluster.observe.history import Load, RequestTrace, Window
 from cluster.observe.ledger import Span, handed
-from cluster.observe.request_trace import parts, stays
+from cluster.observe.request_trace import located_parts, parts
 from cluster.offline.report.perfetto import REQUESTS, Event, named, track, us
 from cluster.offline.report.spans import laid
 
@@ -104,7 +104,7 @@ def _shows(span: Span) -> bool:
 def _stints(trail: RequestTrace, gateway: str) -> Iterator[tuple[str, _Stint]]:
     """Where the request was, in order. A decode that moved is cut where it did."""
     args = {"request": trail.request_id, "outcome": trail.outcome or "under way"}
-    for place, group in groupby(stays(trail, gateway), key=lambda each: each[0]):
+    for place, group in groupby(located_parts(trail, gateway), key=lambda each: each[0]):
         stint = _Stint(tuple(span for _, span in group), args)
         if any(_shows(span) for span in stint.parts):
             yield place, stint

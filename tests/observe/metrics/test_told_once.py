@@ -68,7 +68,7 @@ class Door:
 
     def engines(self) -> set[str]:
         dispatcher = self._context.dispatcher
-        return engines(exposition(dispatcher.standing(), self._context.name, dispatcher.view, compat="vllm"))
+        return engines(exposition(dispatcher.slo_attainment(), self._context.name, dispatcher.view, compat="vllm"))
 
 
 async def test_when_the_gateway_that_tells_leaves_another_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:

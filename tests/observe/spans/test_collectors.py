@@ -15,7 +15,7 @@ import pytest
 from cluster.observe.history import RequestTrace
 from cluster.observe.ledger import LatencyLedger, now_ns
 from cluster.observe.otlp import Spans
-from cluster.observe.trace_context import came_with, told
+from cluster.observe.trace_context import set_trace_headers, trace_headers
 from cluster.serving import GatewayService
 from cluster.spec import SpecError, parse_spec
 from diptych.view import ModelView
@@ -93,7 +93,7 @@ async def test_an_error_has_its_words(outcome: str) -> None:
 async def sampled(collector: Collector, ratio: float, parent: str) -> int:
     """How many of 200 requests have a span."""
     spans = spans_to(collector.endpoint, sample_ratio=ratio)
-    came_with([("traceparent", parent)] if parent else [])
+    set_trace_headers([("traceparent", parent)] if parent else [])
     for index in range(200):
         spans.ended(trail(f"{ratio}-{index}"), request(), None)
     await spans.close()
@@ -156,16 +156,16 @@ async def test_a_gateway_that_cannot_open_leaves_no_sender_behind() -> None:
 
 async def test_a_trace_goes_with_the_task_that_serves() -> None:
     async def serve(parent: str) -> str:
-        came_with([("traceparent", parent), ("cookie", "secret")])
+        set_trace_headers([("traceparent", parent), ("cookie", "secret")])
         await asyncio.sleep(0)
         return await asyncio.create_task(inner())
 
     async def inner() -> str:
-        assert set(told()) == {"traceparent"}
-        return told()["traceparent"]
+        assert set(trace_headers()) == {"traceparent"}
+        return trace_headers()["traceparent"]
 
     assert await asyncio.gather(serve("a"), serve("b")) == ["a", "b"]
-    assert await asyncio.create_task(asyncio.sleep(0, told())) == {}
+    assert await asyncio.create_task(asyncio.sleep(0, trace_headers())) == {}
 
 
 @pytest.mark.parametrize(

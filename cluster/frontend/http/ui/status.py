@@ -13,7 +13,7 @@ MOST_WORKERS, MOST_STREAMS, MOST_EVENTS, MOST_CLASSES = 256, 64, 16, 16
 
 def status(context: GatewayContext, gateway: Gateway, now_ns: int) -> dict[str, Any]:
     """Times are in seconds; `used_blocks` of `total_blocks` hold KV. Counters count since the gateway started."""
-    view, attainment, recent = gateway.view, context.dispatcher.standing(), context.dispatcher.recent()
+    view, attainment, recent = gateway.view, context.dispatcher.slo_attainment(), context.dispatcher.recent()
     model = view.model or context.model
     return {
         "name": view.name,

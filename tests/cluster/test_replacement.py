@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.dispatch.placement import MOST_ANEW
+from cluster.dispatch.placement import MOST_REPLACEMENTS
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.offline.sim import clock
 from cluster.policy.routing.router import Placement
@@ -83,10 +83,10 @@ def test_prompts_behind_a_long_queue_go_to_a_worker_that_has_none(mixed: bool) -
                     assert end.attempts == 1, "nothing failed"
                     end.ledger.check()
                     assert [event.attempt for event in accepted] == list(range(len(accepted)))
-                    assert len(accepted) <= 1 + MOST_ANEW
+                    assert len(accepted) <= 1 + MOST_REPLACEMENTS
                     went += accepted[-1].prefill_worker != "prefill-0"
                 assert went >= 6 if rebalance else not went
-                told = [count for kind, _, count in subject.dispatcher.standing().moves if kind == "anew"]
+                told = [count for kind, _, count in subject.dispatcher.slo_attainment().moves if kind == "anew"]
                 assert sum(told) == sum(len([e for e in events if isinstance(e, Accepted)]) - 1 for _, events in runs)
         assert worst_s[True] < 0.8 * worst_s[False]
 
@@ -102,7 +102,7 @@ def test_when_its_new_worker_is_lost_at_once_it_is_placed_like_any_other() -> No
             assert subject.dispatcher._replace_attempt(asked_now.key)
             assert not subject.dispatcher._replace_attempt(asked_now.key)
             assert not subject.dispatcher._replace_attempt(asked_now.retry((), fresh=False).key)
-            subject.dispatcher.discovery.lines["prefill-1"].hang_up("it is lost")
+            subject.dispatcher.discovery.clients["prefill-1"].give_up("it is lost")
             events = await running[7]
             assert tokens_of(events) == exact("r7")
             last = [event for event in events if isinstance(event, Accepted)][-1]
@@ -117,7 +117,7 @@ def test_when_its_new_worker_is_lost_at_once_it_is_placed_like_any_other() -> No
     leaves=st.lists(st.tuples(st.integers(0, 9), st.floats(0.0, 1.2), st.booleans()), max_size=6),
     looks=st.lists(st.tuples(st.integers(0, 9), st.floats(0.0, 1.0)), max_size=12),
 )
-def test_whoever_leaves_while_prompts_are_placed_anew_nothing_is_left_behind(
+def test_whoever_leaves_while_prompts_are_replaced_nothing_is_left_behind(
     leaves: list[tuple[int, float, bool]], looks: list[tuple[int, float]]
 ) -> None:
     """Clients go, or have enough, before, at and after the moment at which a prompt goes elsewhere."""
