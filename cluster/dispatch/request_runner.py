@@ -31,7 +31,7 @@ from workers.request import FinishReason, TokensOut
 logger = logging.getLogger(__name__)
 
 LEAST_RESERVING_S = 0.1
-WORTH_TELLING_S = 0.001  # workers learn of a longer wait, since deadlines count from the request's arrival
+LEAST_WAITED_S = 0.001  # workers learn of a longer wait, since deadlines count from the request's arrival
 RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt: failures that repeat at once do not spend them all
 
 
@@ -216,7 +216,7 @@ class RequestRunner:
     def _note_placement(state: RequestState, placement: Placement) -> None:
         state.placement, now_s = placement, _now_s()
         state.timing.placed(placement, now_s)
-        if (waited_s := now_s - state.timing.arrived_s) > WORTH_TELLING_S:
+        if (waited_s := now_s - state.timing.arrived_s) > LEAST_WAITED_S:
             state.request = replace(state.request, waited_s=waited_s)
 
     def _reserving_s(self, state: RequestState) -> float:
