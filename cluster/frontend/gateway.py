@@ -117,8 +117,8 @@ class Gateway:
 
         Deltas of several answers interleave; `index` says whose they are. With `best_of` above n nothing comes
         until the best are known. `called`: a name that `cancel` knows it by as well; several may share one.
-        `deadline_s` counts from now. Closing the iterator cancels the request on its workers. Errors: `cluster.events`, `InvalidRequest`,
-        and those above.
+        `deadline_s` counts from now. Closing the iterator cancels the request on its workers.
+        Errors: `cluster.events`, `InvalidRequest`, and those above.
         """
         arrived_ns = now_ns()
         self.check_model(model)
