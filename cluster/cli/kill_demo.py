@@ -272,8 +272,10 @@ def _drawn(journal: Journal) -> Iterator[None]:
 
 
 async def _lines(journal: Journal) -> None:
-    while not all(each.ended for each in journal.streams):
+    while True:
         await asyncio.sleep(LINE_S)
+        if all(each.ended for each in journal.streams):
+            return
         say(journal.progress)
 
 
