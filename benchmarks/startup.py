@@ -31,7 +31,7 @@ SETTLE_S = 2.0  # what was just started still tidies up
 IDLE_S, QUICK_IDLE_S = 10.0, 2.0
 # A program of its own: here, Ray belongs to `cluster.runtime` alone.
 FLOOR = """
-from cluster.runtime.auth import settle_auth
+from cluster.runtime.sessions import settle_auth
 settle_auth()
 import ray
 ray.init(include_dashboard=False, log_to_driver=False, num_cpus=2, object_store_memory=100 << 20,

@@ -335,7 +335,7 @@ async def open_runtime(spec: ClusterSpec, runtime: str | Runtime, progress: Prog
 
         return LocalRuntime()
     if runtime == "ray":
-        from cluster.runtime.auth import settle_auth
+        from cluster.runtime.sessions import settle_auth
 
         settle_auth()
         from cluster.runtime.ray_start import open_ray

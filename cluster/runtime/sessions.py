@@ -5,6 +5,7 @@ behind by a killed process, and is removed when it is seen. Loads no Ray: Ray re
 """
 
 import os
+import secrets
 import socket
 import warnings
 from collections.abc import Iterator
@@ -118,3 +119,13 @@ def is_served(address: str, pid: int) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def settle_auth() -> None:
+    """Before Ray is imported: give a Ray of our own a token of its own. A mode that is set, or a cluster, is respected.
+
+    Left alone, a local Ray writes a token into the user's home and changes what every later Ray there expects.
+    """
+    if "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -105,10 +105,6 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._cached)
 
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - self.num_free
-
     def looked_up(self, sought_tokens: int, found_tokens: int) -> None:
         """Count a sequence that has its blocks now, and what of it was cached."""
         self.sought_tokens += sought_tokens

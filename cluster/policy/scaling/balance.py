@@ -20,7 +20,6 @@ _STEEP = 20.0  # so much more does a share count for which there is no decode ro
 _TAIL = 2.0  # times the mean wait: about what one request in ten waits for
 _HALVINGS = 24
 _LEAST_CHUNK = 16
-_MOST_STEP_S = 100.0
 
 
 @dataclass(frozen=True, slots=True)
