@@ -479,17 +479,27 @@ class ClusterSpec:
         return replace(self, model=model, pools=tuple(replace(pool, model=None) for pool in self.pools))
 
 
+def check_kv_blocks(spec: ClusterSpec) -> None:
+    """Raises `SpecError` for a pool whose workers choose their KV blocks when they start: it cannot be simulated."""
+    for index, pool in enumerate(spec.pools):
+        if not pool.engine.kv_blocks:
+            raise SpecError(
+                f"pools[{index}].engine.kv_blocks is left out, so workers choose it when they start; write it here to "
+                "simulate or plan (`diptych status` shows what a running worker has)"
+            )
+
+
 # What a cluster file gets where it names nothing else (docs/decisions/0044-our-policies-are-the-default.md). The types
 # themselves keep the plain policies: baselines are built from them.
 FILE_DEFAULTS: dict[type, dict[str, Any]] = {
     GatewaySpec: {"routing": "slo", "admission": "slo"},
-    EngineConfig: {"batching": "adaptive"},
+    EngineConfig: {"batching": "adaptive", "kv_blocks": 0},
 }
 
 
 def laptop_spec() -> ClusterSpec:
     """One prefill and one decode worker on this machine; the same as examples/laptop.yaml."""
-    small = EngineConfig(kv_blocks=384, max_batch_tokens=256, **FILE_DEFAULTS[EngineConfig])
+    small = EngineConfig(kv_blocks=384, max_batch_tokens=256, batching=FILE_DEFAULTS[EngineConfig]["batching"])
     return ClusterSpec(
         name="laptop",
         model="smollm2-135m",

@@ -28,7 +28,14 @@ class EngineConfig:
     block_size: int = 16
     """Tokens of a KV block. Larger: fewer and longer reads, and more waste at the end of each sequence."""
     kv_blocks: int = 512
-    """Blocks of the KV pool, allocated once, on each rank for its layers and heads."""
+    """Blocks of the KV pool, allocated once, on each rank for its layers and heads. Left out, or 0: chosen when the
+    worker starts. On a GPU by `gpu_memory_utilization`; on a CPU by the host's free memory, divided among the
+    cluster's ranks, and no more than `max_running` requests of the longest length use.
+    """
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory for weights, activations and, where `kv_blocks` is left out, KV blocks. Where Ray sets a
+    part of a GPU aside (`resources.gpu` below 1), of that part.
+    """
     batching: str = "chunked"
     """What composes a step: docs/batching.md."""
     max_batch_tokens: int = 512
@@ -80,13 +87,19 @@ class EngineConfig:
                 raise ValueError(f"engine.{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"engine.device {self.device!r} is not a device; write auto, cpu, cuda or cuda:0")
-        for name in ("block_size", "kv_blocks", "max_batch_tokens", "max_running", "max_waiting", "prompt_window"):
+        for name in ("block_size", "max_batch_tokens", "max_running", "max_waiting", "prompt_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine.{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_running > self.max_batch_tokens:
             raise ValueError(
                 f"engine.max_running ({self.max_running}) is above engine.max_batch_tokens ({self.max_batch_tokens}): "
                 "a step could not advance every running sequence"
+            )
+        if self.kv_blocks < 0:
+            raise ValueError(f"engine.kv_blocks is {self.kv_blocks}; it must be at least 1, or left out")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie above 0 and is at most 1"
             )
         if self.threads < 0:
             raise ValueError(f"engine.threads is {self.threads}; it must be 0 (the worker's CPUs) or more")
@@ -100,7 +113,7 @@ class EngineConfig:
             raise ValueError("engine.preemption is swap, but engine.swap_blocks is 0; give it host memory")
         if self.tpot_slo_s is not None and not self.tpot_slo_s > 0:
             raise ValueError(f"engine.tpot_slo_s is {self.tpot_slo_s}; it must be above 0 seconds")
-        if not 0 <= self.staging_blocks <= self.kv_blocks:
+        if self.staging_blocks < 0 or 0 < self.kv_blocks < self.staging_blocks:
             raise ValueError(f"engine.staging_blocks is {self.staging_blocks}; it must lie between 0 and kv_blocks")
 
     @property
@@ -159,7 +172,8 @@ class WorkerConfig:
     `prefix_tokens`: a cached prefix counts for a prompt that another worker computes only up to a multiple of so many
     tokens; the least common multiple of both block sizes, where they differ. `staging_bytes` of memory, on each rank,
     take KV that comes in another dtype or block size. `cost` is what the engine takes its steps to cost before it has
-    seen any; None: it only knows their proportions.
+    seen any; None: it only knows their proportions. `memory_part`: of its device that each rank may fill, where
+    `engine.kv_blocks` is 0.
     """
 
     name: str
@@ -174,6 +188,7 @@ class WorkerConfig:
     prefix_tokens: int = 1
     staging_bytes: int = 0
     cost: CostModel | None = None
+    memory_part: float = 1.0
 
     def __post_init__(self) -> None:
         if self.prefix_tokens < 1 or self.staging_bytes < 0:

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 from collections import OrderedDict
+from dataclasses import replace
 
 import psutil
 
@@ -51,6 +52,8 @@ class Worker:
 
     def __init__(self, config: WorkerConfig, incarnation: str, executor: Executor, *, heartbeat_s: float) -> None:
         transfer, facts = config.transfer, executor.facts
+        if not config.engine.kv_blocks:
+            config = replace(config, engine=replace(config.engine, kv_blocks=facts.kv_blocks))
         self.config = config
         self.incarnation = incarnation
         self.engine = Engine(

@@ -65,7 +65,7 @@ def _without_file(model: str | None, sizes: Sizes) -> "ClusterSpec":
             replicas=replicas[pool.role],
             parallel=replace(pool.parallel, tensor=tensor),
             resources=replace(pool.resources, gpu=share),
-            engine=EngineConfig(**FILE_DEFAULTS[EngineConfig]) if share else pool.engine,
+            engine=EngineConfig(**FILE_DEFAULTS[EngineConfig]) if share else replace(pool.engine, kv_blocks=0),
         )
 
     spec = replace(spec, name="diptych", pools=tuple(map(sized, spec.pools)))

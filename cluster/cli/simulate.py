@@ -151,6 +151,7 @@ def _from_file(
     from workers.profiles.measured import load
 
     spec = load_spec(path)
+    check_kv_blocks(spec)
     if profile is not None:
         measured = load(profile)
         return Case(spec.name, spec, measured_models(measured, spec)), surroundings_of(measured)

@@ -278,9 +278,17 @@ def order_of(spec: ClusterSpec, pool: PoolSpec, name: str, secret: str) -> Worke
         prefix_tokens=math.lcm(*(block_size for block_size, _ in forms)),
         staging_bytes=spec.transfer.staging_bytes if len(forms) > 1 else 0,
         cost=pool.cost,
+        memory_part=_memory_part(spec, pool),
     )
     health = spec.health
     return WorkerOrder(config, pool.resources, health.heartbeat_s, health.dead_after_s, health.place_timeout_s)
+
+
+def _memory_part(spec: ClusterSpec, pool: PoolSpec) -> float:
+    """Of a GPU what Ray sets aside; of a host an equal part for each rank without GPUs that the cluster may have."""
+    if pool.resources.gpu:
+        return min(1.0, pool.resources.gpu)
+    return 1.0 / max(1, sum(each.most_ranks for each in spec.pools if not each.resources.gpu))
 
 
 def pause_s(failures: int, *, died: bool) -> float:

@@ -73,7 +73,7 @@ class Engine:
         self.capacity_tokens = self.pool.num_blocks * config.block_size
         self.max_length = min(context_length, config.max_model_len or context_length, self.capacity_tokens)
         self._config = config
-        self._staging = config.staging_blocks or max(1, self.pool.num_blocks // 2)
+        self._staging = min(config.staging_blocks or max(1, self.pool.num_blocks // 2), self.pool.num_blocks)
         self._digests_a_step = max(1, config.max_batch_tokens // config.block_size)
         self._eos = eos_token_ids
         self._vocab_size = vocab_size

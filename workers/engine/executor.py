@@ -26,6 +26,7 @@ class ModelFacts:
     weight_bytes: int
     tokenizer: str = ""  # its id; empty: it has none
     default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) of what its makers recommend
+    kv_blocks: int = 0  # of the pool, where the configuration leaves that to the executor
 
 
 class Executor(Protocol):

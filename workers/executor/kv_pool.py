@@ -84,7 +84,7 @@ def allocate_pool(
 
     Raises `ModelError`, saying how many would fit, when it does not.
     """
-    available_bytes = _available_bytes(device)
+    available_bytes, _ = memory_of(device)
     fitting_blocks = max(0, int(available_bytes * (1 - _SPARE)) - staging_bytes) // layout.block_bytes
     if num_blocks > fitting_blocks:
         raise ModelError(
@@ -92,7 +92,7 @@ def allocate_pool(
             f"in the {available_bytes / 2**30:.1f} GiB available on {device}; at most {fitting_blocks} blocks "
             f"({fitting_blocks * layout.block_size} tokens) would"
         )
-    spare_bytes = _available_bytes(torch.device("cpu")) - (device.type == "cpu") * num_blocks * layout.block_bytes
+    spare_bytes = memory_of(torch.device("cpu"))[0] - (device.type == "cpu") * num_blocks * layout.block_bytes
     if host_blocks * layout.block_bytes > spare_bytes * (1 - _SPARE):
         raise ModelError(
             f"engine.swap_blocks and host_cache_blocks are {host_blocks}: "
@@ -112,16 +112,16 @@ def allocate_pool(
     return KVPool(blocks, region, host, mark_on(device))
 
 
-def _available_bytes(device: torch.device) -> int:
-    """What may still be allocated: on a GPU its free memory, on a host the lesser of the machine's and the cgroup's."""
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Bytes that may still be allocated, and bytes in all. On a host the lesser of the machine's and the cgroup's."""
     if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        return int(free_bytes)
-    available = int(psutil.virtual_memory().available)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        return int(free_bytes), int(total_bytes)
+    machine = psutil.virtual_memory()
     cgroup = Path("/sys/fs/cgroup")
     try:
         limit = int((cgroup / "memory.max").read_text())  # "max", hence ValueError, when unlimited
         used = int((cgroup / "memory.current").read_text())
     except (OSError, ValueError):
-        return available
-    return min(available, max(0, limit - used))
+        return int(machine.available), int(machine.total)
+    return min(int(machine.available), max(0, limit - used)), min(int(machine.total), limit)

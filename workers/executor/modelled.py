@@ -10,7 +10,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvtransfer.digest import digest_cells
 from kvtransfer.layout import DTYPE_BYTES, KVLayout
 from kvtransfer.links import TransportSet
-from kvtransfer.open import LinkModel, SharedMemory, open_transports
+from kvtransfer.open import RESERVED_BLOCKS, LinkModel, SharedMemory, open_transports
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read, Region
 from workers.config import WorkerConfig
@@ -27,6 +27,7 @@ from workers.engine.estimate import plan_seconds
 from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan, StepResult
 from workers.executor.bubble import BubbleMeter
+from workers.executor.kv_sizing import blocks_in_use
 from workers.request import TokenLogprobs
 
 
@@ -235,7 +236,9 @@ def open_modelled(
             f"{facts.layout.block_size} tokens a block"
         )
     fill = "modelled" not in config.transfer.backends
-    region = _region(facts.layout, config.engine.kv_blocks, fill)
+    kv_blocks = config.engine.kv_blocks or RESERVED_BLOCKS + blocks_in_use(config.engine, facts.context_length)
+    facts = replace(facts, kv_blocks=kv_blocks)
+    region = _region(facts.layout, kv_blocks, fill)
     transports = open_transports(
         region,
         config.transfer.backends,

@@ -8,19 +8,22 @@ import logging
 from dataclasses import replace
 from datetime import timedelta
 
+import psutil
 import torch
 from msgspec import structs
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvtransfer.layout import KVLayout
-from kvtransfer.open import SharedMemory, open_transports
+from kvtransfer.open import RESERVED_BLOCKS, SharedMemory, open_transports
 from kvtransfer.probe import SCRATCH_BLOCK
 from workers.config import EngineConfig, WorkerConfig
 from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan
-from workers.executor.kv_pool import KVPool, allocate_pool
+from workers.errors import RankLost
+from workers.executor.kv_pool import KVPool, allocate_pool, memory_of
+from workers.executor.kv_sizing import GIB, DeviceMemory, blocks_in_use, check_blocks
 from workers.executor.order import Seat
-from workers.executor.rank import ModelPart, Rank
+from workers.executor.rank import ModelPart, Rank, compute
 from workers.executor.threads import ComputeThread
 from workers.model.config import ModelConfig, read_model_config
 from workers.model.content import content_id
@@ -36,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 80  # enough rows for the linears of large batches
 MEET_TIMEOUT_S = 60.0  # for all ranks of a gang to meet
+LOAD_TIMEOUT_S = 600.0  # for all to have loaded their parts
 COLLECTIVE_TIMEOUT_S = 100.0  # for the others to come to the same point of a step; below the pump's bound of a step
 
 
@@ -88,9 +92,10 @@ def _load(
     """`engine.dtype` is the KV's; weights follow it on a GPU and are `engine.weights` on a CPU."""
     shape = read_model_config(folder.path)
     shard = shard_of(shape, config.parallel, seat.rank if seat else 0)
-    group, link = _meet(config, device, seat)
+    store = _join_store(seat)
+    group, link = _meet(config, device, seat, store)
     try:
-        return _load_shard(config, folder, shape, device, shard, group, link)
+        return _load_shard(config, folder, shape, device, shard, group, link, store)
     except BaseException:
         for each in (group, link):
             if each is not None:
@@ -98,11 +103,19 @@ def _load(
         raise
 
 
-def _meet(config: WorkerConfig, device: torch.device, seat: Seat | None) -> tuple[TensorGroup | None, StageLink | None]:
-    """The other ranks of our stage, and our neighbours among the stages."""
+def _join_store(seat: Seat | None) -> TCPStore | None:
+    """Where the ranks of a gang find each other; None for a worker of one rank."""
     if seat is None:
+        return None
+    return TCPStore(seat.store_host, seat.store_port, is_master=False, timeout=timedelta(seconds=MEET_TIMEOUT_S))
+
+
+def _meet(
+    config: WorkerConfig, device: torch.device, seat: Seat | None, store: TCPStore | None
+) -> tuple[TensorGroup | None, StageLink | None]:
+    """The other ranks of our stage, and our neighbours among the stages."""
+    if seat is None or store is None:
         return None, None
-    store = TCPStore(seat.store_host, seat.store_port, is_master=False, timeout=timedelta(seconds=MEET_TIMEOUT_S))
     host = config.transfer.host
     return open_groups(store, config.parallel, seat.rank, device, host, COLLECTIVE_TIMEOUT_S)
 
@@ -115,6 +128,7 @@ def _load_shard(
     shard: ModelShard,
     group: TensorGroup | None,
     link: StageLink | None,
+    store: TCPStore | None,
 ) -> tuple[ModelFacts, ModelPart, KVPool]:
     engine = config.engine
     if engine.weights == "bfloat16" and not multiplies_bfloat16():
@@ -136,8 +150,68 @@ def _load_shard(
     )
     facts = model_facts(folder, shape, engine, model.dtype.itemsize)
     layout = replace(facts.layout, layers=shard.layers, heads=shard.kv_heads)
-    pool = allocate_pool(layout, engine.kv_blocks, device, engine.host_blocks, config.staging_bytes)
-    return facts, ModelPart(model, group, link), pool
+    part = ModelPart(model, group, link)
+    if not engine.kv_blocks:
+        facts = replace(facts, kv_blocks=_chosen_blocks(config, facts.context_length, part, layout, device, store))
+    kv_blocks = engine.kv_blocks or facts.kv_blocks
+    pool = allocate_pool(layout, kv_blocks, device, engine.host_blocks, config.staging_bytes)
+    return facts, part, pool
+
+
+def _chosen_blocks(
+    config: WorkerConfig,
+    context_length: int,
+    part: ModelPart,
+    layout: KVLayout,
+    device: torch.device,
+    store: TCPStore | None,
+) -> int:
+    """Blocks of a pool without `kv_blocks`: what fits on the rank that has least room. Raises `ModelError`."""
+    engine, is_host = config.engine, device.type == "cpu"
+    if is_host:
+        free_bytes, total_bytes = memory_of(device)
+        memory = DeviceMemory(total_bytes, free_bytes, psutil.Process().memory_info().rss)
+    else:
+        step_bytes = _measured_step(part, layout, device, fullest_step(engine, context_length))
+        free_bytes, total_bytes = memory_of(device)
+        memory = DeviceMemory(total_bytes, free_bytes, torch.cuda.memory_allocated(device), step_bytes)
+    kv_bytes = memory.kv_bytes(engine.gpu_memory_utilization, config.memory_part, is_host=is_host)
+    if is_host:
+        kv_bytes -= engine.host_blocks * layout.block_bytes + config.staging_bytes
+    blocks = max(0, kv_bytes // layout.block_bytes - RESERVED_BLOCKS)
+    if is_host:
+        blocks = min(blocks, blocks_in_use(engine, context_length))
+    blocks = _least(store, config.parallel.world_size, blocks)
+    check_blocks(blocks, engine, context_length, layout.block_bytes, str(device))
+    tokens, gib = blocks * layout.block_size, blocks * layout.block_bytes / GIB
+    logger.info("%s: %d KV blocks (%d tokens, %.2f GiB on %s)", config.name, blocks, tokens, gib, device)
+    return blocks + RESERVED_BLOCKS
+
+
+def _measured_step(part: ModelPart, layout: KVLayout, device: torch.device, plan: StepPlan) -> int:
+    """The most bytes that this step's activations take on a GPU. All ranks of a gang compute it together."""
+    pool = allocate_pool(layout, RESERVED_BLOCKS, device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before_bytes = torch.cuda.memory_allocated(device)
+    compute(part, pool, plan)
+    torch.cuda.synchronize(device)
+    step_bytes = torch.cuda.max_memory_allocated(device) - before_bytes
+    del pool
+    torch.cuda.empty_cache()
+    return step_bytes
+
+
+def _least(store: TCPStore | None, world_size: int, blocks: int) -> int:
+    """The least of what the ranks of a gang propose. Raises `RankLost`."""
+    if store is None:
+        return blocks
+    try:
+        store.set_timeout(timedelta(seconds=LOAD_TIMEOUT_S))
+        place = store.add("kv-blocks/proposed", 1) - 1
+        store.set(f"kv-blocks/{place}", str(blocks))
+        return min(int(store.get(f"kv-blocks/{each}")) for each in range(world_size))
+    except RuntimeError as error:
+        raise RankLost(f"not all ranks said how many KV blocks they hold: {str(error).splitlines()[0]}") from error
 
 
 def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig, dtype_bytes: int) -> ModelFacts:
@@ -174,6 +248,15 @@ def choose_device(name: str, rank: int) -> torch.device:
         visible = torch.cuda.device_count()
         return torch.device("cuda", rank % visible) if visible else torch.device("cpu")
     return torch.device(name)
+
+
+def fullest_step(engine: EngineConfig, context_length: int) -> StepPlan:
+    """As many sequences as run at once with as many tokens as a step may have, each drawing one. For measurements."""
+    length = min(max(1, engine.max_batch_tokens // engine.max_running), context_length)
+    blocks = (SCRATCH_BLOCK,) * -(-length // engine.block_size)
+    draw = Draw(SamplingParams(temperature=0.0), seed=0, position=length)
+    names = [f"measured/{number}" for number in range(engine.max_running)]
+    return StepPlan(0, tuple([Chunk(name, (1,) * length, 0, blocks, draw) for name in names]))
 
 
 def warm_up(block_size: int) -> tuple[StepPlan, StepPlan]:

@@ -1,0 +1,119 @@
+"""A worker without `kv_blocks` takes what its device has room for: never more than its part, the same on every rank."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.control.replicas import order_of
+from cluster.spec import ClusterSpec, PoolSpec, Resources, Role, SpecError, check_kv_blocks, parse_spec
+from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
+from tests.model.test_gang import config, open_tasks
+from tests.model.tiny import write_tiny_llama
+from workers.build import build_worker
+from workers.config import EngineConfig
+from workers.errors import ModelError
+from workers.executor import opening
+from workers.executor.kv_sizing import HOST_SHARE, DeviceMemory, blocks_in_use, check_blocks
+from workers.executor.opening import fullest_step
+from workers.executor.solo import open_solo
+from workers.model.folder import ModelFolder
+
+GIB = 2**30
+CONTEXT = 512
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    path = tmp_path_factory.mktemp("sized") / "model"
+    sizes = {"hidden_size": 72, "num_heads": 9, "num_kv_heads": 3, "context_length": CONTEXT}
+    return ModelFolder(str(path), write_tiny_llama(path, num_layers=3, **sizes))
+
+
+def test_a_gpu_is_filled_to_its_utilization_beside_weights_and_activations() -> None:
+    memory = DeviceMemory(80 * GIB, 63 * GIB, 16 * GIB, 2 * GIB)
+    assert memory.kv_bytes(0.9, 1.0, is_host=False) == int(0.9 * 80 * GIB) - 18 * GIB
+    assert memory.kv_bytes(0.5, 1.0, is_host=False) == 22 * GIB
+    crowded = replace(memory, free_bytes=10 * GIB)  # others have the rest
+    assert crowded.kv_bytes(0.9, 1.0, is_host=False) == 7 * GIB
+    assert replace(memory, free_bytes=GIB).kv_bytes(0.9, 1.0, is_host=False) == 0
+
+
+@given(st.integers(1, 8), st.floats(0.1, 1.0), st.integers(1, 12), st.integers(20, 400), st.integers(0, 100))
+def test_ranks_that_share_a_device_never_take_more_than_there_is(
+    ranks: int, utilization: float, weights: int, total: int, others: int
+) -> None:
+    """One after another, each beside the weights and the KV of those before it."""
+    for is_host in (False, True):
+        taken = 0
+        for _ in range(ranks):
+            free = max(0, (total - others - weights) * GIB - taken)
+            memory = DeviceMemory(total * GIB, free, weights * GIB)
+            kv = memory.kv_bytes(utilization, 1 / ranks, is_host=is_host)
+            assert kv <= free * (HOST_SHARE / ranks if is_host else utilization)
+            assert kv == 0 or kv + weights * GIB <= utilization * total * GIB / ranks
+            taken += kv + weights * GIB
+
+
+def test_the_part_of_a_host_counts_every_rank_that_the_cluster_may_have() -> None:
+    pools = (
+        PoolSpec("prefill", Role.PREFILL, 1, min_replicas=1, max_replicas=3),
+        PoolSpec("decode", Role.DECODE, 2),
+        PoolSpec("fast", Role.MIXED, 1, resources=Resources(gpu=0.5)),
+    )
+    spec = ClusterSpec("m", pools)
+    parts = [order_of(spec, pool, "w", "s").config.memory_part for pool in pools]
+    assert parts == [1 / 5, 1 / 5, 0.5]
+
+
+async def test_a_host_gives_no_more_than_all_running_requests_can_use(model: ModelFolder) -> None:
+    sizes = config(1, 1, kv_blocks=0, max_running=5, max_model_len=100)
+    executor = await open_solo(sizes, model, "w-1", SharedMemory())
+    assert executor.facts.kv_blocks == RESERVED_BLOCKS + 5 * 13  # of 8 tokens
+    await executor.execute(fullest_step(sizes.engine, CONTEXT))  # what a GPU is measured with is a step that runs
+    await executor.close()
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(3, 1), (1, 3)])
+async def test_all_ranks_take_what_fits_on_the_one_with_least_room(
+    model: ModelFolder, monkeypatch: pytest.MonkeyPatch, tensor: int, pipeline: int
+) -> None:
+    solo = await open_solo(config(1, 1), model, "s-1", SharedMemory())
+    of_rank = solo.facts.layout.block_bytes // 3  # a head of three, or a layer of three
+    await solo.close()
+    rooms = itertools.count(30, 10)
+    monkeypatch.setattr(opening, "memory_of", lambda _: (int((next(rooms) + 0.5) * of_rank / HOST_SHARE), 1 << 50))
+    gang = await open_tasks(model, tensor, pipeline, kv_blocks=0)
+    assert gang.facts.kv_blocks == 30
+    assert [shard.num_blocks for shard in gang.shards()] == [30, 30, 30]
+    await gang.close()
+
+
+def test_what_cannot_hold_one_request_is_refused_with_what_to_change() -> None:
+    engine = EngineConfig(kv_blocks=0, max_model_len=1000)
+    check_blocks(63, engine, 4096, GIB, "cuda:0")
+    with pytest.raises(ModelError, match=r"max_model_len 1000 needs 63 GiB of KV on cuda:0, .* room for 62 GiB; lower"):
+        check_blocks(62, engine, 4096, GIB, "cuda:0")
+    check_blocks(1, replace(engine, max_model_len=None), 4096, GIB, "cuda:0")  # the longest request is shorter then
+    with pytest.raises(ModelError, match=r"a KV block needs 1 GiB of KV on cpu, .* room for 0 GiB"):
+        check_blocks(0, replace(engine, max_model_len=None), 4096, GIB, "cpu")
+
+
+@pytest.mark.parametrize("executor", ["torch", "modelled"])
+async def test_a_worker_tells_how_many_blocks_it_took(model: ModelFolder, executor: str) -> None:
+    sizes = replace(config(1, 1, kv_blocks=0, max_running=4), model=str(model.path), executor=executor)
+    server = build_worker(sizes)
+    worker = await server.open()
+    context = CONTEXT if executor == "torch" else 4096
+    assert worker.engine.stats().total_blocks == blocks_in_use(sizes.engine, context)
+    await server.close()
+
+
+def test_a_file_without_kv_blocks_is_served_but_not_simulated(tmp_path: Path) -> None:
+    spec = parse_spec({"model": "m", "pools": [{"name": "all", "role": "mixed"}]})
+    assert spec.pools[0].engine.kv_blocks == 0
+    with pytest.raises(SpecError, match=r"pools\[0\]\.engine\.kv_blocks is left out"):
+        check_kv_blocks(spec)

@@ -1,0 +1,59 @@
+"""How many KV blocks a rank takes when `engine.kv_blocks` is left out: bytes in, blocks out. Pure.
+
+    GPU    its memory x gpu_memory_utilization, less weights and the largest step, and no more than that share of what
+           is free
+    CPU    the same of the host's memory, divided among the cluster's ranks, and no more than HOST_SHARE of what is
+           free, divided likewise; at most what `max_running` requests of the longest length use
+
+Each rank of a gang proposes a number; all take the least.
+"""
+
+from dataclasses import dataclass
+
+from workers.config import EngineConfig
+from workers.errors import ModelError
+
+HOST_SHARE = 0.4  # of a host's free memory: the rest is for activations, staging, page cache and other programs
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a rank's device once its weights are loaded. `step_bytes`: the most that a step's activations take."""
+
+    total_bytes: int
+    free_bytes: int
+    weight_bytes: int
+    step_bytes: int = 0
+
+    def kv_bytes(self, utilization: float, part: float, *, is_host: bool) -> int:
+        """What KV blocks may take of it. `part`: of the device that is this rank's, above 0 and at most 1."""
+        of_all = utilization * part * self.total_bytes - self.weight_bytes
+        of_free = (HOST_SHARE * part if is_host else utilization) * self.free_bytes
+        return max(0, int(min(of_all, of_free)) - self.step_bytes)
+
+
+def blocks_in_use(engine: EngineConfig, context_length: int) -> int:
+    """Blocks of `max_running` requests of the longest length: more would only lengthen the prefix cache."""
+    return engine.max_running * blocks_of_one(engine, context_length)
+
+
+def blocks_of_one(engine: EngineConfig, context_length: int) -> int:
+    """Blocks of one request of the longest length that the configuration and the model allow."""
+    return -(-min(context_length, engine.max_model_len or context_length) // engine.block_size)
+
+
+def check_blocks(blocks: int, engine: EngineConfig, context_length: int, block_bytes: int, device: str) -> None:
+    """`blocks`: beside those of preflight. Raises `ModelError` when `max_model_len`, or a single block, does not fit.
+
+    Without `max_model_len` a smaller pool shortens the longest request, as a small `kv_blocks` does.
+    """
+    least = blocks_of_one(engine, context_length) if engine.max_model_len else 1
+    if blocks >= least:
+        return
+    what = f"one request of engine.max_model_len {engine.max_model_len}" if engine.max_model_len else "a KV block"
+    raise ModelError(
+        f"{what} needs {least * block_bytes / GIB:.3g} GiB of KV on {device}, but beside weights and activations there "
+        f"is room for {max(0, blocks) * block_bytes / GIB:.3g} GiB; lower engine.max_model_len, raise "
+        "engine.gpu_memory_utilization (GPU), take engine.dtype bfloat16, or set engine.kv_blocks yourself"
+    )
