@@ -479,16 +479,6 @@ class ClusterSpec:
         return replace(self, model=model, pools=tuple(replace(pool, model=None) for pool in self.pools))
 
 
-def check_kv_blocks(spec: ClusterSpec) -> None:
-    """Raises `SpecError` for a pool whose workers choose their KV blocks when they start: it cannot be simulated."""
-    for index, pool in enumerate(spec.pools):
-        if not pool.engine.kv_blocks:
-            raise SpecError(
-                f"pools[{index}].engine.kv_blocks is left out, so workers choose it when they start; write it here to "
-                "simulate or plan (`diptych status` shows what a running worker has)"
-            )
-
-
 # What a cluster file gets where it names nothing else (docs/decisions/0044-our-policies-are-the-default.md). The types
 # themselves keep the plain policies: baselines are built from them.
 FILE_DEFAULTS: dict[type, dict[str, Any]] = {

@@ -186,15 +186,14 @@ def _compare(said: dict[str, Any]) -> None:
     from cluster.offline.plan.whatif import WhatIfTerms, against, as_json, estimates, told
     from cluster.offline.plan.written import plain
     from cluster.offline.sim.compare import Case
-    from cluster.offline.sim.fleet import models_of
-    from cluster.spec import check_kv_blocks, load_spec
+    from cluster.offline.sim.fleet import models_of, with_kv_blocks
+    from cluster.spec import load_spec
 
     _need(said, "source", "ttft_s", "tpot_s")
     load = _load(said)
     cases = []
     for path in said["pair"]:
-        spec = load_spec(path)
-        check_kv_blocks(spec)
+        spec = with_kv_blocks(load_spec(path))
         link = "node" if said["network"] == "slow" else "cross"
         cases.append(Case(Path(path).name, spec, models_of(spec, source=said["costs"], link=link)))
     rate = said["rate"] or load.source.rate

@@ -146,18 +146,18 @@ def _from_file(
     path: str, hardware: str | None, network: str, profile: Path | None
 ) -> "tuple[Case, Surroundings | None]":
     from cluster.offline.sim.compare import Case
-    from cluster.offline.sim.fleet import measured_models, models_of, surroundings_of
+    from cluster.offline.sim.fleet import measured_models, models_of, surroundings_of, with_kv_blocks
     from cluster.spec import load_spec
     from workers.profiles.measured import load
 
     spec = load_spec(path)
-    check_kv_blocks(spec)
     if profile is not None:
-        measured = load(profile)
+        spec, measured = with_kv_blocks(spec), load(profile)
         return Case(spec.name, spec, measured_models(measured, spec)), surroundings_of(measured)
     if hardware is not None:
         pools = tuple(pool if pool.hardware or pool.cost else replace(pool, hardware=hardware) for pool in spec.pools)
         spec = replace(spec, pools=pools)
+    spec = with_kv_blocks(spec)
     return Case(spec.name, spec, models_of(spec, link=network)), None
 
 

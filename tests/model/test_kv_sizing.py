@@ -2,14 +2,14 @@
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.control.replicas import order_of
-from cluster.spec import ClusterSpec, PoolSpec, Resources, Role, SpecError, check_kv_blocks, parse_spec
+from cluster.offline.sim.fleet import with_kv_blocks
+from cluster.spec import ClusterSpec, PoolSpec, Resources, Role, SpecError, parse_spec
 from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
 from tests.model.test_gang import config, open_tasks
 from tests.model.tiny import write_tiny_llama
@@ -21,6 +21,7 @@ from workers.executor.kv_sizing import HOST_SHARE, DeviceMemory, blocks_in_use, 
 from workers.executor.opening import fullest_step
 from workers.executor.solo import open_solo
 from workers.model.folder import ModelFolder
+from workers.profiles.capacity import kv_capacity_tokens
 
 GIB = 2**30
 CONTEXT = 512
@@ -112,8 +113,11 @@ async def test_a_worker_tells_how_many_blocks_it_took(model: ModelFolder, execut
     await server.close()
 
 
-def test_a_file_without_kv_blocks_is_served_but_not_simulated(tmp_path: Path) -> None:
-    spec = parse_spec({"model": "m", "pools": [{"name": "all", "role": "mixed"}]})
+def test_a_pool_without_kv_blocks_is_simulated_with_what_its_hardware_holds() -> None:
+    pool = {"name": "all", "role": "mixed"}
+    spec = parse_spec({"model": "llama-3-8b", "pools": [pool]})
     assert spec.pools[0].engine.kv_blocks == 0
     with pytest.raises(SpecError, match=r"pools\[0\]\.engine\.kv_blocks is left out"):
-        check_kv_blocks(spec)
+        with_kv_blocks(spec)
+    on_l4 = with_kv_blocks(parse_spec({"model": "llama-3-8b", "pools": [pool | {"hardware": "l4"}]}))
+    assert on_l4.pools[0].engine.kv_blocks == kv_capacity_tokens("llama-3-8b", "l4", 1, 1) // 16

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from cluster.offline.sim.cluster import PoolModel, Surroundings
 from cluster.offline.sim.systems import Fleet
-from cluster.spec import ClusterSpec, SpecError
+from cluster.spec import ClusterSpec, PoolSpec, SpecError
 from workers.config import EngineConfig, ParallelConfig
 from workers.profiles.capacity import kv_capacity_tokens
 from workers.profiles.hardware import hardware_of
@@ -50,6 +50,25 @@ def fleet(model: str, hardware: str, parallel: ParallelConfig, workers: int) -> 
         max_waiting=1 << 20,
     )
     return Fleet(model, workers, engine, parallel)
+
+
+def with_kv_blocks(spec: ClusterSpec) -> ClusterSpec:
+    """Pools without `kv_blocks` with as many as their `hardware` holds. Raises `SpecError`, `ProfileError`."""
+    return replace(spec, pools=tuple(_sized(spec, index, pool) for index, pool in enumerate(spec.pools)))
+
+
+def _sized(spec: ClusterSpec, index: int, pool: PoolSpec) -> PoolSpec:
+    if pool.engine.kv_blocks:
+        return pool
+    if not pool.hardware:
+        raise SpecError(
+            f"pools[{index}].engine.kv_blocks is left out, so a worker chooses it when it starts: write it here (a "
+            "running worker has it in `diptych status`), or name the pool's hardware"
+        )
+    ranks = pool.parallel.tensor, pool.parallel.pipeline
+    share = pool.engine.gpu_memory_utilization
+    tokens = kv_capacity_tokens(pool.model or spec.model, pool.hardware, *ranks, share)
+    return replace(pool, engine=replace(pool.engine, kv_blocks=tokens // pool.engine.block_size))
 
 
 def models_of(spec: ClusterSpec, *, source: str = BEST, link: str = CROSS) -> dict[str, PoolModel]:
