@@ -204,7 +204,7 @@ class Dispatcher:
             role_changes=self.discovery.role_changes(),
             queued=len(self._admission_queue.queue),
             uncovered=tuple((role.value, count) for role, count in self._placer.uncovered.items()),
-            tally=self._metrics.told(),
+            tally=self._metrics.snapshot(),
         )
 
     def turned_away(self, class_name: str, cause: str) -> None:

@@ -110,9 +110,9 @@ class MigrationLoop:
             self._migration_planner.ended(move, asyncio.get_running_loop().time(), moved=moved)
             self._counts[move.kind, "moved" if moved else "stayed"] += 1
             outcome = "moved" if moved else "could not move"
-            told = log_fields(key=move.key, source=move.source, target=move.target)
+            extra = log_fields(key=move.key, source=move.source, target=move.target)
             words = move.key, outcome, move.source, move.target, move.reason
-            logger.info("%s %s from %s to %s: %s", *words, extra=told)
+            logger.info("%s %s from %s to %s: %s", *words, extra=extra)
 
 
 async def _wait(change: Awaitable[object]) -> None:

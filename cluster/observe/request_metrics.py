@@ -82,21 +82,21 @@ class RequestMetrics(RequestObserver):
         for stage, seconds in stages(completed.ledger).items():
             self._stages.add((stage,), seconds)
 
-    def told(self) -> Tallied:
-        seconds, num_bytes, ranges = (each.told() for each in self._transfers)
+    def snapshot(self) -> Tallied:
+        seconds, num_bytes, ranges = (each.snapshot() for each in self._transfers)
         return Tallied(
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             finishes=tuple(self._finishes.items()),
-            ttft=self._ttft.told(),
-            tpot=self._tpot.told(),
-            gaps=self._gaps.told(),
-            requests=self._requests.told(),
-            prompts=self._prompts.told(),
-            answers=self._answers.told(),
-            parts=self._parts.told(),
-            stages=self._stages.told(),
+            ttft=self._ttft.snapshot(),
+            tpot=self._tpot.snapshot(),
+            gaps=self._gaps.snapshot(),
+            requests=self._requests.snapshot(),
+            prompts=self._prompts.snapshot(),
+            answers=self._answers.snapshot(),
+            parts=self._parts.snapshot(),
+            stages=self._stages.snapshot(),
             transfer_seconds=seconds,
             transfer_bytes=num_bytes,
             transfer_ranges=ranges,

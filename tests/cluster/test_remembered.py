@@ -44,7 +44,7 @@ async def test_what_went_through_is_counted_where_it_did(subject: Cluster) -> No
 
 
 async def test_a_move_is_a_happening_and_cuts_the_trail(subject: Cluster) -> None:
-    other = ""
+    other, before = "", {name: each.output_tokens for name, each in subject.dispatcher.recent().traffic}
     async for event in subject.dispatcher.generate(request("moving", 40, max_tokens=60)):
         if isinstance(event, Delta) and event.first_position >= 3 and not other:
             (trail,) = [each for each in subject.dispatcher.remembered(0, now_ns()).trails if not each.outcome]
@@ -58,6 +58,9 @@ async def test_a_move_is_a_happening_and_cuts_the_trail(subject: Cluster) -> Non
     (_, happening) = subject.dispatcher.recent().happenings[-1]
     assert (happening.kind, happening.worker, happening.request_id) == ("move", other, "moving")
     assert dict(subject.dispatcher.recent().traffic)[other].change == f"move from {trail.decode_worker}"
+    after = {name: each.output_tokens - before.get(name, 0) for name, each in subject.dispatcher.recent().traffic}
+    assert after[other] > 0 < after[trail.decode_worker], "tokens count where they were computed"
+    assert sum(after.values()) == trail.output_tokens == 60
 
 
 async def test_a_request_that_fails_has_all_of_its_time(subject: Cluster) -> None:

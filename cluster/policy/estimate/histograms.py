@@ -65,7 +65,7 @@ class Counting:
         counts[bisect_left(self._bounds, value)] += times
         self._totals[labels] += value * times
 
-    def told(self) -> Histograms:
+    def snapshot(self) -> Histograms:
         rows = (HistogramRow(labels, tuple(counts), self._totals[labels]) for labels, counts in self._counts.items())
         return Histograms(self._bounds, tuple(rows))
 

@@ -132,7 +132,7 @@ def test_only_one_gateway_tells_vllms_series_of_workers(texts: list[str]) -> Non
 def test_vllms_series_of_requests_know_nothing_of_those_that_do_not_complete(outcome: str) -> None:
     tally = RequestMetrics(["fast"])
     tally.ended(Ended(outcome, "fast", waited_s=0.5), None, ())
-    text = exposition(replace(GatewayAttainment(), tally=tally.told()), "gateway-0", compat="vllm")
+    text = exposition(replace(GatewayAttainment(), tally=tally.snapshot()), "gateway-0", compat="vllm")
     assert value(text, "diptych_request_seconds_count", outcome=outcome) == 1
     theirs = [sample for family in families(text) for sample in family.samples if family.name.startswith("vllm:")]
     assert theirs and {sample.value for sample in theirs} == {0.0}
@@ -143,7 +143,7 @@ def test_vllms_latency_is_that_of_complete_answers() -> None:
     ledger = LatencyLedger((("admission", 10**9),), (), 10**9, 10**9)
     tally.ended(Ended("completed", waited_s=3.0), Completed(FinishReason.STOP, 5, 4, 0, 1, ledger, ()), ())
     tally.ended(Ended("refused"), None, ())
-    text = exposition(replace(GatewayAttainment(), tally=tally.told()), "gateway-0", compat="vllm")
+    text = exposition(replace(GatewayAttainment(), tally=tally.snapshot()), "gateway-0", compat="vllm")
     name = "vllm:e2e_request_latency_seconds"
     assert (value(text, f"{name}_count"), value(text, f"{name}_sum")) == (1, 3.0)
     assert value(text, "vllm:request_success_total") == 1
@@ -217,7 +217,7 @@ def test_a_histogram_puts_each_value_below_its_bound(values: list[tuple[float, i
     counting = Counting(TOKENS, [()])
     for seen, times in values:
         counting.add((), seen, times)
-    (row,) = counting.told().rows
+    (row,) = counting.snapshot().rows
     for index, bound in enumerate(TOKENS):
         assert sum(row.counts[: index + 1]) == sum(times for seen, times in values if seen <= bound)
     assert sum(row.counts) == sum(times for _, times in values)
@@ -238,7 +238,7 @@ def test_labels_are_those_of_the_specification(ends: list[tuple[str, str, float 
         (count_tokens,) = tally.token_observers(asked(class_name), "decode-0")
         count_tokens(3, 0.25)
         tally.ended(Ended(outcome, class_name, ttft_s=ttft_s, waited_s=1.0), None, [REPORT] * moved)
-    told = tally.told()
+    told = tally.snapshot()
     known = {"default", "fast", "batch", OTHER}
     assert {row.labels[0] for row in told.gaps.rows} | {row.labels[0] for row in told.ttft.rows} <= known
     assert len(told.requests.rows) <= len(known) * len(OUTCOMES)
@@ -259,7 +259,7 @@ def test_parts_of_the_ledger_and_stages_of_vllm_sum_to_the_whole(
     ledger = LatencyLedger(tuple(first), tuple(rest), ttft_ns, ttft_ns + rest_ns)
     tally = RequestMetrics([])
     tally.ended(Ended("completed"), Completed(FinishReason.STOP, 5, 4, 2, 1, ledger, ()), ())
-    told = tally.told()
+    told = tally.snapshot()
     whole_s = ledger.total_ns / 1e9
     assert sum(row.total for row in told.parts.rows) == pytest.approx(whole_s)
     assert {row.labels[0] for row in told.parts.rows if sum(row.counts)} == {name for name, _ in first + rest}
