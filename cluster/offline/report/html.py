@@ -13,6 +13,7 @@ from cluster.offline.report.pictures import attainment_curves, goodput_bars, lat
 from cluster.offline.report.spans import typical
 from cluster.offline.report.style import png
 from cluster.offline.report.table import NOTHING, Grid, comparison, details, pools
+from cluster.offline.report.verdict import verdict
 from cluster.offline.scoring.figures import DEFINITIONS
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -121,6 +122,7 @@ def page(
     return environment.from_string(TEMPLATE.read_text()).render(
         title=title,
         subtitle=subtitle,
+        verdict=verdict(systems),
         ran=ran(systems) if systems else None,
         notes=list(dict.fromkeys((*notes, *of_runs))),
         told=[f"{system.name}: {goodput.told}" for system in systems for goodput in system.goodputs],

@@ -112,7 +112,7 @@ function workerRows(worker) {
     cell(worker.running, "number"), cell(worker.waiting, "number"),
     cell(blocks(worker.used_blocks, worker.total_blocks)));
   if (!worker.trouble) return [row];
-  const why = element("td", { class: "trouble", colspan: 6 }, worker.trouble);
+  const why = element("td", { class: worker.state === "ready" ? "empty" : "trouble", colspan: 6 }, worker.trouble);
   return [row, element("tr", { class: "worker" }, why)];
 }
 
