@@ -105,6 +105,12 @@ def test_the_example_file_is_the_default_cluster() -> None:
     assert load_spec(ROOT / "examples" / "laptop.yaml") == laptop_spec()
 
 
+def test_the_best_example_is_a_file_whose_defaults_are_ours() -> None:
+    spec = load_spec(ROOT / "examples" / "best.yaml")
+    assert (spec.gateway.routing, spec.gateway.admission, spec.elastic.mode) == ("slo", "slo", "act")
+    assert {(pool.engine.batching, pool.engine.kv_blocks) for pool in spec.pools} == {("adaptive", 0)}
+
+
 def test_the_python_example_is_the_file() -> None:
     ((_, shown),) = [each for each in blocks("python") if each[0] == "README.md"]
     assert (ROOT / "examples" / "client.py").read_text().endswith(shown)

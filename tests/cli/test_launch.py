@@ -34,6 +34,7 @@ def serve(*arguments: str) -> Result:
 def test_a_model_alone_has_one_prefill_and_one_decode_worker() -> None:
     spec = described(None, "smollm2-135m", Sizes())
     assert spec.model == "smollm2-135m"
+    assert [pool.engine.kv_blocks for pool in spec.pools] == [0, 0]  # sized by free memory when the workers start
     assert [(pool.role, pool.replicas, pool.parallel.tensor) for pool in spec.pools] == [
         (Role.PREFILL, 1, 1),
         (Role.DECODE, 1, 1),
