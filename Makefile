@@ -34,9 +34,9 @@ quick: $(READY)
 test: $(READY)
 	@$(PYTEST) -n $(JOBS) --no-loadscope-reorder -m "not full"
 
-# Everything: the grids, the benchmarks and searches in small, the autoscaler and the pods.
+# Everything, and what was skipped for which reason: the grids, the benchmarks and searches in small, the autoscaler and the pods.
 test-all: $(READY)
-	@$(PYTEST) -n $(JOBS) --no-loadscope-reorder
+	@$(PYTEST) -rs -n $(JOBS) --no-loadscope-reorder
 	@$(MAKE) --no-print-directory autoscaler
 	@$(MAKE) --no-print-directory pods
 

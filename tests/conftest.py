@@ -21,6 +21,8 @@ for processes most of the time, while the other process computes.
 """
 
 import os
+import signal
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -71,6 +73,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.full)
     first = (RAY, LONGEST)
     items.sort(key=lambda item: first.index(unit(item.nodeid)) if unit(item.nodeid) in first else len(first))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Commands keep their signal handlers until the process ends; here others come after them, and Ctrl-C must work."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    outcome = yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+    return outcome
 
 
 @pytest.hookimpl(optionalhook=True)

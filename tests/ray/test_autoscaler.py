@@ -17,7 +17,7 @@ from tests.ray.autoscaled import STORE_BYTES, Autoscaled, autoscaled
 from tests.ray.served import Served, laptop, served
 from workers.executor.modelled import modelled_token
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [5, 6, 7] * 7
 PREFILLS = {"step_s": 0.005, "decode_row_s": 1.0, "prefill_token_s": 0.0001}  # so that no change of roles helps

@@ -14,6 +14,7 @@ from tests.ray.served import ROOT, laptop
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("parallel", "words"),
     [
