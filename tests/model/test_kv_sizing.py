@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,7 @@ CONTEXT = 512
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     path = tmp_path_factory.mktemp("sized") / "model"
-    sizes = {"hidden_size": 72, "num_heads": 9, "num_kv_heads": 3, "context_length": CONTEXT}
+    sizes: dict[str, Any] = {"hidden_size": 72, "num_heads": 9, "num_kv_heads": 3, "context_length": CONTEXT}
     return ModelFolder(str(path), write_tiny_llama(path, num_layers=3, **sizes))
 
 
