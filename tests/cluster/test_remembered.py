@@ -48,6 +48,8 @@ async def test_a_move_is_a_happening_and_cuts_the_trail(subject: Cluster) -> Non
     async for event in subject.dispatcher.generate(request("moving", 40, max_tokens=60)):
         if isinstance(event, Delta) and event.first_position >= 3 and not other:
             (trail,) = [each for each in subject.dispatcher.remembered(0, now_ns()).trails if not each.outcome]
+            assert [each.request_id for each in subject.dispatcher.under_way(8)] == [trail.request_id]
+            assert subject.dispatcher.under_way(0) == []
             assert trail.request_id == "moving" and trail.end_ns <= now_ns()
             other = next(name for name in ("decode-0", "decode-1") if name != trail.decode_worker)
             moving = asyncio.ensure_future(subject.dispatcher.move("moving", other))
