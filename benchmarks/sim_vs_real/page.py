@@ -40,11 +40,11 @@ def section(found: Recorded, comparisons: Sequence[Comparison]) -> str:
     for real, comparison in zip(found.runs, comparisons, strict=True):
         head = (
             f"**{comparison.name} of its capacity**: {len(real.seen)} requests, {real.workload.rate:.2f} a second, "
-            f"promise {promise(real.slo)}, kept by {comparison.real.attainment.both:.0%} really and "
-            f"{comparison.simulated.attainment.both:.0%} simulated. Error of the median single request: TTFT "
+            f"SLO {promise(real.slo)}, attainment {comparison.real.attainment.both:.0%} real and "
+            f"{comparison.simulated.attainment.both:.0%} simulated. Median error of a single request: TTFT "
             f"{comparison.each_ttft:.1%}, TPOT {comparison.each_tpot:.1%}."
         )
-        table = ["| figure | real | simulated | error | aim |", "|---|---|---|---|---|"]
+        table = ["| figure | real | simulated | error | target |", "|---|---|---|---|---|"]
         table += [f"| {' | '.join(row)} |" for row in rows(comparison)]
         blocks += [head, "\n".join(table)]
     return "\n\n".join(blocks)
@@ -54,14 +54,14 @@ def _where(profiles: Mapping[str, ClusterProfile]) -> str:
     lines = []
     for name, profile in profiles.items():
         fits = ", ".join(
-            f"{pool.pool} {pool.error.median:.1%} (greatest {pool.error.greatest:.1%})" for pool in profile.pools
+            f"{pool.pool} {pool.error.median:.1%} (maximum {pool.error.greatest:.1%})" for pool in profile.pools
         )
         ways = ", ".join(f"{each.pool} beside {each.other} {each.ratio:.2f}" for each in profile.neighbours) or "none"
         lines.append(
             f"- {name}: {profile.model}, profiled {profile.date[:10]} on {profile.machine} ({profile.versions}); "
-            f"median error of the fit on steps that it did not see: {fits}; slowdown by neighbours: {ways}; "
+            f"median error of the fit on held-out steps: {fits}; slowdown by neighbors: {ways}; "
             f"between steps {profile.pools[-1].gap_s * 1e3:.1f} ms, a call {profile.pools[-1].call_s * 1e3:.1f} ms, "
-            f"the door {profile.door_s * 1e3:.1f} ms."
+            f"the frontend {profile.door_s * 1e3:.1f} ms."
         )
     return "\n".join(lines)
 

@@ -25,38 +25,38 @@ BUDGET = 512
 COUNT, SEEDS = 120, (0, 1, 2)  # requests of a run, runs of a cell
 LOADS = (0.4, 0.7, 0.9)
 CONTEXT_LENGTH, VOCAB_SIZE = 8192, 49152
-# Among decodes of this batch and total context, `promise` tells how much longer a step with prompts may take.
-PROMISED_BATCH, PROMISED_CONTEXT = 16, 16 * 512
+# `slo_steps` counts decode steps of this batch and total context.
+SLO_BATCH, SLO_CONTEXT = 16, 16 * 512
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A policy with its settings. `promise`: TPOT is kept below so many decode steps. `told`: every request's
-    `max_tokens`; None: the engine knows each answer's length."""
+    """A policy with its settings. `slo_steps`: the TPOT SLO in decode steps. `max_tokens`: of every request; None: the
+    engine knows each answer's length."""
 
     name: str
     batching: str
     budget: int = BUDGET
-    promise: float | None = None
-    told: int | None = None
+    slo_steps: float | None = None
+    max_tokens: int | None = None
 
     def config(self, cost: CostModel) -> EngineConfig:
-        step_s = cost.decode_seconds(PROMISED_BATCH, PROMISED_CONTEXT)
+        step_s = cost.decode_seconds(SLO_BATCH, SLO_CONTEXT)
         return EngineConfig(
             kv_blocks=KV_BLOCKS,
             max_running=MAX_RUNNING,
             batching=self.batching,
             max_batch_tokens=self.budget,
-            tpot_slo_s=None if self.promise is None else round(self.promise * step_s, 3),
+            tpot_slo_s=None if self.slo_steps is None else round(self.slo_steps * step_s, 3),
         )
 
 
 CHUNKED = tuple(Contender(f"chunked {budget}", "chunked", budget) for budget in BUDGETS)
 PREFILL_ONLY = tuple(Contender(f"prefill-only {budget}", "prefill-only", budget) for budget in BUDGETS)
 STATIC, ORCA, PREFILL_FIRST = (Contender(name, name) for name in ("static", "orca", "prefill-first"))
-PROMISED = Contender("chunked 512, promise", "chunked", promise=2.0)
-ORCA_TOLD = Contender(f"orca, told {LONGEST_ANSWER}", "orca", told=LONGEST_ANSWER)
-CONTENDERS = (STATIC, ORCA, ORCA_TOLD, PREFILL_FIRST, *CHUNKED, PROMISED, *PREFILL_ONLY)
+TPOT_SLO = Contender("chunked 512, TPOT SLO", "chunked", slo_steps=2.0)
+ORCA_LONGEST = Contender(f"orca, max {LONGEST_ANSWER}", "orca", max_tokens=LONGEST_ANSWER)
+CONTENDERS = (STATIC, ORCA, ORCA_LONGEST, PREFILL_FIRST, *CHUNKED, TPOT_SLO, *PREFILL_ONLY)
 YARDSTICK = CHUNKED[BUDGETS.index(BUDGET)]  # whose requests a second, when all are there at once, are the capacity
 
 
@@ -85,7 +85,7 @@ def contender(name: str) -> Contender:
     return next(each for each in CONTENDERS if each.name == name)
 
 
-def virtual_run(cost: CostModel, config: EngineConfig, requests: Sequence[Asked], told: int | None = None) -> Run:
+def virtual_run(cost: CostModel, config: EngineConfig, requests: Sequence[Asked], max_tokens: int | None = None) -> Run:
     """The production engine over these requests, in virtual time."""
     engine = Engine(
         config,
@@ -96,7 +96,7 @@ def virtual_run(cost: CostModel, config: EngineConfig, requests: Sequence[Asked]
         reserved=RESERVED_BLOCKS,
         cost=cost,
     )
-    arrivals = [Arrival(each.at_s, each.request(told), each.answer_tokens) for each in requests]
+    arrivals = [Arrival(each.at_s, each.request(max_tokens), each.answer_tokens) for each in requests]
     token_s = replay(engine, arrivals, partial(plan_seconds, cost))
     engine.check()
     return run(requests, token_s, engine.stats().preemptions)
@@ -104,7 +104,7 @@ def virtual_run(cost: CostModel, config: EngineConfig, requests: Sequence[Asked]
 
 def compute(cost: CostModel, cell: Cell, rate: float | None) -> Outcome:
     who = contender(cell.contender)
-    runs = [virtual_run(cost, who.config(cost), asked(cell.mix, COUNT, seed, rate), who.told) for seed in SEEDS]
+    runs = [virtual_run(cost, who.config(cost), asked(cell.mix, COUNT, seed, rate), who.max_tokens) for seed in SEEDS]
     return Outcome(rate, figures(runs), tuple(figures([each]) for each in runs))
 
 

@@ -12,11 +12,11 @@ from benchmarks.study.cells import (
     BUDGETS,
     CHUNKED,
     ORCA,
-    ORCA_TOLD,
+    ORCA_LONGEST,
     PREFILL_FIRST,
     PREFILL_ONLY,
-    PROMISED,
     STATIC,
+    TPOT_SLO,
     YARDSTICK,
     Cell,
     Contender,
@@ -33,7 +33,7 @@ from workers.profiles.fit import COEFFICIENTS, Point, relative_error
 PAGE, TABLE = "batching.md", "batching.csv"
 TEMPLATE = Path(__file__).with_name("page.md.jinja")
 LOAD = real.LOAD  # of the tables
-SHOWN = (STATIC, ORCA, ORCA_TOLD, PREFILL_FIRST, *CHUNKED, PROMISED, PREFILL_ONLY[BUDGETS.index(YARDSTICK.budget)])
+SHOWN = (STATIC, ORCA, ORCA_LONGEST, PREFILL_FIRST, *CHUNKED, TPOT_SLO, PREFILL_ONLY[BUDGETS.index(YARDSTICK.budget)])
 QUEUED = 128  # requests of the sweep's last two columns
 
 
@@ -72,7 +72,7 @@ def markdown(measured: Measured, grid: Grid) -> str:
         at=at,
         between=lambda name, load: _between_seeds(grid, name, load),
         preemptions=lambda name: sum(o.pooled.preemptions for cell, o in grid.items() if cell.contender == name),
-        promise_s=PROMISED.config(measured.cost).tpot_slo_s,
+        tpot_slo_s=TPOT_SLO.config(measured.cost).tpot_slo_s,
         indifferent=[at(who.name, "short/long", None).total_rate for who in (ORCA, PREFILL_FIRST, *CHUNKED)],
         mixes=_mixes(grid),
         of_mix=lambda mix: _of_mix(grid, mix),
@@ -180,7 +180,7 @@ def real_table(measured: Measured) -> str:
 
 def _real_row(measured: Measured, real: Real) -> Sequence[str]:
     who, ours = contender(real.contender), real.figures
-    virtual = figures([virtual_run(measured.cost, who.config(measured.cost), requests(real), who.told)])
+    virtual = figures([virtual_run(measured.cost, who.config(measured.cost), requests(real), who.max_tokens)])
     pairs = (
         (_seconds, ours.ttft_p50_s, virtual.ttft_p50_s),
         (_seconds, ours.ttft_p90_s, virtual.ttft_p90_s),
@@ -188,9 +188,9 @@ def _real_row(measured: Measured, real: Real) -> Sequence[str]:
         (_seconds, ours.gap_p99_s, virtual.gap_p99_s),
         (_rate, ours.output_rate, virtual.output_rate),
     )
-    told = (f"{say(one)} / {say(other)} = {one / other:.2f}" for say, one, other in pairs)
+    compared = (f"{say(one)} / {say(other)} = {one / other:.2f}" for say, one, other in pairs)
     ratios = (f"{each:.2f}" for each in (real.steps_ratio, real.step_ratio))
-    return (f"{real.contender}, {real.mix}", str(real.count), *told, *ratios)
+    return (f"{real.contender}, {real.mix}", str(real.count), *compared, *ratios)
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

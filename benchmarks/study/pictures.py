@@ -12,8 +12,8 @@ from benchmarks.study.cells import (
     ORCA,
     PREFILL_FIRST,
     PREFILL_ONLY,
-    PROMISED,
     STATIC,
+    TPOT_SLO,
     YARDSTICK,
     Cell,
     Contender,
@@ -113,7 +113,7 @@ def _tradeoff(grid: Grid) -> Any:
         panel.plot(*zip(*map(at, CHUNKED), strict=True), "o-", color=COLOURS["chunked"], label="chunked 64 to 1024")
         for who in (CHUNKED[0], CHUNKED[-1]):
             panel.annotate(f"{who.budget}", at(who), xytext=(7, -3), textcoords="offset points", fontsize=7.5)
-        panel.plot(*at(PROMISED), "*", markersize=10, color=COLOURS["chunked"], label="chunked 512 with a promise")
+        panel.plot(*at(TPOT_SLO), "*", markersize=10, color=COLOURS["chunked"], label="chunked 512 with a TPOT SLO")
         for who in (STATIC, ORCA, PREFILL_FIRST, AT_512[-1]):
             look = {"marker": MARKERS[who.batching], "color": COLOURS[who.batching]}
             panel.plot(*at(who), **look, linestyle="", markersize=7, label=who.name)

@@ -57,7 +57,7 @@ class Real:
 
 
 class Watched(Engine):
-    """Remembers what it was told of its steps."""
+    """Records its steps."""
 
     def __init__(self, config: EngineConfig, facts: ModelFacts) -> None:
         super().__init__(
@@ -99,8 +99,8 @@ async def _serve(engine: Engine, executor: Executor, requests: Sequence[Asked]) 
     def now_s() -> float:
         return time.perf_counter() - begun_s
 
-    def deliver(told: list[EngineOutput]) -> None:
-        for each in told:
+    def deliver(outputs: list[EngineOutput]) -> None:
+        for each in outputs:
             assert isinstance(each, TokensOut), each
             token_s[each.key].append(now_s())
             if each.finish is not None:

@@ -48,9 +48,9 @@ def replay(
         took_s = seconds(plan)
         now_s += took_s
         engine.commit(plan, _made_up(plan, ends, took_s), now_s)
-        for told in engine.drain():
-            assert isinstance(told, TokensOut), told
-            token_s[told.key].append(now_s)
+        for output in engine.drain():
+            assert isinstance(output, TokensOut), output
+            token_s[output.key].append(now_s)
 
 
 def _made_up(plan: StepPlan, ends: Mapping[str, int], seconds: float) -> StepResult:

@@ -32,12 +32,12 @@ class Asked:
         """Under which the engine tells of it."""
         return f"{self.key}/0"
 
-    def request(self, told: int | None = None) -> Request:
-        """`told`: the longest answer as the engine is told, when that is not the true length: an end token ends it."""
+    def request(self, max_tokens: int | None = None) -> Request:
+        """`max_tokens`: the limit, when it is not the true length; then an end token ends the answer."""
         source = random.Random(self.key)
         prompt = tuple(source.choices(range(FIRST_TOKEN, LAST_TOKEN), k=self.prompt_tokens))
-        most = told or self.answer_tokens
-        sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=most, ignore_eos=told is None)
+        most = max_tokens or self.answer_tokens
+        sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=most, ignore_eos=max_tokens is None)
         return Request(self.key, prompt, sampling, reply_to="study")
 
 

@@ -100,10 +100,10 @@ def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
     assert replay(engine, arrivals, lambda _: 1.0) == {"a/0": [1.0, 2.0, 3.0], "b/0": [2.0, 3.0], "c/0": [10.0]}
 
 
-def test_an_end_token_ends_an_answer_whatever_length_was_told() -> None:
+def test_an_end_token_ends_an_answer_whatever_the_limit() -> None:
     requests = asked("short/short", 6, 0, 1.0)
-    told = virtual_run(LinearCost(), YARDSTICK.config(LinearCost()), requests, told=512)
-    assert told == virtual_run(LinearCost(), YARDSTICK.config(LinearCost()), requests)
+    limited = virtual_run(LinearCost(), YARDSTICK.config(LinearCost()), requests, max_tokens=512)
+    assert limited == virtual_run(LinearCost(), YARDSTICK.config(LinearCost()), requests)
 
 
 def test_figures_of_an_answer() -> None:
@@ -129,7 +129,7 @@ def test_a_seed_gives_the_same_lengths_at_every_rate() -> None:
 
 def at(who: Contender, mix: str, load: float | None = 0.7) -> Figures:
     requests = asked(mix, 60, 0, None if load is None else rate_at(mix, load))
-    return figures([virtual_run(MEASURED.cost, who.config(MEASURED.cost), requests, who.told)])
+    return figures([virtual_run(MEASURED.cost, who.config(MEASURED.cost), requests, who.max_tokens)])
 
 
 @cache
@@ -189,7 +189,7 @@ def test_committed_cells_follow_from_the_committed_measurements() -> None:
         Cell("chunked 64", "short/short", 0.7),
         Cell("static", "long/short", 0.7),
         Cell("prefill-first", "long/short", 0.7),
-        Cell("orca, told 512", "short/short", None),
+        Cell("orca, max 512", "short/short", None),
     ):
         outcome = compute(MEASURED.cost, cell, cell.load and rate_at(cell.mix, cell.load))
         assert page.csv_row(cell, outcome) in lines, AGAIN
