@@ -42,16 +42,16 @@ _SELECTOR = re.compile(rf"!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What Ray must set aside for each rank of a worker."""
+    """What Ray reserves for each rank of a worker."""
 
     cpu: float = 1
-    """CPUs of Ray. With `engine.threads` 0, rounded down but at least 1, also the threads that compute."""
+    """Ray CPUs. With `engine.threads` 0 also the number of compute threads, rounded down, at least 1."""
     gpu: float = 0
-    """GPUs of Ray."""
+    """Ray GPUs."""
     custom: dict[str, float] = field(default_factory=dict)
-    """Ray custom resources and how much of each, such as `{prefill: 1}`."""
+    """Ray custom resources and the amount of each, such as `{prefill: 1}`."""
     labels: dict[str, str] = field(default_factory=dict)
-    """Labels of the nodes where ranks may lie, such as `{ray.io/accelerator-type: H100}`, by Ray's selectors: `value`,
+    """Labels of the nodes that may run ranks, such as `{ray.io/accelerator-type: H100}`, by Ray's selectors: `value`,
     `!value`, `in(one, other)` or `!in(one, other)`.
     """
 
@@ -75,25 +75,25 @@ class PoolSpec:
     name: str
     """Lower-case letters, digits and dashes. Workers are called `NAME-0`, `NAME-1` and so on."""
     role: Role
-    """Which work gateways send here. `mixed` does both phases."""
+    """The work that gateways send here. `mixed` runs both phases."""
     replicas: int = 1
-    """Workers at the start. `{min: 1, max: 4}` starts with the least and lets the pool grow and shrink between the two;
-    a plain number is changed by hand only.
+    """Workers at the start. `{min: 1, max: 4}` starts with the minimum and lets the pool scale between the two; a plain
+    number changes only by `diptych scale`.
     """
     model: str | None = None
-    """Left out: the cluster's. All pools must serve one model."""
+    """Default: the cluster's. All pools must serve one model."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How a worker is divided into ranks."""
+    """The ranks of a worker."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    """Sizes, bounds and policies of each worker."""
+    """Sizes, limits and policies of each worker."""
     resources: Resources = field(default_factory=Resources)
-    """What Ray sets aside for each rank."""
+    """What Ray reserves for each rank."""
     cost: CostModel | None = None
-    """What steps cost here, for engines, routers and simulations; `diptych profile` measures it. Left out: engines
-    learn it from their own steps, routers guess.
+    """Step times, for engines, routers and simulations; `diptych profile` measures them. Default: engines learn them
+    from their own steps, routers use rough estimates.
     """
     hardware: str = ""
-    """Name of the GPU, for plans and simulations. Placement goes by `resources`."""
+    """Name of the GPU, for plans and simulations. Placement uses `resources`."""
     min_replicas: int | None = None
     """What `replicas: {min: ...}` means; write that."""
     max_replicas: int | None = None
@@ -133,22 +133,20 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ClassSpec:
-    """What requests of a class are promised, and how they wait. Requests with times of their own keep these."""
+    """The SLO and the queueing of a class. A request's own SLO overrides the class's."""
 
     ttft_s: float | None = None
-    """Time to first token that is promised."""
+    """TTFT SLO."""
     tpot_s: float | None = None
-    """Mean time per token after the first that is promised."""
+    """TPOT SLO: mean time per token after the first."""
     priority: int = 0
     """Lower is served first."""
     max_queued: int = 256
-    """Requests of the class that may wait in a gateway; one more is refused."""
+    """Requests of the class that may wait in a gateway; more are refused."""
     max_wait_s: float | None = None
-    """Who has waited for so long goes before all others. Left out: 60, or `ttft_s` where that is more."""
+    """A request that has waited this long goes before all others. Default: 60, or `ttft_s` where that is more."""
     on_miss: str | None = None
-    """What becomes of a request whose promise cannot be kept. Left out: `reject`, or `queue` in a class without
-    promises.
-    """
+    """What happens to a request whose SLO cannot be met. Default: `reject`, or `queue` in a class without an SLO."""
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s", "max_wait_s"):
@@ -171,72 +169,70 @@ class ClassSpec:
 
     @property
     def patience_s(self) -> float:
-        """After so long a wait it goes first."""
+        """The wait after which a request goes first."""
         return self.max_wait_s if self.max_wait_s is not None else max(60.0, self.ttft_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaySpec:
-    """The doors: what they take, whom they send it to, and what they promise."""
+    """The gateways: limits, routing, admission, SLOs and servers."""
 
     replicas: int = 1
-    """Gateways. Limits and shares hold in each one by itself."""
+    """Number of gateways. Limits and shares apply to each one separately."""
     host: str = "127.0.0.1"
-    """Address to listen at. `0.0.0.0` opens it to the network: docs/security.md has what guards it there."""
+    """Address to listen on. `0.0.0.0` opens it to the network: see docs/security.md."""
     grpc_port: int = 50051
-    """0: any free port. The second gateway has the next one."""
+    """Port of the gRPC API. 0: any free port. The second gateway uses the next port."""
     max_requests: int = 256
-    """Requests in flight in a gateway; one more is refused."""
+    """Requests in flight in a gateway; more are refused."""
     max_prompt_bytes: int = 8 << 20
-    """A larger prompt is refused before it is turned into tokens."""
+    """A larger prompt is refused before it is tokenized."""
     default_max_tokens: int = 512
-    """Length of an answer whose request names none, as far as the context has room."""
+    """Default `max_tokens` of a request, as far as the context has room."""
     placement_timeout_s: float = 60.0
-    """How long an attempt may wait for a worker, and then for a reservation. Longer: more patience when all is full;
-    shorter: refusals sooner.
+    """How long an attempt may wait for a worker, and then for a reservation. Shorter: refusals come sooner under full
+    load.
     """
     max_attempts: int = 6
-    """How often a request is begun, the first time included, before it fails."""
+    """Attempts at a request, including the first, before it fails."""
     routing: str = "least-loaded"
-    """What chooses workers: docs/routing.md."""
+    """The router, which chooses workers: docs/routing.md."""
     admission: str = "none"
-    """What turns away, or holds back, requests whose promise could not be kept: docs/routing.md."""
+    """Admission control: refuses or queues requests whose SLO cannot be met. See docs/routing.md."""
     rebalance: bool = False
-    """Work may leave workers that break promises or change roles. Draining ones it leaves always."""
+    """Move decodes away from workers that miss SLOs or change roles. Draining workers are always emptied."""
     cache_news_s: float = 0.25
-    """At most so often a worker is asked what it has cached, by routers that use it. Less: fresher, and more calls."""
+    """Shortest interval between two updates of a worker's prefix index, for routers that use it."""
     slo: SLO = field(default_factory=SLO)
-    """The promise for requests that ask for none and are of no class."""
+    """SLO of requests without one of their own and without a class."""
     classes: dict[str, ClassSpec] = field(default_factory=dict)
-    """Classes of requests by name. With any, requests of other classes are refused."""
+    """Classes of requests by name. If there are any, requests of other classes are refused."""
     tenants: dict[str, float] = field(default_factory=dict)
-    """Shares of what is scarce, which sum to 1. `*` is shared by all who are not named; without it they are refused."""
+    """Shares of capacity, which sum to 1. `*` is shared by all tenants not named; without it they are refused."""
     share_prefixes: bool = False
-    """Tenants find each other's cached prefixes. This saves work where their prompts begin alike, and lets a tenant
-    learn by `cached_tokens` and by timing what others asked. Off: each tenant finds its own only.
+    """Share cached prefixes between tenants. Saves work where prompts begin alike, but lets a tenant learn from
+    `cached_tokens` and timing what others asked. Off: each tenant finds only its own.
     """
     max_queued: int = 1024
-    """Requests that may wait for their turn in a gateway. 0: nobody waits."""
+    """Requests that may wait in a gateway's admission queue. 0: no queue."""
     http_port: int | None = None
-    """Opens the HTTP door: docs/http.md. 0: any free port; left out: there is none. The second gateway has the next
-    one.
-    """
+    """Port of the HTTP API: docs/http.md. 0: any free port; default: no HTTP. The second gateway uses the next port."""
     http_allowed_origins: tuple[str, ...] = ()
-    """Pages whose scripts may ask over HTTP (CORS), such as `https://chat.example.com`; `*`: any."""
+    """Origins whose scripts may call the HTTP API (CORS), such as `https://chat.example.com`; `*`: any."""
     trace_requests: int = 4096
-    """Ended requests that a gateway remembers for `diptych trace`. 0: none."""
+    """Finished requests that a gateway remembers for `diptych trace`. 0: none."""
     trace_s: float = 600.0
     """How long it remembers them."""
     tls_cert_file: str | None = None
-    """PEM file with the gateway's certificate and those between it and its authority: TLS at both doors, see
-    docs/security.md. Files are read where the gateway runs, and again when they change.
+    """PEM file with the gateway's certificate and its chain: turns on TLS for gRPC and HTTP, docs/security.md. Files
+    are read where the gateway runs, and again when they change.
     """
     tls_key_file: str | None = None
     """PEM file with the certificate's key, without a password."""
     tls_client_ca_file: str | None = None
-    """PEM file with authorities: clients must show a certificate that one of them signed."""
+    """PEM file with authorities: clients need a certificate signed by one of them."""
     api_keys_file: str | None = None
-    """File with API keys, one a line, each with the tenant for whom it speaks, if any. Requests must carry one."""
+    """File with API keys, one per line, each optionally followed by its tenant. Requests must carry one."""
 
     def __post_init__(self) -> None:
         for name, known in (("routing", ROUTING), ("admission", ADMISSION)):
@@ -284,7 +280,7 @@ class GatewaySpec:
 
     @property
     def grpc_scheme(self) -> str:
-        """Before an address for clients."""
+        """The scheme of an address for clients."""
         return "grpc" if self.tls_cert_file is None else "grpcs"
 
     def _check_access(self) -> None:
@@ -302,18 +298,18 @@ class GatewaySpec:
 
 @dataclass(frozen=True, slots=True)
 class HealthSpec:
-    """When a worker counts as lost, and how long its start and its end may take."""
+    """When a worker counts as lost, and how long it may take to start and to stop."""
 
     heartbeat_s: float = 0.25
-    """A worker speaks at least so often. Less: failures are seen sooner, and more calls."""
+    """Longest interval between two messages of a worker. Shorter: failures are detected sooner, with more calls."""
     dead_after_s: float = 2.0
-    """A worker that is silent for so long is given up and replaced. Too short: a slow machine loses living workers."""
+    """A worker that is silent for this long is replaced. Too short: a slow machine loses live workers."""
     start_timeout_s: float = 300.0
     """How long a worker may take to load before it is restarted."""
     place_timeout_s: float = 30.0
     """How long a worker may wait for nodes with room. Raise it where an autoscaler must add them."""
     drain_s: float = 60.0
-    """How long a worker that is taken out may go on with what it has; what is left then is computed elsewhere."""
+    """How long a draining worker may continue its requests; the rest is then recomputed elsewhere."""
 
     def __post_init__(self) -> None:
         for name in ("start_timeout_s", "place_timeout_s", "drain_s"):
@@ -332,24 +328,24 @@ REMOVED = {"elastic.replan": _NO_REPLANNING, "elastic.replan_after_s": _NO_REPLA
 
 @dataclass(frozen=True, slots=True)
 class ElasticSpec:
-    """Workers change their roles as the load does (see `cluster.policy.scaling.elastic`)."""
+    """Roles and replica counts follow the load (see `cluster.policy.scaling.elastic`)."""
 
     mode: str = "off"
-    """`advise` logs which role should change, `act` changes it. Left out: `act` in a file with a pool that has
-    `replicas: {min, max}`, else `off`.
+    """`advise` logs each change, `act` applies it. Default: `act` in a file with a pool that has `replicas: {min, max}`,
+    else `off`.
     """
     period_s: float = 1.0
-    """So often the roles are judged."""
+    """Interval between two decisions."""
     window_s: float = 30.0
-    """They are judged on the load of the last so many seconds. Longer: steadier, and later."""
+    """A decision looks at this many seconds of load. Longer: steadier, but later."""
     margin: float = 0.1
-    """A change must promise an improvement by this share."""
+    """Smallest predicted improvement, as a share, that justifies a change."""
     dwell_s: float = 3.0
-    """It must promise that for so long on end."""
+    """How long the prediction must hold without a break."""
     cooldown_s: float = 10.0
-    """It comes so long after the last change at the earliest."""
+    """Shortest time between two changes."""
     floors: dict[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
-    """No fewer workers of these roles; mixed ones count in both."""
+    """Minimum number of workers per role; mixed workers count in both."""
 
     def __post_init__(self) -> None:
         if self.mode not in ELASTIC:
@@ -370,10 +366,10 @@ COMPAT = ("vllm",)
 
 @dataclass(frozen=True, slots=True)
 class MetricsSpec:
-    """What `/metrics` tells beside our own series."""
+    """What `/metrics` has besides Diptych's own series."""
 
     compat: str | None = None
-    """Series under another system's names too, beside ours: docs/reference/metrics.md."""
+    """Adds series under another system's names: docs/reference/metrics.md."""
 
     def __post_init__(self) -> None:
         if self.compat is not None and self.compat not in COMPAT:
@@ -385,16 +381,16 @@ OTLP_PROTOCOLS = ("grpc", "http/protobuf")
 
 @dataclass(frozen=True, slots=True)
 class TracingSpec:
-    """Spans of requests, as OpenTelemetry has them (see `cluster.observe.otlp`)."""
+    """OpenTelemetry spans of requests (see `cluster.observe.otlp`)."""
 
     otlp_endpoint: str | None = None
-    """Where gateways send them, such as `http://collector:4317`; `https` is with TLS. Left out: nowhere. Headers and
-    certificates are variables: docs/observing.md.
+    """Where gateways send them, such as `http://collector:4317`; `https` uses TLS. Default: nowhere. Headers and
+    certificates are environment variables: docs/observing.md.
     """
     otlp_protocol: str = "grpc"
     """Or `http/protobuf`, whose usual port is 4318."""
     sample_ratio: float = 1.0
-    """Share of requests that have spans. Where a request comes with a `traceparent`, that says whether it has."""
+    """Share of requests that have spans. A request's `traceparent` overrides it."""
 
     def __post_init__(self) -> None:
         if self.otlp_endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.otlp_endpoint):
@@ -414,7 +410,7 @@ class LogSpec:
     """How every process of the cluster logs (see `cluster.runtime.logs`)."""
 
     format: str = "text"
-    """`json` is one object a line: docs/observing.md."""
+    """`json` is one object per line: docs/observing.md."""
     level: str = "info"
     """Lines below this level are not written."""
 
@@ -431,25 +427,25 @@ class ClusterSpec:
     model: str
     """A short name, a GGUF file, a folder or a hub id."""
     pools: tuple[PoolSpec, ...]
-    """At least one mixed pool, or one that prefills and one that decodes."""
+    """At least one mixed pool, or one prefill pool and one decode pool."""
     name: str = "diptych"
     """Names the cluster and its actors. Lower-case letters, digits and dashes."""
     transfer: TransferConfig = field(default_factory=TransferConfig)
     """How KV moves between workers."""
     gateway: GatewaySpec = field(default_factory=GatewaySpec)
-    """The doors, and what they promise."""
+    """The gateways: limits, routing, admission, SLOs and servers."""
     health: HealthSpec = field(default_factory=HealthSpec)
-    """When a worker counts as lost, and how long things may take."""
+    """Failure detection and time limits of workers."""
     executor: str = "torch"
-    """`modelled` computes nothing and takes the time that `cost` says, for tests of everything else."""
+    """`modelled` computes nothing and takes the time of `cost`, to test everything else."""
     elastic: ElasticSpec = field(default_factory=ElasticSpec)
-    """Whether roles follow the load."""
+    """Whether roles and replica counts follow the load."""
     metrics: MetricsSpec = field(default_factory=MetricsSpec)
-    """What `/metrics` tells."""
+    """What `/metrics` has."""
     logs: LogSpec = field(default_factory=LogSpec)
     """How every process logs."""
     tracing: TracingSpec = field(default_factory=TracingSpec)
-    """Where spans of requests go."""
+    """Where spans are sent."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):

@@ -23,10 +23,10 @@ CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes, bounds and policies of one engine."""
+    """Sizes, limits and policies of one engine."""
 
     block_size: int = 16
-    """Tokens of a KV block. Larger: fewer and longer reads, and more waste at the end of each sequence."""
+    """Tokens per KV block. Larger: fewer and longer reads, but more waste at the end of each sequence."""
     kv_blocks: int = 512
     """Blocks of the KV pool, allocated once, on each rank for its layers and heads. Left out, or 0: chosen when the
     worker starts. On a GPU by `gpu_memory_utilization`; on a CPU by the host's free memory, divided among the
@@ -37,49 +37,47 @@ class EngineConfig:
     part of a GPU aside (`resources.gpu` below 1), of that part.
     """
     batching: str = "chunked"
-    """What composes a step: docs/batching.md."""
+    """The batching policy, which fills steps: docs/batching.md."""
     max_batch_tokens: int = 512
-    """Token budget of a step. Larger: prompts are done sooner, decodes beside them wait longer."""
+    """Token budget of a step. Larger: prompts finish sooner, decodes beside them wait longer."""
     tpot_slo_s: float | None = None
-    """Under `chunked` and `adaptive`, a step that holds a decode is kept below this time by smaller pieces of prompts.
-    Left out: only the SLOs of requests do that.
+    """Under `chunked` and `adaptive`, smaller chunks keep a step that has a decode below this time. Default: only
+    requests' own SLOs do.
     """
     prompt_order: str = "fcfs"
-    """Who of the waiting prompts is next: first come, shortest, longest, or by priority and then so that most are in
-    time.
+    """Order of waiting prompts: first come, shortest, longest, or by priority and then by deadline so that most meet
+    their SLO.
     """
     prompt_window: int = 16
-    """Prompts are put in order among so many arrivals behind the oldest; bounds how long one can be passed by."""
+    """Number of arrivals after the oldest that are reordered; bounds how often a prompt can be overtaken."""
     max_running: int = 32
-    """Sequences at once."""
+    """Most running sequences."""
     max_waiting: int = 1024
-    """Bound of the queue; one more is refused."""
+    """Most waiting sequences; more are refused."""
     max_model_len: int | None = None
-    """Longest sequence. Left out: the model's own context, as far as the KV pool holds it."""
+    """Longest sequence. Default: the model's context, as far as the KV pool holds it."""
     staging_blocks: int = 0
     """Blocks that may be reserved for prompts whose KV has not arrived. 0: half the pool."""
     swap_blocks: int = 0
-    """Blocks of host memory for preempted sequences. 0: they are computed again."""
+    """Host memory blocks for preempted sequences. 0: they are recomputed."""
     host_cache_blocks: int = 0
-    """Blocks of host memory for prefixes that the device's cache is about to forget."""
+    """Host memory blocks for prefixes that the device's cache evicts."""
     preemption: str = "auto"
-    """What becomes of a preempted sequence's KV. `auto`: whichever the cost model finds cheaper."""
+    """What happens to a preempted sequence's KV. `auto`: whichever the cost model finds cheaper."""
     prefix_caching: bool = True
-    """Keep blocks of ended sequences for prompts that begin alike."""
+    """Keep blocks of finished sequences for prompts with the same beginning."""
     dtype: str = "float32"
-    """Of the KV: `float32`, `bfloat16` or `float16`. On a GPU of the weights too. Fewer bytes move, and are rounded."""
+    """Of the KV: `float32`, `bfloat16` or `float16`. On a GPU also of the weights. Smaller: less to move, rounded."""
     weights: str = "float32"
-    """What the linear layers hold on a CPU. All but `float32` trade exactness for memory and, mostly, speed."""
+    """Weight format of the linear layers on a CPU. All but `float32` are less exact, smaller and mostly faster."""
     device: str = "auto"
     """`auto`: a GPU for each rank if there are any, else the CPU; or `cpu`, `cuda:0` and so on."""
     deterministic: bool = False
-    """The same bits whatever else is in the batch and however a prompt was cut."""
+    """The same bits whatever else is in the batch and however a prompt is cut."""
     threads: int = 0
-    """Threads that compute. 0: as many as `resources.cpu`."""
+    """Compute threads. 0: as many as `resources.cpu`."""
     cores: str = ""
-    """Where these run: `auto` (cores that no other worker has), a list such as `0,2-3`, or empty: wherever the system
-    likes.
-    """
+    """Cores for these: `auto` (cores that no other worker has), a list such as `0,2-3`, or empty for no pinning."""
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -134,21 +132,21 @@ class TransferConfig:
     for one process and for simulations.
     """
     digest: bool = True
-    """Compare a digest of every block on arrival; a block that differs is computed again."""
+    """Compare a digest of every block on arrival; a block that differs is recomputed."""
     lease_s: float = 10.0
-    """The owner frees a held prompt this long after the last sign of its reader."""
+    """The owner frees a held prompt this long after the last message from its reader."""
     read_timeout_s: float = 30.0
-    """Bound of one read."""
+    """Time limit of one read."""
     quarantine_s: float = 60.0
-    """A read that is still not settled this long after its deadline makes its backend restart."""
+    """A read still unsettled this long after its deadline restarts its backend."""
     max_readers: int = 256
-    """Readers that a worker serves at once: workers on its control connection, and ranks of theirs on each of its ranks
+    """Most concurrent readers of a worker: workers on its control connection, and ranks of theirs on each of its ranks
     over `tcp`. A larger cluster needs more, and about twice as many open files (`ulimit -n`).
     """
     staging_bytes: int = 64 << 20
-    """Memory of each rank for KV that comes in another dtype or block size. Unused where all pools have the same."""
+    """Memory of each rank for KV that arrives in another dtype or block size. Unused where all pools have the same."""
     host: str = "auto"
-    """Where peers reach a worker. `auto`: its node's address as Ray knows it."""
+    """Address for peers of a worker. `auto`: its node's address in Ray."""
 
     def __post_init__(self) -> None:
         for name in self.backends:

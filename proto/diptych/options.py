@@ -12,22 +12,22 @@ Messages = Sequence[tuple[str, str] | Mapping[str, str]]  # (role, content), or 
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """The promise wanted. A request has times and the name of its class; the gateway fills in the rest."""
+    """The SLO of a request. Requests name times and class; the gateway fills in the rest."""
 
     ttft_s: float | None = None
-    """Time to first token. Left out: none is promised."""
+    """Time to first token. Default: no TTFT SLO."""
     tpot_s: float | None = None
-    """Mean time per token after the first. Left out: none is promised."""
+    """Mean time per output token after the first. Default: no TPOT SLO."""
     class_name: str = "default"
-    """The class that the promise belongs to; requests name theirs."""
+    """The class of the SLO; requests name theirs."""
     priority: int = 0
-    """Lower comes first. The gateway fills it in from the class."""
+    """Lower comes first. Set by the gateway from the class."""
     promised: bool = False
-    """Whether an admission has said so; then workers give no slot away that would break it. The gateway fills it in."""
+    """Admission accepted this SLO, so workers grant no slot that would break it. Set by the gateway."""
 
 
 class SamplingOptions(TypedDict, total=False):
-    """What a caller may say about sampling; what is left out is the server's choice. See `SamplingParams`."""
+    """Sampling options of a call; the server chooses those left out. See `SamplingParams`."""
 
     temperature: float
     top_k: int
