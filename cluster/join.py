@@ -1,7 +1,7 @@
 """One more gateway for a cluster that is served already, in the process that asks for it.
 
 It learns what it must know from the controller, and ends when the controller does: the next cluster of this name may be
-another one. Knows no runtime; whoever calls finds the controller.
+another one. Knows no runtime; the caller finds the controller.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ LOOK_S = 5.0
 
 
 class JoinedGateway:
-    """Owned by whoever called `join`."""
+    """Owned by the caller of `join`."""
 
     def __init__(self, service: GatewayService, controller: ServiceHandle, endpoint: str, http_url: str) -> None:
         self.endpoint = endpoint

@@ -139,7 +139,7 @@ async def _spans(spec: ClusterSpec, gateway: str) -> "Spans | None":
 
 
 class Serving:
-    """A running cluster. Owned by whoever called `serve`; `close` takes everything down."""
+    """A running cluster. Owned by the caller of `serve`; `close` stops everything."""
 
     def __init__(
         self,

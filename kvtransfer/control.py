@@ -119,7 +119,7 @@ class ControlServer:
 
 
 class ControlClient:
-    """The reader's end of one connection to one incarnation. Owned by whoever connected it; `close` it."""
+    """The reader's end of one connection to one incarnation. Owned by the connecting side; `close` it."""
 
     def __init__(self, stream: FrameStream, peer: PeerAddress, on_lost: Callable[[], None] | None) -> None:
         self.peer = peer

@@ -4,7 +4,7 @@
       ^──────────────────────────────────────────────────────────────┤
                                    finished, all read ──> release ──> report
 
-Knows the order of things; knows no socket and frees no block: whoever owns the target blocks frees them when the reads
+Knows the order of things; knows no socket and frees no block: their owner frees them when the reads
 that it handed out have settled, which may be after the pull failed or was cancelled.
 """
 

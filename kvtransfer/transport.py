@@ -97,7 +97,7 @@ def summed(parts: Iterable[ReadStats]) -> ReadStats:
 
 @dataclass(slots=True)
 class Read:
-    """A read in flight. Owned by whoever owns the target blocks. See the module's picture for the two futures."""
+    """A read in flight. Owned by the owner of the target blocks. See the module's picture for the two futures."""
 
     done: "asyncio.Future[ReadStats]"
     settled: "asyncio.Future[None]"

@@ -40,7 +40,7 @@ class Mailbox:
             self._arrived.set_result(None)
 
     def close(self) -> None:
-        """Nobody will poll again; whoever does now is answered."""
+        """Close: a poll that waits now gets its answer."""
         self._heartbeat.close()
         self.pulse()
 

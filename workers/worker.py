@@ -145,7 +145,7 @@ class Worker:
         self._unfit(await self._executor.failure())
 
     def _unfit(self, error: BaseException) -> None:
-        """Refuse every call from now on, and tell those who poll: whoever keeps this worker replaces it."""
+        """Refuse every call from now on, and tell pollers; the controller replaces this worker."""
         if self._failure is not None or self._closed:
             return
         self._failure = f"the engine stopped: {type(error).__name__}: {error}"
@@ -177,7 +177,7 @@ class Worker:
     async def prefill(self, request: Request, cut_tokens: int = 0) -> None:
         """Compute the prompt and its next token, and hold the KV for a reader. Outputs: TicketOut, TokensOut.
 
-        `cut_tokens`: the KV of so many tokens only; the reader does the rest. Outputs: TicketOut, HeadOut.
+        `cut_tokens`: only the KV of this many tokens; the reader computes the rest. Outputs: TicketOut, HeadOut.
         """
         self._accept(request)
         self._add(request, hold=True, cut_tokens=cut_tokens)
@@ -429,7 +429,7 @@ class Worker:
         is_late = now - self._sweep_due_s > SWEEP_S
         self._late_sweeps = self._late_sweeps + 1 if is_late else 0
         if 0 < self._late_sweeps < MOST_LATE_SWEEPS:
-            return self._arm()  # our own loop was held up: whoever spoke meanwhile is read before anybody is judged
+            return self._arm()  # our own loop was blocked: read what arrived meanwhile before judging silence
         self.engine.expire(now)
         for subscriber, mailbox in list(self._mailboxes.items()):
             if mailbox.polling or now - mailbox.last_poll_s < SUBSCRIBER_TIMEOUT_S:

@@ -74,7 +74,7 @@ class ControllerCalls:
         return await self._change("drain", worker, revision, deadline_s)
 
     async def scale(self, pool: str, replicas: int, revision: int) -> int:
-        """Let a pool have so many workers."""
+        """Set a pool's target number of workers."""
         return await self._change("scale", pool, replicas, revision)
 
     async def _change(self, verb: str, *args: object) -> int:

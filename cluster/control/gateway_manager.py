@@ -35,7 +35,7 @@ class GatewayPorts:
 
 
 class GatewayManager:
-    """Owned by whoever serves. `changed` is called after each change of `view`."""
+    """Owned by the server. `changed` is called after each change of `view`."""
 
     def __init__(
         self,

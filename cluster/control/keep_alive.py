@@ -22,7 +22,7 @@ ORPHAN_AFTER_S = 20.0  # a cluster whose server vanished without a word stops by
 
 
 class KeepAlive:
-    """Owned by whoever serves. `report` is what the controller is told. `replace` has it killed and started again when
+    """Owned by the server. `report` goes to the controller. `replace` has it killed and started again when
     it hangs; `gone` is called when it is gone for good.
     """
 

@@ -74,7 +74,7 @@ def refuse_below_floors(
 def least_busy(
     workers: Collection[ReplicaManager], count: int, refuse: Callable[[Mapping[str, Role | None]], None]
 ) -> list[ReplicaManager]:
-    """Those to let go of. Raises `ChangeRefused` when there are not so many whose going `refuse` allows."""
+    """The workers to remove. Raises `ChangeRefused` when `refuse` allows fewer."""
     chosen: list[ReplicaManager] = []
     refusal: ChangeRefused | None = None
     for replica in sorted(workers, key=_work):

@@ -292,7 +292,7 @@ def _memory_part(spec: ClusterSpec, pool: PoolSpec) -> float:
 
 
 def pause_s(failures: int, *, died: bool) -> float:
-    """How long to wait after so many failures in a row. A first death is followed by a start at once."""
+    """Seconds to wait after this many failures in a row. After a first death the start is immediate."""
     if not died:
         return float(min(MOST_AGAIN_S, START_AGAIN_S * 2 ** min(failures - 1, 16)))
     return 0.0 if failures == 1 else float(min(MOST_AGAIN_S, AGAIN_S * 2 ** min(failures - 2, 16)))

@@ -1,6 +1,6 @@
 """Background tasks that no exception ends: it is logged and counted, and after a pause the task goes on.
 
-Knows no task; whoever starts tasks owns the counts.
+Knows no task; the owner of the tasks owns the counts.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Who may speak to a gateway, and for which tenant: its certificate, the authorities of clients, and the API keys.
 
 Knows files and the words of a header; knows no server. Files are looked at when somebody comes, at most once in
-`LOOK_S`: what has changed is read again, and what cannot be used is told once, while what was read before stays in use.
+`LOOK_S`: changed files are read again; an unusable one is logged once, and the previous contents stay in use.
 """
 
 import hashlib

@@ -138,7 +138,7 @@ class Gateway:
         finally:
             try:
                 await running.close()
-            finally:  # whoever is cancelled here, too, gives its place back
+            finally:  # a request cancelled here also releases its place
                 del self._active[request_id]
 
     @property

@@ -132,7 +132,7 @@ class _Lane:
         except TimeoutError:
             raise Rejected("this gateway has too many prompts to tokenize; try again", RETRY_AFTER_S) from None
         finally:
-            if work in self._waiting:  # whoever waited has left
+            if work in self._waiting:  # the caller has left
                 self._waiting.remove(work)
                 heapq.heapify(self._waiting)
 
@@ -148,7 +148,7 @@ class _Lane:
             while True:
                 try:
                     await self._ready()
-                except Exception as error:  # whoever has work for it is told when that fails, too
+                except Exception as error:  # callers get this error too
                     logger.warning("the process that tokenizes did not start: %s", error)
                 while not self._waiting:
                     self._wake.clear()
@@ -236,7 +236,7 @@ class _Lane:
 
 
 def _settle(done: "asyncio.Future[Any]", good: bool, result: Any) -> None:
-    if done.done():  # whoever waited has left
+    if done.done():  # the caller has left
         return
     if good:
         done.set_result(result)

@@ -1,6 +1,6 @@
 """The process behind `cluster.frontend.preprocessing`: pickled work on stdin, pickled results on stdout.
 
-Ends with its parent, at the end of its input; or at its limit, whoever is still there.
+Ends with its parent, at the end of its input; or at its time limit, even if its parent is alive.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ GRACE_S = 5.0  # in which the parent ends it, if there is one
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the parent's; the end of stdin is told here
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; the end of stdin ends this process
     frames, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
     _is_first_to_go()

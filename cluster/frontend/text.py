@@ -193,7 +193,7 @@ class PromptBounds:
     max_model_len: int  # what the workers of now can hold of the context
 
     def too_long(self, least_tokens: int) -> Unservable:
-        """The refusal of a prompt of so many tokens, or more, in the words of OpenAI's API."""
+        """The refusal of a prompt of at least this many tokens, in the words of OpenAI's API."""
         asked = f"you requested at least {least_tokens + 1} tokens ({least_tokens} in the prompt, 1 in the completion)"
         limit = f"This model's maximum context length is {self.context_length} tokens"
         return Unservable(f"{limit}. However, {asked}; shorten it")

@@ -211,7 +211,7 @@ class ActiveRequests:
             self._change(work.prefill)
 
     def slower(self, worker: str, times: float) -> None:
-        """Prompts of ours that wait or run there will take so many times as long as was expected."""
+        """Prompts of ours that wait or run there will take this many times as long as expected."""
         later_s = 0.0
         for work in self.prefilling(worker):
             later_s += (times - 1.0) * work.prefill_s

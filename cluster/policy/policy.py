@@ -233,14 +233,14 @@ class Policy:
         return self._admission.behind_prefill(ask, known)
 
     def ended(self, key: str, now_s: float, num_tokens: int = 0) -> None:
-        """The attempt is over, its answer ended with so many tokens, or did not end (0). Unknown keys are ignored."""
+        """The attempt has ended: its answer with this many tokens, or without an end (0). Unknown keys are ignored."""
         self.index.settle(key, now_s)
         work = self.active.ended(key, now_s)
         if work is not None and num_tokens:
             self._latency.learn_steps(work, num_tokens, now_s)
 
     def answered(self, request: Request, num_output: int, finish: FinishReason | None) -> None:
-        """The request is over, with so many tokens in all its attempts; `finish` None: cancelled, or failed."""
+        """The request has ended, with this many tokens over all its attempts; `finish` None: cancelled, or failed."""
         self.lengths.ended(request, num_output, finish)
 
 

@@ -17,7 +17,7 @@ from diptych.slo import Kept as Kept
 from diptych.slo import SLOAttainment
 
 MOST_CLASSES = 64
-OTHER = "other"  # the class of all that come after so many, and the reason of refusals nobody named
+OTHER = "other"  # the class beyond the limit of classes, and the reason of refusals without one
 OUTCOMES = ("completed", "cancelled", "deadline", "refused", "failed", "invalid")
 REASONS = ("admission", "behind-prefill", "no-room", "no-worker", "gateway-full", "queue-full", "waited", OTHER)
 KINDS = ("ttft", "tpot")

@@ -85,7 +85,7 @@ class Runtime(Protocol):
         ...
 
     async def restart_service(self, handle: ServiceHandle) -> ServiceHandle:
-        """Kill a service that hangs; it is built again, and knows nothing of before."""
+        """Kill a service that hangs; it is built again, without its old state."""
         ...
 
     async def stop_service(self, handle: ServiceHandle) -> None:

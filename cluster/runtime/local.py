@@ -55,7 +55,7 @@ class LocalWorker:
 
 
 class LocalRuntime:
-    """Owned by whoever serves. `handles` are those of the workers that run, by name."""
+    """Owned by the server. `handles` of the running workers, by name."""
 
     name = "local"
 

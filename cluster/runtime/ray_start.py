@@ -62,7 +62,7 @@ def _announced(spec: ClusterSpec) -> str:
     """The session file. Empty, with a warning, where it cannot be written: the cluster itself needs none."""
     token = os.environ.get("RAY_AUTH_TOKEN", "")
     if os.environ.get("RAY_AUTH_MODE") == "token" and not token:
-        return ""  # it is in a file that the user named, and that whoever joins names as well
+        return ""  # it is in a file that the user named, and names again to join
     try:
         return str(announce(Session(spec.name, ray.get_runtime_context().gcs_address, token, os.getpid())))
     except OSError as error:

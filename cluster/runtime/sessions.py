@@ -42,7 +42,7 @@ def folder() -> Path:
 
 
 def announce(session: Session) -> Path:
-    """Write it down; whoever ends this Ray removes the file. Raises OSError."""
+    """Write the file; the process that stops this Ray removes it. Raises OSError."""
     return write_record(folder(), session, session.pid)
 
 

@@ -14,7 +14,7 @@ from kvtransfer.transport import Copies, Read, Region
 
 
 class SharedMemory:
-    """The pools of one process that may read each other. Owned by whoever starts the workers."""
+    """The pools of one process that may read each other. Owned by the code that starts the workers."""
 
     def __init__(self) -> None:
         self.regions: dict[str, Region] = {}

@@ -162,7 +162,7 @@ class _Link:
         call_loop(self._loop, _resolve, self._ended)
 
     def _attempt(self, pending: PendingRead) -> Exception | None:
-        """Fetch it. The thread outlives every failure: the error travels to whoever awaits the read."""
+        """Fetch it. The thread outlives every failure: the error reaches the awaiter of the read."""
         where = f"{self._peer} at {self.address.host}:{self.address.port}"
         try:
             link = self._socket or self._connect(pending)

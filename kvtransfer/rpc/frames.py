@@ -56,7 +56,7 @@ def expect(found: int, kind: Kind) -> None:
 
 
 class FrameStream:
-    """Owned by whoever opened or accepted it; `close` it."""
+    """Owned by the side that opened or accepted it; `close` it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -86,7 +86,7 @@ class FrameStream:
         await self._writer.drain()
 
     def abort(self) -> None:
-        """Disconnect at once; whoever receives here gets an error."""
+        """Disconnect at once; pending receives raise."""
         self._writer.transport.abort()
 
     async def close(self) -> None:

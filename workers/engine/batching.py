@@ -53,7 +53,7 @@ class Step(Protocol):
         ...
 
     def chunk(self, sequence: Sequence, most: int | None = None) -> int:
-        """Compute the next tokens of a prompt, at most so many (None: all, whatever the budget). Answers how many."""
+        """Compute the next tokens of a prompt, at most this many (None: all, whatever the budget). Returns how many."""
         ...
 
     def admit(self, most: int | None = None) -> Sequence | None:

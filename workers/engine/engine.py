@@ -97,7 +97,7 @@ class Engine:
     def add(self, request: Request, now_s: float, *, hold: bool, cut_tokens: int = 0) -> None:
         """Queue a prompt. `hold`: stop after the first token and keep the KV under a lease.
 
-        `cut_tokens`: hold the KV of so many tokens only, and draw none: its reader computes the rest (0: all).
+        `cut_tokens`: hold the KV of only this many tokens and sample none; the reader computes the rest (0: all).
         Raises `InvalidRequest` or `Overloaded`.
         """
         self._refuse_known(request)
@@ -323,7 +323,7 @@ class Engine:
         if sequence.hold:
             self._end_held(sequence)
         elif finish is not None:
-            self.leases.drop(sequence.key)  # whoever was to take it over has nothing left to do
+            self.leases.drop(sequence.key)  # its reader has nothing left to do
             self._end(sequence)
 
     def _end_held(self, sequence: Sequence) -> None:

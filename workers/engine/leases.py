@@ -93,7 +93,7 @@ class LeaseBook:
     def undigested(self, key: str, computed: int, most: int) -> list[tuple[int, int]]:
         """(block, slots with tokens) under this lease to digest once `computed` tokens have their KV.
 
-        Each is answered once; of a sequence that goes on, at most so many at a time.
+        Each is answered once; of a running sequence, at most this many at a time.
         """
         lease = self._leases.get(key)
         if lease is None or not self._digest:

@@ -26,7 +26,7 @@ class PrefixFetch:
 
 
 class PrefixFetches:
-    """Owned by an Engine. `prefix_blocks`: a prefix that is here counts in multiples of so many blocks."""
+    """Owned by an Engine. `prefix_blocks`: a local prefix counts in multiples of this many blocks."""
 
     def __init__(self, pool: BlockPool, leases: LeaseBook, prefix_blocks: int) -> None:
         self._pool = pool

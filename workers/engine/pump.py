@@ -21,7 +21,7 @@ STEP_TIMEOUT_S = 120.0  # a device that hangs makes its worker unfit; no step of
 STALLED_S = 10.0  # a step that gets on by no part of a layer for so long, on no rank, hangs
 BEAT_S = 1.0  # stalls are counted in beats of our own: a process that was itself stopped suspects nobody
 FIRST_STEPS = 8  # these may compile, or load from disk: only `STEP_TIMEOUT_S` bounds them
-MOST_FAILURES = 3  # so many failed steps with no good one between them: it is not the requests, it is the device
+MOST_FAILURES = 3  # this many failed steps in a row: the device is at fault, not the requests
 
 
 class Pump:

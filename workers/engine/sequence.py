@@ -73,7 +73,7 @@ class Sequence:
     arrival_s: float
     hold: bool = False  # stop after the first token and keep the KV for a reader
     kv_dtype: str = ""  # in which others computed the KV it came with, where that is not ours, or MIXED_KV
-    cut_tokens: int = 0  # held: only so many tokens are computed, and none is drawn (0: all of the prompt)
+    cut_tokens: int = 0  # held: only this many tokens are computed, and none is sampled (0: all of the prompt)
     leased: bool = False  # a lease holds its blocks too
     max_length: int = 0
     state: State = State.WAITING

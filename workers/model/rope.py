@@ -45,7 +45,7 @@ def _yarn_ramp(rope: RopeConfig) -> Tensor:
     """0 for frequencies to keep, 1 for those to divide, [rotary_dim / 2]."""
 
     def feature_with(turns: float) -> float:
-        """The feature whose frequency makes so many turns within the original context."""
+        """The feature whose frequency makes this many turns within the original context."""
         ratio = math.log(rope.original_context / (turns * 2 * math.pi)) / math.log(rope.theta)
         return rope.rotary_dim * ratio / 2
 

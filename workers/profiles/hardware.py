@@ -13,7 +13,7 @@ from typing import Any
 from workers.profiles.profile_errors import ProfileError, UnknownName
 
 DATA = Path(__file__).with_name("data")
-# Floats of so many bytes, the narrowest format that computes with them natively.
+# Bytes of a float -> the narrowest format that computes with them natively.
 _FORMATS = {1: ("float8", "int8", "bfloat16"), 2: ("bfloat16", "float16"), 4: ("float32",)}
 
 
@@ -48,7 +48,7 @@ class Hardware:
             raise ProfileError(f"hardware {self.name!r}: gpus_per_node is {self.gpus_per_node!r}, no integer")
 
     def flops_of(self, element_bytes: int) -> float:
-        """FLOP/s on numbers of so many bytes."""
+        """FLOP/s on numbers of this many bytes."""
         formats = _FORMATS.get(element_bytes, ())
         found = next((self.flops[each] for each in formats if each in self.flops), None)
         if found is None:

@@ -1,6 +1,6 @@
 """The owners that this worker reads from: one control connection and one proven link for each incarnation.
 
-Opened by whoever needs them first, shared by all, dropped when the connection breaks. A transport that is rebuilt, ours
+Opened on first use, shared by all, dropped when the connection breaks. A transport that is rebuilt, ours
 or the owner's, has another address; the next reader proves the link again before it reads. Knows no sequence and no
 lease.
 """

@@ -1,4 +1,4 @@
-"""Pods follow workers: the number of pods of each pool on Kubernetes is what the workers need that the pool shall have.
+"""Pods follow workers: each pool on Kubernetes has the pods that its target number of workers needs.
 
     pods        how many pods there shall be; pure
     kubernetes  the scale of StatefulSets, over the API server's HTTPS

@@ -58,7 +58,7 @@ class Autoscaler:
             await asyncio.sleep(min(self._period_s * 2 ** min(failed, 10), max(self._period_s, MOST_WAIT_S)))
 
     async def round(self) -> str:
-        """Bring every pool to what it shall have. Answers what failed, empty when nothing did."""
+        """Scale every pool to its target. Returns the failures, empty when there are none."""
         view = await self._look()
         try:
             async with self._server.session() as scales:

@@ -1,7 +1,7 @@
-"""How many pods each pool shall have. Pure: the cluster's view, the pods that are asked for now, and time come in.
+"""The number of pods for each pool. Pure: the cluster's view, the pods that are asked for now, and time come in.
 
-More at once; fewer only when every worker that the pool shall have is ready and no other is left, and when that and the
-number have been so for a while. A pod that goes takes its node along: whoever looks for one then must not lose it.
+It grows at once, and shrinks only when exactly the target number of workers has existed, all ready, for a while. A pod
+takes its Ray node along: a worker that waits for a node must not lose it.
 Without a view nothing shrinks, and there is room for the workers with which a cluster begins.
 """
 
@@ -27,7 +27,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """From so many pods to so many."""
+    """A change of a pool's number of pods."""
 
     pool: str
     before: int
@@ -85,6 +85,6 @@ class Pods:
 
 
 def _is_settled(view: ClusterView, pool: PoolView) -> bool:
-    """Whether it has the workers that it shall have, all of them ready, and none that leaves."""
+    """Whether it has its target number of workers, all ready, and none leaving."""
     states = [worker.state for worker in view.workers if worker.pool == pool.name]
     return len(states) == pool.wanted and all(state is WorkerState.READY for state in states)

@@ -27,7 +27,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._closing = asyncio.Event()
 
     def close(self) -> None:
-        """Nothing serves from here on; watchers are told so and let go."""
+        """Report NOT_SERVING from here on, to watchers too, and release them."""
         self._closing.set()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> Any:

@@ -69,7 +69,7 @@ class WatchInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _patient(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """What cannot be decoded is told to the behaviour: grpc itself would answer with the name of a Python class."""
+    """Reports undecodable messages to the behavior; grpc's own answer would be the name of a Python class."""
     if decode is None:
         return None
 

@@ -30,7 +30,7 @@ CROWDED = Failure(
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """Of a body, and what its client is told beyond it."""
+    """The limit of a body, and the error beyond it."""
 
     most_bytes: int
     refusal: Failure

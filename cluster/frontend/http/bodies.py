@@ -211,7 +211,7 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """`name` is told to no template."""
+    """Templates do not get `name`."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,4 +1,4 @@
-"""Counts what the HTTP door answers, by route and status, whoever answers: the application or what stands before it."""
+"""Counts HTTP responses by route and status, from the application and from the layers in front of it."""
 
 from dataclasses import dataclass
 

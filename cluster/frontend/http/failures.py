@@ -38,7 +38,7 @@ NOTHING: Mapping[str, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a client is told. `retry_after_s`: when trying again makes sense."""
+    """The error for a client. `retry_after_s`: when a retry makes sense."""
 
     status: int
     message: str

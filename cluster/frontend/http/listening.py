@@ -18,7 +18,7 @@ MOST_CONNECTIONS = 4096  # fewer where half of the process's open files are fewe
 MOST_CONNECTIONS_OF_ONE = 1024  # of one address, and at most a quarter of all; a proxy is one address
 REFUSED_AT_ONCE = 64  # then other callbacks of the loop run
 LOG_S = 10.0
-# A peer on a dead network is noticed, as over gRPC: after so many silent seconds it is asked, so often, so many times.
+# Detects a peer on a dead network, as over gRPC: seconds of silence before a probe, interval, number of probes.
 PROBES = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 2))
 
 

@@ -220,7 +220,7 @@ class _Tls(_Http):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn as a guest: signals are the process's own, and whoever opens the door waits for its start."""
+    """Embedded uvicorn: it installs no signal handlers, and the caller waits for its start."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

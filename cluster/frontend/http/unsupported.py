@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from workers.errors import InvalidRequest
 
-LONGEST_NAME = 64  # characters of a field's name that are told
+LONGEST_NAME = 64  # characters of a field's name in an error
 OFF: tuple[object, ...] = (None, False, "", [], {})
 IGNORED = frozenset(
     (

@@ -27,7 +27,7 @@ class Line:
 
 
 class Child:
-    """A program and all that it starts. Its output is read by a thread of ours; owned by whoever ends it."""
+    """A program and all that it starts. A thread reads its output; owned by the code that stops it."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
         self.started_s = time.perf_counter()

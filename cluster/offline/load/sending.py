@@ -1,4 +1,4 @@
-"""A workload sent to whoever answers: each request at its time, whatever became of those before it, or so many at once.
+"""A workload sent to a server: each request at its arrival time (open loop), or a fixed number in flight (closed loop).
 
 Time to first token counts from the moment the workload names, also when the sender was late (no coordinated omission).
 With `concurrency` its times do not count: each request is sent when another has ended, and counts from then.
@@ -42,7 +42,8 @@ class RequestFailed(Exception):
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """How a workload is sent. One more request than `most_in_flight` is refused here, and one that takes longer than
-    `deadline_s` is given up. `seed` is the requests' own. `concurrency`: keep so many in flight, whatever the times."""
+    `deadline_s` is given up. `seed` is the requests' own.
+    `concurrency`: keep this many in flight and ignore arrival times."""
 
     vocab_size: int
     deadline_s: float = 300.0

@@ -182,7 +182,7 @@ def probe_span_s(slo: SLO, mean_output_tokens: float) -> float:
 
 
 def trying(rate: float, held: float) -> str:
-    """What a search is at, for whoever waits."""
+    """The progress of a search."""
     so_far = f"{held:.3g} held so far" if held else "none has held yet"
     return f"trying {rate:.3g} requests/s, {so_far}"
 

@@ -71,7 +71,7 @@ def redrawn(workload: Workload, process: Process, seed: int) -> Workload:
     """The same requests in the same order at new times, as the Splitwise study does with its traces' lengths."""
     times = process.times(random.Random(f"{workload.name}, gaps, {seed}"))
     moved = [replace(each, at_s=at_s) for each, at_s in zip(workload.arrivals, times, strict=False)]
-    return workload.noted(moved, f"arrivals drawn anew: {process}")
+    return workload.noted(moved, f"arrivals generated again: {process}")
 
 
 def resampled(workload: Workload, count: int, rate: float, seed: int) -> Workload:

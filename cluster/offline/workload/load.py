@@ -54,7 +54,7 @@ def load_workload(source: str, *, seed: int = 0) -> Workload:
     or SOURCE is a trace file, plain or gzip, known by its content: Azure 2023 and 2024, Splitwise, Vidur or BurstGPT
     CSV; Mooncake or Qwen-Bailian JSON lines; ShareGPT JSON. With
       rate=4            another mean rate
-      arrivals=scaled   how it gets there: times stretched; or drawn anew: poisson, constant, burst
+      arrivals=scaled   how it gets there: times stretched; or generated: poisson, constant, burst
       sample=500        so many requests with lengths drawn from the trace, poisson
       jitter=auto       requests of one tick spread over it: on, off, the tick's seconds; auto: in JSON lines
       block=512         tokens of a prefix block (Qwen-Bailian: 16)

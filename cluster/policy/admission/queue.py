@@ -203,7 +203,7 @@ class RequestQueue:
             del self._of_class[queued.class_name]
 
     def in_order(self, now_s: float, most: int | None = None) -> list[QueuedRequest]:
-        """Whose turn it is, one after the other; at most so many."""
+        """The next requests in order, at most this many."""
         return list(islice(self._in_order(now_s), most))
 
     def _in_order(self, now_s: float) -> Iterator[QueuedRequest]:

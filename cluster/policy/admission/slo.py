@@ -4,7 +4,7 @@ it later, and is refused when it cannot. Pure.
     predicted                                   answer
     TTFT and TPOT are met                       in
     TTFT is met, TPOT or a slot  is missing     later, if a decode ends in time for the first token; else refused
-    TTFT is missed                              refused: whoever waits here, the prompts ahead are computed no sooner
+    TTFT is missed                              refused: waiting here does not speed up the prompts ahead
     it has no SLO                               in, where room is left for those who come with one; else later
 
 What a class says of `on_miss` turns a refusal into a place at the end of its queue; from then on it is one without an

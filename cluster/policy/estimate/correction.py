@@ -39,7 +39,7 @@ class Correction:
         self._rounded = round(self._ratio, _DIGITS)
 
     def at(self, now_s: float) -> float:
-        """The ratio. One above 1 fades when nothing new is heard: whoever is avoided for it could never mend it."""
+        """The ratio. Above 1 it fades without new samples, since an avoided worker gives none."""
         silent_s = now_s - self._when_s - _FRESH_S
         if silent_s <= 0.0 or self._ratio <= 1.0:
             return self._ratio

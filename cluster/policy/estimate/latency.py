@@ -163,7 +163,7 @@ class LatencyPredictor:
         return self.queue_seconds(ask, worker) + self.prefill_seconds(worker, new_tokens, cached_tokens)
 
     def transfer_seconds(self, worker: WorkerView, num_tokens: int) -> float:
-        """Bringing the KV of so many tokens to the worker, alone on the wire."""
+        """Seconds to bring the KV of this many tokens to the worker on an idle link."""
         return self.plain_cost(worker).transfer_seconds(num_tokens * worker.kv_token_bytes)
 
     def tpot_seconds(self, ask: Ask, worker: WorkerView) -> float:
@@ -185,7 +185,7 @@ class LatencyPredictor:
         return self.step_seconds(worker, running + 1, used_tokens + ask.request.num_tokens)
 
     def step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
-        """A decode step there with so many sequences."""
+        """Seconds of a decode step there with this many sequences."""
         return self._plain_step_seconds(worker, batch, context_tokens) * self.step_correction(worker)
 
     def step_correction(self, worker: WorkerView) -> float:
@@ -217,7 +217,7 @@ class LatencyPredictor:
         self._prompts.learn(work.prefill, seen_s, told_s, work.prefilled_s, is_guess=work.is_guess)
 
     def learn_steps(self, work: Work, num_tokens: int, now_s: float) -> None:
-        """An answer is over, of which so many tokens were decoded, from the prefill's one on."""
+        """An answer has ended, with this many decoded tokens, including the prefill's one."""
         self._now_s = max(self._now_s, now_s)
         if work.prefilled_s is None or num_tokens < 2 or work.plain_tpot_s <= 0.0 or now_s <= work.prefilled_s:
             return

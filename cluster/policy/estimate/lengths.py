@@ -14,7 +14,7 @@ from workers.request import FinishReason, Request
 
 Lengths = Callable[[Request], int]  # output tokens still to come, at least 1
 UNBOUNDED_TOKENS = 512  # what an answer without a bound is taken for
-TEMPLATE_TOKENS = 64  # prompts that begin with the same so many tokens are of one template
+TEMPLATE_TOKENS = 64  # prompts that begin with the same tokens up to here share a template
 BUCKET_TOKENS = 200  # TetriInfer's
 
 _ENOUGH = 8.0  # answers at least as long that a histogram must have seen before it is asked
@@ -39,11 +39,11 @@ class Predictor(Protocol):
     def mean(self, request: Request) -> float: ...
 
     def most(self, request: Request) -> int:
-        """Nine of ten answers end within so many."""
+        """Nine of ten answers end within this many tokens."""
         ...
 
     def ended(self, request: Request, num_output: int, finish: FinishReason | None) -> None:
-        """An answer is over with so many tokens in all. `finish` None: it was cancelled, or failed."""
+        """An answer has ended with this many tokens. `finish` None: it was cancelled, or failed."""
         ...
 
     def calibration(self) -> "Calibration": ...

@@ -113,7 +113,7 @@ class Reserving:
         return events, _Room(free, staged, max(coming, stats.reserved), max(running, stats.running))
 
     def _until(self, at_s: float, room: _Room, events: list[_Event], blocks: int, worker: WorkerView) -> float:
-        """When so many blocks and a slot are there, if not at `at_s`; what happens until then is taken off `events`."""
+        """When this many blocks and a slot are free, if not at `at_s`; consumes the `events` until then."""
         for _ in range(_MOST_EVENTS):
             while events and events[0].at_s <= at_s:
                 room.happens(heapq.heappop(events))

@@ -26,7 +26,7 @@ _MOST_GROUPS = 1 << 10
 _TO_FLAGS = bytes.maketrans(b"01", b"\0\1")
 
 Bits = int  # a bit for each worker's slot
-Depth = tuple[int, Bits, dict[int, int]]  # tokens of a prompt, who has so many; slot -> how many in host memory only
+Depth = tuple[int, Bits, dict[int, int]]  # prompt tokens, workers that have them; slot -> how many in host memory only
 
 
 class Match(NamedTuple):
@@ -98,7 +98,7 @@ class _Told:
     def __init__(self) -> None:
         self.holders = _Holders()
         self._names: dict[Bits, array[int]] = {}
-        self._least: dict[Bits, int] = {}  # so many names are not worth a clean-up
+        self._least: dict[Bits, int] = {}  # number of names below which a clean-up is not worth it
 
     def change(self, bit: Bits, changes: NameChanges) -> None:
         for name in changes.removed:

@@ -64,7 +64,7 @@ class Placement(Struct, frozen=True, gc=False):
     """`prefill` and `decode` name workers; the same name twice: one worker does both, and nothing moves.
 
     The prefill worker is believed to have the prompt's first `cached_tokens`, or will once it has fetched them from the
-    `prefix_owner`. With `cut_tokens` it computes only so many tokens of the prompt, the decode worker the rest (0:
+    `prefix_owner`. With `cut_tokens` it computes only that many tokens of the prompt, the decode worker the rest (0:
     nothing is cut). Predictions: None is no opinion.
     """
 

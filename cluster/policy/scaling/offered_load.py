@@ -44,7 +44,7 @@ class Offered:
     def mix(self, workers: Sequence[WorkerView], now_s: float) -> Mix | None:
         """Prompts as they came lately; answers too, or as of the whole window where those are more.
 
-        A worker feels another kind of prompt at once, and answers of before go on for a while. What waits now counts as
+        New kinds of prompts act at once, while earlier answers continue for a while. What waits now counts as
         if it came in the next `BACKLOG_S`. None: there is hardly any load.
         """
         self._forget(now_s)
@@ -123,7 +123,7 @@ def _arrived(reports: Sequence[Report]) -> _Arrived:
 
 
 def _is_chance(whole: _Arrived, span_s: float, lately: _Arrived, late_s: float, spread: float) -> bool:
-    """Whether requests that come at random as in the whole window would often be so many, and so long, in a part."""
+    """Whether random arrivals at the whole window's rate would often bring this many requests, this long, in a part."""
     expected = whole.requests / span_s * late_s
     off = math.sqrt((1.0 + spread) / max(1.0, expected))
     pairs = ((whole.prompt_tokens, lately.prompt_tokens), (whole.expected_tokens, lately.expected_tokens))

@@ -44,7 +44,7 @@ class Requeue:
         return [keys[::-1] for keys in found if keys]
 
     def better(self, ask: Ask, key: str, choose: Choose) -> Placement | None:
-        """Where the attempt `key` should be made anew, as `ask`; None: it stays where it is."""
+        """Where the attempt `key` should start again, by `ask`; None: it stays."""
         promised_s = ask.request.slo.ttft_s or self._ttft_s
         work = self._active.find(key)
         if promised_s is None or work is None or work.prefilled_s is not None:

@@ -56,5 +56,5 @@ class Panels:
 @functools.cache
 def _kernel(name: str, pointers: int, sizes: int) -> Callable[..., None]:
     kernel = function(f"diptych_{name}", [Pointer] * pointers + [Size] * sizes)
-    assert kernel is not None  # whoever makes panels has asked for the library
+    assert kernel is not None  # callers have loaded the library
     return kernel

@@ -84,7 +84,7 @@ class CostColumns:
         return min(bounds, default=math.inf) * (ADAPTIVE_MARGIN if self._engine.batching == "adaptive" else 1.0)
 
     def prompts_seconds(self, num_tokens: Floats) -> Floats:
-        """Computing so many tokens of prompts, in one step each."""
+        """Seconds to compute prompts of this many tokens, in one step each."""
         seconds: Floats = np.interp(num_tokens, _PROMPTS, self._prompts_s)
         return seconds
 
@@ -112,7 +112,7 @@ class CostColumns:
         return until_s, rest_s, ratio, batch, room_tokens, step_s, tpot_s, token_s, foreign_s
 
     def _queue_seconds(self, tokens: float, batch: float, step_s: float, ratio: float, bound_s: float) -> float:
-        """How long prompts of so many tokens, one after the other, will take beside this many decodes."""
+        """Seconds for prompts of these tokens, one after the other, beside this many decodes."""
         work_s = (self._prompts_seconds(tokens) - self.empty_s) * ratio
         most, each_s = max(self.most_tokens - batch, 1.0), self.empty_s * ratio
         if batch and self.is_carrying:

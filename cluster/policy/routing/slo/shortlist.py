@@ -231,7 +231,7 @@ class Shortlist:
             self.foreign_s[rows[is_queued]] = self._queue_seconds(rows[is_queued], queued[is_queued])
 
     def _queue_seconds(self, rows: Rows, tokens: Floats) -> Floats:
-        """How long prompts of other gateways, so many tokens on each of these, will take."""
+        """Seconds for the prompts of other gateways, given their tokens on each of these."""
         pool, work_s = self.pool[rows], np.empty(len(rows))
         for number in set(pool.tolist()):
             rates, here = self.rates[number], pool == number
@@ -348,7 +348,7 @@ class Glance:
             yield self._best(ttft_s, fits, 1)
 
     def able_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
-        """Of all that have time for prompts, decode workers left out: as so many of the quickest."""
+        """Of all workers with time for prompts, without decode workers, counted as a number of the fastest."""
         if self._sibling() is not None:
             return sum(speed_of(self.worker(side.name)) for side in sides if has_time(side))
         able = self._fits & self._table.is_prompt_home & self._with_decodes(slo)[1]

@@ -159,7 +159,7 @@ class WorkerEstimate:
                 yield work
 
     def transfer_seconds(self, ask: Ask, owner: str, reader: WorkerView, num_tokens: int) -> float:
-        """Moving the KV of so many tokens, alone on the wire: as preflight measured the pair, else by the costs."""
+        """Seconds to move the KV of this many tokens on an idle link, as measured by preflight or by the cost model."""
         links = ask.view.links
         if links is not self._links:
             self._links, self._pairs = links, {(link.owner, link.reader): link for link in links}
