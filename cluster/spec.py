@@ -331,8 +331,8 @@ class ElasticSpec:
     """Roles and replica counts follow the load (see `cluster.policy.scaling.elastic`)."""
 
     mode: str = "off"
-    """`advise` logs each change, `act` applies it. Default: `act` in a file where a pool has `replicas: {min, max}`, else
-    `off`.
+    """`advise` logs each change, `act` applies it. Default: `act` in a file where a pool has `replicas: {min, max}`,
+    else `off`.
     """
     period_s: float = 1.0
     """Interval between two decisions."""

@@ -30,7 +30,7 @@ class InvalidRequest(WorkerError):
 
 
 class PromptTooLong(WorkerError):
-    """A text has at least `least_tokens`, more than fit; how many exactly, nobody has counted."""
+    """A text has at least `least_tokens`, more than fit; the exact number is unknown."""
 
     def __init__(self, least_tokens: int) -> None:
         super().__init__(least_tokens)

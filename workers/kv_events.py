@@ -1,4 +1,4 @@
-"""What routers hear about a worker's prefix cache: how prefixes are named, and which names came and went.
+"""A worker's prefix cache events for routers: how prefixes are named, and which names were added and removed.
 
 A name stands for all tokens of a prompt up to a multiple of `GRAIN`. It depends on the tokens and their tenant, not on
 block sizes or the process, so the names of one prompt find its prefixes on every worker. Pure.

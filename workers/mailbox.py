@@ -26,7 +26,7 @@ class Mailbox:
         self._turn = asyncio.Lock()  # a poll given up by its caller may still be waiting when the next one comes
 
     def put(self, output: Output) -> None:
-        """Add an output; tokens of one sequence that nobody fetched yet become one output."""
+        """Add an output; unfetched tokens of one sequence become one output."""
         last = self._fresh[-1] if self._fresh else None
         if isinstance(output, TokensOut) and isinstance(last, TokensOut) and _adjacent(last, output):
             self._fresh[-1] = _merged(last, output)

@@ -26,7 +26,7 @@ MIXED_KV = "mixed"  # of no one dtype
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Raises `InvalidRequest` naming the field.
+    """How tokens are sampled. Raises `InvalidRequest` naming the field.
 
     temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0 mean "off".
     `seed` None lets the gateway draw one: a draw depends on (seed, position) only, so a request that is moved or

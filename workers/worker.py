@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 REMEMBERED_CANCELS = 4096  # a cancel may overtake the call that it cancels
 SUBSCRIBER_TIMEOUT_S = 10.0  # a gateway that has not polled for this long is gone, and its requests with it
 SWEEP_S = 0.5
-MOST_LATE_SWEEPS = 8  # in a row that judge nobody: a loop that is always late must reclaim, too
+MOST_LATE_SWEEPS = 8  # late sweeps in a row that expire nothing: a loop that is always late must reclaim too
 
 
 class Worker:
@@ -81,7 +81,7 @@ class Worker:
         self._measurements: set[asyncio.Task[Timings]] = set()
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due_s = 0.0
-        self._late_sweeps = 0  # in a row: they judge nobody
+        self._late_sweeps = 0  # in a row: they expire nothing
         self._reservations = ReservationQueue(self.engine, self._granted)
         self._peer_links = PeerLinks(config, executor)
         self._kv_fetcher = KVFetcher(config, self.engine, executor, self._peer_links, self._changed)

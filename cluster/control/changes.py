@@ -50,7 +50,7 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a controller that is restarted must be told: everything else it finds out. Kept by the server."""
+    """What the server gives a restarted controller, which finds out everything else."""
 
     revision: int
     posts: tuple[Post, ...]

@@ -56,7 +56,7 @@ class ControllerCalls:
         return taken
 
     async def decision_counts(self) -> tuple[tuple[str, str, int], ...] | None:
-        """How many decisions of each kind the elastic policy has taken, by outcome; None while nobody can say."""
+        """Decisions of the elastic policy by kind and outcome; None while unknown."""
         if not self._decides:
             return None
         try:

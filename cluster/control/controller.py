@@ -54,7 +54,7 @@ NOTHING_REPORTED = ServerReport()
 
 
 class Controller:
-    """One for each cluster. Owns the workers' replica managers. `decider` judges the roles; None: nobody does."""
+    """One for each cluster. Owns the workers' replica managers. `decider` decides roles; None: they stay."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Controller:
     # ---- what it publishes -----------------------------------------------------------------------------------
 
     async def described(self, timeout_s: float) -> tuple[ClusterSpec, ModelView] | None:
-        """What a gateway that joins must know, once some worker has told of the model; None: not within this time.
+        """What a joining gateway must know, once a worker has reported its model; None: not within this time.
 
         Raises `WorkerGone` as `members` does.
         """

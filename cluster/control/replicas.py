@@ -114,7 +114,7 @@ class ReplicaManager:
         self._publish(replace(self.view, role=role))
 
     def leave(self) -> None:
-        """From now on nobody sends it work. When it dies, it stays dead."""
+        """It gets no more work from now on. When it dies, it is not restarted."""
         self.is_leaving = True
         if self.view.state is WorkerState.READY:
             self._show(WorkerState.DRAINING)

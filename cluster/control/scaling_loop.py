@@ -141,7 +141,7 @@ class ScalingLoop:
             entry.newcomers = frozenset(worker.name for worker in self._changer.view().workers) - there
 
     def _limited(self, view: ClusterView, now_s: float) -> ClusterView:
-        """The view in which pools that wait for a node, or could not grow lately, are at their maximum."""
+        """The view in which pools that wait for a node, or recently failed to grow, are at their maximum."""
         full = {entry.decision.pool for entry in self._under_way}
         full |= {pool for pool, refusal in self._refusals.items() if now_s < refusal.until_s}
         pools = (replace(pool, max_replicas=pool.wanted) if pool.name in full else pool for pool in view.pools)

@@ -246,7 +246,7 @@ class ActiveRequests:
             self._touch(work.decode, now_s)
             self._touch(worker, now_s)
         work.decode = worker
-        work.plain_tpot_s = 0.0  # half its steps were elsewhere: nobody learns from them
+        work.plain_tpot_s = 0.0  # half its steps were elsewhere: predictors skip it
 
     def ended(self, key: str, now_s: float) -> Work | None:
         """It finished, failed or was cancelled; nothing of it is left. Answers the work, or None of an unknown key."""

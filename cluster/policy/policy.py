@@ -110,7 +110,7 @@ class Policy:
         return self._admission.queues
 
     def choose(self, ask: Ask) -> Placement | Refusal | Later | None:
-        """Where the request shall go; None when nobody is ready for it. Asking binds to nothing.
+        """A placement for the request; None when no worker is ready for it. Asking commits to nothing.
 
         Only first attempts are refused, and not beside a sibling: what has begun is brought to its end.
         """

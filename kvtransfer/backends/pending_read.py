@@ -74,7 +74,7 @@ class PendingRead:
 
 
 def call_loop(loop: asyncio.AbstractEventLoop, action: Callable[..., None], *arguments: object) -> None:
-    """call_soon_threadsafe that tolerates a loop which has ended: then nobody waits any more."""
+    """call_soon_threadsafe that tolerates a closed loop, which has no waiters."""
     if loop.is_closed():
         return
     try:
@@ -85,6 +85,6 @@ def call_loop(loop: asyncio.AbstractEventLoop, action: Callable[..., None], *arg
 
 
 def mark_seen(done: "asyncio.Future[ReadStats]") -> None:
-    """Mark the error as seen: after a cancelled pull nobody waits for it."""
+    """Mark the error as retrieved: a cancelled pull does not await it."""
     if not done.cancelled():
         done.exception()

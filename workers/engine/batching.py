@@ -57,7 +57,7 @@ class Step(Protocol):
         ...
 
     def admit(self, most: int | None = None) -> Sequence | None:
-        """Let the next waiting sequence in: a slot and blocks for its tokens. None: nobody waits, or no room, or it
+        """Let the next waiting sequence in: a slot and blocks for its tokens. None: empty queue, or no room, or it
         has more than `most` tokens to compute."""
         ...
 

@@ -207,7 +207,7 @@ class BlockPool:
         return [Cached(block, name, self._prefixes.get(block)) for block, name in going]
 
     def free_oldest(self, blocks: Sequence[int]) -> None:
-        """One reference less: those that nobody else took are cached again, as the ones that go next, first first."""
+        """One reference less: blocks without another one are cached again and evicted next, in this order."""
         for block in reversed(blocks):
             self.free([block])
             if block in self._cached:
@@ -232,7 +232,7 @@ class BlockPool:
         return block in self._names
 
     def clear_cache(self) -> None:
-        """Forget every prefix nobody holds, on the host too."""
+        """Evict every unreferenced prefix, on the host too."""
         self.host.clear()
         while self._cached:
             block, _ = self._cached.popitem()

@@ -197,7 +197,7 @@ class Engine:
         self._start_if_ready(sequence, now_s)
 
     def decode(self, key: str, tokens: Items[int], now_s: float) -> None:
-        """These were drawn elsewhere: go on after them as soon as the KV is here. What it lacks is computed first."""
+        """These tokens were generated elsewhere: decode after them once KV is here. Missing KV is computed first."""
         sequence = self.reserved(key)
         if sequence.decode_called_s is not None:
             raise InvalidRequest("request.id", f"{key} is already decoding")
@@ -373,7 +373,7 @@ class Engine:
                 self.fail(sequence.key, reason)
 
     def _fail_not_finite(self, sequence: Sequence) -> None:
-        """Nothing can be drawn for it; and nobody else is to attend to its KV."""
+        """No token can be sampled for it, and no other sequence may use its KV."""
         self._non_finite += 1
         self.pool.forget(sequence.hashes)
         where = f"behind token {sequence.num_computed}"

@@ -37,7 +37,7 @@ class Executor(Protocol):
 
     @property
     def bubble_share(self) -> float:
-        """The stages' idle share of the time with a plan in flight, lately; 0.0 for one stage. See `bubble`."""
+        """The stages' recent idle share of the time with a plan in flight; 0.0 for one stage. See `bubble`."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class Executor(Protocol):
         ...
 
     async def failure(self) -> Exception:
-        """Wait until nothing can be computed here any more, though nobody may be computing; answers why."""
+        """Wait until this executor can compute no more, even when it is idle; returns why."""
         ...
 
     async def close(self) -> None:

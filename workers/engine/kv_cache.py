@@ -144,7 +144,7 @@ class KVCacheManager:
     # ---- a sequence grows --------------------------------------------------------------------------------------
 
     def is_writable(self, sequence: Sequence) -> bool:
-        """Whether the next token has a block that nobody else reads."""
+        """Whether the next token has a block without other readers."""
         index = sequence.num_scheduled // self._pool.block_size
         # The reader of a lease stays behind the watermark: its own prompt may be written on.
         return index < len(sequence.blocks) and not self._pool.is_shared(

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 STEP_TIMEOUT_S = 120.0  # a device that hangs makes its worker unfit; no step of a sane budget takes so long
 STALLED_S = 10.0  # a step that gets on by no part of a layer for so long, on no rank, hangs
-BEAT_S = 1.0  # stalls are counted in beats of our own: a process that was itself stopped suspects nobody
+BEAT_S = 1.0  # stalls are counted in beats of this process, so its own pause is no stall
 FIRST_STEPS = 8  # these may compile, or load from disk: only `STEP_TIMEOUT_S` bounds them
 MOST_FAILURES = 3  # this many failed steps in a row: the device is at fault, not the requests
 

@@ -90,7 +90,7 @@ class Scheduler:
             self._policy.compose(step)
         except Exception as error:
             step.error = error
-            if step.at_hand is None:  # nobody to fail: it would come again for ever
+            if step.at_hand is None:  # no sequence to fail: it would repeat forever
                 raise
             step.admitted.append(step.at_hand)
             self._take_off(step)

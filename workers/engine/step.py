@@ -23,7 +23,7 @@ class Draw(Struct, frozen=True, gc=False):
 
     @property
     def adjusts(self) -> bool:
-        """Whether the logits are changed before anything is drawn from them."""
+        """Whether the logits are modified before sampling."""
         return bool(self.seen or self.params.logit_bias or self.banned)
 
 

@@ -88,7 +88,7 @@ async def measure(
 
 
 def _take_blocks(engine: Engine, count: int) -> tuple[int, ...]:
-    """Blocks that nobody else gets until `BlockPool.end_transfer`. Raises `Overloaded` unless the engine is idle."""
+    """Blocks reserved until `BlockPool.end_transfer`. Raises `Overloaded` unless the engine is idle."""
     if engine.has_work or engine.pool.num_quarantined:
         raise Overloaded("this worker has work; measure it when it is idle", retry_after_s=1.0)
     blocks = tuple(engine.pool.allocate(count))
@@ -98,7 +98,7 @@ def _take_blocks(engine: Engine, count: int) -> tuple[int, ...]:
 
 
 async def _touch(executor: Executor, blocks: Sequence[int]) -> None:
-    """Write all blocks: memory that nobody wrote is one page of zeros, read faster than any KV."""
+    """Write all blocks: unwritten memory is one page of zeros, read faster than any KV."""
     for start in range(1, len(blocks), TOUCH_BLOCKS):
         targets = blocks[start : start + TOUCH_BLOCKS]
         await executor.execute(StepPlan(0, (), copies=tuple((blocks[0], target) for target in targets)))

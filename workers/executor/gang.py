@@ -226,7 +226,7 @@ class _Meeting:
             self.failure.cancel()
 
     def lost(self, error: Exception) -> None:
-        """The gang is of no further use, whatever still works: nobody is left waiting."""
+        """End the gang, even if parts still work, and release all waiters."""
         if not self._closing and not self.failure.done():
             # As text: a log record that somebody keeps would keep the error's frames, and the gang's memory with them.
             logger.error("worker %s: %s", self._config.name, str(error))
@@ -234,7 +234,7 @@ class _Meeting:
             self._break_up(error)
 
     def _break_up(self, error: Exception) -> None:
-        """Let go all that wait for one another: without the store nobody meets, without a leader each rank ends."""
+        """Release ranks that wait for one another: without the store none meets, without a leader each one ends."""
         for remote in self.remotes.values():
             remote.disconnect(error)
         self._store = None

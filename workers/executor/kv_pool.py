@@ -48,7 +48,7 @@ class KVPool:
                 target[list(given)] = source[list(taken)].to(target.device)
 
     def scrub(self, blocks: tuple[int, ...]) -> None:
-        """Zero blocks whose bytes nobody vouches for: a stray NaN would leak through a masked attention weight of 0.
+        """Zero blocks with unverified bytes: a stray NaN would leak through a masked attention weight of 0.
 
         Returns when they are zero, for then the next transfer may write there. Called on the compute thread.
         """

@@ -97,7 +97,7 @@ class _Running:
 
 
 class ModelledExecutor:
-    """`Executor` by arithmetic. Without `fill` nothing is written, and digests are zeros that nobody compares.
+    """`Executor` by arithmetic. Without `fill` nothing is written, and digests are zeros, never compared.
 
     Each of `depth` stages takes its part of a plan's seconds, and works on one plan at a time, in their order.
     """
@@ -282,7 +282,7 @@ class _Pattern:
 
 
 def _region(layout: KVLayout, num_blocks: int, fill: bool) -> Region:
-    # Zeroed lazily by the system: a pool that nobody writes costs no memory. One that nobody even reads needs none.
+    # Zeroed lazily by the system: an unwritten pool costs no memory, and an unread one needs none.
     memory = np.zeros(num_blocks * layout.block_bytes if fill else 1, np.uint8)
     return Region(layout, num_blocks, memory.ctypes.data, memory)
 

@@ -200,7 +200,7 @@ def _forward(part: ModelPart, pool: KVPool, plan: StepPlan, drawn: _Drawn) -> No
 
 
 def _finite_rows(logits: torch.Tensor) -> list[bool]:
-    """Which rows of logits [rows, vocab] can be drawn from; the others become zeros, so that sampling them is harmless.
+    """Which rows of logits [rows, vocab] can be sampled from; the others become zeros, so sampling them is harmless.
 
     One NaN or infinity among them makes their sum one.
     """

@@ -133,7 +133,7 @@ class _Service:
         return wire.Moved(shard)
 
     async def _end(self, whole: bool) -> None:
-        """`whole`: the other ranks live until this one has closed, so nobody waits for a lost rank."""
+        """`whole`: the other ranks live until this one has closed, so no rank waits for a lost one."""
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._close(whole))
         await asyncio.shield(self._ending)

@@ -1,4 +1,4 @@
-"""Threads and cores of one rank: how many compute, where they run, and that nobody else computes there.
+"""Threads and cores of one rank: how many compute, where they run, and that no other worker computes there.
 
 Every worker of a machine and user claims as many cores as it has threads, by locks on small files that end with the
 process, whatever ends it. Oversubscribed OpenMP threads wait for one another in loops: two workers of two threads on

@@ -113,7 +113,7 @@ def split(count: int, parts: int, index: int) -> Range:
 
 
 def split_units(width: int, parts: int, index: int) -> Range:
-    """As `split`, with borders at multiples of `UNIT` where that leaves nobody without any."""
+    """As `split`, with borders at multiples of `UNIT` where that leaves no rank empty."""
     units = -(-width // UNIT)
     if units < parts:
         return split(width, parts, index)

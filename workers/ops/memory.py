@@ -10,7 +10,7 @@ import threading
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 64 << 20  # mapped at once; what nobody touches costs nothing
+CHUNK_BYTES = 64 << 20  # mapped at once; untouched pages cost nothing
 ALIGNMENT = 64  # a cache line
 
 

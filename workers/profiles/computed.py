@@ -1,4 +1,4 @@
-"""Step times from a model's shape and a machine's data sheet, for hardware that nobody measured."""
+"""Step times from a model's shape and a machine's data sheet, for hardware without measurements."""
 
 from dataclasses import dataclass
 

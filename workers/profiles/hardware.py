@@ -21,7 +21,7 @@ _FORMATS = {1: ("float8", "int8", "bfloat16"), 2: ("bfloat16", "float16"), 4: ("
 class Hardware:
     """One GPU. `flops`: dense FLOP/s by number format. Links are bytes/s of one GPU in one direction: to another GPU of
     its node, to one of another node, and to host memory. `watts` and `price_per_hour` are one GPU's, its part of the
-    server included where the source has it; None: nobody's price is known here."""
+    server included where the source has it; None: no known price."""
 
     name: str
     flops: dict[str, float]

@@ -122,7 +122,7 @@ class ClusterProfile:
         )
 
     def slowdown(self, pool: str, other: str) -> float:
-        """Of steps in `pool` while `other` computes beside it; 1.0 where nobody measured."""
+        """Of steps in `pool` while `other` computes beside it; 1.0 where not measured."""
         return next((each.ratio for each in self.neighbours if (each.pool, each.other) == (pool, other)), 1.0)
 
 

@@ -54,7 +54,7 @@ class KVFetcher:
             if num_tokens > sequence.request.num_tokens:
                 raise TransferError(f"the ticket holds {num_tokens} tokens, {key} has {sequence.request.num_tokens}")
             if self._is_rounded(ticket) and not sequence.kv_dtype:
-                sequence.kv_dtype = MIXED_KV  # nobody said so when it was reserved: its names would be wrong
+                sequence.kv_dtype = MIXED_KV  # unknown when it was reserved: its block names would be wrong
             skip_tokens = min(sequence.cached_tokens, num_tokens)
             first, stop = covering(size, skip_tokens, num_tokens - skip_tokens)
             report = await self.pull(ticket, tuple(sequence.blocks[first:stop]), skip_tokens)

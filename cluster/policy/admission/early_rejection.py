@@ -19,7 +19,7 @@ DECODE_RETRY_S = 1.0
 
 
 class Admission:
-    """Refuses nobody, and is what the others begin with."""
+    """Refuses nothing; the base of the others."""
 
     looks = False  # whether it needs predictions
     looks_behind_prefill = False

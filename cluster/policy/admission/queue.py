@@ -128,7 +128,7 @@ class _Level:
 
 
 class RequestQueue:
-    """Owned by a gateway's lobby. Every `enter` has its `take` or its `leave`.
+    """Owned by a gateway's AdmissionQueue. Every `enter` has its `take` or its `leave`.
 
     `expected`: how many tokens an answer will have.
     """

@@ -172,7 +172,7 @@ class LatencyPredictor:
         return self.step_seconds(worker, *self._batch_with(ask, worker))
 
     def plain_tpot_seconds(self, ask: Ask, worker: WorkerView) -> float:
-        """The same by the costs alone, as nobody has corrected them."""
+        """The same by the cost model alone, uncorrected."""
         return self._plain_step_seconds(worker, *self._batch_with(ask, worker))
 
     def _batch_with(self, ask: Ask, worker: WorkerView) -> tuple[int, int]:

@@ -92,7 +92,7 @@ def fitting(ask: Ask) -> list[WorkerView]:
 
 
 def roomy(ask: Ask, workers: Sequence[WorkerView]) -> list[WorkerView]:
-    """Of these, those with room for the longest answer it may get. Where nobody has, those with the most room."""
+    """Of these, those with room for the longest answer it may get; if there are none, those with the most room."""
     longest = max((worker.capacity_tokens for worker in workers), default=0)
     needed = ask.needed_tokens(longest)
     return [worker for worker in workers if worker.capacity_tokens >= needed]

@@ -158,7 +158,7 @@ class PrefixIndex:
         return found
 
     def depths(self, names: Sequence[int], now_s: float = 0.0) -> list[Depth]:
-        """The same for many workers at once, as bits of their slots: nobody twice."""
+        """The same for many workers at once, as bits of their slots: each once."""
         self._expire(now_s)
         found: list[Depth] = []
         for step, workers in self._by_step.items():

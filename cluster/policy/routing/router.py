@@ -55,7 +55,7 @@ class Ask:
         return None if most is None else most - len(self.request.generated)
 
     def needed_tokens(self, longest: int) -> int:
-        """Tokens of the request with the longest answer it may get, where nobody holds more than `longest`."""
+        """Tokens of the request with the longest answer it may get, at most `longest`."""
         left = self.tokens_left
         return longest if left is None else min(longest, self.request.num_tokens + left)
 
@@ -131,7 +131,7 @@ class Router(ABC):
 
     @abstractmethod
     def choose(self, ask: Ask) -> Placement | None:
-        """A placement that fits the request; None when nobody is ready for it. Asking binds to nothing."""
+        """A placement that fits the request; None when no worker is ready for it. Asking commits to nothing."""
 
     def began(self, ask: Ask, placement: Placement) -> None:  # noqa: B027  (most routers have nothing to keep)
         """The request goes there: a router that learns from its own choices notes it."""

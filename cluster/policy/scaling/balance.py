@@ -1,4 +1,4 @@
-"""How well a fleet with given roles would keep its promises under a given load: closed forms, no simulation. Pure.
+"""How well a fleet with given roles would meet its SLOs under a given load: closed forms, no simulation. Pure.
 
 Decodes are spread so that all steps take equally long (Little's law); prompts get the time that decodes leave, and wait
 as in an M/D/1 queue that all who compute prompts share. What comes out is the load as a share of the most with which
@@ -36,7 +36,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A load: requests a second, their mean tokens, and what they were promised. None: no promise.
+    """A load: requests a second, their mean tokens, and their SLOs. None: no SLO.
 
     `computed_tokens` of a prompt are not cached; `spread` is the squared coefficient of variation of a prompt's work.
     `backlog`: prompts that wait, as so many a second more to compute. `answers`: what decodes, where that is still
@@ -86,7 +86,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The load, of the most with which each promise holds: 1 is all that can be borne."""
+    """The load as a share of the highest load that meets each SLO: 1 is full."""
 
     ttft: float
     tpot: float
@@ -120,7 +120,7 @@ def shares(groups: Sequence[Group], mix: Mix) -> Shares:
 
 
 def _wanted(mix: Mix) -> float:
-    """Tokens a second: of answers as they come, or those that keep the promise to all that decode now.
+    """Tokens a second: of arriving answers, or those that meet the SLO of all running decodes.
 
     Answers pile up until as many end as begin. A burst is over by then, so only as many count as there can be soon.
     """
@@ -132,7 +132,7 @@ def _wanted(mix: Mix) -> float:
 
 
 def _most_kept(groups: Sequence[Group], tpot_s: float, context: float) -> float:
-    """Tokens a second with which a promise holds on those workers that can keep it at all."""
+    """Tokens a second within the SLO on the workers that can meet it at all."""
     able = [group for group in groups if _step(group, 1, context) <= tpot_s]
     return sum(group.count * _batch(group, tpot_s, context) for group in able) / tpot_s
 
@@ -216,7 +216,7 @@ class _Pace:
 
 
 def _pace(group: Group, mix: Mix, context: float, step_s: float) -> _Pace:
-    """Chunks fill a step up to what is promised. Where no chunk would fit, the least one breaks the promise: the engine
+    """Chunks fill a step up to the SLO. Where no chunk would fit, the smallest one breaks the SLO: the engine
     takes that much at least, so that prompts move on.
 
     A worker that does both has a decode at least: requests stay where their prompts were computed, also on a kind whose

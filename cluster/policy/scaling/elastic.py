@@ -25,9 +25,9 @@ from cluster.spec import ClusterSpec, PoolSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 from workers.costs import LinearCost
 
-CALM = 0.7  # of what can be borne: below, no step is worth its while
+CALM = 0.7  # share of full load below which no change is worth it
 STEP_BACK = 1.1  # so much worse a step may make it that leads on to better roles
-ROOMY = 0.6  # of what could be borne without a worker that leaves
+ROOMY = 0.6  # share of full load without the leaving worker
 PATIENCE = 20.0
 SETTLED = 10.0  # times `dwell_s` without a reason for another step
 _MOST_TARGETS = 256
@@ -71,7 +71,7 @@ class Elastic:
         surely = now.worst * (1.0 - mix.doubt)
         in_danger = surely > CALM or (now.worst > 1.0 and mix.is_known)
         flip = self._best_flip(groups, now, mix) if in_danger else None
-        haste = max(1.0, now.worst)  # the more a promise breaks, the sooner the next step
+        haste = max(1.0, now.worst)  # the worse the SLO is missed, the sooner the next change
         is_settled = flip is None and CALM < now.worst <= 1.0
         half = self._halfway(groups, now, mix) if is_settled else None
         if self._ripe("whole", half is not None, now_s, SETTLED * self._elastic.dwell_s):

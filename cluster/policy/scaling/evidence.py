@@ -6,7 +6,7 @@ from diptych.view import Decision as Decision
 
 
 class Sample(Struct, frozen=True, gc=False):
-    """One request, told once when it has ended. Seconds are None where there was no such token or no such promise.
+    """One request, reported once it has ended. Seconds are None where there was no such token or no such SLO.
 
     `computed_tokens` of its prompt were not cached.
     """

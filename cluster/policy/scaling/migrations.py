@@ -1,4 +1,4 @@
-"""Which decodes should go on elsewhere: off a worker that drains, that is to prefill, or cannot keep what it promised.
+"""Which decodes should migrate: away from a worker that drains, that turns to prefill, or that misses its SLOs.
 
     drain     every decode of a worker that leaves, to where there is room
     role      while prompts wait anywhere, decodes of a prefill worker, which was another one before: beside them a
@@ -29,8 +29,8 @@ PRESSED_S = 0.9  # for so long, before anything is done about it
 REST_S = 30.0  # of a decode that moved, and of the way back
 RETRY_S = 2.0  # after a move that came to nothing
 HORIZON_S = 10.0  # blocks must last for so long
-ROOM = 0.9  # of a taker's blocks and of the promises there
-ROLE_ROOM = 0.97  # of the promises where decodes of a prefill worker go, as batching uses them
+ROOM = 0.9  # of a target's blocks and of the SLOs there
+ROLE_ROOM = 0.97  # of the SLOs at the target of decodes from a prefill worker, as batching uses them
 USUAL_PROMPT = 1024  # tokens, to see how much slower prompts are beside decodes
 LEAST_LEFT = 16  # tokens of an answer that are still expected, however long it is already
 
@@ -89,7 +89,7 @@ class _Side:
 
 
 class MigrationPlanner:
-    """Owned by a Policy. `tpot_s`: the promise to requests that ask for none. Every `Move` planned has its `ended`."""
+    """Owned by a Policy. `tpot_s`: the SLO of requests without one. Every `Move` planned has its `ended`."""
 
     def __init__(
         self, forecast: LatencyPredictor, book: ActiveRequests, *, rebalances: bool, tpot_s: float | None
@@ -217,7 +217,7 @@ class MigrationPlanner:
         return max(0.0, 1.0 - alone_s / beside_s) if beside_s > 0.0 else 0.0
 
     def _takes_over(self, side: _Side, taker: _Side, decode: _Decode, slowed: float, view: ClusterView) -> bool:
-        """Whether the taker keeps all promises, loses no prompts' time of its own, and prompts gain more than it costs.
+        """Whether the target meets all SLOs, delays none of its own prompts, and prompts gain more than it costs.
 
         Where nobody decodes yet prompts would be slowed as much as here, beside more decodes hardly more than they are;
         and where prompts wait for blocks they come before a reservation.
@@ -277,7 +277,7 @@ class MigrationPlanner:
         return ours + max(0, side.batch - len(side.decodes)) * (ours // max(1, len(side.decodes)))
 
     def _relieves(self, side: _Side, taker: _Side, decode: _Decode, view: ClusterView) -> bool:
-        """Whether the taker keeps all promises with this decode, and the move saves more than it costs."""
+        """Whether the target meets all SLOs with this decode, and the migration saves more than it costs."""
         if taker is side or taker.worker.role is Role.PREFILL or (side.name, taker.name) in self._closed_s:
             return False
         if not view.linked(side.name, taker.name):

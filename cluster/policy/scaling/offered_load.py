@@ -21,7 +21,7 @@ _ENOUGH_REQUESTS = 8
 
 
 class Offered:
-    """Keeps reports for the elastic window. `slo`: the gateway's; `puts_off`: late prompts stand in nobody's way."""
+    """Keeps reports for the elastic window. `slo`: the gateway's; `puts_off`: late prompts delay no others."""
 
     def __init__(self, elastic: ElasticSpec, slo: SLO, *, puts_off: bool) -> None:
         self._window_s, self._period_s = elastic.window_s, elastic.period_s
@@ -42,7 +42,7 @@ class Offered:
         self._reports.append((now_s, report))
 
     def mix(self, workers: Sequence[WorkerView], now_s: float) -> Mix | None:
-        """Prompts as they came lately; answers too, or as of the whole window where those are more.
+        """Recent prompts; recent answers, or those of the whole window where they are more.
 
         New kinds of prompts act at once, while earlier answers continue for a while. What waits now counts as
         if it came in the next `BACKLOG_S`. None: there is hardly any load.
@@ -63,11 +63,11 @@ class Offered:
         computed = sum(sample.computed_tokens for sample in samples) / asked if asked else 1.0
         computed_tokens = max(1.0, prompt * (computed or 1.0))
         ttft_s = _promised([sample.ttft_slo_s for sample in samples], self._slo.ttft_s)
-        usual = lately.requests / late_s * (ttft_s or 0.0) / 2.0  # wait where each waits for half of what is promised
+        usual = lately.requests / late_s * (ttft_s or 0.0) / 2.0  # wait where each waits for half of the TTFT SLO
         waiting = sum(worker.stats.queued_tokens for worker in workers) / computed_tokens
         backlog = max(0.0, waiting - usual)
         if ttft_s is not None and self._puts_off:
-            backlog = min(backlog, usual)  # more than that are late, and stand in nobody's way
+            backlog = min(backlog, usual)  # beyond that they are late, and delay no others
         running = sum(_decoding(worker.stats) for worker in workers)
         soon = running + lately.requests / late_s * SOON_S
         kinds = [_answers(seen, seconds, running, soon) for seen, seconds in ((whole, span_s), (lately, late_s))]
@@ -147,7 +147,7 @@ def _decoding(stats: WorkerStats) -> int:
 
 
 def _promised(promises: Sequence[float | None], default: float | None) -> float | None:
-    """What requests were promised, in the middle."""
+    """The median SLO of requests."""
     known = sorted(each for each in promises if each is not None)
     return known[len(known) // 2] if known else default
 

@@ -13,13 +13,13 @@ from cluster.policy.routing.router import Ask, Later, Placement, Refusal
 from diptych.view import ClusterView, WorkerState, WorkerView
 
 OFF = 1.2  # times: what was expected of a queue is taken for wrong
-GAIN = 0.25  # of the promised time to the first token
+GAIN = 0.25  # of the TTFT SLO
 
 Choose = Callable[[Ask], Placement | Refusal | Later | None]
 
 
 class Requeue:
-    """Owned by a Policy. `moves`: whether anybody does. `ttft_s`: what requests are promised that ask for nothing."""
+    """Owned by a Policy. `moves`: whether requests are placed again. `ttft_s`: the SLO of requests without one."""
 
     def __init__(
         self, forecast: LatencyPredictor, book: ActiveRequests, index: PrefixIndex, *, moves: bool, ttft_s: float | None

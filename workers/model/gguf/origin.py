@@ -59,7 +59,7 @@ def write_origin(origin: Origin, folder: Path, scratch: Path) -> None:
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """None: nobody wrote one that can be read. The folder came from elsewhere, or its file was gone already."""
+    """None: there is no readable one. The folder came from elsewhere, or its file is gone."""
     try:
         fields = json.loads((folder / _RECORD).read_text())
         tensors = {name: Stored(**stored) for name, stored in fields["tensors"].items()}

@@ -79,7 +79,7 @@ class RoundRobin(Picking):
 
 
 class PowerOfTwo(LeastLoaded):
-    """The less loaded of two drawn at random (Mitzenmacher, 2001): nearly as good as all, and no herd on one."""
+    """The less loaded of two random workers (Mitzenmacher, 2001): nearly as good as the least loaded, no herding."""
 
     def __init__(self, draws: Draws) -> None:
         self._draws = draws

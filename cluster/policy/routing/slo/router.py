@@ -135,7 +135,7 @@ class SLORouter(CacheAware):
     def _prompt_sides(
         self, ask: Ask, look: Look, slo: SLO, reader: str = ""
     ) -> tuple[dict[str, PromptSide], PromptSide | None]:
-        """Of the workers looked at, tier by tier, until nobody in a later one would be preferred; and the best."""
+        """The workers considered, tier by tier, until no later tier could be preferred; and the best."""
         sides: dict[str, PromptSide] = {}
         best: PromptSide | None = None
         for number, tier in enumerate(look.prompts(slo, reader)):
@@ -165,7 +165,7 @@ class SLORouter(CacheAware):
     def _spares(
         self, ask: Ask, look: Look, slo: SLO, sides: Mapping[str, PromptSide], decodes: Sequence[DecodeSide]
     ) -> bool:
-        """Whether prompts can do with one worker less: those that came lately would not keep the others busy.
+        """Whether prompts can do with one worker less: recent ones would not keep the others busy.
 
         The quickest one, of those that might decode: prompts are counted as its pool would compute them.
         """
@@ -286,7 +286,7 @@ def _drawbacks(side: PromptSide, slo: SLO) -> tuple[bool, bool, bool]:
 
 
 def _is_free(side: PromptSide, slo: SLO) -> bool:
-    """Whether a worker that is there for prompts takes this one early, and disturbs nobody."""
+    """Whether a prefill worker takes this one early without disturbing others."""
     early = slo.ttft_s is None or side.ttft_s <= EARLY * slo.ttft_s
     return side.role is PREFILL and not side.batch and early
 

@@ -262,7 +262,7 @@ class Shortlist:
     # ---- columns of a request --------------------------------------------------------------------------------
 
     def _cached(self, ask: Ask, depths: Sequence[Depth]) -> tuple[Floats | None, int]:
-        """Tokens of the prompt that need not be computed, and the most of them; None: nobody has any."""
+        """Tokens of the prompt that need not be computed, and the most of them; None: no worker has any."""
         cached, deepest, most = None, 0, ask.request.num_tokens - 1
         for tokens, who, _ in depths:
             if len(rows := self._rows(who)):
