@@ -52,7 +52,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ]
     gateway = {"slo": {"ttft_s": 30.0, "tpot_s": 10.0}}
     model = str(write_tiny_llama(folder / "tiny"))
-    document = {"name": "observed", "model": model, "pools": pools, "gateway": gateway}
+    document = {"name": "observed", "model": model, "pools": pools, "gateway": gateway | {"routing": "least-loaded"}}
     (folder / "cluster.yaml").write_text(yaml.safe_dump(document | {"transfer": {"backends": ["tcp"]}}))
     command = [sys.executable, "-m", "cluster.cli", "serve", "-f", str(folder / "cluster.yaml"), "--port", "0"]
     log = folder / "log"
