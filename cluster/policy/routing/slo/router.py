@@ -197,14 +197,17 @@ class SLORouter(CacheAware):
     def _is_local(self, ask: Ask, worker: WorkerView, prefill: PromptSide, local: PromptSide, slo: SLO) -> bool:
         """Whether the decode worker does as well without a hand-over.
 
-        One that is there to decode is asked only for what its decodes hardly notice, or what takes longer to move.
+        One that is there to decode is asked only for what its decodes hardly notice, or what takes longer to move; so
+        is a mixed one with decodes, while a prefill worker has time.
         """
         if not local.steps or (slo.ttft_s is not None and local.ttft_s > slo.ttft_s):
             return False
         moved = ask.request.num_tokens - local.cached_tokens
         moving_s = self._estimate.transfer_seconds(ask, prefill.name, worker, moved)
         is_short = slo.tpot_s is not None and local.prefill_s <= slo.tpot_s
-        if local.role is DECODE and not is_short and local.prefill_s > moving_s:
+        has_time = _is_free(prefill, slo) and prefill.queue_s <= prefill.prefill_s
+        spares_decodes = local.role is DECODE or (local.batch > 0 and has_time)
+        if spares_decodes and not is_short and local.prefill_s > moving_s:
             return False
         return local.ttft_s <= prefill.ttft_s + moving_s
 
