@@ -25,7 +25,7 @@ from cluster.spec import ClusterSpec, PoolSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 from workers.costs import LinearCost
 
-CALM = 0.8  # share of full load below which no change is worth it
+CALM = 0.75  # share of full load below which no change is worth it
 STEP_BACK = 1.1  # so much worse a step may make it that leads on to better roles
 ROOMY = 0.6  # share of full load without the leaving worker
 PATIENCE = 20.0
