@@ -136,12 +136,11 @@ async def test_gateway_and_leave_find_the_ray_that_serve_started(subject: Served
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_killed_gateway_opens_its_doors_again(subject: Served) -> None:
     assert await answer(subject.endpoint) == 1
-    streaming = asyncio.ensure_future(streamed(subject.endpoint, began := asyncio.Event()))
-    await began.wait()
     port = int(subject.endpoint.rpartition(":")[2])
     (gateway,) = [each for each in services(subject) if listens(each, port)]
     ports = {each.laddr.port for each in gateway.net_connections() if each.status == psutil.CONN_LISTEN}
-    assert not streaming.done()
+    streaming = asyncio.ensure_future(streamed(subject.endpoint, began := asyncio.Event()))
+    await began.wait()
     os.kill(gateway.pid, signal.SIGKILL)
     assert await answers_again(subject.endpoint, 60.0) == 1
     async with asyncio.timeout(60.0):
