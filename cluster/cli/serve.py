@@ -154,6 +154,7 @@ async def _serve(spec: "ClusterSpec", runtime: str, grace_s: float, *, gateways:
             click.echo(f"ready: {spec.gateway.grpc_scheme}://{endpoint}")
         for url in serving.http_urls:
             click.echo(f"ready: {url}/v1")
+            click.echo(f"  in a browser: {url}/ui")
         with announced(f"{spec.gateway.grpc_scheme}://{serving.endpoint}"):
             await _until_gone(serving)
 
