@@ -34,6 +34,9 @@ if os.environ.get("DIPTYCH_TEST_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is loaded, by whichever test comes first
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # teams that spin while they wait take the cores from the others
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background of a script; children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 CALM: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("everyday", derandomize=True, **CALM)
 settings.register_profile("fuzz", derandomize=False, print_blob=True, **CALM)

@@ -5,6 +5,7 @@ shard and by the group that it meets.
 """
 
 import logging
+import traceback
 from dataclasses import replace
 from datetime import timedelta
 
@@ -96,10 +97,12 @@ def _load(
     group, link = _meet(config, device, seat, store)
     try:
         return _load_shard(config, folder, shape, device, shard, group, link, store)
-    except BaseException:
+    except BaseException as error:
         for each in (group, link):
             if each is not None:
                 each.close()
+        store = None
+        traceback.clear_frames(error.__traceback__)  # a log record that keeps the error would keep the store open
         raise
 
 
