@@ -48,9 +48,7 @@ SEEDS_OF_GOODPUT, SEEDS_OF_COMPARE = 3, 5
     help="Keep N requests in flight, ignoring arrival times.",
 )
 @workload("--count", type=click.IntRange(1), metavar="N", help="Requests in all, with --concurrency and no --workload.")
-@workload("--lengths", metavar="P/O", help=f"Prompt/output tokens, with --count or --batches. [default: {LENGTHS}]")
-@workload("--batches", metavar="N,N,...", help="Send static batches of these sizes: 1,2,4 or 1..128.")
-@workload("--repeats", type=click.IntRange(1, 100), default=3, show_default=True, help="Runs of each batch size.")
+@workload("--lengths", metavar="P/O", help=f"Prompt/output tokens, with --count. [default: {LENGTHS}]")
 @goodput("--goodput", "wants_goodput", is_flag=True, help="Search the highest rate that meets the SLO.")
 @goodput(
     "--attainment", "target", type=float, default=0.9, show_default=True, help="Share of requests that must meet it."
@@ -92,8 +90,6 @@ def bench(
     concurrency: int | None,
     count: int | None,
     lengths: str | None,
-    batches: str | None,
-    repeats: int,
     wants_goodput: bool,
     target: float,
     tolerance: float,
@@ -118,7 +114,6 @@ def bench(
     Examples:
       diptych bench --workload poisson:rate=0.5,count=40,lengths=64-256/32 --ttft 2 --tpot 0.1 -o bench-out
       diptych bench --endpoint http://127.0.0.1:8000 --concurrency 8 --count 64 --lengths 128/64
-      diptych bench --batches 1..128 --lengths 128/64 -o batches
       diptych bench --workload gamma:rate=1,cv=2,count=60,lengths=128/64 --ttft 2 --tpot 0.1 --goodput
       diptych bench --compare a.yaml b.yaml --workload poisson:rate=0.5,count=40,lengths=4x64/48+1024/48
     """
@@ -126,7 +121,7 @@ def bench(
     from cluster.cli.simulate import rates_of
     from cluster.offline.load.endpoint import Target
 
-    _check_modes(configurations, compare, batches, source, concurrency, count, lengths, wants_goodput, rates)
+    _check_modes(configurations, compare, source, concurrency, count, lengths, wants_goodput, rates)
     if seeds is not None and not (compare or wants_goodput):
         raise click.UsageError("--seeds goes with --goodput or --compare; a single run has --seed")
     for name, value, most in (("--attainment", target, 1.0), ("--tolerance", tolerance, 1e3)):
@@ -141,7 +136,6 @@ def bench(
     asked: BenchOptions = benching.BenchOptions(
         target=None if compare else Target(endpoint, model, api_key, tokenizer, access),
         source=source or f"burst:count={count or 1},lengths={lengths or LENGTHS}",
-        lengths=lengths or LENGTHS,
         concurrency=concurrency,
         slo=slo,
         deadline_s=deadline_s,
@@ -158,8 +152,6 @@ def bench(
         servers = {each: kind_of(each)[1] for each in configurations if "://" in each}
         others = {each: Target(address, model, api_key, tokenizer, access) for each, address in servers.items()}
         benching.compare(asked, configurations, others, runtime)
-    elif batches is not None:
-        benching.batches(asked, batches, repeats)
     else:
         benching.load(asked, benching.Goal(target, tolerance) if wants_goodput else None)
 
@@ -167,7 +159,6 @@ def bench(
 def _check_modes(
     configurations: tuple[str, ...],
     compare: bool,
-    batches: str | None,
     source: str | None,
     concurrency: int | None,
     count: int | None,
@@ -180,16 +171,10 @@ def _check_modes(
         raise click.UsageError(f"{configurations[0]} is a configuration; add --compare")
     if compare and (len(configurations) < 2 or len(set(configurations)) != len(configurations)):
         raise click.UsageError("--compare needs two or more configurations, each once: YAMLs or http:// endpoints")
-    if compare and (batches is not None or wants_goodput):
-        raise click.UsageError("--compare excludes --batches and --goodput")
-    if batches is not None:
-        others = {"--workload": source, "--concurrency": concurrency, "--count": count, "--rates": rates}
-        given = [name for name, value in others.items() if value is not None] + ["--goodput"] * wants_goodput
-        if given:
-            raise click.UsageError(f"--batches sends its own load; leave {given[0]} out")
-        return
+    if compare and wants_goodput:
+        raise click.UsageError("--compare excludes --goodput")
     if source is None and (concurrency is None or count is None):
-        raise click.UsageError("choose what to send: --workload SOURCE, --concurrency N --count M, or --batches 1..128")
+        raise click.UsageError("choose what to send: --workload SOURCE, or --concurrency N --count M")
     if source is not None and (count is not None or lengths is not None):
         extra = "--count" if count is not None else "--lengths"
         raise click.UsageError(f"the workload has its own {extra[2:]}; leave {extra} out")

@@ -20,13 +20,11 @@ from diptych.access import Access
 if TYPE_CHECKING:
     from cluster.cli.screen import PullProgress
     from cluster.offline.load.about import About
-    from cluster.offline.load.batches import Sweep
     from cluster.offline.load.endpoint import Endpoint, Target
     from cluster.offline.load.searching import GoodputQuery
     from cluster.offline.load.sending import Ended, LoadOptions
     from cluster.offline.report.compared import Compared
     from cluster.offline.report.html import More
-    from cluster.offline.scoring.batches import BatchFigures
     from cluster.offline.scoring.goodput import Goodput
     from cluster.offline.scoring.records import Run
     from cluster.offline.scoring.trials import SeedRun, Trials
@@ -42,7 +40,6 @@ class BenchOptions:
 
     target: "Target | None"
     source: str
-    lengths: str
     concurrency: int | None
     slo: "SLO"
     deadline_s: float
@@ -88,15 +85,6 @@ class _Driver:
 
         self._bar(what, 0, total)
         return self._runner.run(self.endpoint.drive(workload, self._asked.load(self.endpoint, seed), one_more))
-
-    def sweep(self, wanted: "Sweep") -> "tuple[BatchFigures, ...]":
-        from cluster.offline.load.batches import sweep
-
-        total = len(wanted.turns)
-        self._bar("batches finished", 0, total)
-        load = self._asked.load(self.endpoint, wanted.seed)
-        done = sweep(self.endpoint, wanted, load, lambda count: self._bar("batches finished", count, total))
-        return self._runner.run(done)
 
 
 @contextmanager
@@ -147,26 +135,6 @@ def _search(wanted: "GoodputQuery", drive: _Driver, shown: "Run") -> "Goodput":
     tolerance = f"to within {wanted.tolerance:.0%}"
     say(f"searching goodput, seeds {', '.join(map(str, wanted.seeds))} {tolerance}")
     return search(wanted, drive, shown.gpus, say)
-
-
-def batches(asked: BenchOptions, sizes: str, repeats: int) -> None:
-    """Static batches of rising size."""
-    from cluster.offline.load.batches import Sweep, sizes_of
-    from cluster.offline.report.batches import batch_curves, batch_table
-    from cluster.offline.report.html import More, Picture
-    from cluster.offline.report.table import terminal
-
-    wanted = Sweep(sizes_of(sizes), repeats, asked.lengths, asked.seeds[0])
-    wanted.workload(1, 0)  # before anything is sent
-    with _driver(asked) as (drive, about):
-        swept = drive.sweep(wanted)
-    table = batch_table(swept, asked.lengths)
-    caption = "Static batches: throughput of the machine and latency of one client."
-    more = More(grids=(table,), pictures=(Picture("batches", caption, partial(batch_curves, swept)),))
-    if not asked.as_json:
-        console().print(terminal(table))
-    told = {"lengths": asked.lengths, "batches": [each.as_json() for each in swept]}
-    _finish(asked, about, [], told, more, f"static batches of {asked.lengths} tokens")
 
 
 def compare(

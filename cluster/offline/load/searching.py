@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from cluster.offline.load.batches import number_of
 from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.goodput import Goodput, Probes, Search, goodput, probe_span_s
 from cluster.offline.scoring.records import Run
 from cluster.offline.workload.arrivals import Workload, WorkloadError
-from cluster.offline.workload.changes import WorkloadPhase, at_rate, concatenated, told_apart
+from cluster.offline.workload.changes import WorkloadPhase, at_rate, concatenated, run_number, told_apart
 from cluster.offline.workload.load import load_workload
 from workers.request import SLO
 
@@ -38,7 +37,7 @@ class GoodputQuery:
     def at(self, rate: float | None, seed: int, turn: int) -> Workload:
         """What is sent at a rate; None: at the source's own."""
         made = load_workload(self.source, seed=seed)
-        return told_apart(made if rate is None else at_rate(made, rate), number_of(seed, turn))
+        return told_apart(made if rate is None else at_rate(made, rate), run_number(seed, turn))
 
     def probe(self, rate: float, seed: int, turn: int) -> Workload:
         """The same, as long as a probe must be, but of at most some `MOST_REQUESTS`."""
@@ -51,7 +50,7 @@ class GoodputQuery:
         again = [load_workload(self.source, seed=seed + SEEDS_APART * number) for number in range(ceil(wanted / count))]
         parts = [told_apart(at_rate(each, rate), number) for number, each in enumerate(again)]
         whole = concatenated([WorkloadPhase(each) for each in parts])
-        return told_apart(replace(whole, name=once.name), number_of(seed, turn))
+        return told_apart(replace(whole, name=once.name), run_number(seed, turn))
 
     @property
     def start(self) -> float:

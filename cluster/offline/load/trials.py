@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from cluster.offline.load.batches import number_of
 from cluster.offline.load.endpoint import Endpoint, EndpointError, Target
 from cluster.offline.load.opening import open_endpoint
 from cluster.offline.load.processes import Child, ProcessFailed
@@ -24,7 +23,7 @@ from cluster.offline.scoring.figures import figures
 from cluster.offline.scoring.records import Run
 from cluster.offline.scoring.trials import SeedRun
 from cluster.offline.workload.arrivals import Workload
-from cluster.offline.workload.changes import at_rate, first, told_apart
+from cluster.offline.workload.changes import at_rate, first, run_number, told_apart
 from cluster.offline.workload.load import load_workload
 from cluster.spec import Role, load_spec
 from diptych.access import Access
@@ -64,10 +63,10 @@ class Plan:
         """The same for every configuration; other prompts at every rate."""
         made = load_workload(self.source, seed=seed)
         turn = 1 + self.rates.index(rate)
-        return told_apart(made if rate is None else at_rate(made, rate), number_of(seed, turn))
+        return told_apart(made if rate is None else at_rate(made, rate), run_number(seed, turn))
 
     def warm_up(self, seed: int) -> Workload:
-        return told_apart(first(load_workload(self.source, seed=seed), WARM_UP), number_of(seed, 0))
+        return told_apart(first(load_workload(self.source, seed=seed), WARM_UP), run_number(seed, 0))
 
     def order(self, configurations: Sequence[Configuration], place: int) -> list[Configuration]:
         """Under the seed at this place."""

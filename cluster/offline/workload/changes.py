@@ -17,6 +17,7 @@ from cluster.offline.workload.lengths import Lengths, Resampled
 from cluster.offline.workload.processes import Poisson, Process
 
 _IDS_BITS = 40  # of prefix blocks in one workload
+TURNS_PER_SEED = 1024
 
 
 def synthetic(
@@ -179,6 +180,11 @@ def told_apart(workload: Workload, number: int) -> Workload:
         blocks = each.prefix or (-1 - index,)
         named.append(replace(each, prefix=tuple(base + ids.setdefault(block, len(ids)) for block in blocks)))
     return replace(workload, arrivals=tuple(named))
+
+
+def run_number(seed: int, turn: int) -> int:
+    """The number for `told_apart` of one run among those of other seeds and turns."""
+    return (seed % 2**19) * TURNS_PER_SEED + turn % TURNS_PER_SEED
 
 
 # ---- parts in a row ----------------------------------------------------------------------------------------------

@@ -64,21 +64,6 @@ def test_a_folder_has_json_pictures_and_one_page(served: Served, tmp_path: Path)
     assert len(list(tmp_path.glob("*.trace.json"))) == 1, "whatever a model is called, its trace lies in the folder"
 
 
-def test_batches_have_their_own_columns(served: Served, tmp_path: Path) -> None:
-    options = ("--batches", "1..4", "--repeats", "2", "--lengths", "12/6", "-o", str(tmp_path))
-    result = run("--endpoint", served.grpc, *options)
-    assert result.exit_code == 0, result.output
-    assert "throughput" in result.stdout and "average latency" in result.stdout
-    swept = json.loads((tmp_path / "figures.json").read_text())["batches"]
-    assert [(each["size"], each["repeats"], each["failed"]) for each in swept] == [(1, 2, 0), (2, 2, 0), (4, 2, 0)]
-    for each in swept:
-        least_s, most_s = each["duration_s"][1:]
-        assert each["size"] * 6 / most_s == pytest.approx(each["throughput"][1])
-        assert each["size"] * 6 / least_s == pytest.approx(each["throughput"][2])
-        assert each["latency_s"][0] <= most_s
-    assert "Static batches" in (tmp_path / "report.html").read_text() and (tmp_path / "batches.png").exists()
-
-
 def test_goodput_of_a_server_with_a_known_capacity(server: MadeUp) -> None:
     """Five at once, each for 50 ms: 100 a second. Above, a queue grows and promises of 100 ms break."""
     workload = "constant:rate=30,count=30,lengths=8/5"
@@ -155,17 +140,12 @@ def test_of_an_endpoint_only_what_was_said_is_known(given: str, kind: bool | Non
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "choose what to send: --workload SOURCE, --concurrency N --count M, or --batches 1..128"),
+        ((), "choose what to send: --workload SOURCE, or --concurrency N --count M"),
         (("--count", "4"), "choose what to send"),
         (("a.yaml",), "a.yaml is a configuration; add --compare"),
         (("--compare", "a.yaml", *CLOSED), "--compare needs two or more configurations"),
         (("--compare", "a.yaml", "a.yaml", *CLOSED), "each once"),
-        (
-            ("--compare", "a.yaml", "b.yaml", "--goodput", "--workload", "x"),
-            "--compare excludes --batches and --goodput",
-        ),
-        (("--batches", "1,2", "--count", "4"), "--batches sends its own load; leave --count out"),
-        (("--batches", "two"), "--batches is 'two'"),
+        (("--compare", "a.yaml", "b.yaml", "--goodput", "--workload", "x"), "--compare excludes --goodput"),
         (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--count", "4"), "the workload has its own count"),
         (("--workload", "x", "--concurrency", "4", "--rates", "1"), "--concurrency has no rate"),
         (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--goodput"), "--goodput needs an SLO"),
