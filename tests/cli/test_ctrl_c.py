@@ -5,9 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -36,7 +36,14 @@ class Server:
         return self._path.read_text().splitlines()
 
     def press_ctrl_c(self) -> None:
-        os.killpg(self.process.pid, signal.SIGINT)
+        with suppress(ProcessLookupError):  # the process may have ended, and asyncio learns of it later
+            os.killpg(self.process.pid, signal.SIGINT)
+
+    async def printed(self, start: str) -> None:
+        """Return when a line with this start is there."""
+        async with asyncio.timeout(STOP_S):
+            while not any(line.startswith(start) for line in self.lines):
+                await asyncio.sleep(0.01)
 
     async def endpoint(self) -> str:
         async with asyncio.timeout(START_S):
@@ -93,9 +100,10 @@ async def test_the_second_ctrl_c_cuts_the_running_one_which_hears_why_and_later_
     async with server(tmp_path, "--grace", "60") as subject, AsyncClient(await subject.endpoint()) as client:
         with pytest.raises(DiptychError, match="the gateway was closed; ask again") as cut:
             async for event in client.generate("the sea", max_tokens=2000, ignore_eos=True):
-                if isinstance(event, TextDelta) and event.first_position < 3:
+                if isinstance(event, TextDelta) and event.first_position == 0:
                     subject.press_ctrl_c()
-                    await asyncio.sleep(0.2)
+                    await subject.printed("closing: ")
+                    subject.press_ctrl_c()
         assert (cut.value.code, cut.value.reason) == ("UNAVAILABLE", "GATEWAY_CLOSED")
         while subject.process.returncode is None:
             subject.press_ctrl_c()
@@ -116,15 +124,21 @@ async def test_who_is_cancelled_while_ray_starts_ends_that_ray_before_anything_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[str] = []
+    begun, cancelled = threading.Event(), threading.Event()
 
     def init(**options: object) -> None:
-        time.sleep(0.3)
+        begun.set()
+        cancelled.wait(STOP_S)
         told.append("started")
+
+    def progress(line: str) -> None:
+        told.append(line)
+        cancelled.set()
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: told.append("ended"))
-    starting = asyncio.ensure_future(_started({}, told.append))
-    await asyncio.sleep(0.05)
+    starting = asyncio.ensure_future(_started({}, progress))
+    await asyncio.to_thread(begun.wait)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
@@ -140,6 +154,7 @@ async def work():
     try:
         await asyncio.to_thread(time.sleep, 60)  # as Ray's start
     finally:
+        print("cancelled", flush=True)
         await asyncio.to_thread(time.sleep, 60)
 run(work())
 """
@@ -149,9 +164,9 @@ def test_before_anything_is_served_the_second_ctrl_c_ends_all_processes_at_once(
     process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     child = psutil.Process(int(process.stdout.readline()))
-    for _ in range(2):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "cancelled\n"
+    process.send_signal(signal.SIGINT)
     assert process.wait(STOP_S) == 130
     assert process.stderr.read() == "closed\n"
     child.wait(STOP_S)
