@@ -29,7 +29,7 @@ from cluster.offline.load.opening import open_endpoint
 from cluster.offline.load.processes import Child
 from cluster.offline.load.sending import LoadOptions, nothing
 from cluster.offline.scoring.figures import figures
-from cluster.offline.workload.changes import told_apart
+from cluster.offline.workload.changes import with_distinct_prompts
 from cluster.offline.workload.load import load_workload
 from workers.request import SLO
 
@@ -199,7 +199,7 @@ def ours(asked: Asked, folder: Path) -> Read:
 
     async def drive() -> Read:
         lengths = f"{asked.prompt_tokens}/{asked.output_tokens}"
-        workload = told_apart(load_workload(f"burst:count={asked.requests},lengths={lengths}", seed=0), 1)
+        workload = with_distinct_prompts(load_workload(f"burst:count={asked.requests},lengths={lengths}", seed=0), 1)
         async with open_endpoint(Target(asked.url, asked.model)) as endpoint:
             before = counted(asked.url)
             run = await endpoint.drive(

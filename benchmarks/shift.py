@@ -24,7 +24,7 @@ import click
 from benchmarks.hosted import ENGINE, MODEL, PATIENT, SHARE, hosted, refuse_foreign_ray
 from cluster.events import Delta
 from cluster.frontend.text import TextDelta
-from cluster.offline.load.sending import Ask, Heard, LoadOptions, drive
+from cluster.offline.load.sending import Ask, LoadOptions, ResponseEvent, drive
 from cluster.offline.load.through_grpc import through
 from cluster.offline.scoring.figures import attainment
 from cluster.offline.scoring.records import RequestOutcome, Run
@@ -119,7 +119,7 @@ def shifting(
 def remembering(ask: Ask, tokens: dict[str, list[int]]) -> Ask:
     """The same, with every answer's tokens kept by the request's id."""
 
-    async def asked(request: Request) -> AsyncGenerator[Heard, None]:
+    async def asked(request: Request) -> AsyncGenerator[ResponseEvent, None]:
         async with aclosing(ask(request)) as events:
             async for event in events:
                 if isinstance(event, Delta | TextDelta):

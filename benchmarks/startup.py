@@ -91,7 +91,7 @@ def _ours(idle_s: float) -> tuple[dict[str, float], dict[str, Weight]]:
             endpoint = ready.text.rpartition("//")[2]
             workers = asyncio.run(_worker_pids(endpoint))
             port = int(endpoint.rpartition(":")[2])
-            return phases(child.said, child.started_s), _weights(child, idle_s, workers, port)
+            return phases(child.lines, child.started_s), _weights(child, idle_s, workers, port)
 
 
 def _floor(idle_s: float) -> tuple[float, Weight]:

@@ -17,7 +17,7 @@ from benchmarks.elastic.record import Record
 from benchmarks.elastic.scenarios import SCENARIOS, Absent, Size, scenario
 from benchmarks.elastic.search import TARGET, Effort, Job, Tell, searched
 from cluster.offline.load import machine
-from cluster.offline.scoring.figures import promise
+from cluster.offline.scoring.figures import slo_text
 from cluster.offline.scoring.goodput import Map
 from cluster.offline.sim.compare import processes
 from cluster.offline.sim.systems import SYSTEMS
@@ -186,7 +186,7 @@ def _searched(probe: Probe, scale: float, seeds: tuple[int, ...], count: int) ->
     scales = ", ".join(f"{held / made.rate:.3f}" for held in entry.by_seed)
     return (
         f"{entry.name} on {made.name}, {made.workers} workers: goodput {entry.rate:.3f} requests/s, "
-        f"{entry.rate / case_of(probe.contender, made).gpus:.4f} per GPU, {TARGET:.0%} keep {promise(made.slo)}; "
+        f"{entry.rate / case_of(probe.contender, made).gpus:.4f} per GPU, {TARGET:.0%} keep {slo_text(made.slo)}; "
         f"scale by seed: {scales}"
     )
 

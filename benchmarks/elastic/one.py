@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.elastic.scenarios import Phase, Scenario
 from benchmarks.elastic.timeline import timeline
-from cluster.offline.scoring.figures import attainment, percentiles, promise
+from cluster.offline.scoring.figures import attainment, percentiles, slo_text
 from cluster.offline.scoring.latencies import latencies
 from cluster.offline.scoring.records import RequestOutcome, Run, Served
 from workers.request import SLO
@@ -80,7 +80,7 @@ def lines(run: Run, scenario: Scenario, scale: float) -> Iterator[str]:
     count = len(run.served)
     yield (
         f"{run.system} on {scenario.name} ({scenario.title}; {scenario.machines.hardware}, {scenario.workers} workers)"
-        f", scale {scale:g}: {count / scenario.seconds:.2f} requests/s, {promise(scenario.slo)}, seed {run.seed}, "
+        f", scale {scale:g}: {count / scenario.seconds:.2f} requests/s, {slo_text(scenario.slo)}, seed {run.seed}, "
         f"{run.wall_s:.1f} s of wall time"
     )
     yield (

@@ -24,7 +24,7 @@ from benchmarks.elastic.record import (
     ratio,
 )
 from benchmarks.filled import filled
-from cluster.offline.scoring.figures import promise
+from cluster.offline.scoring.figures import slo_text
 
 PAGE = "elastic-campaign.md"
 PICTURES = "../../docs/pictures/elastic-{}.svg"  # from benchmarks/results
@@ -58,7 +58,7 @@ def markdown(found: Record, pictures: str = PICTURES) -> str:
         goodputs=goodputs,
         phases=phases,
         stale=stale_table(found.stale),
-        promise=promise,
+        slo_text=slo_text,
         per_phase=lambda result: result.of(PER_PHASE),
         timetable=lambda result: result.of(TIMETABLE),
         picture=pictures.format,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.sim_vs_real.compare import Comparison, Row
 from benchmarks.sim_vs_real.record import Recorded
-from cluster.offline.scoring.figures import promise
+from cluster.offline.scoring.figures import slo_text
 from workers.profiles.measured import ClusterProfile
 
 PAGE = "simulator.md"
@@ -40,7 +40,7 @@ def section(found: Recorded, comparisons: Sequence[Comparison]) -> str:
     for real, comparison in zip(found.runs, comparisons, strict=True):
         head = (
             f"**{comparison.name} of its capacity**: {len(real.seen)} requests, {real.workload.rate:.2f} a second, "
-            f"SLO {promise(real.slo)}, attainment {comparison.real.attainment.both:.0%} real and "
+            f"SLO {slo_text(real.slo)}, attainment {comparison.real.attainment.both:.0%} real and "
             f"{comparison.simulated.attainment.both:.0%} simulated. Median error of a single request: TTFT "
             f"{comparison.each_ttft:.1%}, TPOT {comparison.each_tpot:.1%}."
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cluster.cli.comparison import system_json, tell, write
+from cluster.cli.comparison import print_comparison, system_json, write_report
 from cluster.cli.lifetime import run
 from cluster.cli.screen import console, print_json, progress_bar, say
 from diptych.access import Access
@@ -97,8 +97,8 @@ def _driver(asked: BenchOptions) -> "Iterator[tuple[_Driver, About]]":
         stack = AsyncExitStack()
         endpoint = runner.run(stack.enter_async_context(open_endpoint(asked.target)))
         try:
-            say(f"load on {endpoint.told}")
-            yield _Driver(runner, endpoint, asked, bar), about([endpoint.told], asked.seeds)
+            say(f"load on {endpoint.description}")
+            yield _Driver(runner, endpoint, asked, bar), about([endpoint.description], asked.seeds)
         finally:
             runner.run(stack.aclose())
 
@@ -145,7 +145,7 @@ def compare(
     from cluster.offline.load.trials import Plan, beside, configuration_of, run_trials
     from cluster.offline.report.compared import Compared
     from cluster.offline.report.table import terminal
-    from cluster.offline.report.trials import told, trial_tables
+    from cluster.offline.report.trials import summary_lines, trial_tables
     from cluster.offline.scoring.figures import figures
     from cluster.offline.scoring.trials import Trials
 
@@ -155,7 +155,7 @@ def compare(
     plan = Plan(asked.source, asked.rates or (None,), asked.seeds, runtime, asked.access)
     for rate in plan.rates:
         plan.workload(rate, asked.seeds[0])  # before anything is started
-    here = about([each.told for each in made], asked.seeds)
+    here = about([each.description for each in made], asked.seeds)
     if here.is_busy:
         say(f"load {here.load_before[0]:.1f} on {here.cores} cores: this machine is busy, do not quote these figures")
     runs = len(made) * len(plan.rates) * len(plan.seeds)
@@ -166,7 +166,7 @@ def compare(
     if not asked.as_json:
         for table in trial_tables(found):
             console().print(terminal(table))
-        for line in told(found):
+        for line in summary_lines(found):
             console().print(line, markup=False)
     document = {"systems": [system_json(each) for each in compared], **_trials_json(found)}
     first = f"Tables of systems and pictures of requests show seed {asked.seeds[0]} at {found.loads[0]} only."
@@ -227,20 +227,20 @@ class _Bars:
 
 def _more(found: "Trials") -> "More":
     from cluster.offline.report.html import More, Picture
-    from cluster.offline.report.trials import has_verdicts, told, trial_intervals, trial_tables, verdict_map
+    from cluster.offline.report.trials import has_verdicts, summary_lines, trial_intervals, trial_tables, verdict_map
 
     pictures = [Picture("compared", "Means and 95 % confidence intervals.", partial(trial_intervals, found))]
     if has_verdicts(found):
         caption = "Where each wins and loses against the best colocated configuration by that figure."
         pictures.insert(0, Picture("verdicts", caption, partial(verdict_map, found)))
-    return More(tuple(told(found)), tuple(trial_tables(found)), tuple(pictures))
+    return More(tuple(summary_lines(found)), tuple(trial_tables(found)), tuple(pictures))
 
 
 def _trials_json(found: "Trials") -> dict[str, Any]:
     """Every run's figures, and the lines that sum them up."""
-    from cluster.offline.report.trials import told
+    from cluster.offline.report.trials import summary_lines
 
-    return {"runs": [_run_json(each) for each in found.all], "told": list(told(found))}
+    return {"runs": [_run_json(each) for each in found.all], "told": list(summary_lines(found))}
 
 
 def _run_json(trial: "SeedRun") -> dict[str, Any]:
@@ -268,9 +268,9 @@ def _finish(
     if asked.as_json:
         print_json(document)
     elif compared and shown:
-        tell(compared, as_json=False)
+        print_comparison(compared, as_json=False)
         for reason, count in (each for system in compared for each in system.figures.reasons):
             say(f"{count} requests did not finish: {reason}")
     if asked.out is not None:
-        notes = (*about.told, *filter(None, [note]))
-        write(compared, asked.out, "Benchmark", source, document=document, notes=notes, more=more)
+        notes = (*about.lines, *filter(None, [note]))
+        write_report(compared, asked.out, "Benchmark", source, document=document, notes=notes, more=more)

@@ -25,7 +25,7 @@ def positive_slo(ttft_s: float | None, tpot_s: float | None) -> "SLO":
     return SLO(ttft_s, tpot_s)
 
 
-def tell(compared: "Sequence[Compared]", as_json: bool) -> None:
+def print_comparison(compared: "Sequence[Compared]", as_json: bool) -> None:
     """Tables, or one JSON list."""
     from cluster.offline.report.table import comparison, pools, terminal
 
@@ -38,7 +38,7 @@ def tell(compared: "Sequence[Compared]", as_json: bool) -> None:
         screen.print(terminal(of_pools))
     for system in compared:
         for found in system.goodputs:
-            screen.print(f"{system.name}: {found.told}", markup=False)
+            screen.print(f"{system.name}: {found.summary}", markup=False)
 
 
 def _file_name(name: str) -> str:
@@ -54,7 +54,7 @@ def system_json(system: "Compared") -> dict[str, Any]:
     }
 
 
-def write(
+def write_report(
     compared: "Sequence[Compared]",
     out: Path,
     title: str,

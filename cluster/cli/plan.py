@@ -170,7 +170,7 @@ def _place(said: dict[str, Any]) -> None:
     first = outline(asked)
     _first(outlined(asked, first), said["as_json"])
     searched, ended_by = _search(
-        said, PLACING_S, lambda budget, show: PlacementSearch(asked, budget.each, show.tell, budget.past).search()
+        said, PLACING_S, lambda budget, show: PlacementSearch(asked, budget.each, show.update, budget.past).search()
     )
     verdict = judged(asked, searched.options, searched.complete) if searched.options else None
     if verdict is not None and said["out"] is not None:
@@ -206,7 +206,7 @@ def _compare(said: dict[str, Any]) -> None:
     first = estimates(cases, terms)
     _first([f"{CAVEAT}.", *(f"  {each.told}" for each in first)], said["as_json"])
     (left, right), ended_by = _search(
-        said, PLACING_S, lambda budget, show: against(cases[0], cases[1], terms, budget.each, show.tell)
+        said, PLACING_S, lambda budget, show: against(cases[0], cases[1], terms, budget.each, show.update)
     )
     value = {**as_json(left, right, terms), "estimates": plain(first)}
     _tell(said, told(left, right, terms), value, ended_by)
@@ -236,7 +236,7 @@ def _buy(said: dict[str, Any]) -> None:
         raise PlanError("; ".join(refused) or "--hardware names no kind of GPU")
     first = [one.estimate for one in instances]
     _first([*estimated(kinds[0], lengths, first), *(f"  {each}" for each in refused)], said["as_json"])
-    found, ended_by = _search(said, BUYING_S, lambda budget, show: answers(instances, users, budget.each, show.tell))
+    found, ended_by = _search(said, BUYING_S, lambda budget, show: answers(instances, users, budget.each, show.update))
     value = {**as_json(kinds[0], lengths, found), "does_not_fit": refused}
     _tell(said, told(kinds[0], lengths, found), value, ended_by)
 

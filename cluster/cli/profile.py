@@ -78,9 +78,9 @@ async def _measure(endpoint: str, access: Access, rounds: int) -> "ClusterProfil
     from cluster.offline.profile.measure import measure
     from diptych.client import AsyncClient
 
-    with progress_bar() as tell:
+    with progress_bar() as progress:
         async with AsyncClient(endpoint, access=access) as client:
-            return await measure(client, tell, rounds)
+            return await measure(client, progress, rounds)
 
 
 def _show(found: "ClusterProfile") -> None:

@@ -47,7 +47,7 @@ def progress_bar() -> Iterator[PullProgress]:
     """A callback (what, done, total) that draws bars on a terminal. Elsewhere it prints each part once, and then how
     far the part is, every few seconds and at its end."""
     if not sys.stderr.isatty():
-        yield ProgressLines().tell
+        yield ProgressLines().update
         return
     from rich.progress import Progress, TaskID
 
@@ -67,7 +67,7 @@ class ProgressLines:
         self._clock = clock
         self._due_s: dict[str, float] = {}
 
-    def tell(self, what: str, done: int, total: int | None) -> None:
+    def update(self, what: str, done: int, total: int | None) -> None:
         now_s = self._clock()
         due_s = self._due_s.get(what)
         if due_s is None:

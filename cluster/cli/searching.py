@@ -21,9 +21,9 @@ INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
 
 
 class SearchProgress(Protocol):
-    """`tell` may be called by any thread; `tick` by the one that waits."""
+    """`update` may be called by any thread; `tick` by the one that waits."""
 
-    def tell(self, what: str, how_far: str) -> None: ...
+    def update(self, what: str, how_far: str) -> None: ...
     def tick(self, left_s: float) -> None: ...
 
 
@@ -31,11 +31,11 @@ class SearchLines:
     """What has changed, as lines, every few seconds."""
 
     def __init__(self) -> None:
-        self._said: dict[str, str] = {}
+        self._shown: dict[str, str] = {}
         self._new: dict[str, str] = {}
         self._next_s = 0.0
 
-    def tell(self, what: str, how_far: str) -> None:
+    def update(self, what: str, how_far: str) -> None:
         self._new[what] = how_far
 
     def tick(self, left_s: float) -> None:
@@ -44,8 +44,8 @@ class SearchLines:
             return
         self._next_s = now_s + LINE_S
         for what, how_far in list(self._new.items()):
-            if self._said.get(what) != how_far:
-                self._said[what] = how_far
+            if self._shown.get(what) != how_far:
+                self._shown[what] = how_far
                 say(f"{what}: {how_far} (at most {left_s:.0f} s left)")
 
 
@@ -57,7 +57,7 @@ class Bar:
         self._draw = draw
         self._rows: dict[str, str] = {}
 
-    def tell(self, what: str, how_far: str) -> None:
+    def update(self, what: str, how_far: str) -> None:
         self._rows[what] = how_far
 
     def tick(self, left_s: float) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.comparison import positive_slo, tell, write
+from cluster.cli.comparison import positive_slo, print_comparison, write_report
 from cluster.cli.groups import GroupedCommand, grouped
 from cluster.cli.screen import progress_bar
 from cluster.cli.searching import cores
@@ -137,9 +137,9 @@ def simulate(
     question = _question(workload, slo, targets, requests, seed, seeds, around) if wants_goodput else None
     wanted = SimulateOptions(cases, workload, slo, question, rates_of(rates), requests, seed, wants_trace, around)
     compared = _run(wanted, processes or cores())
-    tell(compared, as_json)
+    print_comparison(compared, as_json)
     if out is not None:
-        write(compared, out, "Simulation", source)
+        write_report(compared, out, "Simulation", source)
 
 
 def _from_file(
@@ -220,9 +220,9 @@ def rates_of(text: str | None) -> tuple[float, ...]:
 def _run(wanted: SimulateOptions, processes: int) -> "list[Compared]":
     from cluster.offline.sim.compare import processes as opened
 
-    with opened(processes) as each, progress_bar() as tell:
+    with opened(processes) as each, progress_bar() as progress:
         total = len(wanted.cases) * (1 + bool(wanted.rates) + bool(wanted.question))
-        done = partial(tell, "simulating")
+        done = partial(progress, "simulating")
         done(0, total)
         return _compared(wanted, each, lambda count: done(count, total))
 

@@ -50,7 +50,7 @@ def test_elsewhere_long_work_says_how_far_it_is_every_few_seconds(capsys: pytest
     now_s = 0.0
     lines = ProgressLines(lambda: now_s)
     for done in range(9):
-        lines.tell("requests finished", done, 8)
+        lines.update("requests finished", done, 8)
         now_s += LINE_S / 2
     assert capsys.readouterr().err.splitlines() == [
         "requests finished",

@@ -29,7 +29,7 @@ class About:
     versions: dict[str, str]
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def lines(self) -> tuple[str, ...]:
         """As lines for a reader."""
         load = "/".join(f"{each:.2f}" for each in self.load_before)
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())

@@ -15,10 +15,10 @@ class EndpointError(Exception):
 
 
 class Endpoint(Protocol):
-    """`vocab_size`: prompts are of token ids below it. `told`: what and where it is, in words."""
+    """`vocab_size`: prompts are of token ids below it. `description`: what it is and where."""
 
     name: str
-    told: str
+    description: str
     vocab_size: int
 
     async def drive(self, workload: Workload, load: LoadOptions, ended: Ended) -> Run:

@@ -43,8 +43,8 @@ class Child:
             start_new_session=True,
         )
         self._command = command
-        self._lines: queue.Queue[Line | None] = queue.Queue()
-        self._said: list[Line] = []
+        self._queue: queue.Queue[Line | None] = queue.Queue()
+        self._passed: list[Line] = []
         threading.Thread(target=self._read, daemon=True).start()
 
     @property
@@ -54,8 +54,8 @@ class Child:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for text in self._process.stdout:
-            self._lines.put(Line(text.rstrip(), time.perf_counter()))
-        self._lines.put(None)
+            self._queue.put(Line(text.rstrip(), time.perf_counter()))
+        self._queue.put(None)
 
     def write_line(self, text: str) -> None:
         """Into its input. Raises `ProcessFailed` when nobody reads there any more."""
@@ -71,19 +71,19 @@ class Child:
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
-                line = self._lines.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                line = self._queue.get(timeout=max(0.0, deadline_s - time.monotonic()))
             except queue.Empty:
                 raise ProcessFailed(f"{self._name} did not say {part!r} in {timeout_s:g} s{self._last}") from None
             if line is None:
                 raise ProcessFailed(f"{self._name} ended before it said {part!r}{self._last}")
-            self._said.append(line)
+            self._passed.append(line)
             if part in line.text:
                 return line
 
     @property
-    def said(self) -> tuple[Line, ...]:
+    def lines(self) -> tuple[Line, ...]:
         """The lines that `wait_line` has passed."""
-        return tuple(self._said)
+        return tuple(self._passed)
 
     @property
     def running(self) -> bool:
@@ -95,8 +95,8 @@ class Child:
 
     @property
     def _last(self) -> str:
-        told = " | ".join(line.text for line in self._said[-6:])
-        return f"; its last lines: {told}" if told else ""
+        text = " | ".join(line.text for line in self._passed[-6:])
+        return f"; its last lines: {text}" if text else ""
 
     def family(self) -> list[psutil.Process]:
         """The process and its descendants, those alive."""

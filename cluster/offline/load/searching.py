@@ -12,7 +12,7 @@ from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.goodput import Goodput, Probes, Search, goodput, probe_span_s
 from cluster.offline.scoring.records import Run
 from cluster.offline.workload.arrivals import Workload, WorkloadError
-from cluster.offline.workload.changes import WorkloadPhase, at_rate, concatenated, run_number, told_apart
+from cluster.offline.workload.changes import WorkloadPhase, at_rate, concatenated, run_number, with_distinct_prompts
 from cluster.offline.workload.load import load_workload
 from workers.request import SLO
 
@@ -37,7 +37,7 @@ class GoodputQuery:
     def at(self, rate: float | None, seed: int, turn: int) -> Workload:
         """What is sent at a rate; None: at the source's own."""
         made = load_workload(self.source, seed=seed)
-        return told_apart(made if rate is None else at_rate(made, rate), run_number(seed, turn))
+        return with_distinct_prompts(made if rate is None else at_rate(made, rate), run_number(seed, turn))
 
     def probe(self, rate: float, seed: int, turn: int) -> Workload:
         """The same, as long as a probe must be, but of at most some `MOST_REQUESTS`."""
@@ -48,9 +48,9 @@ class GoodputQuery:
         if count >= wanted:
             return once
         again = [load_workload(self.source, seed=seed + SEEDS_APART * number) for number in range(ceil(wanted / count))]
-        parts = [told_apart(at_rate(each, rate), number) for number, each in enumerate(again)]
+        parts = [with_distinct_prompts(at_rate(each, rate), number) for number, each in enumerate(again)]
         whole = concatenated([WorkloadPhase(each) for each in parts])
-        return told_apart(replace(whole, name=once.name), run_number(seed, turn))
+        return with_distinct_prompts(replace(whole, name=once.name), run_number(seed, turn))
 
     @property
     def start(self) -> float:
@@ -61,15 +61,15 @@ class GoodputQuery:
         return made.rate
 
 
-def search(wanted: GoodputQuery, drive: Drive, gpus: int, told: Callable[[str], object]) -> Goodput:
-    """As many runs as it takes, one after another. `told`: what each probe came to, in words."""
+def search(wanted: GoodputQuery, drive: Drive, gpus: int, on_probe: Callable[[str], object]) -> Goodput:
+    """As many runs as it takes, one after another. `on_probe` gets a line for each probe."""
     turn = 0
 
     def attain(rate: float, seed: int) -> Attainment:
         nonlocal turn
         turn += 1
         attained = attainment(drive(wanted.probe(rate, seed, turn), seed), wanted.slo)
-        told(f"{rate:.4g} requests/s, seed {seed}: SLO attainment {attained.both:.1%}")
+        on_probe(f"{rate:.4g} requests/s, seed {seed}: SLO attainment {attained.both:.1%}")
         return attained
 
     start = wanted.start

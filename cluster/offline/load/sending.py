@@ -19,8 +19,8 @@ from cluster.offline.workload.prompts import request
 from diptych.errors import DiptychError
 from workers.request import SLO, Request
 
-Heard = Queued | Accepted | Delta | TextDelta | TokenChunk | Completed | CountedAnswer
-Ask = Callable[[Request], AsyncGenerator[Heard, None]]
+ResponseEvent = Queued | Accepted | Delta | TextDelta | TokenChunk | Completed | CountedAnswer
+Ask = Callable[[Request], AsyncGenerator[ResponseEvent, None]]
 Ended = Callable[[], object]  # called whenever a request has ended
 
 NO_ROOM = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")  # a door's ways of saying no

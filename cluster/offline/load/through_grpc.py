@@ -52,7 +52,7 @@ class GrpcEndpoint:
     def __init__(self, client: AsyncClient, address: str, name: str, model: str, vocab_size: int) -> None:
         self._client = client
         self.name = name
-        self.told = f"{name} at {address if '://' in address else f'grpc://{address}'}, model {model}"
+        self.description = f"{name} at {address if '://' in address else f'grpc://{address}'}, model {model}"
         self.vocab_size = vocab_size
 
     async def drive(self, workload: Workload, load: LoadOptions, ended: Ended = nothing) -> Run:

@@ -77,11 +77,11 @@ class HttpEndpoint:
         self._tokenizer = tokenizer
         self.name = model
         self.vocab_size = ids if form.token_ids else VOCAB_SIZE
-        self.told = f"{model} at {base}, {form}"
+        self.description = f"{model} at {base}, {form}"
 
     async def drive(self, workload: Workload, load: LoadOptions, ended: Ended = nothing) -> Run:
         run = await drive(self.ask, workload, load, ended)
-        return replace(run, notes=(*run.notes, f"{self.told}; counted as one rank, the server does not say"))
+        return replace(run, notes=(*run.notes, f"{self.description}; counted as one rank, the server does not say"))
 
     async def ask(self, request: Request) -> AsyncGenerator[TokenChunk | CountedAnswer, None]:
         """Raises `RequestFailed` for whatever keeps the answer from coming whole."""

@@ -23,7 +23,7 @@ from cluster.offline.scoring.figures import figures
 from cluster.offline.scoring.records import Run
 from cluster.offline.scoring.trials import SeedRun
 from cluster.offline.workload.arrivals import Workload
-from cluster.offline.workload.changes import at_rate, first, run_number, told_apart
+from cluster.offline.workload.changes import at_rate, first, run_number, with_distinct_prompts
 from cluster.offline.workload.load import load_workload
 from cluster.spec import Role, load_spec
 from diptych.access import Access
@@ -36,13 +36,13 @@ KINDS = {"colocated=": True, "split=": False}  # before an endpoint's address
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What is compared. `is_colocated`: its workers do both phases; None: nobody said. `told`: what it is, in words.
+    """What is compared. `is_colocated`: its workers do both phases; None: unknown. `description`: for the report.
 
     `target` of a server that runs already; without, `path` is the cluster's YAML, which is started here.
     """
 
     name: str
-    told: str
+    description: str
     is_colocated: bool | None
     path: Path | None = None
     target: Target | None = None
@@ -63,10 +63,10 @@ class Plan:
         """The same for every configuration; other prompts at every rate."""
         made = load_workload(self.source, seed=seed)
         turn = 1 + self.rates.index(rate)
-        return told_apart(made if rate is None else at_rate(made, rate), run_number(seed, turn))
+        return with_distinct_prompts(made if rate is None else at_rate(made, rate), run_number(seed, turn))
 
     def warm_up(self, seed: int) -> Workload:
-        return told_apart(first(load_workload(self.source, seed=seed), WARM_UP), run_number(seed, 0))
+        return with_distinct_prompts(first(load_workload(self.source, seed=seed), WARM_UP), run_number(seed, 0))
 
     def order(self, configurations: Sequence[Configuration], place: int) -> list[Configuration]:
         """Under the seed at this place."""
@@ -108,8 +108,8 @@ def beside(given: str, target: Target) -> Configuration:
     """A server that others started, and that keeps running."""
     is_colocated, address = kind_of(given)
     kind = {True: "colocated", False: "split", None: "colocated or split, that was not said"}[is_colocated]
-    told = f"{address}, which was running already; {kind}"
-    return Configuration(address.partition("://")[2], told, is_colocated, target=target)
+    description = f"{address}, which was running already; {kind}"
+    return Configuration(address.partition("://")[2], description, is_colocated, target=target)
 
 
 async def run_trials(
@@ -132,8 +132,8 @@ async def run_trials(
                     ended = watcher.runs(each.name, f"seed {seed}, {load_name(rate, wanted)}", len(workload.arrivals))
                     run = replace(await endpoint.drive(workload, wanted, ended), system=each.name)
                     firsts.setdefault(each.name, run)
-                    told = figures(run, wanted.slo)
-                    trials.append(SeedRun(each.name, each.is_colocated, load_name(rate, wanted), seed, told))
+                    measured = figures(run, wanted.slo)
+                    trials.append(SeedRun(each.name, each.is_colocated, load_name(rate, wanted), seed, measured))
                     watcher.ran(trials[-1])
     return tuple(trials), {each.name: firsts[each.name] for each in configurations}
 
@@ -159,8 +159,8 @@ async def running(configuration: Configuration, plan: Plan) -> AsyncIterator[End
         try:
             line = await asyncio.to_thread(child.wait_line, READY, START_S)
         except ProcessFailed as error:
-            told = child.said[-1].text if child.said else ""
-            why = told.removeprefix("Error: ") if told.startswith("Error: ") else str(error)
+            last = child.lines[-1].text if child.lines else ""
+            why = last.removeprefix("Error: ") if last.startswith("Error: ") else str(error)
             raise EndpointError(f"{configuration.name} does not start: {why}") from error
         async with open_endpoint(Target(line.text.partition("ready: ")[2], access=plan.access)) as endpoint:
             yield endpoint

@@ -7,7 +7,7 @@ from cluster.offline.plan.asked import PlanRequest
 from cluster.offline.plan.buyer import InstanceAnswer, LengthRanges, UnderLoad
 from cluster.offline.plan.estimate import CAVEAT, Estimate, ms_range
 from cluster.offline.plan.written import plain
-from cluster.offline.scoring.figures import promise
+from cluster.offline.scoring.figures import slo_text
 
 
 def told(asked: PlanRequest, lengths: LengthRanges, found: Sequence[InstanceAnswer]) -> list[str]:
@@ -23,7 +23,7 @@ def told(asked: PlanRequest, lengths: LengthRanges, found: Sequence[InstanceAnsw
     for each in found:
         rate = f" ({1.0 / each.tpot_s[1]:.0f} tokens/s for one reader)" if each.tpot_s[1] else ""
         lines.append(f"  {each.estimate.name}: {ms_range(each.tpot_s)} for a single user{rate}{_under(each, 'tpot_s')}")
-    lines += ["", f"3. How much load there may be while both hold: {promise(asked.slo)}, for {100 * asked.target:g} %"]
+    lines += ["", f"3. How much load there may be while both hold: {slo_text(asked.slo)}, for {100 * asked.target:g} %"]
     for each in found:
         lines.append(f"  {each.estimate.name}: {_served(each)}")
     return lines
@@ -32,7 +32,7 @@ def told(asked: PlanRequest, lengths: LengthRanges, found: Sequence[InstanceAnsw
 def estimated(asked: PlanRequest, lengths: LengthRanges, found: Sequence[Estimate]) -> list[str]:
     """What is known before anything is simulated."""
     return [
-        f"{asked.shape.name}, {lengths.name}; {promise(asked.slo)}",
+        f"{asked.shape.name}, {lengths.name}; {slo_text(asked.slo)}",
         f"{CAVEAT}.",
         *(f"  {each.told}" for each in found),
     ]
@@ -52,18 +52,18 @@ def _served(answer: InstanceAnswer) -> str:
     if found is None:
         return f"{answer.estimate.served}; not simulated"
     if not found.rate:
-        return found.told
+        return found.summary
     tokens = found.rate * answer.mean_output
     least = "" if found.complete else "at least "
     each = f"{tokens:.4g} output tokens/s, {tokens / found.gpus:.4g} per GPU"
-    return f"{least}{found.rate:.3g} requests/s, {each} ({found.told})"
+    return f"{least}{found.rate:.3g} requests/s, {each} ({found.summary})"
 
 
 def as_json(asked: PlanRequest, lengths: LengthRanges, found: Sequence[InstanceAnswer]) -> dict[str, Any]:
     return {
         "model": asked.model,
         "lengths": plain(lengths),
-        "promise": promise(asked.slo),
+        "promise": slo_text(asked.slo),
         "target": asked.target,
         "ttft": [_latency(each, "ttft_s") for each in found],
         "tpot": [_latency(each, "tpot_s") for each in found],
@@ -82,7 +82,7 @@ def _throughput(answer: InstanceAnswer) -> dict[str, Any]:
         "requests_per_s": rate,
         "output_tokens_per_s": rate * answer.mean_output,
         "complete": answer.complete,
-        "told": _served(answer) if found is None else found.told,
+        "told": _served(answer) if found is None else found.summary,
     }
 
 

@@ -216,7 +216,7 @@ def _throughput(one: Instance, each: Map, told: Told) -> Goodput | None:
         seeds=asked.seeds,
         gpus=trial.gpus,
         led=True,
-        told=lambda rate, held: told(one.name, trying(rate, held)),
+        on_probe=lambda rate, held: told(one.name, trying(rate, held)),
     )
 
 

@@ -180,7 +180,7 @@ class PlacementSearch:
             target=asked.target,
             seeds=asked.seeds,
             gpus=layout.gpus,
-            told=lambda rate, held: self._told(what, f"{layout.told}: {trying(rate, held)}"),
+            on_probe=lambda rate, held: self._told(what, f"{layout.told}: {trying(rate, held)}"),
         )
         self._requests += len(found.probes) * trial.requests
         self._complete = self._complete and found.complete

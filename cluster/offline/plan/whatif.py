@@ -15,7 +15,7 @@ from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.placement import Told
 from cluster.offline.plan.search import LEAST, SLACK
 from cluster.offline.plan.trial import Trial, trial_of
-from cluster.offline.scoring.figures import Figures, figures, promise
+from cluster.offline.scoring.figures import Figures, figures, slo_text
 from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, TimeUp, goodput, trying
 from cluster.offline.sim.compare import Case
 from workers.request import SLO
@@ -107,7 +107,7 @@ def _side(case: Case, terms: WhatIfTerms, each: Map, told: Told) -> Side:
         target=terms.target,
         seeds=terms.seeds,
         gpus=max(1, case.gpus),
-        told=lambda rate, held: told(case.name, trying(rate, held)),
+        on_probe=lambda rate, held: told(case.name, trying(rate, held)),
     )
     return Side(case, found, tuple(runs))
 
@@ -158,10 +158,10 @@ def told(left: Side, right: Side, terms: WhatIfTerms) -> list[str]:
     else:
         verdict = f"{names[better.mean > 0.0]} serves more"
     return [
-        f"{terms.load.source.name}: {promise(terms.slo)} for at least {100 * terms.target:g} % of requests",
+        f"{terms.load.source.name}: {slo_text(terms.slo)} for at least {100 * terms.target:g} % of requests",
         verdict,
-        f"  {names[0]}: {left.goodput.told}",
-        f"  {names[1]}: {right.goodput.told}",
+        f"  {names[0]}: {left.goodput.summary}",
+        f"  {names[1]}: {right.goodput.summary}",
         f"at {terms.rate:g} requests/s, {names[0]} and {names[1]} (second less first):",
         *(f"  {row.told}" for row in found if not row.name.startswith("goodput")),
     ]
@@ -180,8 +180,8 @@ def as_json(left: Side, right: Side, terms: WhatIfTerms) -> dict[str, Any]:
         "gpus": [left.case.gpus, right.case.gpus],
         "rate": terms.rate,
         "target": terms.target,
-        "promise": promise(terms.slo),
-        "goodput": [left.goodput.told, right.goodput.told],
+        "promise": slo_text(terms.slo),
+        "goodput": [left.goodput.summary, right.goodput.summary],
         "complete": left.complete and right.complete,
         "rows": [
             {

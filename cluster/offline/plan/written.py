@@ -11,7 +11,7 @@ from cluster.offline.plan.deploy import spec_of
 from cluster.offline.plan.estimate import CAVEAT, Estimate
 from cluster.offline.plan.placement import Option, Searched
 from cluster.offline.plan.verdict import PlanVerdict
-from cluster.offline.scoring.figures import promise
+from cluster.offline.scoring.figures import slo_text
 from cluster.spec import FILE_DEFAULTS, ClusterSpec
 from workers.profiles.profile_errors import ProfileError
 from workers.profiles.shapes import SHAPES, WEIGHTS, canonical
@@ -24,7 +24,7 @@ def described(asked: PlanRequest, searched: Searched, verdict: PlanVerdict) -> l
     how = "its own times" if load.own_times else "Poisson arrivals"
     at = "" if asked.rate is None else f" at {asked.rate:g} requests/s"
     lines = [
-        f"{asked.shape.name} for {load.source.name} ({how}){at}: {promise(asked.slo)}",
+        f"{asked.shape.name} for {load.source.name} ({how}){at}: {slo_text(asked.slo)}",
         f"for at least {100 * asked.target:g} % of requests; {asked.network} network between nodes",
         "",
         verdict.words,
@@ -39,7 +39,7 @@ def described(asked: PlanRequest, searched: Searched, verdict: PlanVerdict) -> l
 
 
 def _evidence(asked: PlanRequest, option: Option) -> list[str]:
-    lines = [option.goodput.told]
+    lines = [option.goodput.summary]
     if asked.unit != "GPU":
         lines.append(f"{option.trial.weight:g} {asked.unit}, {option.value:.4g} requests/s for each {asked.unit}")
     if option.serves is not None:
@@ -74,7 +74,7 @@ def undecided(asked: PlanRequest, searched: Searched) -> list[str]:
 
 def outlined(asked: PlanRequest, found: Sequence[Estimate]) -> list[str]:
     """What is known before anything is simulated."""
-    lines = [f"{asked.shape.name} for {asked.load.source.name}: {promise(asked.slo)}", f"{CAVEAT}."]
+    lines = [f"{asked.shape.name} for {asked.load.source.name}: {slo_text(asked.slo)}", f"{CAVEAT}."]
     return lines + ([f"  {each.told}" for each in found] or ["  no layout would keep the promise, even without load"])
 
 
@@ -119,7 +119,7 @@ def option_json(asked: PlanRequest, option: Option) -> dict[str, Any]:
             "high": found.high,
             "by_seed": list(found.by_seed),
             "per_gpu": found.per_gpu,
-            "told": found.told,
+            "told": found.summary,
         },
         "attainment_at_rate": None if option.serves is None else plain(option.serves),
     }

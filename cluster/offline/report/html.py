@@ -32,7 +32,7 @@ class Picture:
 class More:
     """What a page has besides its systems: lines that sum up, tables, pictures."""
 
-    told: tuple[str, ...] = ()
+    summary: tuple[str, ...] = ()
     grids: tuple[Grid, ...] = ()
     pictures: tuple[Picture, ...] = ()
 
@@ -125,8 +125,8 @@ def page(
         verdict=verdict(systems),
         ran=ran(systems) if systems else None,
         notes=list(dict.fromkeys((*notes, *of_runs))),
-        told=[f"{system.name}: {goodput.told}" for system in systems for goodput in system.goodputs],
-        summed=more.told,
+        told=[f"{system.name}: {goodput.summary}" for system in systems for goodput in system.goodputs],
+        summed=more.summary,
         found=more.grids,
         grids=[grid for grid in (comparison(systems), details(systems), pools(systems)) if grid.rows],
         pictures=[{"caption": caption, "base64": b64encode(image).decode()} for caption, image in shown],

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.offline.report.compared import Compared, unit_of
 from cluster.offline.report.gantt import PHASE_COLOURS
 from cluster.offline.report.style import BLUE, COLOURS, GREEN, GREY, RED, drawn, look, panels, plain
-from cluster.offline.scoring.figures import Figures, Percentiles, attainment, promise
+from cluster.offline.scoring.figures import Figures, Percentiles, attainment, slo_text
 from cluster.offline.scoring.goodput import Goodput
 from cluster.offline.scoring.latencies import latencies
 from cluster.offline.scoring.records import Run
@@ -49,7 +49,7 @@ def goodput_bars(systems: Sequence[Compared]) -> Any:
     slo = next(goodput.slo for system in systems for goodput in system.goodputs)
     panel.set(
         xlabel=f"goodput, requests/s per {unit_of(systems)} (black: 95 % CI over seeds)",
-        title=f"Goodput with {promise(slo)}",
+        title=f"Goodput with {slo_text(slo)}",
     )
     _legend(picture, panel)
     return picture
@@ -95,7 +95,7 @@ def attainment_curves(systems: Sequence[Compared]) -> Any:
     panel.set(
         xlabel=f"requests/s per {unit_of(systems)}",
         ylabel="SLO attainment, %",
-        title=f"Attainment of {promise(slo)}",
+        title=f"Attainment of {slo_text(slo)}",
     )
     _legend(picture, panel)
     return picture

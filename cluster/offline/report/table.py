@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.offline.report.compared import Compared, unit_of
-from cluster.offline.scoring.figures import Figures, Percentiles, PoolFigures
+from cluster.offline.scoring.figures import Figures, Percentiles, PoolFigures, slo_text
 from cluster.offline.scoring.goodput import Goodput
 
 NOTHING = "-"
@@ -34,17 +34,17 @@ def comparison(systems: Sequence[Compared]) -> Grid:
 
 def _title(systems: Sequence[Compared]) -> str:
     figures = [system.figures for system in systems]
-    workloads, rates, promises = (
+    workloads, rates, slos = (
         ", ".join(dict.fromkeys(texts))
         for texts in (
             (each.workload for each in figures),
             (f"{each.offered_rate:.3g}" for each in figures),
-            (each.promise for each in figures),
+            (slo_text(each.slo) for each in figures),
         )
     )
     sure = f"Goodput counts all {unit_of(systems)}s provisioned, with its 95 % CI over seeds. "
     return (
-        f"{workloads} at {rates} requests/s; {promises}. {sure if any(system.goodputs for system in systems) else ''}"
+        f"{workloads} at {rates} requests/s; {slos}. {sure if any(system.goodputs for system in systems) else ''}"
         "Percentiles cover finished requests; SLO attainment counts every request, failures included."
     )
 

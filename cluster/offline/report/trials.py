@@ -48,11 +48,11 @@ def _figures(trials: Trials, metric: Metric, load: str) -> tuple[str, ...]:
     cells = []
     for name in trials.configurations:
         found = trials.mean(metric, name, load)
-        cells.append(NOTHING if found is None else _told(found, metric) + ("*" if name == best else ""))
+        cells.append(NOTHING if found is None else _interval_text(found, metric) + ("*" if name == best else ""))
     return (f"{metric.name}, {metric.unit}", *cells)
 
 
-def _told(found: Interval, metric: Metric) -> str:
+def _interval_text(found: Interval, metric: Metric) -> str:
     mean = f"{found.mean * metric.factor:.3g}"
     if found.seeds < 2:
         return mean
@@ -78,7 +78,7 @@ def by_text(found: Against, metric: Metric, *, sure: bool = True) -> str:
     return text + bounds if sure and by.seeds > 1 else text
 
 
-def told(trials: Trials) -> Iterator[str]:
+def summary_lines(trials: Trials) -> Iterator[str]:
     """Who wins where, and where not, in words: a line for each load and configuration that splits."""
     for load in trials.loads:
         for name in trials.configurations:

@@ -142,19 +142,15 @@ class Figures:
     def provisioned(self) -> str:
         return f"{self.gpus} {self.unit}s"
 
-    @property
-    def promise(self) -> str:
-        return promise(self.slo)
-
     def as_json(self) -> dict[str, Any]:
         """Built of what JSON knows; with the definitions of what it names."""
         import msgspec
 
         figures: dict[str, Any] = msgspec.to_builtins(self)
-        return {**figures, "promise": self.promise, "definitions": DEFINITIONS}
+        return {**figures, "promise": slo_text(self.slo), "definitions": DEFINITIONS}
 
 
-def promise(slo: SLO) -> str:
+def slo_text(slo: SLO) -> str:
     """The SLO in words."""
     parts = [
         f"{name} <= {bound:g} s" for name, bound in (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s)) if bound is not None

@@ -13,7 +13,7 @@ from math import inf, sqrt
 from statistics import fmean, stdev
 from typing import Any
 
-from cluster.offline.scoring.figures import Attainment, promise
+from cluster.offline.scoring.figures import Attainment, slo_text
 from workers.request import SLO
 
 Attain = Callable[[float, int], Attainment]  # at a rate, with a seed
@@ -128,9 +128,9 @@ class Goodput:
         return tuple((rate, _mean(each)) for rate, each in by_rate.items() if len(each) == len(self.seeds))
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """In words, with metric, target, promise, GPUs and how sure it is."""
-        asked = f"at least {100 * self.target:g} % of requests with {promise(self.slo)}"
+        asked = f"at least {100 * self.target:g} % of requests with {slo_text(self.slo)}"
         if self.unattainable:
             near = self.closest
             return (
@@ -139,7 +139,7 @@ class Goodput:
                 f"({_joined(self.limits)} missed)"
             )
         if not self.complete:
-            return self._told_so_far(asked)
+            return self._partial_summary(asked)
         sure = f"95 % CI {self.low:.4g}..{self.high:.4g}, t over {len(self.seeds)} seeds"
         bound = "at least " if self.capped else ""
         limits = "the search's cap" if self.capped else _joined(self.limits)
@@ -148,7 +148,7 @@ class Goodput:
             f"{bound}{self.per_gpu:.4g} per {self.unit} on {self.gpus} {self.unit}s: {asked}; limited by {limits}"
         )
 
-    def _told_so_far(self, asked: str) -> str:
+    def _partial_summary(self, asked: str) -> str:
         tried = f"{len(self.probes)} runs"
         if not self.probes:
             return f"goodput not known: the time was up before a first run had ended ({asked})"
@@ -164,14 +164,14 @@ class Goodput:
         written: dict[str, Any] = msgspec.to_builtins(self)
         return {
             **written,
-            "promise": promise(self.slo),
+            "promise": slo_text(self.slo),
             "per_gpu": self.per_gpu,
             "interval": f"95 %, Student's t over {len(self.seeds)} seeds" if len(self.seeds) > 1 else "none: one seed",
             "unattainable": self.unattainable,
             "capped": self.capped,
             "limits": self.limits,
             "closest": msgspec.to_builtins(self.closest) if self.probes else None,
-            "told": self.told,
+            "told": self.summary,
         }
 
 
@@ -226,14 +226,14 @@ def goodput(
     gpus: int,
     unit: str = "GPU",
     led: bool = False,
-    told: Callable[[float, float], None] = lambda rate, held: None,
+    on_probe: Callable[[float, float], None] = lambda rate, held: None,
 ) -> Goodput:
     """Search until every seed's bracket is narrow, or the time is up. Raises ValueError on a target, seeds or GPUs that
     make no sense.
 
     About log2(cap / start) + log2(1 / tolerance) probes a seed; all seeds' next probes go out together. `led`: the
     first seed is searched alone, the others start from where it ended: fewer probes in all, one after another.
-    `told` hears which rate is tried next, and the greatest one that has held.
+    `on_probe(rate, held)` is called before each probe with its rate and the highest rate that held.
     """
     if not 0.0 < target <= 1.0:
         raise ValueError(f"target: must be a share above 0 and at most 1, got {target}")
@@ -247,7 +247,7 @@ def goodput(
             begun = {seed: _Bracket(near) for seed in group}
             brackets |= begun
             while pairs := [(rate, seed) for seed, each in begun.items() if (rate := each.next()) is not None]:
-                told(pairs[0][0], max(each.held for each in brackets.values()))
+                on_probe(pairs[0][0], max(each.held for each in brackets.values()))
                 try:
                     probes.at(pairs)
                 finally:  # also of a round that was cut short

@@ -168,7 +168,7 @@ def fitting(workload: Workload, context_tokens: int) -> Workload:
 # ---- other prompts -----------------------------------------------------------------------------------------------
 
 
-def told_apart(workload: Workload, number: int) -> Workload:
+def with_distinct_prompts(workload: Workload, number: int) -> Workload:
     """The same requests with prompts that no other number's have, so that what one run leaves in caches helps no other.
 
     Within the workload prompts share what they did. No note: nothing else is another. `number` is below 2**30.
@@ -183,7 +183,7 @@ def told_apart(workload: Workload, number: int) -> Workload:
 
 
 def run_number(seed: int, turn: int) -> int:
-    """The number for `told_apart` of one run among those of other seeds and turns."""
+    """The number for `with_distinct_prompts` of one run among those of other seeds and turns."""
     return (seed % 2**19) * TURNS_PER_SEED + turn % TURNS_PER_SEED
 
 

@@ -20,23 +20,23 @@ _LONGEST_TICK_S = 60.0
 _TICKS = 100  # enough to know the usual one
 
 
-def collect(path: Path, said: WorkloadOptions, seed: int) -> Workload:
+def collect(path: Path, options: WorkloadOptions, seed: int) -> Workload:
     """What the file has, from time 0 on, with jitter; all at once if it has no times."""
     with opened(path) as stream:
         trace = read(stream, path)
-        block_tokens = said.block or trace.block_tokens
-        filled = _Filled(trace.rows, trace.drops_empty or said.zero == "drop")
-        arrivals = list(_wanted(_arrivals(filled, block_tokens, said.sort == "yes"), said, path, trace.ticked))
+        block_tokens = options.block or trace.block_tokens
+        filled = _Filled(trace.rows, trace.drops_empty or options.zero == "drop")
+        arrivals = list(_wanted(_arrivals(filled, block_tokens, options.sort == "yes"), options, path, trace.ticked))
     left_out = f"{filled.empty} requests of 0 tokens left out" if filled.empty else ""
     if not arrivals:
-        window = "" if said.begin is None else f" from {said.begin:g} s on"
+        window = "" if options.begin is None else f" from {options.begin:g} s on"
         raise WorkloadError(f"{path} has no requests{window}{left_out and ', '}{left_out}")
-    if said.sort == "yes":
+    if options.sort == "yes":
         arrivals.sort(key=lambda each: each.at_s)
         arrivals = [replace(each, at_s=each.at_s - arrivals[0].at_s) for each in arrivals]
     name = os.path.splitext(path.name.removesuffix(".gz"))[0]
     workload = Workload(name, tuple(arrivals), block_tokens, tuple(filter(None, (trace.note, left_out))))
-    return _spread(workload, said, seed, trace.ticked)
+    return _spread(workload, options, seed, trace.ticked)
 
 
 class _Filled:
@@ -89,20 +89,20 @@ def _problem(row: TraceRow, block_tokens: int, last_s: float, timed: bool, any_o
     return ""
 
 
-def _wanted(arrivals: Iterator[Arrival], said: WorkloadOptions, path: Path, ticked: bool) -> Iterator[Arrival]:
+def _wanted(arrivals: Iterator[Arrival], options: WorkloadOptions, path: Path, ticked: bool) -> Iterator[Arrival]:
     """As many as the options can need; for jitter some ticks more, and those before a window that it may move there."""
-    in_order = said.sort != "yes"
-    begin_s = said.begin or 0.0
-    reach_s = said.jitter if isinstance(said.jitter, float) else _LONGEST_TICK_S
-    first = said.first if in_order and not begin_s else None
-    ticks_wanted = _TICKS if ticked or said.jitter not in (None, "auto", "off") else 0
+    in_order = options.sort != "yes"
+    begin_s = options.begin or 0.0
+    reach_s = options.jitter if isinstance(options.jitter, float) else _LONGEST_TICK_S
+    first = options.first if in_order and not begin_s else None
+    ticks_wanted = _TICKS if ticked or options.jitter not in (None, "auto", "off") else 0
     count, ticks, last_s = 0, 0, -1.0
     for arrival in arrivals:
         ticks += arrival.at_s != last_s
         last_s = arrival.at_s
         if first is not None and count >= first and ticks > ticks_wanted:
             return
-        if in_order and said.until is not None and arrival.at_s >= said.until:
+        if in_order and options.until is not None and arrival.at_s >= options.until:
             return
         if in_order and arrival.at_s < begin_s - reach_s:
             continue
@@ -114,8 +114,8 @@ def _wanted(arrivals: Iterator[Arrival], said: WorkloadOptions, path: Path, tick
         count += 1
 
 
-def _spread(workload: Workload, said: WorkloadOptions, seed: int, ticked: bool) -> Workload:
-    wish = said.jitter or "auto"
+def _spread(workload: Workload, options: WorkloadOptions, seed: int, ticked: bool) -> Workload:
+    wish = options.jitter or "auto"
     if isinstance(wish, float):
         return changes.jittered(workload, wish, seed)
     if wish == "auto" and not ticked:

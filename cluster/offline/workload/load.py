@@ -11,7 +11,7 @@ from cluster.offline.workload.arrivals import MOST_REQUESTS, Workload, WorkloadE
 from cluster.offline.workload.changes import WorkloadPhase
 from cluster.offline.workload.collect import collect
 from cluster.offline.workload.lengths import MIXES, Lengths, Resampled, written
-from cluster.offline.workload.options import FOR_ALL_PROCESSES, FOR_TRACES, WorkloadOptions, options, split
+from cluster.offline.workload.options import FOR_ALL_PROCESSES, FOR_TRACES, WorkloadOptions, parse_options, split
 from cluster.offline.workload.processes import Burst, Constant, Day, Gamma, OnOff, Poisson, Process, Weibull
 
 _OF_TIME = ("rate", "duration")  # which a burst has not
@@ -81,30 +81,30 @@ def _phase(text: str, seed: int) -> WorkloadPhase:
     if head in _PROCESSES:
         return _synthetic(text, head, rest, seed)
     if os.path.exists(head):
-        return _trace(Path(head), options(rest, FOR_TRACES, head), seed)
+        return _trace(Path(head), parse_options(rest, FOR_TRACES, head), seed)
     near = difflib.get_close_matches(head, _PROCESSES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"processes are {', '.join(_PROCESSES)}"
     raise WorkloadError(f"{head!r} is neither a trace file nor a process of arrivals; {hint}")
 
 
-def _part(workload: Workload, said: WorkloadOptions) -> Workload:
+def _part(workload: Workload, options: WorkloadOptions) -> Workload:
     """Of all its requests those asked for, at the lengths asked for."""
-    if said.begin is not None or said.until is not None:
-        workload = changes.window(workload, said.begin or 0.0, said.until or math.inf)
-    if said.first is not None:
-        workload = changes.first(workload, said.first)
-    if said.clip is not None:
-        workload = changes.clipped(workload, said.clip)
-    if said.drop is not None:
-        workload = changes.fitting(workload, said.drop)
+    if options.begin is not None or options.until is not None:
+        workload = changes.window(workload, options.begin or 0.0, options.until or math.inf)
+    if options.first is not None:
+        workload = changes.first(workload, options.first)
+    if options.clip is not None:
+        workload = changes.clipped(workload, options.clip)
+    if options.drop is not None:
+        workload = changes.fitting(workload, options.drop)
     return workload
 
 
-def _paced(workload: Workload, said: WorkloadOptions, end_s: float | None) -> WorkloadPhase:
-    """Made faster, and how long it lasts when it was said to end at `end_s`."""
-    speed = said.speed or 1.0
-    seconds = None if end_s is None else (end_s - (said.begin or 0.0)) / speed
-    return WorkloadPhase(workload if said.speed is None else changes.faster(workload, speed), seconds)
+def _paced(workload: Workload, options: WorkloadOptions, end_s: float | None) -> WorkloadPhase:
+    """Apply the speed; with `end_s`, the phase has a fixed duration."""
+    speed = options.speed or 1.0
+    seconds = None if end_s is None else (end_s - (options.begin or 0.0)) / speed
+    return WorkloadPhase(workload if options.speed is None else changes.faster(workload, speed), seconds)
 
 
 # ---- synthetic ---------------------------------------------------------------------------------------------------
@@ -113,29 +113,31 @@ def _paced(workload: Workload, said: WorkloadOptions, end_s: float | None) -> Wo
 def _synthetic(text: str, head: str, rest: str, seed: int) -> WorkloadPhase:
     process, own = _PROCESSES[head]
     timeless = head == "burst"
-    said = options(rest, (*own, *(key for key in FOR_ALL_PROCESSES if not timeless or key not in _OF_TIME)), head)
-    if said.lengths is None:
+    options = parse_options(
+        rest, (*own, *(key for key in FOR_ALL_PROCESSES if not timeless or key not in _OF_TIME)), head
+    )
+    if options.lengths is None:
         raise WorkloadError(f"{head} needs lengths, such as lengths=mixed or lengths=1500-2000/500")
-    if said.rate is None and not timeless:
+    if options.rate is None and not timeless:
         raise WorkloadError(f"{head} needs a rate in requests a second, such as rate=4")
-    if said.count is None and said.duration is None:
+    if options.count is None and options.duration is None:
         raise WorkloadError(
             f"{head} needs an end: count=500 (requests){'' if timeless else ' or duration=300 (seconds)'}"
         )
-    if said.count is None and (said.rate or 0.0) * (said.duration or 0.0) > MOST_REQUESTS:
+    if options.count is None and (options.rate or 0.0) * (options.duration or 0.0) > MOST_REQUESTS:
         raise WorkloadError(f"{head}: rate times duration is more than {MOST_REQUESTS:,} requests; ask for fewer")
-    set_ones = {name: value for key, name in own.items() if (value := getattr(said, key)) is not None}
+    set_ones = {name: value for key, name in own.items() if (value := getattr(options, key)) is not None}
     made = changes.synthetic(
         text,
-        process(said.rate, **set_ones),
-        _lengths(said.lengths, seed),
-        key=os.path.basename(said.lengths) if os.path.exists(said.lengths) else said.lengths,
+        process(options.rate, **set_ones),
+        _lengths(options.lengths, seed),
+        key=os.path.basename(options.lengths) if os.path.exists(options.lengths) else options.lengths,
         seed=seed,
-        count=said.count,
-        duration_s=said.duration,
+        count=options.count,
+        duration_s=options.duration,
     )
-    ends = [end_s for end_s in (said.duration, said.until) if end_s is not None]
-    return _paced(_part(made, said), said, min(ends, default=None))
+    ends = [end_s for end_s in (options.duration, options.until) if end_s is not None]
+    return _paced(_part(made, options), options, min(ends, default=None))
 
 
 def _lengths(text: str, seed: int) -> Lengths:
@@ -152,26 +154,26 @@ def _lengths(text: str, seed: int) -> Lengths:
 # ---- traces ------------------------------------------------------------------------------------------------------
 
 
-def _trace(path: Path, said: WorkloadOptions, seed: int) -> WorkloadPhase:
-    workload = _part(collect(path, said, seed), said)
-    retimed = _retimed(workload, said, seed)
-    return _paced(retimed, said, said.until if retimed is workload else None)
+def _trace(path: Path, options: WorkloadOptions, seed: int) -> WorkloadPhase:
+    workload = _part(collect(path, options, seed), options)
+    retimed = _retimed(workload, options, seed)
+    return _paced(retimed, options, options.until if retimed is workload else None)
 
 
-def _retimed(workload: Workload, said: WorkloadOptions, seed: int) -> Workload:
+def _retimed(workload: Workload, options: WorkloadOptions, seed: int) -> Workload:
     """At the rate and with the arrivals asked for. A trace without times is redrawn or refused."""
-    rate = said.rate or workload.rate
-    how = said.arrivals or ("poisson" if said.sample or not workload.rate else "scaled")
-    if how == "burst" and not said.sample:
+    rate = options.rate or workload.rate
+    how = options.arrivals or ("poisson" if options.sample or not workload.rate else "scaled")
+    if how == "burst" and not options.sample:
         return changes.redrawn(workload, Burst(), seed)
     if not rate and len(workload.arrivals) > 1:
         raise WorkloadError(f"{workload.name}: all its requests have one time, or none; add rate=4 or arrivals=burst")
-    if said.sample:
+    if options.sample:
         if how != "poisson":
             raise WorkloadError(f"{workload.name}: a sample comes with arrivals=poisson, not {how}")
-        return changes.resampled(workload, said.sample, rate, seed)
+        return changes.resampled(workload, options.sample, rate, seed)
     if how == "scaled":
-        return workload if said.rate is None else changes.at_rate(workload, said.rate)
+        return workload if options.rate is None else changes.at_rate(workload, options.rate)
     if len(workload.arrivals) == 1:
         return workload
     return changes.redrawn(workload, Poisson(rate) if how == "poisson" else Constant(rate), seed)

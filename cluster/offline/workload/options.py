@@ -127,7 +127,7 @@ def split(text: str) -> tuple[str, str]:
     return head.strip(), rest.strip()
 
 
-def options(text: str, known: Sequence[str], source: str) -> WorkloadOptions:
+def parse_options(text: str, known: Sequence[str], source: str) -> WorkloadOptions:
     """Of a source that knows only these keys."""
     values: dict[str, str | float | int] = {}
     for part in filter(None, map(str.strip, text.split(","))):

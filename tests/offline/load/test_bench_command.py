@@ -134,7 +134,7 @@ def test_configurations_run_in_turn_and_are_compared(tiny: str, server: MadeUp, 
 def test_of_an_endpoint_only_what_was_said_is_known(given: str, kind: bool | None, words: str) -> None:
     assert kind_of(given) == (kind, "http://here:8000")
     made = beside(given, Target("http://here:8000"))
-    assert (made.name, made.is_colocated) == ("here:8000", kind) and made.told.endswith(words)
+    assert (made.name, made.is_colocated) == ("here:8000", kind) and made.description.endswith(words)
 
 
 @pytest.mark.parametrize(

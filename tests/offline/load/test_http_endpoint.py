@@ -12,7 +12,7 @@ from cluster.offline.load.through_http import VOCAB_SIZE, WORDS, HttpEndpoint, t
 from cluster.offline.scoring.figures import figures
 from cluster.offline.scoring.records import RequestOutcome, Run
 from cluster.offline.workload.arrivals import Arrival, Workload
-from cluster.offline.workload.changes import told_apart
+from cluster.offline.workload.changes import with_distinct_prompts
 from cluster.offline.workload.load import load_workload
 from tests.offline.load.made_up import MadeUp, made_up
 from workers.request import SLO
@@ -29,7 +29,7 @@ async def driven(server: MadeUp, workload: Workload = FEW, **load: object) -> Ru
 
 async def told(server: MadeUp) -> str:
     async with open_endpoint(Target(server.url, "made-up")) as endpoint:
-        return endpoint.told
+        return endpoint.description
 
 
 async def test_every_token_counts_at_the_time_of_its_chunk() -> None:
@@ -167,7 +167,7 @@ async def test_a_slow_request_of_a_closed_loop_holds_up_nobody_but_its_own_place
 
 async def test_equal_seeds_send_equal_requests_and_others_other_ones() -> None:
     async def sent(seed: int, number: int) -> list[Sequence[int]]:
-        workload = told_apart(load_workload("burst:count=6,lengths=20-40/3", seed=seed), number)
+        workload = with_distinct_prompts(load_workload("burst:count=6,lengths=20-40/3", seed=seed), number)
         await driven(server, workload, seed=seed)
         return sorted(body["prompt"] for body in server.bodies)
 
@@ -183,10 +183,12 @@ async def test_equal_seeds_send_equal_requests_and_others_other_ones() -> None:
 def test_prompts_told_apart_keep_what_they_share() -> None:
     arrivals = (Arrival(0.0, 40, 2, (5, 9)), Arrival(0.0, 40, 2, (5, 7)), Arrival(0.0, 40, 2))
     before = Workload("shared", arrivals, block_tokens=32)
-    after = told_apart(before, 3)
+    after = with_distinct_prompts(before, 3)
     one, two, three = (each.prefix for each in after.arrivals)
     assert one[0] == two[0] and len({*one, *two, *three}) == 4
-    assert not {*one, *two, *three} & {block for each in told_apart(before, 4).arrivals for block in each.prefix}
+    assert not {*one, *two, *three} & {
+        block for each in with_distinct_prompts(before, 4).arrivals for block in each.prefix
+    }
 
 
 def test_words_are_one_for_each_token() -> None:

@@ -79,7 +79,7 @@ def test_distserves_case_has_distserves_placement() -> None:
     with processes(2) as each:
         found = PlacementSearch(asked, each).search()
     for option in judged(asked, found.options).options:
-        print(f"{option.layout.told}: {option.goodput.told}")
+        print(f"{option.layout.told}: {option.goodput.summary}")
     best = max((each for each in found.options if each.layout.kind == "split"), key=lambda option: option.value)
     assert [(group.tensor, group.pipeline) for group in best.layout.groups] == [(2, 1), (1, 1)]
     assert best.goodput.per_gpu == pytest.approx(PUBLISHED_PER_GPU, rel=0.2)

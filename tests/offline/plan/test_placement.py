@@ -55,7 +55,7 @@ def test_the_plan_is_a_cluster_file_with_its_evidence(
     question, found, verdict = small
     write_plan(tmp_path / "plan.yaml", question, found, verdict)
     text = (tmp_path / "plan.yaml").read_text()
-    assert verdict.words in text and verdict.chosen.goodput.told in text
+    assert verdict.words in text and verdict.chosen.goodput.summary in text
     spec = load_spec(tmp_path / "plan.yaml")
     assert sum(pool.num_ranks for pool in spec.pools) == verdict.chosen.layout.gpus
     assert spec.gateway.slo == question.slo

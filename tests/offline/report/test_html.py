@@ -67,7 +67,7 @@ def test_the_page_says_what_was_run_and_what_it_means(tags: Tags) -> None:
     assert "<cut> & $x$" in words and "a <note>" in words and "made by hand" in words
     for system in both:
         for goodput in system.goodputs:
-            assert goodput.told in words
+            assert goodput.summary in words
     for word in (*DEFINITIONS, "every 50 ms", "virtual", "0, 1, 2", "TTFT <= 0.06 s and TPOT <= 0.02 s", "at 99 %"):
         assert word in words
 

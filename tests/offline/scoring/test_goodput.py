@@ -79,18 +79,18 @@ def test_the_interval_is_students_over_seeds() -> None:
     made = goodput(Probes(attain), Search(1.0, 0.1, 64.0, 1e-6), PROMISE, target=0.9, seeds=(8, 10, 12), gpus=1)
     assert made.rate == pytest.approx(10.0, rel=1e-5)
     assert made.high - made.rate == pytest.approx(4.303 * 2.0 / 3**0.5, rel=1e-4)
-    assert "95 % CI" in made.told and "t over 3 seeds" in made.told
+    assert "95 % CI" in made.summary and "t over 3 seeds" in made.summary
 
 
 def test_one_seed_has_no_interval_and_says_so() -> None:
     probes = Probes(partial(falling, 5.0, 0.0))
     made = goodput(probes, Search(1.0, 0.1, 64.0), PROMISE, target=0.9, seeds=(3,), gpus=2)
     assert made.low == made.rate == made.high
-    assert "one seed" in made.told and "CI" not in made.told
+    assert "one seed" in made.summary and "CI" not in made.summary
 
 
 def test_every_word_of_the_result_is_there() -> None:
-    told = searched(5.0, Search(1.0, 0.1, 64.0)).told
+    told = searched(5.0, Search(1.0, 0.1, 64.0)).summary
     for word in ("90 %", "TTFT <= 0.25 s and TPOT <= 0.1 s", "4 GPUs", "per GPU", "limited by TPOT"):
         assert word in told
 
@@ -111,7 +111,7 @@ def test_what_no_rate_can_meet_is_zero_with_the_closest_and_what_broke() -> None
     assert made.unattainable and made.rate == made.low == made.high == 0.0
     assert made.closest.rate == 0.25
     assert made.limits == ("TTFT",)
-    assert "not attainable" in made.told and "56.0% at 0.25 requests/s (TTFT missed)" in made.told
+    assert "not attainable" in made.summary and "56.0% at 0.25 requests/s (TTFT missed)" in made.summary
     assert {probe.rate for probe in made.probes} == {1.0, 0.5, 0.25}
 
 
@@ -125,7 +125,7 @@ def test_what_never_breaks_is_at_least_the_cap() -> None:
         gpus=3,
     )
     assert made.capped and made.rate == 50.0
-    assert "at least 50 requests/s" in made.told
+    assert "at least 50 requests/s" in made.summary
 
 
 def test_exactly_the_target_is_enough() -> None:
@@ -205,7 +205,7 @@ def test_when_the_time_is_up_the_bracket_is_the_answer(runs: int) -> None:
     assert len(made.probes) == runs
     for held, broke in zip(made.by_seed, made.broke, strict=True):
         assert held <= 5.0 and (broke is None or broke > 5.0)
-    assert "the time was up" in made.told
+    assert "the time was up" in made.summary
     json.dumps(made.as_json(), allow_nan=False)
 
 

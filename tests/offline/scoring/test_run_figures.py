@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.offline.scoring.figures import DEFINITIONS, Attainment, attainment, figures, percentiles, promise
+from cluster.offline.scoring.figures import DEFINITIONS, Attainment, attainment, figures, percentiles, slo_text
 from cluster.offline.scoring.latencies import worst_mean_s
 from cluster.offline.scoring.records import RequestOutcome, Run, Served, WorkerRecord
 from tests.offline.scoring.made import refused, served, split_run, steady
@@ -106,7 +106,7 @@ def test_json_names_promise_gpus_and_metrics() -> None:
     assert (written["gpus"], written["slo"]["ttft_s"]) == (4, 0.25)
     assert set(written["ttft_s"]) == {"count", "mean", "p50", "p90", "p99", "max"}
     assert written["definitions"] == DEFINITIONS
-    assert promise(SLO(tpot_s=0.1)) == "TPOT <= 0.1 s" and promise(ANY) == "no SLO"
+    assert slo_text(SLO(tpot_s=0.1)) == "TPOT <= 0.1 s" and slo_text(ANY) == "no SLO"
 
 
 @pytest.mark.parametrize(

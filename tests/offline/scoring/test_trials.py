@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from cluster.offline.report.style import png
-from cluster.offline.report.trials import by_text, has_verdicts, told, trial_intervals, trial_tables, verdict_map
+from cluster.offline.report.trials import (
+    by_text,
+    has_verdicts,
+    summary_lines,
+    trial_intervals,
+    trial_tables,
+    verdict_map,
+)
 from cluster.offline.scoring.figures import figures
 from cluster.offline.scoring.trials import METRICS, SeedRun, Trials, TrialVerdict, interval
 from tests.offline.scoring.made import split_run, steady
@@ -94,7 +101,7 @@ def test_losing_regions_are_told_and_drawn() -> None:
             for name, ttft in (("mixed", 0.4), ("split", split))
         ]
     )
-    low, high = told(trials)
+    low, high = summary_lines(trials)
     assert "wins: TTFT p50 0.25x of mixed" in low and "loses" not in low
     assert "loses: TTFT p50 2.25x of mixed" in high
     assert "no difference: TTFT and TPOT attainment +0 points" in high
@@ -109,11 +116,11 @@ def test_losing_regions_are_told_and_drawn() -> None:
 def test_what_may_or_may_not_split_is_neither_the_best_colocated_nor_held_against_it() -> None:
     others = [trial("mixed", 0, 0.4), trial("split", 0, 0.2, colocated=False)]
     trials = Trials([*others, trial("there", 0, 0.1, colocated=None)])
-    assert list(told(trials)) == list(told(Trials(others)))
+    assert list(summary_lines(trials)) == list(summary_lines(Trials(others)))
     means, against = trial_tables(trials)
     assert "there" in means.headers and against.headers == ("", "best colocated", "split")
 
 
 def test_without_a_colocated_one_there_is_nothing_to_hold_against() -> None:
     trials = Trials([trial("a", 0, 0.1, colocated=False), trial("b", 0, 0.2, colocated=False)])
-    assert not has_verdicts(trials) and list(told(trials)) == [] and len(list(trial_tables(trials))) == 1
+    assert not has_verdicts(trials) and list(summary_lines(trials)) == [] and len(list(trial_tables(trials))) == 1
