@@ -7,6 +7,5 @@ hosted, host    clusters in a process of their own       overhead  against the d
 asking          one request, its tokens timed            startup   against a bare Ray that imports torch
 environments    peers in environments of their own       engine    the engine against its peers, its step taken apart
                                                          gang      several ranks against one, and what lies between them
-routing         what a decision of each router costs (by itself: `python -m benchmarks.routing`)
                                                          simulator clusters in virtual time, by their size
 """
