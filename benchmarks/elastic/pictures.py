@@ -1,8 +1,9 @@
-"""The campaign as pictures, from its record alone: the same record gives the same bytes. Needs matplotlib, an extra."""
+"""Draws the campaign's record; the same record gives the same bytes. Needs matplotlib (`diptych[pictures]`)."""
 
 from pathlib import Path
 from typing import Any
 
+from benchmarks.elastic.contenders import KEEPING, called
 from benchmarks.elastic.record import (
     COLOCATED,
     OURS,
@@ -19,8 +20,9 @@ from benchmarks.elastic.timeline import Timeline
 from cluster.offline.report import style
 
 MISSING = "no pictures: matplotlib is missing; install it with `pip install 'diptych[pictures]'`"
-LOOKS = {
+COLORS = {
     OURS: style.GREEN,
+    FIXED_ROLES: "#7FCEB9",
     SPLIT: style.BLUE,
     COLOCATED: style.ORANGE,
     SYSTEM: style.GREY,
@@ -29,7 +31,18 @@ LOOKS = {
     PER_PHASE: "#000000",
 }
 LANES = {"steps with prompts": style.RED, "steps of decodes only": style.SKY}
-COLUMNS = 3
+COLUMNS = 2  # readable at the width of a README
+FIXED_ROLES = "Diptych, fixed roles"
+KIND_LABELS = {
+    OURS: "Diptych",
+    FIXED_ROLES: FIXED_ROLES,
+    SPLIT: "best static split",
+    COLOCATED: "best colocated",
+    SYSTEM: "best other system",
+    ROUTER: "best other router",
+    TIMETABLE: "known timetable",
+    PER_PHASE: "best static per phase",
+}
 HEADLINE = "phases-a100"
 HEADLINE_NAMES = {OURS: "Diptych", SYSTEM: "best other system", SPLIT: "best static split", COLOCATED: "best colocated"}
 
@@ -55,47 +68,68 @@ def draw(folder: Path, found: Record, suffix: str) -> None:
 
 @style.drawn
 def _goodputs(found: Record) -> Any:
-    """Bars by workload, ours first, with intervals."""
+    """One panel per workload: the best contender of each kind, with intervals. The page's tables have all of them."""
     rows = -(-len(found.results) // COLUMNS)
-    most = max(len(result.entries) for result in found.results)
-    picture, panels = style.panels(rows, COLUMNS, 12.0, (0.8 + 0.15 * most) * rows)
+    picture, panels = style.panels(rows, COLUMNS, 11.0, 2.95 * rows)
     cells = list(panels.flat)
     for panel, result in zip(cells, found.results, strict=False):
-        shown = sorted(result.entries, key=lambda each: each.rate)
-        gpus = result.gpus
-        rates = [each.rate / gpus for each in shown]
-        off = [[(each.rate - each.low) / gpus for each in shown], [(each.high - each.rate) / gpus for each in shown]]
-        panel.barh(range(len(shown)), rates, color=[LOOKS[each.kind] for each in shown])
-        panel.set_yticks(range(len(shown)), [_label(each) for each in shown])
-        panel.errorbar(rates, range(len(shown)), xerr=off, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
-        panel.set(title=result.scenario)
-        panel.tick_params(axis="y", labelsize=6.5, length=0)
-        panel.margins(y=0.01)
-        panel.grid(axis="y", visible=False)
+        _bars(panel, [each for kind in reversed(KIND_LABELS) if (each := _labeled(result, kind))], result.gpus)
+        panel.set_title(result.scenario, fontsize=14, fontweight="bold")
     for panel in cells[len(found.results) :]:
         panel.axis("off")
-    picture.supxlabel("goodput, requests/s and GPU, 90 % keep both promises; *: first seed alone")
+    picture.supxlabel(
+        "goodput per GPU: requests/s with 90 % SLO attainment (lines: 95 % intervals; *: one seed)", fontsize=14
+    )
     return picture
+
+
+def _labeled(result: Result, kind: str) -> tuple[str, str, Entry] | None:
+    """The best of a kind, with the kind and a label. A search of one seed counts only where no other one is there."""
+    alike = [entry for entry in result.entries if _kind(entry) == kind]
+    if not alike:
+        return None
+    best = max(alike, key=lambda entry: (len(entry.by_seed), entry.rate))
+    return kind, KIND_LABELS[kind] + (" *" if len(best.by_seed) < 2 else ""), best
+
+
+def _kind(entry: Entry) -> str:
+    """As drawn: Diptych's own router is no other router, and counts only together with its admission."""
+    if entry.kind != ROUTER or not called(entry.name).is_ours_in_part:
+        return entry.kind
+    return FIXED_ROLES if called(entry.name).routing == KEEPING else ""
+
+
+def _bars(panel: Any, labeled: list[tuple[str, str, Entry]], gpus: int) -> None:
+    """Bars from the bottom up, each with its figure behind its interval."""
+    entries = [entry for _, _, entry in labeled]
+    rates = [entry.rate / gpus for entry in entries]
+    highs = [entry.high / gpus for entry in entries]
+    intervals = [
+        [(entry.rate - entry.low) / gpus for entry in entries],
+        [(entry.high - entry.rate) / gpus for entry in entries],
+    ]
+    lanes = range(len(entries))
+    panel.barh(lanes, rates, xerr=intervals, capsize=3, color=[COLORS[kind] for kind, _, _ in labeled])
+    for lane, rate, high in zip(lanes, rates, highs, strict=True):
+        panel.text(high + 0.015 * max(highs), lane, f"{rate:.2f}", va="center", fontweight="bold", fontsize=12)
+    panel.set_yticks(lanes, [label for _, label, _ in labeled], fontsize=12)
+    panel.tick_params(axis="x", labelsize=11)
+    panel.set_xlim(0, 1.12 * max(highs))
+    panel.grid(axis="y", visible=False)
 
 
 @style.drawn
 def _headline(result: Result) -> Any:
-    """For a narrow page: goodput of ours beside the best of each kind, and what our workers computed over time."""
+    """For a narrow page: Diptych's goodput beside the best of each kind, and what its workers computed over time."""
     kinds = list(reversed(HEADLINE_NAMES))
     best = [max((each for each in result.entries if each.kind == kind), key=lambda each: each.rate) for kind in kinds]
     picture, panels = style.panels(2, 1, 8.0, 5.2)
     above, below = panels[0][0], panels[1][0]
-    rates = [each.rate for each in best]
-    off = [[each.rate - each.low for each in best], [each.high - each.rate for each in best]]
-    above.barh(range(len(best)), rates, xerr=off, capsize=3, color=[LOOKS[kind] for kind in kinds])
-    for lane, rate in enumerate(rates):
-        above.text(0.06, lane, f"{rate:.2f}", va="center", color="white", fontweight="bold", fontsize=12)
-    named = [
+    labels = [
         HEADLINE_NAMES[kind] + ("" if kind in (OURS, COLOCATED) else f"\n({each.name})")
         for kind, each in zip(kinds, best, strict=True)
     ]
-    above.set_yticks(range(len(best)), named, fontsize=11)
-    above.grid(axis="y", visible=False)
+    _bars(above, list(zip(kinds, labels, best, strict=True)), gpus=1)
     above.set_title("requests/s with 90 % SLO attainment", fontsize=12)
     ours = result.timelines[0]
     _roles(below, ours)
@@ -111,25 +145,19 @@ def _headline(result: Result) -> Any:
     return picture
 
 
-def _label(entry: Entry) -> str:
-    name = f"router {entry.name.partition(' on ')[0]}" if entry.kind == ROUTER else entry.name
-    alone = "" if len(entry.by_seed) > 1 else " *"
-    return {OURS: "ours", TIMETABLE: "by timetable", PER_PHASE: "best per phase"}.get(entry.kind, name) + alone
-
-
 @style.drawn
 def _over_time(result: Result) -> Any:
-    """Above, who keeps how many promises; below, what each of our workers spends its time on."""
+    """Above, SLO attainment over time; below, what each of Diptych's workers computes."""
     ours = result.timelines[0]
     picture, panels = style.panels(2, 1, 9.0, 3.0 + 0.32 * len(ours.workers), sharex=True)
     above, below = panels[0][0], panels[1][0]
     for line in result.timelines:
         at_s = [(index + 0.5) * line.bin_s for index, kept in enumerate(line.kept) if kept >= 0.0]
         kept = [100.0 * each for each in line.kept if each >= 0.0]
-        above.plot(at_s, kept, color=_colour(result, line.name), linewidth=1.4, label=line.name)
+        above.plot(at_s, kept, color=_color(result, line.name), linewidth=1.4, label=line.name)
     above.axhline(90, color="black", linewidth=0.8, linestyle=":")
-    above.set(ylabel="kept, % of arrivals", ylim=(-3, 103))
-    above.set_title(f"{result.scenario}, {ours.rate:.2f} requests/s; below, what workers of ours did")
+    above.set(ylabel="SLO attainment, %", ylim=(-3, 103))
+    above.set_title(f"{result.scenario}, {ours.rate:.2f} requests/s; below, what Diptych's workers computed")
     for panel in (above, below):
         for _, begin_s in result.boundaries[1:]:
             panel.axvline(begin_s, color=style.GREY, linewidth=0.8)
@@ -140,20 +168,20 @@ def _over_time(result: Result) -> Any:
     return picture
 
 
-def _colour(result: Result, name: str) -> str:
+def _color(result: Result, name: str) -> str:
     kind = next((each.kind for each in result.entries if each.name == name), "")
-    return LOOKS.get(kind, style.PURPLE)
+    return COLORS.get(kind, style.PURPLE)
 
 
 def _roles(panel: Any, ours: Timeline) -> None:
-    """One lane a worker: in each bin, the share in steps with prompts from the left, that in other steps behind it."""
+    """One lane per worker. Each time bin shows the share of time in steps with prompts, then in other steps."""
     names = list(ours.workers)
     for lane, name in enumerate(names):
         for index, (prompts, others) in enumerate(ours.workers[name]):
             begin_s = index * ours.bin_s
             spans = [(begin_s, prompts * ours.bin_s), (begin_s + prompts * ours.bin_s, others * ours.bin_s)]
             panel.broken_barh(spans, (lane - 0.4, 0.8), facecolors=list(LANES.values()))
-    for told, colour in LANES.items():
-        panel.barh([0], [0], color=colour, label=told)
+    for label, color in LANES.items():
+        panel.barh([0], [0], color=color, label=label)
     panel.set_yticks(range(len(names)), names, fontsize=7.5)
     panel.set_ylim(len(names) - 0.4, -0.6)
