@@ -20,6 +20,7 @@ from benchmarks.elastic.timeline import Timeline
 from cluster.offline.report import style
 
 MISSING = "no pictures: matplotlib is missing; install it with `pip install 'diptych[pictures]'`"
+FIXED_ROLES = "Diptych, fixed roles"
 COLORS = {
     OURS: style.GREEN,
     FIXED_ROLES: "#7FCEB9",
@@ -32,7 +33,6 @@ COLORS = {
 }
 LANES = {"steps with prompts": style.RED, "steps of decodes only": style.SKY}
 COLUMNS = 2  # readable at the width of a README
-FIXED_ROLES = "Diptych, fixed roles"
 KIND_LABELS = {
     OURS: "Diptych",
     FIXED_ROLES: FIXED_ROLES,
