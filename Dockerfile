@@ -1,22 +1,26 @@
 # docker build -t diptych:0.1.0 .   or   buildah bud -t diptych:0.1.0 .
-# Any base with Python 3.11 and its venv module will do. It runs as user 1000, also with a read-only root: what is written
-# goes to /tmp, /cache and /dev/shm.
+# Any base with Python 3.11 and its venv module works. The container runs as user 1000 and may have a read-only root: it
+# writes to /tmp, /cache and /dev/shm only.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS build
-# Where pip looks, if not in its default place; of this stage only, nothing of it is in the image.
+# Package indexes other than pip's default. Used in this stage only; the image does not contain them.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG TORCH=torch==2.13.0
-ARG EXTRAS=http,nixl
+ARG EXTRAS=http
+# nixl or nixl-cu13. Empty: the one built for the CUDA of the torch installed below.
+ARG NIXL_EXTRA=
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 COPY constraints.txt ./
-# torch first: anything that asks for torch then finds the build that was chosen.
+# torch first, so that packages that depend on it keep the chosen build.
 RUN python3 -m venv /opt/diptych && /opt/diptych/bin/pip install -c constraints.txt "${TORCH}"
-# Everything else before the source, so that a change of the source costs seconds.
+# Dependencies before the source: a change of the source then rebuilds in seconds.
 COPY pyproject.toml README.md LICENSE ./
-RUN /opt/diptych/bin/pip install -c constraints.txt ".[${EXTRAS}]"
+COPY kvtransfer/backends/nixl_build.py /tmp/
+RUN nixl="${NIXL_EXTRA:-$(/opt/diptych/bin/python -P /tmp/nixl_build.py)}" \
+    && /opt/diptych/bin/pip install -c constraints.txt ".[${EXTRAS},${nixl}]"
 COPY proto proto
 COPY kvtransfer kvtransfer
 COPY workers workers
@@ -28,7 +32,7 @@ LABEL org.opencontainers.image.title="Diptych" \
       org.opencontainers.image.description="Disaggregated prefill and decode serving of large language models on Ray" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="0.1.0"
-# Kernels for this very CPU, and Triton's launchers, are compiled at the first start. The distribution chooses the version.
+# g++ compiles the kernels for the host's CPU, and Triton's launchers, at the first start. The distribution picks its version.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
