@@ -475,7 +475,7 @@ class ClusterSpec:
         return replace(self, model=model, pools=tuple(replace(pool, model=None) for pool in self.pools))
 
 
-# What a cluster file gets where it names nothing else (docs/decisions/0044-our-policies-are-the-default.md). The types
+# What a cluster file gets where it names nothing else (docs/decisions/0044-default-policies.md). The types
 # themselves keep the plain policies: baselines are built from them.
 FILE_DEFAULTS: dict[type, dict[str, Any]] = {
     GatewaySpec: {"routing": "slo", "admission": "slo"},
