@@ -6,7 +6,6 @@ With `retry=Retry()` a call that may work later is tried again, and a stream tha
 
 import asyncio
 import itertools
-import json
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
@@ -18,19 +17,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diptych.access import Access
 from diptych.channel import Interceptors, host_port, open_channel
+from diptych.codec import duration_of
 from diptych.errors import NO_HANDSHAKE, DiptychError
 from diptych.events import Accepted, Answer, Completed, TextDelta, TextEvent, answer_of
 from diptych.failures import error_from, error_of_call
 from diptych.history import Window
-from diptych.messages import events_from, sampling_message, slo_message
-from diptych.options import SLO, Messages, Prompt, SamplingOptions
+from diptych.messages import events_from, request_message
+from diptych.options import BatchOptions, Messages, Prompt, RequestOptions
 from diptych.request_ids import made_id
 from diptych.retry import Received, Retry, Tries
 from diptych.shapes import Shape, Timings
-from diptych.status import ClusterStatus, measure_message, timings_from, window_from
+from diptych.status import ROLE, SHAPE, TIMINGS, ClusterStatus, window_from
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from diptych.view import Role
-from diptych.wire import INFERENCE, ROLES, duration_of
+from diptych.wire import INFERENCE
 
 
 class AsyncClient:
@@ -71,80 +71,43 @@ class AsyncClient:
         await self._channel.close()
 
     def generate(
-        self,
-        prompt: Prompt,
-        *,
-        request_id: str = "",
-        model: str = "",
-        session: str = "",
-        slo: SLO | None = None,
-        tenant: str = "",
-        timeout_s: float | None = None,
-        apply_chat_template: bool = False,
-        **sampling: Unpack[SamplingOptions],
+        self, prompt: Prompt, *, apply_chat_template: bool = False, **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[TextEvent, None]:
-        """Go on from text or token ids. Closing the iterator cancels the request in the cluster.
+        """Continue text or token ids. Closing the iterator cancels the request in the cluster.
 
-        `apply_chat_template`: the text is a user's message; a model without a template goes on from it as it is.
+        `apply_chat_template`: the text is a user's message; a model without a template continues it as it is.
         """
-        request = self._request(prompt, None, request_id, model, session, slo, tenant, sampling)
+        request = request_message(prompt, **options)
         request.apply_chat_template = apply_chat_template
-        return self._stream(request, timeout_s)
+        return self._stream(request, options.get("timeout_s"))
 
     def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        request_id: str = "",
-        model: str = "",
-        session: str = "",
-        slo: SLO | None = None,
-        tenant: str = "",
-        timeout_s: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = (), **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[TextEvent, None]:
         """Answer (role, content) messages. Closing the iterator cancels the request in the cluster.
 
-        `tools` describe functions, as the model's chat template wants them; calls of them come as plain text.
+        `tools` describe functions in the form that the model's chat template wants; calls come back as plain text.
         """
-        request = self._request(None, messages, request_id, model, session, slo, tenant, sampling, tools)
-        return self._stream(request, timeout_s)
+        request = request_message(messages=messages, tools=tools, **options)
+        return self._stream(request, options.get("timeout_s"))
 
     async def complete(
-        self,
-        prompt: Prompt,
-        *,
-        request_id: str = "",
-        model: str = "",
-        session: str = "",
-        slo: SLO | None = None,
-        tenant: str = "",
-        timeout_s: float | None = None,
-        apply_chat_template: bool = False,
-        **sampling: Unpack[SamplingOptions],
+        self, prompt: Prompt, *, apply_chat_template: bool = False, **options: Unpack[RequestOptions]
     ) -> Answer:
-        """As `generate`, in one piece."""
-        request = self._request(prompt, None, request_id, model, session, slo, tenant, sampling)
+        """Like `generate`, but returns the whole answer at once."""
+        request = request_message(prompt, **options)
         request.apply_chat_template = apply_chat_template
         request.response_mode = inference_pb2.RESPONSE_MODE_WHOLE
-        return answer_of([event async for event in self._stream(request, timeout_s)])
+        return answer_of([event async for event in self._stream(request, options.get("timeout_s"))])
 
     async def batch(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        model: str = "",
-        slo: SLO | None = None,
-        tenant: str = "",
-        timeout_s: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        self, prompts: Sequence[Prompt], **options: Unpack[BatchOptions]
     ) -> AsyncGenerator[tuple[int, Answer | DiptychError], None]:
-        """(index, answer) as they finish. A prompt that fails gives its error; the others go on."""
-        requests = [self._request(prompt, None, "", model, "", slo, tenant, sampling) for prompt in prompts]
+        """(index, answer) in the order they finish. A prompt that fails yields its error; the others go on."""
+        requests = [request_message(prompt, **options) for prompt in prompts]
         for request in requests:
             request.response_mode = inference_pb2.RESPONSE_MODE_WHOLE
-        left, tries = list(range(len(requests))), self._tries(timeout_s)
+        left, tries = list(range(len(requests))), self._tries(options.get("timeout_s"))
         while True:
             asked, events = tuple(left), dict[int, list[TextEvent]]()
             batch = inference_pb2.GenerateBatchRequest(requests=[requests[index] for index in asked])
@@ -206,7 +169,7 @@ class AsyncClient:
         `revision`, in all changes: that of the view they rest on; ABORTED when the cluster has changed since. 0: any.
         Other errors: NOT_FOUND, FAILED_PRECONDITION with the reason.
         """
-        request = admin_pb2.FlipWorkerRequest(worker=worker, role=ROLES[role], expected_revision=revision)
+        request = admin_pb2.FlipWorkerRequest(worker=worker, role=ROLE.encode(role), expected_revision=revision)
         with self._errors():
             return int((await self._admin.FlipWorker(request, timeout=timeout_s)).revision)
 
@@ -230,8 +193,8 @@ class AsyncClient:
         """Have an idle worker time steps of this shape. Errors, as statuses: INVALID_ARGUMENT for a shape that no
         step there can have, RESOURCE_EXHAUSTED when it has work."""
         with self._errors():
-            message = measure_message(worker, shape, repeats)
-            return timings_from(await self._admin.MeasureSteps(message, timeout=timeout_s))
+            message = SHAPE.encode(shape, worker=worker, repeats=repeats)
+            return TIMINGS.decode(await self._admin.MeasureSteps(message, timeout=timeout_s))
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when a worker is ready; the server itself may still be starting."""
@@ -255,43 +218,6 @@ class AsyncClient:
         except DiptychError as failure:
             if failure.reason == NO_HANDSHAKE:
                 raise
-
-    def _request(
-        self,
-        prompt: Prompt | None,
-        messages: Messages | None,
-        request_id: str,
-        model: str,
-        session: str,
-        slo: SLO | None,
-        tenant: str,
-        sampling: SamplingOptions,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> inference_pb2.GenerateRequest:
-        """Raises `DiptychError` for what cannot even be written down."""
-        request = inference_pb2.GenerateRequest(
-            request_id=request_id,
-            model=model,
-            session_id=session,
-            tenant=tenant,
-            sampling=sampling_message(sampling),
-            slo=None if slo is None else slo_message(slo),
-        )
-        try:
-            if messages is not None:
-                request.chat.SetInParent()
-                for message in messages:
-                    role, content = _role_and_content(message)
-                    request.chat.messages.add(role=role, content=content)
-                request.chat.tools.extend(json.dumps(tool) for tool in tools)
-            elif isinstance(prompt, str):
-                request.text = prompt
-            else:
-                request.tokens.SetInParent()
-                request.tokens.ids.extend(prompt or ())
-        except (TypeError, ValueError) as error:
-            raise DiptychError("INVALID_ARGUMENT", f"prompt: {error}", field="prompt") from None
-        return request
 
     async def _stream(
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None
@@ -358,16 +284,6 @@ class AsyncClient:
             yield
         except grpc.aio.AioRpcError as failure:
             raise error_of_call(failure, self.endpoint) from None
-
-
-def _role_and_content(message: tuple[str, str] | Mapping[str, str]) -> tuple[str, str]:
-    try:
-        if isinstance(message, Mapping):
-            return message["role"], message["content"]
-        role, content = message
-        return role, content
-    except (KeyError, ValueError, TypeError):
-        raise ValueError(f"{message!r} is not a message; give (role, content)") from None
 
 
 def _now_s() -> float:

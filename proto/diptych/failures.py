@@ -6,8 +6,9 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from diptych.codec import seconds
 from diptych.errors import NO_HANDSHAKE, DiptychError
-from diptych.wire import MAX_REQUEST_BYTES, seconds
+from diptych.wire import MAX_REQUEST_BYTES
 
 # What grpc says of a handshake that failed, and what it means for whoever asked. Waiting mends none of them.
 HANDSHAKES = (

@@ -1,6 +1,6 @@
 """What a gateway remembers of the last while: how requests went, and what happened beside them. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diptych.events import LatencyLedger
 
@@ -97,3 +97,19 @@ class Window:
     happenings: tuple[Happening, ...] = ()
     loads: tuple[Load, ...] = ()
     whole_ns: int = 0
+
+    def shifted(self, offset_ns: int) -> "Window":
+        """The same by another clock, which is `offset_ns` ahead."""
+        return Window(
+            tuple(
+                replace(
+                    each,
+                    arrived_ns=each.arrived_ns + offset_ns,
+                    moves=tuple((at_ns + offset_ns, worker) for at_ns, worker in each.moves),
+                )
+                for each in self.trails
+            ),
+            tuple(replace(each, at_ns=each.at_ns + offset_ns) for each in self.happenings),
+            tuple(replace(each, at_ns=each.at_ns + offset_ns) for each in self.loads),
+            self.whole_ns and self.whole_ns + offset_ns,
+        )

@@ -1,12 +1,31 @@
-"""Requests as messages, and the messages of an answer as events: the client's side of the wire. Pure."""
+"""Requests and the events of an answer, as messages of the inference service. Pure.
 
-from typing import Any
+The client encodes requests and decodes events; the server encodes events (`cluster.frontend.grpc.messages` decodes
+requests).
+"""
 
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+from diptych.codec import (
+    NANOSECONDS,
+    SAME,
+    SECONDS,
+    Codec,
+    Converter,
+    Pair,
+    duration,
+    duration_of,
+    enum,
+    repeated,
+)
 from diptych.errors import DiptychError
 from diptych.events import (
     Accepted,
     AnswerEnd,
     Completed,
+    FinishReason,
     LatencyLedger,
     Queued,
     TextDelta,
@@ -14,15 +33,180 @@ from diptych.events import (
     TokenLogprobs,
     TransferReport,
 )
-from diptych.options import SLO, SamplingOptions
+from diptych.options import SLO, Messages, Prompt, RequestOptions, SamplingOptions
 from diptych.v1 import common_pb2, inference_pb2
-from diptych.wire import FINISH_FROM, duration_of, seconds
 
 
-def sampling_message(options: SamplingOptions) -> inference_pb2.Sampling:
-    """Raises `DiptychError` for a value that no field can hold."""
+def _encode_logprobs(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+    top = [inference_pb2.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top]
+    return inference_pb2.TokenLogprobs(chosen=logprobs.chosen, top=top)
+
+
+def _decode_logprobs(message: inference_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.chosen, tuple((top.token_id, top.logprob) for top in message.top))
+
+
+LOGPROBS = repeated(Pair(_encode_logprobs, _decode_logprobs))
+
+
+def _encode_delta(delta: TextDelta) -> inference_pb2.Delta:
+    """By hand, as is the way back: there is one for each token, and a table takes twice as long."""
+    return inference_pb2.Delta(
+        text=delta.text,
+        token_ids=delta.tokens,
+        first_position=delta.first_position,
+        logprobs=LOGPROBS.encode(delta.logprobs),
+        prompt_logprobs=LOGPROBS.encode(delta.prompt_logprobs),
+        index=delta.index,
+    )
+
+
+def _decode_delta(message: inference_pb2.Delta) -> TextDelta:
+    return TextDelta(
+        text=message.text,
+        tokens=tuple(message.token_ids),
+        first_position=message.first_position,
+        logprobs=LOGPROBS.decode(message.logprobs),
+        prompt_logprobs=LOGPROBS.decode(message.prompt_logprobs),
+        index=message.index,
+    )
+
+
+FINISH = enum(FinishReason, common_pb2.FinishReason, "FINISH_REASON_")
+LEDGER_PARTS = repeated(
+    Pair(
+        lambda part: common_pb2.LedgerPart(phase=part[0], duration=duration(part[1])),
+        lambda message: (message.phase, message.duration.ToNanoseconds()),
+    )
+)
+LEDGER = Codec(
+    LatencyLedger,
+    common_pb2.LatencyLedger,
+    first=("first", LEDGER_PARTS),
+    rest=("rest", LEDGER_PARTS),
+    ttft_ns=("time_to_first_token", NANOSECONDS),
+    total_ns=("total", NANOSECONDS),
+)
+TRANSFER = Codec(
+    TransferReport,
+    common_pb2.TransferReport,
+    num_blocks=("blocks", SAME),
+    num_bytes=("bytes", SAME),
+    num_reads=("reads", SAME),
+    num_descriptors=("descriptors", SAME),
+    busy_s=("busy", SECONDS),
+    digest_s=("digest_time", SECONDS),
+    elapsed_s=("elapsed", SECONDS),
+)
+QUEUED = Codec(
+    Queued,
+    inference_pb2.Queued,
+    predicted_start_s=("predicted_start", SECONDS),
+    predicted_ttft_s=("predicted_time_to_first_token", SECONDS),
+)
+ACCEPTED = Codec(
+    Accepted,
+    inference_pb2.Accepted,
+    predicted_ttft_s=("predicted_time_to_first_token", SECONDS),
+    predicted_tpot_s=("predicted_time_per_output_token", SECONDS),
+)
+DELTA = Pair(_encode_delta, _decode_delta)
+ANSWER_END = Codec(AnswerEnd, inference_pb2.AnswerEnd, finish=("finish_reason", FINISH), ledger=("ledger", LEDGER))
+_COMPLETED = Codec(
+    Completed,
+    inference_pb2.Completed,
+    finish=("finish_reason", FINISH),
+    ledger=("ledger", LEDGER),
+    transfers=("transfers", repeated(TRANSFER)),
+    answers=("answers", repeated(ANSWER_END)),
+)
+
+
+def _encode_completed(event: Completed) -> inference_pb2.Completed:
+    usage = common_pb2.Usage(
+        prompt_tokens=event.prompt_tokens,
+        completion_tokens=event.completion_tokens,
+        cached_prompt_tokens=event.cached_tokens,
+    )
+    message: inference_pb2.Completed = _COMPLETED.encode(event, usage=usage)
+    return message
+
+
+def _decode_completed(message: inference_pb2.Completed) -> Completed:
+    return _COMPLETED.decode(
+        message,
+        prompt_tokens=message.usage.prompt_tokens,
+        completion_tokens=message.usage.completion_tokens,
+        cached_tokens=message.usage.cached_prompt_tokens,
+    )
+
+
+COMPLETED = Pair(_encode_completed, _decode_completed)
+EVENTS = {Queued: "queued", Accepted: "accepted", TextDelta: "delta", Completed: "completed"}
+CODECS: dict[str, Converter] = {"queued": QUEUED, "accepted": ACCEPTED, "delta": DELTA, "completed": COMPLETED}
+
+
+def event_message(event: TextEvent) -> inference_pb2.GenerateResponse:
+    name = EVENTS[type(event)]
+    return inference_pb2.GenerateResponse(**{name: CODECS[name].encode(event)})
+
+
+def events_from(message: inference_pb2.GenerateResponse) -> list[TextEvent]:
+    """One event; for a Completed that carries whole answers, these as deltas and then the end."""
+    name = message.WhichOneof("event")
+    if name is None:
+        return []  # an event of a newer server
+    outputs = [DELTA.decode(each) for each in message.completed.outputs] if name == "completed" else []
+    return [*outputs, CODECS[name].decode(getattr(message, name))]
+
+
+def request_message(
+    prompt: Prompt | None = None,
+    messages: Messages | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    **options: Unpack[RequestOptions],
+) -> inference_pb2.GenerateRequest:
+    """Everything of a request but `timeout_s`. Raises `DiptychError` for a value that no field can hold."""
+    options.pop("timeout_s", None)
+    slo = options.pop("slo", None)
+    request = inference_pb2.GenerateRequest(
+        request_id=options.pop("request_id", ""),
+        model=options.pop("model", ""),
+        session_id=options.pop("session", ""),
+        tenant=options.pop("tenant", ""),
+        slo=None if slo is None else _slo_message(slo),
+    )
+    request.sampling.CopyFrom(_sampling_message(options))
+    try:
+        if messages is not None:
+            request.chat.SetInParent()
+            for message in messages:
+                role, content = _role_and_content(message)
+                request.chat.messages.add(role=role, content=content)
+            request.chat.tools.extend(json.dumps(tool) for tool in tools)
+        elif isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.tokens.SetInParent()
+            request.tokens.ids.extend(prompt or ())
+    except (TypeError, ValueError) as error:
+        raise DiptychError("INVALID_ARGUMENT", f"prompt: {error}", field="prompt") from None
+    return request
+
+
+def _role_and_content(message: tuple[str, str] | Mapping[str, str]) -> tuple[str, str]:
+    try:
+        if isinstance(message, Mapping):
+            return message["role"], message["content"]
+        role, content = message
+        return role, content
+    except (KeyError, ValueError, TypeError):
+        raise ValueError(f"{message!r} is not a message; give (role, content)") from None
+
+
+def _sampling_message(options: SamplingOptions) -> inference_pb2.Sampling:
     message = inference_pb2.Sampling()
-    value: Any  # of a type that the message checks
+    value: Any  # the message checks its type
     for name, value in options.items():
         if value is None:
             continue
@@ -34,128 +218,20 @@ def sampling_message(options: SamplingOptions) -> inference_pb2.Sampling:
             else:
                 setattr(message, name, value)
         except (TypeError, ValueError, AttributeError) as error:
-            raise _wrong(f"sampling.{name}", value, error) from None
+            raise _invalid(f"sampling.{name}", value, error) from None
     return message
 
 
-def slo_message(slo: SLO) -> inference_pb2.Slo:
-    """Raises `DiptychError` for a value that no field can hold."""
+def _slo_message(slo: SLO) -> inference_pb2.Slo:
     message = inference_pb2.Slo(class_name=slo.class_name)
-    for name, wanted_s in (("time_to_first_token", slo.ttft_s), ("time_per_output_token", slo.tpot_s)):
-        if wanted_s is not None:
+    for name, seconds in (("time_to_first_token", slo.ttft_s), ("time_per_output_token", slo.tpot_s)):
+        if seconds is not None:
             try:
-                getattr(message, name).CopyFrom(duration_of(wanted_s))
+                getattr(message, name).CopyFrom(duration_of(seconds))
             except (TypeError, ValueError, OverflowError) as error:
-                raise _wrong(f"slo.{name}", wanted_s, error) from None
+                raise _invalid(f"slo.{name}", seconds, error) from None
     return message
 
 
-def events_from(message: inference_pb2.GenerateResponse) -> list[TextEvent]:
-    """One event; for a Completed that carries whole answers, these as deltas and then the end."""
-    match message.WhichOneof("event"):
-        case "queued":
-            return [_queued_from(message.queued)]
-        case "accepted":
-            return [_accepted_from(message.accepted)]
-        case "delta":
-            return [_delta_from(message.delta)]
-        case "completed":
-            return [*map(_delta_from, message.completed.outputs), _completed_from(message.completed)]
-        case _:
-            return []  # an event of a newer server
-
-
-def _queued_from(message: inference_pb2.Queued) -> Queued:
-    return Queued(
-        request_id=message.request_id,
-        position=message.position,
-        predicted_start_s=seconds(message.predicted_start),
-        predicted_ttft_s=seconds(message.predicted_time_to_first_token),
-        reason=message.reason,
-        index=message.index,
-    )
-
-
-def _accepted_from(message: inference_pb2.Accepted) -> Accepted:
-    def predicted(name: str) -> float | None:
-        return seconds(getattr(message, name)) if message.HasField(name) else None
-
-    return Accepted(
-        request_id=message.request_id,
-        attempt=message.attempt,
-        prompt_tokens=message.prompt_tokens,
-        prefill_worker=message.prefill_worker,
-        decode_worker=message.decode_worker,
-        reason=message.reason,
-        predicted_ttft_s=predicted("predicted_time_to_first_token"),
-        predicted_tpot_s=predicted("predicted_time_per_output_token"),
-        index=message.index,
-    )
-
-
-def _delta_from(message: inference_pb2.Delta) -> TextDelta:
-    return TextDelta(
-        text=message.text,
-        tokens=tuple(message.token_ids),
-        first_position=message.first_position,
-        logprobs=tuple(map(_logprobs_from, message.logprobs)),
-        prompt_logprobs=tuple(map(_logprobs_from, message.prompt_logprobs)),
-        index=message.index,
-    )
-
-
-def _logprobs_from(message: inference_pb2.TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(message.chosen, tuple((top.token_id, top.logprob) for top in message.top))
-
-
-def _completed_from(message: inference_pb2.Completed) -> Completed:
-    return Completed(
-        finish=FINISH_FROM[message.finish_reason],
-        prompt_tokens=message.usage.prompt_tokens,
-        completion_tokens=message.usage.completion_tokens,
-        cached_tokens=message.usage.cached_prompt_tokens,
-        attempts=message.attempts,
-        ledger=ledger_from(message.ledger),
-        transfers=tuple(_transfer_from(report) for report in message.transfers),
-        answers=tuple(map(_answer_end_from, message.answers)),
-        decode_workers=tuple(message.decode_workers),
-    )
-
-
-def _answer_end_from(message: inference_pb2.AnswerEnd) -> AnswerEnd:
-    return AnswerEnd(
-        finish=FINISH_FROM[message.finish_reason],
-        completion_tokens=message.completion_tokens,
-        attempts=message.attempts,
-        ledger=ledger_from(message.ledger),
-        mean_logprob=message.mean_logprob if message.HasField("mean_logprob") else None,
-        decode_workers=tuple(message.decode_workers),
-    )
-
-
-def ledger_from(message: common_pb2.LatencyLedger) -> LatencyLedger:
-    first, rest = (
-        tuple((part.phase, part.duration.ToNanoseconds()) for part in parts) for parts in (message.first, message.rest)
-    )
-    return LatencyLedger(first, rest, message.time_to_first_token.ToNanoseconds(), message.total.ToNanoseconds())
-
-
-def _transfer_from(message: common_pb2.TransferReport) -> TransferReport:
-    return TransferReport(
-        lease=message.lease,
-        transport=message.transport,
-        path=message.path,
-        num_blocks=message.blocks,
-        num_bytes=message.bytes,
-        num_reads=message.reads,
-        num_descriptors=message.descriptors,
-        reused_blocks=message.reused_blocks,
-        digests_verified=message.digests_verified,
-        busy_s=seconds(message.busy),
-        digest_s=seconds(message.digest_time),
-        elapsed_s=seconds(message.elapsed),
-    )
-
-
-def _wrong(field: str, value: object, error: Exception) -> DiptychError:
+def _invalid(field: str, value: object, error: Exception) -> DiptychError:
     return DiptychError("INVALID_ARGUMENT", f"{field}: cannot be {value!r} ({error})", field=field)

@@ -1,34 +1,188 @@
-"""What the admin service answers, as values, and what it is asked: the client's side of the wire. Pure."""
+"""The cluster, a gateway's history and step timings as messages of the admin service, in both directions. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, cast
 
+from diptych.codec import NANOSECONDS, SAME, SECONDS, Codec, Pair, duration_of, enum, repeated, seconds
 from diptych.history import Happening, Load, Recent, RequestTrace, Traffic, Window
-from diptych.messages import ledger_from
+from diptych.messages import LEDGER
 from diptych.shapes import Shape, Timings
 from diptych.slo import Calibration, ClassScore, Errors, Kept, SLOAttainment
-from diptych.v1 import admin_pb2
+from diptych.v1 import admin_pb2, common_pb2
 from diptych.view import (
     ClusterView,
     Decision,
+    GatewayState,
     GatewayView,
     LinkReport,
     ModelView,
     ParallelConfig,
     PoolView,
+    Role,
     Taken,
     TaskFailures,
+    WorkerState,
     WorkerStats,
     WorkerView,
 )
-from diptych.wire import GATEWAY_STATES_FROM, ROLES_FROM, SAME_NAME, STATES_FROM, seconds
+
+PAGE_TRACES, PAGE_POINTS = 256, 4096  # under half a megabyte each
+
+ROLE = enum(Role, common_pb2.PoolRole, "POOL_ROLE_")
+OPTIONAL_ROLE = enum(Role, common_pb2.PoolRole, "POOL_ROLE_", optional=True)
+
+
+# ---- the cluster -------------------------------------------------------------------------------------------------
+
+_WORKER_STATS = Codec(WorkerStats, admin_pb2.WorkerStats, step_s=("step_time", SECONDS))
+_WORKER = Codec(
+    WorkerView,
+    admin_pb2.Worker,
+    role=("role", ROLE),
+    state=("state", enum(WorkerState, admin_pb2.WorkerState, "WORKER_STATE_")),
+    age_s=("age", SECONDS),
+    stats=("stats", _WORKER_STATS),
+)
+WORKER = Pair(
+    lambda worker: _WORKER.encode(worker, tensor=worker.parallel.tensor, pipeline=worker.parallel.pipeline),
+    lambda message: _WORKER.decode(message, parallel=ParallelConfig(max(1, message.tensor), max(1, message.pipeline))),
+)
+LINK = Codec(LinkReport, admin_pb2.Link, latency_s=("latency", SECONDS), bytes_per_s=("bytes_per_second", SAME))
+POOL = Codec(PoolView, admin_pb2.Pool, role=("role", ROLE))
+GATEWAY = Codec(
+    GatewayView,
+    admin_pb2.ServedGateway,
+    state=("state", enum(GatewayState, admin_pb2.GatewayState, "GATEWAY_STATE_")),
+)
+FAILURES = Codec(TaskFailures, admin_pb2.TaskFailures)
+MODEL = Codec(ModelView, admin_pb2.Model)
+VIEW = Codec(
+    ClusterView,
+    admin_pb2.GetClusterResponse,
+    model=("model", MODEL),
+    workers=("workers", repeated(WORKER)),
+    links=("links", repeated(LINK)),
+    pools=("pools", repeated(POOL)),
+    served_gateways=("served_gateways", repeated(GATEWAY)),
+    failures=("failures", repeated(FAILURES)),
+)
+_DECISION = Codec(Decision, admin_pb2.Decision, role=("role", OPTIONAL_ROLE))
+TAKEN = Pair(
+    lambda taken: _DECISION.encode(taken.decision, age=duration_of(taken.age_s), outcome=taken.outcome),
+    lambda message: Taken(_DECISION.decode(message), seconds(message.age), message.outcome),
+)
+
+# ---- SLOs ------------------------------------------------------------------------------------------------------
+
+KEPT = Codec(Kept, admin_pb2.Kept)
+ERRORS = Codec(Errors, admin_pb2.Errors)
+CLASS = Codec(
+    ClassScore,
+    admin_pb2.ClassScore,
+    ttft=("time_to_first_token", KEPT),
+    tpot=("time_per_output_token", KEPT),
+    both=("both", KEPT),
+    ttft_errors=("first_token_errors", ERRORS),
+    tpot_errors=("output_token_errors", ERRORS),
+)
+COUNTS = repeated(
+    Pair(
+        lambda count: admin_pb2.Count(name=count[0], count=count[1]),
+        lambda message: (message.name, message.count),
+    )
+)
+ATTAINMENT = Codec(
+    SLOAttainment,
+    admin_pb2.Standing,
+    classes=("classes", repeated(CLASS)),
+    outcomes=("outcomes", COUNTS),
+    refused=("refused", COUNTS),
+    calibration=("lengths", Codec(Calibration, admin_pb2.Calibration)),
+)
+
+# ---- history -----------------------------------------------------------------------------------------------------
+
+_TRAFFIC = Codec(
+    Traffic, admin_pb2.Traffic, transfer_s=("transfer_time", SECONDS), changed_ns=("change_age", NANOSECONDS)
+)
+_HAPPENING = Codec(Happening, admin_pb2.Happening)
+TRAFFIC = repeated(
+    Pair(
+        lambda named: _TRAFFIC.encode(named[1], worker=named[0]),
+        lambda message: (message.worker, _TRAFFIC.decode(message)),
+    )
+)
+RECENT_EVENTS = repeated(
+    Pair(
+        lambda aged: _HAPPENING.encode(aged[1], age=duration_of(aged[0])),
+        lambda message: (seconds(message.age), _HAPPENING.decode(message, at_ns=0)),  # its clock is not ours
+    )
+)
+MOVES = repeated(
+    Pair(
+        lambda move: admin_pb2.Move(unix_ns=move[0], worker=move[1]),
+        lambda message: (message.unix_ns, message.worker),
+    )
+)
+TRACE = Codec(
+    RequestTrace,
+    admin_pb2.Trail,
+    arrived_ns=("arrived_unix_ns", SAME),
+    ledger=("ledger", LEDGER),
+    moves=("moves", MOVES),
+)
+MOMENT = Codec(Happening, admin_pb2.Moment, at_ns=("unix_ns", SAME))
+LOAD = Codec(Load, admin_pb2.Load, at_ns=("unix_ns", SAME))
+
+
+def trace_pages(window: Window, gateway: str) -> Iterator[admin_pb2.TracePage]:
+    """A window in nanoseconds of the time of day as messages. At least one page."""
+    traces, events, loads = window.trails, window.happenings, window.loads
+    while True:
+        yield admin_pb2.TracePage(
+            gateway=gateway,
+            trails=map(TRACE.encode, traces[:PAGE_TRACES]),
+            moments=map(MOMENT.encode, events[:PAGE_TRACES]),
+            loads=map(LOAD.encode, loads[:PAGE_POINTS]),
+            complete_from_unix_ns=window.whole_ns,
+        )
+        traces, events, loads = traces[PAGE_TRACES:], events[PAGE_TRACES:], loads[PAGE_POINTS:]
+        if not (traces or events or loads):
+            return
+
+
+def window_from(messages: Iterable[admin_pb2.TracePage]) -> Window:
+    """All pages as one; nanoseconds of the time of day."""
+    pages = tuple(messages)
+    return Window(
+        tuple(TRACE.decode(each) for page in pages for each in page.trails),
+        tuple(MOMENT.decode(each) for page in pages for each in page.moments),
+        tuple(LOAD.decode(each) for page in pages for each in page.loads),
+        max((page.complete_from_unix_ns for page in pages), default=0),
+    )
+
+
+# ---- step timings --------------------------------------------------------------------------------------------------
+
+CHUNKS = repeated(
+    Pair(
+        lambda chunk: admin_pb2.PromptChunk(tokens=chunk[0], cached=chunk[1]),
+        lambda message: (message.tokens, message.cached),
+    )
+)
+SHAPE = Codec(Shape, admin_pb2.MeasureStepsRequest, chunks=("chunks", CHUNKS))
+TIMINGS = Codec(
+    Timings,
+    admin_pb2.MeasureStepsResponse,
+    elapsed_s=("elapsed_seconds", SAME),
+    call_s=("call_seconds", SAME),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The view of the gateway that answered, its load, what the elastic policy decided lately, promises kept, and what
-    went through each worker."""
+    """What `GetCluster` answers: the view of one gateway, its load, recent scaling decisions, SLO attainment, and the
+    traffic of each worker."""
 
     view: ClusterView
     gateway: str
@@ -40,202 +194,30 @@ class ClusterStatus:
 
     @staticmethod
     def read(message: admin_pb2.GetClusterResponse) -> "ClusterStatus":
+        gateway = message.gateway
         return ClusterStatus(
-            view_from(message),
-            message.gateway.name,
-            message.gateway.active_requests,
-            message.gateway.max_requests,
-            decisions_from(message),
-            standing_from(message.standing),
-            recent_from(message),
+            VIEW.decode(message),
+            gateway.name,
+            gateway.active_requests,
+            gateway.max_requests,
+            tuple(map(TAKEN.decode, message.decisions)),
+            ATTAINMENT.decode(message.standing),
+            Recent(seconds(gateway.uptime), TRAFFIC.decode(message.traffic), RECENT_EVENTS.decode(message.happenings)),
         )
 
-
-def view_from(message: admin_pb2.GetClusterResponse) -> ClusterView:
-    told = message.model
-    model = ModelView(told.name, told.context_length, told.vocab_size) if message.HasField("model") else None
-    workers = tuple(_worker_from(worker) for worker in message.workers)
-    links, pools = tuple(map(_link_from, message.links)), tuple(map(_pool_from, message.pools))
-    served = tuple(map(_gateway_from, message.served_gateways))
-    failures = tuple(TaskFailures(each.process, each.task, each.count) for each in message.failures)
-    named = message.revision, message.name, model, workers, links
-    return ClusterView(*named, pools=pools, served_gateways=served, failures=failures)
-
-
-def decisions_from(message: admin_pb2.GetClusterResponse) -> tuple[Taken, ...]:
-    return tuple(map(_taken_from, message.decisions))
-
-
-def _gateway_from(message: admin_pb2.ServedGateway) -> GatewayView:
-    state = GATEWAY_STATES_FROM[message.state]
-    return GatewayView(message.name, state, message.restarts, message.silences, message.detail)
-
-
-def _pool_from(message: admin_pb2.Pool) -> PoolView:
-    return PoolView(message.name, ROLES_FROM[message.role], message.wanted, message.min_replicas, message.max_replicas)
-
-
-def _taken_from(message: admin_pb2.Decision) -> Taken:
-    kind = cast(Literal["flip", "grow", "shrink"], message.kind)
-    role = ROLES_FROM.get(message.role)
-    decision = Decision(kind, message.reason, message.worker, role, message.pool)
-    return Taken(decision, seconds(message.age), message.outcome)
-
-
-def _worker_from(message: admin_pb2.Worker) -> WorkerView:
-    same = {name: getattr(message.stats, name) for name in SAME_NAME}
-    return WorkerView(
-        name=message.name,
-        pool=message.pool,
-        role=ROLES_FROM[message.role],
-        state=STATES_FROM[message.state],
-        incarnation=message.incarnation,
-        node=message.node,
-        pid=message.pid,
-        restarts=message.restarts,
-        failures=message.failures,
-        capacity_tokens=message.capacity_tokens,
-        age_s=seconds(message.age),
-        memory_bytes=message.memory_bytes,
-        detail=message.detail,
-        waits_for=message.waits_for,
-        audit=message.audit,
-        parallel=ParallelConfig(max(1, message.tensor), max(1, message.pipeline)),
-        stats=WorkerStats(step_s=seconds(message.stats.step_time), **same),
-    )
-
-
-def _link_from(message: admin_pb2.Link) -> LinkReport:
-    return LinkReport(
-        reader=message.reader,
-        owner=message.owner,
-        transport=message.transport,
-        path=message.path,
-        latency_s=seconds(message.latency),
-        bytes_per_s=message.bytes_per_second,
-        skipped=tuple(message.skipped),
-    )
-
-
-def measure_message(worker: str, shape: Shape, repeats: int) -> admin_pb2.MeasureStepsRequest:
-    return admin_pb2.MeasureStepsRequest(
-        worker=worker,
-        chunks=[admin_pb2.PromptChunk(tokens=tokens, cached=cached) for tokens, cached in shape.chunks],
-        batch=shape.batch,
-        context=shape.context,
-        swap_bytes=shape.swap_bytes,
-        repeats=repeats,
-    )
-
-
-def timings_from(message: admin_pb2.MeasureStepsResponse) -> Timings:
-    return Timings(tuple(message.seconds), message.elapsed_seconds, message.call_seconds)
-
-
-def recent_from(message: admin_pb2.GetClusterResponse) -> Recent:
-    """The happenings' own times are of a clock that is not ours: 0."""
-    traffic = (
-        (
-            told.worker,
-            Traffic(
-                prompts=told.prompts,
-                prompt_tokens=told.prompt_tokens,
-                cached_tokens=told.cached_tokens,
-                output_tokens=told.output_tokens,
-                transfers=told.transfers,
-                transfer_bytes=told.transfer_bytes,
-                transfer_s=seconds(told.transfer_time),
-                change=told.change,
-                changed_ns=told.change_age.ToNanoseconds(),
-            ),
+    def message(self) -> admin_pb2.GetClusterResponse:
+        gateway = admin_pb2.Gateway(
+            name=self.gateway,
+            active_requests=self.active_requests,
+            max_requests=self.max_requests,
+            uptime=duration_of(self.recent.uptime_s),
         )
-        for told in message.traffic
-    )
-    happenings = (
-        (seconds(each.age), Happening(0, each.kind, each.worker, each.text, each.request_id))
-        for each in message.happenings
-    )
-    return Recent(seconds(message.gateway.uptime), tuple(traffic), tuple(happenings))
-
-
-def window_from(messages: Iterable[admin_pb2.TracePage]) -> Window:
-    """All pages as one; nanoseconds of the time of day."""
-    told = tuple(messages)
-    return Window(
-        tuple(_trail_from(each) for page in told for each in page.trails),
-        tuple(_moment_from(each) for page in told for each in page.moments),
-        tuple(_load_from(each) for page in told for each in page.loads),
-        max((page.complete_from_unix_ns for page in told), default=0),
-    )
-
-
-def _trail_from(message: admin_pb2.Trail) -> RequestTrace:
-    return RequestTrace(
-        request_id=message.request_id,
-        class_name=message.class_name,
-        outcome=message.outcome,
-        detail=message.detail,
-        arrived_ns=message.arrived_unix_ns,
-        ledger=ledger_from(message.ledger),
-        phase=message.phase,
-        open_ns=message.open_ns,
-        prompt_tokens=message.prompt_tokens,
-        cached_tokens=message.cached_tokens,
-        output_tokens=message.output_tokens,
-        attempts=message.attempts,
-        prefill_worker=message.prefill_worker,
-        decode_worker=message.decode_worker,
-        moves=tuple((move.unix_ns, move.worker) for move in message.moves),
-        transfer_bytes=message.transfer_bytes,
-        transfer_ns=message.transfer_ns,
-    )
-
-
-def _moment_from(each: admin_pb2.Moment) -> Happening:
-    return Happening(each.unix_ns, each.kind, each.worker, each.text, each.request_id)
-
-
-def _load_from(each: admin_pb2.Load) -> Load:
-    return Load(each.unix_ns, each.worker, each.running, each.waiting, each.queued_tokens, each.used_blocks)
-
-
-def standing_from(message: admin_pb2.Standing) -> SLOAttainment:
-    told = message.lengths
-    return SLOAttainment(
-        classes=tuple(map(_class_from, message.classes)),
-        outcomes=_counts_from(message.outcomes),
-        refused=_counts_from(message.refused),
-        calibration=Calibration(
-            told.answers,
-            told.within_p50,
-            told.within_p90,
-            told.bucket_share,
-            told.error_tokens,
-            told.asked_error_tokens,
-        ),
-        queued=message.queued,
-    )
-
-
-def _class_from(message: admin_pb2.ClassScore) -> ClassScore:
-    def errors(name: str) -> Errors | None:
-        found: admin_pb2.Errors = getattr(message, name)
-        return Errors(found.p10, found.p50, found.p90) if message.HasField(name) else None
-
-    return ClassScore(
-        name=message.name,
-        requests=message.requests,
-        ttft=_kept_from(message.time_to_first_token),
-        tpot=_kept_from(message.time_per_output_token),
-        both=_kept_from(message.both),
-        ttft_errors=errors("first_token_errors"),
-        tpot_errors=errors("output_token_errors"),
-    )
-
-
-def _kept_from(message: admin_pb2.Kept) -> Kept:
-    return Kept(message.settled, message.kept)
-
-
-def _counts_from(messages: Iterable[admin_pb2.Count]) -> tuple[tuple[str, int], ...]:
-    return tuple((message.name, message.count) for message in messages)
+        message: admin_pb2.GetClusterResponse = VIEW.encode(
+            self.view,
+            gateway=gateway,
+            decisions=map(TAKEN.encode, self.decisions),
+            standing=ATTAINMENT.encode(self.standing),
+            traffic=TRAFFIC.encode(self.recent.traffic),
+            happenings=RECENT_EVENTS.encode(self.recent.happenings),
+        )
+        return message

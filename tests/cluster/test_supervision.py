@@ -13,12 +13,10 @@ from cluster.control.keep_alive import CONTROLLER_HUNG_S, ORPHAN_AFTER_S
 from cluster.control.supervised import MOST_PAUSE_S, Failures, supervised
 from cluster.events import Completed
 from cluster.frontend.context import GatewayContext
-from cluster.frontend.grpc.admin_messages import view_message
 from cluster.offline.sim.clock import run
 from cluster.runtime.errors import WorkerGone
 from cluster.serving import GatewayService, Serving
-from diptych.status import view_from
-from diptych.v1 import admin_pb2
+from diptych.status import VIEW
 from diptych.view import ClusterView, GatewayState, GatewayView, TaskFailures, WorkerState
 from tests.cluster.local import request
 from tests.cluster.processes import Door, Processes, in_virtual_time
@@ -210,11 +208,11 @@ def test_status_tells_of_gateways_and_tasks_that_fared_ill() -> None:
     served = (GatewayView("gateway-0", GatewayState.SILENT, 2, 1, "no answer for 5 s"), OPEN)
     failures = (TaskFailures("controller", "linking workers", 3),)
     view = ClusterView(3, "llm", None, (), served_gateways=served, failures=failures)
-    assert trouble_lines(view_from(view_message(view, admin_pb2.Gateway()))) == [
+    assert trouble_lines(VIEW.decode(VIEW.encode(view))) == [
         "gateway-0 is silent: no answer for 5 s; 2 restarts, 1 silence",
         "controller: linking workers failed 3 times and continued; see its log",
     ]
-    assert view_from(view_message(view, admin_pb2.Gateway())).served_gateways == served
+    assert VIEW.decode(VIEW.encode(view)).served_gateways == served
     assert trouble_lines(ClusterView(3, "llm", None, (), served_gateways=(OPEN,))) == []
 
 

@@ -1,26 +1,15 @@
-"""Requests from messages, and the events of an answer to messages: the server's side of the wire. Pure.
+"""Decodes requests. Pure. `diptych.messages` encodes them, and has the events of an answer in both directions.
 
-Bad input is `InvalidRequest` naming the message's field. The client's side is `diptych.messages`.
+Bad input is `InvalidRequest` naming the message's field.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from cluster.frontend.text import ChatPrompt, TextPrompt, TokenPrompt, Unencoded
-from diptych.events import (
-    Accepted,
-    AnswerEnd,
-    Completed,
-    LatencyLedger,
-    Queued,
-    TextDelta,
-    TextEvent,
-    TokenLogprobs,
-    TransferReport,
-)
+from diptych.codec import seconds
 from diptych.options import SLO
-from diptych.v1 import common_pb2, inference_pb2
-from diptych.wire import FINISH, duration, duration_of, seconds
+from diptych.v1 import inference_pb2
 from workers.errors import InvalidRequest
 from workers.request import SamplingParams
 
@@ -78,112 +67,3 @@ def checked_class(name: str, field: str) -> str:
         rule = f"must be at most {LONGEST_CLASS} visible ASCII characters"
         raise InvalidRequest(field, f"{name[:40]!r} cannot be used; it {rule}")
     return name
-
-
-def event_message(event: TextEvent) -> inference_pb2.GenerateResponse:
-    match event:
-        case Queued():
-            return inference_pb2.GenerateResponse(queued=_queued_message(event))
-        case Accepted():
-            return inference_pb2.GenerateResponse(accepted=_accepted_message(event))
-        case TextDelta():
-            return inference_pb2.GenerateResponse(delta=delta_message(event))
-        case Completed():
-            return inference_pb2.GenerateResponse(completed=_completed_message(event))
-
-
-def _queued_message(event: Queued) -> inference_pb2.Queued:
-    return inference_pb2.Queued(
-        request_id=event.request_id,
-        position=event.position,
-        predicted_start=duration_of(event.predicted_start_s),
-        predicted_time_to_first_token=duration_of(event.predicted_ttft_s),
-        reason=event.reason,
-        index=event.index,
-    )
-
-
-def _accepted_message(event: Accepted) -> inference_pb2.Accepted:
-    return inference_pb2.Accepted(
-        request_id=event.request_id,
-        attempt=event.attempt,
-        prompt_tokens=event.prompt_tokens,
-        prefill_worker=event.prefill_worker,
-        decode_worker=event.decode_worker,
-        reason=event.reason,
-        predicted_time_to_first_token=None if event.predicted_ttft_s is None else duration_of(event.predicted_ttft_s),
-        predicted_time_per_output_token=None if event.predicted_tpot_s is None else duration_of(event.predicted_tpot_s),
-        index=event.index,
-    )
-
-
-def delta_message(delta: TextDelta) -> inference_pb2.Delta:
-    return inference_pb2.Delta(
-        text=delta.text,
-        token_ids=delta.tokens,
-        first_position=delta.first_position,
-        logprobs=map(_logprobs_message, delta.logprobs),
-        prompt_logprobs=map(_logprobs_message, delta.prompt_logprobs),
-        index=delta.index,
-    )
-
-
-def _logprobs_message(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
-    top = [inference_pb2.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top]
-    return inference_pb2.TokenLogprobs(chosen=logprobs.chosen, top=top)
-
-
-def _completed_message(event: Completed) -> inference_pb2.Completed:
-    return inference_pb2.Completed(
-        finish_reason=FINISH[event.finish],
-        usage=common_pb2.Usage(
-            prompt_tokens=event.prompt_tokens,
-            completion_tokens=event.completion_tokens,
-            cached_prompt_tokens=event.cached_tokens,
-        ),
-        attempts=event.attempts,
-        ledger=ledger_message(event.ledger),
-        transfers=[_transfer_message(report) for report in event.transfers],
-        answers=map(_answer_end_message, event.answers),
-        decode_workers=event.decode_workers,
-    )
-
-
-def _answer_end_message(end: AnswerEnd) -> inference_pb2.AnswerEnd:
-    return inference_pb2.AnswerEnd(
-        finish_reason=FINISH[end.finish],
-        completion_tokens=end.completion_tokens,
-        attempts=end.attempts,
-        ledger=ledger_message(end.ledger),
-        mean_logprob=end.mean_logprob,
-        decode_workers=end.decode_workers,
-    )
-
-
-def ledger_message(ledger: LatencyLedger) -> common_pb2.LatencyLedger:
-    def parts(named: tuple[tuple[str, int], ...]) -> list[common_pb2.LedgerPart]:
-        return [common_pb2.LedgerPart(phase=phase, duration=duration(ns)) for phase, ns in named]
-
-    return common_pb2.LatencyLedger(
-        first=parts(ledger.first),
-        rest=parts(ledger.rest),
-        time_to_first_token=duration(ledger.ttft_ns),
-        total=duration(ledger.total_ns),
-    )
-
-
-def _transfer_message(report: TransferReport) -> common_pb2.TransferReport:
-    return common_pb2.TransferReport(
-        lease=report.lease,
-        transport=report.transport,
-        path=report.path,
-        blocks=report.num_blocks,
-        bytes=report.num_bytes,
-        reads=report.num_reads,
-        descriptors=report.num_descriptors,
-        reused_blocks=report.reused_blocks,
-        digests_verified=report.digests_verified,
-        busy=duration_of(report.busy_s),
-        digest_time=duration_of(report.digest_s),
-        elapsed=duration_of(report.elapsed_s),
-    )

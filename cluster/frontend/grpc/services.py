@@ -18,12 +18,9 @@ from cluster.events import Completed
 from cluster.frontend.auth import Guard
 from cluster.frontend.context import GatewayContext, Operator
 from cluster.frontend.gateway import Gateway, servable
-from cluster.frontend.grpc.admin_messages import shape_from, timings_message, view_message
-from cluster.frontend.grpc.history_messages import pages, put_recent
 from cluster.frontend.grpc.large import read_batch, read_request, request_from, requests_from
-from cluster.frontend.grpc.messages import delta_message, event_message, prompt_from, sampling_from, slo_from
+from cluster.frontend.grpc.messages import prompt_from, sampling_from, slo_from
 from cluster.frontend.grpc.sending import Context, OutputNotTaken, Sender, abort
-from cluster.frontend.grpc.slo_messages import standing_message
 from cluster.frontend.grpc.statuses import code_name, status_of
 from cluster.frontend.preprocessing import LARGE_BYTES
 from cluster.frontend.text import GenerationInput, TextDelta, TextEnd
@@ -31,9 +28,13 @@ from cluster.observe.ledger import now_ns
 from cluster.observe.metrics import exposition
 from cluster.observe.trace_context import set_trace_headers
 from cluster.spec import MOST_REPLICAS
+from diptych.codec import seconds
+from diptych.messages import DELTA, event_message
 from diptych.request_ids import made_id
+from diptych.status import OPTIONAL_ROLE, SHAPE, TIMINGS, ClusterStatus, trace_pages
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from diptych.wire import INFERENCE, MAX_MESSAGE_BYTES, ROLES_FROM, seconds
+from diptych.view import Role
+from diptych.wire import INFERENCE, MAX_MESSAGE_BYTES
 from workers.errors import InvalidRequest
 
 BATCH_AT_ONCE = 64  # answers of one batch in flight; the rest wait for these, so one batch cannot fill the gateway
@@ -170,18 +171,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._gateway = gateway
 
     async def GetCluster(self, request: admin_pb2.GetClusterRequest, context: Context) -> admin_pb2.GetClusterResponse:
-        gateway = admin_pb2.Gateway(
-            name=self._context.name,
+        dispatcher, operator = self._context.dispatcher, self._context.operator
+        return ClusterStatus(
+            view=await dispatcher.audit() if request.audit else self._gateway.view,
+            gateway=self._context.name,
             active_requests=self._gateway.active,
             max_requests=self._context.spec.gateway.max_requests,
-        )
-        view = await self._context.dispatcher.audit() if request.audit else self._gateway.view
-        operator = self._context.operator
-        decisions = () if operator is None else await operator.decisions()
-        message = view_message(view, gateway, decisions)
-        message.standing.CopyFrom(standing_message(self._context.dispatcher.slo_attainment()))
-        put_recent(self._context.dispatcher.recent(), message)
-        return message
+            decisions=() if operator is None else await operator.decisions(),
+            standing=dispatcher.slo_attainment(),
+            recent=dispatcher.recent(),
+        ).message()
 
     async def GetMetrics(self, request: admin_pb2.GetMetricsRequest, context: Context) -> admin_pb2.GetMetricsResponse:
         return admin_pb2.GetMetricsResponse(text=await metrics_text(self._context, self._gateway))
@@ -191,7 +190,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         sender = Sender(context)
         try:
             begin_ns, end_ns = _stretch(request, now_ns(), offset_ns)
-            for page in pages(self._context.dispatcher.remembered(begin_ns, end_ns), self._context.name, offset_ns):
+            window = self._context.dispatcher.remembered(begin_ns, end_ns).shifted(offset_ns)
+            for page in trace_pages(window, self._context.name):
                 await sender.send(page)
         except (InvalidRequest, OutputNotTaken) as error:
             await self._abort(context, error)
@@ -201,14 +201,15 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.MeasureStepsResponse:
         try:
             _check_name("worker", request.worker)
-            timings = await self._context.dispatcher.measure(request.worker, shape_from(request), request.repeats)
+            timings = await self._context.dispatcher.measure(request.worker, SHAPE.decode(request), request.repeats)
         except Exception as error:
             await self._abort(context, error)
-        return timings_message(timings)
+        message: admin_pb2.MeasureStepsResponse = TIMINGS.encode(timings)
+        return message
 
     async def FlipWorker(self, request: admin_pb2.FlipWorkerRequest, context: Context) -> admin_pb2.FlipWorkerResponse:
         try:
-            role = ROLES_FROM.get(request.role)
+            role: Role | None = OPTIONAL_ROLE.decode(request.role)
             if role is None:
                 raise InvalidRequest("role", "is missing; give POOL_ROLE_PREFILL, POOL_ROLE_DECODE or POOL_ROLE_MIXED")
             _check_name("worker", request.worker)
@@ -313,7 +314,7 @@ async def responses(
                 continue
             message = event_message(event)
             if whole and isinstance(event, Completed):
-                message.completed.outputs.extend(map(delta_message, TextDelta.join_each(deltas)))
+                message.completed.outputs.extend(map(DELTA.encode, TextDelta.join_each(deltas)))
                 if message.ByteSize() > MAX_MESSAGE_BYTES:
                     rule = (
                         f"more than one message can carry ({MAX_MESSAGE_BYTES >> 20} MiB); ask for RESPONSE_MODE_DELTAS"

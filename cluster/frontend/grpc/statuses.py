@@ -17,7 +17,7 @@ from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejecte
 from cluster.frontend.auth import KeyRefused, TenantRefused
 from cluster.frontend.gateway import DuplicateRequest, GatewayClosed, RequestCancelled, UnknownModel
 from cluster.frontend.grpc.sending import OutputNotTaken
-from diptych.wire import duration_of
+from diptych.codec import duration_of
 from workers.errors import InvalidRequest
 from workers.log_fields import log_fields
 

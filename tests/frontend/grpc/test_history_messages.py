@@ -3,11 +3,11 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.frontend.grpc.history_messages import PAGE_TRAILS, pages, put_recent
 from cluster.observe.history import LONGEST_TEXT, Happening, Load, Recent, RequestTrace, Traffic, Window
 from cluster.observe.ledger import PHASES, LatencyLedger
-from diptych.status import recent_from, window_from
+from diptych.status import PAGE_TRACES, ClusterStatus, trace_pages, window_from
 from diptych.v1 import admin_pb2
+from diptych.view import ClusterView
 from diptych.wire import MAX_MESSAGE_BYTES
 
 COUNT, WORD, NS = st.integers(0, 2**31), st.text(max_size=9), st.integers(0, 2**60)
@@ -32,16 +32,16 @@ RECENTS = st.builds(
 @settings(deadline=None, max_examples=30)
 @given(WINDOWS)
 def test_windows_survive_the_wire(window: Window) -> None:
-    sent = [page.SerializeToString() for page in pages(window, "gateway-0", 0)]
+    sent = [page.SerializeToString() for page in trace_pages(window, "gateway-0")]
     assert window_from(map(admin_pb2.TracePage.FromString, sent)) == window
 
 
 @settings(deadline=None, max_examples=30)
 @given(RECENTS)
 def test_the_recent_survives_the_wire(recent: Recent) -> None:
-    message = admin_pb2.GetClusterResponse()
-    put_recent(recent, message)
-    assert recent_from(admin_pb2.GetClusterResponse.FromString(message.SerializeToString())) == recent
+    status = ClusterStatus(ClusterView(1, "llm", None, ()), "gateway-0", 1, 8, recent=recent)
+    message = admin_pb2.GetClusterResponse.FromString(status.message().SerializeToString())
+    assert ClusterStatus.read(message) == status
 
 
 def test_pages_are_small_and_in_order() -> None:
@@ -51,10 +51,10 @@ def test_pages_are_small_and_in_order() -> None:
         RequestTrace(str(n), long, "failed", long, n, ledger, "decode", 0, 1, 1, 1, 1, long, long) for n in range(1000)
     )
     window = Window(trails, tuple(Happening(n, "flip", "", long) for n in range(10)), (), 100)
-    made = list(pages(window, "gateway-0", 5))
-    assert len(made) == -(-1000 // PAGE_TRAILS) and all(page.gateway == "gateway-0" for page in made)
+    made = list(trace_pages(window.shifted(5), "gateway-0"))
+    assert len(made) == -(-1000 // PAGE_TRACES) and all(page.gateway == "gateway-0" for page in made)
     assert max(page.ByteSize() for page in made) < MAX_MESSAGE_BYTES / 64
     assert [trail.arrived_ns for trail in window_from(made).trails] == [n + 5 for n in range(1000)]
     assert window_from(made).whole_ns == 105
-    (empty,) = pages(Window(), "gateway-0", 5)
+    (empty,) = trace_pages(Window().shifted(5), "gateway-0")
     assert window_from([empty]).whole_ns == 0

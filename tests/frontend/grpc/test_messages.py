@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from cluster.events import Accepted, AnswerEnd, Completed, Queued
 from cluster.frontend.grpc.generate_stubs import ROOT, generate
-from cluster.frontend.grpc.messages import event_message
 from cluster.frontend.text import TextDelta, TextEvent
 from cluster.observe.ledger import PHASES, LatencyLedger
-from diptych.messages import events_from
+from diptych.messages import event_message, events_from
 from kvtransfer.ticket import TransferReport
 from workers.request import FinishReason, TokenLogprobs
 

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from cluster.cli import main
 from cluster.frontend.grpc.server import GrpcDoor
-from cluster.frontend.grpc.slo_messages import standing_message
 from cluster.policy.slo_attainment import Ended
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.slo import Calibration, ClassScore, Errors, Kept, SLOAttainment
-from diptych.status import standing_from
+from diptych.status import ATTAINMENT
 from tests.frontend.grpc.conftest import OpenClient
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
 from workers.request import SLO
@@ -44,8 +43,8 @@ STANDINGS = st.builds(
 @settings(deadline=None)
 @given(STANDINGS)
 def test_standings_survive_the_wire(standing: SLOAttainment) -> None:
-    message = standing_message(standing)
-    assert standing_from(type(message).FromString(message.SerializeToString())) == standing
+    message = ATTAINMENT.encode(standing)
+    assert ATTAINMENT.decode(type(message).FromString(message.SerializeToString())) == standing
 
 
 async def test_tenant_and_slo_reach_the_dispatcher(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
