@@ -25,9 +25,9 @@ class SpecError(ValueError):
 
 ROUTING = (
     *("least-loaded", "random", "round-robin", "power-of-two", "product"),
-    *("distserve", "splitwise", "tetri", "mooncake", "mooncake-local", "slo"),
+    *("distserve", "splitwise", "mooncake", "mooncake-local", "slo"),
 )
-ADMISSION = ("none", "late", "early", "predictive", "slo")
+ADMISSION = ("none", "predictive", "slo")
 ON_MISS = ("reject", "queue")
 EXECUTORS = ("torch", "modelled")
 RENAMED = {"promise": "slo", "promised": "slo"}  # of routing and admission: what files may still say

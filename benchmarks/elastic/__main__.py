@@ -34,7 +34,7 @@ QUICK = Effort(
     prompt_chunks=(2048,),
     chunks=(512,),
 )
-USUAL = ("static", "orca", "vllm", "sarathi", "distserve", "splitwise", "tetri", "mooncake", "mooncake-predictive")
+USUAL = ("static", "orca", "vllm", "sarathi", "distserve", "splitwise", "mooncake", "mooncake-predictive")
 DEFAULT = Effort(tolerance=0.03, rough=0.15, rung=0.05, finalists=1, systems=USUAL)
 AGAIN = {
     "ours": record.OURS,

@@ -13,7 +13,7 @@ from cluster.spec import ROUTING, ClusterSpec, SpecError
 CHUNKS = (256, 512, 1024, 2048)  # tokens of a colocated worker's step
 PROMPT_CHUNKS = (1024, 2048, 8192)  # of a prefill worker's
 SPLIT, COLOCATED = "distserve", "sarathi"  # whose pools a static configuration has
-SPLITTING = ("distserve", "splitwise", "tetri")  # routers that are made for workers of two roles
+SPLITTING = ("distserve", "splitwise")  # routers that are made for workers of two roles
 OUR_ROUTER = "slo"
 KEEPING = "slo+admission"  # with our admission too
 ROUTERS = (*ROUTING, KEEPING)

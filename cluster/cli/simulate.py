@@ -106,8 +106,8 @@ def simulate(
 
     Needs no GPU and no model.
 
-    Systems for --compare: static, orca, vllm, sarathi, distserve, splitwise, tetri, mooncake, mooncake-late,
-    mooncake-early, mooncake-predictive, ours. All get the same workers.
+    Systems for --compare: static, orca, vllm, sarathi, distserve, splitwise, mooncake,
+    mooncake-predictive, ours. All get the same workers.
 
     \b
     Examples:

@@ -272,16 +272,11 @@ class RequestRunner:
             self._on_prefilled(state, output)
 
     def _on_prefilled(self, state: RequestState, output: TokensOut) -> None:
-        """Tell the policy. Raises `Rejected` when it turns the request away now."""
         placement = state.placement
         assert placement is not None, "tokens come from workers that were chosen"
         self._observer.on_prefilled(placement.prefill, len(state.request.prompt), output.cached_tokens)
         self._policy.prefilled(state.request.key, _now_s(), output.cached_tokens, output.timing.compute_s)
         self._admission_queue.changed()
-        if self._policy.looks_behind_prefill and output.finish is None:
-            refusal = self._policy.judge(self._placer.ask(state), placement.decode)
-            if refusal is not None:
-                raise Rejected(refusal.reason, refusal.retry_after_s, "behind-prefill")
 
     # ---- changes while it runs ---------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The policy of one gateway, put together: a router, an admission, and the active requests.
 
     choose ──> Placement ──> began ──> prefilled ──> ended
-       ├─────> Refusal                     └──────> Refusal (late admission only)
+       ├─────> Refusal
        └─────> Later (admission "slo" only): ask again when something has ended
 
 Pure. The one place that knows routers by name.
@@ -14,15 +14,13 @@ from functools import partial
 from msgspec import structs
 
 from cluster.policy.active_requests import ActiveRequests, Work
-from cluster.policy.admission.early_rejection import Admission, Early, Late, Predictive
+from cluster.policy.admission.early_rejection import Admission, Predictive
 from cluster.policy.admission.slo import SLOAdmission
-from cluster.policy.draws import Draws
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import Learned, Predictor, asked_length, expected_tokens
 from cluster.policy.estimate.reservation_wait import Reserving
-from cluster.policy.routing.baselines.load_based import DistServe, LeastLoaded, PowerOfTwo, Random, RoundRobin
+from cluster.policy.routing.baselines.load_based import DistServe, Draws, LeastLoaded, PowerOfTwo, Random, RoundRobin
 from cluster.policy.routing.baselines.splitwise import Splitwise
-from cluster.policy.routing.baselines.tetri import Tetri
 from cluster.policy.routing.cache_aware import Mooncake, MooncakeLocal, Product
 from cluster.policy.routing.picking import Finder
 from cluster.policy.routing.prefix_index import HOPE_S, PrefixIndex
@@ -55,7 +53,6 @@ _ROUTERS: dict[str, Callable[[Parts], Router]] = {
     "product": lambda parts: Product(parts.latency, parts.index),
     "distserve": lambda parts: DistServe(),
     "splitwise": lambda parts: Splitwise(parts.latency, parts.active, asked_length),
-    "tetri": lambda parts: Tetri(parts.latency, parts.active, parts.lengths, parts.draws),
     "mooncake": lambda parts: Mooncake(parts.latency, parts.index),
     "mooncake-local": lambda parts: MooncakeLocal(parts.latency, parts.index),
     "slo": lambda parts: SLORouter(
@@ -100,11 +97,6 @@ class Policy:
         return self._router.wants_caches
 
     @property
-    def looks_behind_prefill(self) -> bool:
-        """Whether `judge` may refuse a request whose prompt is done."""
-        return self._admission.looks_behind_prefill
-
-    @property
     def queues(self) -> bool:
         """Whether `choose` may let a request wait for its turn."""
         return self._admission.queues
@@ -120,7 +112,7 @@ class Policy:
         if placement.predicted_ttft_s is None:
             placement = self._predicted(ask, placement)
         predicted = self._reserved(ask, placement)
-        if ask.request.attempt or ask.beside or not self._admission.looks:
+        if ask.request.attempt or ask.beside or not self._admission.needs_predictions:
             return predicted
         judged = predicted if self._admission.queues else placement  # the papers' admissions know of no reservation
         return self._admission.at_arrival(ask, judged, self._worker(ask, placement.decode)) or predicted
@@ -128,7 +120,7 @@ class Policy:
     def _predicted(self, ask: Ask, placement: Placement) -> Placement:
         """With what is expected of it, where anything is known of costs or the admission needs to know."""
         prefill, decode = self._worker(ask, placement.prefill), self._worker(ask, placement.decode)
-        if not (self._latency.knows(prefill, decode) or self._admission.looks):
+        if not (self._latency.knows(prefill, decode) or self._admission.needs_predictions):
             return placement
         return structs.replace(
             placement,
@@ -225,13 +217,6 @@ class Policy:
         self.began(ask, placement)
         return self.for_client(ask, placement)
 
-    def judge(self, ask: Ask, decode: str) -> Refusal | None:
-        """Whether a request whose prompt is done is turned away after all. Not by a worker that is there no more."""
-        known = self._find(ask.view, decode)
-        if ask.request.attempt or not self.looks_behind_prefill or known is None:
-            return None
-        return self._admission.behind_prefill(ask, known)
-
     def ended(self, key: str, now_s: float, num_tokens: int = 0) -> None:
         """The attempt has ended: its answer with this many tokens, or without an end (0). Unknown keys are ignored."""
         self.index.settle(key, now_s)
@@ -262,8 +247,6 @@ def open_policy(
     parts = Parts(active, latency, Draws(seed), lengths, index, spec.gateway.slo)
     judges: dict[str, Callable[[], Admission]] = {
         "none": Admission,
-        "late": lambda: Late(spec.gateway.slo, latency, active),
-        "early": lambda: Early(spec.gateway.slo, latency, active),
         "predictive": lambda: Predictive(spec.gateway.slo, latency, active),
         "slo": lambda: SLOAdmission(spec.gateway, latency, active, partial(expected_tokens, lengths)),
     }

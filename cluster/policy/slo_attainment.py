@@ -19,7 +19,7 @@ from diptych.slo import SLOAttainment
 MOST_CLASSES = 64
 OTHER = "other"  # the class beyond the limit of classes, and the reason of refusals without one
 OUTCOMES = ("completed", "cancelled", "deadline", "refused", "failed", "invalid")
-REASONS = ("admission", "behind-prefill", "no-room", "no-worker", "gateway-full", "queue-full", "waited", OTHER)
+REASONS = ("admission", "no-room", "no-worker", "gateway-full", "queue-full", "waited", OTHER)
 KINDS = ("ttft", "tpot")
 # Of (seen - predicted) / predicted, for histograms.
 ERROR_BOUNDS = (-0.75, -0.5, -0.25, -0.1, -0.05, 0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)

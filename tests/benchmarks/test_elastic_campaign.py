@@ -112,7 +112,7 @@ def test_routers_get_the_workers_of_the_best_static_choice() -> None:
     for name, spec in routers.items():
         routing, _, admission = name.partition("+")
         assert (spec.gateway.routing, spec.gateway.admission) == (routing, "slo" if admission else "none")
-        assert spec.pools == case_of(split if name in ("distserve", "splitwise", "tetri") else mixed, load).spec.pools
+        assert spec.pools == case_of(split if name in ("distserve", "splitwise") else mixed, load).spec.pools
     assert all(len(case_of(one, load).spec.pools) == 2 for one in routed(split, split))
 
 

@@ -99,41 +99,14 @@ def test_an_engine_finds_what_a_cache_of_its_size_would_hold(capacity: int) -> N
     assert found == pytest.approx(prefix_reuse(workload, capacity), abs=0.01)
 
 
-def rejections(admission: str, workload: Workload, slo: SLO) -> tuple[Run, int]:
-    """The run, and how many prompts were computed for nobody."""
-    spec, made = cluster_of("mooncake", admission, workers=4)
-    run = simulate(spec, made, workload, RunOptions(slo=slo))
-    wasted = sum(each.ending is RequestOutcome.REJECTED and len(each.token_s) > 0 for each in run.served)
-    return run, wasted
-
-
-def test_looking_at_decode_behind_the_prefill_wastes_prompts() -> None:
-    """Arxiv version, section 7.1: what is refused behind its prefill was computed for nobody."""
-    overload = load_workload("poisson:rate=6,count=160,lengths=2000-4000/150-300", seed=1)
-    slo = SLO(15.0, 0.0268)  # a decode step of 16 sequences
-    (late, wasted), (early, none), (predictive, neither) = (
-        rejections(admission, overload, slo) for admission in ("late", "early", "predictive")
-    )
-    assert wasted > 10 and none == neither == 0
-    assert all(RequestOutcome.REJECTED in {each.ending for each in run.served} for run in (late, early, predictive))
-
-
 @pytest.mark.skipif(not WHOLE, reason="takes minutes: make literature")
 @pytest.mark.timeout(1800)
 def test_rejections_on_the_papers_trace() -> None:
-    """The paper: 4,183 rejected late, 3,771 early, 3,589 with prediction; 8 + 8 machines at twice the trace's speed."""
+    """The paper: 3,589 of 23,000 rejected by prediction; 8 + 8 machines at twice the trace's speed."""
     trace = load_workload(f"{shared(TRACE)}:first=2000,speed=2.5", seed=0)
-    counted = {}
-    for admission in ("late", "early", "predictive"):
-        spec, made = cluster_of("mooncake", admission)
-        run = simulate(spec, made, trace, RunOptions(slo=SLO(30.0, 0.03)))
-        refused = [each for each in run.served if each.ending is RequestOutcome.REJECTED]
-        counted[admission] = (len(refused), sum(len(each.token_s) > 0 for each in refused))
-    print(
-        {
-            admission: f"{refused} rejected, {wasted} of them computed"
-            for admission, (refused, wasted) in counted.items()
-        }
-    )
-    assert counted["late"][1] > 0 and counted["early"][1] == counted["predictive"][1] == 0
-    assert counted["predictive"][0] <= counted["early"][0]
+    spec, made = cluster_of("mooncake", "predictive")
+    run = simulate(spec, made, trace, RunOptions(slo=SLO(30.0, 0.03)))
+    refused = [each for each in run.served if each.ending is RequestOutcome.REJECTED]
+    print(f"{len(refused)} rejected")
+    assert 0 < len(refused) < 0.16 * len(run.served)
+    assert not any(each.token_s for each in refused), "no refused prompt was computed"

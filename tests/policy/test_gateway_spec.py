@@ -48,7 +48,7 @@ def test_classes_and_tenants_are_read() -> None:
         ({"classes": {"x": {"priority": "high"}}}, "gateway.classes.x: priority: Expected int, got str"),
         ({"classes": {"x": 3}}, "gateway.classes.x: Expected object, got int"),
         ({"max_queued": -1}, "gateway: max_queued is -1"),
-        ({"admission": "promises"}, "admission 'promises' is not one of none, late, early, predictive, slo"),
+        ({"admission": "promises"}, "admission 'promises' is not one of none, predictive, slo"),
     ],
 )
 def test_what_contradicts_itself_is_refused_with_the_reason(keys: dict[str, object], told: str) -> None:

@@ -288,7 +288,7 @@ async def all_served(subject: Cluster) -> None:
     assert books_are_empty(subject.dispatcher)
 
 
-@pytest.mark.parametrize("routing", ["tetri", "splitwise", "slo"])
+@pytest.mark.parametrize("routing", ["splitwise", "slo"])
 @settings(max_examples=5, deadline=None)
 @given(numbers=st.lists(NUMBERS, min_size=1, max_size=4))
 def test_wrong_predictions_cost_no_token_and_no_block(routing: str, numbers: list[float]) -> None:

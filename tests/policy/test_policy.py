@@ -137,7 +137,7 @@ def test_an_unknown_name_is_one_error_with_the_list() -> None:
     document = {"model": "m", "pools": [{"name": "m", "role": "mixed"}]}
     with pytest.raises(SpecError, match=r"gateway: routing 'mooncak' is not one of least-loaded, random"):
         parse_spec(document | {"gateway": {"routing": "mooncak"}})
-    with pytest.raises(SpecError, match=r"gateway: admission 'all' is not one of none, late, early, predictive"):
+    with pytest.raises(SpecError, match=r"gateway: admission 'all' is not one of none, predictive, slo"):
         parse_spec(document | {"gateway": {"admission": "all"}})
     with pytest.raises(SpecError, match=r"gateway: slo.tpot_s is -1.0; it must be above 0 seconds"):
         parse_spec(document | {"gateway": {"slo": {"tpot_s": -1.0}}})

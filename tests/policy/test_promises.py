@@ -326,7 +326,7 @@ async def test_clients_are_told_what_to_expect_once_anything_is_known(routing: s
 
 async def test_refusals_and_cancelled_requests_are_told_apart() -> None:
     spec = split_spec()
-    gateway = replace(spec.gateway, admission="early", slo=SLO(ttft_s=1e-9))
+    gateway = replace(spec.gateway, admission="predictive", slo=SLO(ttft_s=1e-9))
     async with cluster(replace(spec, gateway=gateway)) as subject:
         with pytest.raises(Rejected):
             await subject.run(asked("no"))

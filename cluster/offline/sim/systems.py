@@ -13,7 +13,7 @@ from workers.config import EngineConfig, ParallelConfig, TransferConfig
 from workers.costs import CostModel
 
 MIXED, PREFILL, DECODE = "mixed", "prefill", "decode"  # pool names
-CHUNK = 512  # tokens; of SplitFuse, Sarathi's strict setting and TetriInfer
+CHUNK = 512  # tokens; of SplitFuse and Sarathi's strict setting
 PROMPT_BATCH = 2048  # tokens of prompts in one batch; above it throughput falls (Splitwise, section V)
 
 
@@ -50,11 +50,6 @@ _MOONCAKE: dict[str, Any] = {
 _IN_TIME: dict[str, Any] = {"prompt_order": "deadline", "prompt_window": 256}
 
 
-def _mooncake(title: str, admission: str) -> System:
-    source = "Qin et al., 2024 (arXiv 2407.00079)"
-    return System(f"Mooncake, {title}", source, **_MOONCAKE, routing="mooncake", admission=admission)
-
-
 SYSTEMS: dict[str, System] = {
     "static": System("static batching", "request-level batches", {"batching": "static"}),
     "orca": System("Orca", "Yu et al., OSDI'22", {"batching": "orca", "max_batch_tokens": 1 << 20}),
@@ -66,17 +61,14 @@ SYSTEMS: dict[str, System] = {
     ),
     "distserve": System("DistServe", "Zhong et al., OSDI'24", **_SPLIT_BATCHES, routing="distserve"),
     "splitwise": System("Splitwise", "Patel et al., ISCA'24", **_SPLIT_BATCHES, routing="splitwise"),
-    "tetri": System(
-        "TetriInfer",
-        "Hu et al., 2024",
-        prefill={"batching": "prefill-only", "max_batch_tokens": CHUNK},
-        decode={"batching": "orca", "max_batch_tokens": PROMPT_BATCH},
-        routing="tetri",
-    ),
     "mooncake": System("Mooncake", "Qin et al., FAST'25", **_MOONCAKE, routing="mooncake"),
-    "mooncake-late": _mooncake("late rejection", "late"),
-    "mooncake-early": _mooncake("early rejection", "early"),
-    "mooncake-predictive": _mooncake("predictive early rejection", "predictive"),
+    "mooncake-predictive": System(
+        "Mooncake, predictive early rejection",
+        "Qin et al., 2024 (arXiv 2407.00079)",
+        **_MOONCAKE,
+        routing="mooncake",
+        admission="predictive",
+    ),
     "ours": System(
         "Diptych",
         "router by both promises, admission that keeps them, roles that follow the load",

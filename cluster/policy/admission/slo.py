@@ -36,7 +36,7 @@ LEAST_WAIT_S = 0.01
 
 
 class SLOAdmission(Admission):
-    looks = True
+    needs_predictions = True
     queues = True
 
     def __init__(
@@ -57,7 +57,7 @@ class SLOAdmission(Admission):
         self._step_room_s = TPOT_SHARE * min((x.tpot_s for x in classes if x.tpot_s is not None), default=math.inf)
 
     def at_arrival(self, ask: Ask, placement: Placement, decode: WorkerView) -> Refusal | Later | None:
-        assert placement.predicted_ttft_s is not None, "an admission that looks has predictions"
+        assert placement.predicted_ttft_s is not None, "this admission has predictions"
         known, slo = self._classes.of(ask.request), ask.request.slo
         ttft_s, need_s = placement.predicted_ttft_s, self._need_s(ask, placement)
         is_claim = ask.waited_s >= known.patience_s

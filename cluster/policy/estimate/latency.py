@@ -178,12 +178,6 @@ class LatencyPredictor:
     def _batch_with(self, ask: Ask, worker: WorkerView) -> tuple[int, int]:
         return num_sequences(ask, worker) + 1, self._used_tokens(worker) + ask.request.num_tokens
 
-    def tpot_now_seconds(self, ask: Ask, worker: WorkerView) -> float:
-        """A decode step of the worker if this request decoded there now."""
-        running = worker.stats.running
-        used_tokens = self._used_tokens(worker) * running / max(1, running + worker.stats.reserved)
-        return self.step_seconds(worker, running + 1, used_tokens + ask.request.num_tokens)
-
     def step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
         """Seconds of a decode step there with this many sequences."""
         return self._plain_step_seconds(worker, batch, context_tokens) * self.step_correction(worker)

@@ -15,7 +15,7 @@ from workers.request import FinishReason, Request
 Lengths = Callable[[Request], int]  # output tokens still to come, at least 1
 UNBOUNDED_TOKENS = 512  # what an answer without a bound is taken for
 TEMPLATE_TOKENS = 64  # prompts that begin with the same tokens up to here share a template
-BUCKET_TOKENS = 200  # TetriInfer's
+BUCKET_TOKENS = 200  # as TetriInfer divides lengths
 
 _ENOUGH = 8.0  # answers at least as long that a histogram must have seen before it is asked
 _SCORED = 1000  # predictions that the calibration looks back on

@@ -1,9 +1,25 @@
 """Routers that look at loads only, or at nothing: least-loaded, random, round-robin, power of two, DistServe."""
 
-from cluster.policy.draws import Draws
 from cluster.policy.routing.picking import Picking, Workers, most_room, num_sequences, queued_tokens
 from cluster.policy.routing.router import Ask, Placement
 from diptych.view import WorkerView
+
+_MASK = (1 << 64) - 1
+
+
+class Draws:
+    """SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): the same seed gives the same numbers everywhere."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = seed & _MASK
+
+    def below(self, bound: int) -> int:
+        """Uniform in 0..bound-1; the bias of 2⁻⁶⁴ per value does not matter here."""
+        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
+        mixed = self._state
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        return ((mixed ^ (mixed >> 31)) * bound) >> 64
 
 
 class LeastLoaded(Picking):
@@ -85,20 +101,20 @@ class PowerOfTwo(LeastLoaded):
         self._draws = draws
 
     def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
-        return super().pick_prefill(ask, two_of(self._draws, workers))
+        return super().pick_prefill(ask, _two_of(self._draws, workers))
 
     def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
-        return super().pick_decode(ask, two_of(self._draws, workers))
+        return super().pick_decode(ask, _two_of(self._draws, workers))
 
     def pick_whole(self, ask: Ask, workers: Workers) -> WorkerView:
-        return super().pick_whole(ask, two_of(self._draws, workers))
+        return super().pick_whole(ask, _two_of(self._draws, workers))
 
     @property
     def reason(self) -> str:
         return "the less loaded of two"
 
 
-def two_of(draws: Draws, workers: Workers) -> Workers:
+def _two_of(draws: Draws, workers: Workers) -> Workers:
     """Two different ones at random, or the only one."""
     if len(workers) < 2:
         return workers
