@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.elastic.contenders import FRESH, Contender, View, case_of
 from benchmarks.elastic.scenarios import Scenario
-from cluster.offline.plan.trial import promised_end_s
+from cluster.offline.plan.trial import last_deadline_s
 from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.records import Run
 from cluster.offline.sim.cluster import Surroundings
@@ -33,7 +33,7 @@ class Probe:
         scenario, case = self.scenario, case_of(self.contender, self.scenario, self.view)
         workload, slo = scenario.draw(scale, seed), scenario.slo
         missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals) + 1e-6)
-        until_s = promised_end_s(workload, slo)
+        until_s = last_deadline_s(workload, slo)
         around = Surroundings(stale_s=self.view.stale_s)
         options = RunOptions(seed, slo, trace, until_s, missed, self.contender.name, around)
         with quietly():

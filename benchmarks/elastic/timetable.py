@@ -14,7 +14,7 @@ from benchmarks.elastic.probe import quietly
 from benchmarks.elastic.record import TIMETABLE
 from benchmarks.elastic.scenarios import Scenario
 from benchmarks.elastic.search import TARGET, Effort, Job, Tell
-from cluster.offline.plan.trial import promised_end_s
+from cluster.offline.plan.trial import last_deadline_s
 from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.goodput import Map
 from cluster.offline.sim.cluster import Surroundings
@@ -78,8 +78,8 @@ class Foretold:
         entries = tuple((phase.begin_s - self.ahead_s, self.prefills[phase.name]) for phase in scenario.phases)
         around = Surroundings(decider=Timetable(entries))
         spec = replace(case.spec, elastic=ElasticSpec(mode="act", period_s=PERIOD_S))
-        until_s = promised_end_s(workload, scenario.slo)
-        options = RunOptions(seed, scenario.slo, until_s=until_s, most_missed=missed, around=around)
+        until_s = last_deadline_s(workload, scenario.slo)
+        options = RunOptions(seed, scenario.slo, until_s=until_s, max_missed=missed, around=around)
         with quietly():
             run = simulate(spec, case.models, replace(workload, name=scenario.name), options)
         return attainment(run, scenario.slo)

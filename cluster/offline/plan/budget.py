@@ -1,20 +1,20 @@
-"""The processes and the time that an answer may take. Knows nothing of what is computed.
+"""Time and processes for one answer. Knows nothing about what is computed.
 
 main thread       waits for the search, draws progress, watches the clock and Ctrl-C
-search's thread   asks for runs through `each`; once the time is up, `each` raises `TimeUp`
-processes         simulate; each ends by itself when this process closes the pipe, or dies
+search's thread   starts runs through `each`, which raises `TimeUp` once the time is up
+processes         simulate; each exits by itself when this process closes the pipe, or dies
 """
 
+import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from contextlib import suppress
+from concurrent.futures import BrokenExecutor, CancelledError, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from cluster.offline.scoring.goodput import TimeUp
@@ -27,64 +27,65 @@ INTERRUPT = "Ctrl-C"
 
 
 class Budget:
-    """At most `limit_s` seconds from now on so many processes. Use as a context: its end ends the processes.
+    """At most `limit_s` seconds from now on, on `processes` processes. A context manager that ends them.
 
-    `ended_by` is empty while there is time, then says what ended it.
+    `ended_by` is empty while there is time, then `LIMIT` or `INTERRUPT`.
     """
 
     def __init__(self, limit_s: float, processes: int) -> None:
         self.limit_s = limit_s
         self.ended_by = ""
-        self._begun_s = time.monotonic()
+        self._start_s = time.monotonic()
         context = get_context("spawn")
-        followed, self._alive = context.Pipe(duplex=False)
-        self._pool = ProcessPoolExecutor(processes, context, initializer=_follow, initargs=(followed,))
+        parent_alive, self._alive = context.Pipe(duplex=False)
+        self._pool = ProcessPoolExecutor(processes, context, initializer=_start_process, initargs=(parent_alive,))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._alive.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     @property
     def left_s(self) -> float:
-        return max(0.0, self._begun_s + self.limit_s - time.monotonic())
+        return max(0.0, self._start_s + self.limit_s - time.monotonic())
 
     def past(self, share: float) -> bool:
-        """Whether so much of the time has gone: for steps that must leave time to others."""
+        """Whether this share of the time is over, for steps that must leave time to later ones."""
         return self.left_s <= (1.0 - share) * self.limit_s
 
     def each(self, work: Callable[..., Any], *arguments: Iterable[Any]) -> Iterator[Any]:
-        """As the builtin `map`, in the processes. Raises `TimeUp` once the time is up, and what `work` raises."""
-        return self._results([self._submit(work, *each) for each in zip(*arguments, strict=False)])
+        """Like the builtin `map`, in the processes. Raises `TimeUp` once the time is up, and what `work` raises."""
+        with self._time_up():
+            futures = [self._pool.submit(work, *each) for each in zip(*arguments, strict=False)]
+        return self._results(futures)
 
-    def _submit(self, work: Callable[..., T], *arguments: Any) -> "Future[T]":
-        try:
-            return self._pool.submit(work, *arguments)
-        except (BrokenExecutor, RuntimeError):
-            if self.ended_by:
-                raise TimeUp from None
-            raise
+    def _results(self, futures: list[Any]) -> Iterator[Any]:
+        for future in futures:
+            with self._time_up():
+                result = future.result()
+            yield result
 
-    def _results(self, futures: "list[Future[Any]]") -> Iterator[Any]:
+    @contextmanager
+    def _time_up(self) -> Iterator[None]:
+        """A pool that was shut down by `end` raises `TimeUp`."""
         try:
-            for future in futures:
-                yield future.result()
-        except (BrokenExecutor, CancelledError):
+            yield
+        except (BrokenExecutor, CancelledError, RuntimeError):
             if self.ended_by:
                 raise TimeUp from None
             raise
 
     def end(self, ended_by: str) -> None:
-        """Whatever is being computed is lost."""
+        """Stop. Runs in progress are lost."""
         if not self.ended_by:
             self.ended_by = ended_by
             self._alive.close()
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def run(self, search: Callable[[], T], tick: Callable[[float], None] = lambda left_s: None) -> T:
-        """What the search answers, in a thread of its own; `tick` hears the seconds that are left."""
+        """Run the search in its own thread and return its result. `tick` gets the seconds left, every `TICK_S`."""
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(search)
             try:
@@ -98,13 +99,17 @@ class Budget:
             return answer.result()
 
 
-def _follow(alive: Connection) -> None:
-    """In a process of the pool: Ctrl-C is the parent's, and without the parent's end of the pipe there is no work."""
+def _start_process(parent_alive: Connection) -> None:
+    """Ignore Ctrl-C, which is the parent's; exit when the parent's end of the pipe closes.
+
+    Requests fail in the overloads that a search looks for, so warnings are off.
+    """
+    logging.disable(logging.WARNING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def end() -> None:
+    def exit_with_parent() -> None:
         with suppress(EOFError, OSError):
-            alive.recv_bytes()
+            parent_alive.recv_bytes()
         os._exit(0)
 
-    threading.Thread(target=end, name="follow", daemon=True).start()
+    threading.Thread(target=exit_with_parent, name="exit-with-parent", daemon=True).start()

@@ -1,6 +1,6 @@
-"""Which layouts deserve a closer look: instances ranked, then as many of each as the rate needs or the GPUs allow.
+"""Layouts worth simulating: instances ranked, then as many of each as the rate needs or the GPUs allow. Pure.
 
-Who ranks the instances is given: by simulation (`placement`) or by closed forms (`estimate`). Pure.
+The caller ranks the instances: by simulation (`placement`) or by closed forms (`estimate`).
 Source: Zhong et al., DistServe (OSDI'24), algorithms 1 and 2.
 """
 
@@ -8,109 +8,116 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from math import ceil
 
-from cluster.offline.plan.asked import PlanRequest
 from cluster.offline.plan.deploy import Layout, WorkerGroup
+from cluster.offline.plan.request import PlanRequest
 from cluster.offline.plan.shapes import close_pairs, colocated, decodes, prefills
-from cluster.offline.plan.trial import Trial, decode, prefill, whole
+from cluster.offline.plan.trial import Trial, decode_trial, full_trial, prefill_trial
 
-KEPT = 3  # instances of each phase that are combined
+COMBINED = 3  # instances of each phase that are combined
 VERIFIED = 2  # combinations that are simulated whole
 
-Rated = list[tuple[Trial, float]]  # and the requests a second it serves, the most valuable first
-Rank = Callable[[str, Sequence[Trial], int], Rated]  # what they are, they, and how many to keep
-Near = Callable[[float, str], None]  # hears what comes close: the share it attains, in words
+Rated = list[tuple[Trial, float]]  # with the requests/s each serves, the most valuable first
+Rank = Callable[[str, Sequence[Trial], int], Rated]  # what the trials are, the trials, how many to keep
+OnNearMiss = Callable[[float, str], None]  # attained share, description
 
 
 class Layouts:
-    """Of one question."""
+    """The layouts of one request."""
 
-    def __init__(self, asked: PlanRequest, rank: Rank, near: Near = lambda attained, words: None) -> None:
-        self._asked = asked
+    def __init__(
+        self, request: PlanRequest, rank: Rank, on_near_miss: OnNearMiss = lambda attained, description: None
+    ) -> None:
+        self._request = request
         self._rank = rank
-        self._near = near
+        self._on_near_miss = on_near_miss
 
     def colocated(self, shapes: Sequence[WorkerGroup]) -> Rated:
-        """The best instance of all shapes, chunk sizes, and prompts first."""
-        trials = [whole(self._asked, Layout("colocated", (group,))) for group in colocated(shapes)]
+        """The best instance over all shapes, chunk sizes, and prefill-first batching."""
+        trials = [full_trial(self._request, Layout("colocated", (group,))) for group in colocated(shapes)]
         return self._rank("colocated instances", trials, 1)
 
     def split(self, shapes: Sequence[WorkerGroup]) -> list[Layout]:
-        layouts = self._close(shapes) if self._asked.network == "slow" else self._phases(shapes)
-        return self._most_valuable(layouts)
-
-    def filled(self, alike: Rated, room: int) -> list[Layout]:
-        """The best colocated instance as often as the rate needs; or as the split's GPUs allow, or all there are."""
-        if not alike:
-            return []
-        asked, (best, rate) = self._asked, alike[0]
-        if asked.rate is not None:
-            return [made for _, made in self._sized(best.layout, rate)]
-        room = asked.gpus if asked.objective == "throughput" else room
-        return [best.layout.times(max(1, room // best.layout.gpus))]
-
-    def _phases(self, shapes: Sequence[WorkerGroup]) -> list[tuple[float, Layout]]:
-        """Algorithm 1: the phases have nothing to do with each other."""
-        asked = self._asked
-        small = [shape for shape in shapes if shape.gpus_each < asked.gpus]
-        first = self._rank("prefill instances", [prefill(asked, group) for group in prefills(small)], KEPT)
-        rest = self._rank("decode instances", [decode(asked, group) for group in decodes(small)], KEPT)
-        sized = []
-        for (one, prompts), (two, answers) in product(first, rest):
-            pair = Layout("split", (one.layout.groups[0], two.layout.groups[0]))
-            sized += self._sized(pair, prompts, answers)
-        return sized
-
-    def _close(self, shapes: Sequence[WorkerGroup]) -> list[tuple[float, Layout]]:
-        """Algorithm 2: both phases of a unit share nodes, so units are ranked whole."""
-        units = [whole(self._asked, Layout("split", pair)) for pair in close_pairs(self._asked, shapes)]
-        ranked = self._rank("pairs inside nodes", units, VERIFIED)
-        return [sized for trial, rate in ranked for sized in self._sized(trial.layout, rate)]
-
-    def _sized(self, layout: Layout, *rates: float) -> list[tuple[float, Layout]]:
-        """With as many instances as the rate needs, or as there are GPUs for; and what each is expected to serve. One
-        rate: of a unit with one instance of each."""
-        asked = self._asked
-        each = rates * len(layout.groups) if len(rates) == 1 else rates
-        if asked.rate is not None:
-            counts = [tuple(ceil(asked.rate / rate) for rate in each)]
-        else:
-            most = [asked.gpus // group.gpus_each for group in layout.groups]
-            counts = [(count,) * len(most) for count in range(1, min(most) + 1)]
-            if len(rates) > 1:
-                counts = _useful(most, each)
-        sized = [(count, layout.times(*count)) for count in counts]
-        fitting = [
-            (min(n * rate for n, rate in zip(count, each, strict=True)), made)
-            for count, made in sized
-            if made.gpus <= asked.gpus
-        ]
-        if not fitting and asked.rate is not None:
-            serves = min(each)
-            words = f"{layout.told} keeps it up to {serves:.4g} requests/s, and {sized[0][1].gpus} GPUs would be needed"
-            self._near(min(0.5, serves / asked.rate), words)
-        return fitting
-
-    def _most_valuable(self, sized: Sequence[tuple[float, Layout]]) -> list[Layout]:
-        """By what they are expected to serve for their weight; of equals the smaller."""
-        asked = self._asked
+        """The `VERIFIED` most valuable, smaller ones first among equals."""
+        request = self._request
+        sized = self._close(shapes) if request.network == "slow" else self._phases(shapes)
 
         def rank(each: tuple[float, Layout]) -> tuple[float, float]:
             rate, layout = each
-            weight = sum(group.gpus * asked.weight(group.hardware) for group in layout.groups)
-            if asked.rate is not None:
+            weight = sum(group.gpus * request.weight(group.hardware) for group in layout.groups)
+            if request.rate is not None:
                 return weight, -rate
-            return (-rate if asked.objective == "throughput" else -round(rate / weight, 6)), weight
+            return (-rate if request.objective == "throughput" else -round(rate / weight, 6)), weight
 
         return [layout for _, layout in sorted(sized, key=rank)[:VERIFIED]]
 
+    def filled(self, best: Rated, room: int) -> list[Layout]:
+        """As many of the best colocated instance as the rate needs; without a rate, as `room` or all GPUs allow."""
+        if not best:
+            return []
+        request, (trial, rate) = self._request, best[0]
+        if request.rate is not None:
+            return [layout for _, layout in self._sized(trial.layout, rate)]
+        room = request.gpus if request.objective == "throughput" else room
+        return [trial.layout.times(max(1, room // trial.layout.gpus))]
 
-def _useful(most: Sequence[int], rates: Sequence[float]) -> list[tuple[int, ...]]:
-    """For each number of the one the fewest of the other that keep up, and one less."""
+    def _phases(self, shapes: Sequence[WorkerGroup]) -> list[tuple[float, Layout]]:
+        """Algorithm 1: rank prefill and decode instances independently, then combine them."""
+        request = self._request
+        small = [shape for shape in shapes if shape.gpus_each < request.gpus]
+        prompts = self._rank(
+            "prefill instances", [prefill_trial(request, group) for group in prefills(small)], COMBINED
+        )
+        answers = self._rank("decode instances", [decode_trial(request, group) for group in decodes(small)], COMBINED)
+        sized = []
+        for (one, one_rate), (two, two_rate) in product(prompts, answers):
+            pair = Layout("split", (one.layout.groups[0], two.layout.groups[0]))
+            sized += self._sized(pair, one_rate, two_rate)
+        return sized
+
+    def _close(self, shapes: Sequence[WorkerGroup]) -> list[tuple[float, Layout]]:
+        """Algorithm 2: the phases of a pair share nodes, so pairs are ranked whole."""
+        pairs = [full_trial(self._request, Layout("split", pair)) for pair in close_pairs(self._request, shapes)]
+        ranked = self._rank("pairs inside nodes", pairs, VERIFIED)
+        return [sized for trial, rate in ranked for sized in self._sized(trial.layout, rate)]
+
+    def _sized(self, layout: Layout, *rates: float) -> list[tuple[float, Layout]]:
+        """The layout with as many instances as the rate needs or the GPUs allow, and what each should serve.
+
+        `rates`: of one instance of each group, or one rate for a unit with one instance of each.
+        """
+        request = self._request
+        each = rates * len(layout.groups) if len(rates) == 1 else rates
+        if request.rate is not None:
+            counts = [tuple(ceil(request.rate / rate) for rate in each)]
+        else:
+            limits = [request.gpus // group.gpus_each for group in layout.groups]
+            if len(rates) > 1:
+                counts = _balanced_counts(limits, each)
+            else:
+                counts = [(count,) * len(limits) for count in range(1, min(limits) + 1)]
+        sized = [(count, layout.times(*count)) for count in counts]
+        fitting = [
+            (min(n * rate for n, rate in zip(count, each, strict=True)), layout)
+            for count, layout in sized
+            if layout.gpus <= request.gpus
+        ]
+        if not fitting and request.rate is not None:
+            serves = min(each)
+            self._on_near_miss(
+                min(0.5, serves / request.rate),
+                f"{layout.description} meets the SLO up to {serves:.4g} requests/s, and {sized[0][1].gpus} GPUs would "
+                "be needed",
+            )
+        return fitting
+
+
+def _balanced_counts(limits: Sequence[int], rates: Sequence[float]) -> list[tuple[int, ...]]:
+    """For each number of one group, the fewest of the other that keep up, and one less."""
     counts = set()
-    for first in range(1, most[0] + 1):
+    for first in range(1, limits[0] + 1):
         needed = ceil(first * rates[0] / rates[1])
         counts |= {(first, count) for count in (needed, needed - 1) if count >= 1}
-    for second in range(1, most[1] + 1):
+    for second in range(1, limits[1] + 1):
         needed = ceil(second * rates[1] / rates[0])
         counts |= {(count, second) for count in (needed, needed - 1) if count >= 1}
     return sorted(counts)

@@ -1,10 +1,9 @@
-"""The best of many candidates without measuring each: the rest need only be shown to be worse. Pure.
+"""The best of many candidates without measuring each: the others need only be shown to be worse. Pure.
 
-A candidate's value is its goodput for each unit of its weight. Those that look best are measured first; each further
-one is tried at the rate that it would need to be better, once, and measured only if it holds. What cannot meet the
-promise even without load is not tried at all, nor is a rate that nobody could sustain: a run of some hundred requests
-is over before a queue shows. With attainment that falls with the rate, the answer is that of measuring all of them, to
-the tolerance.
+A candidate's value is its goodput per unit of weight. The most promising is measured first. Each further one is tried
+once, at the rate it needs to be better, and measured only if it meets the SLO there. Candidates that miss the SLO on an
+idle machine are not tried, nor are rates above `max_rate`: a run of a few hundred requests ends before a queue shows.
+If attainment falls with the rate, the result is that of measuring all candidates, to the tolerance.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,23 +16,21 @@ from math import inf
 from cluster.offline.plan.trial import MARGIN, Trial
 from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, TimeUp, goodput
 
-WAVE = 4  # candidates that are tried at once; the answer does not depend on how many processes there are
-SLACK = 1.1  # `most` is that of the mean request; a goodput above so many times it is a run that was too short
-LEAST = 256.0  # a search ends at `most` over this
+WAVE = 4  # candidates tried at once; fixed, so that the result does not depend on the number of processes
+SLACK = 1.1  # `max_rate` is for the mean request; a goodput above it by more than this comes from too short a run
+FLOOR = 256.0  # a search ends at the cap over this
 
 
 class SearchOutcome(Enum):
-    """What became of a candidate."""
-
     MEASURED = "measured"
     BEATEN = "worse than what is known"
-    HOPELESS = "misses the promise without any load"
+    HOPELESS = "misses the SLO without any load"
     UNTRIED = "not tried"
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`goodput` of what was measured. `requests`: simulated for it. A rate above `enough` is worth nothing more."""
+    """`goodput`: if measured. `requests`: simulated for it. A rate above `enough` adds no value."""
 
     candidate: Trial
     outcome: SearchOutcome
@@ -52,42 +49,38 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How a search is made: for this attained share, with these seeds, to this relative tolerance, until so many
-    requests have been simulated. No rate above `enough` is looked at."""
+    """Search at this target, with one seed, to this relative tolerance, until `max_requests` have been simulated.
+
+    No rate above `enough` is tried.
+    """
 
     target: float
-    seeds: tuple[int, ...] = (0,)
+    seed: int = 0
     tolerance: float = 0.05
-    most_requests: int = 1_000_000
+    max_requests: int = 1_000_000
     enough: float = inf
 
 
 @dataclass(slots=True)
 class Ranking:
-    """All candidates, the most valuable first."""
+    """All candidates, the most valuable first. `timed_out`: the time was up before all were tried."""
 
     found: list[Found] = field(default_factory=list)
-    hurried: bool = False  # the time was up before all were tried
+    timed_out: bool = False
 
     @property
     def best(self) -> list[Found]:
-        """Those that attain something."""
+        """Those with a goodput above zero."""
         return [each for each in self.found if each.rate > 0.0]
 
     @property
     def requests(self) -> int:
         return sum(each.requests for each in self.found)
 
-    def count(self, outcome: SearchOutcome) -> int:
-        return sum(each.outcome is outcome for each in self.found)
-
-    def _beat(self, keep: int | None) -> float:
-        """The value that one more must exceed to be among the `keep` best; 0: any."""
+    def value_to_beat(self, keep: int) -> float:
+        """What one more must exceed to be among the `keep` best; 0: anything."""
         values = sorted((each.value for each in self.found), reverse=True)
-        return values[keep - 1] if keep is not None and len(values) >= keep else 0.0
-
-    def sort(self) -> None:
-        self.found.sort(key=lambda each: -each.value)
+        return values[keep - 1] if len(values) >= keep else 0.0
 
 
 def best_of(
@@ -95,43 +88,43 @@ def best_of(
     effort: Effort,
     each: Map = map,
     *,
-    keep: int | None = 1,
-    told: Callable[[int, int, Found | None], None] = lambda done, total, best: None,
-    hurry: Callable[[], bool] = lambda: False,
+    keep: int = 1,
+    on_progress: Callable[[int, Found | None], None] = lambda done, best: None,
+    time_up: Callable[[], bool] = lambda: False,
 ) -> Ranking:
-    """The `keep` best (None: all are measured). `each` may be an executor's `map`; `told` hears how many are done, and
-    the best so far. Once `hurry` says so or `each` raises `TimeUp`, the rest is not tried."""
-    ranking: Ranking = Ranking()
+    """Find the `keep` best. `each` may be an executor's `map`. `on_progress` gets how many are done and the best.
+
+    Once `time_up` returns true or `each` raises `TimeUp`, the rest is not tried.
+    """
+    ranking = Ranking()
     hopeful = []
     for candidate in candidates:
-        if candidate.alone < effort.target - MARGIN:
+        if candidate.unloaded < effort.target - MARGIN:
             ranking.found.append(Found(candidate, SearchOutcome.HOPELESS))
         else:
             hopeful.append(candidate)
     hopeful.sort(key=lambda candidate: -candidate.estimate / candidate.weight)
     best = None
     for wave in _waves(hopeful):
-        ranking.hurried = ranking.hurried or hurry()
-        if ranking.hurried or ranking.requests >= effort.most_requests:
-            ranking.found += [Found(candidate, SearchOutcome.UNTRIED) for candidate in wave]
-            continue
-        told(len(ranking.found), len(candidates), best)
-        tried = 0
-        try:
-            for found in each(partial(measure, effort, ranking._beat(keep)), wave):
-                ranking.found.append(found)
-                tried += 1
-                best = found if best is None or found.value > best.value else best
-                told(len(ranking.found), len(candidates), best)
-        except TimeUp:
-            ranking.hurried = True
-            ranking.found += [Found(candidate, SearchOutcome.UNTRIED) for candidate in wave[tried:]]
-    ranking.sort()
+        ranking.timed_out = ranking.timed_out or time_up()
+        untried = wave
+        if not ranking.timed_out and ranking.requests < effort.max_requests:
+            on_progress(len(ranking.found), best)
+            try:
+                for found in each(partial(measure, effort, ranking.value_to_beat(keep)), wave):
+                    ranking.found.append(found)
+                    untried = untried[1:]
+                    best = found if best is None or found.value > best.value else best
+                    on_progress(len(ranking.found), best)
+            except TimeUp:
+                ranking.timed_out = True
+        ranking.found += [Found(candidate, SearchOutcome.UNTRIED) for candidate in untried]
+    ranking.found.sort(key=lambda each: -each.value)
     return ranking
 
 
 def _waves(candidates: Sequence[Trial]) -> Iterator[list[Trial]]:
-    """The first alone: all others are measured against it."""
+    """The first candidate alone, because all others are measured against it."""
     rest = iter(candidates)
     size = 1
     while wave := list(islice(rest, size)):
@@ -139,18 +132,18 @@ def _waves(candidates: Sequence[Trial]) -> Iterator[list[Trial]]:
         size = WAVE
 
 
-def measure(effort: Effort, beat: float, candidate: Trial) -> Found:
-    """Its goodput, unless it does not hold the rate that it needs to be worth more than `beat`."""
+def measure(effort: Effort, value_to_beat: float, candidate: Trial) -> Found:
+    """Its goodput, unless it misses the SLO at the rate it needs to exceed `value_to_beat`."""
     probes = Probes(candidate)
-    cap = min(candidate.most * SLACK, effort.enough)
+    cap = min(candidate.max_rate * SLACK, effort.enough)
     start = min(candidate.estimate, cap) / 2.0
-    if beat > 0.0:
-        start = beat * candidate.weight * (1.0 + effort.tolerance)
+    if value_to_beat > 0.0:
+        start = value_to_beat * candidate.weight * (1.0 + effort.tolerance)
         if start > cap:
             return Found(candidate, SearchOutcome.BEATEN)
-        (attained,) = probes.at([(start, effort.seeds[0])])
+        (attained,) = probes.at([(start, effort.seed)])
         if attained.both < effort.target:
             return Found(candidate, SearchOutcome.BEATEN, requests=candidate.requests)
-    search = Search(start, min(start, cap / LEAST), cap, effort.tolerance)
-    known = goodput(probes, search, candidate.slo, target=effort.target, seeds=effort.seeds, gpus=candidate.gpus)
+    search = Search(start, min(start, cap / FLOOR), cap, effort.tolerance)
+    known = goodput(probes, search, candidate.slo, target=effort.target, seeds=(effort.seed,), gpus=candidate.gpus)
     return Found(candidate, SearchOutcome.MEASURED, known, len(known.probes) * candidate.requests, effort.enough)

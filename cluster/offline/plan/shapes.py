@@ -1,4 +1,4 @@
-"""Which instances there can be: ways to cut a model over GPUs that fit, and pairs of them that a network allows. Pure.
+"""Possible instances: the ways to shard a model that fit, and the pairs of them that a network allows. Pure.
 
 Zhong et al., DistServe (OSDI'24), algorithms 1 and 2, and its repository's test of which pairs a slow network allows.
 """
@@ -6,9 +6,10 @@ Zhong et al., DistServe (OSDI'24), algorithms 1 and 2, and its repository's test
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from cluster.offline.plan.asked import PlanError, PlanRequest
-from cluster.offline.plan.deploy import PROMPT_BATCH, WorkerGroup
+from cluster.offline.plan.deploy import WorkerGroup
+from cluster.offline.plan.request import PlanError, PlanRequest
 from cluster.offline.sim.fleet import BLOCK_SIZE
+from cluster.offline.sim.systems import PROMPT_BATCH
 from cluster.spec import Role
 from workers.profiles.capacity import kv_capacity_tokens, least_gpus
 from workers.profiles.hardware import Hardware
@@ -17,19 +18,19 @@ from workers.profiles.sources import profile_of
 
 CHUNKS = (128, 256, 512, 1024, 2048)
 PROMPT_STEPS = (512, PROMPT_BATCH)
-MOST_STAGES = 8
+MAX_STAGES = 8
 
 
-def instances(asked: PlanRequest) -> list[WorkerGroup]:
-    """All shapes that fit on at most `asked.gpus` GPUs, of each kind. Raises `PlanError` when there is none.
+def instances(request: PlanRequest) -> list[WorkerGroup]:
+    """All shapes that fit on at most `request.gpus` GPUs of each kind. Raises `PlanError` when there is none.
 
     A tensor group stays in a node. Stages divide the layers evenly.
     """
     found, refused = [], None
-    for name, sheet in asked.sheets.items():
-        for tensor, pipeline in _cuts(asked, sheet):
+    for name, sheet in request.sheets.items():
+        for tensor, pipeline in _fitting(request, sheet):
             try:
-                profile_of(asked.shape, sheet, tensor, pipeline, asked.sources[name])
+                profile_of(request.shape, sheet, tensor, pipeline, request.sources[name])
             except ProfileError as error:
                 refused = error
                 continue
@@ -37,37 +38,35 @@ def instances(asked: PlanRequest) -> list[WorkerGroup]:
     if not found and refused is not None:
         raise PlanError(str(refused))
     if not found:
-        raise PlanError(f"{asked.shape.name} does not fit: {_needs(asked)}; {asked.gpus} were given")
+        raise PlanError(f"{request.shape.name} does not fit: {_needs(request)}; {request.gpus} were given")
     return found
 
 
-def _cuts(asked: PlanRequest, sheet: Hardware) -> Iterator[tuple[int, int]]:
-    for tensor in range(1, min(sheet.gpus_per_node, asked.gpus) + 1):
-        for pipeline in range(1, min(MOST_STAGES, asked.gpus // tensor) + 1):
-            if asked.shape.layers % pipeline == 0 and _fits(asked, sheet, tensor, pipeline):
+def _fitting(request: PlanRequest, sheet: Hardware) -> Iterator[tuple[int, int]]:
+    """(tensor, pipeline) with room for weights and a block of KV."""
+    for tensor in range(1, min(sheet.gpus_per_node, request.gpus) + 1):
+        for pipeline in range(1, min(MAX_STAGES, request.gpus // tensor) + 1):
+            try:
+                fits = kv_capacity_tokens(request.shape, sheet, tensor, pipeline) >= BLOCK_SIZE
+            except ProfileError:
+                continue
+            if fits and request.shape.layers % pipeline == 0:
                 yield tensor, pipeline
 
 
-def _fits(asked: PlanRequest, sheet: Hardware, tensor: int, pipeline: int) -> bool:
-    try:
-        return kv_capacity_tokens(asked.shape, sheet, tensor, pipeline) >= BLOCK_SIZE
-    except ProfileError:
-        return False
-
-
-def _needs(asked: PlanRequest) -> str:
+def _needs(request: PlanRequest) -> str:
     def needed(name: str, sheet: Hardware) -> str:
         try:
-            gpus, (tensor, pipeline) = least_gpus(asked.shape, sheet)
+            gpus, (tensor, pipeline) = least_gpus(request.shape, sheet)
         except ProfileError:
             return f"no number of {name} holds it"
         return f"it needs {gpus} {name} at least, as TP {tensor}, PP {pipeline}"
 
-    return "; ".join(needed(name, sheet) for name, sheet in asked.sheets.items())
+    return "; ".join(needed(name, sheet) for name, sheet in request.sheets.items())
 
 
 def colocated(shapes: Sequence[WorkerGroup]) -> list[WorkerGroup]:
-    """Every shape with every chunk size, and computing whole prompts first."""
+    """Every shape with every chunk size, and prefill-first."""
     chunked = [replace(shape, batch_tokens=chunk) for shape in shapes for chunk in CHUNKS]
     return chunked + [replace(shape, batching="prefill-first", batch_tokens=PROMPT_BATCH) for shape in shapes]
 
@@ -80,22 +79,24 @@ def decodes(shapes: Sequence[WorkerGroup]) -> list[WorkerGroup]:
     return [replace(shape, role=Role.DECODE) for shape in shapes]
 
 
-def close_pairs(asked: PlanRequest, shapes: Sequence[WorkerGroup]) -> list[tuple[WorkerGroup, WorkerGroup]]:
-    """Prefill and decode instances whose KV need not leave a node: both are cut into the same number of segments, each
-    of some stages, and segments that hold the same layers stand in one node."""
-    whole = [shape for shape in prefills(shapes) if shape.batch_tokens == PROMPT_BATCH]
+def close_pairs(request: PlanRequest, shapes: Sequence[WorkerGroup]) -> list[tuple[WorkerGroup, WorkerGroup]]:
+    """Prefill and decode instances whose KV can stay inside nodes.
+
+    Both are divided into the same number of segments of pipeline stages, and segments with the same layers share a
+    node.
+    """
     return [
         (one, two)
-        for one in whole
+        for one in prefills(shapes)
         for two in decodes(shapes)
-        if one.hardware == two.hardware and is_close(asked, one, two)
+        if one.batch_tokens == PROMPT_BATCH and one.hardware == two.hardware and is_close(request, one, two)
     ]
 
 
-def is_close(asked: PlanRequest, prefill: WorkerGroup, decode: WorkerGroup) -> bool:
-    sheet = asked.sheets[prefill.hardware]
-    nodes = asked.nodes or -(-asked.gpus // sheet.gpus_per_node)
-    return prefill.gpus_each + decode.gpus_each <= asked.gpus and any(
+def is_close(request: PlanRequest, prefill: WorkerGroup, decode: WorkerGroup) -> bool:
+    sheet = request.sheets[prefill.hardware]
+    nodes = request.nodes or -(-request.gpus // sheet.gpus_per_node)
+    return prefill.gpus_each + decode.gpus_each <= request.gpus and any(
         prefill.pipeline % segments == 0
         and decode.pipeline % segments == 0
         and (prefill.gpus_each + decode.gpus_each) // segments <= sheet.gpus_per_node

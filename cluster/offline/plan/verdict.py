@@ -1,15 +1,17 @@
-"""Which of the options is taken, and why, in words. Pure.
+"""Which option is chosen, and why. Pure.
 
-Colocated is the simpler system. It is taken unless splitting is surely better: fewer GPUs (dollars, watts) for the rate
-asked for, or more goodput for each of them by more than chance.
+Colocated is the simpler system. It is chosen unless splitting is surely better: fewer GPUs (dollars, watts) for the
+requested rate, or more goodput per GPU by more than chance.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+from statistics import fmean
 
-from cluster.offline.plan.asked import PlanRequest
-from cluster.offline.plan.compared import Difference, difference
 from cluster.offline.plan.placement import Option
+from cluster.offline.plan.request import PlanRequest
+from cluster.offline.scoring.goodput import half_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,69 +26,85 @@ class PlanVerdict:
         return self.options[0]
 
 
-def judged(asked: PlanRequest, options: Sequence[Option], complete: bool = True) -> PlanVerdict:
-    """Unless the search is `complete`, the words say so. Raises ValueError without options."""
-    together = [option for option in options if option.layout.kind == "colocated"]
-    plain = [option for option in options if option.layout.kind == "split"]
-    helped = [option for option in options if option.layout.kind == "hybrid"]
+def judge(request: PlanRequest, options: Sequence[Option], complete: bool = True) -> PlanVerdict:
+    """Of one option at least. Unless the search is `complete`, the words advise nothing."""
+    by_kind = {
+        kind: [option for option in options if option.layout.kind == kind] for kind in ("colocated", "split", "hybrid")
+    }
     best, why = None, ""
-    for candidates in (together, plain, helped):  # the simplest first
+    for candidates in by_kind.values():  # the simplest first
         if not candidates:
             continue
-        option = max(candidates, key=lambda each: _merit(asked, each))
+        option = max(candidates, key=lambda each: _merit(request, each))
         if best is None:
             best = option
             continue
-        wins, reason = _beats(asked, best, option)
+        wins, reason = _beats(request, best, option)
         if wins or not why:
             why = reason
         best = option if wins else best
-    if best is None:
-        raise ValueError("there are no options to judge")
-    rest = sorted((each for each in options if each is not best), key=lambda each: _merit(asked, each), reverse=True)
-    if not complete:
-        return PlanVerdict((best, *rest), _so_far(best, why))
-    return PlanVerdict((best, *rest), f"{_advice(best, together, plain)}{': ' if why else ''}{why}")
+    assert best is not None, "there is an option"
+    rest = sorted((each for each in options if each is not best), key=lambda each: _merit(request, each), reverse=True)
+    if complete:
+        advice = _advice(best.layout.kind, bool(by_kind["colocated"]), bool(by_kind["split"]))
+    else:  # an untried layout may be better
+        advice = f"Not decided in time; the best that was simulated whole is {best.layout.kind}"
+    return PlanVerdict((best, *rest), f"{advice}{': ' if why else ''}{why}")
 
 
-def _so_far(best: Option, why: str) -> str:
-    """What was not tried in time may be better, so this advises nothing."""
-    return f"Not decided in time; the best that was simulated whole is {best.layout.kind}{': ' if why else ''}{why}"
-
-
-def _advice(best: Option, together: Sequence[Option], plain: Sequence[Option]) -> str:
-    if best.layout.kind == "colocated":
-        return "Do not disaggregate" if plain else "Do not disaggregate: no split keeps the promise"
-    if best.layout.kind == "hybrid":
+def _advice(kind: str, any_colocated: bool, any_split: bool) -> str:
+    if kind == "colocated":
+        return "Do not disaggregate" if any_split else "Do not disaggregate: no split meets the SLO"
+    if kind == "hybrid":
         return "Disaggregate, and let the pools help each other out"
-    return "Disaggregate" if together else "Disaggregate: no colocated layout keeps the promise"
+    return "Disaggregate" if any_colocated else "Disaggregate: no colocated layout meets the SLO"
 
 
-def _merit(asked: PlanRequest, option: Option) -> tuple[float, float]:
-    if asked.rate is not None:
+def _merit(request: PlanRequest, option: Option) -> tuple[float, float]:
+    if request.rate is not None:
         return -option.trial.weight, option.value
-    return (option.goodput.rate if asked.objective == "throughput" else option.value), -option.trial.weight
+    return (option.goodput.rate if request.objective == "throughput" else option.value), -option.trial.weight
 
 
-def _beats(asked: PlanRequest, simple: Option, other: Option) -> tuple[bool, str]:
+def _beats(request: PlanRequest, simple: Option, other: Option) -> tuple[bool, str]:
     """Whether the less simple one is surely better, and the reason."""
-    ours, theirs = simple.trial.weight, other.trial.weight
-    if asked.rate is not None and ours != theirs:
-        needs = f"{other.layout.kind} serves {asked.rate:g} requests/s with {theirs:g} {asked.unit}"
-        return theirs < ours, f"{needs}, {simple.layout.kind} with {ours:g} {asked.unit}"
-    total = asked.objective == "throughput"
+    simple_weight, other_weight = simple.trial.weight, other.trial.weight
+    if request.rate is not None and simple_weight != other_weight:
+        needs = f"{other.layout.kind} serves {request.rate:g} requests/s with {other_weight:g} {request.unit}"
+        return other_weight < simple_weight, f"{needs}, {simple.layout.kind} with {simple_weight:g} {request.unit}"
+    total = request.objective == "throughput"
     pairs = (simple.goodput.by_seed, other.goodput.by_seed) if total else (simple.values, other.values)
     found = difference(*pairs)
-    unit = "requests/s" if total else f"requests/s for each {asked.unit}"
-    better = _surely(found, asked, simple.goodput.rate if total else simple.value)
-    words = f"the goodput of {other.layout.kind} over {simple.layout.kind} is {found.told(unit)}"
+    unit = "requests/s" if total else f"requests/s for each {request.unit}"
+    if len(request.seeds) > 1:
+        better = found.low > 0.0
+    else:  # no interval: by more than the search's own error
+        better = found.mean > 2.0 * request.tolerance * (simple.goodput.rate if total else simple.value)
+    words = f"the goodput of {other.layout.kind} over {simple.layout.kind} is {found.description(unit)}"
     if not better and found.mean > 0.0:
         words += ", which may be chance; the simpler one is preferred"
     return better, words
 
 
-def _surely(found: Difference, asked: PlanRequest, scale: float) -> bool:
-    """Above zero with its interval; with one seed, by more than the search's own error."""
-    if len(asked.seeds) > 1:
-        return found.low > 0.0
-    return found.mean > 2.0 * asked.tolerance * scale
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """`mean` and its 95 % interval by Student's t over the seeds; unbounded with one seed."""
+
+    mean: float
+    low: float
+    high: float
+
+    def description(self, unit: str) -> str:
+        sure = f"95 % CI {self.low:+.4g}..{self.high:+.4g}" if self.low > -inf else "one seed, no interval"
+        return f"{self.mean:+.4g} {unit} ({sure})"
+
+
+def difference(left: Sequence[float], right: Sequence[float]) -> Difference:
+    """How much greater `right` is, seed by seed: both systems saw the same requests at the same times.
+
+    Raises ValueError for unequal numbers of seeds.
+    """
+    pairs = [ours - theirs for theirs, ours in zip(left, right, strict=True)]
+    mean = fmean(pairs)
+    off = half_width(pairs) if len(pairs) > 1 else inf
+    return Difference(mean, mean - off, mean + off)

@@ -7,7 +7,7 @@ from cluster.offline.sim.systems import Fleet
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
 from workers.config import EngineConfig, ParallelConfig
 from workers.profiles.capacity import kv_capacity_tokens
-from workers.profiles.hardware import hardware_of
+from workers.profiles.hardware import Hardware, hardware_of
 from workers.profiles.measured import ClusterProfile
 from workers.profiles.shapes import ModelShape, shape_of
 from workers.profiles.sources import BEST, CROSS, NetworkLink, link_of, profile_of
@@ -18,7 +18,7 @@ MAX_RUNNING = 256  # sequences of one worker; vLLM's default
 
 def pool_model(
     model: str | ModelShape,
-    hardware: str,
+    hardware: str | Hardware,
     parallel: ParallelConfig,
     *,
     source: str = BEST,

@@ -34,14 +34,14 @@ class Leaked(RuntimeError):
 class RunOptions:
     """How a run is made. `trace` keeps every step. `until_s`: the run is cut so long after the first arrival.
 
-    `most_missed`: it is cut as soon as more requests cannot keep `slo` any more, for who only wants to know whether.
+    `max_missed`: it is cut as soon as more requests cannot keep `slo` any more, for who only wants to know whether.
     """
 
     seed: int = 0
     slo: SLO = field(default_factory=SLO)
     trace: bool = False
     until_s: float | None = None
-    most_missed: int | None = None
+    max_missed: int | None = None
     system: str = ""
     around: Surroundings = ALONE
 
@@ -114,7 +114,7 @@ class _Load:
             task = asyncio.ensure_future(self._one(watch))
             self._open.add(task)
             task.add_done_callback(self._ended)
-            if self._options.most_missed is not None:
+            if self._options.max_missed is not None:
                 self._judge_in_time(watch, task)
         while self._open:
             await asyncio.wait(self._open)
@@ -145,8 +145,8 @@ class _Load:
         if watch.can_keep(self._options.slo):
             return
         self._missed.add(watch.index)
-        assert self._options.most_missed is not None, "only asked when there is a limit"
-        if len(self._missed) > self._options.most_missed:
+        assert self._options.max_missed is not None, "only asked when there is a limit"
+        if len(self._missed) > self._options.max_missed:
             self._too_many.set()
 
     async def _one(self, watch: RequestWatch) -> None:

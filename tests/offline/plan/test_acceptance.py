@@ -1,4 +1,4 @@
-"""Placements of the literature. The everyday tests probe single rates; DIPTYCH_PLAN_ACCEPTANCE=1 searches in full.
+"""Published placements. Everyday tests probe single rates; DIPTYCH_PLAN_ACCEPTANCE=1 searches in full.
 
 DistServe's simulator README: OPT-13B on one node of four A100-80G, ShareGPT, 90 % within 200 ms and 100 ms, 300
 requests: best 1.56 requests/s for each GPU, prefill TP 2 and decode TP 1.
@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from cluster.offline.plan.asked import PlanRequest
 from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.placement import PlacementSearch
-from cluster.offline.plan.trial import Trial, prefill, whole
-from cluster.offline.plan.verdict import judged
+from cluster.offline.plan.request import PlanRequest
+from cluster.offline.plan.trial import Trial, full_trial, prefill_trial
+from cluster.offline.plan.verdict import judge
 from cluster.offline.sim.compare import processes
 from cluster.spec import Role
 from tests.offline.plan import sharegpt
-from tests.offline.plan.asking import A100
+from tests.offline.plan.requests import A100
 from workers.request import SLO
 
 acceptance = pytest.mark.skipif(
@@ -53,7 +53,7 @@ def attained(trial: Trial, rate: float) -> float:
 
 
 def test_sharegpt_has_the_published_means() -> None:
-    """DistServe's figure of ShareGPT: 755.5 and 200.3 tokens in the mean."""
+    """DistServe's figure of ShareGPT: means of 755.5 and 200.3 tokens."""
     arrivals = sharegpt.workload().arrivals
     assert fmean(each.prompt_tokens for each in arrivals) == pytest.approx(755.5, rel=0.07)
     assert fmean(each.output_tokens for each in arrivals) == pytest.approx(200.3, rel=0.12)
@@ -61,25 +61,25 @@ def test_sharegpt_has_the_published_means() -> None:
 
 @pytest.mark.parametrize(("tensor", "holds"), [(1, False), (2, True)])
 def test_one_gpu_is_too_slow_for_the_prompts_of_distserves_case(tensor: int, holds: bool) -> None:
-    """At the published rate of the whole, three GPUs' worth, the prefill instance alone decides."""
-    trial = prefill(distserve(), WorkerGroup(Role.PREFILL, A100, tensor))
+    """At the published rate of the whole layout (three GPUs), the prefill instance alone decides."""
+    trial = prefill_trial(distserve(), WorkerGroup(Role.PREFILL, A100, tensor))
     assert (attained(trial, 0.8 * 3 * PUBLISHED_PER_GPU) >= 0.9) == holds
 
 
 def test_distserves_pair_holds_near_its_rate() -> None:
-    assert attained(whole(distserve(requests=150), opt_pair(2, 1)), 0.8 * 3 * PUBLISHED_PER_GPU) >= 0.9
+    assert attained(full_trial(distserve(requests=150), opt_pair(2, 1)), 0.8 * 3 * PUBLISHED_PER_GPU) >= 0.9
 
 
 @acceptance
 def test_distserves_case_has_distserves_placement() -> None:
-    """The split is theirs, within a fifth of their figure. It does not beat all that is colocated: with the same fits
-    of step times one TP 4 instance that computes prompts first serves more, since a TPOT of 100 ms is five of its
+    """The split is the published one, within a fifth of its figure. It does not beat every colocated layout: with the
+    same step times one TP 4 instance with prefill-first batching serves more, since a TPOT of 100 ms is five of its
     decode steps. The paper's baseline is TP 1, which serves less."""
-    asked = distserve(seeds=(0, 1, 2))
+    request = distserve(seeds=(0, 1, 2))
     with processes(2) as each:
-        found = PlacementSearch(asked, each).search()
-    for option in judged(asked, found.options).options:
-        print(f"{option.layout.told}: {option.goodput.summary}")
+        found = PlacementSearch(request, each).search()
+    for option in judge(request, found.options).options:
+        print(f"{option.layout.description}: {option.goodput.summary}")
     best = max((each for each in found.options if each.layout.kind == "split"), key=lambda option: option.value)
     assert [(group.tensor, group.pipeline) for group in best.layout.groups] == [(2, 1), (1, 1)]
     assert best.goodput.per_gpu == pytest.approx(PUBLISHED_PER_GPU, rel=0.2)
@@ -87,6 +87,6 @@ def test_distserves_case_has_distserves_placement() -> None:
 
 @acceptance
 def test_the_papers_baseline_is_beaten() -> None:
-    """vLLM as DistServe ran it: TP 1, prompts first. At half of what the split serves for each GPU it fails."""
+    """vLLM as DistServe ran it: TP 1, prefill-first. It fails at half of the split's rate per GPU."""
     vllm = Layout("colocated", (WorkerGroup(Role.MIXED, A100, batching="prefill-first"),))
-    assert attained(whole(distserve(), vllm), 0.5 * PUBLISHED_PER_GPU) < 0.9
+    assert attained(full_trial(distserve(), vllm), 0.5 * PUBLISHED_PER_GPU) < 0.9

@@ -1,4 +1,4 @@
-"""The time that an answer may take: what ends it, and what it leaves behind."""
+"""What ends a search, and what the search leaves behind."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def square(number: int) -> int:
 
 
 def stay(path: Path) -> None:
-    """Leaves its process id, and works on."""
+    """Write the process id, then keep working."""
     path.write_text(str(os.getpid()))
     time.sleep(FOREVER_S)
 
@@ -47,14 +47,14 @@ def test_a_search_in_time_has_all_results_in_order() -> None:
 
 
 @pytest.fixture
-def heard_ctrl_c() -> Iterator[None]:
-    """A shell's background jobs ignore it."""
+def ctrl_c() -> Iterator[None]:
+    """Background jobs of a shell ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("heard_ctrl_c")
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("by", [LIMIT, INTERRUPT])
 def test_what_ends_a_search_ends_its_processes(by: str, tmp_path: Path) -> None:
     path = tmp_path / "pid"
@@ -70,10 +70,10 @@ def test_what_ends_a_search_ends_its_processes(by: str, tmp_path: Path) -> None:
         try:
             return str(list(budget.each(stay, [path])))
         except TimeUp:
-            return "what is known"
+            return "the best so far"
 
     with Budget(limit_s, 1) as budget:
-        assert budget.run(search) == "what is known"
+        assert budget.run(search) == "the best so far"
         assert budget.ended_by == by
         with pytest.raises(TimeUp):
             budget.each(square, [1])

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.offline.plan.deploy import Layout, WorkerGroup, decode_alone, models_of, spec_of
+from cluster.offline.plan.report import spec_yaml
 from cluster.offline.plan.shapes import CHUNKS
-from cluster.offline.plan.written import spec_yaml
 from cluster.spec import Role, load_spec, parse_spec
-from tests.offline.plan.asking import A100, H100, asked
+from tests.offline.plan.requests import A100, H100, plan_request
 
-BOTH = asked(hardware=(A100, H100), gpus=64)
+BOTH = plan_request(hardware=(A100, H100), gpus=64)
 
 
 def groups(role: Role) -> st.SearchStrategy[WorkerGroup]:
@@ -42,7 +42,7 @@ def test_a_cluster_file_is_read_back_as_it_was(layout: Layout) -> None:
     assert parse_spec(yaml.safe_load(spec_yaml(spec, ["why: because", "and # so on"]))) == spec
 
 
-def test_comments_stand_above_and_harm_nothing(tmp_path: Path) -> None:
+def test_comments_come_first_and_do_not_change_the_cluster(tmp_path: Path) -> None:
     spec = spec_of(BOTH, Layout("colocated", (WorkerGroup(Role.MIXED, H100, 2),)))
     path = tmp_path / "plan.yaml"
     path.write_text(spec_yaml(spec, ["evidence", "", "pools: [none]"]))
@@ -63,7 +63,7 @@ def test_each_rank_asks_for_a_gpu_and_for_its_kind_where_there_are_several() -> 
 def test_kv_goes_over_as_many_links_as_the_smaller_side_has() -> None:
     def byte_s(prefill: int, decode: int, network: str = "slow") -> set[float]:
         layout = Layout("split", (WorkerGroup(Role.PREFILL, H100, prefill), WorkerGroup(Role.DECODE, H100, decode)))
-        models = models_of(asked(hardware=(H100,), gpus=64, network=network), layout)
+        models = models_of(plan_request(hardware=(H100,), gpus=64, network=network), layout)
         return {round(model.cost.transfer_byte_s * 1e15) for model in models.values()}
 
     assert byte_s(1, 4) == byte_s(4, 1) == byte_s(1, 1)
@@ -74,14 +74,16 @@ def test_kv_goes_over_as_many_links_as_the_smaller_side_has() -> None:
 def test_kv_crosses_nodes_only_where_one_node_is_too_small() -> None:
     def byte_s(replicas: int, network: str) -> float:
         layout = Layout("split", (WorkerGroup(Role.PREFILL, H100, 1, 1, replicas), WorkerGroup(Role.DECODE, H100)))
-        return models_of(asked(hardware=(H100,), gpus=64, network=network), layout)["decode"].cost.transfer_byte_s
+        return models_of(plan_request(hardware=(H100,), gpus=64, network=network), layout)[
+            "decode"
+        ].cost.transfer_byte_s
 
     assert byte_s(7, "fast") == byte_s(7, "slow") == byte_s(8, "slow")
     assert byte_s(8, "fast") > byte_s(7, "fast")
 
 
-def test_decode_alone_has_prompts_for_nothing() -> None:
-    case = decode_alone(asked(hardware=(H100,)), WorkerGroup(Role.DECODE, H100))
+def test_decode_alone_has_free_prompts_and_handoffs() -> None:
+    case = decode_alone(plan_request(hardware=(H100,)), WorkerGroup(Role.DECODE, H100))
     assert case.models["prefill"].cost.prefill_seconds(10_000) == 0.0
     assert case.models["decode"].cost.transfer_seconds(1 << 30) == 0.0
     assert case.models["decode"].cost.decode_seconds(1, 100) > 0.0

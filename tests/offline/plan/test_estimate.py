@@ -1,4 +1,4 @@
-"""Closed forms: what they say at once is what a simulation without queueing finds."""
+"""Closed forms agree with a simulation without queueing."""
 
 from dataclasses import replace
 
@@ -8,46 +8,46 @@ from cluster.offline.plan.deploy import Layout
 from cluster.offline.plan.estimate import estimate, median_and_p99, outline, thinned
 from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.shapes import instances
-from cluster.offline.plan.trial import Trial, whole
+from cluster.offline.plan.trial import Trial, full_trial
 from cluster.offline.workload.load import load_workload
-from tests.offline.plan.asking import asked
+from tests.offline.plan.requests import plan_request
 from workers.request import SLO
 
 
 def trial(**changed: object) -> Trial:
-    question = asked(gpus=1, **changed)
-    return whole(question, Layout("colocated", (instances(question)[0],)))
+    question = plan_request(gpus=1, **changed)
+    return full_trial(question, Layout("colocated", (instances(question)[0],)))
 
 
 def test_alone_latencies_are_those_of_an_idle_simulation() -> None:
     fixed = PlanLoad.of(load_workload("poisson:rate=4,lengths=600/15,count=40"))
     one = trial(load=fixed)
     found = estimate(one, median_and_p99(fixed), 0.9)
-    (served, *_) = replace(one, load=fixed, requests=10, cut=False).run(0.01, 0).served
+    (served, *_) = replace(one, load=fixed, requests=10).run(0.01, 0).served
     assert found.ttft_s[0] == pytest.approx(served.ttft_s, rel=1e-3)
     assert found.tpot_s[0] == pytest.approx(served.tpot_s, rel=1e-2)
     assert found.at_once == found.kv_tokens // 615
 
 
-def test_a_rate_is_estimated_only_where_the_promise_can_be_kept() -> None:
+def test_a_rate_is_estimated_only_where_the_slo_can_be_met() -> None:
     ends = ((200, 5), (600, 15))
     assert estimate(trial(), ends, 0.9).rate > 0.0
     slow = estimate(trial(slo=SLO(0.4, 0.001)), ends, 0.9)
-    assert slow.rate == 0.0 and "TPOT" in slow.told and "the SLO is 1 ms" in slow.told
+    assert slow.rate == 0.0 and "TPOT" in slow.description and "the SLO is 1 ms" in slow.description
     late = estimate(trial(slo=SLO(0.001, 0.1)), ends, 0.9)
     assert late.rate == 0.0 and "TTFT" in late.broken
 
 
-def test_an_outline_has_the_best_of_each_sort() -> None:
-    question = asked(gpus=2)
+def test_an_outline_has_the_best_colocated_and_the_best_split_layout() -> None:
+    question = plan_request(gpus=2)
     found = outline(question)
     assert [each.layout.kind for each in found] == ["colocated", "split"]
     assert all(0 < each.gpus <= 2 and each.rate > 0.0 for each in found)
 
 
-def test_an_outline_for_a_rate_takes_as_many_as_it_needs() -> None:
+def test_an_outline_for_a_rate_has_as_many_gpus_as_the_rate_needs() -> None:
     one = trial().estimate
-    found = {each.layout.kind: each for each in outline(asked(gpus=8, rate=2.5 * one))}
+    found = {each.layout.kind: each for each in outline(plan_request(gpus=8, rate=2.5 * one))}
     assert 3 <= found["colocated"].gpus <= 4 and 3 <= found["split"].gpus <= 4
     assert all(each.rate >= 2.5 * one for each in found.values())
 

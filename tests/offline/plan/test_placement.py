@@ -1,4 +1,4 @@
-"""Whole searches, small: what is chosen, what is said, and what is refused."""
+"""Small searches, whole: what is chosen, printed and refused."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,51 +6,51 @@ from typing import Any
 
 import pytest
 
-from cluster.offline.plan.asked import PlanError, PlanRequest
 from cluster.offline.plan.deploy import Layout, WorkerGroup
-from cluster.offline.plan.placement import Option, PlacementSearch, Searched
-from cluster.offline.plan.trial import whole
-from cluster.offline.plan.verdict import PlanVerdict, judged
-from cluster.offline.plan.written import as_json, described, undecided, write_plan
+from cluster.offline.plan.placement import Option, PlacementResult, PlacementSearch
+from cluster.offline.plan.report import plan_json, plan_lines, write_plan
+from cluster.offline.plan.request import PlanError, PlanRequest
+from cluster.offline.plan.trial import full_trial
+from cluster.offline.plan.verdict import PlanVerdict, difference, judge
 from cluster.offline.scoring.figures import Attainment
 from cluster.offline.scoring.goodput import Goodput, Map, Search, TimeUp
 from cluster.spec import Role, load_spec
-from tests.offline.plan.asking import L4, asked, load
+from tests.offline.plan.requests import L4, load, plan_request
 from workers.request import SLO
 
 SPLIT = (WorkerGroup(Role.PREFILL, L4), WorkerGroup(Role.DECODE, L4))
 
 
-def search(question: PlanRequest) -> tuple[Searched, PlanVerdict]:
+def search(question: PlanRequest) -> tuple[PlacementResult, PlanVerdict]:
     found = PlacementSearch(question).search()
-    return found, judged(question, found.options)
+    return found, judge(question, found.options)
 
 
 @pytest.fixture(scope="module")
-def small() -> tuple[PlanRequest, Searched, PlanVerdict]:
-    question = asked(seeds=(0, 1))
+def small() -> tuple[PlanRequest, PlacementResult, PlanVerdict]:
+    question = plan_request(seeds=(0, 1))
     return question, *search(question)
 
 
 @pytest.mark.full
 def test_colocated_and_split_are_both_answers_with_the_same_gpus(
-    small: tuple[PlanRequest, Searched, PlanVerdict],
+    small: tuple[PlanRequest, PlacementResult, PlanVerdict],
 ) -> None:
     kinds = {option.layout.kind: option.layout.gpus for option in small[2].options}
     assert {"colocated", "split", "hybrid"} <= set(kinds)
     assert set(kinds.values()) == {2}
 
 
-def test_the_figures_are_those_of_the_whole(small: tuple[PlanRequest, Searched, PlanVerdict]) -> None:
+def test_the_figures_are_those_of_the_full_trial(small: tuple[PlanRequest, PlacementResult, PlanVerdict]) -> None:
     question, _, verdict = small
     chosen = verdict.chosen
-    again = whole(question, chosen.layout)
+    again = full_trial(question, chosen.layout)
     for seed, rate in zip(question.seeds, chosen.goodput.by_seed, strict=True):
         assert again(rate, seed).both >= question.target
 
 
 def test_the_plan_is_a_cluster_file_with_its_evidence(
-    small: tuple[PlanRequest, Searched, PlanVerdict], tmp_path: Path
+    small: tuple[PlanRequest, PlacementResult, PlanVerdict], tmp_path: Path
 ) -> None:
     question, found, verdict = small
     write_plan(tmp_path / "plan.yaml", question, found, verdict)
@@ -61,29 +61,29 @@ def test_the_plan_is_a_cluster_file_with_its_evidence(
     assert spec.gateway.slo == question.slo
 
 
-def test_words_and_json_say_the_same(small: tuple[PlanRequest, Searched, PlanVerdict]) -> None:
-    lines, value = described(*small), as_json(*small)
+def test_text_and_json_agree(small: tuple[PlanRequest, PlacementResult, PlanVerdict]) -> None:
+    lines, value = plan_lines(*small), plan_json(*small)
     assert value["verdict"] in lines
-    assert [each["layout"] for each in value["options"]] == [each.layout.told for each in small[2].options]
+    assert [each["layout"] for each in value["options"]] == [each.layout.description for each in small[2].options]
     assert all(each["goodput"]["told"] in "\n".join(lines) for each in value["options"])
 
 
-def test_when_the_time_is_up_no_system_is_advised(small: tuple[PlanRequest, Searched, PlanVerdict]) -> None:
+def test_no_system_is_advised_once_the_time_is_up(small: tuple[PlanRequest, PlacementResult, PlanVerdict]) -> None:
     question = small[0]
     found = PlacementSearch(question, ends_after(0)).search()
     assert not found.complete and not found.options
-    assert undecided(question, found)[0].startswith("Not decided in time")
+    assert plan_lines(question, found, None)[0].startswith("Not decided in time")
 
 
-def test_without_time_to_rank_the_best_of_closed_forms_is_simulated_whole(
-    small: tuple[PlanRequest, Searched, PlanVerdict],
+def test_without_time_to_rank_the_best_of_closed_forms_is_simulated_full_trial(
+    small: tuple[PlanRequest, PlacementResult, PlanVerdict],
 ) -> None:
     question = small[0]
     found = PlacementSearch(question, ends_after(6), past=lambda share: True).search()
     assert found.options and not found.complete
-    verdict = judged(question, found.options, found.complete)
+    verdict = judge(question, found.options, found.complete)
     assert verdict.words.startswith("Not decided in time")
-    assert as_json(question, found, verdict)["complete"] is False
+    assert plan_json(question, found, verdict)["complete"] is False
 
 
 def ends_after(runs: int) -> Map:
@@ -101,9 +101,9 @@ def ends_after(runs: int) -> Map:
 
 
 def test_a_rate_is_served_with_no_more_gpus_than_it_needs() -> None:
-    one = whole(asked(), Layout("colocated", (WorkerGroup(Role.MIXED, L4),)))
-    rate = 0.1 * one.most
-    _, verdict = search(asked(gpus=3, rate=rate))
+    one = full_trial(plan_request(), Layout("colocated", (WorkerGroup(Role.MIXED, L4),)))
+    rate = 0.1 * one.max_rate
+    _, verdict = search(plan_request(gpus=3, rate=rate))
     assert verdict.chosen.layout.gpus == 1
     assert verdict.chosen.serves is not None
     assert verdict.chosen.serves.both >= 0.9
@@ -112,23 +112,25 @@ def test_a_rate_is_served_with_no_more_gpus_than_it_needs() -> None:
 
 @pytest.mark.full
 def test_a_slow_network_keeps_pairs_in_a_node() -> None:
-    found, _ = search(asked(network="slow", gpus=2, nodes=1))
+    found, _ = search(plan_request(network="slow", gpus=2, nodes=1))
     assert any("pairs inside nodes" in note for note in found.notes)
 
 
-def test_a_promise_that_nobody_can_keep_names_the_closest() -> None:
+def test_an_slo_that_no_layout_meets_names_the_closest() -> None:
     with pytest.raises(PlanError, match=r"no placement of llama-3-8b on up to 2 GPUs.*closest: .*%"):
-        search(asked(slo=SLO(1e-4, 0.1)))
+        search(plan_request(slo=SLO(1e-4, 0.1)))
 
 
-def test_requests_that_no_kv_holds_are_hopeless() -> None:
-    with pytest.raises(PlanError, match=r"closest: .* would keep it for 0\.0%"):
-        search(asked(gpus=1, load=load("60000/10"), slo=SLO(100.0, 0.1)))
+def test_requests_too_large_for_the_kv_are_hopeless() -> None:
+    with pytest.raises(PlanError, match=r"closest: .* would meet the SLO for 0\.0%"):
+        search(plan_request(gpus=1, load=load("60000/10"), slo=SLO(100.0, 0.1)))
 
 
 def test_a_rate_that_is_too_much_names_what_the_closest_attains() -> None:
-    with pytest.raises(PlanError, match=r"serves 5000 requests/s.*closest: .* keeps it up to .* GPUs would be needed"):
-        search(asked(gpus=1, rate=5000.0, load=load("100-200/2"), slo=SLO(0.4, 0.1)))
+    with pytest.raises(
+        PlanError, match=r"serves 5000 requests/s.*closest: .* meets the SLO up to .* GPUs would be needed"
+    ):
+        search(plan_request(gpus=1, rate=5000.0, load=load("100-200/2"), slo=SLO(0.4, 0.1)))
 
 
 @pytest.mark.parametrize(
@@ -146,9 +148,9 @@ def test_a_rate_that_is_too_much_names_what_the_closest_attains() -> None:
         ({"requests": 1}, "requests is 1"),
     ],
 )
-def test_nonsense_is_refused_in_words(changed: dict[str, object], said: str) -> None:
+def test_invalid_numbers_are_refused(changed: dict[str, object], said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        asked(**changed)
+        plan_request(**changed)
 
 
 # ---- verdicts on made-up figures ------------------------------------------------------------------------------------
@@ -159,11 +161,11 @@ def option(question: PlanRequest, kind: str, by_seed: tuple[float, ...], replica
     layout = Layout(kind, groups).times(*(2 * replicas,) if kind == "colocated" else (replicas, replicas))
     rate = sum(by_seed) / len(by_seed)
     goodput = Goodput(question.slo, 0.9, layout.gpus, question.seeds, by_seed, rate, rate, rate, Search(1, 1, 99), ())
-    return Option(layout, whole(question, layout), goodput, Attainment(1.0, 1.0, 1.0, 1.0))
+    return Option(layout, full_trial(question, layout), goodput, Attainment(1.0, 1.0, 1.0, 1.0))
 
 
 @pytest.mark.parametrize(
-    ("together", "apart", "chosen"),
+    ("colocated", "split", "chosen"),
     [
         ((10.0, 11.0, 12.0), (20.0, 21.0, 22.0), "split"),  # surely more
         ((10.0, 11.0, 12.0), (10.0, 18.0, 9.0), "colocated"),  # more, but by chance
@@ -171,24 +173,43 @@ def option(question: PlanRequest, kind: str, by_seed: tuple[float, ...], replica
         ((20.0, 21.0, 22.0), (10.0, 11.0, 12.0), "colocated"),
     ],
 )
-def test_splitting_must_surely_be_better(together: tuple[float, ...], apart: tuple[float, ...], chosen: str) -> None:
-    question = asked(seeds=(0, 1, 2))
-    verdict = judged(question, [option(question, "split", apart), option(question, "colocated", together)])
+def test_splitting_must_surely_be_better(colocated: tuple[float, ...], split: tuple[float, ...], chosen: str) -> None:
+    question = plan_request(seeds=(0, 1, 2))
+    verdict = judge(question, [option(question, "split", split), option(question, "colocated", colocated)])
     assert verdict.chosen.layout.kind == chosen
     assert verdict.words.startswith("Disaggregate" if chosen == "split" else "Do not disaggregate")
-    assert ("chance" in verdict.words) == (apart == (10.0, 18.0, 9.0))
+    assert ("chance" in verdict.words) == (split == (10.0, 18.0, 9.0))
 
 
 def test_for_a_rate_fewer_gpus_win_whatever_the_goodput() -> None:
-    question = asked(gpus=8, rate=5.0, seeds=(0, 1))
+    question = plan_request(gpus=8, rate=5.0, seeds=(0, 1))
     options = [option(question, "colocated", (50.0, 50.0), replicas=2), option(question, "split", (6.0, 6.0))]
-    verdict = judged(question, options)
+    verdict = judge(question, options)
     assert verdict.chosen.layout.kind == "split"
     assert "split serves 5 requests/s with 2 GPU, colocated with 4 GPU" in verdict.words
 
 
-def test_one_answer_needs_no_comparison() -> None:
-    question = asked()
-    assert judged(question, [option(question, "split", (5.0,))]).words == (
-        "Disaggregate: no colocated layout keeps the promise"
+def test_a_single_option_needs_no_comparison() -> None:
+    question = plan_request()
+    assert judge(question, [option(question, "split", (5.0,))]).words == (
+        "Disaggregate: no colocated layout meets the SLO"
     )
+
+
+def test_a_difference_is_paired_by_seed() -> None:
+    found = difference([1.0, 5.0, 9.0], [2.0, 6.0, 10.0])
+    assert (found.mean, found.low, found.high) == (1.0, 1.0, 1.0)
+    with pytest.raises(ValueError):
+        difference([1.0], [1.0, 2.0])
+
+
+def test_a_difference_has_students_interval_over_its_seeds() -> None:
+    found = difference([0.0, 0.0, 0.0], [1.0, 2.0, 3.0])
+    assert found.mean == 2.0
+    assert found.high - found.mean == pytest.approx(4.303 / 3**0.5)  # t with 2 degrees of freedom; deviation 1
+
+
+def test_a_difference_of_one_seed_has_no_interval() -> None:
+    found = difference([1.0], [9.0])
+    assert found.mean == 8.0 and found.low < 0.0
+    assert "one seed" in found.description("requests/s")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.offline.plan.written import started, weights_of
+from cluster.offline.plan.report import how_to_start, weights_of
 from cluster.spec import load_spec
 from tests.offline.plan.test_plan_command import SMALL, plan
 from workers.errors import ModelError
@@ -71,7 +71,7 @@ def test_a_plan_from_a_config_names_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_a_family_that_is_not_served_says_so_instead_of_a_command_that_fails() -> None:
-    how = started(Path("plan.yaml"), "opt-13b", weights_of("opt-13b"))
+    how = how_to_start(Path("plan.yaml"), "opt-13b", weights_of("opt-13b"))
     assert (
         how == "Diptych serves no opt-13b: `model` must name another one before `diptych serve -f plan.yaml` can start"
     )

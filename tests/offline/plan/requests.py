@@ -1,9 +1,9 @@
-"""Small loads and questions that every test of the planner starts from."""
+"""Small loads and plan requests for tests of the planner."""
 
 from typing import Any
 
-from cluster.offline.plan.asked import PlanRequest
 from cluster.offline.plan.load import PlanLoad
+from cluster.offline.plan.request import PlanRequest
 from cluster.offline.workload.load import load_workload
 from workers.request import SLO
 
@@ -14,8 +14,8 @@ def load(lengths: str = "200-600/5-15", own_times: bool = False) -> PlanLoad:
     return PlanLoad.of(load_workload(f"poisson:rate=4,lengths={lengths},count=200"), own_times)
 
 
-def asked(**changed: Any) -> PlanRequest:
-    """Llama-3-8B on few small GPUs: low rates, and so short runs."""
+def plan_request(**changed: Any) -> PlanRequest:
+    """Llama-3-8B on a few small GPUs: low rates, so runs are short."""
     terms: dict[str, Any] = {
         "model": "llama-3-8b",
         "hardware": (L4,),

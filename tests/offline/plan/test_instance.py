@@ -1,4 +1,4 @@
-"""Three answers: TTFT, TPOT and throughput, each of its own."""
+"""TTFT, TPOT and throughput of one instance."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from cluster.offline.plan.asked import PlanError
-from cluster.offline.plan.bought import as_json, told
-from cluster.offline.plan.buyer import InstanceAnswer, LengthRanges, answers, instances_of, span
+from cluster.offline.plan.instance import InstanceAnswer, LengthRanges, answers, instances_of, parse_range
+from cluster.offline.plan.instance_report import instance_json, instance_lines
 from cluster.offline.plan.load import PlanLoad
+from cluster.offline.plan.request import PlanError
 from cluster.offline.plan.trial import Trial
 from cluster.offline.scoring.goodput import TimeUp
 from cluster.offline.workload.lengths import Uniform
-from tests.offline.plan.asking import L4, asked
+from tests.offline.plan.requests import L4, plan_request
 from workers.profiles.sources import cost_of
 from workers.request import SLO
 
 LENGTHS = LengthRanges(Uniform(300, 900), Uniform(8, 12))
-QUESTION = asked(gpus=1, load=PlanLoad.of(LENGTHS.workload()), slo=SLO(1.0, 0.1))
+QUESTION = plan_request(gpus=1, load=PlanLoad.of(LENGTHS.workload()), slo=SLO(1.0, 0.1))
 
 
 @pytest.fixture(scope="module")
@@ -40,35 +40,35 @@ def test_more_users_wait_longer_and_get_more_done(answer: InstanceAnswer) -> Non
     assert one.ttft_s.count == 5 and four.ttft_s.count == 20  # the first of each user's six is not counted
 
 
-def test_throughput_is_where_both_promises_still_hold(answer: InstanceAnswer) -> None:
+def test_throughput_is_the_rate_at_which_both_slos_hold(answer: InstanceAnswer) -> None:
     found = answer.throughput
     assert found is not None and found.rate > 0.0
     assert all(each.attained.both >= 0.9 for each in found.probes if each.rate in found.by_seed)
 
 
-def test_the_three_are_never_mixed(answer: InstanceAnswer) -> None:
-    lines = told(QUESTION, LENGTHS, [answer])
+def test_the_three_answers_are_never_mixed(answer: InstanceAnswer) -> None:
+    lines = instance_lines(QUESTION, LENGTHS, [answer])
     first, second, third = (next(i for i, line in enumerate(lines) if line.startswith(f"{n}.")) for n in (1, 2, 3))
     assert not any("requests/s" in line for line in lines[first:third])
     assert not any("TPOT" in line for line in lines[first:second])
-    value = as_json(QUESTION, LENGTHS, [answer])
+    value = instance_json(QUESTION, LENGTHS, [answer])
     assert value["ttft"][0]["one_user_s"] == dict(zip(("shortest", "longest"), answer.ttft_s, strict=True))
 
 
-def test_a_promise_that_cannot_be_kept_starves_no_prompt() -> None:
-    question = asked(gpus=1, load=QUESTION.load, slo=SLO(1.0, 0.01))
+def test_an_slo_that_cannot_be_met_starves_no_prompt() -> None:
+    question = plan_request(gpus=1, load=QUESTION.load, slo=SLO(1.0, 0.01))
     (found,) = answers(instances_of(question, LENGTHS), (4,))
     assert found.users[0].ttft_s.p90 < 2.0
 
 
 def test_what_closed_forms_rule_out_is_not_simulated() -> None:
-    question = asked(gpus=1, load=QUESTION.load, slo=SLO(1.0, 0.01))
+    question = plan_request(gpus=1, load=QUESTION.load, slo=SLO(1.0, 0.01))
     (instance,) = instances_of(question, LENGTHS)
     assert instance.estimate.rate == 0.0 and "TPOT" in instance.estimate.broken
     (found,) = answers([instance], ())
     assert found.throughput is None
-    assert as_json(question, LENGTHS, [found])["throughput"][0]["requests_per_s"] == 0.0
-    assert any("the SLO is 10 ms" in line for line in told(question, LENGTHS, [found]))
+    assert instance_json(question, LENGTHS, [found])["throughput"][0]["requests_per_s"] == 0.0
+    assert any("the SLO is 10 ms" in line for line in instance_lines(question, LENGTHS, [found]))
 
 
 def test_when_the_time_is_up_the_answer_is_what_is_known() -> None:
@@ -84,19 +84,19 @@ def test_when_the_time_is_up_the_answer_is_what_is_known() -> None:
 
     (found,) = answers(instances_of(QUESTION, LENGTHS), (1, 4), each)
     assert not found.complete and not found.users
-    assert found.ttft_s[0] == pytest.approx(found.estimate.ttft_s[0], rel=1e-3)
+    assert found.ttft_s[0] == pytest.approx(found.instance.estimate.ttft_s[0], rel=1e-3)
     assert found.throughput is not None and len(found.throughput.probes) == 2
-    words = told(QUESTION, LENGTHS, [found])[-1]
+    words = instance_lines(QUESTION, LENGTHS, [found])[-1]
     assert "the time was up after 2 runs" in words
-    assert as_json(QUESTION, LENGTHS, [found])["complete"] is False
+    assert instance_json(QUESTION, LENGTHS, [found])["complete"] is False
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "7-3", "many", "1-2-3", "1.5"])
-def test_lengths_that_are_none_are_refused(text: str) -> None:
+def test_invalid_lengths_are_refused(text: str) -> None:
     with pytest.raises(PlanError, match="--prompt"):
-        span(text, "--prompt")
+        parse_range(text, "--prompt")
 
 
 def test_a_range_and_a_number() -> None:
-    assert span("1500-2000", "--prompt") == Uniform(1500, 2000)
-    assert span(" 500 ", "--output") == Uniform(500, 500)
+    assert parse_range("1500-2000", "--prompt") == Uniform(1500, 2000)
+    assert parse_range(" 500 ", "--output") == Uniform(500, 500)

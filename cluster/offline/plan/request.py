@@ -1,11 +1,8 @@
-"""What is asked of the planner, checked once. Knows hardware and models by name; simulates nothing.
+"""The question for the planner, validated once. Knows hardware and models by name; simulates nothing."""
 
-PlanError   no answer can be given; the message says why, and what comes closest
-"""
-
-import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 from cluster.offline.plan.load import PlanLoad
 from workers.profiles.hardware import Hardware, hardware_of
@@ -16,20 +13,20 @@ from workers.request import SLO
 
 OBJECTIVES = ("gpus", "cost", "power", "throughput")
 NETWORKS = ("fast", "slow")
-MOST_GPUS = 4096
+MAX_GPUS = 4096
 
 
 class PlanError(ValueError):
-    """There is no plan; the message says what to change, or what comes closest."""
+    """There is no plan; the message says why, and what to change or what comes closest."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """`gpus`: at most so many, of all kinds together, on `nodes` nodes (None: as the data sheets have them).
+    """`gpus`: at most this many, of all kinds together, on `nodes` nodes (None: sized by the data sheets).
 
-    `rate` in requests a second: the cluster shall serve it at the least GPUs, cost or power, as `objective` says; None:
-    the most goodput for each of those, or the most of all ("throughput"). `requests` are those of one simulated run of
-    one instance. Raises `PlanError` and `ProfileError`.
+    `rate`: requests/s to serve with the least GPUs, cost or power, as `objective` says. Without a rate, the planner
+    maximizes goodput per GPU, dollar or watt, or total goodput ("throughput"). `requests`: of one simulated run of one
+    instance. Raises `PlanError` and `ProfileError`.
     """
 
     model: str
@@ -46,7 +43,7 @@ class PlanRequest:
     seeds: tuple[int, ...] = (0, 1, 2)
     tolerance: float = 0.03
     source: str = BEST
-    most_requests: int = 1_000_000  # simulated in the whole search
+    max_requests: int = 1_000_000  # simulated in the whole search
     sheets: dict[str, Hardware] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,11 +61,10 @@ class PlanRequest:
             if not ok:
                 raise PlanError(f"{what} must be {rule}")
 
-        promises = (("ttft", self.slo.ttft_s), ("tpot", self.slo.tpot_s))
-        for name, seconds in promises:
-            need(seconds is not None and 0.0 < seconds < math.inf, f"{name} is {seconds}; it", "above 0 seconds")
-        need(1 <= self.gpus <= MOST_GPUS, f"gpus is {self.gpus}; it", f"from 1 to {MOST_GPUS}")
-        need(self.rate is None or 0.0 < self.rate < math.inf, f"rate is {self.rate}; it", "above 0 requests a second")
+        for name, seconds in (("ttft", self.slo.ttft_s), ("tpot", self.slo.tpot_s)):
+            need(seconds is not None and 0.0 < seconds < inf, f"{name} is {seconds}; it", "above 0 seconds")
+        need(1 <= self.gpus <= MAX_GPUS, f"gpus is {self.gpus}; it", f"from 1 to {MAX_GPUS}")
+        need(self.rate is None or 0.0 < self.rate < inf, f"rate is {self.rate}; it", "above 0 requests/s")
         need(0.0 < self.target <= 1.0, f"target is {self.target}; it", "a share above 0 and at most 1")
         need(10 <= self.requests <= 100_000, f"requests is {self.requests}; it", "from 10 to 100,000")
         seeds = self.seeds
@@ -82,7 +78,7 @@ class PlanRequest:
     def _sheet(self, name: str) -> Hardware:
         sheet = hardware_of(name)
         if self.objective == "cost" and sheet.price_per_hour is None:
-            raise PlanError(f"nobody's price of {name} is known here; give a hardware file with price_per_hour")
+            raise PlanError(f"no price of {name} is known; give a hardware file with price_per_hour")
         return sheet if self.nodes is None else replace(sheet, gpus_per_node=self.gpus // self.nodes)
 
     @cached_property
@@ -91,8 +87,10 @@ class PlanRequest:
 
     @cached_property
     def sources(self) -> dict[str, str]:
-        """For each kind of hardware the one source of step times by which all its instances are measured, the best that
-        has any: figures of two sources differ by more than placements do."""
+        """One source of step times per kind of hardware, the best that covers any of its instances.
+
+        Two sources differ by more than placements do, so all instances must use the same one.
+        """
         return {name: self._source(sheet) for name, sheet in self.sheets.items()}
 
     def _source(self, sheet: Hardware) -> str:
@@ -107,18 +105,18 @@ class PlanRequest:
         return min(found, key=SOURCES.index)
 
     def weight(self, hardware: str) -> float:
-        """What one GPU counts for the objective: itself, its dollars an hour, or its watts."""
+        """What one GPU counts for the objective: 1, its dollars per hour, or its watts."""
         sheet = self.sheets[hardware]
         if self.objective == "cost":
-            assert sheet.price_per_hour is not None, "checked when asked"
+            assert sheet.price_per_hour is not None, "checked at construction"
             return sheet.price_per_hour
         return sheet.watts if self.objective == "power" else 1.0
 
     @property
     def unit(self) -> str:
-        """What weights are counted in."""
+        """The unit of weights."""
         return {"cost": "$/h", "power": "W"}.get(self.objective, "GPU")
 
     def one_node(self, gpus: int) -> bool:
-        """Whether so many GPUs stand in one node, whatever their kind."""
+        """Whether this many GPUs fit in one node, whatever their kind."""
         return gpus <= min(sheet.gpus_per_node for sheet in self.sheets.values())

@@ -1,0 +1,101 @@
+"""What instances deliver, as text and as JSON: TTFT, TPOT and throughput in separate paragraphs. Pure."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from msgspec import to_builtins
+
+from cluster.offline.plan.estimate import CAVEAT, Estimate, ms_range
+from cluster.offline.plan.instance import InstanceAnswer, LengthRanges
+from cluster.offline.plan.request import PlanRequest
+from cluster.offline.scoring.figures import slo_text
+
+Latency = Literal["ttft_s", "tpot_s"]
+
+
+def instance_lines(request: PlanRequest, lengths: LengthRanges, found: Sequence[InstanceAnswer]) -> list[str]:
+    lines = [
+        f"{request.shape.name}, {lengths.name}",
+        "",
+        "1. How long the prefill takes: TTFT, the time to the first token",
+    ]
+    for each in found:
+        lines.append(f"  {each.instance.name}: {ms_range(each.ttft_s)} for a single user{_loaded(each, 'ttft_s')}")
+    lines += ["", "2. How long each further token takes: TPOT"]
+    for each in found:
+        rate = f" ({1.0 / each.tpot_s[1]:.0f} tokens/s for one reader)" if each.tpot_s[1] else ""
+        latency = f"{ms_range(each.tpot_s)} for a single user{rate}{_loaded(each, 'tpot_s')}"
+        lines.append(f"  {each.instance.name}: {latency}")
+    slos = f"{slo_text(request.slo)}, for {100 * request.target:g} %"
+    lines += ["", f"3. How much load there may be while both hold: {slos}"]
+    return lines + [f"  {each.instance.name}: {_throughput(each)}" for each in found]
+
+
+def instance_estimate_lines(request: PlanRequest, lengths: LengthRanges, found: Sequence[Estimate]) -> list[str]:
+    """The answer before anything is simulated."""
+    return [
+        f"{request.shape.name}, {lengths.name}; {slo_text(request.slo)}",
+        f"{CAVEAT}.",
+        *(f"  {each.description}" for each in found),
+    ]
+
+
+def _loaded(answer: InstanceAnswer, latency: Latency) -> str:
+    shown = [(each.users, getattr(each, latency)) for each in answer.users if each.users > 1]
+    return "".join(
+        f"; {users} users: median {1e3 * found.p50:.3g}, 90 % {1e3 * found.p90:.3g} ms"
+        for users, found in shown
+        if found
+    )
+
+
+def _throughput(answer: InstanceAnswer) -> str:
+    found = answer.throughput
+    if found is None:
+        return f"{answer.instance.estimate.throughput}; not simulated"
+    if not found.rate:
+        return found.summary
+    tokens = found.rate * answer.mean_output
+    bound = "" if found.complete else "at least "
+    return (
+        f"{bound}{found.rate:.3g} requests/s, {tokens:.4g} output tokens/s, {tokens / found.gpus:.4g} per GPU "
+        f"({found.summary})"
+    )
+
+
+def instance_json(request: PlanRequest, lengths: LengthRanges, found: Sequence[InstanceAnswer]) -> dict[str, Any]:
+    return {
+        "model": request.model,
+        "lengths": to_builtins(lengths),
+        "promise": slo_text(request.slo),
+        "target": request.target,
+        "ttft": [_latency_json(each, "ttft_s") for each in found],
+        "tpot": [_latency_json(each, "tpot_s") for each in found],
+        "throughput": [_throughput_json(each) for each in found],
+        "estimates": [to_builtins(each.instance.estimate) for each in found],
+        "complete": all(each.complete for each in found),
+    }
+
+
+def _throughput_json(answer: InstanceAnswer) -> dict[str, Any]:
+    found = answer.throughput
+    rate = found.rate if found is not None else 0.0
+    return {
+        "instance": answer.instance.name,
+        "gpus": answer.instance.group.gpus_each,
+        "requests_per_s": rate,
+        "output_tokens_per_s": rate * answer.mean_output,
+        "complete": answer.complete,
+        "told": _throughput(answer) if found is None else found.summary,
+    }
+
+
+def _latency_json(answer: InstanceAnswer, latency: Latency) -> dict[str, Any]:
+    shortest, longest = getattr(answer, latency)
+    loaded = [(each.users, getattr(each, latency)) for each in answer.users]
+    return {
+        "instance": answer.instance.name,
+        "gpus": answer.instance.group.gpus_each,
+        "one_user_s": {"shortest": shortest, "longest": longest},
+        "users": [{"users": users, **to_builtins(found)} for users, found in loaded if found is not None],
+    }

@@ -1,0 +1,176 @@
+"""A plan as text, as JSON, and as a cluster file that `serve` reads. Pure, except that it writes the file."""
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from msgspec import to_builtins
+
+from cluster.offline.plan.deploy import spec_of
+from cluster.offline.plan.estimate import CAVEAT, Estimate
+from cluster.offline.plan.placement import Option, PlacementResult
+from cluster.offline.plan.request import PlanRequest
+from cluster.offline.plan.verdict import PlanVerdict
+from cluster.offline.scoring.figures import slo_text
+from cluster.spec import FILE_DEFAULTS, ClusterSpec
+from workers.profiles.shapes import SHAPES, WEIGHTS, canonical
+from workers.profiles.sources import profile_of
+
+
+def plan_lines(request: PlanRequest, found: PlacementResult, verdict: PlanVerdict | None) -> list[str]:
+    """Verdict, evidence and provenance. Without a verdict no layout was simulated whole in time."""
+    requests = f"{found.requests:,} requests simulated in {found.wall_s:.0f} s"
+    if verdict is None:
+        undecided = "Not decided in time: no layout was simulated whole; what was tried:"
+        return [undecided, *(f"  {each}" for each in found.notes), requests]
+    load, chosen = request.load, verdict.chosen
+    how = "its own times" if load.own_times else "Poisson arrivals"
+    at = "" if request.rate is None else f" at {request.rate:g} requests/s"
+    lines = [
+        f"{request.shape.name} for {load.source.name} ({how}){at}: {slo_text(request.slo)}",
+        f"for at least {100 * request.target:g} % of requests; {request.network} network between nodes",
+        "",
+        verdict.words,
+        f"  {chosen.layout.description}",
+        *(f"  {line}" for line in _evidence(request, chosen)),
+    ]
+    for option in verdict.options[1:]:
+        lines += [f"instead of {option.layout.description}", *(f"  {line}" for line in _evidence(request, option))]
+    return [*lines, "", *found.notes, *_provenance(request, chosen), requests]
+
+
+def _evidence(request: PlanRequest, option: Option) -> list[str]:
+    lines = [option.goodput.summary]
+    if request.unit != "GPU":
+        lines.append(f"{option.trial.weight:g} {request.unit}, {option.value:.4g} requests/s for each {request.unit}")
+    if option.serves is not None:
+        met = option.serves
+        lines.append(
+            f"at {request.rate:g} requests/s {met.both:.1%} meet both (TTFT {met.ttft:.1%}, TPOT {met.tpot:.1%})"
+        )
+    return lines
+
+
+def _provenance(request: PlanRequest, option: Option) -> list[str]:
+    """Where the step times of the chosen groups come from."""
+    profiles = (
+        profile_of(
+            request.shape,
+            request.sheets[group.hardware],
+            group.tensor,
+            group.pipeline,
+            request.sources[group.hardware],
+        )
+        for group in option.layout.groups
+    )
+    return list(dict.fromkeys(profile.provenance for profile in profiles))
+
+
+def estimate_lines(request: PlanRequest, found: Sequence[Estimate]) -> list[str]:
+    """The answer before anything is simulated."""
+    lines = [f"{request.shape.name} for {request.load.source.name}: {slo_text(request.slo)}", f"{CAVEAT}."]
+    return lines + ([f"  {each.description}" for each in found] or ["  no layout meets the SLO, even without load"])
+
+
+def plan_json(request: PlanRequest, found: PlacementResult, verdict: PlanVerdict | None) -> dict[str, Any]:
+    return {
+        "question": {
+            "model": request.model,
+            "hardware": list(request.hardware),
+            "gpus": request.gpus,
+            "nodes": request.nodes,
+            "rate": request.rate,
+            "ttft_s": request.slo.ttft_s,
+            "tpot_s": request.slo.tpot_s,
+            "target": request.target,
+            "objective": request.objective,
+            "network": request.network,
+            "workload": request.load.source.name,
+            "seeds": list(request.seeds),
+        },
+        "verdict": verdict.words if verdict else "not decided in time",
+        "options": [_option_json(request, option) for option in verdict.options] if verdict else [],
+        "notes": list(found.notes),
+        "complete": found.complete,
+        "simulated_requests": found.requests,
+        "wall_s": found.wall_s,
+    }
+
+
+def _option_json(request: PlanRequest, option: Option) -> dict[str, Any]:
+    found = option.goodput
+    return {
+        "kind": option.layout.kind,
+        "layout": option.layout.description,
+        "routing": option.layout.routing,
+        "pools": to_builtins(option.layout.groups),
+        "gpus": option.layout.gpus,
+        "weight": option.trial.weight,
+        "weight_unit": request.unit,
+        "goodput": {
+            "requests_per_s": found.rate,
+            "low": found.low,
+            "high": found.high,
+            "by_seed": list(found.by_seed),
+            "per_gpu": found.per_gpu,
+            "told": found.summary,
+        },
+        "attainment_at_rate": None if option.serves is None else to_builtins(option.serves),
+    }
+
+
+def spec_yaml(spec: ClusterSpec, comments: list[str]) -> str:
+    """A cluster file with the comments first, then only what differs from the defaults. `load_spec` reads it back."""
+    import yaml
+
+    head = "".join(f"# {line}".rstrip() + "\n" for line in comments)
+    body = yaml.safe_dump(_non_default(spec), sort_keys=False, allow_unicode=True, width=110)
+    return f"{head}\n{body}"
+
+
+def write_plan(path: Path, request: PlanRequest, found: PlacementResult, verdict: PlanVerdict) -> str:
+    """Write the chosen layout. Returns how to start it, which the file says too. Raises OSError."""
+    weights = weights_of(request.model)
+    how = how_to_start(path, request.model, weights)
+    spec = spec_of(request, verdict.chosen.layout).with_model(weights or request.model)
+    comments = [f"Written by `diptych plan`. {how}", "", *plan_lines(request, found, verdict)]
+    path.write_text(spec_yaml(spec, comments))
+    return how
+
+
+def weights_of(model: str) -> str | None:
+    """The model as `serve` takes it: a folder, a hub id or a short name. None: Diptych does not serve it."""
+    path = Path(model).expanduser()
+    if path.suffix == ".json":
+        return str(path.resolve().parent)
+    if path.is_dir():
+        return str(path.resolve())
+    shape = canonical(model)
+    if "/" in model and (shape in WEIGHTS or shape not in SHAPES):
+        return model  # this one, of all models that have the shape
+    return WEIGHTS.get(shape)
+
+
+def how_to_start(path: Path, model: str, weights: str | None) -> str:
+    if weights is None:
+        return f"Diptych serves no {model}: `model` must name another one before `diptych serve -f {path}` can start"
+    download = f", which gets {weights} from the hub" if "/" in weights and not Path(weights).is_dir() else ""
+    return f"Start it on a Ray with these GPUs: RAY_ADDRESS=HOST:PORT diptych serve -f {path}{download}"
+
+
+def _non_default(value: Any) -> dict[str, Any]:
+    """The fields that have no default, or differ from it."""
+    found: dict[str, Any] = {}
+    for field in fields(value):
+        here = getattr(value, field.name)
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        if here == default and field.name not in FILE_DEFAULTS.get(type(value), {}):
+            continue
+        if is_dataclass(here):
+            found[field.name] = _non_default(here)
+        elif isinstance(here, tuple) and here and is_dataclass(here[0]):
+            found[field.name] = [_non_default(each) for each in here]
+        else:
+            found[field.name] = to_builtins(here)
+    return found
