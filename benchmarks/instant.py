@@ -11,7 +11,7 @@ from functools import partial
 from benchmarks.ending import told_to_end
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.frontend.context import GatewayContext
-from cluster.frontend.grpc.server import GrpcDoor, model_tokenizer
+from cluster.frontend.grpc.server import GrpcServer, model_tokenizer
 from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.policy.slo_attainment import GatewayAttainment
@@ -95,7 +95,7 @@ async def serve(period_s: float) -> None:
     gateway = GatewaySpec(grpc_port=0, http_port=0, max_requests=MOST)
     spec = ClusterSpec(MODEL, (PoolSpec("mixed", Role.MIXED),), "doors", gateway=gateway)
     context = GatewayContext("doors", spec, model, InstantDispatcher(model, period_s))
-    grpc = GrpcDoor(context, partial(model_tokenizer, model))
+    grpc = GrpcServer(context, partial(model_tokenizer, model))
     endpoint = await grpc.open()
     http = HttpServer(context, grpc.gateway, grpc.guard)
     try:

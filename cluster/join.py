@@ -71,9 +71,9 @@ async def described(controller: ServiceHandle, timeout_s: float) -> tuple[Cluste
 
 
 async def join(
-    name: str, spec: ClusterSpec, model: ModelView, controller: ServiceHandle, door: ServerFactory
+    name: str, spec: ClusterSpec, model: ModelView, controller: ServiceHandle, make_server: ServerFactory
 ) -> JoinedGateway:
-    """A gateway of this name, with its doors open on the ports of the spec. Raises OSError for a port in use."""
-    service = GatewayService(name, spec, controller, door)
+    """A gateway of this name, with its servers open on the ports of the spec. Raises OSError for a port in use."""
+    service = GatewayService(name, spec, controller, make_server)
     endpoint = await service.open(model, spec.gateway.grpc_port, spec.gateway.http_port)
     return JoinedGateway(service, controller, endpoint, await service.http_url())

@@ -45,12 +45,12 @@ FIRST_CALL_S = 120.0  # a process may be slow to come: libraries are read from d
 class GatewayService:
     """One gateway process: a dispatcher behind its servers."""
 
-    def __init__(self, name: str, spec: ClusterSpec, controller: ServiceHandle, door: ServerFactory) -> None:
+    def __init__(self, name: str, spec: ClusterSpec, controller: ServiceHandle, make_server: ServerFactory) -> None:
         self._name = name
         self._spec = spec
         decides = spec.elastic.mode != "off"
         self._controller = ControllerCalls(controller, name, spec.transfer.read_timeout_s, decides=decides)
-        self._make_server = door
+        self._make_server = make_server
         self._dispatcher: Dispatcher | None = None
         self._server: Server | None = None
         self._spans: Spans | None = None
@@ -181,7 +181,7 @@ class Serving:
         """Until `close`, or until the controller is gone for good."""
         await self._closed.wait()
 
-    async def open(self, door: ServerFactory, progress: Progress) -> None:
+    async def open(self, make_server: ServerFactory, progress: Progress) -> None:
         spec = self.spec
         orphan_after_s = ORPHAN_AFTER_S if self.runtime.name == "ray" else None
         self._controller = await self.runtime.start_service(
@@ -195,7 +195,7 @@ class Serving:
         for index in range(self._num_gateways):  # they start while the model is loaded
             name = f"gateway-{index}"
             self._gateways.append(
-                await self.runtime.start_service(name, GatewayService, name, spec, self._controller, door)
+                await self.runtime.start_service(name, GatewayService, name, spec, self._controller, make_server)
             )
         if spec.gateway.names_files:  # rather than after the model is loaded
             await asyncio.gather(*(gateway.call("check_files", timeout_s=FIRST_CALL_S) for gateway in self._gateways))
@@ -305,7 +305,7 @@ def make_controller(
 async def serve(
     spec: ClusterSpec,
     *,
-    door: ServerFactory,
+    make_server: ServerFactory,
     runtime: str | Runtime = "ray",
     progress: Progress = lambda line: None,
     decider: Decider | None = None,
@@ -318,7 +318,7 @@ async def serve(
     """
     serving = Serving(spec, await open_runtime(spec, runtime, progress), decider, gateways=gateways)
     try:
-        await serving.open(door, progress)
+        await serving.open(make_server, progress)
     except BaseException:
         progress("closing")
         await serving.close(0.0)

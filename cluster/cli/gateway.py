@@ -74,7 +74,7 @@ async def _gateway(
     wait_s: float,
     log_format: str | None,
 ) -> None:
-    from cluster.frontend.servers import open_doors
+    from cluster.frontend.servers import open_servers
     from cluster.join import described, join
     from cluster.runtime.logs import begin
     from cluster.runtime.sessions import settle_join
@@ -91,7 +91,7 @@ async def _gateway(
     spec, model = await described(controller, wait_s)
     spec = change(spec)
     begin(replace(spec.logs, format=log_format or spec.logs.format), name)
-    joined = await join(name, spec, model, controller, open_doors)
+    joined = await join(name, spec, model, controller, open_servers)
     interrupts = Interrupts(serves=True)
     try:
         await _tell(joined, spec.gateway.grpc_scheme)

@@ -81,10 +81,10 @@ async def running_cluster(
 
     What runs then may go on for `grace_s`, unless there is a second signal.
     """
-    from cluster.frontend.servers import open_doors
+    from cluster.frontend.servers import open_servers
     from cluster.serving import serve
 
-    serving = await serve(spec, runtime=runtime, door=open_doors, progress=progress, gateways=gateways)
+    serving = await serve(spec, runtime=runtime, make_server=open_servers, progress=progress, gateways=gateways)
     interrupts = Interrupts(serves=True)
     try:
         yield serving

@@ -50,7 +50,7 @@ class Tls:
 
 
 class Guard:
-    """Of one gateway, shared by its doors. Raises `SpecError` when a file cannot be used."""
+    """Of one gateway, shared by its servers. Raises `SpecError` when a file cannot be used."""
 
     def __init__(self, spec: GatewaySpec, clock: Callable[[], float] = time.monotonic) -> None:
         self._tls = self._keys = None

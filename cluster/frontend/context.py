@@ -15,7 +15,7 @@ from workers.request import Request
 
 
 class RequestDispatcher(Protocol):
-    """What a door needs of the dispatcher."""
+    """What a server needs of the dispatcher."""
 
     async def run(
         self,
@@ -89,7 +89,7 @@ class Operator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatewayContext:
-    """What one gateway process hands to its door. Without an operator nothing can be changed through it."""
+    """What one gateway process hands to its server. Without an operator nothing can be changed through it."""
 
     name: str
     spec: ClusterSpec

@@ -1,6 +1,6 @@
 """A request for several answers as requests of one answer each, and their ends as one end again.
 
-Pure but for the outboxes that it fills; knows no dispatcher and no door.
+Pure but for the outboxes that it fills; knows no dispatcher and no server.
 """
 
 import hashlib

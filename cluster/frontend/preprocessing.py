@@ -1,9 +1,9 @@
-"""Work on large inputs, in processes of their own: reading and tokenizing hold the interpreter for as long as they take
-(a second for a megabyte), and nobody else's token may wait for that.
+"""Parses and tokenizes large inputs in separate processes: both hold the GIL (a second for a megabyte), and the other
+requests' tokens must not wait for that.
 
-    door ── function, arguments ──> one lane: smaller first, one at a time ──> its process ── result or error ──> door
+    server ── function, arguments ──> a lane: one at a time, smallest first ──> its process ── result ──> server
 
-Knows processes and their bounds; what is to be done is a function of the tokenizer that its caller names.
+Knows processes and their limits; the work itself is a function of the tokenizer that the caller passes.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class Preprocessing(Protocol):
 
 
 class Here:
-    """In this process: for gateways without doors, whose callers are trusted."""
+    """In this process: for gateways without servers, whose callers are trusted."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""Composition: the doors of one gateway process, over one gateway: gRPC, and HTTP where the spec has a port for it."""
+"""Composes the servers of one gateway process: gRPC, and HTTP if the spec has a port for it."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.frontend.context import GatewayContext
-from cluster.frontend.grpc.server import GrpcDoor, model_tokenizer
+from cluster.frontend.grpc.server import GrpcServer, model_tokenizer
 from cluster.frontend.http import check_extra
 from cluster.frontend.text import Tokenizer
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:  # what stands behind it is an extra
 
 
 class Servers:
-    """A `Door` of both kinds. Owned by its gateway process."""
+    """A `Server` of both kinds. Owned by its gateway process."""
 
     def __init__(
         self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer], *, eager: bool = False
     ) -> None:
-        """As `GrpcDoor`."""
+        """As `GrpcServer`."""
         if context.spec.gateway.http_port is not None:
             check_extra()
         self._context = context
-        self._grpc = GrpcDoor(context, load_tokenizer, eager=eager)
+        self._grpc = GrpcServer(context, load_tokenizer, eager=eager)
         self._http: HttpServer | None = None
         self._http_url = ""
 
@@ -34,7 +34,7 @@ class Servers:
         return self._http_url
 
     async def open(self) -> str:
-        """Listen; answer the gRPC endpoint. Errors as `GrpcDoor.open`, for either port."""
+        """Listen; answer the gRPC endpoint. Errors as `GrpcServer.open`, for either port."""
         endpoint = await self._grpc.open()
         if self._context.spec.gateway.http_port is not None:
             try:
@@ -61,6 +61,6 @@ class Servers:
         await self._http.close()
 
 
-def open_doors(context: GatewayContext) -> Servers:
-    """The `DoorFactory` of a served cluster. Module-level, so that it pickles by name."""
+def open_servers(context: GatewayContext) -> Servers:
+    """The `ServerFactory` of a served cluster. Module-level, so that it pickles by name."""
     return Servers(context, partial(model_tokenizer, context.model), eager=True)

@@ -29,7 +29,7 @@ ENVIRONMENT = (
 
 @dataclass(frozen=True)
 class Served:
-    """Both doors, mutual TLS and a key."""
+    """Both servers, mutual TLS and a key."""
 
     files: Files
     grpc: str
@@ -52,12 +52,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
     async def opened() -> tuple[Servers, str]:
         context = gateway_context(FakeDispatcher(), http_port=0, **files.mutual, **files.keys)
-        doors = Servers(context, ByteTokenizer)
-        return doors, await doors.open()
+        servers = Servers(context, ByteTokenizer)
+        return servers, await servers.open()
 
-    doors, endpoint = asyncio.run_coroutine_threadsafe(opened(), loop).result(20)
-    yield Served(files, f"grpcs://{endpoint}", doors.http_url)
-    asyncio.run_coroutine_threadsafe(doors.close(0.0), loop).result(20)
+    servers, endpoint = asyncio.run_coroutine_threadsafe(opened(), loop).result(20)
+    yield Served(files, f"grpcs://{endpoint}", servers.http_url)
+    asyncio.run_coroutine_threadsafe(servers.close(0.0), loop).result(20)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
@@ -94,9 +94,9 @@ def test_every_command_that_asks_a_gateway_gets_in(served: Served, tmp_path: Pat
     assert "(INTERNAL)" in told, "the fake cannot be measured, and was asked"
 
 
-@pytest.mark.parametrize("door", ["grpc", "http"])
-def test_a_benchmark_gets_in_at_both_doors(served: Served, door: str) -> None:
-    address = served.grpc if door == "grpc" else served.http
+@pytest.mark.parametrize("server", ["grpc", "http"])
+def test_a_benchmark_gets_in_at_both_servers(served: Served, server: str) -> None:
+    address = served.grpc if server == "grpc" else served.http
     load = "--concurrency", "2", "--count", "4", "--lengths", "8/4", "--json"
     result = run("bench", "--endpoint", address, *served.options, *load)
     assert result.exit_code == 0, result.output

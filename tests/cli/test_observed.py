@@ -21,7 +21,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from cluster.cli import main
-from cluster.frontend.grpc.server import GrpcDoor
+from cluster.frontend.grpc.server import GrpcServer
 from diptych.client import AsyncClient
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
 from tests.model.tiny import write_tiny_llama
@@ -161,28 +161,28 @@ def test_a_gateway_that_goes_away_is_one_line_until_it_is_back_or_the_deadline()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def open_door(port: int) -> tuple[GrpcDoor, str]:
-        door = GrpcDoor(gateway_context(FakeDispatcher(), grpc_port=port), ByteTokenizer)
-        return door, await door.open()
+    async def open_grpc_server(port: int) -> tuple[GrpcServer, str]:
+        server = GrpcServer(gateway_context(FakeDispatcher(), grpc_port=port), ByteTokenizer)
+        return server, await server.open()
 
     def wait(work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result(10)
 
-    door, address = wait(open_door(0))
+    server, address = wait(open_grpc_server(0))
 
     def away_and_back(shown: str) -> str:
-        nonlocal door
+        nonlocal server
         if not told and "test  model bytes" in shown:
             told.append(len(shown))
-            wait(door.close(0))
+            wait(server.close(0))
         elif len(told) == 1 and "trying again: nothing answers at" in shown:
             told.append(len(shown))
-            door, _ = wait(open_door(int(address.rpartition(":")[2])))
+            server, _ = wait(open_grpc_server(int(address.rpartition(":")[2])))
         elif (
             len(told) == 2 and "trying again" not in shown[shown.rindex("test  model bytes") :] and len(shown) > told[1]
         ):
             told.append(len(shown))
-            wait(door.close(0))
+            wait(server.close(0))
         return ""
 
     told: list[int] = []

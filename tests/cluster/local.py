@@ -101,7 +101,7 @@ async def cluster(
 
     runtime = LocalRuntime(build or build_here)
     dispatchers: list[Dispatcher] = []
-    serving = await serve(spec, runtime=runtime, door=lambda context: _Door(context, dispatchers))
+    serving = await serve(spec, runtime=runtime, make_server=lambda context: _Door(context, dispatchers))
     try:
         assert isinstance(serving.controller, LocalService)
         yield Cluster(dispatchers[0], runtime, serving.controller.target)

@@ -116,7 +116,7 @@ def in_virtual_time(told: Callable[[Serving, Processes], Awaitable[None]], gatew
     async def all_of_it() -> None:
         runtime = Processes(spec)
         models = {pool.name: PoolModel(FAST) for pool in spec.pools}
-        serving = await serve(virtual(spec, models), runtime=runtime, door=Door)
+        serving = await serve(virtual(spec, models), runtime=runtime, make_server=Door)
         try:
             await told(serving, runtime)
         finally:

@@ -55,7 +55,7 @@ async def test_a_cluster_is_served_without_gateways_and_some_join() -> None:
     runtime = LocalRuntime(
         lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=FAST)
     )
-    serving = await serve(split_spec(1, 2), runtime=runtime, door=never, gateways=False)
+    serving = await serve(split_spec(1, 2), runtime=runtime, make_server=never, gateways=False)
     try:
         assert serving.endpoints == []
         spec, model = await described(serving.controller, 5.0)
@@ -103,7 +103,7 @@ async def test_a_gateway_that_has_ended_is_not_asked_to_cut_anything() -> None:
     runtime = LocalRuntime(
         lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=FAST)
     )
-    serving = await serve(split_spec(1, 1), runtime=runtime, door=Counted)
+    serving = await serve(split_spec(1, 1), runtime=runtime, make_server=Counted)
     await asyncio.gather(serving.close(5.0), serving.cut())
     assert sorted(asked) == ["0", "5"]
     await serving.cut()

@@ -96,7 +96,7 @@ def test_an_unforeseen_error_at_the_very_first_start_is_tried_again(faults: int)
         spec, lines = split_spec(1, 1), list[str]()
         runtime = Processes(spec)
         runtime.faults["decode-0"] = [KeyError(f"fault {number}") for number in range(faults)]
-        serving = await serve(virtual(spec, MODELS), runtime=runtime, door=Door, progress=lines.append)
+        serving = await serve(virtual(spec, MODELS), runtime=runtime, make_server=Door, progress=lines.append)
         try:
             return runtime.started_s["decode-0"], lines, decode(runtime).state
         finally:
@@ -114,7 +114,7 @@ def test_a_first_start_that_the_configuration_makes_impossible_ends_serve() -> N
         runtime = Processes(spec)
         runtime.faults["decode-0"] = [ModelError("config.json is not there")]
         with pytest.raises(ModelError, match=r"config\.json is not there"):
-            await serve(virtual(spec, MODELS), runtime=runtime, door=Door)
+            await serve(virtual(spec, MODELS), runtime=runtime, make_server=Door)
         assert len(runtime.started_s["decode-0"]) == 1
 
     run(all_of_it())
@@ -127,7 +127,7 @@ def test_a_first_start_that_never_comes_ends_serve_with_the_reason() -> None:
         runtime = Processes(spec)
         runtime.faults["decode-0"] = [KeyError("no such device")] * 9
         with pytest.raises(RuntimeUnavailable, match=r"^decode-0 \(.*KeyError: 'no such device'.*\) not ready within"):
-            await serve(virtual(spec, MODELS), runtime=runtime, door=Door)
+            await serve(virtual(spec, MODELS), runtime=runtime, make_server=Door)
 
     run(all_of_it())
 

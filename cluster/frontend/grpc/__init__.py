@@ -1,1 +1,1 @@
-"""The doors: gRPC server, its messages, and the client. The only package that imports grpc, and only in its modules."""
+"""The gRPC server. The only package of `cluster` that imports grpc."""

@@ -1,4 +1,4 @@
-"""A guarded gRPC door: its TLS credentials, and the interceptor that asks for a key. `cluster.frontend.auth`
+"""A guarded gRPC server: its TLS credentials, and the interceptor that asks for a key. `cluster.frontend.auth`
 decides which key is good. The health service is open to all: probes and load balancers have no key.
 """
 

@@ -1,7 +1,7 @@
 """The standard health service (grpc.health.v1), answered from the cluster's view.
 
 The server as a whole and the inference service serve when a worker is ready; the admin service as
-long as the door is open.
+long as the server is open.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ Response = health_pb2.HealthCheckResponse
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Owned by the door. `following` are the names that follow the workers, `steady` those that do not."""
+    """Owned by the server. `following` are the names that follow the workers, `steady` those that do not."""
 
     def __init__(self, dispatcher: RequestDispatcher, following: tuple[str, ...], steady: tuple[str, ...]) -> None:
         self._dispatcher = dispatcher

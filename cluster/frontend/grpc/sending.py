@@ -1,4 +1,4 @@
-"""How long a door waits for a client that takes no output. Knows grpc's contexts; knows no request."""
+"""How long a server waits for a client that takes no output. Knows grpc's contexts; knows no request."""
 
 import asyncio
 import contextlib

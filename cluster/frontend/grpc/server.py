@@ -1,4 +1,4 @@
-"""The gRPC door: a server with the inference, admin, health and reflection services over one gateway.
+"""The gRPC server: a server with the inference, admin, health and reflection services over one gateway.
 
 Knows ports and server options; knows no request.
 """
@@ -33,9 +33,9 @@ MOST_CONNECTIONS = 4096
 CUT_S = 0.5  # for the last words of requests that are cut
 
 
-class GrpcDoor:
-    """A `Door`. Owned by its gateway process; `load_tokenizer` runs in a thread while the door opens, and in the
-    process that reads large inputs, so it pickles. `eager`: that process starts with the door.
+class GrpcServer:
+    """A `Server`. Owned by its gateway process; `load_tokenizer` runs in a thread while the server opens, and in the
+    process that reads large inputs, so it pickles. `eager`: that process starts with the server.
 
     Raises `SpecError` when a file of certificates or keys cannot be used.
     """
@@ -44,7 +44,7 @@ class GrpcDoor:
         self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer], *, eager: bool = False
     ) -> None:
         self._eager = eager
-        self.guard = Guard(context.spec.gateway)  # another door may share it
+        self.guard = Guard(context.spec.gateway)  # another server may share it
         self._context = context
         self._load_tokenizer = load_tokenizer
         self._server: grpc.aio.Server | None = None
@@ -54,13 +54,13 @@ class GrpcDoor:
 
     @property
     def http_url(self) -> str:
-        """It answers no HTTP of its own; `cluster.frontend.servers` puts another door beside it."""
+        """It answers no HTTP of its own; `cluster.frontend.servers` puts another server beside it."""
         return ""
 
     @property
     def gateway(self) -> Gateway:
-        """Of an open door: another door may share it."""
-        assert self._gateway is not None, "the door makes its gateway when it opens"
+        """Of an open server: another server may share it."""
+        assert self._gateway is not None, "the server makes its gateway when it opens"
         return self._gateway
 
     async def open(self) -> str:
@@ -104,9 +104,9 @@ class GrpcDoor:
             await self._stopping
 
 
-def open_door(context: GatewayContext) -> GrpcDoor:
-    """The `DoorFactory`: a door with the served model's own tokenizer. Module-level, so that it pickles by name."""
-    return GrpcDoor(context, partial(model_tokenizer, context.model), eager=True)
+def open_grpc_server(context: GatewayContext) -> GrpcServer:
+    """The `ServerFactory`: a server with the served model's own tokenizer. Module-level, so that it pickles by name."""
+    return GrpcServer(context, partial(model_tokenizer, context.model), eager=True)
 
 
 def model_tokenizer(model: ModelView) -> Tokenizer:

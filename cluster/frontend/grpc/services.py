@@ -42,7 +42,7 @@ LONGEST_NAME = 256
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """Owned by the door."""
+    """Owned by the server."""
 
     def __init__(self, gateway: Gateway, guard: Guard) -> None:
         self._gateway = gateway
@@ -164,7 +164,7 @@ def add_inference_service(service: InferenceService, server: grpc.aio.Server) ->
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """Owned by the door."""
+    """Owned by the server."""
 
     def __init__(self, context: GatewayContext, gateway: Gateway) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""The HTTP door: OpenAI's requests and answers over the same gateway that the gRPC door has.
+"""The HTTP server: OpenAI's requests and answers over the same gateway that the gRPC server has.
 
 Needs the extra `http`. Importing this package alone loads nothing of it.
 """

@@ -178,7 +178,7 @@ class _Routes:
         return _told({"status": "up"})
 
     async def ready(self) -> Response:
-        """Ready: a worker is there, and the door is not closing."""
+        """Ready: a worker is there, and the server is not closing."""
         if self._is_closing() or not servable(self._gateway.view):
             why = "this gateway is closing" if self._is_closing() else "there is no worker yet"
             return failed(Failure(503, why, "not_ready", retry_after_s=READY_AGAIN_S))

@@ -32,7 +32,7 @@ CLOSING = Failure(503, "this gateway is closing; try another one", "closing", re
 class Connection:
     """An ASGI application around another. At most `most_requests` whose body has arrived are in it at once.
 
-    Owned by the door.
+    Owned by the server.
     """
 
     def __init__(self, app: ASGIApp, arriving: Arriving, most_requests: int, is_closing: Callable[[], bool]) -> None:

@@ -24,7 +24,7 @@ class Ending:
 
 
 class Counted:
-    """An ASGI application around another. Owned by the door."""
+    """An ASGI application around another. Owned by the server."""
 
     def __init__(self, app: ASGIApp, responses: Responses) -> None:
         self._app = app

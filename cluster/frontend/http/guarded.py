@@ -1,4 +1,4 @@
-"""A guarded HTTP door: an application that asks for a key before anything is read, and TLS that follows its files.
+"""A guarded HTTP server: an application that asks for a key before anything is read, and TLS that follows its files.
 
 What is good is `cluster.frontend.auth`'s business. Probes need no key, and neither do the files of the page at /ui.
 """
@@ -17,7 +17,7 @@ TENANT = b"x-diptych-tenant"
 
 
 class Guarded:
-    """An ASGI application around another, which finds a key's tenant in the header of tenants. Owned by the door."""
+    """An ASGI application around another, which finds a key's tenant in the header of tenants. Owned by the server."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app

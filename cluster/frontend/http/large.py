@@ -1,6 +1,6 @@
-"""Large bodies, read and tokenized apart from the event loop: what `cluster.frontend.preprocessing` runs for this door.
+"""Parses and tokenizes large bodies outside the event loop: what `cluster.frontend.preprocessing` runs for HTTP.
 
-Pure but for the tokenizer. What comes back is small: the fields of a body without its prompts, and these as token ids.
+Pure but for the tokenizer. The result is small: the fields of a body without its prompts, and the prompts' token ids.
 """
 
 import json

@@ -32,7 +32,7 @@ class Name:
 
 
 class Named:
-    """An ASGI application around another: whatever is answered, its headers have the id. Owned by the door."""
+    """An ASGI application around another: whatever is answered, its headers have the id. Owned by the server."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

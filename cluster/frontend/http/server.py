@@ -68,7 +68,7 @@ class HttpServer:
 
     async def open(self) -> str:
         """Listen; answer "http://host:port", or "https://..." with TLS. Raises OSError when the port cannot be had."""
-        assert self._spec.http_port is not None, "a door is made for a port"
+        assert self._spec.http_port is not None, "a server is made for a port"
         listener = listen(self._spec.host, self._spec.http_port)
         port = listener.getsockname()[1]
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))

@@ -214,7 +214,7 @@ async def open_cluster(
     serving = await serve(
         virtual(spec, models),
         runtime=runtime,
-        door=lambda context: _Door(context, dispatchers),
+        make_server=lambda context: _Door(context, dispatchers),
         decider=around.decider,
     )
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.frontend.grpc.server import GrpcDoor
+from cluster.frontend.grpc.server import GrpcServer
 from diptych.client import AsyncClient
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
 
@@ -21,20 +21,20 @@ def dispatcher() -> FakeDispatcher:
 
 @pytest.fixture
 async def open_client(dispatcher: FakeDispatcher) -> AsyncIterator[OpenClient]:
-    """Opens a door (with these gateway options) and a client to it."""
-    doors: list[GrpcDoor] = []
+    """Opens a server (with these gateway options) and a client to it."""
+    servers: list[GrpcServer] = []
     clients: list[AsyncClient] = []
 
     async def open_one(**gateway: Any) -> AsyncClient:
-        doors.append(GrpcDoor(gateway_context(dispatcher, **gateway), ByteTokenizer))
-        clients.append(AsyncClient(await doors[-1].open()))
+        servers.append(GrpcServer(gateway_context(dispatcher, **gateway), ByteTokenizer))
+        clients.append(AsyncClient(await servers[-1].open()))
         return clients[-1]
 
     yield open_one
     for client in clients:
         await client.close()
-    for door in doors:
-        await door.close(0)
+    for server in servers:
+        await server.close(0)
 
 
 @pytest.fixture
@@ -49,14 +49,14 @@ def endpoint() -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def open_door() -> tuple[GrpcDoor, str]:
+    async def open_grpc_server() -> tuple[GrpcServer, str]:
         dispatcher = FakeDispatcher(lambda request: bytes(request.prompt)[-12:].upper())
-        door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
-        return door, await door.open()
+        server = GrpcServer(gateway_context(dispatcher), ByteTokenizer)
+        return server, await server.open()
 
-    door, address = asyncio.run_coroutine_threadsafe(open_door(), loop).result(10)
+    server, address = asyncio.run_coroutine_threadsafe(open_grpc_server(), loop).result(10)
     yield address
-    asyncio.run_coroutine_threadsafe(door.close(0), loop).result(10)
+    asyncio.run_coroutine_threadsafe(server.close(0), loop).result(10)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

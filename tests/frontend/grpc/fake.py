@@ -1,4 +1,4 @@
-"""A dispatcher and a tokenizer for doors under test: deterministic, no workers, every byte is a token."""
+"""A dispatcher and a tokenizer for servers under test: deterministic, no workers, every byte is a token."""
 
 import asyncio
 import codecs

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from cluster.cli import main
 from cluster.control.changes import ChangeError, ChangeRefused, ControllerAway, StaleRevision, Taken, UnknownMember
-from cluster.frontend.grpc.server import GrpcDoor
+from cluster.frontend.grpc.server import GrpcServer
 from cluster.policy.scaling.evidence import Decision
 from cluster.spec import Role
 from diptych.client import AsyncClient
@@ -76,10 +76,10 @@ def operator() -> FakeOperator:
 
 @pytest.fixture
 async def client(operator: FakeOperator) -> AsyncIterator[AsyncClient]:
-    door = GrpcDoor(replace(gateway_context(changed_view()), operator=operator), ByteTokenizer)
-    async with AsyncClient(await door.open()) as client:
+    server = GrpcServer(replace(gateway_context(changed_view()), operator=operator), ByteTokenizer)
+    async with AsyncClient(await server.open()) as client:
         yield client
-    await door.close(0)
+    await server.close(0)
 
 
 async def test_changes_reach_the_operator_with_the_revision(client: AsyncClient, operator: FakeOperator) -> None:
@@ -155,28 +155,28 @@ async def test_bad_changes_are_named_before_anybody_is_asked(client: AsyncClient
 
 
 async def test_a_gateway_without_a_controller_says_so() -> None:
-    door = GrpcDoor(gateway_context(FakeDispatcher()), ByteTokenizer)
-    async with AsyncClient(await door.open()) as client:
+    server = GrpcServer(gateway_context(FakeDispatcher()), ByteTokenizer)
+    async with AsyncClient(await server.open()) as client:
         with pytest.raises(DiptychError, match="no controller"):
             await client.scale("decode", 2)
         assert (await client.status()).decisions == ()
-    await door.close(0)
+    await server.close(0)
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[str, FakeOperator]]:
-    """A door in another thread, for commands that have a loop of their own."""
+    """A server in another thread, for commands that have a loop of their own."""
     operator, loop = FakeOperator(), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def open_door() -> tuple[GrpcDoor, str]:
-        door = GrpcDoor(replace(gateway_context(changed_view()), operator=operator), ByteTokenizer)
-        return door, await door.open()
+    async def open_grpc_server() -> tuple[GrpcServer, str]:
+        server = GrpcServer(replace(gateway_context(changed_view()), operator=operator), ByteTokenizer)
+        return server, await server.open()
 
-    door, endpoint = asyncio.run_coroutine_threadsafe(open_door(), loop).result(10)
+    server, endpoint = asyncio.run_coroutine_threadsafe(open_grpc_server(), loop).result(10)
     yield endpoint, operator
-    asyncio.run_coroutine_threadsafe(door.close(0), loop).result(10)
+    asyncio.run_coroutine_threadsafe(server.close(0), loop).result(10)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
@@ -242,11 +242,11 @@ async def test_the_status_tells_what_a_worker_waits_for_and_what_was_wrong_last(
     dispatcher, seen = FakeDispatcher(), view(WorkerState.STARTING)
     waiting = structs.replace(seen.workers[1], waits_for="{CPU: 1, decode: 1}", detail="no room for decode-0")
     dispatcher.view = replace(seen, workers=(seen.workers[0], waiting))
-    door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
-    endpoint = await door.open()
+    server = GrpcServer(gateway_context(dispatcher), ByteTokenizer)
+    endpoint = await server.open()
     async with AsyncClient(endpoint) as client:
         first, second = (await client.status()).view.workers
-    await door.close(0)
+    await server.close(0)
     assert (first.trouble, second.waits_for) == ("", "{CPU: 1, decode: 1}")
     assert second.trouble == "waits for a node: {CPU: 1, decode: 1}; no room for decode-0"
 

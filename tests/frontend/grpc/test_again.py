@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.events import Rejected
-from cluster.frontend.grpc.server import GrpcDoor
+from cluster.frontend.grpc.server import GrpcServer
 from cluster.frontend.text import TextDelta
 from diptych.client import Answer, AsyncClient, answer_of
 from diptych.errors import DiptychError
@@ -68,16 +68,16 @@ async def test_without_a_seed_a_resumed_answer_is_one_answer(client: AsyncClient
 
 
 async def test_a_gateway_that_closes_is_followed_to_its_heir(dispatcher: FakeDispatcher) -> None:
-    doors = [GrpcDoor(gateway_context(dispatcher), ByteTokenizer) for _ in range(2)]
-    first, heir = [await door.open() for door in doors]
+    servers = [GrpcServer(gateway_context(dispatcher), ByteTokenizer) for _ in range(2)]
+    first, heir = [await server.open() for server in servers]
     async with relayed(first) as relay, AsyncClient(relay.endpoint, retry=QUICK) as resuming:
         events = resuming.generate("hello", max_tokens=120, seed=7)
         heard = [await anext(events) for _ in range(10)]
         relay.target = heir
-        await doors[0].close(0.0)
+        await servers[0].close(0.0)
         relay.cut()
         heard += [event async for event in events]
-    await doors[1].close(0.0)
+    await servers[1].close(0.0)
     assert answer_of(heard).output.tokens == tuple(drawn(dispatcher.requests[-1])[:120])
 
 

@@ -13,7 +13,7 @@ import pytest
 from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
 from cluster.frontend.auth import Guard
 from cluster.frontend.gateway import Gateway
-from cluster.frontend.grpc.server import GrpcDoor
+from cluster.frontend.grpc.server import GrpcServer
 from cluster.frontend.grpc.services import InferenceService, add_inference_service, deadline_of
 from cluster.spec import GatewaySpec
 from diptych.client import AsyncClient
@@ -196,10 +196,10 @@ async def test_nobody_at_the_endpoint_is_one_clear_sentence() -> None:
 
 async def test_a_port_in_use_is_an_oserror_that_says_so(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     port = int(client.endpoint.rpartition(":")[2])
-    door = GrpcDoor(gateway_context(dispatcher, grpc_port=port), ByteTokenizer)
+    server = GrpcServer(gateway_context(dispatcher, grpc_port=port), ByteTokenizer)
     with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{port} \(Address already in use\)"):
-        await door.open()
-    await door.close(0)
+        await server.open()
+    await server.close(0)
 
 
 class Dropping(InferenceService):

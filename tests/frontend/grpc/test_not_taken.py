@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.grpc import sending
-from cluster.frontend.grpc.server import GrpcDoor
+from cluster.frontend.grpc.server import GrpcServer
 from diptych.v1 import inference_pb2, inference_pb2_grpc
 from tests.cluster.local import Cluster, cluster, split_spec
 from tests.offline.profile.served import AnyTokenizer
@@ -23,19 +23,19 @@ TOKENS = 4000
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[Cluster, GrpcDoor, inference_pb2_grpc.InferenceServiceStub]]:
-    """Workers, a door, and a client that has little room for what it does not read."""
+async def served() -> AsyncIterator[tuple[Cluster, GrpcServer, inference_pb2_grpc.InferenceServiceStub]]:
+    """Workers, a server, and a client that has little room for what it does not read."""
     spec = split_spec(kv_blocks=2200)
     spec = replace(spec, gateway=replace(spec.gateway, grpc_port=0))
     async with cluster(spec) as subject:
         model = subject.dispatcher.view.model
         assert model is not None
-        door = GrpcDoor(GatewayContext("gateway-0", spec, model, subject.dispatcher), AnyTokenizer)
+        server = GrpcServer(GatewayContext("gateway-0", spec, model, subject.dispatcher), AnyTokenizer)
         try:
-            async with grpc.aio.insecure_channel(await door.open(), options=SMALL_WINDOW) as channel:
-                yield subject, door, inference_pb2_grpc.InferenceServiceStub(channel)
+            async with grpc.aio.insecure_channel(await server.open(), options=SMALL_WINDOW) as channel:
+                yield subject, server, inference_pb2_grpc.InferenceServiceStub(channel)
         finally:
-            await door.close(0.0)
+            await server.close(0.0)
 
 
 def long_request(request_id: str, num_answers: int = 1, max_tokens: int = TOKENS) -> inference_pb2.GenerateRequest:
@@ -49,17 +49,17 @@ async def test_a_client_that_reads_nothing_loses_its_request_and_nothing_is_left
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sending, "SEND_S", 0.2)
-    async with served() as (subject, door, stub):
+    async with served() as (subject, server, stub):
         if method == "Generate":
             call = stub.Generate(long_request("idle", num_answers=8))
         else:
             requests = [long_request(f"idle-{index}") for index in range(8)]
             call = stub.GenerateBatch(inference_pb2.GenerateBatchRequest(requests=requests))
         await call.read()
-        assert door.gateway.active == 8
+        assert server.gateway.active == 8
         counted = ("grpc", method, "DEADLINE_EXCEEDED")
         async with asyncio.timeout(30):
-            while door.gateway.active or dict(door.gateway.responses.rows()).get(counted) != 1:
+            while server.gateway.active or dict(server.gateway.responses.rows()).get(counted) != 1:
                 await asyncio.sleep(0.01)
         assert subject.workers["decode-0"].engine.stats().steps < TOKENS  # it was cut and did not come to its end
         await subject.settle()

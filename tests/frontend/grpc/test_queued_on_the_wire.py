@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from cluster.cli import main
 from cluster.events import Accepted, Event, Queued, Rejected
-from cluster.frontend.grpc.server import GrpcDoor
+from cluster.frontend.grpc.server import GrpcServer
 from cluster.policy.admission.classes import Classes
 from cluster.spec import ClassSpec, GatewaySpec
 from diptych.client import AsyncClient
@@ -75,13 +75,13 @@ def endpoint() -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def open_door() -> tuple[GrpcDoor, str]:
-        door = GrpcDoor(gateway_context(Lobby()), ByteTokenizer)
-        return door, await door.open()
+    async def open_grpc_server() -> tuple[GrpcServer, str]:
+        server = GrpcServer(gateway_context(Lobby()), ByteTokenizer)
+        return server, await server.open()
 
-    door, address = asyncio.run_coroutine_threadsafe(open_door(), loop).result(10)
+    server, address = asyncio.run_coroutine_threadsafe(open_grpc_server(), loop).result(10)
     yield address
-    asyncio.run_coroutine_threadsafe(door.close(0), loop).result(10)
+    asyncio.run_coroutine_threadsafe(server.close(0), loop).result(10)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.cli import main
-from cluster.frontend.grpc.server import GrpcDoor
+from cluster.frontend.grpc.server import GrpcServer
 from cluster.policy.slo_attainment import Ended
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
@@ -82,7 +82,7 @@ async def test_what_no_promise_can_be_is_refused_by_its_field(
     assert dispatcher.requests == []
 
 
-async def test_requests_that_the_door_turns_away_are_counted(
+async def test_requests_that_the_server_turns_away_are_counted(
     open_client: OpenClient, dispatcher: FakeDispatcher
 ) -> None:
     client, dispatcher.hold = await open_client(max_requests=1), asyncio.Event()
@@ -112,18 +112,18 @@ def served() -> Iterator[tuple[str, FakeDispatcher]]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def open_door() -> tuple[GrpcDoor, str, FakeDispatcher]:
+    async def open_grpc_server() -> tuple[GrpcServer, str, FakeDispatcher]:
         dispatcher = FakeDispatcher()
         fast = Ended("completed", "fast", ttft_s=1.0, tpot_s=0.1, ttft_slo_s=2.0, tpot_slo_s=0.05)
         dispatcher._promises.ended(fast)
         dispatcher._promises.ended(Ended("completed", "fast", after_placement_s=1.5, predicted_ttft_s=1.0))
         dispatcher._promises.ended(Ended("refused", "[bold]", "queue-full"))
-        door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
-        return door, await door.open(), dispatcher
+        server = GrpcServer(gateway_context(dispatcher), ByteTokenizer)
+        return server, await server.open(), dispatcher
 
-    door, address, dispatcher = asyncio.run_coroutine_threadsafe(open_door(), loop).result(10)
+    server, address, dispatcher = asyncio.run_coroutine_threadsafe(open_grpc_server(), loop).result(10)
     yield address, dispatcher
-    asyncio.run_coroutine_threadsafe(door.close(0), loop).result(10)
+    asyncio.run_coroutine_threadsafe(server.close(0), loop).result(10)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

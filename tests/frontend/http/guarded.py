@@ -1,4 +1,4 @@
-"""Guarded doors over a fake dispatcher, and what a client needs for them."""
+"""Guarded servers over a fake dispatcher, and what a client needs for them."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,15 +21,15 @@ KEY = "a-key-that-is-long-enough"
 
 @dataclass(frozen=True)
 class Guarded:
-    """Open doors, and the clock by which their guard looks at its files."""
+    """Open servers, and the clock by which their guard looks at its files."""
 
-    doors: Servers
+    servers: Servers
     endpoint: str
     clock: "Clock"
 
     @property
     def url(self) -> str:
-        return self.doors.http_url
+        return self.servers.http_url
 
     def grpc(self, access: Access) -> AsyncClient:
         return AsyncClient(f"grpcs://{self.endpoint}", access=access)
@@ -95,10 +95,10 @@ class Files:
 async def guarded(dispatcher: FakeDispatcher, **gateway: Any) -> AsyncIterator[Guarded]:
     context = gateway_context(dispatcher, http_port=0, **gateway)
     clock = Clock()
-    doors = Servers(context, ByteTokenizer)
-    doors._grpc.guard = Guard(context.spec.gateway, clock)
-    endpoint = await doors.open()
+    servers = Servers(context, ByteTokenizer)
+    servers._grpc.guard = Guard(context.spec.gateway, clock)
+    endpoint = await servers.open()
     try:
-        yield Guarded(doors, endpoint, clock)
+        yield Guarded(servers, endpoint, clock)
     finally:
-        await doors.close(0.0)
+        await servers.close(0.0)

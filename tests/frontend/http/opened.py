@@ -1,4 +1,4 @@
-"""Both doors over one gateway on free ports of the loopback, and clients for each."""
+"""Both servers over one gateway on free ports of the loopback, and clients for each."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -39,10 +39,10 @@ async def opened(
     dispatcher: FakeDispatcher, load_tokenizer: Callable[[], Tokenizer] = ByteTokenizer, **gateway: Any
 ) -> AsyncIterator[tuple[Clients, Servers]]:
     """Doors over a fake dispatcher."""
-    doors = Servers(gateway_context(dispatcher, http_port=0, **gateway), load_tokenizer)
-    endpoint = await doors.open()
+    servers = Servers(gateway_context(dispatcher, http_port=0, **gateway), load_tokenizer)
+    endpoint = await servers.open()
     try:
-        async with clients(doors.http_url, endpoint) as there:
-            yield there, doors
+        async with clients(servers.http_url, endpoint) as there:
+            yield there, servers
     finally:
-        await doors.close(0.0)
+        await servers.close(0.0)

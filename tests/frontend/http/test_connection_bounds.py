@@ -31,13 +31,13 @@ def head(length: int, *more: str) -> bytes:
     return "\r\n".join((*lines, *more, "\r\n")).encode()
 
 
-def door_of(doors: Servers) -> HttpServer:
-    assert doors._http is not None
-    return doors._http
+def http_server_of(servers: Servers) -> HttpServer:
+    assert servers._http is not None
+    return servers._http
 
 
-def connected(door: HttpServer) -> int:
-    return len(door._server.server_state.connections)
+def connected(http_server: HttpServer) -> int:
+    return len(http_server._server.server_state.connections)
 
 
 @asynccontextmanager
@@ -75,11 +75,11 @@ async def head_of(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_bodies_that_have_not_arrived_take_no_requests_place(dispatcher: FakeDispatcher) -> None:
-    async with opened(dispatcher) as (there, doors):
-        door, url = door_of(doors), doors.http_url
-        door._requests._most_requests = 1
+    async with opened(dispatcher) as (there, servers):
+        http_server, url = http_server_of(servers), servers.http_url
+        http_server._requests._most_requests = 1
         async with raw(url, head(10) + b"{"), raw(url, head(10) + b"{"):
-            await until(lambda: connected(door) == 2)
+            await until(lambda: connected(http_server) == 2)
             assert (await there.http.post("/v1/completions", json=ASK)).status_code == 200
 
 
@@ -110,7 +110,7 @@ async def test_an_idle_connection_is_closed_after_its_last_answer(
 ) -> None:
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)
     asked = b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n"
-    async with opened(dispatcher) as (_, doors), raw(doors.http_url, asked) as (reader, _):
+    async with opened(dispatcher) as (_, servers), raw(servers.http_url, asked) as (reader, _):
         assert (await rest(reader)).startswith(b"HTTP/1.1 200")
 
 
@@ -147,13 +147,13 @@ async def test_one_address_has_a_bounded_number_of_connections_and_others_have_t
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(listening, "MOST_CONNECTIONS_OF_ONE", 2)
-    async with opened(dispatcher) as (there, doors):
-        url, whole = doors.http_url, head(len(BODY), "connection: close") + BODY
+    async with opened(dispatcher) as (there, servers):
+        url, whole = servers.http_url, head(len(BODY), "connection: close") + BODY
         async with raw(url):
             async with raw(url), raw(url, whole) as (reader, _):
                 assert await rest(reader) == b""
                 assert (await there.http.get("/health")).status_code == 200
-            await until(lambda: connected(door_of(doors)) == 2)  # the client of this test has one
+            await until(lambda: connected(http_server_of(servers)) == 2)  # the client of this test has one
             async with raw(url, whole) as (reader, _):
                 assert b"HTTP/1.1 200" in await rest(reader)
     assert f"refused a connection of {STRANGER}, which has 2 of" in caplog.text
@@ -182,7 +182,11 @@ async def test_a_tls_handshake_that_never_comes_counts(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(listening, "MOST_CONNECTIONS_OF_ONE", 1)
-    async with guarded(dispatcher, **Files.made(tmp_path).tls) as door, raw(door.url), raw(door.url) as (reader, _):
+    async with (
+        guarded(dispatcher, **Files.made(tmp_path).tls) as http_server,
+        raw(http_server.url),
+        raw(http_server.url) as (reader, _),
+    ):
         assert await rest(reader) == b""
 
 
@@ -218,8 +222,8 @@ async def test_bodies_that_have_not_arrived_have_bounded_memory(
 ) -> None:
     monkeypatch.setattr(arriving, "FREE_BYTES", len(BODY))
     monkeypatch.setattr(arriving, bound, 1000)
-    async with opened(dispatcher) as (_, doors):
-        url, unread = doors.http_url, door_of(doors)._requests._arriving._unread
+    async with opened(dispatcher) as (_, servers):
+        url, unread = servers.http_url, http_server_of(servers)._requests._arriving._unread
         async with raw(url, head(9000) + b" " * 900):
             await until(lambda: unread.total() > 0)
             for host, is_refused in crowded.items():
@@ -236,9 +240,9 @@ async def test_bodies_that_have_not_arrived_have_bounded_memory(
 async def test_a_large_body_is_not_kept_while_its_answer_is_made(dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
     size = 4 << 20
-    async with opened(dispatcher) as (there, doors):
+    async with opened(dispatcher) as (there, servers):
         assert (await there.http.post("/tokenize", json={"prompt": "a" * 3000})).status_code == 200  # all is loaded
-        async with raw(doors.http_url, head(size + len(BODY))) as (_, writer):
+        async with raw(servers.http_url, head(size + len(BODY))) as (_, writer):
             tracemalloc.start()
             try:
                 for _ in range(size >> 16):
@@ -256,10 +260,10 @@ async def test_a_client_that_takes_no_answers_to_probes_is_let_go(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "SEND_S", 0.1)
-    async with opened(dispatcher) as (_, doors), raw(doors.http_url) as (_, writer):
+    async with opened(dispatcher) as (_, servers), raw(servers.http_url) as (_, writer):
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         async with asyncio.timeout(20):
-            await until(lambda: connected(door_of(doors)) == 1)
-            while connected(door_of(doors)):
+            await until(lambda: connected(http_server_of(servers)) == 1)
+            while connected(http_server_of(servers)):
                 writer.write(b"GET /metrics HTTP/1.1\r\nhost: h\r\n\r\n" * 10)
                 await asyncio.sleep(0.01)

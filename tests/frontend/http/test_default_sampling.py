@@ -1,4 +1,4 @@
-"""What a model's makers recommend is drawn with, by both doors, unless the request says otherwise."""
+"""What a model's makers recommend is drawn with, by both servers, unless the request says otherwise."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ def drawn_with(sampling: SamplingParams) -> dict[str, float]:
     return {name: getattr(sampling, name) for name in RECOMMENDED}
 
 
-async def test_both_doors_draw_as_recommended_where_a_request_says_nothing(dispatcher: FakeDispatcher) -> None:
+async def test_both_servers_draw_as_recommended_where_a_request_says_nothing(dispatcher: FakeDispatcher) -> None:
     async with opened(dispatcher, model=LEARNED) as (there, _):
         await there.grpc.complete("hello", max_tokens=1)
         _ = [event async for event in there.grpc.chat(CHAT, max_tokens=1)]
@@ -63,10 +63,10 @@ async def test_a_folders_generation_config_reaches_the_draws_of_real_workers(
     shared = SharedMemory()
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
 
-    def door(context: object) -> Servers:
+    def server(context: object) -> Servers:
         return Servers(context, lambda: Tokenizer(folder))  # type: ignore[arg-type]
 
-    serving = await serve(spec(str(folder)), runtime=runtime, door=door)
+    serving = await serve(spec(str(folder)), runtime=runtime, make_server=server)
     try:
         async with clients(serving.http_urls[0], serving.endpoint) as there:
             await there.grpc.wait_ready(20.0)

@@ -53,7 +53,9 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run
     gateway = replace(made.gateway, grpc_port=0, http_port=0)
     spec = replace(made, model=model, executor="torch", pools=pools, gateway=gateway)
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
-    serving = await serve(spec, runtime=runtime, door=lambda context: Servers(context, partial(Tokenizer, Path(model))))
+    serving = await serve(
+        spec, runtime=runtime, make_server=lambda context: Servers(context, partial(Tokenizer, Path(model)))
+    )
     try:
         async with AsyncClient(serving.endpoint) as client:
             await client.wait_ready(20.0)
@@ -76,7 +78,7 @@ async def printed(name: str, running: Running) -> str:
 
 
 @pytest.mark.parametrize("name", ["client.py", "openai_client.py"])
-async def test_both_doors_give_the_answer(name: str, running: Running) -> None:
+async def test_both_servers_give_the_answer(name: str, running: Running) -> None:
     async with AsyncClient(running.endpoint) as client:
         asked = client.chat([("user", "Why is the sea salty?")], max_tokens=64, temperature=0.0)
         expected = answer_of([event async for event in asked])

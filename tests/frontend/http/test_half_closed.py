@@ -21,7 +21,7 @@ async def test_a_client_that_closed_its_sending_side_gets_its_answer(
     dispatcher: FakeDispatcher, wants: dict[str, Any]
 ) -> None:
     dispatcher.step_s = 0.1
-    async with opened(dispatcher) as (_, doors), raw(doors.http_url, asking(**wants)) as (reader, writer):
+    async with opened(dispatcher) as (_, servers), raw(servers.http_url, asking(**wants)) as (reader, writer):
         await until(lambda: bool(dispatcher.running))
         writer.write_eof()
         got = await rest(reader)
@@ -41,8 +41,8 @@ async def test_a_client_that_left_is_noticed_before_anything_is_answered(
     dispatcher: FakeDispatcher, wants: dict[str, Any]
 ) -> None:
     dispatcher.hold = asyncio.Event()
-    async with opened(dispatcher) as (_, doors):
-        async with raw(doors.http_url, asking(**wants)):
+    async with opened(dispatcher) as (_, servers):
+        async with raw(servers.http_url, asking(**wants)):
             await until(lambda: bool(dispatcher.running))
         await until(lambda: not dispatcher.running)
 
@@ -50,7 +50,7 @@ async def test_a_client_that_left_is_noticed_before_anything_is_answered(
 async def test_a_client_of_http_1_0_that_closed_its_sending_side_has_left(dispatcher: FakeDispatcher) -> None:
     """It takes no interim responses."""
     dispatcher.hold = asyncio.Event()
-    async with opened(dispatcher) as (_, doors), raw(doors.http_url, asking("1.0")) as (reader, writer):
+    async with opened(dispatcher) as (_, servers), raw(servers.http_url, asking("1.0")) as (reader, writer):
         await until(lambda: bool(dispatcher.running))
         writer.write_eof()
         assert await rest(reader) == b""

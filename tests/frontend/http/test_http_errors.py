@@ -447,7 +447,7 @@ async def test_a_client_that_takes_nothing_is_let_go(
 ) -> None:
     monkeypatch.setattr(server, "SEND_S", 0.05)
     dispatcher.script = lambda request: b"x" * 3000
-    async with opened(dispatcher) as (there, doors):
+    async with opened(dispatcher) as (there, servers):
         url = there.http.base_url
         _, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -456,8 +456,8 @@ async def test_a_client_that_takes_nothing_is_let_go(
             + f"content-length: {len(HUGE)}\r\n\r\n".encode()
             + HUGE
         )
-        assert doors._http is not None
-        connected = doors._http._server.server_state.connections
+        assert servers._http is not None
+        connected = servers._http._server.server_state.connections
         async with asyncio.timeout(30):
             while len(dispatcher.requests) < 8:
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Whatever is sent as a body, the door answers: never a 500, never nothing, and no request stays behind."""
+"""Whatever is sent as a body, the server answers: never a 500, never nothing, and no request stays behind."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ mixed = (st.tuples(right, one_wild) | wild).map(lambda pair: pair[0] | pair[1])
 
 
 class Fuzzed:
-    """One door for all examples."""
+    """One server for all examples."""
 
     def __init__(self, runner: asyncio.Runner, there: Clients, dispatcher: FakeDispatcher) -> None:
         self._runner = runner
@@ -107,7 +107,7 @@ class Fuzzed:
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
     folder = write_tiny_llama(tmp_path_factory.mktemp("fuzz") / "tiny")
     with asyncio.Runner() as runner:
         dispatcher, stack = FakeDispatcher(), AsyncExitStack()
@@ -122,14 +122,14 @@ def encoded(value: object) -> bytes:
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(path=st.sampled_from(PATHS), body=mixed)
-def test_any_object_is_answered_or_refused(door: Fuzzed, path: str, body: dict[str, object]) -> None:
+def test_any_object_is_answered_or_refused(server: Fuzzed, path: str, body: dict[str, object]) -> None:
     names = {name: value for name, value in body.items() if name != "model" or value in (None, "", "bytes")}
     if path == "/tokenize":
         names.pop("messages" if "stream" in names else "prompt", None)  # it takes one of the two
-    door.post(path, encoded(names))
+    server.post(path, encoded(names))
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(PATHS), body=st.binary(max_size=64) | values.map(encoded))
-def test_any_bytes_are_answered_or_refused(door: Fuzzed, path: str, body: bytes) -> None:
-    door.post(path, body)
+def test_any_bytes_are_answered_or_refused(server: Fuzzed, path: str, body: bytes) -> None:
+    server.post(path, body)

@@ -53,10 +53,10 @@ async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sub
     shared = SharedMemory()
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
 
-    def door(context: object) -> Servers:
+    def server(context: object) -> Servers:
         return Servers(context, partial(Tokenizer, Path(model)))  # type: ignore[arg-type]
 
-    serving = await serve(spec(model), runtime=runtime, door=door)
+    serving = await serve(spec(model), runtime=runtime, make_server=server)
     try:
         async with clients(serving.http_urls[0], serving.endpoint) as there:
             await there.grpc.wait_ready(20.0)

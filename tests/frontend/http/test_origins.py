@@ -56,7 +56,7 @@ async def test_without_origins_nothing_is_allowed() -> None:
         assert asked.status_code == 405 and "access-control-allow-origin" not in asked.headers
 
 
-async def test_a_guarded_door_is_asked_without_a_key_and_answers_with_one(tmp_path: Path) -> None:
+async def test_a_guarded_server_is_asked_without_a_key_and_answers_with_one(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("open-sesame-0123456789\n")
     async with browser(http_allowed_origins=(PAGE,), api_keys_file=str(tmp_path / "keys")) as http:
         assert (await http.options("/v1/completions", headers=QUESTION)).status_code == 200

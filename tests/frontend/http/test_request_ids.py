@@ -85,12 +85,12 @@ async def test_a_body_that_does_not_come_has_it(there: Clients, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("name", "value", "status"), [("_running", 1 << 20, 429), ("_is_closing", lambda: True, 503)])
-async def test_a_door_that_is_full_or_closing_has_it(
+async def test_a_server_that_is_full_or_closing_has_it(
     served: tuple[Clients, Servers], monkeypatch: pytest.MonkeyPatch, name: str, value: object, status: int
 ) -> None:
-    there, doors = served
-    assert doors._http is not None
-    monkeypatch.setattr(doors._http._requests, name, value)
+    there, servers = served
+    assert servers._http is not None
+    monkeypatch.setattr(servers._http._requests, name, value)
     answer = await there.http.post("/v1/completions", json=ASK, headers=NAMED)
     assert (answer.status_code, answer.headers["x-request-id"]) == (status, "mine")
 
@@ -144,8 +144,8 @@ async def test_a_request_is_cancelled_by_what_its_client_calls_it_or_by_its_own_
         assert (await asking).status_code == 499 and not dispatcher.running
 
 
-async def test_a_door_that_wants_a_key_has_it(tmp_path: Path) -> None:
+async def test_a_server_that_wants_a_key_has_it(tmp_path: Path) -> None:
     files = Files.made(tmp_path)
-    async with guarded(FakeDispatcher(), **files.keys) as door, door.http(Access()) as client:
+    async with guarded(FakeDispatcher(), **files.keys) as server, server.http(Access()) as client:
         answer = await client.get("/v1/models", headers=NAMED)
         assert (answer.status_code, answer.headers["x-request-id"]) == (401, "mine")

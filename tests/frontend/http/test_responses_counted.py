@@ -1,4 +1,4 @@
-"""Every answer of a door is counted by its code, refusals too, so that an operator has an error rate."""
+"""Every answer of a server is counted by its code, refusals too, so that an operator has an error rate."""
 
 import asyncio
 from collections import Counter
@@ -115,12 +115,12 @@ async def test_a_message_that_cannot_be_read_is_the_callers_mistake(dispatcher: 
     assert told["grpc", "Generate", "INVALID_ARGUMENT"] == told["grpc", "Cancel", "INVALID_ARGUMENT"] == 1
 
 
-async def test_a_refused_key_counts_on_both_doors(dispatcher: FakeDispatcher, tmp_path: Path) -> None:
+async def test_a_refused_key_counts_on_both_servers(dispatcher: FakeDispatcher, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-some-length\n")
-    async with opened(dispatcher, api_keys_file=str(keys)) as (there, doors):
+    async with opened(dispatcher, api_keys_file=str(keys)) as (there, servers):
         await there.http.post("/v1/completions", json=ASK)
         with pytest.raises(DiptychError):
             await there.grpc.complete("hello")
-        told = dict(doors._grpc.gateway.responses.rows())
+        told = dict(servers._grpc.gateway.responses.rows())
     assert told["http", "completions", "401"] == told["grpc", "Generate", "UNAUTHENTICATED"] == 1

@@ -76,7 +76,9 @@ async def monitored() -> AsyncIterator[Monitored]:
     def build(order: WorkerOrder) -> WorkerServer:
         return build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=FAST)
 
-    serving = await serve(spec(), runtime=LocalRuntime(build), door=lambda context: Servers(context, DotTokenizer))
+    serving = await serve(
+        spec(), runtime=LocalRuntime(build), make_server=lambda context: Servers(context, DotTokenizer)
+    )
     try:
         async with httpx2.AsyncClient(trust_env=False, timeout=30.0) as http:
             yield Monitored(serving.http_urls, http)

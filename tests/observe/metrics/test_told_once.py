@@ -84,7 +84,7 @@ async def test_when_the_gateway_that_tells_leaves_another_takes_over(monkeypatch
         doors.append(Door(context))
         return doors[-1]
 
-    serving = await serve(split_spec(1, 2), runtime=LocalRuntime(build), door=door, gateways=False)
+    serving = await serve(split_spec(1, 2), runtime=LocalRuntime(build), make_server=door, gateways=False)
     try:
         spec, model = await described(serving.controller, 5.0)
         first, second = [await join(name, spec, model, serving.controller, door) for name in NAMES]

@@ -49,7 +49,7 @@ async def _serving(model: str) -> AsyncIterator[Served]:
     def door(context: object) -> Servers:
         return Servers(context, partial(Tokenizer, Path(model)))  # type: ignore[arg-type]
 
-    serving = await serve(tiny_spec(model), runtime=runtime, door=door)
+    serving = await serve(tiny_spec(model), runtime=runtime, make_server=door)
     try:
         async with AsyncClient(serving.endpoint) as client:
             await client.wait_ready(20.0)

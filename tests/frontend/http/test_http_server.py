@@ -1,4 +1,4 @@
-"""Opening, closing, health, headers, and clients that leave: the door as such."""
+"""Opening, closing, health, headers, and clients that leave: the server as such."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from cluster.cli import main
 from cluster.frontend import http
 from cluster.frontend.http.unsupported import FIELDS, IGNORED
-from cluster.frontend.servers import Servers, open_doors
+from cluster.frontend.servers import Servers, open_servers
 from cluster.runtime.errors import RuntimeUnavailable
 from cluster.spec import GatewaySpec, SpecError, parse_spec
 from diptych.view import WorkerState
@@ -216,29 +216,29 @@ async def test_of_several_prompts_one_failure_ends_all(there: Clients, dispatche
     assert not dispatcher.running and not (await there.grpc.status()).active_requests
 
 
-async def test_close_lets_running_requests_end_on_both_doors(dispatcher: FakeDispatcher) -> None:
+async def test_close_lets_running_requests_end_on_both_servers(dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.02
-    async with opened(dispatcher) as (there, doors):
+    async with opened(dispatcher) as (there, servers):
         asking = [
             asyncio.create_task(there.http.post("/v1/completions", json=ASK | {"max_tokens": 20})),
             asyncio.create_task(there.grpc.complete("hello", max_tokens=20)),
         ]
         while len(dispatcher.running) < 2:
             await asyncio.sleep(0.005)
-        await doors.close(10.0)
+        await servers.close(10.0)
         by_http, by_grpc = await asyncio.gather(*asking)
         assert by_http.json()["choices"][0]["text"] == by_grpc.text  # type: ignore[attr-defined]
 
 
-async def test_a_door_that_drains_says_so_to_probes_and_sends_new_requests_elsewhere(
+async def test_a_server_that_drains_says_so_to_probes_and_sends_new_requests_elsewhere(
     dispatcher: FakeDispatcher,
 ) -> None:
     dispatcher.hold = asyncio.Event()
-    async with opened(dispatcher) as (there, doors):
+    async with opened(dispatcher) as (there, servers):
         asking = asyncio.create_task(there.http.post("/v1/completions", json=ASK))
         while not dispatcher.running:
             await asyncio.sleep(0.005)
-        closing = asyncio.create_task(doors.close(10.0))
+        closing = asyncio.create_task(servers.close(10.0))
         await asyncio.sleep(0)
         assert (await there.http.get("/ready")).status_code == 503
         assert (await there.http.get("/health")).status_code == 200
@@ -253,25 +253,25 @@ async def test_a_door_that_drains_says_so_to_probes_and_sends_new_requests_elsew
 @pytest.mark.parametrize("stream", [False, True])
 async def test_close_cuts_what_outlasts_the_grace(dispatcher: FakeDispatcher, stream: bool) -> None:
     dispatcher.hold = asyncio.Event()
-    async with opened(dispatcher) as (there, doors):
+    async with opened(dispatcher) as (there, servers):
         asking = asyncio.create_task(there.http.post("/v1/completions", json=ASK | {"stream": stream}))
         while not dispatcher.running:
             await asyncio.sleep(0.005)
         async with asyncio.timeout(3):
-            await doors.close(0.2)
+            await servers.close(0.2)
         assert not dispatcher.running
         assert "the gateway was closed" in (await asking).text
 
 
 async def test_close_does_not_wait_for_idle_or_silent_connections(dispatcher: FakeDispatcher) -> None:
-    async with opened(dispatcher) as (there, doors):
+    async with opened(dispatcher) as (there, servers):
         assert (await there.http.get("/health")).status_code == 200
         url = there.http.base_url
         _, writer = await asyncio.open_connection(url.host, url.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 10\r\n\r\n{")
         await asyncio.sleep(0.05)
         async with asyncio.timeout(3):
-            await doors.close(0.1)
+            await servers.close(0.1)
         writer.close()
 
 
@@ -280,16 +280,16 @@ async def test_a_port_in_use_is_an_error_that_says_so(dispatcher: FakeDispatcher
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        doors = Servers(gateway_context(dispatcher, http_port=port), ByteTokenizer)
+        servers = Servers(gateway_context(dispatcher, http_port=port), ByteTokenizer)
         with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port} \(.*\); choose another gateway\.http_port"):
-            await doors.open()
+            await servers.open()
 
 
 async def test_without_a_port_there_is_no_http(dispatcher: FakeDispatcher) -> None:
-    doors = Servers(gateway_context(dispatcher), ByteTokenizer)
-    await doors.open()
-    assert doors.http_url == ""
-    await doors.close(0.0)
+    servers = Servers(gateway_context(dispatcher), ByteTokenizer)
+    await servers.open()
+    assert servers.http_url == ""
+    await servers.close(0.0)
 
 
 def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -349,4 +349,4 @@ async def test_the_example_of_the_readme_asks_and_prints(there: Clients, dispatc
 
 
 def test_the_factory_travels_by_name() -> None:
-    assert pickle.loads(pickle.dumps(open_doors)) is open_doors
+    assert pickle.loads(pickle.dumps(open_servers)) is open_servers

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.events import Completed
 from cluster.frontend.grpc.reflecting import V1
-from cluster.frontend.grpc.server import GrpcDoor, open_door
+from cluster.frontend.grpc.server import GrpcServer, open_grpc_server
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.retry import Retry
@@ -46,8 +46,8 @@ async def test_an_unknown_service_is_not_found(client: AsyncClient) -> None:
 
 
 async def test_watching_health_tells_each_change_and_the_end(dispatcher: FakeDispatcher) -> None:
-    door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
-    endpoint = await door.open()
+    server = GrpcServer(gateway_context(dispatcher), ByteTokenizer)
+    endpoint = await server.open()
     async with grpc.aio.insecure_channel(endpoint) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=INFERENCE))
         told = aiter(watch)
@@ -57,7 +57,7 @@ async def test_watching_health_tells_each_change_and_the_end(dispatcher: FakeDis
         dispatcher.view = view(WorkerState.READY, revision=3)
         assert (await anext(told)).status == SERVING
         async with asyncio.timeout(2):  # a watcher does not use up the grace
-            closing = asyncio.ensure_future(door.close(30.0))
+            closing = asyncio.ensure_future(server.close(30.0))
             assert (await anext(told)).status == NOT_SERVING
             await closing
 
@@ -101,11 +101,11 @@ async def test_reflection_v1_answers_in_its_own_messages(client: AsyncClient) ->
 
 async def test_close_lets_running_requests_end(dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.02
-    door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
-    async with AsyncClient(await door.open()) as client:
+    server = GrpcServer(gateway_context(dispatcher), ByteTokenizer)
+    async with AsyncClient(await server.open()) as client:
         events = client.generate("hello", max_tokens=20)
         await anext(events)
-        closing = asyncio.ensure_future(door.close(10.0))
+        closing = asyncio.ensure_future(server.close(10.0))
         last = [event async for event in events][-1]
         assert isinstance(last, Completed) and last.completion_tokens == 20
         await closing
@@ -116,30 +116,30 @@ async def test_close_lets_running_requests_end(dispatcher: FakeDispatcher) -> No
 
 async def test_a_client_of_several_gateways_does_not_notice_that_one_closes(dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.01
-    doors = [GrpcDoor(gateway_context(dispatcher), ByteTokenizer) for _ in range(2)]
-    addresses = ",".join([await door.open() for door in doors])
+    servers = [GrpcServer(gateway_context(dispatcher), ByteTokenizer) for _ in range(2)]
+    addresses = ",".join([await server.open() for server in servers])
     async with AsyncClient(f"ipv4:{addresses}", retry=Retry()) as client:
         last = client.generate("hello", max_tokens=20)
         await anext(last)
-        closing = asyncio.ensure_future(doors[0].close(10.0))
+        closing = asyncio.ensure_future(servers[0].close(10.0))
         told = await asyncio.gather(*(client.complete("hello", max_tokens=5) for _ in range(8)))
         assert [each.completed.completion_tokens for each in told] == [5] * 8
         ended = [event async for event in last][-1]
         assert isinstance(ended, Completed) and ended.completion_tokens == 20
         await closing
-    await doors[1].close(0.0)
+    await servers[1].close(0.0)
 
 
 async def test_close_cuts_what_outlasts_the_grace(dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
-    door = GrpcDoor(gateway_context(dispatcher), ByteTokenizer)
-    async with AsyncClient(await door.open()) as client:
+    server = GrpcServer(gateway_context(dispatcher), ByteTokenizer)
+    async with AsyncClient(await server.open()) as client:
         events = client.generate("hello")
         await anext(events)
         async with asyncio.timeout(3):
-            await door.close(0.2)
+            await server.close(0.2)
         assert not dispatcher.running
 
 
 def test_the_factory_travels_by_name() -> None:
-    assert pickle.loads(pickle.dumps(open_door)) is open_door
+    assert pickle.loads(pickle.dumps(open_grpc_server)) is open_grpc_server

@@ -1,4 +1,4 @@
-"""TLS, client certificates and keys at both doors, with real certificates, the real SDK and real handshakes."""
+"""TLS, client certificates and keys at both servers, with real certificates, the real SDK and real handshakes."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from openai import APIConnectionError, AsyncOpenAI, AuthenticationError
 
 from cluster.frontend.auth import LOOK_S
-from cluster.frontend.servers import Servers, open_doors
+from cluster.frontend.servers import Servers, open_servers
 from cluster.serving import serve
 from cluster.spec import Role, SpecError
 from diptych.access import Access
@@ -38,23 +38,23 @@ def no_key_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DIPTYCH_API_KEY", raising=False)
 
 
-async def answer(door: Guarded, access: Access) -> str:
-    async with door.grpc(access) as client:
+async def answer(server: Guarded, access: Access) -> str:
+    async with server.grpc(access) as client:
         return (await client.complete("abc", max_tokens=3, timeout_s=20.0)).text
 
 
-async def refusal(door: Guarded, access: Access) -> DiptychError:
+async def refusal(server: Guarded, access: Access) -> DiptychError:
     with pytest.raises(DiptychError) as caught:
-        await answer(door, access)
+        await answer(server, access)
     return caught.value
 
 
-async def test_with_tls_and_a_key_both_doors_answer(files: Files) -> None:
+async def test_with_tls_and_a_key_both_servers_answer(files: Files) -> None:
     access = Access(files.servers.ca, api_key=KEY)
-    async with guarded(FakeDispatcher(), **files.tls, **files.keys) as door:
-        assert door.url.startswith("https://")
-        assert await answer(door, access) == "abc"
-        async with door.openai(access) as client:
+    async with guarded(FakeDispatcher(), **files.tls, **files.keys) as server:
+        assert server.url.startswith("https://")
+        assert await answer(server, access) == "abc"
+        async with server.openai(access) as client:
             told = await client.completions.create(model="bytes", prompt="abc", max_tokens=3)
             assert told.choices[0].text == "abc"
             stream = await client.completions.create(model="bytes", prompt="abc", max_tokens=5, stream=True)
@@ -63,7 +63,7 @@ async def test_with_tls_and_a_key_both_doors_answer(files: Files) -> None:
 
 async def test_every_call_carries_the_key(files: Files) -> None:
     access = Access(files.servers.ca, api_key=KEY)
-    async with guarded(FakeDispatcher(), **files.tls, **files.keys) as door, door.grpc(access) as client:
+    async with guarded(FakeDispatcher(), **files.tls, **files.keys) as server, server.grpc(access) as client:
         await client.wait_ready(20.0)
         assert (await client.status()).gateway == "gateway-0"
         assert "diptych_" in await client.metrics()
@@ -77,35 +77,35 @@ async def test_every_call_carries_the_key(files: Files) -> None:
 @pytest.mark.parametrize(("key", "words"), [("", "asks for an API key"), ("x" * 25, "none that the gateway knows")])
 async def test_without_the_key_nothing_is_told(files: Files, key: str, words: str) -> None:
     dispatcher, access = FakeDispatcher(), Access(files.servers.ca, api_key=key)
-    async with guarded(dispatcher, **files.tls, **files.keys) as door:
-        error = await refusal(door, access)
+    async with guarded(dispatcher, **files.tls, **files.keys) as server:
+        error = await refusal(server, access)
         assert (error.code, error.reason) == ("UNAUTHENTICATED", "INVALID_API_KEY") and words in error.message
-        async with door.grpc(access) as client:
+        async with server.grpc(access) as client:
             for call in (client.status, client.metrics):
                 with pytest.raises(DiptychError) as caught:
                     await call()
                 assert caught.value.code == "UNAUTHENTICATED"
-        async with door.http(access) as client:
+        async with server.http(access) as client:
             for path in ("/metrics", "/v1/models", "/openapi.json", "/nothing"):
                 told = await client.get(path)
                 assert (told.status_code, told.headers["www-authenticate"]) == (401, "Bearer")
                 assert told.json()["error"]["code"] == "invalid_api_key" and words in told.json()["error"]["message"]
             assert (await client.post("/v1/completions", content=b"x" * 1000)).status_code == 401
         if key:
-            async with door.openai(access) as sdk:
+            async with server.openai(access) as sdk:
                 with pytest.raises(AuthenticationError):
                     await sdk.completions.create(model="bytes", prompt="abc")
     assert dispatcher.requests == []
 
 
 async def test_probes_need_no_key(files: Files) -> None:
-    async with guarded(FakeDispatcher(), **files.tls, **files.keys) as door:
-        async with door.http(Access(files.servers.ca)) as client:
+    async with guarded(FakeDispatcher(), **files.tls, **files.keys) as server:
+        async with server.http(Access(files.servers.ca)) as client:
             assert [(await client.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
-        async with door.grpc(Access(files.servers.ca)) as client:
+        async with server.grpc(Access(files.servers.ca)) as client:
             await client.wait_ready(20.0)
         authorities = grpc.ssl_channel_credentials(files.servers.ca.read_bytes())
-        async with grpc.aio.secure_channel(door.endpoint, authorities, [("grpc.enable_http_proxy", 0)]) as channel:
+        async with grpc.aio.secure_channel(server.endpoint, authorities, [("grpc.enable_http_proxy", 0)]) as channel:
             told = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
             assert told.status == health_pb2.HealthCheckResponse.SERVING
             asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
@@ -116,40 +116,40 @@ async def test_probes_need_no_key(files: Files) -> None:
 
 
 async def test_keys_work_without_tls(files: Files) -> None:
-    async with guarded(FakeDispatcher(), **files.keys) as door:
-        async with AsyncClient(door.endpoint, access=Access(api_key=KEY)) as client:
+    async with guarded(FakeDispatcher(), **files.keys) as server:
+        async with AsyncClient(server.endpoint, access=Access(api_key=KEY)) as client:
             assert (await client.complete("abc", max_tokens=3)).text == "abc"
-        async with AsyncClient(door.endpoint) as client:
+        async with AsyncClient(server.endpoint) as client:
             with pytest.raises(DiptychError, match="asks for an API key"):
                 await client.complete("abc", max_tokens=3)
 
 
 async def test_the_key_of_the_environment_counts(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPTYCH_API_KEY", KEY)
-    async with guarded(FakeDispatcher(), **files.tls, **files.keys) as door:
-        assert await answer(door, Access(files.servers.ca)) == "abc"
-        assert (await refusal(door, Access(files.servers.ca, api_key=""))).code == "UNAUTHENTICATED"
+    async with guarded(FakeDispatcher(), **files.tls, **files.keys) as server:
+        assert await answer(server, Access(files.servers.ca)) == "abc"
+        assert (await refusal(server, Access(files.servers.ca, api_key=""))).code == "UNAUTHENTICATED"
 
 
 async def test_a_stranger_is_not_trusted(files: Files) -> None:
-    async with guarded(FakeDispatcher(), **files.tls) as door:
-        error = await refusal(door, Access(files.clients.ca))
+    async with guarded(FakeDispatcher(), **files.tls) as server:
+        error = await refusal(server, Access(files.clients.ca))
         assert error.code == "UNAVAILABLE" and "is not trusted (unable to get local issuer" in error.message
         assert error.reason == "NO_HANDSHAKE" and not may_pass(error)
-        async with door.grpc(Access(files.clients.ca)) as client:
+        async with server.grpc(Access(files.clients.ca)) as client:
             with pytest.raises(DiptychError, match="is not trusted"):
                 await client.wait_ready(600.0)
-        async with door.http(Access(files.clients.ca)) as client:
+        async with server.http(Access(files.clients.ca)) as client:
             with pytest.raises(httpx2.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                 await client.get("/health")
 
 
 async def test_the_sdk_learns_of_an_authority_by_the_environment(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    async with guarded(FakeDispatcher(), **files.tls, **files.keys) as door:
+    async with guarded(FakeDispatcher(), **files.tls, **files.keys) as server:
         for ca in (files.clients.ca, files.servers.ca):
             monkeypatch.setenv("SSL_CERT_FILE", str(ca))
-            async with AsyncOpenAI(base_url=f"{door.url}/v1", api_key=KEY, max_retries=0) as sdk:
+            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as sdk:
                 if ca == files.clients.ca:
                     with pytest.raises(APIConnectionError):
                         await sdk.models.list()
@@ -159,30 +159,30 @@ async def test_the_sdk_learns_of_an_authority_by_the_environment(files: Files, m
 
 async def test_another_host_s_certificate_is_not_trusted(files: Files) -> None:
     files.servers.sign("server", "elsewhere.example")
-    async with guarded(FakeDispatcher(), **files.tls) as door:
-        assert "is for another host" in (await refusal(door, Access(files.servers.ca))).message
+    async with guarded(FakeDispatcher(), **files.tls) as server:
+        assert "is for another host" in (await refusal(server, Access(files.servers.ca))).message
 
 
 async def test_tls_on_one_side_only_is_told_apart(files: Files) -> None:
-    async with guarded(FakeDispatcher(), **files.tls) as door, AsyncClient(door.endpoint) as client:
+    async with guarded(FakeDispatcher(), **files.tls) as server, AsyncClient(server.endpoint) as client:
         with pytest.raises(DiptychError, match=r"it may want TLS \(grpcs://127"):
             await client.complete("abc")
-    async with guarded(FakeDispatcher()) as door:
-        assert "speaks no TLS; write grpc://" in (await refusal(door, Access(files.servers.ca))).message
+    async with guarded(FakeDispatcher()) as server:
+        assert "speaks no TLS; write grpc://" in (await refusal(server, Access(files.servers.ca))).message
         with pytest.raises(DiptychError, match="is without TLS, so neither a CA nor a certificate has an effect"):
-            AsyncClient(door.endpoint, access=Access(files.servers.ca))
+            AsyncClient(server.endpoint, access=Access(files.servers.ca))
 
 
 async def test_clients_must_show_a_certificate_of_their_authority(files: Files) -> None:
     own, foreign = files.clients.sign("client", "client.example"), files.servers.sign("other")
-    async with guarded(FakeDispatcher(), **files.mutual) as door:
+    async with guarded(FakeDispatcher(), **files.mutual) as server:
         good = Access(files.servers.ca, own.cert, own.key)
-        assert await answer(door, good) == "abc"
-        async with door.http(good) as client:
+        assert await answer(server, good) == "abc"
+        async with server.http(good) as client:
             assert (await client.get("/v1/models")).status_code == 200
         for bad in (Access(files.servers.ca), Access(files.servers.ca, foreign.cert, foreign.key)):
-            assert (await refusal(door, bad)).code == "UNAVAILABLE"
-            async with door.http(bad) as client:
+            assert (await refusal(server, bad)).code == "UNAVAILABLE"
+            async with server.http(bad) as client:
                 with pytest.raises(HANDSHAKE_FAILED):
                     await client.get("/health")
 
@@ -190,14 +190,14 @@ async def test_clients_must_show_a_certificate_of_their_authority(files: Files) 
 async def test_a_renewed_certificate_is_taken_over(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cluster.frontend.auth")
     access = Access(files.servers.ca)
-    async with guarded(FakeDispatcher(), **files.tls) as door, door.http(access) as connected:
+    async with guarded(FakeDispatcher(), **files.tls) as server, server.http(access) as connected:
         assert (await connected.get("/health")).status_code == 200
         files.clients.sign("server")  # by another authority, so that it shows
-        assert await answer(door, access) == "abc", "nobody has looked yet"
-        door.clock.now_s += LOOK_S
-        assert await answer(door, Access(files.clients.ca)) == "abc"
-        assert "is not trusted" in (await refusal(door, access)).message
-        async with door.http(Access(files.clients.ca)) as client:
+        assert await answer(server, access) == "abc", "nobody has looked yet"
+        server.clock.now_s += LOOK_S
+        assert await answer(server, Access(files.clients.ca)) == "abc"
+        assert "is not trusted" in (await refusal(server, access)).message
+        async with server.http(Access(files.clients.ca)) as client:
             assert (await client.get("/health")).status_code == 200
         assert (await connected.get("/health")).status_code == 200, "connections that are there stay"
     assert [record.levelname for record in caplog.records if record.name == "cluster.frontend.auth"] == ["INFO"]
@@ -206,42 +206,42 @@ async def test_a_renewed_certificate_is_taken_over(files: Files, caplog: pytest.
 async def test_a_bad_renewed_file_keeps_the_old_one(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     access, key_file = Access(files.servers.ca), files.folder / "server-key.pem"
     key = key_file.read_bytes()
-    async with guarded(FakeDispatcher(), **files.tls) as door:
+    async with guarded(FakeDispatcher(), **files.tls) as server:
         for bad in (files.clients.sign("other").key.read_bytes(), b"no key", None):
             key_file.unlink() if bad is None else key_file.write_bytes(bad)
             caplog.clear()
             for _ in range(3):
-                door.clock.now_s += LOOK_S
-                assert await answer(door, access) == "abc"
-                async with door.http(access) as client:
+                server.clock.now_s += LOOK_S
+                assert await answer(server, access) == "abc"
+                async with server.http(access) as client:
                     assert (await client.get("/health")).status_code == 200
             (told,) = [record for record in caplog.records if record.name == "cluster.frontend.auth"]
             assert told.levelname == "ERROR" and told.getMessage().endswith("what was read before stays in use")
         key_file.write_bytes(key)
-        door.clock.now_s += LOOK_S
-        assert await answer(door, access) == "abc"
+        server.clock.now_s += LOOK_S
+        assert await answer(server, access) == "abc"
 
 
 async def test_other_authorities_of_clients_are_taken_over(files: Files) -> None:
     old, new = files.clients.sign("client"), files.servers.sign("newer")
-    async with guarded(FakeDispatcher(), **files.mutual) as door:
+    async with guarded(FakeDispatcher(), **files.mutual) as server:
         before, after = (Access(files.servers.ca, each.cert, each.key) for each in (old, new))
-        assert await answer(door, before) == "abc"
+        assert await answer(server, before) == "abc"
         files.clients.ca.write_bytes(files.servers.ca.read_bytes())
-        door.clock.now_s += LOOK_S
-        assert await answer(door, after) == "abc" and (await refusal(door, before)).code == "UNAVAILABLE"
-        async with door.http(after) as client:
+        server.clock.now_s += LOOK_S
+        assert await answer(server, after) == "abc" and (await refusal(server, before)).code == "UNAVAILABLE"
+        async with server.http(after) as client:
             assert (await client.get("/health")).status_code == 200
-        async with door.http(before) as client:
+        async with server.http(before) as client:
             with pytest.raises(HANDSHAKE_FAILED):
                 await client.get("/health")
 
 
 async def test_no_session_is_taken_up_where_certificates_are_asked_for(files: Files) -> None:
     own = files.clients.sign("client")
-    async with guarded(FakeDispatcher(), **files.mutual) as door:
+    async with guarded(FakeDispatcher(), **files.mutual) as server:
         context = Access(files.servers.ca, own.cert, own.key).context()
-        host, _, port = door.url.removeprefix("https://").partition(":")
+        host, _, port = server.url.removeprefix("https://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
         writer.write(b"GET /health HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 200")
@@ -249,49 +249,53 @@ async def test_no_session_is_taken_up_where_certificates_are_asked_for(files: Fi
         assert not session.has_ticket, "a ticket would come before the answer"
         writer.close()
         context.maximum_version = ssl.TLSVersion.TLSv1_2
-        async with httpx2.AsyncClient(base_url=door.url, verify=context, trust_env=False) as client:
+        async with httpx2.AsyncClient(base_url=server.url, verify=context, trust_env=False) as client:
             with pytest.raises(HANDSHAKE_FAILED):
                 await client.get("/health")
 
 
-async def test_a_client_at_rest_does_not_hold_a_closing_door(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_at_rest_does_not_hold_a_closing_server(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.frontend.http.server.LINGER_S", 0.1)
     dispatcher = FakeDispatcher(step_s=0.05)
     access = Access(files.servers.ca)
-    async with guarded(dispatcher, **files.tls) as door, door.http(access) as resting, door.http(access) as asking:
+    async with (
+        guarded(dispatcher, **files.tls) as server,
+        server.http(access) as resting,
+        server.http(access) as asking,
+    ):
         assert (await resting.get("/health")).status_code == 200
         body = {"prompt": "abc", "max_tokens": 20}
         answering = asyncio.create_task(asking.post("/v1/completions", json=body))
         while not dispatcher.running:
             await asyncio.sleep(0.01)
         async with asyncio.timeout(25.0):
-            await door.doors.close(60.0)
+            await server.servers.close(60.0)
         assert (await answering).json()["usage"]["completion_tokens"] == 20
 
 
 async def test_keys_come_and_go_while_connections_stay(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     new = "another-key-of-this-length"
-    async with guarded(FakeDispatcher(), **files.tls, **files.keys) as door:
-        async with door.grpc(Access(files.servers.ca, api_key=KEY)) as client:
+    async with guarded(FakeDispatcher(), **files.tls, **files.keys) as server:
+        async with server.grpc(Access(files.servers.ca, api_key=KEY)) as client:
             assert (await client.status()).gateway == "gateway-0"
             files.write_keys(new)
-            door.clock.now_s += LOOK_S
+            server.clock.now_s += LOOK_S
             with pytest.raises(DiptychError) as caught:
                 await client.status()
             assert caught.value.code == "UNAUTHENTICATED"
-        assert await answer(door, Access(files.servers.ca, api_key=new)) == "abc"
+        assert await answer(server, Access(files.servers.ca, api_key=new)) == "abc"
         files.write_keys()
-        door.clock.now_s += LOOK_S
-        assert await answer(door, Access(files.servers.ca, api_key=new)) == "abc", "an empty file locks nobody out"
+        server.clock.now_s += LOOK_S
+        assert await answer(server, Access(files.servers.ca, api_key=new)) == "abc", "an empty file locks nobody out"
     assert KEY not in caplog.text and new not in caplog.text
 
 
 async def test_a_client_cannot_take_another_tenant_s_name(files: Files) -> None:
     dispatcher = FakeDispatcher()
     files.write_keys(f"{KEY} bank")
-    async with guarded(dispatcher, **files.tls, **files.keys) as door:
+    async with guarded(dispatcher, **files.tls, **files.keys) as server:
         access = Access(files.servers.ca, api_key=KEY)
-        async with door.grpc(access) as client:
+        async with server.grpc(access) as client:
             await client.complete("abc", max_tokens=1)
             await client.complete("abc", max_tokens=1, tenant="bank")
             assert [index async for index, _ in client.batch(["a"], max_tokens=1)] == [0]
@@ -300,7 +304,7 @@ async def test_a_client_cannot_take_another_tenant_s_name(files: Files) -> None:
             assert (caught.value.code, caught.value.reason) == ("PERMISSION_DENIED", "TENANT_REFUSED")
             ((_, told),) = [each async for each in client.batch(["a"], max_tokens=1, tenant="eve")]
             assert isinstance(told, DiptychError) and told.reason == "TENANT_REFUSED"
-        async with door.http(access) as client:
+        async with server.http(access) as client:
             body, header = {"model": "bytes", "prompt": "abc", "max_tokens": 1}, "x-diptych-tenant"
             for headers in ({}, {header: "bank"}):
                 assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
@@ -316,7 +320,7 @@ async def test_a_client_cannot_take_another_tenant_s_name(files: Files) -> None:
 async def test_a_tenant_s_requests_share_prefixes_with_others_only_where_the_file_says_so(files: Files) -> None:
     for shares in (False, True):
         dispatcher = FakeDispatcher()
-        async with guarded(dispatcher, share_prefixes=shares) as door, AsyncClient(door.endpoint) as client:
+        async with guarded(dispatcher, share_prefixes=shares) as server, AsyncClient(server.endpoint) as client:
             await client.complete("abc", max_tokens=1, tenant="bank")
         assert [each.cache_salt for each in dispatcher.requests] == ["" if shares else "bank"]
 
@@ -334,7 +338,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_cannot_be_used_is_said_before_the_doors_open(files: Files, wrong: str) -> None:
+def test_what_cannot_be_used_is_said_before_the_servers_open(files: Files, wrong: str) -> None:
     files.clients.sign("other")
     files.servers.sign("hidden", password=b"word")
     texts = {
@@ -364,7 +368,7 @@ async def test_a_cluster_is_not_loaded_for_gateways_that_cannot_open(files: File
     spec = replace(made, gateway=replace(made.gateway, api_keys_file=f"{files.folder}/nowhere"))
     told: list[str] = []
     with pytest.raises(SpecError, match=r"nowhere cannot be read \(No such file or directory\)"):
-        await serve(spec, door=open_doors, runtime="local", progress=told.append)
+        await serve(spec, make_server=open_servers, runtime="local", progress=told.append)
     assert told == ["closing"]  # nothing was started
 
 
@@ -377,11 +381,11 @@ async def test_a_client_s_certificate_needs_its_key(files: Files) -> None:
 
 
 async def test_an_unguarded_gateway_asks_for_nothing_on_the_way() -> None:
-    doors = Servers(gateway_context(FakeDispatcher(), http_port=0), ByteTokenizer)
-    endpoint = await doors.open()
+    servers = Servers(gateway_context(FakeDispatcher(), http_port=0), ByteTokenizer)
+    endpoint = await servers.open()
     try:
-        assert doors.http_url.startswith("http://") and not doors._grpc.guard.has_keys
-        app, layers = doors._http._server.config.app, []  # type: ignore[union-attr]
+        assert servers.http_url.startswith("http://") and not servers._grpc.guard.has_keys
+        app, layers = servers._http._server.config.app, []  # type: ignore[union-attr]
         while app is not None:
             layers.append(type(app).__name__)
             app = getattr(app, "_app", None)
@@ -389,4 +393,4 @@ async def test_an_unguarded_gateway_asks_for_nothing_on_the_way() -> None:
         async with AsyncClient(endpoint) as client:
             assert (await client.complete("abc", max_tokens=3)).text == "abc"
     finally:
-        await doors.close(0.0)
+        await servers.close(0.0)
