@@ -16,10 +16,11 @@ Marks decide, on a test or as a file's `pytestmark`:
 Property tests draw the same examples every time, so that a run proves a commit and not its luck. `make fuzz` draws new
 ones: what it finds becomes an `@example`. No clock decides: a busy machine fails no example.
 
-The tests run on two processes, a file at a time. The longest come first; what starts Ray is one unit, because it waits
-for processes most of the time, while the other process computes.
+The tests run on two processes, a file at a time. What starts Ray is one unit, which comes first: it takes longest, and
+two clusters of Ray would slow each other down.
 """
 
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -28,11 +29,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-RAY, LONGEST = "tests/ray/", "tests/ray/test_exactness.py"
+RAY = "tests/ray/"
 
 if os.environ.get("DIPTYCH_TEST_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is loaded, by whichever test comes first
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # teams that spin while they wait take the cores from the others
+
+gc.disable()  # imports make millions of objects and next to no garbage; pytest_collection_finish enables it again
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background of a script; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,7 +49,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "everyday"))
 def unit(nodeid: str) -> str:
     """What one process runs as a whole: a file, so that what its tests share is made once."""
     path = nodeid.partition("::")[0]
-    return RAY if path.startswith(RAY) and path != LONGEST else path
+    return RAY if path.startswith(RAY) else path
 
 
 def grids(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
@@ -74,8 +77,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for instances in grids(items).values():
         for item in left_out(instances):
             item.add_marker(pytest.mark.full)
-    first = (RAY, LONGEST)
-    items.sort(key=lambda item: first.index(unit(item.nodeid)) if unit(item.nodeid) in first else len(first))
+    items.sort(key=lambda item: unit(item.nodeid) != RAY)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests live until the end: no garbage collection looks at them again."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extensions complain at exit about objects that are left
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,10 @@ from typing import Any
 
 import psutil
 import yaml
+
+from cluster.frontend.text import TextDelta, TextEvent
+from diptych.client import AsyncClient
+from diptych.view import ClusterView, WorkerState, WorkerView
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 180.0
@@ -88,3 +92,31 @@ async def _read(subject: Served) -> None:
         subject.lines.append(line)
         if line.startswith("ready: grpc://"):
             subject.endpoint = line.removeprefix("ready: grpc://")
+
+
+def streamed_tokens(events: list[TextEvent]) -> list[int]:
+    """The tokens; every position must come once and in order."""
+    tokens: list[int] = []
+    for event in events:
+        if isinstance(event, TextDelta):
+            assert event.first_position == len(tokens), "a position was repeated or left out"
+            tokens += event.tokens
+    return tokens
+
+
+def worker(view: ClusterView, name: str) -> WorkerView:
+    return next(each for each in view.workers if each.name == name)
+
+
+async def until(client: AsyncClient, timeout_s: float, holds: Callable[[ClusterView], bool]) -> ClusterView:
+    async with asyncio.timeout(timeout_s):
+        while not holds(view := (await client.status()).view):
+            await asyncio.sleep(0.02)
+    return view
+
+
+def at_rest(view: ClusterView) -> bool:
+    return all(
+        each.state is WorkerState.READY and each.stats.free_blocks == each.stats.total_blocks and not each.stats.leases
+        for each in view.workers
+    ) and view.linked("prefill-0", "decode-0")

@@ -19,8 +19,7 @@ import pytest_asyncio
 from cluster.events import Completed
 from cluster.frontend.text import TextEvent
 from diptych.client import AsyncClient
-from tests.ray.served import Served, laptop, served
-from tests.ray.test_death import at_rest, tokens_of, until, worker
+from tests.ray.served import Served, at_rest, laptop, served, streamed_tokens, until, worker
 from tests.ray.test_exactness import first_difference, prompts, reference_flips
 
 pytestmark = [
@@ -86,10 +85,10 @@ async def test_answers_of_a_split_between_gangs_are_those_of_transformers(
         assert isinstance(done, Completed)
         done.ledger.check()
         assert done.transfers and all(each.digests_verified for each in done.transfers)
-    flips = reference_flips([tuple(prompt) for prompt in made], [tokens_of(events) for events in runs])
+    flips = reference_flips([tuple(prompt) for prompt in made], [streamed_tokens(events) for events in runs])
     assert all(gap < TIE for _, _, gap in flips), f"transformers decides otherwise where it is sure: {flips}"
     repeated = await asyncio.gather(*(stream(client, prompt, seed=1, **SEEDED) for prompt in made))
-    assert [tokens_of(each) for each in repeated] == [tokens_of(each) for each in again]
+    assert [streamed_tokens(each) for each in repeated] == [streamed_tokens(each) for each in again]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -114,8 +113,8 @@ async def test_a_rank_that_dies_takes_its_gang_down_and_the_pool_rebuilds_it(
     calm = await asyncio.gather(*(stream(client, prompt, seed=3, **SEEDED) for prompt in made))
     for events, undisturbed in zip(runs, calm, strict=True):
         assert isinstance(events[-1], Completed)
-        assert len(tokens_of(events)) == OUTPUT_TOKENS
-        assert first_difference(tokens_of(events), tokens_of(undisturbed)) is None
+        assert len(streamed_tokens(events)) == OUTPUT_TOKENS
+        assert first_difference(streamed_tokens(events), streamed_tokens(undisturbed)) is None
 
 
 def _one_restart(before: Any, after: Any) -> bool:
