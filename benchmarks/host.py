@@ -15,7 +15,8 @@ from benchmarks.instant import InstantDispatcher
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.grpc.server import open_grpc_server
 from cluster.serving import serve
-from cluster.spec import ClusterSpec, parse_spec
+from cluster.spec import ClusterSpec
+from cluster.spec_file import parse_spec
 from diptych.view import ModelView
 
 VOCABULARY, CONTEXT = 1000, 4096

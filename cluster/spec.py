@@ -1,21 +1,17 @@
-"""The cluster as its operator describes it: YAML, the chart's `cluster:` block and these types are one shape.
+"""The cluster as its operator describes it: a cluster file, the chart's `cluster:` block and these types are one shape.
 
-Knows keys, defaults and bounds; knows no runtime. A wrong key or value is one `SpecError` that names the path and the
-nearest right key.
+Knows keys, defaults and bounds; knows no file (`cluster.spec_file`) and no runtime.
 """
 
-import difflib
-import logging
 import math
 import re
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
 
-from cluster.spec_lines import located
 from diptych.view import Role as Role
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
-from workers.costs import CostModel, LinearCost
+from workers.costs import CostModel
 from workers.request import SLO
 
 
@@ -30,14 +26,30 @@ ROUTING = (
 ADMISSION = ("none", "predictive", "slo")
 ON_MISS = ("reject", "queue")
 EXECUTORS = ("torch", "modelled")
-RENAMED = {"promise": "slo", "promised": "slo"}  # of routing and admission: what files may still say
 MOST_REPLICAS = 1024
-
-logger = logging.getLogger(__name__)
 
 _LABEL = r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
 _LABEL_KEY = re.compile(rf"([A-Za-z0-9]([-A-Za-z0-9.]{{0,251}}[A-Za-z0-9])?/)?{_LABEL}", re.ASCII)
 _SELECTOR = re.compile(rf"!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))", re.ASCII)
+
+
+def _check(spec: object, names: Collection[str], is_valid: Callable[[float], bool], rule: str) -> None:
+    """Raise ValueError for a field that has an invalid number; None is valid."""
+    for name in names:
+        value = getattr(spec, name)
+        if value is not None and not is_valid(value):
+            raise ValueError(f"{name} is {value}; it must be {rule}")
+
+
+def _check_above_0(spec: object, *names: str, rule: str = "above 0") -> None:
+    _check(spec, names, lambda value: value > 0, rule)
+
+
+def _check_choice(spec: object, name: str, known: Collection[str]) -> None:
+    """Raise ValueError for a field that is none of `known`; None is valid."""
+    value = getattr(spec, name)
+    if value is not None and value not in known:
+        raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +127,19 @@ class PoolSpec:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """How few and how many workers it may have without anybody's word; the same number twice: it stays as it is."""
+        """Fewest and most workers that autoscaling may give it; twice the same number where it may not scale."""
         if self.min_replicas is None or self.max_replicas is None:
             return self.replicas, self.replicas
         return self.min_replicas, self.max_replicas
 
     @property
     def num_ranks(self) -> int:
-        """Processes that compute, in as many replicas as it starts with."""
+        """Ranks at the start."""
         return self.replicas * self.parallel.world_size
 
     @property
     def most_ranks(self) -> int:
-        """The same, when it has grown as far as it may."""
+        """Ranks when it has grown to its maximum."""
         return self.bounds[1] * self.parallel.world_size
 
 
@@ -149,27 +161,19 @@ class ClassSpec:
     """What happens to a request whose SLO cannot be met. Default: `reject`, or `queue` in a class without an SLO."""
 
     def __post_init__(self) -> None:
-        for name in ("ttft_s", "tpot_s", "max_wait_s"):
-            seconds = getattr(self, name)
-            if seconds is not None and not 0 < seconds < math.inf:
-                raise ValueError(f"{name} is {seconds}; it must be above 0 seconds, or left out")
-        if self.max_queued < 0:
-            raise ValueError(f"max_queued is {self.max_queued}; it must be 0 (nobody waits) or more")
+        seconds = ("ttft_s", "tpot_s", "max_wait_s")
+        _check(self, seconds, lambda value: 0 < value < math.inf, "above 0 seconds, or left out")
+        _check(self, ["max_queued"], lambda value: value >= 0, "0 (no queue) or more")
         if self.ttft_s is not None and self.max_wait_s is not None and self.ttft_s > self.max_wait_s:
-            late = "a request would be taken for a starving one while its promise can still be kept"
+            late = "a request would count as starving while its SLO can still be met"
             raise ValueError(f"ttft_s ({self.ttft_s}) is above max_wait_s ({self.max_wait_s}): {late}")
-        if self.on_miss is not None and self.on_miss not in ON_MISS:
-            raise ValueError(f"on_miss {self.on_miss!r} is not one of {', '.join(ON_MISS)}")
-        if self.on_miss == "reject" and not self.promises:
+        _check_choice(self, "on_miss", ON_MISS)
+        if self.on_miss == "reject" and self.ttft_s is None and self.tpot_s is None:
             raise ValueError("on_miss is reject, but the class has neither ttft_s nor tpot_s that could be missed")
 
     @property
-    def promises(self) -> bool:
-        return self.ttft_s is not None or self.tpot_s is not None
-
-    @property
     def patience_s(self) -> float:
-        """The wait after which a request goes first."""
+        """The wait after which a request goes before all others."""
         return self.max_wait_s if self.max_wait_s is not None else max(60.0, self.ttft_s or 0.0)
 
 
@@ -235,39 +239,26 @@ class GatewaySpec:
     """File with API keys, one per line, each optionally followed by its tenant. Requests must carry one."""
 
     def __post_init__(self) -> None:
-        for name, known in (("routing", ROUTING), ("admission", ADMISSION)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
+        _check_choice(self, "routing", ROUTING)
+        _check_choice(self, "admission", ADMISSION)
         for name in ("ttft_s", "tpot_s"):
             seconds = getattr(self.slo, name)
             if seconds is not None and not seconds > 0:
                 raise ValueError(f"slo.{name} is {seconds}; it must be above 0 seconds")
-        if not 0 <= self.grpc_port <= 65535:
-            raise ValueError(f"grpc_port is {self.grpc_port}; it must lie between 0 (any free port) and 65535")
-        if self.http_port is not None and not 0 <= self.http_port <= 65535:
-            raise ValueError(f"http_port is {self.http_port}; it must lie between 0 (any free port) and 65535")
+        _check(self, ["grpc_port", "http_port"], lambda port: 0 <= port <= 65535, "between 0 (any free port) and 65535")
         if self.http_port and self.grpc_port and abs(self.http_port - self.grpc_port) < self.replicas:
             raise ValueError(
                 f"http_port ({self.http_port}) and grpc_port ({self.grpc_port}) are the same for a gateway"
             )
-        for name in ("replicas", "max_requests", "max_prompt_bytes", "default_max_tokens", "max_attempts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_queued < 0:
-            raise ValueError(f"max_queued is {self.max_queued}; it must be 0 (nobody waits) or more")
-        if self.trace_requests < 0:
-            raise ValueError(f"trace_requests is {self.trace_requests}; it must be 0 (none is remembered) or more")
-        if not self.trace_s > 0:
-            raise ValueError(f"trace_s is {self.trace_s}; it must be above 0")
+        counts = ("replicas", "max_requests", "max_prompt_bytes", "default_max_tokens", "max_attempts")
+        _check(self, counts, lambda value: value >= 1, "at least 1")
+        _check(self, ["max_queued", "trace_requests"], lambda value: value >= 0, "0 (none) or more")
+        _check_above_0(self, "trace_s", "cache_news_s", "placement_timeout_s")
         for tenant, share in self.tenants.items():
             if not 0 < share <= 1:
                 raise ValueError(f"tenants.{tenant} is {share}; a share lies above 0 and is at most 1")
         if self.tenants and not math.isclose(total := math.fsum(self.tenants.values()), 1.0, abs_tol=1e-6):
             raise ValueError(f"tenants: the shares sum to {total:g}; they must sum to 1")
-        if not self.cache_news_s > 0:
-            raise ValueError(f"cache_news_s is {self.cache_news_s}; it must be above 0")
-        if not self.placement_timeout_s > 0:
-            raise ValueError(f"placement_timeout_s is {self.placement_timeout_s}; it must be above 0")
         for origin in self.http_allowed_origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
                 raise ValueError(f"http_allowed_origins: {origin!r} is no origin; write https://chat.example.com, or *")
@@ -275,12 +266,12 @@ class GatewaySpec:
 
     @property
     def names_files(self) -> bool:
-        """Whether there are certificates or keys to read."""
+        """Whether it names certificate or key files."""
         return self.tls_cert_file is not None or self.api_keys_file is not None
 
     @property
     def grpc_scheme(self) -> str:
-        """The scheme of an address for clients."""
+        """The scheme of the address that clients use."""
         return "grpc" if self.tls_cert_file is None else "grpcs"
 
     def _check_access(self) -> None:
@@ -312,9 +303,7 @@ class HealthSpec:
     """How long a draining worker may continue its requests; the rest is then recomputed elsewhere."""
 
     def __post_init__(self) -> None:
-        for name in ("start_timeout_s", "place_timeout_s", "drain_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        _check_above_0(self, "start_timeout_s", "place_timeout_s", "drain_s")
         if not 0 < self.heartbeat_s < self.dead_after_s:
             raise ValueError(
                 f"heartbeat_s ({self.heartbeat_s}) must be above 0 and below dead_after_s ({self.dead_after_s})"
@@ -322,8 +311,6 @@ class HealthSpec:
 
 
 ELASTIC = ("off", "advise", "act")
-_NO_REPLANNING = "replanning was removed; delete the key: elastic.mode act or advise follows the load without it"
-REMOVED = {"elastic.replan": _NO_REPLANNING, "elastic.replan_after_s": _NO_REPLANNING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,14 +335,9 @@ class ElasticSpec:
     """Minimum number of workers per role; mixed workers count in both."""
 
     def __post_init__(self) -> None:
-        if self.mode not in ELASTIC:
-            raise ValueError(f"mode {self.mode!r} is not one of {', '.join(ELASTIC)}")
-        for name in ("period_s", "window_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 seconds")
-        for name in ("margin", "dwell_s", "cooldown_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        _check_choice(self, "mode", ELASTIC)
+        _check_above_0(self, "period_s", "window_s", rule="above 0 seconds")
+        _check(self, ("margin", "dwell_s", "cooldown_s"), lambda value: value >= 0, "0 or more")
         for role, floor in self.floors.items():
             if role not in ("prefill", "decode") or floor < 0:
                 raise ValueError(f"floors.{role} is {floor}; floors are numbers of workers of prefill and decode")
@@ -372,8 +354,7 @@ class MetricsSpec:
     """Adds series under another system's names: docs/reference/metrics.md."""
 
     def __post_init__(self) -> None:
-        if self.compat is not None and self.compat not in COMPAT:
-            raise ValueError(f"compat {self.compat!r} is not one of {', '.join(COMPAT)}")
+        _check_choice(self, "compat", COMPAT)
 
 
 OTLP_PROTOCOLS = ("grpc", "http/protobuf")
@@ -396,8 +377,7 @@ class TracingSpec:
         if self.otlp_endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.otlp_endpoint):
             right = "write http://HOST:PORT, or https:// for TLS"
             raise ValueError(f"otlp_endpoint {self.otlp_endpoint!r} is no address of a collector; {right}")
-        if self.otlp_protocol not in OTLP_PROTOCOLS:
-            raise ValueError(f"otlp_protocol {self.otlp_protocol!r} is not one of {', '.join(OTLP_PROTOCOLS)}")
+        _check_choice(self, "otlp_protocol", OTLP_PROTOCOLS)
         if not 0 <= self.sample_ratio <= 1:
             raise ValueError(f"sample_ratio is {self.sample_ratio}; it must lie between 0 and 1")
 
@@ -415,9 +395,8 @@ class LogSpec:
     """Lines below this level are not written."""
 
     def __post_init__(self) -> None:
-        for name, known in (("format", LOG_FORMATS), ("level", LOG_LEVELS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
+        _check_choice(self, "format", LOG_FORMATS)
+        _check_choice(self, "level", LOG_LEVELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,8 +432,7 @@ class ClusterSpec:
         names = [pool.name for pool in self.pools]
         if len(set(names)) != len(names):
             raise ValueError(f"pools: names must differ, got {', '.join(names)}")
-        if self.executor not in EXECUTORS:
-            raise ValueError(f"executor {self.executor!r} is neither torch nor modelled")
+        _check_choice(self, "executor", EXECUTORS)
         roles = {pool.role for pool in self.pools}
         if not roles:
             raise ValueError("pools is empty; name one mixed pool, or a prefill and a decode pool")
@@ -473,155 +451,3 @@ class ClusterSpec:
 
     def with_model(self, model: str) -> "ClusterSpec":
         return replace(self, model=model, pools=tuple(replace(pool, model=None) for pool in self.pools))
-
-
-# What a cluster file gets where it names nothing else (docs/decisions/0044-default-policies.md). The types
-# themselves keep the plain policies: baselines are built from them.
-FILE_DEFAULTS: dict[type, dict[str, Any]] = {
-    GatewaySpec: {"routing": "slo", "admission": "slo"},
-    EngineConfig: {"batching": "adaptive", "kv_blocks": 0},
-}
-
-
-def laptop_spec() -> ClusterSpec:
-    """One prefill and one decode worker on this machine; the same as examples/laptop.yaml."""
-    small = EngineConfig(kv_blocks=384, max_batch_tokens=256, batching=FILE_DEFAULTS[EngineConfig]["batching"])
-    return ClusterSpec(
-        name="laptop",
-        model="smollm2-135m",
-        pools=(
-            PoolSpec("prefill", Role.PREFILL, engine=small),
-            PoolSpec("decode", Role.DECODE, engine=replace(small, kv_blocks=768)),
-        ),
-        gateway=GatewaySpec(**FILE_DEFAULTS[GatewaySpec]),
-    )
-
-
-def load_spec(path: str | Path) -> ClusterSpec:
-    """Read a YAML file. Raises `SpecError`."""
-    import yaml
-
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror}); give the path of a cluster YAML file") from None
-    try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SpecError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
-    try:
-        return parse_spec(document)
-    except SpecError as error:
-        raise SpecError(located(str(path), text, str(error))) from None
-
-
-def parse_spec(document: object) -> ClusterSpec:
-    """Build the spec from plain dicts, lists and scalars. Raises `SpecError`."""
-    if not isinstance(document, dict):
-        raise SpecError("is empty or not a mapping; it must at least have model and pools")
-    _refuse_unknown_keys(document, ClusterSpec, "")
-    filled: dict[str, Any] = dict(_filled(document, "gateway", FILE_DEFAULTS[GatewaySpec]))
-    if isinstance(pools := filled.get("pools"), list):
-        pools = [_bounded(pool, f"pools[{index}]") for index, pool in enumerate(pools)]
-        if any(isinstance(pool, dict) and pool.get("max_replicas") is not None for pool in pools):
-            filled = _filled(filled, "elastic", {"mode": "act"})
-        filled["pools"] = [_filled(pool, "engine", FILE_DEFAULTS[EngineConfig]) for pool in pools]
-    if isinstance(gateway := filled["gateway"], dict):
-        filled["gateway"] = gateway | _renamed(gateway)
-    elastic = filled.get("elastic")
-    if isinstance(elastic, dict) and elastic.get("mode") is False:  # as YAML reads a bare off
-        filled["elastic"] = elastic | {"mode": "off"}
-    spec: ClusterSpec = _convert(filled, ClusterSpec, "")
-    return spec
-
-
-def _filled(block: Any, key: str, defaults: dict[str, Any]) -> Any:
-    """Add defaults to the block under `key`; its own values win. A wrong type stays, for an error that names it."""
-    if not isinstance(block, dict) or not isinstance(given := block.get(key, {}), dict):
-        return block
-    return {**block, key: defaults | given}
-
-
-def _renamed(gateway: dict[str, Any]) -> dict[str, str]:
-    """The policies of a gateway that have another name today, by that name. Logs a warning for each."""
-    names = {key: RENAMED[old] for key in ("routing", "admission") if (old := str(gateway.get(key))) in RENAMED}
-    for key, name in names.items():
-        logger.warning("gateway.%s: %s is now called %s; write %s: %s", key, gateway[key], name, key, name)
-    return names
-
-
-def _convert(value: object, kind: Any, path: str) -> Any:
-    import msgspec
-
-    try:
-        return msgspec.convert(value, kind, dec_hook=_custom)
-    except msgspec.ValidationError as error:
-        raise SpecError(f"{path}: {_readable(str(error))}" if path else _readable(str(error))) from None
-
-
-def _bounded(pool: object, path: str) -> object:
-    """A pool with `replicas: {min, max}` as the fields that it means. Raises `SpecError`."""
-    if not isinstance(pool, dict) or not isinstance(replicas := pool.get("replicas"), dict):
-        return pool
-    right = "write replicas: {min: 1, max: 4}, or a number"
-    for key in ("min_replicas", "max_replicas"):
-        if key in pool:
-            raise SpecError(f"{path}.{key}: replicas has bounds already; {right}")
-    for key, value in replicas.items():
-        if key not in ("min", "max"):
-            raise SpecError(f"{path}.replicas.{key}: unknown key; {right}")
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise SpecError(f"{path}.replicas.{key}: Expected int, got {type(value).__name__}; {right}")
-    if len(replicas) < 2:
-        raise SpecError(f"{path}.replicas: has only {', '.join(map(str, replicas)) or 'nothing'}; {right}")
-    least, most = replicas["min"], replicas["max"]
-    return pool | {"replicas": least, "min_replicas": least, "max_replicas": most}
-
-
-def _refuse_unknown_keys(value: object, expected: Any, path: str) -> None:
-    """Walk value and type together; msgspec would ignore a misspelt key, we name it and its nearest neighbour."""
-    options = [option for option in get_args(expected) if is_dataclass(option)]
-    if isinstance(value, list) and options:
-        for index, item in enumerate(value):
-            _refuse_unknown_keys(item, options[0], f"{path}[{index}]")
-        return
-    if get_origin(expected) is dict and isinstance(value, dict) and options:
-        for key, item in value.items():
-            _refuse_unknown_keys(item, options[0], f"{path}.{key}")
-            _convert(item, options[0], f"{path}.{key}")  # msgspec does not say which key of a mapping it means
-        return
-    if CostModel in get_args(expected):
-        options = [LinearCost]
-    kind = options[0] if options else expected
-    if not (is_dataclass(kind) and isinstance(value, dict)):
-        return
-    hints = get_type_hints(kind)
-    known = [each.name for each in fields(kind)]
-    for key, item in value.items():
-        where = f"{path}.{key}" if path else str(key)
-        if where in REMOVED:
-            raise SpecError(f"{where}: {REMOVED[where]}")
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
-            raise SpecError(f"{where}: unknown key; {hint}")
-        _refuse_unknown_keys(item, hints[key], where)
-
-
-def _custom(kind: type, value: object) -> object:
-    """The one cost model that has a form in YAML."""
-    import msgspec
-
-    if kind is not CostModel:
-        raise NotImplementedError(f"{kind} cannot be read")
-    try:
-        return msgspec.convert(value, LinearCost)
-    except msgspec.ValidationError as error:
-        raise ValueError(_readable(str(error))) from None  # msgspec adds the place
-
-
-def _readable(message: str) -> str:
-    """msgspec writes "Expected `int`, got `str` - at `$.pools[0].replicas`"; we put the place first."""
-    text, _, place = message.partition(" - at `$")
-    place = place.rstrip("`").lstrip(".")
-    return f"{place}: {text.replace('`', '')}" if place else text.replace("`", "")

@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from cluster import spec
+from cluster.spec_file import FILE_DEFAULTS
 from workers import config
 from workers.costs import CostModel, LinearCost
 from workers.request import SLO
@@ -119,7 +120,7 @@ def _link(kind: Any, word: str) -> str:
 
 
 def _default(kind: type, each: Field[Any]) -> str:
-    if each.name in (of_files := spec.FILE_DEFAULTS.get(kind, {})):
+    if each.name in (of_files := FILE_DEFAULTS.get(kind, {})):
         return f"`{of_files[each.name]}`"
     if each.default is MISSING and each.default_factory is MISSING:
         return "none: must be given"

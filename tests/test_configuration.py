@@ -9,7 +9,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from cluster.spec import RENAMED, ClusterSpec
+from cluster.spec import ClusterSpec
+from cluster.spec_file import RENAMED
 from workers.costs import CostModel, LinearCost
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "docs"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from cluster.cli import main
-from cluster.spec import laptop_spec, load_spec, parse_spec
+from cluster.spec_file import laptop_spec, load_spec, parse_spec
 from tests.test_imports import LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -42,8 +42,8 @@ LAYERS = [
     ["workers.executor", "workers.worker"],
     ["workers.server"],
     ["workers.build"],
-    ["cluster.spec_lines"],
     ["cluster.spec"],
+    ["cluster.spec_file"],
     ["cluster.events", "cluster.precheck", "cluster.runtime"],
     ["cluster.policy"],
     ["cluster.control"],
@@ -202,6 +202,12 @@ def test_cluster_sees_of_workers_a_short_list() -> None:
         allowed = (*WAIST, *PARTS) if below(name, COMPOSERS) else WAIST
         for imported in imports(tree):
             assert not imported.startswith("workers.") or below(imported, allowed), f"{name} imports {imported}"
+
+
+def test_only_the_request_runner_sees_request_states() -> None:
+    for name, tree in MODULES:
+        sees = any(below(each, ("cluster.dispatch.request_state",)) for each in imports(tree))
+        assert not sees or name == "cluster.dispatch.request_runner", f"{name} imports the state of running requests"
 
 
 def test_the_client_imports_no_serving_code() -> None:

@@ -68,7 +68,7 @@ def autoscaler(
     from cluster.control.autoscaler.kubernetes import ACCOUNT, ScaleError, api_server
     from cluster.control.autoscaler.pods import Pods, scaled
     from cluster.runtime.logs import begin
-    from cluster.spec import load_spec
+    from cluster.spec_file import load_spec
 
     spec = load_spec(file)
     if not (pools := scaled(spec)):

@@ -39,7 +39,7 @@ def demo(kill: bool, prompt: str, model: str, max_tokens: int, runtime: str, as_
       diptych demo --prompt "What is a diptych?" --max-tokens 40
       diptych demo --kill
     """
-    from cluster.spec import laptop_spec
+    from cluster.spec_file import laptop_spec
 
     if kill:
         check_can_kill(runtime)

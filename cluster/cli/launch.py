@@ -38,7 +38,7 @@ class Sizes:
 
 def described(file: str | None, model: str | None, sizes: Sizes) -> "ClusterSpec":
     """The cluster of the file, or one prefill pool and one decode pool on this machine. Raises `SpecError`."""
-    from cluster.spec import load_spec
+    from cluster.spec_file import load_spec
 
     if model is not None and model.endswith((".yaml", ".yml")):
         raise click.UsageError(f"{model} is a cluster file; write -f {model}")
@@ -50,7 +50,8 @@ def described(file: str | None, model: str | None, sizes: Sizes) -> "ClusterSpec
 
 
 def _without_file(model: str | None, sizes: Sizes) -> "ClusterSpec":
-    from cluster.spec import FILE_DEFAULTS, Role, laptop_spec
+    from cluster.spec import Role
+    from cluster.spec_file import FILE_DEFAULTS, laptop_spec
     from workers.config import EngineConfig
 
     spec = laptop_spec()

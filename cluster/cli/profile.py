@@ -60,7 +60,7 @@ def profile(
 
 
 def _measure_file(file: str, runtime: str, rounds: int) -> "ClusterProfile":
-    from cluster.spec import load_spec
+    from cluster.spec_file import load_spec
 
     spec = private(load_spec(file))
     check_pools(spec, file, runtime)

@@ -124,7 +124,7 @@ def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> None:
     """Fetch the model and check the pools against it before any worker starts. Raises `SpecError`."""
     from cluster.precheck import check_devices, check_model, check_readers
     from cluster.spec import SpecError
-    from cluster.spec_lines import located
+    from cluster.spec_file import located
 
     if spec.executor == "modelled":
         return

@@ -147,7 +147,7 @@ def _from_file(
 ) -> "tuple[Case, Surroundings | None]":
     from cluster.offline.sim.compare import Case
     from cluster.offline.sim.fleet import measured_models, models_of, surroundings_of, with_kv_blocks
-    from cluster.spec import load_spec
+    from cluster.spec_file import load_spec
     from workers.profiles.measured import load
 
     spec = load_spec(path)

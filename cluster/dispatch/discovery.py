@@ -79,7 +79,7 @@ class WorkerDiscovery:
         await asyncio.gather(*(client.close() for client in self.clients.values()), *self._background)
 
     def change(self) -> Awaitable[object]:
-        """Done after the next change of membership or state; statistics alone are none."""
+        """Done after the next change of the membership or of a worker's state; new statistics do not count."""
         return self._changed.wait()
 
     def role_changes(self) -> tuple[tuple[str, str, int], ...]:
@@ -133,7 +133,7 @@ class WorkerDiscovery:
         return {name: client.sent for name, client in self.clients.items() if client.sent is not NOTHING_SENT}
 
     async def audit(self) -> ClusterView:
-        """The view, with every ready worker's proof that its blocks are accounted for."""
+        """The view, with each ready worker's check of its block accounting."""
         view = self.view()
         clients = [self.clients.get(worker.name) for worker in view.workers]
         audits = await asyncio.gather(*(_audit(client) for client in clients))

@@ -1,24 +1,33 @@
-"""Which workers an attempt gets: the policy's answer, now or when its turn has come. Reads request states only."""
+"""Chooses the workers of an attempt: the policy's answer, at once or after a wait in the admission queue.
+
+Takes and returns values; knows no running request.
+"""
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from cluster.dispatch.admission_queue import AdmissionQueue
 from cluster.dispatch.discovery import WorkerDiscovery
-from cluster.dispatch.request_state import Replacement, RequestState
-from cluster.events import Rejected, Unservable
+from cluster.events import Event, Rejected, Unservable
 from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import Policy
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal
 from cluster.spec import ClusterSpec, Role
 from workers.request import Request
 
-MOST_REPLACEMENTS = 3  # times that a prompt which has not begun is placed on other workers
+
+@dataclass(frozen=True, slots=True)
+class PlacementQuery:
+    """What a placement depends on. `avoid`: workers that failed or refused the request."""
+
+    request: Request
+    arrived_s: float
+    avoid: frozenset[str]
 
 
 class Placer:
-    """Owned by a Dispatcher. `running`: its requests by id."""
+    """Owned by a RequestRunner. `sibling_worker` returns the prefill worker of another answer of a group, or ""."""
 
     def __init__(
         self,
@@ -26,7 +35,7 @@ class Placer:
         policy: Policy,
         admission_queue: AdmissionQueue,
         discovery: WorkerDiscovery,
-        running: Mapping[str, RequestState],
+        sibling_worker: Callable[[str], str],
     ) -> None:
         self._gateway = gateway = spec.gateway
         self.uncovered = {pool.role: 0 for pool in spec.pools if pool.role is not Role.MIXED}  # requests
@@ -34,100 +43,92 @@ class Placer:
         self._policy = policy
         self._admission_queue = admission_queue
         self._discovery = discovery
-        self._running = running
+        self._sibling_worker = sibling_worker
 
-    async def place(self, state: RequestState) -> Placement:
-        """Wait for workers that can serve the request, and tell the policy that it goes there.
+    async def place(
+        self, query: PlacementQuery, emit: Callable[[Event], None]
+    ) -> tuple[Placement | Refusal, frozenset[str]]:
+        """Wait for workers that can serve the request. Returns the answer, and the workers to avoid from now on.
 
-        Raises `Rejected` when none came in time, or when the policy turns it away.
+        Avoided workers are used again when no other worker is ready. A placement is recorded with the policy.
+        Raises `Rejected` when no worker is ready in time, `Unservable` when the prompt fits on no worker.
         """
         limit_s = self._gateway.placement_timeout_s
-        if self._policy.queues and not state.request.attempt:
-            limit_s += self._classes.of(state.request).patience_s
+        if self._waits_in_queue(query.request):
+            limit_s += self._classes.of(query.request).patience_s
         try:
             async with asyncio.timeout(limit_s):
-                while (placement := await self._valid_turn(state)) is None:
-                    if state.avoid:
-                        state.avoid.clear()
+                while (answer := await self._live_answer(query, emit)) is None:
+                    if query.avoid:
+                        query = replace(query, avoid=frozenset())
                         continue
-                    self._refuse_unservable(state.request)
+                    self._refuse_unservable(query.request)
                     await self._discovery.change()
         except TimeoutError:
-            nobody = self._policy.choose(self.ask(state)) is None
-            what, cause = ("healthy worker", "no-worker") if nobody else ("turn came", "waited")
+            none_ready = self._policy.choose(self.ask(query)) is None
+            what, cause = ("healthy worker", "no-worker") if none_ready else ("turn came", "waited")
             raise Rejected(f"no {what} within {limit_s:.0f} s", retry_after_s=5.0, cause=cause) from None
-        state.watch.lap("recovery" if state.request.attempt else "route")
-        if isinstance(placement, Refusal):
-            raise Rejected(placement.reason, placement.retry_after_s, "admission")
-        self.count_uncovered(placement)
-        return placement
+        if isinstance(answer, Placement):
+            self.count_uncovered(answer)
+        return answer, query.avoid
 
-    async def _valid_turn(self, state: RequestState) -> Placement | Refusal | None:
-        """As `_turn`. Workers may leave between a turn and its coroutine: then it is taken back and asked again."""
-        while isinstance(answer := await self._turn(state), Placement) and not self.is_there(answer):
-            self._policy.ended(state.request.key, asyncio.get_running_loop().time())
+    async def _live_answer(self, query: PlacementQuery, emit: Callable[[Event], None]) -> Placement | Refusal | None:
+        """As `_answer`. A worker may be lost between a turn and its coroutine; the placement is then made again."""
+        while isinstance(answer := await self._answer(query, emit), Placement) and not self.is_live(answer):
+            self._policy.ended(query.request.key, asyncio.get_running_loop().time())
             await asyncio.sleep(0)
         return answer
 
-    async def _turn(self, state: RequestState) -> Placement | Refusal | None:
-        """The policy's answer, now or when its turn has come. A placement has begun; None: nobody is ready."""
-        if self._policy.queues and not state.request.attempt:
-            return await self._admission_queue.turn(state.request, lambda: self.ask(state), state.emit)
-        answer = self._policy.choose(ask := self.ask(state))
+    async def _answer(self, query: PlacementQuery, emit: Callable[[Event], None]) -> Placement | Refusal | None:
+        """The policy's answer, which may come after a wait in the queue. None: no worker is ready."""
+        if self._waits_in_queue(query.request):
+            return await self._admission_queue.turn(query.request, lambda: self.ask(query), emit)
+        answer = self._policy.choose(ask := self.ask(query))
         assert not isinstance(answer, Later), "only first attempts wait, and in the admission queue"
         if isinstance(answer, Placement):
             self._policy.began(ask, answer)
             return self._policy.for_client(ask, answer)
         return answer
 
-    def is_there(self, placement: Placement) -> bool:
-        """Whether its workers can still be sent work."""
+    def _waits_in_queue(self, request: Request) -> bool:
+        return self._policy.queues and not request.attempt
+
+    def is_live(self, placement: Placement) -> bool:
+        """Whether its workers are still connected."""
         workers = [self._discovery.clients.get(name) for name in (placement.prefill, placement.decode)]
         return all(worker is not None and worker.lost is None for worker in workers)
 
-    def better(self, state: RequestState) -> Replacement | None:
-        """Another attempt, for one whose prompt still waits; None: it stays. The policy has replaced it then."""
-        if state.attempt is None or not state.attempt.is_waiting or state.request.group or state.stop.done():
-            return None
-        if state.replacement is not None or state.num_uncounted >= MOST_REPLACEMENTS:
-            return None
-        key, request = state.request.key, state.request.retry(tuple(state.sent), fresh=False)
-        ask = replace(self.ask(state), request=request)
-        placement = self._policy.better(ask, key)
-        return None if placement is None else Replacement(request, self._policy.again(ask, key, placement))
+    def better(self, query: PlacementQuery, key: str) -> Placement | None:
+        """Better workers for a prompt that still waits, or None. The policy then has `query` in place of `key`."""
+        placement = self._policy.better(ask := self.ask(query), key)
+        return None if placement is None else self._policy.again(ask, key, placement)
 
     def count_uncovered(self, placement: Placement) -> None:
-        """A request is served by workers of another role, since none of a pool's own is ready."""
+        """Count a request that runs on workers of another role because none of a pool's own role is ready."""
         if placement.colocated:
             for role in self.uncovered:
                 self.uncovered[role] += not self._discovery.has_ready(role, Role.MIXED)
 
-    def ask(self, state: RequestState, *, alone: bool = True) -> Ask:
-        request = state.request
-        beside = self._beside(request.group) if request.group else ""
-        now_s = asyncio.get_running_loop().time()
-        waited_s = now_s - state.timing.arrived_s
+    def ask(self, query: PlacementQuery, *, alone: bool = True) -> Ask:
+        request, now_s = query.request, asyncio.get_running_loop().time()
         return Ask(
-            self._discovery.picture(), request, self._discovery.sent(), state.avoid, alone, beside, now_s, waited_s
+            self._discovery.picture(),
+            request,
+            self._discovery.sent(),
+            query.avoid,
+            alone,
+            self._sibling_worker(request.group) if request.group else "",
+            now_s,
+            now_s - query.arrived_s,
         )
 
-    def _beside(self, group: str) -> str:
-        """The worker that computes, or computed, the same prompt for another answer of this group."""
-        placements = (each.placement for each in self._running.values() if each.request.group == group)
-        return next((placement.prefill for placement in placements if placement), "")
-
-    def may_go_on(self, state: RequestState) -> bool:
-        """Whether an answer that ended by its length reached its worker's bound only, and another one can hold more."""
-        most, num_tokens = state.request.sampling.max_tokens, len(state.request.prompt) + len(state.sent)
-        if most is not None and len(state.sent) >= most:
-            return False
+    def has_larger_worker(self, num_tokens: int) -> bool:
+        """Whether some worker holds a sequence of more than `num_tokens`."""
         return any(member.view.capacity_tokens > num_tokens for member in self._discovery.membership.members)
 
     def _refuse_unservable(self, request: Request) -> None:
-        capacities = [
-            member.view.capacity_tokens for member in self._discovery.membership.members if member.view.capacity_tokens
-        ]
-        if capacities and request.num_tokens >= max(capacities):
+        largest = max((member.view.capacity_tokens for member in self._discovery.membership.members), default=0)
+        if largest and request.num_tokens >= largest:
             raise Unservable(
-                f"prompt: has {request.num_tokens} tokens; the largest worker holds {max(capacities)} with the answer"
+                f"prompt: has {request.num_tokens} tokens; the largest worker holds {largest} with the answer"
             )

@@ -1,42 +1,45 @@
-"""One request as one coroutine: placement, attempts, recovery, the last token, within its deadline.
+"""Runs one request as one coroutine: placement, attempts, recovery, the last token, within its deadline.
 
-A worker that dies costs an attempt, never a token: the next attempt gets the prompt plus what the client has, and draws
-the same tokens. Tells the policy what became of each attempt, and the observer what happened to the request.
+A worker that dies costs an attempt, never a token: the next attempt gets the prompt plus the tokens that the client has
+and samples the same tokens. Reports each attempt's end to the policy, and each event of the request to the observer.
 """
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from cluster.dispatch.admission_queue import AdmissionQueue
-from cluster.dispatch.attempt import Attempt
+from cluster.dispatch.attempt import Attempt, Phase
 from cluster.dispatch.discovery import WorkerDiscovery
 from cluster.dispatch.migration import migrate
 from cluster.dispatch.placement import Placer
-from cluster.dispatch.request_state import RequestState
+from cluster.dispatch.request_state import Replacement, RequestState
 from cluster.dispatch.worker_call import AttemptFailed
-from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Rejected
-from cluster.observe.ledger import now_ns
+from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
+from cluster.observe.history import RequestTrace
+from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.observe.request_observer import RequestEnd, RequestObserver
+from cluster.observe.request_timing import RequestTiming
 from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import Policy
-from cluster.policy.routing.router import Placement
+from cluster.policy.routing.router import Placement, Refusal
 from cluster.spec import ClusterSpec, Role
 from workers.log_fields import log_fields
-from workers.request import FinishReason, TokensOut
+from workers.request import FinishReason, Request, TokensOut
 
 logger = logging.getLogger(__name__)
 
 LEAST_RESERVING_S = 0.1
-LEAST_WAITED_S = 0.001  # workers learn of a longer wait, since deadlines count from the request's arrival
+LEAST_WAITED_S = 0.001  # workers get longer waits reported, since deadlines count from the request's arrival
 RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt: failures that repeat at once do not spend them all
+MOST_REPLACEMENTS = 3  # how often a prompt that has not begun is placed on other workers
 
 
 class RequestRunner:
-    """Owned by a Dispatcher; the only one that changes a `RequestState`. `close` after use."""
+    """Owned by a Dispatcher. Owns the state of every running request; nothing else sees one. `close` after use."""
 
     def __init__(
         self,
@@ -44,7 +47,6 @@ class RequestRunner:
         name: str,
         *,
         policy: Policy,
-        placer: Placer,
         discovery: WorkerDiscovery,
         admission_queue: AdmissionQueue,
         observer: RequestObserver,
@@ -52,29 +54,60 @@ class RequestRunner:
         self._spec = spec
         self._name = name
         self._policy = policy
-        self._placer = placer
+        self._placer = Placer(spec, policy, admission_queue, discovery, self._sibling_worker)
         self._discovery = discovery
         self._admission_queue = admission_queue
         self._observer = observer
         self._classes = Classes(spec.gateway)
+        self._running: dict[str, RequestState] = {}  # by request id
         self._background: set[asyncio.Task[None]] = set()
         self.moved_bytes = 0
 
     async def close(self) -> None:
-        """Wait a moment for what is still canceled on workers."""
+        """Give cancellations on workers a moment to arrive."""
         if self._background:
             await asyncio.wait(self._background, timeout=1.0)
 
-    async def run(self, state: RequestState, deadline_s: float | None) -> None:
-        """To the last event. Errors: `cluster.events`."""
-        expected_tokens = self._policy.expected_tokens(state.request)
-        self._observer.on_arrived(state.request, state.timing.arrived_s, expected_tokens)
+    @property
+    def uncovered(self) -> tuple[tuple[str, int], ...]:
+        """By role, requests that ran on workers of another role because none of that role was ready."""
+        return tuple((role.value, count) for role, count in self._placer.uncovered.items())
+
+    def traces(self) -> Iterable[RequestTrace]:
+        """Of the running requests, oldest first."""
+        return (state.trace() for state in self._running.values())
+
+    def decode_contexts(self) -> dict[str, int]:
+        """By key, the tokens so far of each attempt that decodes."""
+        return {
+            state.request.key: state.num_tokens
+            for state in self._running.values()
+            if state.attempt is not None and state.attempt.phase is Phase.DECODE
+        }
+
+    def _find(self, key: str) -> RequestState | None:
+        """The request whose current attempt has this key."""
+        state = self._running.get(key.partition("/")[0])
+        return state if state is not None and state.request.key == key else None
+
+    def _sibling_worker(self, group: str) -> str:
+        placements = (each.placement for each in self._running.values() if each.request.group == group)
+        return next((placement.prefill for placement in placements if placement), "")
+
+    async def run(
+        self, request: Request, emit: Callable[[Event], None], deadline_s: float | None, arrived_ns: int
+    ) -> None:
+        """Run to the last event. Errors: `cluster.events`."""
+        if request.id in self._running:
+            raise Unservable(f"request id {request.id!r} is already running here")
+        timing = RequestTiming(arrived_ns / 1e9)
+        state = self._running[request.id] = RequestState(request, Stopwatch(now_ns, arrived_ns), emit, timing)
         completed: Completed | None = None
         error: BaseException | None = None
         try:
-            finish = await self._run_until(state, deadline_s)
-            completed = state.completed(finish)
-            state.emit(completed)
+            self._observer.on_arrived(request, timing.arrived_s, self._policy.expected_tokens(request))
+            completed = state.completed(await self._run_until(state, deadline_s))
+            emit(completed)
         except BaseException as raised:
             error = raised
             raise
@@ -82,6 +115,7 @@ class RequestRunner:
             if state.replacement is not None:  # it never began
                 self._policy.ended(state.replacement.request.key, _now_s())
             self._end(state, completed, error)
+            del self._running[request.id]
 
     def _end(self, state: RequestState, completed: Completed | None, error: BaseException | None) -> None:
         score = state.timing.ended(self._classes.slo_of(state.request), error, _now_s())
@@ -120,40 +154,42 @@ class RequestRunner:
                 await self._recover(state, failure)
                 continue
             if finish is None:
-                continue  # another attempt was placed instead
-            if finish is not FinishReason.LENGTH or not self._placer.may_go_on(state):
+                continue  # the attempt was replaced
+            most_tokens = state.request.sampling.max_tokens
+            is_at_limit = most_tokens is not None and len(state.sent) >= most_tokens
+            if finish is not FinishReason.LENGTH or is_at_limit or not self._placer.has_larger_worker(state.num_tokens):
                 return finish
-            self._go_on_elsewhere(state)
+            self._continue_elsewhere(state)
 
     async def _recover(self, state: RequestState, failure: AttemptFailed) -> None:
-        """Prepare the next attempt. Raises `Rejected` and `AttemptsSpent` where there is none."""
+        """Prepare the next attempt. Raises `Rejected` or `AttemptsSpent` where there is none."""
         spent, request = state.num_attempts, state.request
         extra = log_fields(self._name, request.id, attempt=spent, worker=failure.worker)
         logger.warning("request %s, attempt %d failed at %s", request.id, spent, failure, extra=extra)
-        state.avoid.add(failure.worker)
+        state.avoid |= {failure.worker}
         # A full decode pool is no reason to decode on prefill workers; a dead one is.
-        full = failure.refused_s is not None
-        nobody_else = self._policy.choose(self._placer.ask(state, alone=not full)) is None
-        if failure.refused_s is not None and nobody_else:
+        alone = failure.refused_s is None
+        no_other_worker = self._policy.choose(self._placer.ask(state.query(), alone=alone)) is None
+        if failure.refused_s is not None and no_other_worker:
             raise Rejected(str(failure), failure.refused_s, "no-room") from None
         if spent >= self._spec.gateway.max_attempts:
             raise AttemptsSpent(f"{spent} attempts failed, the last at {failure}") from None
-        if nobody_else:
-            state.avoid.clear()
+        if no_other_worker:
+            state.avoid = frozenset()
         state.retry(fresh=failure.corrupt)
         await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2**state.request.attempt))
 
-    def _go_on_elsewhere(self, state: RequestState) -> None:
-        """Its worker was full and its answer is not at its end: nothing failed; a worker with more room goes on."""
+    def _continue_elsewhere(self, state: RequestState) -> None:
+        """The answer filled its worker. Nothing failed: a worker with more room continues it."""
         request_id, worker = state.request.id, state.decode_workers[-1]
         extra = log_fields(self._name, request_id, worker=worker)
-        logger.info("request %s fills %s, and goes on elsewhere", request_id, worker, extra=extra)
+        logger.info("request %s fills %s and continues on a larger worker", request_id, worker, extra=extra)
         state.retry()
         state.num_uncounted += 1
 
     async def _attempt(self, state: RequestState) -> FinishReason | None:
-        """The attempt's end; None when another attempt has been placed instead of it."""
-        placement = self._take_replacement(state) or await self._placer.place(state)
+        """How the attempt ended; None when another attempt replaced it."""
+        placement = self._take_replacement(state) or await self._place(state)
         self._note_placement(state, placement)
         key, num_tokens = state.request.key, 0
         state.attempt = attempt = self._make_attempt(state, placement)
@@ -183,6 +219,32 @@ class RequestRunner:
             attempt.release()
             state.end_attempt(attempt)
 
+    async def _place(self, state: RequestState) -> Placement:
+        answer, state.avoid = await self._placer.place(state.query(), state.emit)
+        state.watch.lap("recovery" if state.request.attempt else "route")
+        if isinstance(answer, Refusal):
+            raise Rejected(answer.reason, answer.retry_after_s, "admission")
+        return answer
+
+    def _take_replacement(self, state: RequestState) -> Placement | None:
+        """The placement that replaced an attempt before it began, if its workers are still connected."""
+        if state.replacement is None:
+            return None
+        replacement, state.replacement = state.replacement, None
+        state.request = replacement.request
+        if not self._placer.is_live(replacement.placement):
+            self._policy.ended(state.request.key, _now_s())
+            return None
+        self._placer.count_uncovered(replacement.placement)
+        return replacement.placement
+
+    @staticmethod
+    def _note_placement(state: RequestState, placement: Placement) -> None:
+        state.placement, now_s = placement, _now_s()
+        state.timing.placed(placement, now_s)
+        if (waited_s := now_s - state.timing.arrived_s) > LEAST_WAITED_S:
+            state.request = replace(state.request, waited_s=waited_s)
+
     def _make_attempt(self, state: RequestState, placement: Placement) -> Attempt:
         workers = self._discovery.clients
         return Attempt(
@@ -200,27 +262,8 @@ class RequestRunner:
             prefix_fetch_s=self._spec.transfer.read_timeout_s,
         )
 
-    def _take_replacement(self, state: RequestState) -> Placement | None:
-        """The attempt that was placed instead of one that had not begun, if its workers are still there."""
-        if state.replacement is None:
-            return None
-        replacement, state.replacement = state.replacement, None
-        state.request = replacement.request
-        if not self._placer.is_there(replacement.placement):
-            self._policy.ended(state.request.key, _now_s())
-            return None
-        self._placer.count_uncovered(replacement.placement)
-        return replacement.placement
-
-    @staticmethod
-    def _note_placement(state: RequestState, placement: Placement) -> None:
-        state.placement, now_s = placement, _now_s()
-        state.timing.placed(placement, now_s)
-        if (waited_s := now_s - state.timing.arrived_s) > LEAST_WAITED_S:
-            state.request = replace(state.request, waited_s=waited_s)
-
     def _reserving_s(self, state: RequestState) -> float:
-        """How long to wait for one worker's blocks and a slot; no longer than the SLO allows."""
+        """How long to wait for one worker's blocks and slot; no longer than the SLO allows."""
         request = state.request
         others = len(self._discovery.picture().ready(Role.DECODE, Role.MIXED)) - len(state.avoid)
         limit_s = self._spec.gateway.placement_timeout_s / max(1, others)
@@ -230,7 +273,7 @@ class RequestRunner:
         return limit_s if request.generated else min(limit_s, max(left_s, LEAST_RESERVING_S))
 
     async def _run_attempt(self, state: RequestState, attempt: Attempt) -> FinishReason | None:
-        """The attempt's end, STOP when the caller asked for it, None when it is replaced. Open laps are closed."""
+        """How the attempt ended; STOP when the caller asked for it, None when it was replaced. Closes the open lap."""
         running = asyncio.ensure_future(attempt.run())
         state.replaced = asyncio.get_running_loop().create_future()
         either: set[asyncio.Future[Any]] = {running, state.stop, state.replaced}
@@ -262,7 +305,7 @@ class RequestRunner:
         )
         num_tokens = len(output.tokens)
         state.sent.extend(output.tokens)
-        gap_s = state.timing.tokens(num_tokens, asyncio.get_running_loop().time())
+        gap_s = state.timing.tokens(num_tokens, _now_s())
         for count_tokens in state.token_observers:
             count_tokens(num_tokens, gap_s)
         if gap_s is None:
@@ -280,35 +323,49 @@ class RequestRunner:
 
     # ---- changes while it runs ---------------------------------------------------------------------------------
 
-    def finish(self, state: RequestState) -> None:
-        """The caller has all it wants: the next event is Completed(STOP)."""
-        if not state.stop.done():
+    def finish(self, request_id: str) -> None:
+        """The caller wants no more tokens: the next event is Completed(STOP). Ignores unknown ids."""
+        state = self._running.get(request_id)
+        if state is not None and not state.stop.done():
             state.stop.set_result(None)
 
-    def replace(self, state: RequestState) -> bool:
-        """Give up an attempt whose prompt waits, for one on other workers; False when it stays where it is."""
-        replacement = self._placer.better(state)
-        if replacement is None or state.attempt is None:
-            return False
-        key, worker, reason = state.request.key, replacement.placement.prefill, replacement.placement.reason
-        extra = log_fields(key=key, worker=worker)
-        logger.info("%s has not begun, and goes to %s: %s", key, worker, reason, extra=extra)
-        state.replacement = replacement
-        state.num_uncounted += 1
-        state.attempt.release()  # from now on no message of it counts
-        state.replaced.set_result(None)
-        self._observer.on_replaced(state.request, worker, reason)
-        return True
-
-    async def move(self, state: RequestState, worker: str, timeout_s: float | None) -> bool:
-        """Have another worker go on with the decode, which continues meanwhile; False when it stays where it is."""
-        attempt, client = state.attempt, self._discovery.clients.get(worker)
+    async def move(self, request_id: str, worker: str, timeout_s: float | None) -> bool:
+        """Migrate the running decode to `worker`. False: it stays. `timeout_s` None: as long as a read may take."""
+        state, client = self._running.get(request_id), self._discovery.clients.get(worker)
+        attempt = None if state is None else state.attempt
         if attempt is None or client is None or client.lost is not None:
             return False
         before = len(attempt.transfers)
         moved = await migrate(attempt, client, timeout_s or self._spec.transfer.read_timeout_s)
         self.moved_bytes += sum(report.num_bytes for report in attempt.transfers[before:])
         return moved
+
+    async def move_attempt(self, key: str, worker: str) -> bool:
+        """Like `move`, unless the request is in another attempt by now."""
+        state = self._find(key)
+        return state is not None and await self.move(state.request.id, worker, None)
+
+    def replace_attempt(self, key: str) -> bool:
+        """Replace an attempt whose prompt still waits by one on better workers. False: it stays."""
+        state = self._find(key)
+        attempt = None if state is None else state.attempt
+        if state is None or attempt is None or not attempt.is_waiting or state.request.group or state.stop.done():
+            return False
+        if state.replacement is not None or state.num_uncounted >= MOST_REPLACEMENTS:
+            return False
+        request = state.next_request()
+        placement = self._placer.better(replace(state.query(), request=request), key)
+        if placement is None:
+            return False
+        worker, reason = placement.prefill, placement.reason
+        extra = log_fields(key=key, worker=worker)
+        logger.info("%s has not begun and is placed on %s instead: %s", key, worker, reason, extra=extra)
+        state.replacement = Replacement(request, placement)
+        state.num_uncounted += 1
+        attempt.release()  # its messages are ignored from now on
+        state.replaced.set_result(None)
+        self._observer.on_replaced(state.request, worker, reason)
+        return True
 
     def _on_moved(self, state: RequestState, source: str, target: str) -> None:
         self._policy.moved(state.request.key, target, _now_s())

@@ -1,10 +1,11 @@
-"""What is known of one request while it runs. Its `RequestRunner` changes it; everybody else only reads it."""
+"""The state of one running request. Only `RequestRunner` sees it (tests/test_imports.py)."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.dispatch.attempt import Attempt, Phase
+from cluster.dispatch.placement import PlacementQuery
 from cluster.events import Completed, Event
 from cluster.observe.history import LONGEST_TEXT, RequestTrace
 from cluster.observe.ledger import Stopwatch, now_ns
@@ -17,7 +18,7 @@ from workers.request import FinishReason, Request
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """An attempt in place of one that had not begun. The policy knows of it already."""
+    """The next attempt, placed before the current one began. The policy has recorded it."""
 
     request: Request
     placement: Placement
@@ -35,34 +36,45 @@ class RequestState:
     watch: Stopwatch
     emit: Callable[[Event], None]
     timing: RequestTiming
-    stop: asyncio.Future[None] = field(default_factory=_future)  # the caller has all it wants
+    stop: asyncio.Future[None] = field(default_factory=_future)  # the caller wants no more tokens
     sent: list[int] = field(default_factory=list)
-    avoid: set[str] = field(default_factory=set)  # workers that failed or refused this request
-    phase: Phase = Phase.QUEUEING  # outside of attempts
+    avoid: frozenset[str] = frozenset()  # workers that failed or refused this request
+    phase: Phase = Phase.QUEUEING  # between attempts
     placement: Placement | None = None  # the latest
-    attempt: Attempt | None = None  # the one that runs
-    token_observers: Sequence[OnTokens] = ()  # of the attempt that runs
-    replacement: Replacement | None = None  # until the attempt that it stands for begins
-    replaced: asyncio.Future[None] = field(default_factory=_future)  # of the attempt that runs
+    attempt: Attempt | None = None  # the running one
+    token_observers: Sequence[OnTokens] = ()  # of the running attempt
+    replacement: Replacement | None = None  # until its attempt begins
+    replaced: asyncio.Future[None] = field(default_factory=_future)  # of the running attempt
     num_uncounted: int = 0  # attempts that ended without a failure
-    moves: list[tuple[int, str]] = field(default_factory=list)  # when its decode moved (ns), and to which worker
-    # Of attempts that are over:
+    moves: list[tuple[int, str]] = field(default_factory=list)  # when its decode migrated (ns), and to which worker
+    # Of finished attempts:
     transfers: list[TransferReport] = field(default_factory=list)
     cached_tokens: int = 0
     decode_workers: tuple[str, ...] = ()
 
     @property
     def num_attempts(self) -> int:
-        """Those that count: all but the ones that ended without a failure."""
+        """All but those that ended without a failure."""
         return self.request.attempt + 1 - self.num_uncounted
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt and of the answer so far."""
+        return len(self.request.prompt) + len(self.sent)
+
+    def query(self) -> PlacementQuery:
+        return PlacementQuery(self.request, self.timing.arrived_s, self.avoid)
+
+    def next_request(self, *, fresh: bool = False) -> Request:
+        """The next attempt's request, which continues after the tokens that the client has."""
+        return self.request.retry(tuple(self.sent), fresh=fresh)
+
     def retry(self, *, fresh: bool = False) -> None:
-        """The next attempt goes on behind what the client has."""
-        self.request = self.request.retry(tuple(self.sent), fresh=fresh)
+        self.request = self.next_request(fresh=fresh)
         self.phase = Phase.RECOVERY
 
     def end_attempt(self, attempt: Attempt) -> None:
-        """Keep what is known of an attempt that is over."""
+        """Keep what the request's trace and totals need of a finished attempt."""
         self.phase, self.attempt = attempt.phase, None
         self.decode_workers = tuple(attempt.decode_workers)
         self.transfers += attempt.transfers
@@ -81,7 +93,7 @@ class RequestState:
         )
 
     def trace(self, outcome: str = "", error: BaseException | None = None) -> RequestTrace:
-        """How the request went, so far if it has no outcome."""
+        """The trace so far; the final one if there is an outcome."""
         attempt, request, ledger = self.attempt, self.request, self.watch.ledger()
         transfers = [*self.transfers, *(() if attempt is None else attempt.transfers)]
         decode_workers = self.decode_workers if attempt is None else tuple(attempt.decode_workers)

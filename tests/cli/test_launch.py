@@ -11,7 +11,8 @@ from click.testing import CliRunner, Result
 from cluster.cli import local_servers, main
 from cluster.cli.launch import Sizes, described, gpu_share, num_gpus, with_default_http, with_http, with_port
 from cluster.cli.local_servers import DEFAULT_ENDPOINT, announced, last_endpoint
-from cluster.spec import ClusterSpec, Role, SpecError, laptop_spec
+from cluster.spec import ClusterSpec, Role, SpecError
+from cluster.spec_file import laptop_spec
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,8 @@ from click.testing import CliRunner
 
 from cluster.cli import main
 from cluster.precheck import check_devices, check_model
-from cluster.spec import PoolSpec, Resources, Role, SpecError, laptop_spec, load_spec
+from cluster.spec import PoolSpec, Resources, Role, SpecError
+from cluster.spec_file import laptop_spec, load_spec
 from tests.model.tiny import write_tiny_llama
 from workers.config import EngineConfig
 
@@ -66,8 +67,8 @@ REFUSED = [
         "",
         "transfer: max_readers is 8, but 9 workers",
     ),
-    ({"more": "gateway: {grpc_port: 99999}"}, 12, "", "gateway: grpc_port is 99999; it must lie between 0"),
-    ({"more": "elastic:\n  margin: -1"}, 13, "", "elastic: margin is -1.0; it must not be negative"),
+    ({"more": "gateway: {grpc_port: 99999}"}, 12, "", "gateway: grpc_port is 99999; it must be between 0"),
+    ({"more": "elastic:\n  margin: -1"}, 13, "", "elastic: margin is -1.0; it must be 0 or more"),
     ({"more": "name: A"}, 12, "", "name 'A' must be lower-case letters"),
 ]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.dispatch.placement import MOST_REPLACEMENTS
+from cluster.dispatch.request_runner import MOST_REPLACEMENTS
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.offline.sim import clock
 from cluster.policy.routing.router import Placement
@@ -98,10 +98,10 @@ def test_when_its_new_worker_is_lost_at_once_it_is_placed_like_any_other() -> No
         async with opened() as subject:
             running = [asyncio.ensure_future(subject.run(each)) for each in asked(8)]
             await asyncio.sleep(0.02)
-            asked_now = subject.dispatcher._running["r7"].request
-            assert subject.dispatcher._replace_attempt(asked_now.key)
-            assert not subject.dispatcher._replace_attempt(asked_now.key)
-            assert not subject.dispatcher._replace_attempt(asked_now.retry((), fresh=False).key)
+            asked_now = subject.dispatcher._runner._running["r7"].request
+            assert subject.dispatcher._runner.replace_attempt(asked_now.key)
+            assert not subject.dispatcher._runner.replace_attempt(asked_now.key)
+            assert not subject.dispatcher._runner.replace_attempt(asked_now.retry((), fresh=False).key)
             subject.dispatcher.discovery.clients["prefill-1"].give_up("it is lost")
             events = await running[7]
             assert tokens_of(events) == exact("r7")
@@ -130,7 +130,7 @@ def test_whoever_leaves_while_prompts_are_replaced_nothing_is_left_behind(
                 leave = tasks[number].cancel if cancels else lambda number=number: dispatcher.finish(f"r{number}")
                 loop.call_later(at_s, leave)
             for number, at_s in looks:
-                loop.call_later(at_s, dispatcher._replace_attempt, f"r{number}/0")
+                loop.call_later(at_s, dispatcher._runner.replace_attempt, f"r{number}/0")
             for number, ended in enumerate(await asyncio.gather(*tasks, return_exceptions=True)):
                 if isinstance(ended, list):
                     count = len(tokens_of(ended))

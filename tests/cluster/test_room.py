@@ -7,7 +7,8 @@ import pytest
 
 from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.placement import Node, has_labels, listed, own_labels, own_resources, selectors, shortage
-from cluster.spec import PoolSpec, Resources, Role, laptop_spec, load_spec
+from cluster.spec import PoolSpec, Resources, Role
+from cluster.spec_file import laptop_spec, load_spec
 from workers.config import ParallelConfig
 
 ROOMS = {"CPU": 4.0, "memory": 9.0}, {"CPU": 1.0, "GPU": 1.0}

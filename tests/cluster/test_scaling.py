@@ -17,7 +17,8 @@ from cluster.offline.sim.clock import run
 from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime
-from cluster.spec import PoolSpec, Resources, Role, SpecError, parse_spec
+from cluster.spec import PoolSpec, Resources, Role, SpecError
+from cluster.spec_file import parse_spec
 from diptych.view import ClusterView, WorkerState
 from kvtransfer.errors import PeerLost
 from kvtransfer.open import SharedMemory

@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from cluster.spec import ClusterSpec, load_spec
+from cluster.spec import ClusterSpec
+from cluster.spec_file import load_spec
 from tests.helm.programs import run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ import yaml
 
 from cluster.frontend.grpc.server import open_grpc_server
 from cluster.serving import serve
-from cluster.spec import parse_spec
+from cluster.spec_file import parse_spec
 from diptych.client import AsyncClient
 from tests.helm.api_server import api_server
 from tests.helm.chart import CHART, ROOT, values

@@ -8,7 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from cluster.spec import load_spec
+from cluster.spec_file import load_spec
 from tests.helm.chart import CHART, VALUES, Object, cluster_file, mounted, of_kind, pods, rendered, values
 from tests.helm.kuberay import mistakes
 from tests.helm.monitoring import operator_mistakes

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from cluster.control.replicas import order_of
 from cluster.offline.sim.fleet import with_kv_blocks
-from cluster.spec import ClusterSpec, PoolSpec, Resources, Role, SpecError, parse_spec
+from cluster.spec import ClusterSpec, PoolSpec, Resources, Role, SpecError
+from cluster.spec_file import parse_spec
 from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
 from tests.model.test_gang import config, open_tasks
 from tests.model.tiny import write_tiny_llama

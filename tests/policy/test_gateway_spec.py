@@ -2,7 +2,8 @@
 
 import pytest
 
-from cluster.spec import ClassSpec, SpecError, parse_spec
+from cluster.spec import ClassSpec, SpecError
+from cluster.spec_file import parse_spec
 
 
 def gateway(**keys: object) -> dict[str, object]:

@@ -10,7 +10,8 @@ from msgspec import structs
 from cluster.policy import policy as policy_module
 from cluster.policy.policy import open_policy
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal, Sent
-from cluster.spec import ADMISSION, ROUTING, SpecError, parse_spec
+from cluster.spec import ADMISSION, ROUTING, SpecError
+from cluster.spec_file import parse_spec
 from diptych.view import ClusterView, WorkerState, WorkerView
 from tests.policy.views import BLOCK, BLOCKS, SIMPLE, Story, request, spec, view, worker
 from workers.request import SLO, Request

@@ -25,7 +25,8 @@ from cluster.offline.scoring.trials import SeedRun
 from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.changes import at_rate, first, run_number, with_distinct_prompts
 from cluster.offline.workload.load import load_workload
-from cluster.spec import Role, load_spec
+from cluster.spec import Role
+from cluster.spec_file import load_spec
 from diptych.access import Access
 
 START_S = 300.0

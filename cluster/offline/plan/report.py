@@ -13,7 +13,8 @@ from cluster.offline.plan.placement import Option, PlacementResult
 from cluster.offline.plan.request import PlanRequest
 from cluster.offline.plan.verdict import PlanVerdict
 from cluster.offline.scoring.figures import slo_text
-from cluster.spec import FILE_DEFAULTS, ClusterSpec
+from cluster.spec import ClusterSpec
+from cluster.spec_file import FILE_DEFAULTS
 from workers.profiles.shapes import SHAPES, WEIGHTS, canonical
 from workers.profiles.sources import profile_of
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.control.autoscaler.pods import Change, Pods, Scaled, scaled
-from cluster.spec import Role, parse_spec
+from cluster.spec import Role
+from cluster.spec_file import parse_spec
 from diptych.view import ClusterView, PoolView, WorkerState, WorkerView
 
 WINDOW_S = 30.0

@@ -17,7 +17,8 @@ from cluster.frontend import http
 from cluster.frontend.http.unsupported import FIELDS, IGNORED
 from cluster.frontend.servers import Servers, open_servers
 from cluster.runtime.errors import RuntimeUnavailable
-from cluster.spec import GatewaySpec, SpecError, parse_spec
+from cluster.spec import GatewaySpec, SpecError
+from cluster.spec_file import parse_spec
 from diptych.view import WorkerState
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 from tests.frontend.http.opened import Clients, opened
@@ -317,7 +318,7 @@ def test_a_taken_http_port_is_told_before_anything_starts() -> None:
 @pytest.mark.parametrize(
     ("gateway", "told"),
     [
-        ({"http_port": 70000}, "http_port is 70000; it must lie between 0 (any free port) and 65535"),
+        ({"http_port": 70000}, "http_port is 70000; it must be between 0 (any free port) and 65535"),
         ({"http_port": -1}, "http_port is -1"),
         ({"http_port": 50051}, "http_port (50051) and grpc_port (50051) are the same for a gateway"),
         ({"http_port": 50052, "replicas": 2}, "http_port (50052) and grpc_port (50051) are the same for a gateway"),

@@ -8,7 +8,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from cluster.spec import SpecError, parse_spec
+from cluster.spec import SpecError
+from cluster.spec_file import parse_spec
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.opened import opened
 

@@ -22,7 +22,8 @@ from cluster.observe.metrics.vllm import vllm_families
 from cluster.observe.request_metrics import RequestMetrics
 from cluster.policy.estimate.histograms import TOKENS, Counting, Tallied
 from cluster.policy.slo_attainment import OTHER, OUTCOMES, Ended, GatewayAttainment
-from cluster.spec import MetricsSpec, Role, SpecError, parse_spec
+from cluster.spec import MetricsSpec, Role, SpecError
+from cluster.spec_file import parse_spec
 from diptych.view import ClusterView, PoolView, WorkerState, WorkerView
 from kvtransfer.ticket import TransferReport
 from tests.observe.metrics.boards import names, queries, rules

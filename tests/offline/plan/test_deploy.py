@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from cluster.offline.plan.deploy import Layout, WorkerGroup, decode_alone, models_of, spec_of
 from cluster.offline.plan.report import spec_yaml
 from cluster.offline.plan.shapes import CHUNKS
-from cluster.spec import Role, load_spec, parse_spec
+from cluster.spec import Role
+from cluster.spec_file import load_spec, parse_spec
 from tests.offline.plan.requests import A100, H100, plan_request
 
 BOTH = plan_request(hardware=(A100, H100), gpus=64)

@@ -14,7 +14,8 @@ from cluster.offline.plan.trial import full_trial
 from cluster.offline.plan.verdict import PlanVerdict, difference, judge
 from cluster.offline.scoring.figures import Attainment
 from cluster.offline.scoring.goodput import Goodput, Map, Search, TimeUp
-from cluster.spec import Role, load_spec
+from cluster.spec import Role
+from cluster.spec_file import load_spec
 from tests.offline.plan.requests import L4, load, plan_request
 from workers.request import SLO
 

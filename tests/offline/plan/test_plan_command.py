@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cluster.cli import main
-from cluster.spec import load_spec
+from cluster.spec_file import load_spec
 
 LOAD = ["--workload", "poisson:rate=2,lengths=200-600/5-15,count=100"]
 QUICK = ["--requests", "20", "--seeds", "1", "--processes", "1"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.offline.plan.report import how_to_start, weights_of
-from cluster.spec import load_spec
+from cluster.spec_file import load_spec
 from tests.offline.plan.test_plan_command import SMALL, plan
 from workers.errors import ModelError
 from workers.model.families import FAMILIES

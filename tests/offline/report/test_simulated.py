@@ -12,7 +12,7 @@ from cluster.offline.scoring.records import Run
 from cluster.offline.sim.cluster import PoolModel
 from cluster.offline.sim.run import RunOptions, simulate
 from cluster.offline.workload.load import load_workload
-from cluster.spec import parse_spec
+from cluster.spec_file import parse_spec
 from tests.offline.report.trace_rules import check
 from workers.costs import LinearCost
 from workers.request import SLO
