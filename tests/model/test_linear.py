@@ -170,16 +170,6 @@ def test_an_unknown_format_is_named() -> None:
         make_linear(torch.zeros(2, 2), weight_format="int3")
 
 
-def test_a_pass_over_one_row_reads_what_the_format_stores() -> None:
-    sizes = {name: make_linear(torch.ones(8, 256), None, name).num_bytes for name in WEIGHT_FORMATS}
-    assert sizes.pop("int8") == 8 * (256 + 4)
-    assert sizes == {
-        "float32": 8192,
-        "bfloat16": 4096,
-        **{name: 8 * 256 // BLOCK_COLUMNS[name] * BLOCK_BYTES[name] for name in BLOCK_FORMATS},
-    }
-
-
 @pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
 def test_a_worker_may_be_asked_for_every_format(weight_format: str) -> None:
     assert EngineConfig(weights=weight_format).weights == weight_format

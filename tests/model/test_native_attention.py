@@ -29,7 +29,7 @@ def test_numbers_are_rounded_to_the_pool_as_torch_rounds_them(dtype: torch.dtype
     numbers = numbers[: len(numbers) // 10 * 10].view(-1, 1, 10)
     pool = torch.zeros(1, 1, 1, 2, len(numbers), 10, dtype=dtype)
     lengths = [len(numbers)]
-    NATIVE.write_kv(pool, numbers, -numbers, 0, ragged([[0]], lengths, lengths, len(numbers)))
+    NATIVE.write_kv(pool, numbers, -numbers, 0, ragged([[0]], lengths, lengths, len(numbers)).slot_mapping)
     most = torch.finfo(dtype).max if dtype is torch.float16 else torch.inf  # float16 saturates
     for written, given in ((pool[0, 0, 0, 0], numbers[:, 0]), (pool[0, 0, 0, 1], -numbers[:, 0])):
         number, rounded = ~given.isnan(), given.clamp(-most, most).to(dtype)
@@ -44,7 +44,7 @@ def test_long_contexts_split_over_threads_equal_the_reference(head_dim: int, thr
     tables = scattered_tables(contexts, 300, 16, random.Random(0))
     pool = torch.randn(300, 2, 1, 2, 16, head_dim, generator=torch.Generator().manual_seed(1))
     query = torch.randn(72, 8, head_dim, generator=torch.Generator().manual_seed(2))
-    arguments = (query, pool, 0, ragged(tables, queries, contexts, 16), head_dim**-0.5)
+    arguments = (query, pool, 0, ragged(tables, queries, contexts, 16), head_dim**-0.5, 0, 0.0)
     torch.set_num_threads(threads)
     try:
         torch.testing.assert_close(NATIVE.attend(*arguments), REFERENCE.attend(*arguments), rtol=1e-5, atol=1e-5)
@@ -77,7 +77,7 @@ def test_the_best_attention_of_a_cpu_is_native_and_batch_invariant() -> None:
         assert best_attention(CPU, dtype, deterministic=False) is NATIVE
 
 
-def test_without_kernels_torch_computes_and_nothing_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_torch_computes_and_deterministic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "library", lambda: None)
     choose = best_attention.__wrapped__
     assert choose(CPU, torch.float32, deterministic=False) is SDPA
@@ -104,8 +104,8 @@ def test_a_backend_that_computes_wrongly_or_fails_is_passed_over(monkeypatch: py
         raise RuntimeError("no kernel image")
 
     for broken in (
-        Attention("forgetful", REFERENCE._write, without_window),
-        Attention("failing", fails, REFERENCE._attend),
+        Attention("forgetful", REFERENCE.write_kv, without_window),
+        Attention("failing", fails, REFERENCE.attend),
     ):
         monkeypatch.setattr(attention, "NATIVE", broken)
         assert best_attention.__wrapped__(CPU, torch.float32, deterministic=False) is SDPA

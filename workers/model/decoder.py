@@ -149,7 +149,7 @@ class Decoder:
         if here.rope is not None:
             qk = rotate(qk, *turns[here.rope])
         query, key = qk[:, :heads], qk[:, heads:]
-        self.attention.write_kv(pool, key, value, index, batch)
+        self.attention.write_kv(pool, key, value, index, batch.slot_mapping)
         attended = self.attention.attend(
             query, pool, index, batch, config.attention_scale, here.window, config.attention_softcap
         )  # [tokens, heads, head_dim]

@@ -1,7 +1,7 @@
 """Paged attention on torch's fused kernel: one padded call for all decodes, one call per prompt chunk.
 
-The pool is read and written as rows of a matrix: whole rows move by memory copy, which is twenty times faster than
-indexing the six axes. Needs a contiguous pool; runs wherever torch does.
+The pool is read and written as rows of a matrix: whole rows move by memory copy, twenty times faster than
+indexing its six axes. Needs a contiguous pool; runs wherever torch does.
 """
 
 import itertools
@@ -12,10 +12,6 @@ from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
 from workers.ops.narrow import narrowed
-
-_FLASH = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-)  # gives the log-sum-exp, which the public call hides
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
@@ -75,15 +71,12 @@ def _decode(
 def _chunk(
     query: Tensor, pool: Tensor, layer: int, table: Tensor, context: int, scale: float, window: int, softcap: float
 ) -> Tensor:
-    """A run of one prompt. Without a prefix the kernel's own causal mask does; with one it would align wrongly."""
+    """A chunk of one prompt. The kernel's own causal mask serves only a chunk without a prefix before it."""
     length, heads, head_dim = query.shape
     key, value = _gather(pool, layer, table[None], context)  # [1, kv_heads, context, head_dim]
     key, value = key.to(query.dtype), value.to(query.dtype)
     queries = query.transpose(0, 1)[None]  # [1, heads, length, head_dim]
-    masked = window or softcap or (length < context and query.device.type != "cpu")
-    if not masked and length < context:
-        return _behind_prefix(queries, key, value, scale)[0].transpose(0, 1)
-    if not masked:
+    if not (window or softcap or length < context):
         output = F.scaled_dot_product_attention(queries, key, value, is_causal=True, scale=scale, enable_gqa=True)
         return output[0].transpose(0, 1)
     visible = torch.ones(length, context, dtype=torch.bool, device=query.device).tril(context - length)
@@ -101,23 +94,6 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: f
         return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
     return scores.masked_fill(~visible, -torch.inf).softmax(dim=-1) @ value
-
-
-def _behind_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """A chunk [1, heads, length, head_dim] that follows a prefix: all of the prefix, then causally itself.
-
-    Two calls of the fused kernel without an explicit mask, joined by their log-sum-exps as blocks of flash attention
-    are (Dao et al., 2022). On the prefix the heads of a KV head are its queries, so K and V are not repeated there.
-    """
-    _, heads, length, head_dim = query.shape
-    kv_heads, prefix = key.shape[1], key.shape[2] - length
-    group = heads // kv_heads
-    folded = query.reshape(1, kv_heads, group * length, head_dim)
-    before, before_lse = _FLASH(folded, key[:, :, :prefix], value[:, :, :prefix], 0.0, False, scale=scale)
-    own_key, own_value = (each[:, :, prefix:].repeat_interleave(group, dim=1) for each in (key, value))
-    own, own_lse = _FLASH(query, own_key, own_value, 0.0, True, scale=scale)
-    share = torch.sigmoid(before_lse.reshape(1, heads, length) - own_lse)[..., None]  # of the prefix
-    return torch.lerp(own, before.reshape(1, heads, length, head_dim), share)
 
 
 def _gather(pool: Tensor, layer: int, tables: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

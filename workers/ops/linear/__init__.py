@@ -2,8 +2,8 @@
 
 float32                  exact
 bfloat16                 half the bytes; x stays float32 or nearly so
-int8                     a quarter; 8-bit rows of W meet rows of x rounded to 8 bits
-q8_0 q4_1 q4_0 q4_k      blocks as GGUF files have them; x is rounded to 8 bits in blocks of 32
+int8                     a quarter; W and x are rounded to 8 bits, one scale per row
+q8_0 q4_1 q4_0 q4_k      blocks as in GGUF files; x is rounded to 8 bits in blocks of 32
 """
 
 from typing import Protocol
@@ -26,10 +26,6 @@ class LinearMethod(Protocol):
     @property
     def weight_format(self) -> str: ...
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the weights as the format stores them, bias and padding left out: what a pass over one row must read."""
-
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, in] to y [rows, out], both float32 on a CPU."""
 
@@ -39,8 +35,8 @@ def make_linear(
 ) -> LinearMethod:
     """y = x Wᵀ + b for weight [out, in] and bias [out], held in `weight_format`.
 
-    deterministic: a row of y has the same bits whatever rows lie beside it. Formats other than float32 are for CPUs;
-    their weights are packed at once, so `weight` may go.
+    deterministic: a row of y has the same bits whatever other rows are in the batch. Formats other than float32 need a
+    CPU; they pack the weights at once, so the caller may free `weight`.
     """
     if weight_format == "float32":
         return Linear(weight, bias, deterministic)
@@ -56,10 +52,10 @@ def make_linear(
 
 
 def linear_from_blocks(blocks: Tensor, columns: int, bias: Tensor | None, weight_format: str) -> LinearMethod:
-    """The same over a GGUF file's own blocks [out, bytes] uint8 of a matrix with `columns` columns."""
-    wanted = -(-columns // BLOCK_COLUMNS[weight_format]) * BLOCK_BYTES[weight_format]
-    if blocks.shape[1] != wanted:
+    """The same for a GGUF file's own blocks [out, bytes] uint8 of a matrix with `columns` columns."""
+    expected = -(-columns // BLOCK_COLUMNS[weight_format]) * BLOCK_BYTES[weight_format]
+    if blocks.shape[1] != expected:
         raise ValueError(
-            f"{columns} columns in {weight_format} take {wanted} bytes a row, these take {blocks.shape[1]}"
+            f"{columns} columns in {weight_format} take {expected} bytes a row, these take {blocks.shape[1]}"
         )
     return BlockLinear(blocks, columns, bias, weight_format)
