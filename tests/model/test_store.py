@@ -22,7 +22,7 @@ from workers.model.description import GenerationDefaults
 from workers.model.fetch import PINNED, PinnedModel
 from workers.model.folder import ModelFolder
 from workers.model.gguf.file import convert_gguf
-from workers.model.tokenizer import Tokenizer
+from workers.model.tokenizer import ModelTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_a_gguf_becomes_the_weights_that_transformers_reads(cache: Path, tiny_gg
 
 def test_a_gguf_brings_its_tokenizer_and_template(cache: Path, tiny_gguf: Path) -> None:
     folder = store.resolve(str(tiny_gguf))
-    assert Tokenizer(folder.path).apply_chat_template([{"role": "user", "content": "ab"}])
+    assert ModelTokenizer(folder.path).apply_chat_template([{"role": "user", "content": "ab"}])
 
 
 def test_a_gguf_is_converted_once(cache: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def test_letters_of_bytes_are_those_of_the_library() -> None:
 
 
 def test_a_text_that_cannot_fit_is_refused_unread(tmp_path: Path) -> None:
-    tokenizer = gateways.Tokenizer(write_tokenizer(tmp_path, "byte-level"), most_tokens=10)
+    tokenizer = gateways.ModelTokenizer(write_tokenizer(tmp_path, "byte-level"), most_tokens=10)
     assert tokenizer.longest_text_bytes == 50  # of ten <unk>
     assert len(tokenizer.encode("x" * 50)) == 50  # it may have fitted; the caller counts
     with pytest.raises(PromptTooLong) as refusal:

@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 from tests.model.vocabularies import KINDS, write_tokenizer
 from workers.errors import InvalidRequest, ModelError
 from workers.model.folder import ModelFolder
-from workers.model.tokenizer import Tokenizer
+from workers.model.tokenizer import ModelTokenizer
 
 TEXT = "Plain words, naïve café, 漢字かな, العربية, code_{x};\n\t 👩‍👩‍👧 🏳️‍🌈 🇨🇭"
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny: ModelFolder) -> Tokenizer:
-    return Tokenizer(tiny.path)
+def tokenizer(tiny: ModelFolder) -> ModelTokenizer:
+    return ModelTokenizer(tiny.path)
 
 
-def grown(tokenizer: Tokenizer, tokens: list[int], step: int = 1) -> tuple[list[str], str]:
+def grown(tokenizer: ModelTokenizer, tokens: list[int], step: int = 1) -> tuple[list[str], str]:
     detokenizer = tokenizer.detokenizer()
     parts = [detokenizer.push(tokens[start : start + step]) for start in range(0, len(tokens), step)]
     return parts, detokenizer.flush()
 
 
-def assert_grows_whole(tokenizer: Tokenizer, rng: random.Random) -> None:
+def assert_grows_whole(tokenizer: ModelTokenizer, rng: random.Random) -> None:
     tokens = list(tokenizer.encode("".join(rng.choice(TEXT) for _ in range(60))))
     parts, rest = grown(tokenizer, tokens, step=rng.choice([1, 1, 2, 5]))
     assert "".join(parts) + rest == tokenizer.decode(tokens)
@@ -35,13 +35,13 @@ def assert_grows_whole(tokenizer: Tokenizer, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_growing_text_equals_the_whole_and_never_splits_a_character(tokenizer: Tokenizer, seed: int) -> None:
+def test_growing_text_equals_the_whole_and_never_splits_a_character(tokenizer: ModelTokenizer, seed: int) -> None:
     assert_grows_whole(tokenizer, random.Random(seed))
 
 
 @pytest.mark.model
 def test_growing_text_equals_the_whole_on_the_real_vocabulary(smollm2: ModelFolder) -> None:
-    tokenizer, rng = Tokenizer(smollm2.path), random.Random(0)
+    tokenizer, rng = ModelTokenizer(smollm2.path), random.Random(0)
     for _ in range(100):
         assert_grows_whole(tokenizer, rng)
         tokens = [rng.randrange(tokenizer.vocab_size) for _ in range(40)]
@@ -49,22 +49,22 @@ def test_growing_text_equals_the_whole_on_the_real_vocabulary(smollm2: ModelFold
         assert "".join(parts) + rest == tokenizer.decode(tokens)
 
 
-def test_an_answer_that_ends_within_a_character_shows_the_replacement(tokenizer: Tokenizer) -> None:
+def test_an_answer_that_ends_within_a_character_shows_the_replacement(tokenizer: ModelTokenizer) -> None:
     parts, rest = grown(tokenizer, list(tokenizer.encode("ok 👩"))[:-1])
     assert "".join(parts) == "ok " and rest == "\ufffd"
 
 
-def test_bytes_that_never_become_text_do_not_stall_the_stream(tokenizer: Tokenizer) -> None:
+def test_bytes_that_never_become_text_do_not_stall_the_stream(tokenizer: ModelTokenizer) -> None:
     bad = tokenizer.encode("é")[0]  # a leading byte without its second
     parts, _ = grown(tokenizer, [bad] * 200)
     assert sum(bool(part) for part in parts) > 5
 
 
-def test_plain_text_comes_back(tokenizer: Tokenizer) -> None:
+def test_plain_text_comes_back(tokenizer: ModelTokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
-def test_chat_template_ends_where_the_answer_begins(tokenizer: Tokenizer) -> None:
+def test_chat_template_ends_where_the_answer_begins(tokenizer: ModelTokenizer) -> None:
     tokens = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     assert tokenizer.decode(tokens, skip_special_tokens=False).endswith("<|im_end|>\n<|im_start|>assistant\n")
 
@@ -78,7 +78,7 @@ def test_chat_template_ends_where_the_answer_begins(tokenizer: Tokenizer) -> Non
         ([{"role": "user", "content": "\ud800"}], "prompt"),
     ],
 )
-def test_malformed_messages_are_refused(tokenizer: Tokenizer, messages: list[dict[str, str]], field: str) -> None:
+def test_malformed_messages_are_refused(tokenizer: ModelTokenizer, messages: list[dict[str, str]], field: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{field}: "):
         tokenizer.apply_chat_template(messages)
 
@@ -88,21 +88,21 @@ def test_a_template_that_rejects_is_the_callers_fault(tmp_path: Path, tiny: Mode
         (tmp_path / "tokenizer.json").write_bytes((tiny.path / "tokenizer.json").read_bytes())
         (tmp_path / "chat_template.jinja").write_text(template)
         with pytest.raises(InvalidRequest, match=words):
-            Tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "x"}])
+            ModelTokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "x"}])
 
 
 def test_no_template_says_to_send_a_prompt(tmp_path: Path, tiny: ModelFolder) -> None:
     (tmp_path / "tokenizer.json").write_bytes((tiny.path / "tokenizer.json").read_bytes())
     with pytest.raises(InvalidRequest, match="no chat template; send a plain prompt"):
-        Tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "x"}])
+        ModelTokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "x"}])
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
-        Tokenizer(tmp_path)
+        ModelTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot be loaded"):
-        Tokenizer(tmp_path)
+        ModelTokenizer(tmp_path)
 
 
 def test_importing_the_tokenizer_leaves_torch_out() -> None:
@@ -111,9 +111,9 @@ def test_importing_the_tokenizer_leaves_torch_out() -> None:
 
 
 @pytest.fixture(scope="module")
-def by_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+def by_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelTokenizer]:
     folder = tmp_path_factory.mktemp("tokenizers")
-    return {kind: Tokenizer(write_tokenizer(folder / kind, kind)) for kind in KINDS}
+    return {kind: ModelTokenizer(write_tokenizer(folder / kind, kind)) for kind in KINDS}
 
 
 PIECES = st.sampled_from(["a", "b", " ", "  ", "é", "漢", "👩‍👩‍👧", "🏳️‍🌈", "🇨🇭", "\u200d", "́", "ab ", "\n"])
@@ -125,7 +125,7 @@ STEPS = st.integers(1, 7)
 @settings(max_examples=150, deadline=None)
 @given(kind=st.sampled_from(KINDS), text=TEXTS, step=STEPS)
 def test_any_text_grows_whole_with_any_kind_of_tokenizer(
-    by_kind: dict[str, Tokenizer], kind: str, text: str, step: int
+    by_kind: dict[str, ModelTokenizer], kind: str, text: str, step: int
 ) -> None:
     tokens = list(by_kind[kind].encode(text))
     parts, rest = grown(by_kind[kind], tokens, step)
@@ -144,7 +144,7 @@ def test_any_text_grows_whole_with_any_kind_of_tokenizer(
     skip=st.booleans(),
 )
 def test_any_tokens_grow_into_what_they_decode_to(
-    by_kind: dict[str, Tokenizer], kind: str, numbers: list[int], step: int, skip: bool
+    by_kind: dict[str, ModelTokenizer], kind: str, numbers: list[int], step: int, skip: bool
 ) -> None:
     tokenizer = by_kind[kind]
     tokens = [number % tokenizer.vocab_size for number in numbers]
@@ -156,7 +156,7 @@ def test_any_tokens_grow_into_what_they_decode_to(
 @settings(max_examples=150, deadline=None)
 @given(numbers=st.lists(st.integers(0, 10**6), max_size=60), text=TEXTS)
 def test_fallback_bytes_without_sense_do_not_spoil_the_text_behind_them(
-    by_kind: dict[str, Tokenizer], numbers: list[int], text: str
+    by_kind: dict[str, ModelTokenizer], numbers: list[int], text: str
 ) -> None:
     tokenizer = by_kind["byte-fallback"]
     noise = [number % tokenizer.vocab_size for number in numbers]
@@ -165,7 +165,7 @@ def test_fallback_bytes_without_sense_do_not_spoil_the_text_behind_them(
     assert ("".join(parts) + rest).endswith(text)
 
 
-def test_special_tokens_have_text_when_they_are_not_skipped(by_kind: dict[str, Tokenizer]) -> None:
+def test_special_tokens_have_text_when_they_are_not_skipped(by_kind: dict[str, ModelTokenizer]) -> None:
     tokenizer = by_kind["byte-level"]
     tokens = [*tokenizer.encode("ab"), 2]
     for skip, expected in ((True, "ab"), (False, "ab</s>")):
@@ -187,25 +187,25 @@ def test_the_template_is_found_wherever_models_keep_it(tmp_path: Path, place: st
         (folder / place).write_text(WITH_TOOLS)
     elif place == "chat_template.json":
         (folder / place).write_text(json.dumps({"chat_template": WITH_TOOLS}))
-    tokenizer = Tokenizer(folder)
+    tokenizer = ModelTokenizer(folder)
     assert tokenizer.decode(tokenizer.apply_chat_template(TALK)) == "[user]ab"
     assert tokenizer.decode(tokenizer.apply_chat_template(TALK, tools=TOOLS)) == "<weather><time>[user]ab"
 
 
 def test_of_several_templates_the_one_for_tools_is_taken_when_there_are_any(tmp_path: Path) -> None:
     named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": WITH_TOOLS}]
-    config = Tokenizer(write_tokenizer(tmp_path / "config", "byte-level", chat_template=named))
+    config = ModelTokenizer(write_tokenizer(tmp_path / "config", "byte-level", chat_template=named))
     folder = write_tokenizer(tmp_path / "files", "byte-level")
     (folder / "chat_template.jinja").write_text(PLAIN)
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS)
-    for tokenizer in (config, Tokenizer(folder)):
+    for tokenizer in (config, ModelTokenizer(folder)):
         assert tokenizer.decode(tokenizer.apply_chat_template(TALK)) == "[user]ab"
         assert tokenizer.decode(tokenizer.apply_chat_template(TALK, tools=TOOLS)) == "<weather><time>[user]ab"
 
 
-def with_template(folder: Path, template: str) -> Tokenizer:
-    return Tokenizer(write_tokenizer(folder, "byte-level", chat_template=template))
+def with_template(folder: Path, template: str) -> ModelTokenizer:
+    return ModelTokenizer(write_tokenizer(folder, "byte-level", chat_template=template))
 
 
 def test_tools_that_the_template_ignores_are_refused(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_template_that_recurses_into_what_a_client_sends_rejects_it(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
-def test_the_bytes_of_a_characters_parts_make_the_character(by_kind: dict[str, Tokenizer], kind: str) -> None:
+def test_the_bytes_of_a_characters_parts_make_the_character(by_kind: dict[str, ModelTokenizer], kind: str) -> None:
     tokenizer = by_kind[kind] if kind in by_kind else next(iter(by_kind.values()))
     tokens = tokenizer.encode("\U0001f41a", add_special_tokens=False)
     assert b"".join(map(tokenizer.token_bytes, tokens)).endswith("\U0001f41a".encode())
@@ -238,7 +238,7 @@ def test_the_bytes_of_a_characters_parts_make_the_character(by_kind: dict[str, T
 
 def test_what_others_need_to_tokenize_alike_is_told_as_json(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "model", "byte-level", chat_template="{{ messages }}", bos_token="<s>")
-    tokenizer = Tokenizer(folder)
+    tokenizer = ModelTokenizer(folder)
     assert json.loads(json.dumps(tokenizer.info)) == {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "vocab_size": tokenizer.vocab_size,
@@ -251,7 +251,7 @@ def test_a_damaged_template_file_is_named(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "model", "byte-level")
     (folder / "chat_template.json").write_text("[]")
     with pytest.raises(ModelError, match=r"chat_template\.json has no chat_template"):
-        Tokenizer(folder)
+        ModelTokenizer(folder)
 
 
 def test_a_tokenizer_without_the_models_end_token_is_refused(tmp_path: Path, tiny: ModelFolder) -> None:
@@ -259,6 +259,6 @@ def test_a_tokenizer_without_the_models_end_token_is_refused(tmp_path: Path, tin
     config = json.loads((tiny.path / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 300}))
     with pytest.raises(ModelError, match=r"end token 300, which its tokenizer\.json does not have"):
-        Tokenizer(folder)
+        ModelTokenizer(folder)
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [300, 2]}))
-    assert Tokenizer(folder).eos_token_id == 2
+    assert ModelTokenizer(folder).eos_token_id == 2

@@ -25,7 +25,7 @@ from tests.ray.served import ROOT, at_rest, laptop, served, streamed_tokens, unt
 from workers.build import build_worker
 from workers.errors import ModelError
 from workers.model.store import resolve
-from workers.model.tokenizer import Tokenizer
+from workers.model.tokenizer import ModelTokenizer
 from workers.request import Request, SamplingParams
 
 pytestmark = [
@@ -69,7 +69,7 @@ def prompts() -> list[tuple[int, ...]]:
         folder = resolve(MODEL)
     except ModelError as error:
         pytest.skip(f"the model cannot be had here: {error}")
-    text = Tokenizer(folder.path).encode((ROOT / "LICENSE").read_text())
+    text = ModelTokenizer(folder.path).encode((ROOT / "LICENSE").read_text())
     draw = random.Random(20)
     made = []
     for index, length in enumerate(LENGTHS):

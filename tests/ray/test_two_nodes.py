@@ -23,7 +23,7 @@ from workers.build import build_worker
 from workers.config import EngineConfig
 from workers.errors import ModelError
 from workers.model.store import resolve
-from workers.model.tokenizer import Tokenizer
+from workers.model.tokenizer import ModelTokenizer
 from workers.request import Request, SamplingParams
 
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(400)]
@@ -60,7 +60,7 @@ def asks() -> dict[str, Ask]:
         folder = resolve(MODEL)
     except ModelError as error:
         pytest.skip(f"the model cannot be had here: {error}")
-    text = tuple(Tokenizer(folder.path).encode((ROOT / "LICENSE").read_text()))
+    text = tuple(ModelTokenizer(folder.path).encode((ROOT / "LICENSE").read_text()))
     return {
         "shortest": Ask(text[:5]),
         "short": Ask(text[10:43]),

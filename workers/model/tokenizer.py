@@ -56,7 +56,7 @@ _REPLACEMENT = "\ufffd"
 _PATIENCE_TOKENS = 16
 
 
-class Tokenizer:
+class ModelTokenizer:
     """Immutable after construction; safe to share between requests."""
 
     def __init__(self, folder: Path, most_tokens: int | None = None) -> None:
@@ -202,9 +202,9 @@ class Tokenizer:
         letters = [BYTE_OF.get(letter) for letter in piece]
         return text.encode() if None in letters else bytes(byte for byte in letters if byte is not None)
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> "Detokenizer":
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> "IncrementalDetokenizer":
         """A fresh one for one answer."""
-        return Detokenizer(self, skip_special_tokens)
+        return IncrementalDetokenizer(self, skip_special_tokens)
 
 
 def _variables(templates: str | dict[str, str] | None) -> frozenset[str] | None:
@@ -237,7 +237,7 @@ def _processor_template(folder: Path) -> str | None:
     return str(template)
 
 
-class Detokenizer:
+class IncrementalDetokenizer:
     """The text of one answer, as it grows. Never gives half a character; owned by the answer's stream.
 
     A token's text depends on its neighbours (a leading space, the bytes of one emoji), so a window of tokens is
@@ -247,7 +247,7 @@ class Detokenizer:
                    └ text already given ────┘└─ pushed ──┘
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []  # tokens whose text serves as context, then those not given yet

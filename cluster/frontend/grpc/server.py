@@ -112,7 +112,7 @@ def open_grpc_server(context: GatewayContext) -> GrpcServer:
 def model_tokenizer(model: ModelView) -> Tokenizer:
     """The served model's own."""
     from workers.model.store import resolve
-    from workers.model.tokenizer import Tokenizer as ModelTokenizer
+    from workers.model.tokenizer import ModelTokenizer
 
     return ModelTokenizer(resolve(model.name).path, model.context_length)
 

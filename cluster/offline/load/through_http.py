@@ -186,9 +186,9 @@ async def open_http(target: Target) -> AsyncIterator[HttpEndpoint]:
 def _tokenizer(target: Target) -> Any:
     if target.tokenizer is None:
         return None
-    from workers.model.tokenizer import Tokenizer
+    from workers.model.tokenizer import ModelTokenizer
 
-    return Tokenizer(target.tokenizer)
+    return ModelTokenizer(target.tokenizer)
 
 
 async def _first_that_is_taken(

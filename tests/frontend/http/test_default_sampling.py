@@ -15,7 +15,7 @@ from tests.frontend.http.opened import clients, opened
 from tests.frontend.http.test_openai_client import spec
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
-from workers.model.tokenizer import Tokenizer
+from workers.model.tokenizer import ModelTokenizer
 from workers.request import SamplingParams
 
 RECOMMENDED = {"temperature": 0.2, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
@@ -64,7 +64,7 @@ async def test_a_folders_generation_config_reaches_the_draws_of_real_workers(
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
 
     def server(context: object) -> Servers:
-        return Servers(context, lambda: Tokenizer(folder))  # type: ignore[arg-type]
+        return Servers(context, lambda: ModelTokenizer(folder))  # type: ignore[arg-type]
 
     serving = await serve(spec(str(folder)), runtime=runtime, make_server=server)
     try:

@@ -32,7 +32,7 @@ from tests.frontend.grpc.relay import relayed
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
 from workers.config import EngineConfig
-from workers.model.tokenizer import Tokenizer
+from workers.model.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -54,7 +54,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run
     spec = replace(made, model=model, executor="torch", pools=pools, gateway=gateway)
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
     serving = await serve(
-        spec, runtime=runtime, make_server=lambda context: Servers(context, partial(Tokenizer, Path(model)))
+        spec, runtime=runtime, make_server=lambda context: Servers(context, partial(ModelTokenizer, Path(model)))
     )
     try:
         async with AsyncClient(serving.endpoint) as client:

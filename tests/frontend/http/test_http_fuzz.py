@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.opened import Clients, opened
 from tests.model.tiny import write_tiny_llama
-from workers.model.tokenizer import Tokenizer
+from workers.model.tokenizer import ModelTokenizer
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 FIELDS = (
@@ -111,7 +111,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
     folder = write_tiny_llama(tmp_path_factory.mktemp("fuzz") / "tiny")
     with asyncio.Runner() as runner:
         dispatcher, stack = FakeDispatcher(), AsyncExitStack()
-        there, _ = runner.run(stack.enter_async_context(opened(dispatcher, partial(Tokenizer, folder))))
+        there, _ = runner.run(stack.enter_async_context(opened(dispatcher, partial(ModelTokenizer, folder))))
         yield Fuzzed(runner, there, dispatcher)
         runner.run(stack.aclose())
 

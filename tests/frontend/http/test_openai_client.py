@@ -23,7 +23,7 @@ from tests.frontend.http.opened import Clients, clients
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
 from workers.config import EngineConfig
-from workers.model.tokenizer import Tokenizer
+from workers.model.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = "The sea is"
@@ -54,7 +54,7 @@ async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sub
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
 
     def server(context: object) -> Servers:
-        return Servers(context, partial(Tokenizer, Path(model)))  # type: ignore[arg-type]
+        return Servers(context, partial(ModelTokenizer, Path(model)))  # type: ignore[arg-type]
 
     serving = await serve(spec(model), runtime=runtime, make_server=server)
     try:

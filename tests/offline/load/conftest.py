@@ -20,7 +20,7 @@ from tests.offline.load.in_thread import in_thread
 from tests.offline.load.made_up import MadeUp, made_up
 from workers.build import build_worker
 from workers.config import EngineConfig
-from workers.model.tokenizer import Tokenizer
+from workers.model.tokenizer import ModelTokenizer
 
 ENGINE = EngineConfig(block_size=8, kv_blocks=96, max_batch_tokens=64, max_running=8, threads=1)
 
@@ -47,7 +47,7 @@ async def _serving(model: str) -> AsyncIterator[Served]:
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
 
     def door(context: object) -> Servers:
-        return Servers(context, partial(Tokenizer, Path(model)))  # type: ignore[arg-type]
+        return Servers(context, partial(ModelTokenizer, Path(model)))  # type: ignore[arg-type]
 
     serving = await serve(tiny_spec(model), runtime=runtime, make_server=door)
     try:
